@@ -155,4 +155,5 @@ def _is_dense(tensor: Tensor) -> bool:
 def _words_at(address: int, n_bytes: int) -> Words:
     """The memory as whole numbers. It is read only while a tensor is known to lie there."""
     kind = next(kind for kind in _KINDS if not n_bytes % np.dtype(kind).itemsize)
-    return np.frombuffer((ctypes.c_char * n_bytes).from_address(address), dtype=kind)
+    memory: Any = (ctypes.c_char * n_bytes).from_address(address)
+    return np.frombuffer(memory, dtype=kind)
