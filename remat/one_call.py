@@ -231,7 +231,6 @@ def rematerialize(
         or the model has collectives with ranks outside of the group.
     RematError : the model cannot be captured, or an option is unknown.
     """
-    from remat.compile.code_plans import compiled_module, with_fitting_code
     from remat.graph_capture.capturing import price_for, tiers_for
     from remat.graph_capture.derived.one_rank import on_one_rank
     from remat.graph_capture.over_ranks.collectives import collectives_in
@@ -296,12 +295,18 @@ def rematerialize(
                 again = functools.partial(solved, budget=found.result.budget_bytes)
                 lost = naming_tolerance(found.result, traced, found.graph, priced, again)
                 raise BudgetError(infeasible_text(lost))
-            return with_fitting_code(traced, at, found, budget) if compile else found
+            if not compile:  # its import takes Inductor's seconds
+                return found
+            from remat.compile.code_plans import with_fitting_code
+
+            return with_fitting_code(traced, at, found, budget)
 
         ranks.require_same_step(traced.graph.hash)
         found = ranks.from_first(make, Solved)
         result = found.result
         if compile:
+            from remat.compile.code_plans import compiled_module
+
             module, is_bound = compiled_module(model, traced, found, budget)
         else:
             assert result.schedule is not None

@@ -28,7 +28,7 @@ from remat.graph_capture.errors import (
 )
 from remat.graph_capture.over_ranks.dtensors import is_sharded_by_fsdp
 from remat.graph_capture.over_ranks.wrappers import refuse_wrappers
-from remat.graph_capture.refuse import distributed_message
+from remat.graph_capture.refuse import distributed_message, is_all_frozen
 from remat.graph_capture.shapes.signature import refuse_beside_ranges
 from remat.graph_capture.tracing.recipe import autocast_state
 from remat.graph_capture.tracing.resident import require_optimizer
@@ -113,6 +113,9 @@ class PlanCache(SharedState, nn.Module):
                 continue
             cls._remat_plans.move_to_end(key)
             return result
+        if is_all_frozen(cls._remat_original_module, batch):
+            cls._remat_unplanned.frozen(cls._remat_original_module)
+            return cls._remat_run_original(*batch)
         if len(changed) >= OFTEN:
             warnings.warn(
                 f"{changed[0]}. This is plan {len(changed) + 1} for batches of one signature: "

@@ -152,12 +152,12 @@ class Walk:
         return self.ran is None or function.__code__ in self.ran
 
     def behind_caches(self) -> list[FunctionType]:
-        """Functions that did not run, as a cache may have had their results."""
-        functions = [cache.__wrapped__ for cache, _ in self.found.caches]
-        return [one for one in functions if isinstance(one, FunctionType) and self._waits(one)]
-
-    def _waits(self, function: FunctionType) -> bool:
-        return any(function is one for one, _ in self._waiting.get(id(function.__code__), ()))
+        """Functions that did not run, as a cache had their results."""
+        caches = self.found.caches
+        hit = [cache for cache, before in caches if cache.cache_info().hits != before.hits]
+        functions = [cache.__wrapped__ for cache in hit]
+        waiting = {id(one) for some in self._waiting.values() for one, _ in some}
+        return [one for one in functions if id(one) in waiting]
 
     def _go_on(self) -> None:
         """Names that code loads make more code reachable, which loads more names."""
@@ -201,7 +201,7 @@ class Walk:
         elif isinstance(value, MethodType):
             self._visit_method(value, text)
         elif isinstance(value, LruCache):
-            self.found.caches.append((value, value.cache_info().currsize))
+            self.found.caches.append((value, value.cache_info()))
             self._visit(value.__wrapped__, text)
         elif isinstance(value, functools.partial):
             for part in (value.func, value.args, value.keywords):

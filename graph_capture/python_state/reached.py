@@ -58,7 +58,7 @@ class Reached:
 
     Attributes
     ----------
-    places : to be compared. caches : of `functools`, with how many results each had.
+    places : to be compared. caches : of `functools`, each with its counts.
     streams : generators of random numbers that are the user's own. texts : that may name
         attributes. functions : how many were read.
     reads, kinds : by the identity of an instance's ``__dict__``, the names that code loads of the
@@ -67,7 +67,7 @@ class Reached:
     """
 
     places: list[Place | Hidden] = field(default_factory=list)
-    caches: list[tuple[Any, int]] = field(default_factory=list)
+    caches: list[tuple[Any, Any]] = field(default_factory=list)
     streams: list[Stream] = field(default_factory=list)
     texts: set[str] = field(default_factory=set)
     functions: int = 0

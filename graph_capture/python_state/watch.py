@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, replace
 from itertools import chain
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -40,21 +40,6 @@ class Change:
     place: Place | Hidden | Stream
 
 
-@dataclass(frozen=True)
-class Reach:
-    """The places that some code may read: `keys` of them, and names `absent` by namespace."""
-
-    keys: set[tuple[int, Any]]
-    absent: dict[int, set[str]]
-
-    def holds(self, place: Place | Hidden) -> bool:
-        """Whether it is one of them."""
-        holder, name = _key_of(place)
-        # An item of a dictionary that has grown is read where the dictionary is.
-        is_known = (holder, name) in self.keys or (holder, None) in self.keys
-        return is_known or name in self.absent.get(holder, ())
-
-
 class PythonState:
     """Python's state that forward and the loss may read, as it is when this is made.
 
@@ -66,7 +51,8 @@ class PythonState:
 
     Attributes
     ----------
-    ran : the code that ran since this was made, where it is noted.
+    ran : the code that ran since this was made, where it is noted. behind_caches : functions that
+        ran earlier, of which forward took results that a cache has kept.
     asks_identity : whether code may ask if two objects are one, as ``query is key``.
     """
 
@@ -82,11 +68,11 @@ class PythonState:
         self.grown: list[Contents] = []
         self._gone: set[tuple[int, Any]] = set()
         self._added: list[Place | Hidden] = []
+        self.behind_caches: list[FunctionType] = []
         self._behind: list[Walk] = []
         self._size: tuple[int, ...] = ()
         self._test: Callable[[], bool] | None = None
         self.ran: CodeThatRan | None = None
-        self._reached: tuple[int, Reach] | None = None
         self.asks_identity = True
 
     def begins(self, code: CodeType) -> None:
@@ -186,11 +172,7 @@ class PythonState:
         ran = self.ran
         if ran is None or not ran.is_all or (in_backward and ran.may_run_in_backward()):
             return Writer.FORWARD
-        return writer_of(place, ran, self._is_reached)
-
-    def _is_reached(self, place: Place | Hidden) -> bool:
-        """Whether the code that ran may read a place."""
-        return self.ran_alone is not None or self._reach().holds(place)
+        return writer_of(place, ran)
 
     def restore(self) -> None:
         """Put all places back, empty caches that were filled, and remove what appeared.
@@ -210,7 +192,7 @@ class PythonState:
         for one in self._found.streams:
             one.put_back()
         for cache, before in self._found.caches:
-            if cache.cache_info().currsize != before:
+            if cache.cache_info().currsize != before.currsize:
                 cache.cache_clear()
 
     @contextlib.contextmanager
@@ -234,21 +216,15 @@ class PythonState:
         """Compare what the code may read that ran since, and what a cache has kept of any code."""
         self._walk.go_on_with_what_ran()
         # At an earlier call the rest of such a function ran too.
-        self._behind = _behind_caches(self._walk)
-        self._size = ()
+        self._walk_behind(self._walk.behind_caches())
 
-    def _reach(self) -> Reach:
-        """The places that the code that ran may read."""
-        assert self.ran is not None
-        if self._reached is None or self._reached[0] != self.ran.count:
-            walk = Walk(*self._roots, self.ran)
-            walks = walk, *_behind_caches(walk)
-            absent: dict[int, set[str]] = {}
-            for _, space, names in chain.from_iterable(one.absent() for one in walks):
-                absent[id(space)] = absent.get(id(space), set()) | names
-            keys = {_key_of(place) for one in walks for place in one.all_places()}
-            self._reached = self.ran.count, Reach(keys, absent)
-        return self._reached[1]
+    def compare_as(self, other: PythonState) -> None:
+        """Compare what the code may read that `other` compares."""
+        self._walk_behind(other.behind_caches)
+
+    def _walk_behind(self, functions: list[FunctionType]) -> None:
+        self.behind_caches, self._size = functions, ()
+        self._behind = [Walk(nn.Module(), functions)] if functions else []
 
     def compare_items_of(self, places: Iterable[Contents]) -> None:
         """Compare what these dictionaries hold, and nothing that they are given later."""
@@ -309,12 +285,6 @@ def _holder(place: Cell | Contents | Hidden | ModuleHooks) -> Any:
     if isinstance(place, ModuleHooks):
         return place.module._forward_hooks
     return place.cell if isinstance(place, Cell) else place.owner
-
-
-def _behind_caches(walk: Walk) -> list[Walk]:
-    """A walk over all code of functions that did not run since a cache had their results."""
-    functions = walk.behind_caches()
-    return [Walk(nn.Module(), functions)] if functions else []
 
 
 @contextlib.contextmanager

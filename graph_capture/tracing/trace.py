@@ -32,7 +32,7 @@ from remat.graph_capture.python_state.module_hooks import ModuleHooks
 from remat.graph_capture.python_state.places import MISSING, Entry
 from remat.graph_capture.python_state.ran import CodeThatRan
 from remat.graph_capture.python_state.watch import PythonState
-from remat.graph_capture.refuse import refuse_module
+from remat.graph_capture.refuse import refuse_all_frozen, refuse_module
 from remat.graph_capture.shapes.ranges import Dynamic
 from remat.graph_capture.shapes.signature import (
     ranged_signature,
@@ -105,6 +105,7 @@ def trace(
     device = resolved_device(device, model)
     refuse_module(model, device, loss_fn)
     args, kwargs, target = arrived((tuple(args), dict(kwargs or {}), target))
+    refuse_all_frozen(model, (args, kwargs, target))
     given = args, kwargs
     batch = (*inputs_cast(args, kwargs, sharding), target)
     numbers: list[FloatPlace] = []
@@ -217,9 +218,8 @@ def _trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
     ran = CodeThatRan()
     for flags in FLAGS if recipe.flags is None else [recipe.flags]:
         try:
-            # As if compiled, code takes another way than eager, which may read something else.
             one = dataclasses.replace(recipe, flags=flags)
-            done = _traced_once(model, one, ran, whole=any(flags))
+            done = _traced_once(model, one, ran, whole=False)
             if not ran.is_all and done.python_state.ran_alone:
                 done = _traced_once(model, one, ran, whole=True)
         except CaptureError as error:

@@ -52,7 +52,7 @@ class Unplanned:
     def __init__(self, kind: str | None = None) -> None:
         self.kind = kind
         self.is_open = True
-        self._is_said = self._has_run = self._is_in_eval = False
+        self._is_said = self._has_run = self._is_in_eval = self._is_frozen_said = False
         self._cause: Callable[[], str] | None = None
         self._handles: dict[int, Any] = {}
         self._versions: list[int] = []
@@ -69,6 +69,16 @@ class Unplanned:
         self.is_open, self._has_run = False, True
         self._versions_before = None
         self._unwatch()
+
+    def frozen(self, module: nn.Module) -> None:
+        """A step of a cache of plans has no backward, for which a plan could save memory."""
+        if not self._is_frozen_said:
+            self._is_frozen_said = True
+            warnings.warn(
+                f"{self._name(module)} runs unplanned as long as neither its parameters nor its "
+                "inputs require grad: there is no backward to save memory in",
+                stacklevel=_level_of_user(),
+            )
 
     def taken_apart(self, module: nn.Module, part: str) -> None:
         """The caller of a planned module has got hold of a part of it, and may call that alone."""

@@ -229,3 +229,50 @@ def test_plans_of_a_cache_have_copies_at_each_shape(
         assert same(step(cache, (x,)), step(model, (x,)))
     assert [plan.moves for plan in plans_of(cache) if isinstance(plan, Schedule)] == [True, True]
     assert is_clean(tmp_path)
+
+
+def gan_trained(planned: bool) -> list[Tensor]:
+    """Losses and parameters after a few steps with a discriminator that is frozen in between."""
+    torch.manual_seed(0)
+    parts = [nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 16))]
+    parts += [
+        nn.Sequential(nn.Linear(16, 32), nn.LeakyReLU(0.2), nn.Dropout(0.1), nn.Linear(32, 1))
+    ]
+    if planned:
+        parts = [remat.plan_cache(part, budget="100%", time_limit_s=2) for part in parts]
+    made, told = parts
+    optimizers = [torch.optim.Adam(part.parameters(), 1e-2) for part in parts]
+    losses: list[Tensor] = []
+    for _ in range(3):
+        told.requires_grad_(True)
+        fake = made(torch.randn(12, 8)).detach()
+        losses.append((told(torch.randn(12, 16)) - told(fake)).mean())
+        losses[-1].backward()
+        optimizers[1].step()
+        told.requires_grad_(False)
+        losses.append(told(made(torch.randn(12, 8))).mean())
+        losses[-1].backward()
+        optimizers[0].step()
+        for part in parts:
+            part.zero_grad()
+    if planned:
+        assert [len(plans_of(part)) for part in parts] == [1, 2]
+    return [*losses, *(p.detach() for part in parts for p in part.parameters())]
+
+
+def test_a_gan_whose_discriminator_is_frozen_in_between_trains_as_eager_does() -> None:
+    assert all(map(torch.equal, gan_trained(planned=True), gan_trained(planned=False)))
+
+
+def test_a_frozen_model_that_has_no_backward_runs_its_own_forward_and_says_so_once() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU()).requires_grad_(False)
+    fast, x = remat.plan_cache(model, budget="100%"), torch.ones(2, 4)
+    with pytest.warns(UserWarning, match="Sequential runs unplanned"):
+        assert torch.equal(fast(x), model(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not fast(x).requires_grad
+    assert not plans_of(fast)
+    fast(x.requires_grad_()).sum().backward()
+    assert len(plans_of(fast)) == 1
+    assert x.grad is not None

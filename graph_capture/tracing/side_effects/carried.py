@@ -116,7 +116,7 @@ def state_guarded(
     traced : the state of a model of the same step, as it was traced.
     """
     state = PythonState(model, loss_fn, traced.ran_alone)
-    state.compare_what_ran()
+    state.compare_as(traced)
     state.leave_out(places_of(model, carried))
     state.compare_items_of(replace(place, value=place.now()) for place in traced.grown)
     return state

@@ -18,7 +18,7 @@ from remat.graph_capture.python_state.module_hooks import (
     hooked_modules,
     place_of_hooks,
 )
-from remat.graph_capture.python_state.places import MISSING, PLAIN, Entry, Place, is_same
+from remat.graph_capture.python_state.places import MISSING, PLAIN, Entry, is_same
 from remat.graph_capture.python_state.watch import Change, PythonState
 from remat.graph_capture.python_state.writers import Writer, other_threads
 from remat.graph_capture.refuse import hook_tables, registered_hook
@@ -147,16 +147,12 @@ class ForwardWrites:
         texts += [settled.place.text for settled in self.settled]
         changes = self._state.changes()
         self._in_forward = {change.text for change in changes}
-        beside: list[Place] = []
         for change in changes:
             if any(text in change.text for text in texts):
                 continue
             if isinstance(change.place, (Hidden, Stream)):
                 raise CaptureError(_taken_text(self._kind, change.text))
-            if (writer := self._state.writer(change.place)) is Writer.THREAD_ALONE:
-                beside.append(change.place)
-                continue
-            if writer is Writer.THREAD:
+            if self._state.writer(change.place) is Writer.THREAD:
                 raise CaptureError(_beside_text(self._kind, change))
             if _is_first_value(change.before, change.now) or _is_mode(change.place):
                 self.settled.append(Settled(change.place, change.now))
@@ -164,7 +160,6 @@ class ForwardWrites:
                 self.memos.append(memo)
             else:
                 raise self._changed(change)
-        self._state.leave_out(beside)
 
     def _changed(self, change: Change) -> CaptureError:
         return CaptureError(
