@@ -331,7 +331,7 @@ class Walk:
         if isinstance(value, dict):
             for key, item in value.items():
                 self._visit(key, text)
-                self._visit(item, f"{text}[{_shown(key)}]")
+                self._visit(item, f"{text}[{_key_text(key)}]")
         elif not isinstance(value, np.ndarray):
             for i, item in enumerate(value):
                 self._visit(item, f"{text}[{i}]")
@@ -507,7 +507,7 @@ class Walk:
             self._visit(value, text)
 
 
-def _shown(key: Any) -> str:
+def _key_text(key: Any) -> str:
     """A key of a dictionary, in a text. No method of the user's is run for it."""
     parts = key if isinstance(key, tuple) else (key,)
     return repr(key) if all(isinstance(one, PLAIN) for one in parts) else type(key).__name__
