@@ -36,7 +36,7 @@ Words = np.ndarray[Any, Any]
 Bits = int | bytes | None
 
 
-class Part(NamedTuple):
+class Sample(NamedTuple):
     """What is looked at in one step: every which tensor, and of those every which word."""
 
     of_tensors: int
@@ -68,7 +68,7 @@ class ReadAgain:
         self._words: dict[tuple[int, int], Words] = {}
         self._step = 0
 
-    def noted(self, names: Sequence[str], inputs: Sequence[Any]) -> tuple[Part, list[Noted]]:
+    def noted(self, names: Sequence[str], inputs: Sequence[Any]) -> tuple[Sample, list[Noted]]:
         """What is to be so still when backward begins."""
         pairs = [(names[i], inputs[i]) for i in self.places if type(inputs[i]) in _PLAIN]
         pairs = [(name, tensor) for name, tensor in pairs if not tensor.is_inference()]
@@ -85,17 +85,17 @@ class ReadAgain:
             for i, (name, tensor) in enumerate(pairs)
         ]
 
-    def _part(self, sizes: Sequence[int]) -> Part:
+    def _part(self, sizes: Sequence[int]) -> Sample:
         """As much as takes no longer than is allowed."""
         us = sum(sizes) / BYTES_A_US + TENSOR_US * len(sizes)
         if self._step <= WHOLE_STEPS or us <= self._allowed_us:
-            return Part(1, 1, self._step)
+            return Sample(1, 1, self._step)
         most = max(1.0, self._allowed_us / 2 / TENSOR_US)
         of_tensors = max(1, math.ceil(len(sizes) / most))
         lines = self._allowed_us / 2 * BYTES_A_US / LINE_BYTES
-        return Part(of_tensors, max(1, int(sum(sizes) / of_tensors / 8 / lines)), self._step)
+        return Sample(of_tensors, max(1, int(sum(sizes) / of_tensors / 8 / lines)), self._step)
 
-    def _bits(self, tensor: Tensor, part: Part) -> Bits:
+    def _bits(self, tensor: Tensor, part: Sample) -> Bits:
         """The bits of a part of a tensor; None where they cannot be read, or not at little cost."""
         if not tensor.is_cpu:
             return _added_on_device(tensor) if part.number <= WHOLE_STEPS else None
@@ -115,7 +115,7 @@ class ReadAgain:
             words = words[part.number % part.of_words :: part.of_words]
         return int(np.add.reduce(words))
 
-    def require(self, noted: tuple[Part, list[Noted]], kind: str) -> None:
+    def require(self, noted: tuple[Sample, list[Noted]], kind: str) -> None:
         """Raise `RewriteError` for a tensor that is no longer what forward read."""
         part, tensors = noted
         for one in tensors:
@@ -127,7 +127,7 @@ class ReadAgain:
                     "backward, or give the step a copy (clone())"
                 )
 
-    def _is_same(self, tensor: Tensor, one: Noted, part: Part) -> bool:
+    def _is_same(self, tensor: Tensor, one: Noted, part: Sample) -> bool:
         if tensor._version != one.version:
             return False
         if one.bits is not None:
