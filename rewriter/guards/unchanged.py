@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,9 +68,15 @@ class ReadAgain:
         self._words: dict[tuple[int, int], Words] = {}
         self._step = 0
 
-    def noted(self, names: Sequence[str], inputs: Sequence[Any]) -> tuple[Sample, list[Noted]]:
-        """What is to be so still when backward begins."""
-        pairs = [(names[i], inputs[i]) for i in self.places if type(inputs[i]) in _PLAIN]
+    def noted(
+        self,
+        names: Sequence[str],
+        inputs: Sequence[Any],
+        constants: Iterable[tuple[str, Tensor]] = (),
+    ) -> tuple[Sample, list[Noted]]:
+        """What is to be so still when backward begins: those inputs, and all of the constants."""
+        known = [*((names[i], inputs[i]) for i in self.places), *constants]
+        pairs = [(name, one) for name, one in known if type(one) in _PLAIN]
         pairs = [(name, tensor) for name, tensor in pairs if not tensor.is_inference()]
         self._step += 1
         part = self._part([tensor.nbytes for _, tensor in pairs])
@@ -97,10 +103,10 @@ class ReadAgain:
 
     def _bits(self, tensor: Tensor, part: Sample) -> Bits:
         """The bits of a part of a tensor; None where they cannot be read, or not at little cost."""
-        if not tensor.is_cpu:
-            return _added_on_device(tensor) if part.number <= WHOLE_STEPS else None
         if not tensor.is_contiguous() and not _is_dense(tensor):
             return None
+        if not tensor.is_cpu:
+            return _added_on_device(tensor) if part.number <= WHOLE_STEPS else None
         key = tensor.data_ptr(), tensor.nbytes
         words = self._words.get(key)
         if words is None:
@@ -136,8 +142,11 @@ class ReadAgain:
         return tensor.data_ptr() == one.address
 
 
-def _added_on_device(tensor: Tensor) -> int:
-    return int(tensor.detach().flatten().view(torch.uint8).sum(dtype=torch.int64))
+def _added_on_device(tensor: Tensor) -> Bits:
+    if tensor.is_meta or not tensor.numel():
+        return None
+    whole = tensor.detach().as_strided((tensor.numel(),), (1,))
+    return int(whole.view(torch.uint8).sum(dtype=torch.int64))
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -62,6 +62,7 @@ CHANGES: dict[str, tuple[str, Callable[[Any, Tensor], object]]] = {
         "layers.0.weight", lambda m, x: copied_over(m.layers[0].weight, torch.ones(WIDTH, WIDTH)),
     ),
     "buffer": ("table", lambda m, x: m.table.data.fill_(2)),
+    "attribute": ("attribute plain", lambda m, x: m.plain.data.fill_(2)),
     "argument, copied over": (r"args\[0\]", lambda m, x: copied_over(x, batch())),
     "argument, by NumPy": (r"args\[0\]", lambda m, x: x.numpy().__setitem__(..., 0)),
     "argument, one number": (r"args\[0\]", lambda m, x: x.numpy().__setitem__((1, 2), 77)),
