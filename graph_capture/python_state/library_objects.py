@@ -38,7 +38,7 @@ _TEXTS = (io.StringIO, io.BytesIO)
 
 def is_looked_into(kind: type) -> bool:
     """Whether objects of a library's class hold what a user sets."""
-    module = kind.__module__
+    module: Any = kind.__module__
     if not isinstance(module, str) or issubclass(kind, nn.Module):
         return False
     root = module.partition(".")[0]
