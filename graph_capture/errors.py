@@ -106,6 +106,10 @@ class RewriteError(RematError):
     """The schedule cannot be turned into a module, or the module is misused."""
 
 
+class DifferenceError(RewriteError):
+    """A check found that a rewritten module gives other results than eager."""
+
+
 class NotComparedError(RewriteError):
     """The unmodified step cannot be run within a plan's budget, to be compared with the plan."""
 

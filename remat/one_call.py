@@ -239,6 +239,7 @@ def rematerialize(
     from remat.graph_capture.tracing.mixed_precision import inputs_cast, parameters_cast
     from remat.graph_capture.tracing.trace import trace
     from remat.levers.by_tolerance import naming_tolerance
+    from remat.ranges.asked_options import require_dynamic, require_options
     from remat.ranks.required_group import refuse_fake, require_group
     from remat.rewriter.rewriting import rewrite
     from remat.rewriter.user_module.shared_state import original_of
@@ -246,6 +247,15 @@ def rematerialize(
 
     require_form(args, kwargs, loss_fn, target)
     model = original_of(model)
+    require_options(
+        {
+            "loss_fn": loss_fn, "optimizer": optimizer, "accumulate": accumulate, "host": host,
+            "sharding": sharding, "group": group, "profile": profile, "keep": keep,
+            "time_limit_s": time_limit_s, "recompute": recompute, "check": check,
+            "compile": compile, "float_inputs": float_inputs, "split": split,
+        }
+    )  # fmt: skip
+    require_dynamic(model, dynamic, may_be_auto=False)
     asked: dict[str, Any] = {"keep": keep, "recompute": recompute, **options}
     batch = Batch(*inputs_cast(args, kwargs, sharding), loss_fn, target, optimizer, accumulate)
     if dynamic:
@@ -265,7 +275,6 @@ def rematerialize(
     refuse_fake(group)
     with Together(group, "remat.rematerialize") as ranks, parameters_cast(model, sharding):
         known = as_profile(profile)
-        _require_compatible(sharding, compile, float_inputs, split, host)
         tiers = tiers_for(model, None, host, nvme)
         if split is None and (compile or group is not None):
             split = "none"
@@ -333,39 +342,4 @@ def refuse_compiled_dtensors(model: nn.Module) -> None:
         raise RewriteError(
             f"{type(model).__name__} has parameters that are DTensors, whose plans run eager's "
             "ops: leave out compile=True"
-        )
-
-
-def _require_compatible(
-    sharding: Sharding,
-    is_compiled: bool,
-    float_inputs: Sequence[str],
-    split: Split | None,
-    host: str | SupportsIndex | None,
-) -> None:
-    """Raise `RewriteError` for ranks that a rewritten step, or a compiled one, cannot serve."""
-    if sharding.blocks:
-        raise RewriteError(
-            f"modules inside a rewritten one cannot be sharded by themselves ({sharding.blocks}): "
-            "use remat.rematerialize_blocks, and shard the blocks that it rewrote"
-        )
-    if is_compiled and host is not None:
-        raise RewriteError(
-            "compile=True takes no host: Inductor's code copies nothing to the host. Leave out one "
-            "of the two"
-        )
-    if is_compiled and split not in (None, "none"):
-        raise RewriteError(
-            f"compile=True takes no split={split!r}: the pieces are of eager's kernels. Leave out "
-            "one of the two"
-        )
-    if is_compiled and float_inputs:
-        raise RewriteError(
-            "compile=True takes no float_inputs: Inductor writes numbers into its code. Leave out "
-            "one of the two, or pass the number to forward as a tensor"
-        )
-    if is_compiled and sharding.kind != "none":
-        raise RewriteError(
-            "compile=True takes no sharding: Inductor's code is looked at without what a wrapper "
-            "holds. Leave out compile=True, or train on one rank"
         )

@@ -12,6 +12,7 @@ from typing import Any, TypedDict
 import pytest
 
 from remat.graph_capture.errors import StateChangedError
+from remat.graph_capture.python_state import reachable
 from remat.graph_capture.python_state.ran import CodeThatRan
 from remat.graph_capture.python_state.watch import PythonState
 from remat.graph_capture.tracing.trace import trace
@@ -237,3 +238,53 @@ def test_a_walk_takes_classes_that_answer_no_questions_and_properties_over_slots
     state = PythonState(model)
     assert state.first_change() is None
     state.restore()
+
+
+def peer(name: str, namespace: dict[str, Any]) -> None:
+    """A class whose method `read` reaches the method of the next one, and a value for each."""
+    code = (
+        f"class {name}:\n    def read(self):\n        return peers['{name}'].read() + value_{name}"
+    )
+    exec(code, namespace)
+
+
+def test_what_a_library_names_and_never_runs_costs_nothing() -> None:
+    namespace: dict[str, Any] = {"__name__": "a_large_library", "peers": {}}
+    for i in range(300):
+        peer(f"P{i}", namespace)
+        namespace[f"value_P{i}"] = 1.0
+    namespace["peers"] |= {f"P{i}": namespace[f"P{i + 1}"]() for i in range(299)}
+
+    class Names(Reader):
+        def __init__(self) -> None:
+            super().__init__()
+            self.is_far, self.first = False, namespace["P0"]()
+
+        def read(self) -> Any:
+            return self.first.read() if self.is_far else 1.0
+
+    model = Names()
+    functions, places = PythonState(model).work
+    assert functions >= 300
+    assert places >= 600
+    functions, places = trace(model, (X,)).python_state.work
+    assert functions < 10
+    assert places < 50
+
+
+def test_a_walk_ends_at_its_bound_with_what_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Chain:
+        def __init__(self, depth: int) -> None:
+            self.value, self.next = 1.0, Chain(depth - 1) if depth else None
+
+    class Reads(Reader):
+        def read(self) -> Any:
+            return self.held.value if self.held.next else self.held.next.value
+
+    model = Reads()
+    model.held = Chain(400)
+    monkeypatch.setattr(reachable, "MOST_PLACES", 100)
+    state = PythonState(model)
+    assert state.work[1] < 120
+    model.held.value = 2.0
+    assert state.first_change() is not None
