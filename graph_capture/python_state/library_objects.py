@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import io
 import mmap
+import pickle
 import sys
 from typing import Any
 
@@ -30,13 +31,14 @@ _OF_TOOLS = frozenset({
 DATA = frozenset({"data_source", "dataset"})
 """Attributes that hold a data set: only where the user's own code names them."""
 NUMBERS_OF_C = (ctypes.Array, ctypes.Structure, ctypes.Union, ctypes._SimpleCData)
+_PROXY = ("multiprocessing.managers", "BaseProxy")
 _RAW = (mmap.mmap, memoryview)
 _TEXTS = (io.StringIO, io.BytesIO)
 
 
 def is_looked_into(kind: type) -> bool:
     """Whether objects of a library's class hold what a user sets."""
-    module = kind.__module__
+    module: Any = kind.__module__
     if not isinstance(module, str) or issubclass(kind, nn.Module):
         return False
     root = module.partition(".")[0]
@@ -53,6 +55,16 @@ def memory_of(value: Any) -> bytes | str | None:
         return value.tobytes() if isinstance(value, memoryview) else value[:]
     if isinstance(value, _TEXTS):
         return value.getvalue()
+    return _beside_this_process(value)
+
+
+def _beside_this_process(value: Any) -> bytes | None:
+    """What processes share: a manager's object, or the count of a semaphore, as of an event."""
+    kind = type(value)
+    if kind.__module__ == "_multiprocessing" and getattr(value, "maxvalue", 1) > 1:
+        return bytes(str(value._get_value()), "ascii")
+    if any((one.__module__, one.__name__) == _PROXY for one in kind.__mro__):
+        return pickle.dumps(value._getvalue())
     return None
 
 

@@ -7,7 +7,7 @@ attribute that is a tensor itself would be one tensor for all steps.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from remat.graph_capture.python_state.library_objects import attributes_of
 from remat.graph_capture.python_state.places import CONTAINERS, MISSING, copied, is_same
 
 Attributes = dict[str, Any]
+Copy = TypeVar("Copy", bound=Tensor)
 _BY_TORCH = ("_dynamo_", "_remat_", "_is_", "elem", "persistent")
 
 
@@ -69,7 +70,7 @@ def _for_signature(name: str, value: Any) -> Any:
     return copied(value) if isinstance(value, CONTAINERS) else value
 
 
-def with_attributes_of(tensor: Tensor, copy: Tensor) -> Tensor:
+def with_attributes_of(tensor: Tensor, copy: Copy) -> Copy:
     """`copy`, with what a user has set on `tensor`."""
     for name, value in attributes_of(tensor).items():
         setattr(copy, name, value)
@@ -101,15 +102,12 @@ class StandIns:
 
     Parameters
     ----------
-    step : whose parameters and buffers are traced. names : of the batch's leaves.
-    of_batch : what was set on each of those.
+    step : whose parameters and buffers are traced.
+    on_batch : the names of the batch's leaves, each with what was set on it.
     """
 
-    def __init__(
-        self, step: nn.Module, names: Sequence[str] = (), of_batch: Sequence[Attributes] = ()
-    ) -> None:
-        self._names = list(names)
-        self._of_batch, self._of_state = list(of_batch), dict[str, Attributes]()
+    def __init__(self, step: nn.Module, on_batch: Sequence[tuple[str, Attributes]]) -> None:
+        self._on_batch, self._of_state = on_batch, dict[str, Attributes]()
         for path, tensor in _tensors_of(step).items():
             if given := attributes_of(tensor):
                 self._of_state[path] = dict(given)
@@ -119,7 +117,7 @@ class StandIns:
         """Let the stand-ins, in `step` and in the batch, have the attributes."""
         now = _tensors_of(step)
         pairs = [(path, tensor, self._of_state.get(path, {})) for path, tensor in now.items()]
-        for name, leaf, given in zip(self._names, leaves, self._of_batch, strict=False):
+        for (name, given), leaf in zip(self._on_batch, leaves, strict=False):
             if isinstance(leaf, Tensor):
                 pairs.append((name, leaf, given))
         self._given = [(text, one, _set(one, given)) for text, one, given in pairs]

@@ -71,8 +71,8 @@ class StepModule(nn.Module):
         self.loss_fn = loss_fn
         self._writes, self._ran, self._over = writes, ran, over
         self._signature = signature
-        set_on_batch = (signature.names, signature.attributes) if signature else ()
-        self._stand_ins = StandIns(self, *set_on_batch)
+        on_batch = zip(signature.names, signature.attributes, strict=True) if signature else ()
+        self._stand_ins = StandIns(self, list(on_batch))
         self._casts_once = torch.is_autocast_cache_enabled()
         self.repeats: Repeats | None = None
         self.known, self.arrivals = KnownValues(), Arrivals()

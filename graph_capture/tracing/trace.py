@@ -302,6 +302,7 @@ def _require_the_same_again(model: nn.Module, done: Trace, ran: CodeThatRan) -> 
         )
     if any(isinstance(one.place, ModuleHooks) for one in done.settled):
         # Hooks that forward sets are code of forward, which the first trace did not look into.
+        again.python_state.asks_identity = done.python_state.asks_identity
         done.python_state = again.python_state
         done.python_state.leave_out(one.place for one in done.settled)
         done.python_state.compare_items_of(one.place for one in done.memos)

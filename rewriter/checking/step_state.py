@@ -70,7 +70,7 @@ def own_parameters(*models: nn.Module) -> Generator[None]:
     So a hook that steps an optimizer in backward does not run, and no gradient of the user's is
     added to. Tied ones stay tied, as do those that the models share.
     """
-    made: dict[int, Tensor] = {}
+    made: dict[int, nn.Parameter] = {}
     tables = {id(m._parameters): m._parameters for model in models for m in model.modules()}
     places = [
         (held, name, parameter)

@@ -69,7 +69,7 @@ class BackwardGuards:
         self.left_whole = left_whole
         self.constants = [(name, tensor, tensor._version) for name, tensor in constants]
         self.read_again = read_again
-        self.noted = read_again.noted(names, inputs) if read_again else None
+        self.noted = read_again.noted(names, inputs, constants) if read_again else None
         self.trained = {i: weakref.ref(inputs[i]) for i in facts.needs}
 
     def watch(self, output: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,7 +36,7 @@ Words = np.ndarray[Any, Any]
 Bits = int | bytes | None
 
 
-class Part(NamedTuple):
+class Sample(NamedTuple):
     """What is looked at in one step: every which tensor, and of those every which word."""
 
     of_tensors: int
@@ -68,9 +68,15 @@ class ReadAgain:
         self._words: dict[tuple[int, int], Words] = {}
         self._step = 0
 
-    def noted(self, names: Sequence[str], inputs: Sequence[Any]) -> tuple[Part, list[Noted]]:
-        """What is to be so still when backward begins."""
-        pairs = [(names[i], inputs[i]) for i in self.places if type(inputs[i]) in _PLAIN]
+    def noted(
+        self,
+        names: Sequence[str],
+        inputs: Sequence[Any],
+        constants: Iterable[tuple[str, Tensor]] = (),
+    ) -> tuple[Sample, list[Noted]]:
+        """What is to be so still when backward begins: those inputs, and all of the constants."""
+        known = [*((names[i], inputs[i]) for i in self.places), *constants]
+        pairs = [(name, one) for name, one in known if type(one) in _PLAIN]
         pairs = [(name, tensor) for name, tensor in pairs if not tensor.is_inference()]
         self._step += 1
         part = self._part([tensor.nbytes for _, tensor in pairs])
@@ -85,22 +91,22 @@ class ReadAgain:
             for i, (name, tensor) in enumerate(pairs)
         ]
 
-    def _part(self, sizes: Sequence[int]) -> Part:
+    def _part(self, sizes: Sequence[int]) -> Sample:
         """As much as takes no longer than is allowed."""
         us = sum(sizes) / BYTES_A_US + TENSOR_US * len(sizes)
         if self._step <= WHOLE_STEPS or us <= self._allowed_us:
-            return Part(1, 1, self._step)
+            return Sample(1, 1, self._step)
         most = max(1.0, self._allowed_us / 2 / TENSOR_US)
         of_tensors = max(1, math.ceil(len(sizes) / most))
         lines = self._allowed_us / 2 * BYTES_A_US / LINE_BYTES
-        return Part(of_tensors, max(1, int(sum(sizes) / of_tensors / 8 / lines)), self._step)
+        return Sample(of_tensors, max(1, int(sum(sizes) / of_tensors / 8 / lines)), self._step)
 
-    def _bits(self, tensor: Tensor, part: Part) -> Bits:
+    def _bits(self, tensor: Tensor, part: Sample) -> Bits:
         """The bits of a part of a tensor; None where they cannot be read, or not at little cost."""
-        if not tensor.is_cpu:
-            return _added_on_device(tensor) if part.number <= WHOLE_STEPS else None
         if not tensor.is_contiguous() and not _is_dense(tensor):
             return None
+        if not tensor.is_cpu:
+            return _added_on_device(tensor) if part.number <= WHOLE_STEPS else None
         key = tensor.data_ptr(), tensor.nbytes
         words = self._words.get(key)
         if words is None:
@@ -115,7 +121,7 @@ class ReadAgain:
             words = words[part.number % part.of_words :: part.of_words]
         return int(np.add.reduce(words))
 
-    def require(self, noted: tuple[Part, list[Noted]], kind: str) -> None:
+    def require(self, noted: tuple[Sample, list[Noted]], kind: str) -> None:
         """Raise `RewriteError` for a tensor that is no longer what forward read."""
         part, tensors = noted
         for one in tensors:
@@ -127,7 +133,7 @@ class ReadAgain:
                     "backward, or give the step a copy (clone())"
                 )
 
-    def _is_same(self, tensor: Tensor, one: Noted, part: Part) -> bool:
+    def _is_same(self, tensor: Tensor, one: Noted, part: Sample) -> bool:
         if tensor._version != one.version:
             return False
         if one.bits is not None:
@@ -136,8 +142,11 @@ class ReadAgain:
         return tensor.data_ptr() == one.address
 
 
-def _added_on_device(tensor: Tensor) -> int:
-    return int(tensor.detach().flatten().view(torch.uint8).sum(dtype=torch.int64))
+def _added_on_device(tensor: Tensor) -> Bits:
+    if tensor.is_meta or not tensor.numel():
+        return None
+    whole = tensor.detach().as_strided((tensor.numel(),), (1,))
+    return int(whole.view(torch.uint8).sum(dtype=torch.int64))
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -155,4 +164,5 @@ def _is_dense(tensor: Tensor) -> bool:
 def _words_at(address: int, n_bytes: int) -> Words:
     """The memory as whole numbers. It is read only while a tensor is known to lie there."""
     kind = next(kind for kind in _KINDS if not n_bytes % np.dtype(kind).itemsize)
-    return np.frombuffer((ctypes.c_char * n_bytes).from_address(address), dtype=kind)
+    memory: Any = (ctypes.c_char * n_bytes).from_address(address)
+    return np.frombuffer(memory, dtype=kind)

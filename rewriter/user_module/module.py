@@ -27,7 +27,7 @@ from remat.rewriter.gradients.arrival_order import (
 from remat.rewriter.gradients.handing_over import Running
 from remat.rewriter.gradients.updating import Updates
 from remat.rewriter.guards.backward import BackwardGuards, refuse_checkpoint
-from remat.rewriter.guards.forward import Guards
+from remat.rewriter.guards.forward import Guards, constants_of
 from remat.rewriter.guards.unchanged import ReadAgain
 from remat.rewriter.split_backward.waiting import SplitRun
 from remat.rewriter.split_backward.weights_queue import StepSplit
@@ -273,7 +273,7 @@ def _read_again(
     model: nn.Module, step: CompiledStep, prediction: Prediction | None
 ) -> ReadAgain | None:
     """What is compared between forward and backward; not of parameters that FSDP2 frees there."""
-    if not step.read_again or is_sharded_by_fsdp(model):
+    if is_sharded_by_fsdp(model) or not (step.read_again or constants_of(step.backward)):
         return None
     return ReadAgain(step.read_again, prediction.time_us if prediction else 0.0)
 

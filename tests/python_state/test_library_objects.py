@@ -167,6 +167,11 @@ CHANGED: dict[str, Held] = {
         lambda it: float(it[0]),
         lambda it: it.__setitem__(0, 7),
     ),
+    "event of processes": (
+        lambda: multiprocessing.Event(),
+        lambda it: 2.0 if it.is_set() else 1.0,
+        lambda it: it.set(),
+    ),
     "config by a method": (
         config, lambda it: it.getfloat("a", "gain"), lambda it: it.set("a", "gain", "2.0"),
     ),
@@ -219,6 +224,19 @@ def test_what_no_code_names_may_change() -> None:
     held.param_groups[0]["params"][0].grad = torch.ones(2)
     held.step()
     assert state.first_change() is None
+
+
+def test_a_change_of_what_a_manager_holds_is_noticed() -> None:
+    with multiprocessing.Manager() as manager:
+        number, names = manager.Value("d", 1.0), manager.dict(gain=1.0)
+        for held, read, change in (
+            (number, lambda it: it.value, lambda it: it.set(2.0)),
+            (names, lambda it: it["gain"], lambda it: it.update(gain=2.0)),
+        ):
+            state = PythonState(Asking(held, read))
+            assert state.first_change() is None
+            change(held)
+            assert state.first_change() is not None
 
 
 @pytest.mark.parametrize("place", ["last rate", "scale of a distribution", "shared number"])

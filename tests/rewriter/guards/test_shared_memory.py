@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from remat.graph_capture.errors import RewriteError, StateChangedError
+from remat.graph_capture.errors import PlanError, RewriteError, StateChangedError
 
 WIDTH = 8
 OPTIONS: dict[str, Any] = {"budget": "1GiB", "solver": "store_all"}
@@ -134,3 +135,10 @@ def test_attention_over_one_tensor_takes_eagers_way() -> None:
     fast: Any = remat.plan_cache(model, **OPTIONS)
     assert is_exact(fast, model, one_tensor)
     assert is_exact(fast, model, two_tensors)
+
+
+def test_a_plan_file_holds_no_two_arguments_that_are_one() -> None:
+    fast: Any = remat.rematerialize(Net(asks), once(), **OPTIONS)
+    with pytest.raises(PlanError, match=r"pass a copy \(clone\(\)\) of args\[1\]"):
+        remat.plan_of(fast)
+    assert torch.equal(copy.deepcopy(fast)(*once()), fast(*once()))

@@ -17,6 +17,7 @@ from remat.rewriter.guards.unchanged import (
     LINE_BYTES,
     WHOLE_STEPS,
     ReadAgain,
+    _added_on_device,  # pyright: ignore[reportPrivateUsage]
 )
 
 WIDTH, ROWS = 16, 8
@@ -62,6 +63,7 @@ CHANGES: dict[str, tuple[str, Callable[[Any, Tensor], object]]] = {
         "layers.0.weight", lambda m, x: copied_over(m.layers[0].weight, torch.ones(WIDTH, WIDTH)),
     ),
     "buffer": ("table", lambda m, x: m.table.data.fill_(2)),
+    "attribute": ("attribute plain", lambda m, x: m.plain.data.fill_(2)),
     "argument, copied over": (r"args\[0\]", lambda m, x: copied_over(x, batch())),
     "argument, by NumPy": (r"args\[0\]", lambda m, x: x.numpy().__setitem__(..., 0)),
     "argument, one number": (r"args\[0\]", lambda m, x: x.numpy().__setitem__((1, 2), 77)),
@@ -152,3 +154,13 @@ def test_a_tensor_that_is_gone_is_not_held() -> None:
     noted = watch.noted(["x"], [torch.ones(4)])
     assert noted[1][0].tensor() is None
     watch.require(noted, "Net")
+
+
+def test_bits_on_a_device_are_added_up_in_any_order_of_dimensions() -> None:
+    image = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    for tensor in (image, torch.randn(5, 3), torch.randn(4, dtype=torch.bfloat16)):
+        before = _added_on_device(tensor)
+        assert before == _added_on_device(tensor.clone())
+        tensor[0].mul_(3)
+        assert before != _added_on_device(tensor)
+    assert _added_on_device(torch.empty(0)) is None
