@@ -15,6 +15,7 @@ import contextlib
 import functools
 import logging
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ from remat.graph_capture.over_ranks.collectives import any_rank_says, collective
 from remat.rewriter.checking.audit_room import why_no_room
 from remat.rewriter.checking.before_forward import BeforeForward, device_of
 from remat.rewriter.checking.forward_outcomes import ForwardOutcomes
+from remat.rewriter.checking.other_threads import others_may_draw
 from remat.rewriter.checking.outcomes import Outcome, Repeats, compared, compared_nearly
 from remat.rewriter.checking.rounded_otherwise import moved_by_rounding
 from remat.rewriter.checking.tolerance import tolerance_of
@@ -109,7 +111,7 @@ class Audit:
         self.steps = self.audited = 0
         self.is_on, self.is_agreed = True, False
         self._is_due = self._is_doubted = False
-        self._gave_up, self._thread = "", threading.get_ident()
+        self._gave_up, self._why_later, self._thread = "", "", threading.get_ident()
 
     def __repr__(self) -> str:
         done = f"{self.audited} of {self.steps} steps of {self._guards.kind} were compared"
@@ -117,8 +119,8 @@ class Audit:
 
     @property
     def why_not(self) -> str:
-        """Why steps are not compared; empty where they are."""
-        return self._gave_up or self._why_never
+        """Why steps are not compared, or the next one later; empty where they are."""
+        return self._gave_up or self._why_never or self._why_later
 
     def begin(self, module: nn.Module, leaves: list[Any]) -> Seen | None:
         """Run eager's forward on a batch if this step is to be compared; else None.
@@ -131,7 +133,10 @@ class Audit:
             return None
         self.steps += 1
         self._is_due |= self._is_doubted or is_audited(self.steps)
-        if not self._is_due or self.why_not or self._is_bad_moment():
+        if not self._is_due or self._gave_up or self._why_never:
+            return None
+        self._why_later = "" if self._meets_ranks else self._what_hinders()  # all ranks do alike
+        if self._why_later:
             return None
         self._is_due = False
         try:
@@ -163,7 +168,7 @@ class Audit:
         was_doubted, self._is_doubted = self._is_doubted, bool(names)
         return names if was_doubted or not self._keeps_values(module) else ()
 
-    def error(self, names: tuple[str, ...]) -> AuditError:
+    def error(self, names: Sequence[str]) -> AuditError:
         """The error for a difference: what to do, what differs, and in which step of which plan."""
         kind, others = self._guards.kind, f" and {len(names) - 1} more" if len(names) > 1 else ""
         batch = "; ".join(self._guards.recipe.signature.lines())
@@ -238,13 +243,22 @@ class Audit:
             results_bytes=self._outcomes.results_bytes * self._rounds_otherwise,
         )  # fmt: skip
 
-    def _is_bad_moment(self) -> bool:
-        """Whether somebody would see what eager's forward runs, or a backward is under way."""
-        if self._meets_ranks:  # all do alike
-            return False
+    def _what_hinders(self) -> str:
+        """Why this is no moment for another forward: the next step then is compared."""
         before, self._thread = self._thread, threading.get_ident()
-        in_backward = torch._C._current_graph_task_id() != -1
-        return before != self._thread or in_backward or bool(_get_current_dispatch_mode_stack())
+        if before != self._thread:
+            return "several threads run it"
+        if torch._C._current_graph_task_id() != -1:
+            return "it runs within a backward"
+        if _get_current_dispatch_mode_stack():
+            return "a dispatch mode of yours would see its ops"
+        if self._draws and others_may_draw():
+            return "another thread may draw from the random stream that is put back"
+        return ""
+
+    @functools.cached_property
+    def _draws(self) -> bool:
+        return any(value.kind == "rng_state" for value in self._step.graph.values)
 
 
 def _compared(seen: Seen, found: Outcome, allowed: float) -> tuple[str, ...]:

@@ -40,7 +40,8 @@ class Members:
                 "this trace is of one size, and a family of schedules is for a range: capture with "
                 "dynamic=..."
             )
-        self.model, self.family, self.traced, self.audit = model, family, traced, audit
+        self.model, self.family, self.traced = model, family, traced
+        self.audit: Audits = audit
         self.signature, self.batches = signature, FlatBatches(signature)
         self._pick = family.compiled_pick()
         self._modules: list[RematModule | None] = [None] * len(family.members)

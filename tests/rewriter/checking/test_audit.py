@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import copy
 import pickle
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -315,6 +316,22 @@ def test_a_mode_of_the_users_does_not_see_two_forwards() -> None:
     assert module.audit.audited == 0
     trained(module, (x,), 1)
     assert module.audit.audited == 1  # as soon as nobody looks
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_a_stream_from_which_another_thread_draws_is_not_put_back(rate: float) -> None:
+    x, ends = torch.randn(4, 4), threading.Event()
+    module = planned(nn.Sequential(nn.Linear(4, 4), nn.Dropout(rate)), x)
+    beside = threading.Thread(target=lambda: ends.wait())
+    beside.start()
+    trained(module, (x,), 3)
+    ends.set()
+    beside.join()
+    assert module.audit.audited == (0 if rate else 1)
+    assert ("another thread may draw" in repr(module.audit)) is bool(rate)
+    trained(module, (x,), 1)
+    assert module.audit.audited == (1 if rate else 2)
+    assert module.audit.why_not == ""
 
 
 def test_a_forward_that_fails_now_fails_as_eager_does() -> None:
