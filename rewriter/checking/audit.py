@@ -15,7 +15,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -54,8 +54,8 @@ EVERY = 1000
 """Beside the steps 2, 4, 8 and so on, every so many steps are audited."""
 MOST_EAGER = 8
 """Runs of eager where one does not repeat its bits, before the plan's are called others."""
-_NO_HOOKS = "saved tensor hooks"
-"""What torch says where code takes no hooks on what autograd saves."""
+_pauses: list[None] = []
+"""One for each `audits_paused` that is under way."""
 _LOG = logging.getLogger("remat")
 
 
@@ -81,6 +81,16 @@ def is_audited(step: int) -> bool:
     return step > 1 and (step & (step - 1) == 0 or step % EVERY == 0)
 
 
+@contextlib.contextmanager
+def audits_paused() -> Generator[None]:
+    """No step counts, and none is compared: plans run for a check meanwhile."""
+    _pauses.append(None)
+    try:
+        yield
+    finally:
+        _pauses.pop()
+
+
 class Audit:
     """Compares steps of one plan with the model's own forward: the 2nd, 4th, 8th and so on.
 
@@ -92,7 +102,6 @@ class Audit:
     Attributes
     ----------
     steps : how many the plan has run. audited : how many of them were compared.
-    is_on : whether steps count and are compared.
     is_agreed : whether all ranks with which forward exchanges something audit the same steps.
     """
 
@@ -109,7 +118,7 @@ class Audit:
         self._schedule, self._priced, self.is_block = schedule, priced, is_block
         self._outcomes = ForwardOutcomes(guards, step)
         self.steps = self.audited = 0
-        self.is_on, self.is_agreed = True, False
+        self.is_agreed = False
         self._is_due = self._is_doubted = False
         self._gave_up, self._why_later, self._thread = "", "", threading.get_ident()
 
@@ -129,7 +138,7 @@ class Audit:
         ----------
         module : the planned one. leaves : of the batch, as the step is given them.
         """
-        if not self.is_on:
+        if _pauses:
             return None
         self.steps += 1
         self._is_due |= self._is_doubted or is_audited(self.steps)

@@ -184,6 +184,7 @@ def test_a_cache_plans_anew_after_it() -> None:
     model, x = Scaled(), torch.randn(4, 4)
     module = remat.plan_cache(model, budget="100%")
     trained(module, (x,), 2)
+    assert repr(module.audit) == "Audit(1 of 2 steps of Scaled were compared)"
     model.config.set("loss", "scale", "2.0")
     trained(module, (x,), 1)
     with pytest.raises(AuditError):
@@ -210,6 +211,16 @@ def test_audits_can_be_left_out() -> None:
     assert made[0].audit is None
 
 
+def test_steps_of_a_check_do_not_count() -> None:
+    model, x = Scaled(), torch.randn(4, 4)
+    module = planned(model, x)
+    assert remat.check(model, module, (x,), steps=2).equal
+    remat.measured_step(model, module, (x,))
+    assert module.audit.steps == 0
+    trained(module, (x,), 2)
+    assert module.audit.audited == 1
+
+
 def test_a_copy_is_audited_by_itself() -> None:
     x = torch.randn(4, 4)
     module = planned(nn.Linear(4, 4), x)
@@ -225,6 +236,7 @@ def test_each_member_of_a_range_is_audited() -> None:
     model = Scaled()
     module = remat.rematerialize(model, (torch.randn(4, 4),), budget="100%", dynamic=RANGE)
     trained(module, (torch.randn(8, 4),), 2)
+    assert module.audit.audited == 1
     model.config.set("loss", "scale", "2.0")
     with pytest.raises(AuditError, match="another output"):
         trained(module, (torch.randn(8, 4),), 2)
