@@ -108,7 +108,7 @@ def test_training_is_the_same_with_audits(name: str) -> None:
 
 
 def _four_steps(it: Trainee) -> dict[str, Any]:
-    optimizer = torch.optim.SGD(it.module.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(it.module.parameters(), lr=1e-3)
     for i in range(4):
         it.step(i)
         optimizer.step()
