@@ -245,7 +245,12 @@ class Audit:
             return f"its forward runs {target_name(custom)}, which may count how often it runs"
         if self._meets_ranks and not self.is_agreed:
             return "its forward has collectives, and ranks have not agreed on which steps"
-        graph = self._priced or self._step.graph
+        graph, made_for = (
+            self._step.graph,
+            (self._schedule.graph_hash, self._schedule.captured_hash),
+        )
+        if self._priced is not None and self._priced.hash in made_for:  # not one of a whole rank
+            graph = self._priced
         return why_no_room(
             graph, self._schedule, graph.links or self._step.links, self._outcomes.kept_bytes,
             is_block=self.is_block,
