@@ -179,14 +179,15 @@ class Audit:
 
     def error(self, names: Sequence[str]) -> AuditError:
         """The error for a difference: what to do, what differs, and in which step of which plan."""
-        kind, others = self._guards.kind, f" and {len(names) - 1} more" if len(names) > 1 else ""
-        batch = "; ".join(self._guards.recipe.signature.lines())
+        recipe, more = self._guards.recipe, f" and {len(names) - 1} more" * (len(names) > 1)
+        compiled = ". Or, as it was traced as if compiled, eager runs other ops"
         return AuditError(
-            f"plan {kind} as it is now: call remat.rematerialize again. A cache of plans has "
-            "dropped this one, and makes another at its next call\n"
-            f"Its own forward gives another {names[0]}{others} than the plan. Something that it "
-            "reads has changed since it was planned, and no guard knows of it\n"
-            f"This was step {self.steps} of the plan for {batch}"
+            f"plan {self._guards.kind} as it is now: call remat.rematerialize again. A cache of "
+            "plans has dropped this one, and makes another at its next call\n"
+            f"Its own forward gives another {names[0]}{more} than the plan. Something that it "
+            "reads has changed since it was planned, and no guard knows of it"
+            f"{compiled if any(recipe.flags or ()) else ''}\n"
+            f"This was step {self.steps} of the plan for {'; '.join(recipe.signature.lines())}"
         )
 
     def _seen(self, module: nn.Module, leaves: list[Any]) -> Seen:
