@@ -39,6 +39,7 @@ from remat.ranges.asked_options import require_dynamic, require_options, require
 from remat.ranges.cached import is_within, planned_over
 from remat.ranges.rematerialized import rematerialize_over
 from remat.ranges.varying import Asked, Upto, VaryingSizes
+from remat.rewriter.checking.audit import Audit
 from remat.rewriter.user_module.own_forward import class_of_user
 from remat.rewriter.user_module.ranged import RangedModule
 from remat.rewriter.user_module.shared_state import SharedState, original_of
@@ -86,6 +87,12 @@ class PlanCache(SharedState, nn.Module):
         if self.training and torch.is_grad_enabled():
             return own._remat_step(args, kwargs, target)
         return own._remat_run_original(args, kwargs, target)
+
+    @property
+    def audit(self) -> Audit | None:
+        """That of the plan that was used last; each is audited by itself."""
+        type(self)._remat_last_used()  # which says what to do where there is none
+        return next(reversed(type(self)._remat_plans.values())).audit
 
     @classmethod
     def _remat_last_used(cls) -> type[SharedState]:

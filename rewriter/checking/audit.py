@@ -15,6 +15,7 @@ import contextlib
 import functools
 import logging
 import threading
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ from remat.graph_capture.over_ranks.collectives import any_rank_says, collective
 from remat.rewriter.checking.audit_room import why_no_room
 from remat.rewriter.checking.before_forward import BeforeForward, device_of
 from remat.rewriter.checking.forward_outcomes import ForwardOutcomes
+from remat.rewriter.checking.other_threads import others_may_draw
 from remat.rewriter.checking.outcomes import Outcome, Repeats, compared, compared_nearly
 from remat.rewriter.checking.rounded_otherwise import moved_by_rounding
 from remat.rewriter.checking.tolerance import tolerance_of
@@ -52,8 +54,8 @@ EVERY = 1000
 """Beside the steps 2, 4, 8 and so on, every so many steps are audited."""
 MOST_EAGER = 8
 """Runs of eager where one does not repeat its bits, before the plan's are called others."""
-_NO_HOOKS = "saved tensor hooks"
-"""What torch says where code takes no hooks on what autograd saves."""
+_pauses: list[None] = []
+"""One for each `audits_paused` that is under way."""
 _LOG = logging.getLogger("remat")
 
 
@@ -79,6 +81,16 @@ def is_audited(step: int) -> bool:
     return step > 1 and (step & (step - 1) == 0 or step % EVERY == 0)
 
 
+@contextlib.contextmanager
+def audits_paused() -> Generator[None]:
+    """No step counts, and none is compared: plans run for a check meanwhile."""
+    _pauses.append(None)
+    try:
+        yield
+    finally:
+        _pauses.pop()
+
+
 class Audit:
     """Compares steps of one plan with the model's own forward: the 2nd, 4th, 8th and so on.
 
@@ -90,7 +102,6 @@ class Audit:
     Attributes
     ----------
     steps : how many the plan has run. audited : how many of them were compared.
-    is_on : whether steps count and are compared.
     is_agreed : whether all ranks with which forward exchanges something audit the same steps.
     """
 
@@ -107,9 +118,9 @@ class Audit:
         self._schedule, self._priced, self.is_block = schedule, priced, is_block
         self._outcomes = ForwardOutcomes(guards, step)
         self.steps = self.audited = 0
-        self.is_on, self.is_agreed = True, False
+        self.is_agreed = False
         self._is_due = self._is_doubted = False
-        self._gave_up, self._thread = "", threading.get_ident()
+        self._gave_up, self._why_later, self._thread = "", "", threading.get_ident()
 
     def __repr__(self) -> str:
         done = f"{self.audited} of {self.steps} steps of {self._guards.kind} were compared"
@@ -117,8 +128,8 @@ class Audit:
 
     @property
     def why_not(self) -> str:
-        """Why steps are not compared; empty where they are."""
-        return self._gave_up or self._why_never
+        """Why steps are not compared, or the next one later; empty where they are."""
+        return self._gave_up or self._why_never or self._why_later
 
     def begin(self, module: nn.Module, leaves: list[Any]) -> Seen | None:
         """Run eager's forward on a batch if this step is to be compared; else None.
@@ -127,11 +138,14 @@ class Audit:
         ----------
         module : the planned one. leaves : of the batch, as the step is given them.
         """
-        if not self.is_on:
+        if _pauses:
             return None
         self.steps += 1
         self._is_due |= self._is_doubted or is_audited(self.steps)
-        if not self._is_due or self.why_not or self._is_bad_moment():
+        if not self._is_due or self._gave_up or self._why_never:
+            return None
+        self._why_later = "" if self._meets_ranks else self._what_hinders()  # all ranks do alike
+        if self._why_later:
             return None
         self._is_due = False
         try:
@@ -163,16 +177,17 @@ class Audit:
         was_doubted, self._is_doubted = self._is_doubted, bool(names)
         return names if was_doubted or not self._keeps_values(module) else ()
 
-    def error(self, names: tuple[str, ...]) -> AuditError:
+    def error(self, names: Sequence[str]) -> AuditError:
         """The error for a difference: what to do, what differs, and in which step of which plan."""
-        kind, others = self._guards.kind, f" and {len(names) - 1} more" if len(names) > 1 else ""
-        batch = "; ".join(self._guards.recipe.signature.lines())
+        recipe, more = self._guards.recipe, f" and {len(names) - 1} more" * (len(names) > 1)
+        compiled = ". Or, as it was traced as if compiled, eager runs other ops"
         return AuditError(
-            f"plan {kind} as it is now: call remat.rematerialize again. A cache of plans has "
-            "dropped this one, and makes another at its next call\n"
-            f"Its own forward gives another {names[0]}{others} than the plan. Something that it "
-            "reads has changed since it was planned, and no guard knows of it\n"
-            f"This was step {self.steps} of the plan for {batch}"
+            f"plan {self._guards.kind} as it is now: call remat.rematerialize again. A cache of "
+            "plans has dropped this one, and makes another at its next call\n"
+            f"Its own forward gives another {names[0]}{more} than the plan. Something that it "
+            "reads has changed since it was planned, and no guard knows of it"
+            f"{compiled if any(recipe.flags or ()) else ''}\n"
+            f"This was step {self.steps} of the plan for {'; '.join(recipe.signature.lines())}"
         )
 
     def _seen(self, module: nn.Module, leaves: list[Any]) -> Seen:
@@ -231,20 +246,34 @@ class Audit:
             return f"its forward runs {target_name(custom)}, which may count how often it runs"
         if self._meets_ranks and not self.is_agreed:
             return "its forward has collectives, and ranks have not agreed on which steps"
-        graph = self._priced or self._step.graph
+        graph, made_for = (
+            self._step.graph,
+            (self._schedule.graph_hash, self._schedule.captured_hash),
+        )
+        if self._priced is not None and self._priced.hash in made_for:  # not one of a whole rank
+            graph = self._priced
         return why_no_room(
             graph, self._schedule, graph.links or self._step.links, self._outcomes.kept_bytes,
             is_block=self.is_block,
             results_bytes=self._outcomes.results_bytes * self._rounds_otherwise,
         )  # fmt: skip
 
-    def _is_bad_moment(self) -> bool:
-        """Whether somebody would see what eager's forward runs, or a backward is under way."""
-        if self._meets_ranks:  # all do alike
-            return False
+    def _what_hinders(self) -> str:
+        """Why this is no moment for another forward: the next step then is compared."""
         before, self._thread = self._thread, threading.get_ident()
-        in_backward = torch._C._current_graph_task_id() != -1
-        return before != self._thread or in_backward or bool(_get_current_dispatch_mode_stack())
+        if before != self._thread:
+            return "several threads run it"
+        if torch._C._current_graph_task_id() != -1:
+            return "it runs within a backward"
+        if _get_current_dispatch_mode_stack():
+            return "a dispatch mode of yours would see its ops"
+        if self._draws and others_may_draw():
+            return "another thread may draw from the random stream that is put back"
+        return ""
+
+    @functools.cached_property
+    def _draws(self) -> bool:
+        return any(value.kind == "rng_state" for value in self._step.graph.values)
 
 
 def _compared(seen: Seen, found: Outcome, allowed: float) -> tuple[str, ...]:

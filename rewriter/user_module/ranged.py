@@ -14,7 +14,7 @@ from remat.graph_capture.shapes.signature import RangedSignature
 from remat.graph_capture.tracing.one_trace import Trace
 from remat.graph_capture.tracing.recipe import Recipe
 from remat.graph_capture.tracing.trace import trace_recipe
-from remat.rewriter.checking.audit import Audits
+from remat.rewriter.checking.audit import Audit, Audits
 from remat.rewriter.compiled import compile_step, copy_to_compile
 from remat.rewriter.guards.leaves import FlatBatches
 from remat.rewriter.user_module.module import RematModule, in_modes, make_module
@@ -40,11 +40,12 @@ class Members:
                 "this trace is of one size, and a family of schedules is for a range: capture with "
                 "dynamic=..."
             )
-        self.model, self.family, self.traced, self.audit = model, family, traced, audit
+        self.model, self.family, self.traced = model, family, traced
+        self.audit: Audits = audit
         self.signature, self.batches = signature, FlatBatches(signature)
         self._pick = family.compiled_pick()
         self._modules: list[RematModule | None] = [None] * len(family.members)
-        self.first = self._modules[first] = self._compiled(first)
+        self.first = self.last = self._modules[first] = self._compiled(first)
 
     def running(self, batch: Any) -> RematModule:
         """The module whose sizes a batch has; for a batch of other facts, one that refuses it."""
@@ -56,6 +57,7 @@ class Members:
         if found is None:
             self.first._remat_guards.require(batch)
             found = self._modules[number] = self._compiled(number)
+        self.last = found
         return found
 
     def hold(self, batch: Any) -> bool:
@@ -115,6 +117,11 @@ class RangedModule(SharedState, nn.Module):
             batch = (args, kwargs, target)
             return own._remat_members.running(batch)._remat_train(batch)
         return own._remat_run_original(args, kwargs, target)
+
+    @property
+    def audit(self) -> Audit | None:
+        """That of the schedule that ran last; each is audited by itself."""
+        return type(self)._remat_members.last._remat_audit
 
     def _remat_running(self, batch: Any) -> nn.Module:
         return type(self)._remat_members.running(batch)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from remat.graph_capture.tracing.records import leaves_in
+from remat.rewriter.checking.audit import audits_paused
 from remat.rewriter.guards.backward import OnlyLooks, is_of_a_plan
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -168,17 +169,12 @@ def as_before(module: nn.Module) -> Generator[None]:
     kinds = [vars(type(part)) for part in module.modules()]
     all_of = [one for kind in kinds if isinstance(one := kind.get("_remat_unplanned"), Unplanned)]
     before = [(one.is_open, one._has_run) for one in all_of]
-    audits = [audit for kind in kinds if (audit := kind.get("_remat_audit")) is not None]
-    were_on = [audit.is_on for audit in audits]
     try:
-        for audit in audits:
-            audit.is_on = False
-        yield
+        with audits_paused():
+            yield
     finally:
         for one, (is_open, has_run) in zip(all_of, before, strict=True):
             one.is_open, one._has_run = is_open, has_run
-        for audit, was_on in zip(audits, were_on, strict=True):
-            audit.is_on = was_on
 
 
 def _is_lightning(module: nn.Module) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import copy
 import pickle
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,40 +91,24 @@ def test_only_these_steps_run_the_users_forward(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("name", each_nth(2, MODELS))
-def test_training_with_audits_is_eagers_training(name: str) -> None:
-    model, args, kwargs, loss_fn, target = make(name)
-    traced = trace(model, args, kwargs, loss_fn=loss_fn, target=target)
-    module = rewrite(model, schedule_of(price(traced), "chen_sqrt"), trace=traced)
-    audit = type(module).audit
-    assert audit is not None
-    eager = Trainee(copy.deepcopy(model), args, kwargs)
-    if loss_fn is not None:
-        eager.module = _WithLoss(eager.module, loss_fn, target)
+def test_training_is_the_same_with_audits(name: str) -> None:
+    """Without them it is eager's, as `tests/behaviours` holds, there with audits too."""
+    left: list[dict[str, Any]] = []
+    for audit in (False, True):
+        model, args, kwargs, loss_fn, target = make(name)
+        traced = trace(model, args, kwargs, loss_fn=loss_fn, target=target)
+        schedule = schedule_of(price(traced), "chen_sqrt")
+        module = rewrite(model, schedule, trace=traced, audit=audit)
         kwargs = kwargs if target is None else {**kwargs, "target": target}
-    torch.manual_seed(3)
-    expected = _four_steps(eager)
-    torch.manual_seed(3)
-    found = _four_steps(Trainee(module, args, kwargs))
-    if loss_fn is not None:
-        expected = {k.replace(" inner.", " "): v for k, v in expected.items()}
-        expected = {k: v for k, v in expected.items() if " loss_fn." not in k}
-    assert differences(expected, found) == []
-    assert audit.audited == (0 if audit.why_not else 2)
-    assert bool(audit.why_not) == (name in OWN_OPS), audit.why_not
-
-
-class _WithLoss(nn.Module):
-    def __init__(self, inner: nn.Module, loss_fn: Any, target: Any) -> None:
-        super().__init__()
-        self.inner, self.loss_fn, self.target = inner, loss_fn, target
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.inner(*args, **kwargs)
-        return self.loss_fn(output) if self.target is None else self.loss_fn(output, self.target)
+        torch.manual_seed(3)
+        left.append(_four_steps(Trainee(module, args, kwargs)))
+    assert differences(*left) == []
+    assert module.audit.audited == (0 if module.audit.why_not else 2)
+    assert bool(module.audit.why_not) == (name in OWN_OPS), module.audit
 
 
 def _four_steps(it: Trainee) -> dict[str, Any]:
-    optimizer = torch.optim.SGD(it.module.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(it.module.parameters(), lr=1e-3)
     for i in range(4):
         it.step(i)
         optimizer.step()
@@ -183,6 +168,7 @@ def test_a_cache_plans_anew_after_it() -> None:
     model, x = Scaled(), torch.randn(4, 4)
     module = remat.plan_cache(model, budget="100%")
     trained(module, (x,), 2)
+    assert repr(module.audit) == "Audit(1 of 2 steps of Scaled were compared)"
     model.config.set("loss", "scale", "2.0")
     trained(module, (x,), 1)
     with pytest.raises(AuditError):
@@ -209,6 +195,16 @@ def test_audits_can_be_left_out() -> None:
     assert made[0].audit is None
 
 
+def test_steps_of_a_check_do_not_count() -> None:
+    model, x = Scaled(), torch.randn(4, 4)
+    module = planned(model, x)
+    assert remat.check(model, module, (x,), steps=2).equal
+    remat.measured_step(model, module, (x,))
+    assert module.audit.steps == 0
+    trained(module, (x,), 2)
+    assert module.audit.audited == 1
+
+
 def test_a_copy_is_audited_by_itself() -> None:
     x = torch.randn(4, 4)
     module = planned(nn.Linear(4, 4), x)
@@ -224,6 +220,7 @@ def test_each_member_of_a_range_is_audited() -> None:
     model = Scaled()
     module = remat.rematerialize(model, (torch.randn(4, 4),), budget="100%", dynamic=RANGE)
     trained(module, (torch.randn(8, 4),), 2)
+    assert module.audit.audited == 1
     model.config.set("loss", "scale", "2.0")
     with pytest.raises(AuditError, match="another output"):
         trained(module, (torch.randn(8, 4),), 2)
@@ -315,6 +312,22 @@ def test_a_mode_of_the_users_does_not_see_two_forwards() -> None:
     assert module.audit.audited == 0
     trained(module, (x,), 1)
     assert module.audit.audited == 1  # as soon as nobody looks
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_a_stream_from_which_another_thread_draws_is_not_put_back(rate: float) -> None:
+    x, ends = torch.randn(4, 4), threading.Event()
+    module = planned(nn.Sequential(nn.Linear(4, 4), nn.Dropout(rate)), x)
+    beside = threading.Thread(target=lambda: ends.wait())
+    beside.start()
+    trained(module, (x,), 3)
+    ends.set()
+    beside.join()
+    assert module.audit.audited == (0 if rate else 1)
+    assert ("another thread may draw" in repr(module.audit)) is bool(rate)
+    trained(module, (x,), 1)
+    assert module.audit.audited == (1 if rate else 2)
+    assert module.audit.why_not == ""
 
 
 def test_a_forward_that_fails_now_fails_as_eager_does() -> None:
