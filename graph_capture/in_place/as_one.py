@@ -1,7 +1,8 @@
 """Several nodes of a trace as one op: a tensor is made, and then written to in place.
 
 The node of such an op has one argument a step, ``(args, kwargs)``: what the step is called with.
-`Made` stands there for what an earlier step has made.
+A text of `made_by` stands there for what an earlier step has made, as the code that fx writes of a
+graph can hold it.
 """
 
 from __future__ import annotations
@@ -16,15 +17,9 @@ from torch import fx
 from remat.graph_capture.graph import JOINED
 from remat.graph_capture.joint.nodes import target_name
 
+MADE = "remat.made_by_step_"
 STEP_METAS = "remat_step_metas"
 """On the meta of a node that runs several ops as one: the meta of the node behind each."""
-
-
-@dataclass(frozen=True)
-class Made:
-    """The result of the step of that index."""
-
-    step: int
 
 
 @dataclass(frozen=True)
@@ -68,7 +63,7 @@ class AsOne:
         made: list[Any] = []
         for i, (step, (args, kwargs)) in enumerate(zip(self.steps, calls, strict=True)):
             # What is written to, and a part of it, are arguments of their own, never in a list.
-            given = tuple(made[a.step] if isinstance(a, Made) else a for a in args)
+            given = tuple(made[int(a.removeprefix(MADE))] if _is_made(a) else a for a in args)
             made.append(run(i, step, given, dict(kwargs)))
         return made[-1]
 
@@ -77,6 +72,15 @@ class AsOne:
         """The names of its ops, but for views and for what only follows a write to a part."""
         named = (step.op for step in self.steps if not (step.is_view or step.is_whole))
         return JOINED.join(map(str, named))
+
+
+def made_by(step: int) -> str:
+    """What stands among arguments for the result of the step of that index."""
+    return f"{MADE}{step}"
+
+
+def _is_made(argument: Any) -> bool:
+    return isinstance(argument, str) and argument.startswith(MADE)
 
 
 def ops_of(node: fx.Node) -> tuple[str, ...]:
@@ -109,7 +113,7 @@ def join(members: Sequence[fx.Node], steps: Sequence[JoinedOp]) -> None:
     def given(node: fx.Node) -> tuple[Any, Any]:
         call = tuple(node.args), tuple(node.kwargs.items())
         return pytree.tree_map_only(
-            fx.Node, lambda one: Made(index[one]) if one in index else one, call
+            fx.Node, lambda one: made_by(index[one]) if one in index else one, call
         )
 
     calls = tuple(map(given, members))
