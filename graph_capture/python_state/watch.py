@@ -111,6 +111,11 @@ class PythonState:
         return self._found.stores
 
     @property
+    def streams(self) -> list[Stream]:
+        """The user's own generators of random numbers."""
+        return self._found.streams
+
+    @property
     def work(self) -> tuple[int, int]:
         """How many functions were read, and places found."""
         return self._found.functions, len(self._found.places)
@@ -143,7 +148,7 @@ class PythonState:
 
         Generators of random numbers too, though not in `first_change`: they may move between steps.
         """
-        moved = [Change(one.text, "", "", one) for one in self._found.streams if one.has_moved()]
+        moved = [Change(one.text, "", "", one) for one in self.streams if one.has_moved()]
         return [*self._changed_places(), *self._appeared(), *moved]
 
     def _changed_places(self) -> Generator[Change]:
@@ -189,7 +194,7 @@ class PythonState:
             for name in space.keys() & names:
                 if self.writer(Entry(name, space, name, MISSING)) is Writer.FORWARD:
                     del space[name]
-        for one in self._found.streams:
+        for one in self.streams:
             one.put_back()
         for cache, before in self._found.caches:
             if cache.cache_info().currsize != before.currsize:
@@ -198,7 +203,7 @@ class PythonState:
     @contextlib.contextmanager
     def streams_kept(self) -> Generator[None]:
         """Leave the user's own generators of random numbers where they stand now."""
-        kept = [stream(one.text, one.owner) for one in self._found.streams]
+        kept = [stream(one.text, one.owner) for one in self.streams]
         try:
             yield
         finally:
