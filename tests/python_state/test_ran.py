@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any, TypedDict
 
 import pytest
+import torch
 
 from remat.graph_capture.errors import StateChangedError
 from remat.graph_capture.python_state import reachable
