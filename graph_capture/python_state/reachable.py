@@ -458,7 +458,8 @@ class Walk:
                 has = frozenset(one.before)
                 if has not in missing:
                     missing[has] = named - has
-                found.append((one.text, one.space, missing[has]))
+                space = cast("dict[str, Any]", one.space)
+                found.append((one.text, space, missing[has]))
                 self.found.reads[id(one.space)] = named
                 self.found.kinds[id(one.space)] = kind
         return found

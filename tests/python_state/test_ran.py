@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any, TypedDict
 
 import pytest
+import torch
 
 from remat.graph_capture.errors import StateChangedError
 from remat.graph_capture.python_state import reachable
@@ -288,3 +289,19 @@ def test_a_walk_ends_at_its_bound_with_what_is_near(monkeypatch: pytest.MonkeyPa
     assert state.work[1] < 120
     model.held.value = 2.0
     assert state.first_change() is not None
+
+
+@pytest.mark.zoo
+def test_adapters_of_peft_add_little_to_what_is_walked() -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, use_cache=False,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).train()
+    batch = {"input_ids": torch.ones(2, 8, dtype=torch.long)}
+    _, places = trace(model, (), batch).python_state.work
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    _, with_adapters = trace(adapted.train(), (), batch).python_state.work
+    assert places < 3000
+    assert with_adapters < 1.5 * places
