@@ -74,7 +74,7 @@ def _is_plain(node: fx.Node) -> bool:
 
 
 def _writes_after(
-    node: fx.Node, in_forward: Collection[fx.Node], apart: Collection[fx.Node]
+    node: fx.Node, in_forward: Collection[fx.Node], apart: set[fx.Node]
 ) -> Iterator[Write]:
     """The writes to what `node` makes, one after the other, that may run as one op with it."""
     is_empty = is_made_for_writes(node)
