@@ -247,8 +247,8 @@ def rematerialize(
     from remat.graph_capture.tracing.mixed_precision import inputs_cast, parameters_cast
     from remat.graph_capture.tracing.trace import trace
     from remat.levers.by_tolerance import naming_tolerance
-    from remat.ranks.audits import agree_on_audits
     from remat.ranges.asked_options import require_dynamic, require_options
+    from remat.ranks.audits import agree_on_audits
     from remat.ranks.required_group import refuse_fake, require_group
     from remat.rewriter.rewriting import rewrite
     from remat.rewriter.user_module.shared_state import original_of
