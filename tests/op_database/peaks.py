@@ -24,7 +24,7 @@ from tests.fixed_prices import REPLACED, patched
 from tests.steps import schedule_of
 
 # Torch's own tests forbid to set flags of backends, which others that run in this process do.
-setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)  # noqa: B010
+torch.backends.disable_global_flags.__globals__["__allow_nonbracketed_mutation_flag"] = True
 
 SAMPLES = 6
 """Of the largest samples of an op, so many are tried until one can be captured."""

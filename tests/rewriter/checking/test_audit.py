@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 import sqlite3
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,6 +49,9 @@ class Number:
     def __init__(self, value: int) -> None:
         self.base = sqlite3.connect(":memory:")
         self.set(value)
+
+    def __deepcopy__(self, _: Any) -> Number:
+        return Number(self.get())
 
     def set(self, value: int) -> None:
         self.base.execute(f"PRAGMA user_version = {value}")
