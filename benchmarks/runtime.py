@@ -1,6 +1,6 @@
 """What the rewritten step costs beyond its recomputation: `python -m benchmarks.runtime`.
 
-There are four measurements. Each runs its steps in turn in one process, so that drift hits all,
+There are five measurements. Each runs its steps in turn in one process, so that drift hits all,
 and the allocator keeps freed memory, so that no step pays for what another gave back:
 
 - the runtime's overhead for each op: the step that keeps everything against eager's, on a GPT so
@@ -8,6 +8,7 @@ and the allocator keeps freed memory, so that no step pays for what another gave
 - the step that keeps everything against eager's, on a GPT of width 256 with 6 layers;
 - the guards before each step, on a GPT of twelve layers and on a thousand modules
   (`benchmarks.running.guards`);
+- audits, which run the model's own forward at some steps (`benchmarks.running.audits`);
 - overheads of plans at falling budgets, against the step that keeps everything, beside the
   planned ones.
 
@@ -30,6 +31,7 @@ import torch
 from torch import nn
 
 import remat
+from benchmarks.running.audits import audits_row, audits_text
 from benchmarks.running.guards import guards_rows, guards_text
 from benchmarks.running.kept_memory import restart_keeping_memory
 from examples.gpt import GPT, Sizes
@@ -149,6 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     guards = guards_rows(5 * asked.rounds)
     for row in guards:
         print(guards_text(row))
+    audits = audits_row()
+    print(audits_text(audits))
     if asked.only_guards:
         return 0
     small = per_op(asked.device, asked.rounds)
@@ -167,7 +171,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         on = torch.cuda.get_device_name() if asked.device != "cpu" else cpu_title()
         facts = {"device": on, "torch": str(torch.__version__), "python": platform.python_version()}
         asked.out.write_text(
-            json.dumps({**facts, "guards": guards, "per_op": small, "plans": rows}, indent=1) + "\n"
+            json.dumps(
+                {**facts, "guards": guards, "audits": audits, "per_op": small, "plans": rows},
+                indent=1,
+            )
+            + "\n"
         )
     return 0
 

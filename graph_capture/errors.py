@@ -106,6 +106,10 @@ class RewriteError(RematError):
     """The schedule cannot be turned into a module, or the module is misused."""
 
 
+class DifferenceError(RewriteError):
+    """A check found that a rewritten module gives other results than eager."""
+
+
 class NotComparedError(RewriteError):
     """The unmodified step cannot be run within a plan's budget, to be compared with the plan."""
 
@@ -119,6 +123,10 @@ class StateChangedError(RewriteError):
     """
 
     numbers: tuple[str, ...] = ()
+
+
+class AuditError(RewriteError):
+    """A step of a plan gave another result than the model's own forward gives now."""
 
 
 class SignatureError(RewriteError):

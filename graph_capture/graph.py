@@ -34,6 +34,8 @@ DELIVER = "remat.deliver"
 """The op that hands over gradients where they are added to those of earlier batches."""
 UPDATE = "remat.update"
 """The op that steps the optimizer with gradients. It writes to the parameters that it reads."""
+JOINED = " + "
+"""Between the targets of ops that run as one: one makes a tensor, the others write to it."""
 WRITES_FIRST = "it writes in place, where eager makes a new tensor"
 """Why an op is pinned that adds a term of a gradient to a view, as autograd would not."""
 
@@ -83,7 +85,7 @@ class Op(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
-    name : name of the fx node. target : for example ``aten.mm.default``.
+    name : name of the fx node. target : for example ``aten.mm.default``, or several (`JOINED`).
     inputs, outputs : names of the values it reads and of the values it creates.
     cost_us : time of one run. workspace_bytes : bytes taken while it runs beyond its
         inputs and outputs. price : where these two come from.

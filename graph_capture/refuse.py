@@ -6,6 +6,7 @@ fails while traced gets its place and a way out by `refusal`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from remat.graph_capture.python_state.module_hooks import (
     tells_a_person,
 )
 from remat.graph_capture.tracing.branches import branch_on_values, is_of_values, known_way_out
+from remat.graph_capture.tracing.records import leaves_in
 
 VECTORS_BYTES = {"AVX512": 128}
 """What CPU kernels compute at a time, two vectors, by torch's name for what the CPU can do."""
@@ -82,10 +84,20 @@ def refuse_module(model: nn.Module, device: str, loss_fn: Callable[..., Any] | N
             f"{type(model).__name__} is in eval mode, and a plan is for training: "
             "call model.train() first"
         )
-    if not any(p.requires_grad for p in model.parameters()):
+
+
+def is_all_frozen(model: nn.Module, batch: Any) -> bool:
+    """Whether neither a parameter nor an input requires grad, so that a step has no backward."""
+    tensors = itertools.chain(model.parameters(), filter(torch.is_tensor, leaves_in(batch)))
+    return not any(tensor.requires_grad for tensor in tensors)
+
+
+def refuse_all_frozen(model: nn.Module, batch: Any = ()) -> None:
+    """Refuse a step that has no backward."""
+    if is_all_frozen(model, batch):
         raise CaptureError(
             f"no parameter of {type(model).__name__} requires grad, so there is no backward "
-            "to plan. Unfreeze what is to be trained first"
+            "to plan. Unfreeze what is to be trained first, or give inputs that require grad"
         )
 
 
@@ -226,8 +238,13 @@ def refusal(
     if "mkldnn_rnn" in str(error):
         return CaptureError(fused_lstm_message(place))
     if words := in_words(str(error)):
-        return CaptureError(f"{words} ({place}). torch said: {_first_line(error)}")
+        said = "" if kind == "AssertionError" or "INTERNAL ASSERT" in str(error) else _said(error)
+        return CaptureError(f"{words} ({place}){said}")
     return CaptureError(f"forward or backward failed while traced ({place}): {kind}: {error}")
+
+
+def _said(error: Exception) -> str:
+    return f". torch said: {_first_line(error)}"
 
 
 def _first_line(error: Exception) -> str:

@@ -129,6 +129,7 @@ def rematerialize(
     keep: Globs = ...,
     recompute: Globs = ...,
     check: bool | None = ...,
+    audit: bool = ...,
     compile: bool = ...,
     float_inputs: Sequence[str] = ...,
     split: Split | None = ...,
@@ -156,6 +157,7 @@ def rematerialize(
     keep: Globs = ...,
     recompute: Globs = ...,
     check: bool | None = ...,
+    audit: bool = ...,
     compile: bool = ...,
     float_inputs: Sequence[str] = ...,
     split: Split | None = ...,
@@ -182,6 +184,7 @@ def rematerialize(
     keep: Globs = (),
     recompute: Globs = (),
     check: bool | None = None,
+    audit: bool = True,
     compile: bool = False,
     float_inputs: Sequence[str] = (),
     split: Split | None = None,
@@ -207,6 +210,11 @@ def rematerialize(
         returning. None does so if the unmodified step fits into free memory, and warns if it
         does not. With a sharding the peak is not compared with the budget, as the wrapper's
         buffers are not there yet.
+    audit : run the model's own forward, and the loss, beside the planned one at steps 2, 4, 8 and
+        so on and at every thousandth, and raise `AuditError` where results differ: something that
+        forward reads has changed, and no guard knows of it. What forward writes is put back.
+        ``type(module).audit.why_not`` says why steps are not audited: the forward has no room in
+        the plan's peak, or runs ops of yours, which may count. With False nothing is.
     compile : let Inductor make the code, of a plan whose code keeps to the budget. Random numbers
         are eager's; all else is equal to a tolerance, and not to the bit. Ops have eager's prices;
         `torch.compile(model, backend="remat")` plans with those of Inductor's kernels.
@@ -231,7 +239,6 @@ def rematerialize(
         or the model has collectives with ranks outside of the group.
     RematError : the model cannot be captured, or an option is unknown.
     """
-    from remat.compile.code_plans import compiled_module, with_fitting_code
     from remat.graph_capture.capturing import price_for, tiers_for
     from remat.graph_capture.derived.one_rank import on_one_rank
     from remat.graph_capture.over_ranks.collectives import collectives_in
@@ -240,6 +247,8 @@ def rematerialize(
     from remat.graph_capture.tracing.mixed_precision import inputs_cast, parameters_cast
     from remat.graph_capture.tracing.trace import trace
     from remat.levers.by_tolerance import naming_tolerance
+    from remat.ranges.asked_options import require_dynamic, require_options
+    from remat.ranks.audits import agree_on_audits
     from remat.ranks.required_group import refuse_fake, require_group
     from remat.rewriter.rewriting import rewrite
     from remat.rewriter.user_module.shared_state import original_of
@@ -247,6 +256,15 @@ def rematerialize(
 
     require_form(args, kwargs, loss_fn, target)
     model = original_of(model)
+    require_options(
+        {
+            "loss_fn": loss_fn, "optimizer": optimizer, "accumulate": accumulate, "host": host,
+            "sharding": sharding, "group": group, "profile": profile, "keep": keep,
+            "time_limit_s": time_limit_s, "recompute": recompute, "check": check,
+            "compile": compile, "float_inputs": float_inputs, "split": split,
+        }
+    )  # fmt: skip
+    require_dynamic(model, dynamic, may_be_auto=False)
     asked: dict[str, Any] = {"keep": keep, "recompute": recompute, **options}
     batch = Batch(*inputs_cast(args, kwargs, sharding), loss_fn, target, optimizer, accumulate)
     if dynamic:
@@ -261,12 +279,11 @@ def rematerialize(
         return rematerialize_over(
             model, args, kwargs, dynamic, budget=budget, loss_fn=loss_fn, target=target,
             optimizer=optimizer, accumulate=accumulate, profile=profile, solver=solver,
-            time_limit_s=time_limit_s, check=check, **asked,
+            time_limit_s=time_limit_s, check=check, audit=audit, **asked,
         )  # fmt: skip
     refuse_fake(group)
     with Together(group, "remat.rematerialize") as ranks, parameters_cast(model, sharding):
         known = as_profile(profile)
-        _require_compatible(sharding, compile, float_inputs, split, host)
         tiers = tiers_for(model, None, host, nvme)
         if split is None and (compile or group is not None):
             split = "none"
@@ -296,18 +313,25 @@ def rematerialize(
                 again = functools.partial(solved, budget=found.result.budget_bytes)
                 lost = naming_tolerance(found.result, traced, found.graph, priced, again)
                 raise BudgetError(infeasible_text(lost))
-            return with_fitting_code(traced, at, found, budget) if compile else found
+            if not compile:  # its import takes Inductor's seconds
+                return found
+            from remat.compile.code_plans import with_fitting_code
+
+            return with_fitting_code(traced, at, found, budget)
 
         ranks.require_same_step(traced.graph.hash)
         found = ranks.from_first(make, Solved)
         result = found.result
         if compile:
-            module, is_bound = compiled_module(model, traced, found, budget)
+            from remat.compile.code_plans import compiled_module
+
+            module, is_bound = compiled_module(model, traced, found, budget, audit=audit)
         else:
             assert result.schedule is not None
             schedule = before_sharding(result.schedule, traced.graph)
-            module = rewrite(model, schedule, trace=traced, **facts_of(found))
+            module = rewrite(model, schedule, trace=traced, audit=audit, **facts_of(found))
             is_bound = sharding.kind == "none"
+        agree_on_audits(ranks, [module])
         # The profiler does not see what gloo's threads free, so it cannot hold such a step to it.
         is_bound = is_bound and not collectives_in(traced.joint.module)
         beside_bytes = gradients_there(model) if accumulate else 0
@@ -328,39 +352,4 @@ def refuse_compiled_dtensors(model: nn.Module) -> None:
         raise RewriteError(
             f"{type(model).__name__} has parameters that are DTensors, whose plans run eager's "
             "ops: leave out compile=True"
-        )
-
-
-def _require_compatible(
-    sharding: Sharding,
-    is_compiled: bool,
-    float_inputs: Sequence[str],
-    split: Split | None,
-    host: str | SupportsIndex | None,
-) -> None:
-    """Raise `RewriteError` for ranks that a rewritten step, or a compiled one, cannot serve."""
-    if sharding.blocks:
-        raise RewriteError(
-            f"modules inside a rewritten one cannot be sharded by themselves ({sharding.blocks}): "
-            "use remat.rematerialize_blocks, and shard the blocks that it rewrote"
-        )
-    if is_compiled and host is not None:
-        raise RewriteError(
-            "compile=True takes no host: Inductor's code copies nothing to the host. Leave out one "
-            "of the two"
-        )
-    if is_compiled and split not in (None, "none"):
-        raise RewriteError(
-            f"compile=True takes no split={split!r}: the pieces are of eager's kernels. Leave out "
-            "one of the two"
-        )
-    if is_compiled and float_inputs:
-        raise RewriteError(
-            "compile=True takes no float_inputs: Inductor writes numbers into its code. Leave out "
-            "one of the two, or pass the number to forward as a tensor"
-        )
-    if is_compiled and sharding.kind != "none":
-        raise RewriteError(
-            "compile=True takes no sharding: Inductor's code is looked at without what a wrapper "
-            "holds. Leave out compile=True, or train on one rank"
         )

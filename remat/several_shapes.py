@@ -20,6 +20,7 @@ from remat.graph_capture.capturing import tiers_for
 from remat.graph_capture.derived.sharding import NO_SHARDING
 from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.errors import (
+    AuditError,
     BudgetError,
     CaptureError,
     PlanError,
@@ -28,16 +29,17 @@ from remat.graph_capture.errors import (
 )
 from remat.graph_capture.over_ranks.dtensors import is_sharded_by_fsdp
 from remat.graph_capture.over_ranks.wrappers import refuse_wrappers
-from remat.graph_capture.refuse import distributed_message
+from remat.graph_capture.refuse import distributed_message, is_all_frozen
 from remat.graph_capture.shapes.signature import refuse_beside_ranges
 from remat.graph_capture.tracing.recipe import autocast_state
-from remat.graph_capture.tracing.resident import require_optimizer
 from remat.graph_capture.tracing.signature import tensor_facts
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.one_call import rematerialize
+from remat.ranges.asked_options import require_dynamic, require_options, require_upto
 from remat.ranges.cached import is_within, planned_over
 from remat.ranges.rematerialized import rematerialize_over
 from remat.ranges.varying import Asked, Upto, VaryingSizes
+from remat.rewriter.checking.audit import Audit
 from remat.rewriter.user_module.own_forward import class_of_user
 from remat.rewriter.user_module.ranged import RangedModule
 from remat.rewriter.user_module.shared_state import SharedState, original_of
@@ -86,6 +88,12 @@ class PlanCache(SharedState, nn.Module):
             return own._remat_step(args, kwargs, target)
         return own._remat_run_original(args, kwargs, target)
 
+    @property
+    def audit(self) -> Audit | None:
+        """That of the plan that was used last; each is audited by itself."""
+        type(self)._remat_last_used()  # which says what to do where there is none
+        return next(reversed(type(self)._remat_plans.values())).audit
+
     @classmethod
     def _remat_last_used(cls) -> type[SharedState]:
         if not cls._remat_plans:
@@ -111,8 +119,14 @@ class PlanCache(SharedState, nn.Module):
             except StateChangedError as error:
                 changed.append(error)
                 continue
+            except AuditError:
+                del cls._remat_plans[key]  # so that the next call makes another
+                raise
             cls._remat_plans.move_to_end(key)
             return result
+        if is_all_frozen(cls._remat_original_module, batch):
+            cls._remat_unplanned.frozen(cls._remat_original_module)
+            return cls._remat_run_original(*batch)
         if len(changed) >= OFTEN:
             warnings.warn(
                 f"{changed[0]}. This is plan {len(changed) + 1} for batches of one signature: "
@@ -261,17 +275,19 @@ def plan_cache(
     if is_sharded_by_fsdp(model):
         raise CaptureError(distributed_message(next(iter(dict(model.named_parameters())), "")))
     parse_budget(budget)
-    _require_known(options)
+    _require_known({"loss_fn": loss_fn, **options})
     tiers_for(model, None, options.get("host"), options.get("nvme"))
     if dynamic is not None or upto is not None:
         dynamic = dynamic or "auto"
+        require_dynamic(model, dynamic, may_be_auto=True)
+        require_upto(model, upto or {}, dynamic)
         refuse_beside_ranges(
             **{name: bool(options.get(name)) for name in ("compile", "group", "host", "nvme")},
             sharding=options.get("sharding", NO_SHARDING) != NO_SHARDING,
             split=options.get("split") not in (None, "none"),
         )
-    if max_plans < 1:
-        raise SolverError(f"max_plans must be 1 or more, not {max_plans}")
+    if type(max_plans) is not int or max_plans < 1:
+        raise SolverError(f"max_plans must be 1 or more, not {max_plans!r}")
     sizes = None if dynamic is None else (dynamic, upto)
     return _make_cache(model, loss_fn, max_plans, {"budget": budget, **options}, sizes)
 
@@ -280,7 +296,7 @@ def _require_known(options: dict[str, Any]) -> None:
     """Refuse at once what each plan would refuse only when the first batch has come."""
     if given := PLANNED_LATER.intersection(options):
         raise TypeError(f"plan_cache takes no {', '.join(sorted(given))}: batches come with calls")
-    require_optimizer(options.get("optimizer", "none"))
+    require_options(options)
     ours = inspect.signature(rematerialize).parameters
     of_solver = {name: value for name, value in options.items() if name not in ours}
     make_solver(options.get("solver", "auto"), **of_solver)

@@ -27,6 +27,7 @@ from remat.rewriter.graphs.emit import emit
 from remat.rewriter.graphs.floats import FloatSource
 from remat.rewriter.graphs.gradient_facts import GradientFacts, gradient_facts
 from remat.rewriter.graphs.handed_over import marks
+from remat.rewriter.graphs.read_again import read_again
 from remat.rewriter.split_backward.waiting import in_parts
 from remat.rewriter.tiers.tier import Tier, tier_for
 from remat.schedules.schedule import Schedule
@@ -42,14 +43,17 @@ class CompiledStep:
     `carried` and `settled` are what each step sets on modules and elsewhere, `repeats` where its
     results repeat a tensor, `floats` the numbers that each step reads anew. `by_inductor` says
     whether it runs Inductor's code or our own, `handing` how gradients are handed over as they are
-    made, `arrivals` in which order eager's come, by place. `memory` is where its graphs get memory
-    from, `tier` where they copy values to.
+    made, `arrivals` in which order eager's come, by place, `read_again` the places of what backward
+    reads to make values again. `memory` is where its graphs get memory from, `tier` where they copy
+    values to. `graph` is what is carried out, `links` those by which values are copied.
     """
 
     call: Callable[..., Any]
     forward: fx.GraphModule
     backward: fx.GraphModule
     gradients: GradientFacts
+    graph: TrainingGraph
+    links: Links | None = None
     carried: tuple[Carried, ...] = ()
     settled: tuple[Settled, ...] = ()
     repeats: Repeats | None = None
@@ -59,6 +63,7 @@ class CompiledStep:
     memory: StepMemory = field(default_factory=StepMemory)
     tier: Tier | None = None
     arrivals: tuple[int, ...] = ()
+    read_again: tuple[int, ...] = ()
 
     def results(self, *inputs: Any) -> Any:
         """What a run of the step returns: the module's results, with `carried` as a pair."""
@@ -167,8 +172,9 @@ def compile_step(
     written = trace.carried, trace.settled, trace.repeats, floats
     handing = handings[0] if handings else None
     return CompiledStep(
-        call, emitted[0], emitted[1], facts, *written, by_inductor, handing, memory, tier,
-        trace.arrivals,
+        call, emitted[0], emitted[1], facts, trace.graph, links or trace.graph.links,
+        *written, by_inductor, handing, memory, tier, trace.arrivals,
+        read_again(trace.joint, schedule),
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from remat.graph_capture.tracing.one_trace import Trace
 from remat.graph_capture.tracing.recipe import Recipe, recipe_for
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.without_storage import has_storage
+from remat.rewriter.checking.audit import Audits, of_steps
 from remat.rewriter.compiled import compile_step, links_of, refuse_copies
 from remat.rewriter.gradients.updating import Updates
 from remat.rewriter.graphs.in_pieces import trace_in_pieces
@@ -39,6 +40,7 @@ def rewrite(
     *,
     trace: Trace | None = ...,
     over: RangedGraph | None = ...,
+    audit: bool = ...,
 ) -> RangedModule: ...
 @overload
 def rewrite(
@@ -55,6 +57,7 @@ def rewrite(
     compile: bool = ...,
     updates: Updates | None = ...,
     over: RangedGraph | None = ...,
+    audit: bool = ...,
 ) -> RematModule: ...
 def rewrite(
     model: nn.Module,
@@ -70,6 +73,7 @@ def rewrite(
     compile: bool = False,
     updates: Updates | None = None,
     over: RangedGraph | None = None,
+    audit: bool = True,
 ) -> RematModule | RangedModule:
     """Compile `schedule` into a module that trains as `model` does, within its budget.
 
@@ -96,6 +100,7 @@ def rewrite(
         `remat.training_step`.
     over : the graph over a range of sizes that `schedule` was made for at one of its sizes. The
         module then runs at all of them. `model` must have been captured in this process.
+    audit : as of `remat.rematerialize`.
 
     Warns
     -----
@@ -116,7 +121,7 @@ def rewrite(
         refuse_beside_ranges(compile=compile, updates=updates is not None)
         ranged = trace or _trace_range(model, schedule)
         refuse_range_over_ranks(ranged.joint.module)
-        return make_ranged(model, schedule, ranged, over)
+        return make_ranged(model, schedule, ranged, over, audit=of_steps(audit))
     _require_schedule(schedule)
     if schedule.moves:
         refuse_copies(by_inductor=compile, over_range=over is not None)
@@ -149,7 +154,10 @@ def rewrite(
         )
     if compile:
         _warn_above_budget(traced, schedule)
-    return module_for(model, schedule, traced, prediction, priced, updates, by_inductor=compile)
+    return module_for(
+        model, schedule, traced, prediction, priced, updates,
+        by_inductor=compile, audit=of_steps(audit),
+    )  # fmt: skip
 
 
 def module_for(
@@ -161,12 +169,15 @@ def module_for(
     updates: Updates | None = None,
     *,
     by_inductor: bool = False,
+    audit: Audits = "step",
 ) -> RematModule:
     """The module that carries out `schedule`, over a trace that has not been compiled."""
     links = links_of(traced, priced)
     step = compile_step(traced, schedule, by_inductor=by_inductor, links=links)
     known = (prediction, priced, updates)
-    return make_module(model, schedule, traced.recipe, step, traced.python_state, *known)
+    return make_module(
+        model, schedule, traced.recipe, step, traced.python_state, *known, audit=audit
+    )
 
 
 def _warn_above_budget(traced: Trace, schedule: Schedule) -> None:

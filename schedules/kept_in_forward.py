@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.graph import JOINED, TrainingGraph
 from remat.schedules.schedule import (
     Compute,
     Fetch,
@@ -68,7 +68,8 @@ def kept_occurrences(
     """By target, such as ``aten.mm.default``: whether each of its runs in forward is kept.
 
     An op is kept if it runs once and leaves something live for backward. Entry i is the i-th
-    run of that target in captured order. Only ops in `module`, or in modules below it, count.
+    run of that target in captured order. Of ops that run as one, only the last leaves anything.
+    Only ops in `module`, or in modules below it, count.
     """
     live, times = live_after_forward(graph, schedule), schedule.computations()
     found: dict[str, list[bool]] = {}
@@ -76,5 +77,8 @@ def kept_occurrences(
         if module and not f"{op.module}.".startswith(f"{module}."):
             continue
         kept = times[op.name] == 1 and not live.isdisjoint(op.outputs)
-        found.setdefault(op.target, []).append(kept)
+        *written_to, last = op.target.split(JOINED)
+        for target in written_to:
+            found.setdefault(target, []).append(False)
+        found.setdefault(last, []).append(kept)
     return {target: tuple(kept) for target, kept in found.items()}

@@ -109,3 +109,36 @@ def _end_of(
     ends = [one for one in runs.get(until.get(step.value, ""), ()) if one > at]
     anew = [one for one in runs[producer[step.value]] if one > at]
     return ends[0] if ends and not (anew and anew[0] < ends[0]) else at
+
+
+def forward_alone(graph: TrainingGraph) -> tuple[TrainingGraph, Schedule]:
+    """Forward of `graph` without its backward, and the schedule that keeps nothing for that.
+
+    A value goes with its last use in forward, or as late as a variable there holds it.
+    """
+    ops = graph.ops[: graph.n_forward]
+    made = {name for op in ops for name in op.outputs}
+    own = msgspec.structs.replace(
+        graph,
+        ops=ops,
+        values=tuple(v for v in graph.values if not v.producer or v.name in made),
+        outputs=graph.forward_outputs,
+        regions=(),
+    )
+    return own, Schedule.for_graph(own, _as_used(own))
+
+
+def _as_used(graph: TrainingGraph) -> Iterator[Step]:
+    """Each op once, and each value freed where nothing of the graph needs it any more."""
+    last = {name: i for i, op in enumerate(graph.ops) for name in (*op.inputs, *op.outputs)}
+    for value in graph.values:
+        until = graph.op_index.get(value.held_until, -1)
+        last[value.name] = max(last.get(value.name, -1), until)
+    kept = {*graph.outputs, *graph.forward_outputs}
+    ending: defaultdict[int, list[str]] = defaultdict(list)
+    for value in graph.values:
+        if value.producer and value.name not in kept:
+            ending[last[value.name]].append(value.name)
+    for i, op in enumerate(graph.ops):
+        yield Compute(op.name)
+        yield from map(Free, ending[i])

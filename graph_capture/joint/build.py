@@ -24,6 +24,8 @@ from remat.graph_capture.gradients.deliveries import Deliveries, of_parameters
 from remat.graph_capture.gradients.gradient_layout import lay_out_gradients
 from remat.graph_capture.gradients.hand_over import HandOver
 from remat.graph_capture.graph import Op, Phase, Resident, TrainingGraph, Value
+from remat.graph_capture.in_place.joining import join_writes
+from remat.graph_capture.in_place.sums import BEGUN, InPlace, writes_in_place
 from remat.graph_capture.joint.batch_norm import (
     AGAIN,
     MEAN,
@@ -37,7 +39,6 @@ from remat.graph_capture.joint.eager_memory import (
     with_checkpoints,
     written_over,
 )
-from remat.graph_capture.joint.in_place import BEGUN, InPlace, writes_in_place
 from remat.graph_capture.joint.nodes import (
     Places,
     drawn_on,
@@ -112,6 +113,8 @@ class _Builder:
         self.overwritten_inputs = [getattr(what, "mutated_input", None) for what in descriptions]
         self.in_forward = forward_nodes(self.nodes, self.forward_results)
         self.in_place = writes_in_place(self.nodes, self.in_forward)
+        join_writes(self.gm.graph, self.in_forward, self.in_place)
+        self.nodes = list(self.gm.graph.nodes)
         self.overwritten = overwritten_values(self.nodes, self.overwritten_inputs)
 
     def build(self, name: str, resident: Resident, **facts: Any) -> Joint:

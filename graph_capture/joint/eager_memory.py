@@ -73,6 +73,8 @@ class EagerMemory(BesideTrace):
         if mode is None:
             return func(*args, **given)
         self._tracer = mode.tracer
+        if torch.is_inference_mode_enabled():
+            _let_bases_go()
         written = [(one, self._node_of(one)) for one in _written(func, args, given)]
         if torch.is_grad_enabled():
             results = func(*args, **given)
@@ -145,6 +147,29 @@ class EagerMemory(BesideTrace):
             node.meta[MADE_AS] = self._n_nodes
             self._n_nodes += 1
         return self._n_nodes
+
+
+class _WeakBases:
+    """What inference tensors are views of, by their storages, none of which it holds."""
+
+    def __init__(self) -> None:
+        self._bases: Any = weakref.WeakKeyDictionary()
+
+    def __setitem__(self, storage: Any, base: FunctionalTensor) -> None:
+        self._bases[storage] = weakref.ref(base)
+
+    def get(self, storage: Any) -> FunctionalTensor | None:
+        found = self._bases.get(storage)
+        return None if found is None else found()
+
+
+def _let_bases_go() -> None:
+    """Keep functionalization from holding all that inference mode makes to the end of the trace."""
+    key = torch._C._TorchDispatchModeKey.FUNCTIONAL  # pyright: ignore
+    mode: Any = torch._C._get_dispatch_mode(key)  # pyright: ignore
+    held = getattr(mode, "_storage_to_base", None)
+    if held is not None and not isinstance(held, _WeakBases):
+        mode._storage_to_base = _WeakBases()
 
 
 def _writes(func: Any) -> bool:

@@ -2,13 +2,14 @@
 
 Libraries make positions and masks by `torch.arange` and its like, and look at them: transformers
 asks of positions whether they count up, and leaves the mask away if they do. Such values are the
-same at each step, so code that branches on them takes eager's way. Values that depend on the
-batch, parameters, buffers or random numbers are unknown. Where code looks at those, the arguments
-that they come from are named.
+same at each step, so code that branches on them takes eager's way. So are answers that hold at all
+sizes of a range. Values that depend on the batch, parameters, buffers or random numbers are
+unknown. Where code looks at those, the arguments that they come from are named.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Iterable
 from typing import Any
@@ -25,6 +26,7 @@ from remat.graph_capture.beside_trace import BesideTrace
 from remat.graph_capture.joint.tensor_bits import bits_of
 from remat.graph_capture.over_ranks.collectives import NAMESPACES
 from remat.graph_capture.python_state.ran import unrecorded
+from remat.graph_capture.shapes.values_over_sizes import Formula, Range, answer
 
 RANDOM = "a random number"
 """Among what the values that code looks at come from."""
@@ -47,7 +49,7 @@ class KnownValues(BesideTrace):
 
     Parameters
     ----------
-    batch : names of its leaves, each with its leaf.
+    batch : names of its leaves, each with its leaf. over : the sizes that vary, if there are any.
 
     Attributes
     ----------
@@ -56,9 +58,11 @@ class KnownValues(BesideTrace):
         if parameters or buffers have a part in them.
     """
 
-    def __init__(self, batch: Iterable[tuple[str, Any]] = ()) -> None:
+    def __init__(self, batch: Iterable[tuple[str, Any]] = (), over: Range | None = None) -> None:
         super().__init__()
+        self._over = over
         self._values = WeakTensorKeyDictionary()
+        self._formulas = WeakTensorKeyDictionary()
         self._lost: dict[int, frozenset[str]] = {}
         self._sources = WeakTensorKeyDictionary()
         self.failure: Exception | None = None
@@ -83,9 +87,11 @@ class KnownValues(BesideTrace):
         if func in _LIFTED and type(inputs[0]) is Tensor:
             # `torch.tensor` makes a tensor with values, and hands it over to the trace.
             self._values[inputs[0]] = _run(_CLONE, (inputs[0],), {})
-        has_symbols = any(isinstance(n, torch.SymInt) for n in pytree.tree_leaves((args, given)))
-        if has_symbols or not _repeats(func) or not all(map(self._is_known, inputs)):
+        if not _repeats(func) or not all(map(self._is_known, inputs)):
             return self._unknown(func, args, given, inputs)
+        has_symbols = any(isinstance(n, torch.SymInt) for n in pytree.tree_leaves((args, given)))
+        if has_symbols or any(one in self._formulas for one in inputs):
+            return self._over_sizes(func, args, given, inputs)
         real_args, real_given = pytree.tree_map_only(Tensor, self._values.get, (args, given))
         if torch.Tag.data_dependent_output in func.tags:
             self._has_looked = True
@@ -104,6 +110,34 @@ class KnownValues(BesideTrace):
         All known values count, as code may look at one that comes from another.
         """
         return self._digest.digest() if self._has_looked else b""
+
+    def _over_sizes(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor]
+    ) -> Any:
+        """Trace `func`, whose results depend on sizes; or answer code that looks at them."""
+        is_view = any(one.alias_info is not None for one in func._schema.returns)
+        of_values = any(one not in self._formulas for one in inputs)
+        if self._over is None or func._schema.is_mutable or (is_view and of_values):
+            return self._unknown(func, args, kwargs, inputs)
+        known_args, known = pytree.tree_map_only(Tensor, self._as_known, (args, kwargs))
+        base = self._formulas.get(inputs[0]) if is_view else None
+        formula = Formula(func, known_args, known, base=base)
+        if torch.Tag.data_dependent_output in func.tags:
+            found = answer(formula, self._over, _run)
+            if found is None:
+                return self._unknown(func, args, kwargs, inputs)
+            self._has_looked = True
+            self._digest.update(repr(found).encode())
+            return found
+        traced = unrecorded(func, *args, **kwargs)
+        for i, tensor in enumerate(_tensors_in(traced)):
+            self._formulas[tensor] = dataclasses.replace(formula, item=i, numbers=[])
+        return traced
+
+    def _as_known(self, tensor: Tensor) -> Any:
+        """Its formula; or its values, in a copy, since later ops may write to them."""
+        formula = self._formulas.get(tensor)
+        return self._values[tensor].clone() if formula is None else formula
 
     def _unknown(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor]
@@ -131,13 +165,17 @@ class KnownValues(BesideTrace):
         return found or frozenset([_MODEL])
 
     def _sources_of_one(self, tensor: Tensor) -> frozenset[str]:
-        real = self._values.get(tensor)
+        real, formula = self._values.get(tensor), self._formulas.get(tensor)
+        if formula is not None and formula.root.lost:
+            return formula.root.lost
         if real is not None:  # known once, and written to since
             return self._lost[_storage(real)]
         found: frozenset[str] | None = self._sources.get(tensor)
         return frozenset([_MODEL]) if found is None else found
 
     def _is_known(self, tensor: Tensor) -> bool:
+        if (formula := self._formulas.get(tensor)) is not None:
+            return not formula.root.lost
         real = self._values.get(tensor)
         return real is not None and _storage(real) not in self._lost
 
@@ -169,6 +207,8 @@ class KnownValues(BesideTrace):
         for tensor in tensors:
             if (real := self._values.get(tensor)) is not None:
                 self._lost[_storage(real)] = sources
+            if (formula := self._formulas.get(tensor)) is not None:
+                formula.root.lost = sources
 
 
 def _repeats(func: OpOverload) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from remat.graph_capture.joint.provenance import FUNCTION_KEY, MODULE_KEY, SOURCE_KEY, path_in_model
+from remat.graph_capture.over_ranks.dtensors import is_beside_local_part
 
 aten = torch.ops.aten
 
@@ -218,3 +219,19 @@ def copy_of(
     output.meta = dict(gm.graph.find_nodes(op="output")[0].meta)
     edit(graph)
     return fx.GraphModule(gm, graph)
+
+
+def written_inputs(graph: fx.Graph, results: int) -> tuple[bool, ...]:
+    """For each input of a joint graph, whether the step writes to it.
+
+    A DTensor is one input, though it has two nodes.
+
+    Parameters
+    ----------
+    results : how many of the graph's outputs are forward's.
+    """
+    said = graph.output_node().meta["desc"][:results]
+    written = {what.mutated_input for what in said if hasattr(what, "mutated_input")}
+    given = [node for node in graph.find_nodes(op="placeholder") if not is_tangent(node)]
+    descriptions = [node.meta["desc"] for node in given]
+    return tuple(one in written for one in descriptions if not is_beside_local_part(one))

@@ -49,6 +49,15 @@ _SAID = {
         "model.gradient_checkpointing_disable(): a plan recomputes by itself. Or give "
         "use_reentrant=False"
     ),
+    "mutating a non-functional tensor": (
+        "forward writes into a tensor that is neither a parameter, a buffer nor an argument. "
+        "Register it as a buffer of the model, or pass it to forward; if a batch norm in training "
+        "mode does so, make its module a submodule, or call eval() on it"
+    ),
+    "expected to have an entirely functional graph": (
+        "forward writes into a tensor that is neither a parameter, a buffer nor an argument. "
+        "Register it as a buffer of the model (register_buffer), or pass it to forward"
+    ),
     "Unexpected fake buffer": (
         "forward keeps a tensor of one call for the next one where nothing sees it. Keep it on an "
         "attribute of a module, or call the model once on a batch, then plan"

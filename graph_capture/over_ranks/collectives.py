@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
 from torch._ops import OpOverloadPacket
 
@@ -97,6 +98,16 @@ def _group_of(node: fx.Node) -> Any:
         return None
     at = names.index("group_name")
     return node.args[at] if at < len(node.args) else node.kwargs.get("group_name")
+
+
+def any_rank_says(collectives: Iterable[fx.Node], said: bool, device: str) -> bool:
+    """Whether one of the ranks says so that these collectives bring together. All must ask."""
+    flag = torch.tensor(int(said), device=device)
+    named: Any = dist.distributed_c10d
+    for group in groups_of(collectives):
+        whole = named._resolve_process_group(group) if isinstance(group, str) else group
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=whole)
+    return bool(flag.item())
 
 
 def on_this_rank(node: fx.Node) -> Callable[..., Any]:

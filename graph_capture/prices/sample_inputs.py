@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from remat.graph_capture.devices.device_table import CPU
+from remat.graph_capture.in_place.as_one import calls_of, ops_of
 from remat.graph_capture.joint.nodes import is_alias_of_input, is_getitem, target_name
 from remat.graph_capture.over_ranks.alone import alone
 
@@ -91,12 +92,19 @@ def sample_arguments(node: fx.Node, constants: Any) -> tuple[tuple[Any, ...], di
         if not _is_integer(value) or target_name(node).startswith(_ASSERTIONS):
             tensor = _sample_tensor(value, 1).to(_dtype_of_kernel(leaf, value))
             return tensor.fill_(1) if target_name(node).startswith(_ASSERTIONS) else tensor
-        if leaf is indices or target_name(node).startswith(_CHECKED):
+        if leaf is indices or _is_checked(node, leaf):
             return _sample_tensor(value, _index_bound(node))
         source = _maker(leaf)
         return _all_zero(value) if source is None else _made_by(source, leaf, constants)
 
     return pytree.tree_map(made, (tuple(node.args), dict(node.kwargs)))
+
+
+def _is_checked(node: fx.Node, indices: fx.Node) -> bool:
+    """Whether all that reads `indices` of what the node runs raises where one is out of range."""
+    calls = zip(ops_of(node), calls_of(node), strict=True)
+    readers = (op for op, call in calls if indices in pytree.tree_leaves(call))
+    return all(op.startswith(_CHECKED) for op in readers)
 
 
 def _is_integer(value: Tensor) -> bool:
@@ -140,7 +148,8 @@ def _index_bound(node: fx.Node) -> int:
     """A bound below which integers are valid indices into every tensor argument."""
     if node.target in _BOUND:
         return max(1, int(_BOUND[node.target](node)))
-    values = [leaf.meta.get("val") for leaf in node.all_input_nodes]
+    # An op that also makes what it writes to reads no tensor as large as that.
+    values = [leaf.meta.get("val") for leaf in (*node.all_input_nodes, node)]
     sizes = [
         size
         for value in values

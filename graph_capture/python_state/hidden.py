@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from remat.graph_capture.python_state.library_objects import memory_of
 from remat.graph_capture.python_state.places import MISSING, is_same
 
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
@@ -70,25 +71,39 @@ def hidden(text: str, owner: Any) -> Hidden | None:
     """The place of an object that hides a state; None for any other."""
     if isinstance(owner, ContextVar):
         return Hidden(text, owner, _context, _context(owner))
+    if (held := memory_of(owner)) is not None:
+        return Hidden(text, owner, memory_of, held)
     if isinstance(owner, Iterator):
         return Hidden(text, owner, _progress, _progress(owner))
     return None
 
 
-def environment(names: tuple[str, ...]) -> Hidden:
-    """The environment variables of these names."""
-    text = "one of the environment variables that the code names"
-    ask = functools.partial(_variables, tuple(map(os.environ.encodekey, names)))
-    return Hidden(text, os.environ, ask, ask(os.environ))
+class SettingsBefore:
+    """Environment variables and torch's settings, as they are when this is made."""
 
+    def __init__(self) -> None:
+        self._variables = dict(vars(os.environ)["_data"])
+        self._said = {name: _said_by_torch(name, torch) for name in sorted(_SETTINGS)}
 
-def asked_of_torch(names: Collection[str]) -> list[Hidden]:
-    """Settings of torch that code asks for by these names."""
-    found: list[Hidden] = []
-    for name in sorted(_SETTINGS.intersection(names)):
-        ask = functools.partial(_said_by_torch, name)
-        found.append(Hidden(f"torch.{name}()", torch, ask, ask(torch)))
-    return found
+    def asked(
+        self, global_names: Collection[str], names: Collection[str], texts: Collection[str]
+    ) -> Iterator[Hidden]:
+        """Those that code may ask for.
+
+        Parameters
+        ----------
+        names : of attributes. texts : of variables, which are in capitals there, as in `names`.
+        """
+        for name in sorted(_SETTINGS.intersection(names)):
+            ask = functools.partial(_said_by_torch, name)
+            yield Hidden(f"torch.{name}()", torch, ask, self._said[name])
+        if {"environ", "getenv"}.isdisjoint({*global_names, *names}):
+            return
+        capitals = sorted({name for name in (*names, *texts) if name.isupper()})
+        keys = tuple(map(os.environ.encodekey, capitals))
+        text = "one of the environment variables that the code names"
+        before = tuple(map(self._variables.get, keys))
+        yield Hidden(text, os.environ, functools.partial(_variables, keys), before)
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from remat.graph_capture.python_state.code_names import Names, names_of
+from remat.graph_capture.python_state.library_objects import DATA, is_looked_into
 from remat.graph_capture.python_state.places import PLAIN
 from remat.graph_capture.python_state.reached import (
     OF_DATA,
@@ -28,25 +29,35 @@ class LoadedNames:
 
     Parameters
     ----------
-    texts : that may name attributes; the walk adds to them.
+    texts : that may name attributes.
 
     Attributes
     ----------
     others : attributes of anything. global_names : of modules.
+    by_libraries : attributes of anything, by methods of objects that are looked into.
+    new, new_asking : names, and classes whose attributes code may ask for by any name (None: those
+        of anything), that were added. Who looks them up takes them out.
     """
 
     def __init__(self, texts: set[str]) -> None:
         self.texts = texts
         self.others: set[str] = set(RUN_BY_TORCH)
+        self.by_libraries: set[str] = set()
         self.global_names: set[str] = set()
+        self.new: list[str] = []
+        self.new_asking: list[type | None] = []
         self._own: dict[type, set[str]] = {}
         self._heirs: dict[type, list[type]] = {}
         self._methods: set[FunctionType] = set()
-        # Classes whose attributes code may ask for by any name; None: those of anything.
         self._asking: set[type | None] = set()
 
     def __len__(self) -> int:
-        return len(self.others) + len(self.texts) + sum(map(len, self._own.values()))
+        own = sum(map(len, self._own.values()))
+        return len(self.others) + len(self.by_libraries) + len(self.texts) + own
+
+    def add_texts(self, texts: Iterable[str]) -> None:
+        """Add texts that may name an attribute."""
+        self._add_to(self.texts, texts)
 
     def add_method(self, kind: type, function: FunctionType) -> None:
         """Add a function that is a method of a class."""
@@ -55,28 +66,45 @@ class LoadedNames:
             self._own[kind] = set()
             for base in kind.__mro__[1:]:
                 self._heirs.setdefault(base, []).append(kind)
-        self._own[kind] |= names.own
-        self.others |= names.others
+        if is_looked_into(kind) and is_library(function.__module__):
+            self._add_to(self._own[kind], names.own - DATA)
+            self._add_to(self.by_libraries, names.others - DATA)
+            return
+        self._add_to(self._own[kind], names.own)
+        self._add_to(self.others, names.others)
         self._methods.add(function)
         if names.asks_own:
-            self._asking.add(kind)
+            self._add_asking(kind)
 
     def add(self, function: FunctionType) -> Names:
         """Add any function, whose first argument may be of any class; its names."""
         names = names_of(function.__code__)
-        self.others |= names.others | names.own
+        self._add_to(self.others, names.others | names.own)
         self.global_names |= names.global_names
         if names.asks_others or (names.asks_own and function not in self._methods):
-            self._asking.add(None)
+            self._add_asking(None)
         return names
+
+    def _add_to(self, known: set[str], names: Iterable[str]) -> None:
+        new = set(names) - known
+        known |= new
+        self.new += sorted(new)
+
+    def _add_asking(self, kind: type | None) -> None:
+        if kind not in self._asking:
+            self._asking.add(kind)
+            self.new_asking.append(kind)
 
     def is_loaded_of(self, kind: type) -> Callable[[str], bool]:
         """Whether code loads a name of objects of that class; methods of its bases do too."""
         related = self._related(kind)
         own = [self._own[one] for one in related if one in self._own]
         sets = [self.others, self.texts, *own]
+        is_open = any(map(is_looked_into, kind.__mro__))
+        if is_open:
+            sets.append(self.by_libraries)
         # What a module of torch has under such names is torch's to change, as an LSTM's weights.
-        hides = is_library(kind.__module__)
+        hides = is_library(kind.__module__) and not is_open and not issubclass(kind, Tensor)
 
         def is_loaded(name: str) -> bool:
             is_out = name in STATE or (hides and name[:1] == "_")
@@ -109,3 +137,8 @@ class LoadedNames:
 
     def _related(self, kind: type) -> tuple[type, ...]:
         return (*kind.__mro__, *self._heirs.get(kind, ()))
+
+
+def is_related(kind: type, asking: type | None) -> bool:
+    """Whether methods of a class may be those of objects of `kind`; None: code of any class."""
+    return asking is None or asking in kind.__mro__ or kind in asking.__mro__

@@ -8,6 +8,7 @@ read is no concern of its plan.
 from __future__ import annotations
 
 import contextlib
+import dis
 import os
 import sys
 import sysconfig
@@ -21,13 +22,18 @@ import torch
 from torch._ops import OpOverload
 from torch.autograd import graph
 
-_BY_OTHER_THREADS = (
-    threading.Thread.start.__code__,
-    threading.Condition.notify.__code__,
-    threading.Condition.wait.__code__,
-    ThreadPoolExecutor.submit.__code__,
+_BY_OTHER_THREADS = frozenset(
+    id(function.__code__)
+    for function in (
+        threading.Thread.start,
+        threading.Condition.notify,
+        threading.Condition.wait,
+        ThreadPoolExecutor.submit,
+    )
 )
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+_LAYERS = os.path.join(_TORCH, "nn", "")
+_OF_EACH_MODULE = os.path.join("modules", "module.py")
 _OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _STANDARD = os.path.join(sysconfig.get_path("stdlib"), "")
 _DYNAMO = os.path.join(_TORCH, "_dynamo", "symbolic_convert.py")
@@ -50,7 +56,8 @@ class CodeThatRan:
     def __init__(self) -> None:
         self._codes: dict[int, CodeType] = {}
         self._is_seen, self._goes_on = True, False
-        self._note = _tracer_into(self._codes)
+        self._begins: Callable[[CodeType], None] | None = None
+        self._note = self._tracer()
 
     def __contains__(self, code: CodeType | None) -> bool:
         return id(code) in self._codes
@@ -58,9 +65,12 @@ class CodeThatRan:
     @property
     def is_all(self) -> bool:
         """Whether this is all code that ran, as far as can be known."""
-        elsewhere = any(code in self for code in _BY_OTHER_THREADS)
-        is_read = any(code.co_filename == _DYNAMO for code in list(self._codes.values()))
-        return self._is_seen and not elsewhere and not is_read
+        return self._is_seen and not any(map(runs_unseen, list(self._codes.values())))
+
+    @property
+    def can_be_seen(self) -> bool:
+        """Whether Python tells which code begins: not if a debugger or a coverage is told."""
+        return sys.gettrace() in (None, self._note)
 
     @property
     def count(self) -> int:
@@ -72,6 +82,15 @@ class CodeThatRan:
         codes = list(self._codes.values())  # more may run meanwhile
         return [code for code in codes if not _writes_for_others(code)]
 
+    def asks_identity(self) -> bool:
+        """Whether code of the user's, or of torch's layers, asks if two objects are one.
+
+        Whether one is None, or a constant, is no such question. True where nobody knows.
+        """
+        codes = list(self._codes.values())
+        theirs = [code for code in codes if _is_of_layer(code)]
+        return not self.is_all or any(map(_asks_identity, [*self.own_codes(), *theirs]))
+
     @contextlib.contextmanager
     def recorded(self) -> Generator[None]:
         """Note the Python code that this thread begins to run: forward's, and what follows it.
@@ -80,7 +99,7 @@ class CodeThatRan:
         test's coverage, has the only place for that: then nothing is known.
         """
         self.stop()
-        if sys.gettrace() is not None:
+        if not self.can_be_seen:
             self._is_seen = False
             yield
             return
@@ -93,6 +112,16 @@ class CodeThatRan:
             if self._is_seen and self.may_run_in_backward():
                 self._goes_on = True
                 sys.settrace(self._note)
+
+    @contextlib.contextmanager
+    def told_to(self, begins: Callable[[CodeType], None]) -> Generator[None]:
+        """Call this with each code that is noted, before it runs for the first time."""
+        self._begins = begins
+        try:
+            yield
+        finally:
+            self._begins = None
+            self.stop()
 
     def stop(self) -> None:
         """Note no more."""
@@ -114,6 +143,40 @@ class CodeThatRan:
             for code in self._codes.values()
         )
 
+    def _tracer(self) -> Tracer:
+        codes = self._codes
+
+        # Called for each frame; as it returns None, for no line in it.
+        def note(frame: FrameType, event: str, arg: Any) -> None:
+            code = frame.f_code
+            if id(code) not in codes:
+                codes[id(code)] = code
+                if self._begins is not None:
+                    self._begins(code)
+
+        note.is_ours = True  # pyright: ignore[reportFunctionMemberAccess]
+        return note
+
+
+def runs_unseen(code: CodeType) -> bool:
+    """Whether code lets other threads run code, or takes code apart that it does not run."""
+    return id(code) in _BY_OTHER_THREADS or code.co_filename == _DYNAMO
+
+
+def _is_of_layer(code: CodeType) -> bool:
+    """Whether it is of a layer of torch's, and not of the base class of all."""
+    file = code.co_filename
+    return file.startswith(_LAYERS) and not file.endswith(_OF_EACH_MODULE)
+
+
+def _asks_identity(code: CodeType) -> bool:
+    before = ""
+    for one in dis.get_instructions(code):
+        if one.opname == "IS_OP" and not before.startswith(("LOAD_CONST", "LOAD_GLOBAL")):
+            return True
+        before = one.opname if one.opname not in ("CACHE", "EXTENDED_ARG") else before
+    return False
+
 
 def _writes_for_others(code: CodeType) -> bool:
     file = code.co_filename
@@ -128,16 +191,6 @@ def _functions_of_autograd() -> Iterator[type[torch.autograd.Function]]:
         kind = waiting.pop()
         yield kind
         waiting += kind.__subclasses__()
-
-
-def _tracer_into(codes: dict[int, CodeType]) -> Tracer:
-    # Called for each frame; as it returns None, for no line in it.
-    def note(frame: FrameType, event: str, arg: Any) -> None:
-        code = frame.f_code
-        codes[id(code)] = code
-
-    note.is_ours = True  # pyright: ignore[reportFunctionMemberAccess]
-    return note
 
 
 def unrecorded(op: OpOverload, *args: Any, **kwargs: Any) -> Any:

@@ -8,11 +8,14 @@ not followed; of their modules, only what forward itself loads is of interest.
 from __future__ import annotations
 
 import functools
+import logging
 import operator
 import os
 import weakref
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any
+from collections import deque
+from collections.abc import Iterable, Iterator
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, cast
 
 import numpy as np
 from torch import Tensor, nn
@@ -20,13 +23,19 @@ from torch import Tensor, nn
 from remat.graph_capture.python_state.code_names import Names
 from remat.graph_capture.python_state.hidden import (
     GENERATORS,
-    asked_of_torch,
-    environment,
+    Hidden,
+    SettingsBefore,
     hidden,
     stream,
 )
-from remat.graph_capture.python_state.loaded_names import LoadedNames
+from remat.graph_capture.python_state.library_objects import (
+    NUMBERS_OF_C,
+    attributes_of,
+    is_looked_into,
+)
+from remat.graph_capture.python_state.loaded_names import LoadedNames, is_related
 from remat.graph_capture.python_state.module_hooks import (
+    BACKWARD_HOOKS,
     ModuleHooks,
     hooked_modules,
     place_of_hooks,
@@ -38,6 +47,7 @@ from remat.graph_capture.python_state.places import (
     Cell,
     Contents,
     Entry,
+    Place,
     Slot,
     copied,
 )
@@ -47,27 +57,38 @@ from remat.graph_capture.python_state.reached import (
     LONGEST_NAME,
     NOT_RUN,
     OF_DATA,
-    Instance,
+    STATE,
+    Absent,
     LruCache,
+    Namespace,
     Reached,
     functions_of,
     is_library,
     modules_of,
+    named_state,
     slot_names,
 )
 
 _BY_TEXT = {"globals", "eval"}
 """Functions that find what a text names among the globals."""
+_CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
+MOST_PLACES = 30_000
+"""A walk ends when it has found more: all that is compared takes a second then."""
+_LOG = logging.getLogger(__name__)
+_HAS_STATE = STATE.union(BACKWARD_HOOKS)
 _NAMES_OF_ATTRIBUTES = (operator.attrgetter, operator.methodcaller)
 
 
 class Walk:
-    """One walk from a model and its loss. `found` is filled when it is made.
+    """One walk from a model and its loss, breadth first. `found` has what it has come by so far.
+
+    Each object is visited once, and each name that code loads is looked up once, in the namespaces
+    that have it. What is far from the model comes last, and beyond `MOST_PLACES` nothing does.
 
     Parameters
     ----------
     loss_fn : or other functions that are called.
-    ran : follow this code alone; left at None, all code.
+    ran : follow this code alone, and what `begins` later; left at None, all.
     """
 
     def __init__(
@@ -77,64 +98,121 @@ class Walk:
         ran: CodeThatRan | None = None,
     ) -> None:
         self.found = Reached()
-        self._ran = ran
+        self.ran = ran
+        self._queue: deque[tuple[Any, str]] = deque()
         self._seen: dict[int, Any] = {}
+        self._held: list[Any] = []  # an identity is of an object that lives
         self._entries: set[tuple[int, Any]] = set()
-        self._instances: list[Instance] = []
-        self._classes: dict[type, set[str]] = {}
-        self._modules: dict[int, tuple[ModuleType, set[str]]] = {}
+        self._before: dict[int, dict[str, Any]] = {}
+        self._instances: dict[type, list[Namespace]] = {}
+        self._having: dict[str, list[Namespace]] = {}
+        self._classes: dict[type, Namespace] = {}
         self._called: set[type] = set()
+        self._waiting: dict[int, list[tuple[FunctionType, type | None]]] = {}
         self._names = LoadedNames(self.found.texts)
+        self._settings = SettingsBefore()
+        steps = [one for one in (model, loss_fn) if isinstance(one, nn.Module)]
+        self._of_step = {id(module) for one in steps for module in one.modules()}
         for path, module in model.named_modules():
             self._visit(module, path)
         self._visit(loss_fn, "loss_fn")
         for path, module in hooked_modules(model, loss_fn):
             self._visit_hooks(place_of_hooks(path, module))
-        self._until_nothing_is_new()
-        self._watch_absent()
-        self._watch_environment()
+        for path, tensor in (pair for one in steps for pair in named_state(one)):
+            self._visit(tensor, path)
+        self._go_on()
 
-    def _until_nothing_is_new(self) -> None:
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Another one as soon as it has come by more."""
+        return len(self._seen), len(self._entries), len(self._names)
+
+    def begins(self, code: CodeType) -> None:
+        """Follow code that is about to run: what it may read is as it was before."""
+        if id(code) in self._waiting:
+            self._read_waiting([id(code)])
+
+    def go_on_with_what_ran(self) -> None:
+        """Follow all code that has run until now."""
+        waiting = self._waiting.items()
+        self._read_waiting([key for key, ((one, _), *_) in waiting if self._is_followed(one)])
+
+    def follow_all(self) -> None:
+        """From now on, follow code that has not run as well."""
+        self.ran = None
+        self._read_waiting(list(self._waiting))
+
+    def _read_waiting(self, codes: Iterable[int]) -> None:
+        for code in codes:
+            for function, kind in self._waiting.pop(code):
+                self._read_function(function, kind)
+        self._go_on()
+
+    def _is_followed(self, function: FunctionType) -> bool:
+        return self.ran is None or function.__code__ in self.ran
+
+    def behind_caches(self) -> list[FunctionType]:
+        """Functions that did not run, as a cache had their results."""
+        caches = self.found.caches
+        hit = [cache for cache, before in caches if cache.cache_info().hits != before.hits]
+        functions = [cache.__wrapped__ for cache in hit]
+        waiting = {id(one) for some in self._waiting.values() for one, _ in some}
+        return [one for one in functions if id(one) in waiting]
+
+    def _go_on(self) -> None:
         """Names that code loads make more code reachable, which loads more names."""
-        size = -1
-        while size != (now := self._size()):
-            size = now
-            for kind in list(self._classes):
-                self._read_class(kind)
-            for instance in list(self._instances):
-                self._read_instance(instance)
-            for module, done in list(self._modules.values()):
-                self._read_module(module, done)
+        while self._queue or self._names.new or self._names.new_asking:
+            if len(self.found.places) > MOST_PLACES:
+                self._end_here()
+            elif self._queue:
+                self._follow(*self._queue.popleft())
+            elif self._names.new:
+                name = self._names.new.pop()
+                for space in self._having.get(name, ()):
+                    self._read(space, (name,))
+            else:
+                asking = self._names.new_asking.pop()
+                for kind in [one for one in self._instances if is_related(one, asking)]:
+                    for space in self._instances[kind]:
+                        self._read(space, space.before)
 
-    def _size(self) -> tuple[int, ...]:
-        return len(self._seen), len(self._entries), len(self._names), len(self._instances)
+    def _end_here(self) -> None:
+        text = self._queue[0][1] if self._queue else "names alone"
+        _LOG.debug("%d objects in reach are not walked, beginning with %s", len(self._queue), text)
+        for rest in (self._queue, self._names.new, self._names.new_asking):
+            rest.clear()
 
     def _visit(self, value: Any, text: str) -> None:
-        """Follow a value, once."""
+        """Follow a value later, once."""
         if isinstance(value, str):
             self._add_name(value)
-        if isinstance(value, (Tensor, *PLAIN)) or id(value) in self._seen:
+        if isinstance(value, PLAIN) or id(value) in self._seen:
+            return
+        if isinstance(value, Tensor) and not attributes_of(value):
             return
         self._seen[id(value)] = value
-        if isinstance(value, FunctionType):
-            self._visit_function(value, text)
+        self._queue.append((value, text))
+
+    def _follow(self, value: Any, text: str) -> None:
+        if isinstance(value, Tensor):
+            self._add_instance(text, value, attributes_of(value))
+        elif isinstance(value, FunctionType):
+            self._visit_function(value)
         elif isinstance(value, MethodType):
-            self._visit(value.__func__, text)
-            self._visit(value.__self__, text)
+            self._visit_method(value, text)
         elif isinstance(value, LruCache):
-            self.found.caches.append(value)
-            self._note_hit(value)
+            self.found.caches.append((value, value.cache_info()))
             self._visit(value.__wrapped__, text)
         elif isinstance(value, functools.partial):
             for part in (value.func, value.args, value.keywords):
                 self._visit(part, text)
         elif isinstance(value, type):
-            self._called.add(value)
             self._visit_class(value)
             self._visit_class(type(value))
+            self._call(value)
         elif isinstance(value, ModuleType):
             if not is_library(value.__name__):
-                self._modules[id(value)] = value, set()
+                self._add_space(Namespace(value.__name__, value, vars(value)))
         elif isinstance(value, (tuple, frozenset, *CONTAINERS)):
             self._visit_items(value, text)
         elif isinstance(value, weakref.ref):
@@ -145,14 +223,45 @@ class Walk:
             self._visit(value.__reduce__()[1], text)
         elif isinstance(value, GENERATORS):
             self._add_stream(text, value)
-        elif is_library(type(value).__module__) and (place := hidden(text, value)):
+        elif self._may_hide(value) and (place := hidden(text, value)):
             self.found.places.append(place)
+        elif isinstance(value, nn.Module) and id(value) not in self._of_step:
+            self._visit_other_module(value, text)
         elif isinstance(value, BuiltinFunctionType):
             # A method such as `table.get`, of the object that it was taken from.
             if not isinstance(value.__self__, ModuleType):
                 self._visit(value.__self__, text)
         else:
             self._visit_instance(value, text)
+
+    @staticmethod
+    def _may_hide(value: Any) -> bool:
+        """Whether it is no object of a user's class, unless that is a structure of C."""
+        return is_library(type(value).__module__) or isinstance(value, NUMBERS_OF_C)
+
+    def _visit_method(self, method: MethodType, text: str) -> None:
+        kind, function = type(method.__self__), method.__func__
+        if isinstance(function, FunctionType) and is_looked_into(kind):
+            self._read_method(kind, function)
+        self._visit(function, text)
+        self._visit(method.__self__, text)
+
+    def _visit_other_module(self, module: nn.Module, text: str) -> None:
+        """Follow one that is no submodule, and all that it has: no other guard looks at it."""
+        self._visit_instance(module, text)
+        space = vars(module)
+        if not space.keys() >= _HAS_STATE:
+            return  # a ScriptModule keeps it elsewhere
+        self._add_entry(Entry(f"{text}.training", space, "training", module.training))
+        for table in ("_parameters", "_buffers"):
+            for key, value in space[table].items():
+                self._add_entry(Entry(f"{text}.{key}", space[table], key, value))
+        for table in ("_modules", *BACKWARD_HOOKS):
+            self._visit_items(space[table], text if table == "_modules" else f"{text}.{table}")
+        hooks = place_of_hooks(text, module)
+        self.found.places.append(hooks)
+        for hook in hooks.value:
+            self._visit(hook.function, hooks.text)
 
     def _visit_hooks(self, place: ModuleHooks) -> None:
         if not place.value:
@@ -164,22 +273,31 @@ class Walk:
                 continue
             # Of an object of torch, as of spectral norm, the code is not read: all may count.
             space = getattr(hook.function, "__dict__", {})
-            for key in space:
-                self._add_entry(f"{key} of the {place.text}", space, key)
+            for key, value in space.items():
+                self._add_entry(Entry(f"{key} of the {place.text}", space, key, value))
 
     def _add_name(self, text: str) -> None:
         """`getattr(self, self.key)` reads the attribute that a text in reach names."""
         if len(text) < LONGEST_NAME:
-            self.found.texts.update(text.split("."))
+            self._names.add_texts(text.split("."))
 
-    def _visit_function(self, function: FunctionType, text: str) -> None:
+    def _visit_function(self, function: FunctionType) -> None:
         if is_library(function.__module__):
             return
         # A function is an object too, which may keep something between calls.
-        self._instances.append(Instance(function.__qualname__, function, vars(function)))
-        if not self._is_followed(function):
+        self._add_instance(function.__qualname__, function, vars(function))
+        self._read_when_run(function, None)
+
+    def _waits(self, function: FunctionType) -> bool:
+        return any(function is one for one, _ in self._waiting.get(id(function.__code__), ()))
+
+    def _read_function(self, function: FunctionType, kind: type | None) -> None:
+        """Note what a function loads: as a method of a class, or all that it has at hand."""
+        if kind is not None:
+            self._names.add_method(kind, function)
             return
         names = self._names.add(function)
+        self.found.functions += 1
         for module in modules_of(function, names):
             self._visit(module, module.__name__)
         self._note_stores(function, names)
@@ -195,18 +313,11 @@ class Walk:
             if getattr(function, key):
                 self._add_slot(f"a default of {function.__qualname__}", function, key)
         by_text = names.others if names.global_names & _BY_TEXT else set[str]()
-        for name in sorted((names.global_names | by_text) & function.__globals__.keys()):
-            where = function.__globals__.get("__name__", "its file")
-            self._add_entry(f"global {name} of {where}", function.__globals__, name)
-
-    def _is_followed(self, function: FunctionType) -> bool:
-        has_run = self._ran is None or function.__code__ in self._ran
-        return has_run or any(function is one for one in self.found.behind_caches)
-
-    def _note_hit(self, cache: Any) -> None:
-        function = cache.__wrapped__
-        if isinstance(function, FunctionType) and not self._is_followed(function):
-            self.found.behind_caches.append(function)
+        where = function.__globals__.get("__name__", "its file")
+        space = function.__globals__
+        before = self._as_before(space)
+        for name in sorted((names.global_names | by_text) & before.keys()):
+            self._add_entry(Entry(f"global {name} of {where}", space, name, before[name]))
 
     def _note_stores(self, function: FunctionType, names: Names) -> None:
         for name, line in names.stored.items():
@@ -220,7 +331,7 @@ class Walk:
         if isinstance(value, dict):
             for key, item in value.items():
                 self._visit(key, text)
-                self._visit(item, f"{text}[{key!r}]")
+                self._visit(item, f"{text}[{_key_text(key)}]")
         elif not isinstance(value, np.ndarray):
             for i, item in enumerate(value):
                 self._visit(item, f"{text}[{i}]")
@@ -228,121 +339,176 @@ class Walk:
     def _visit_instance(self, value: Any, text: str) -> None:
         kind = type(value)
         is_followed = isinstance(value, nn.Module) or kind.__module__ in OF_DATA
-        if is_library(kind.__module__) and not is_followed:
+        if is_library(kind.__module__) and not is_followed and not is_looked_into(kind):
             return
         self._visit_class(kind)
         space = getattr(value, "__dict__", None)
         if isinstance(space, dict):
-            self._instances.append(Instance(text, value, space))
+            self._add_instance(text, value, cast("dict[str, Any]", space))
         for name in slot_names(kind):
             if hasattr(value, name):
                 self._add_slot(f"{text}.{name}".lstrip("."), value, name)
 
     def _visit_class(self, kind: type) -> None:
         for owner in kind.__mro__:
-            is_read = owner not in (object, nn.Module) and owner not in self._classes
-            if is_read and not (is_library(owner.__module__) and not issubclass(owner, nn.Module)):
-                self._classes[owner] = set()
+            if owner in (object, nn.Module) or owner in self._classes:
+                continue
+            is_read = issubclass(owner, nn.Module) or is_looked_into(owner)
+            if is_read or not is_library(owner.__module__):
+                self._classes[owner] = Namespace(owner.__name__, owner, vars(owner))
+                self._add_space(self._classes[owner])
 
-    def _read_class(self, kind: type) -> None:
+    def _call(self, kind: type) -> None:
+        """Forward may run the constructor of a class that some code names."""
+        for owner in kind.__mro__:
+            if owner not in self._called:
+                self._called.add(owner)
+                if owner in self._classes:
+                    self._read(self._classes[owner], _CONSTRUCTORS)
+
+    def _add_instance(self, text: str, value: Any, space: dict[str, Any]) -> None:
+        added = Namespace(text, value, space)
+        self._instances.setdefault(type(value), []).append(added)
+        self._add_space(added)
+
+    def _add_space(self, space: Namespace) -> None:
+        holder = space.value if isinstance(space.value, type) else space.space
+        space.before = self._as_before(space.space, holder)
+        for key in space.before:
+            self._having.setdefault(key, []).append(space)
+        self._read(space, space.before)
+
+    def _as_before(self, space: Any, holder: Any = None) -> dict[str, Any]:
+        """What a namespace held when the walk came by it: code may write to it before it reads."""
+        holder = space if holder is None else holder
+        if id(holder) not in self._before:
+            self._before[id(holder)] = dict(space)
+            self._held.append(holder)
+        return self._before[id(holder)]
+
+    def _read(self, space: Namespace, keys: Iterable[str]) -> None:
+        """Those of these names of a namespace that code may read."""
+        keys = [key for key in keys if key in space.before and key not in space.done]
+        if isinstance(space.value, type):
+            self._read_class(space, space.value, keys)
+        elif isinstance(space.value, ModuleType):
+            self._read_module(space, keys)
+        else:
+            self._read_instance(space, keys)
+
+    def _read_class(self, space: Namespace, kind: type, keys: Iterable[str]) -> None:
         """The methods and attributes of a class that some code names."""
-        space, done = vars(kind), self._classes[kind]
         is_named = self._names.is_loaded_of(kind)
-        for key in sorted(space.keys() - done):
+        for key in sorted(keys):
             is_special = key.startswith("__") and key.endswith("__")
             if not is_named(key) and not (is_special and self._is_run(kind, key)):
                 continue
-            done.add(key)
-            functions = list(functions_of(space[key]))
+            space.done.add(key)
+            value = space.before[key]
+            functions = list(functions_of(value))
             for function in functions:
                 self._read_method(kind, function)
+            if functions and is_looked_into(kind):
+                continue  # its methods are torch's or Python's own
             if functions or not is_special:
-                self._add_entry(f"{kind.__name__}.{key}", space, key, owner=kind)
+                text = f"{kind.__name__}.{key}"
+                self._add_entry(Entry(text, space.space, key, value, owner=kind))
 
     def _is_run(self, kind: type, special: str) -> bool:
         """Whether forward may run a method that no code names: a constructor, if the class is."""
-        if special in ("__init__", "__new__", "__post_init__"):
-            return any(kind in called.__mro__ for called in self._called)
-        return special not in NOT_RUN
+        return kind in self._called if special in _CONSTRUCTORS else special not in NOT_RUN
 
     def _read_method(self, kind: type, function: FunctionType) -> None:
-        if self._is_followed(function):
-            self._names.add_method(kind, function)
+        self._read_when_run(function, kind)
         self._visit(function, function.__qualname__)
 
-    def _read_instance(self, instance: Instance) -> None:
-        kind, space = type(instance.value), instance.space
-        keys = space.keys() - instance.done
-        if not isinstance(instance.value, AROUND_DATA):
+    def _read_when_run(self, function: FunctionType, kind: type | None) -> None:
+        if self._is_followed(function):
+            self._read_function(function, kind)
+        else:
+            self._waiting.setdefault(id(function.__code__), []).append((function, kind))
+
+    def _read_instance(self, space: Namespace, keys: Iterable[str]) -> None:
+        kind = type(space.value)
+        if not isinstance(space.value, AROUND_DATA):
             is_loaded, is_asked = self._names.is_loaded_of(kind), self._names.is_asked_of(kind)
-            keys = [key for key in keys if is_loaded(key) or is_asked(key, space[key])]
+            keys = [key for key in keys if is_loaded(key) or is_asked(key, space.before[key])]
         for key in sorted(keys):
-            instance.done.add(key)
-            self._add_entry(f"{instance.text}.{key}".lstrip("."), space, key)
+            space.done.add(key)
+            text = f"{space.text}.{key}".lstrip(".")
+            self._add_entry(Entry(text, space.space, key, space.before[key]))
 
-    def _read_module(self, module: ModuleType, done: set[str]) -> None:
-        for key in sorted((vars(module).keys() & self._names.others) - done):
-            done.add(key)
-            self._add_entry(f"{key} of {module.__name__}", vars(module), key)
+    def _read_module(self, space: Namespace, keys: Iterable[str]) -> None:
+        for key in sorted(self._names.others.intersection(keys)):
+            space.done.add(key)
+            text = f"{key} of {space.text}"
+            self._add_entry(Entry(text, space.space, key, space.before[key]))
 
-    def _watch_absent(self) -> None:
-        by_kind = {
-            kind: self._names.named_for(kind) for kind in {type(i.value) for i in self._instances}
-        }
-        for one in self._instances:
-            named = by_kind[type(one.value)]
-            self.found.reads[id(one.space)] = named
-            self.found.kinds[id(one.space)] = type(one.value)
-            self.found.watched.append((one.text, one.space, named - one.space.keys()))
+    def of_tensors(self) -> set[str]:
+        """Names that code may load of a tensor."""
+        return self._names.others | self.found.texts
+
+    def absent(self) -> list[Absent]:
+        """Names that code loads of each instance, and that it does not have itself."""
+        found: list[Absent] = []
+        for kind, instances in self._instances.items():
+            named = self._names.named_for(kind)
+            missing: dict[frozenset[str], set[str]] = {}
+            for one in instances:
+                has = frozenset(one.before)
+                if has not in missing:
+                    missing[has] = named - has
+                space = cast("dict[str, Any]", one.space)
+                found.append((one.text, space, missing[has]))
+                self.found.reads[id(one.space)] = named
+                self.found.kinds[id(one.space)] = kind
+        return found
+
+    def all_places(self) -> Iterator[Place | Hidden]:
+        """Those found, what would hide what a class has from its bases, and settings asked for."""
+        yield from self.found.places
         for kind in self._classes:
-            self._watch_inherited(kind)
+            yield from self._hiding(kind)
+        names = self._names
+        yield from self._settings.asked(names.global_names, names.others, names.texts)
 
-    def _watch_inherited(self, kind: type) -> None:
-        """What a class has from its bases may be hidden by what it is given itself."""
+    def _hiding(self, kind: type) -> Iterator[Entry]:
         if is_library(kind.__module__):
             return
-        space = vars(kind)
-        bases = [self._classes[base] for base in kind.__mro__[1:] if base in self._classes]
-        for key in sorted(set[str]().union(*bases) - space.keys()):
-            text = f"{kind.__name__}.{key}"
-            self.found.places.append(Entry(text, space, key, MISSING, owner=kind))
-
-    def _watch_environment(self) -> None:
-        """Torch's settings that code asks for, and variables that it may name, in capitals."""
-        self.found.places += asked_of_torch(self._names.others)
-        if self._names.global_names.union(self._names.others).isdisjoint(("environ", "getenv")):
-            return
-        texts = self._names.others | self.found.texts
-        names = tuple(sorted(name for name in texts if name.isupper()))
-        self.found.places.append(environment(names))
+        space, own = vars(kind), self._classes[kind].before
+        bases = [self._classes[base].done for base in kind.__mro__[1:] if base in self._classes]
+        for key in sorted(set[str]().union(*bases) - own.keys()):
+            yield Entry(f"{kind.__name__}.{key}", space, key, MISSING, owner=kind)
 
     def _add_stream(self, text: str, value: Any) -> None:
         found = stream(text, value)
         if found is not None:
             self.found.streams.append(found)
 
-    def _add_entry(self, text: str, space: Any, key: Any, owner: Any = None) -> None:
-        if (id(owner or space), key) in self._entries:
-            return
-        self._entries.add((id(owner or space), key))
-        value = space[key]
-        self.found.places.append(Entry(text, space, key, value, owner))
-        self._visit(value, text)
+    def _is_new(self, holder: Any, key: Any) -> bool:
+        is_new = (id(holder), key) not in self._entries
+        self._entries.add((id(holder), key))
+        return is_new
+
+    def _add_entry(self, place: Entry) -> None:
+        if self._is_new(place.space if place.owner is None else place.owner, place.key):
+            self.found.places.append(place)
+            self._visit(place.value, place.text)
 
     def _add_cell(self, text: str, cell: Any) -> None:
-        if (id(cell), None) in self._entries:
-            return
-        self._entries.add((id(cell), None))
-        place = Cell(text, cell, MISSING)
-        value = place.now()
-        if value is not MISSING:
+        value = Cell(text, cell, MISSING).now()
+        if value is not MISSING and self._is_new(cell, None):
             self.found.places.append(Cell(text, cell, value))
             self._visit(value, text)
 
     def _add_slot(self, text: str, owner: Any, key: str) -> None:
-        if (id(owner), key) in self._entries:
-            return
-        self._entries.add((id(owner), key))
-        value = getattr(owner, key)
-        self.found.places.append(Slot(text, owner, key, value))
-        self._visit(value, text)
+        if self._is_new(owner, key):
+            value = getattr(owner, key)
+            self.found.places.append(Slot(text, owner, key, value))
+            self._visit(value, text)
+
+
+def _key_text(key: Any) -> str:
+    """A key of a dictionary, in a text. No method of the user's is run for it."""
+    parts = key if isinstance(key, tuple) else (key,)
+    return repr(key) if all(isinstance(one, PLAIN) for one in parts) else type(key).__name__

@@ -6,10 +6,12 @@ import functools
 import inspect
 import sys
 from collections import ChainMap, UserDict, UserList, UserString
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
+
+from torch import Tensor, nn
 
 from remat.graph_capture.python_state.code_names import Names
 from remat.graph_capture.python_state.hidden import Hidden, Stream
@@ -46,45 +48,63 @@ LONGEST_NAME = 64
 LruCache = type(functools.lru_cache(lambda: None))
 
 
+Absent = tuple[str, dict[str, Any], set[str]]
+"""A namespace by its text, and names that must not appear in it."""
+
+
 @dataclass
 class Reached:
     """What a walk found.
 
     Attributes
     ----------
-    places : to be compared. watched : namespaces, with the names that must not appear in them,
-        since the class has them, or code looks for them. caches : of `functools`.
+    places : to be compared. caches : of `functools`, each with its counts.
     streams : generators of random numbers that are the user's own. texts : that may name
-        attributes. behind_caches : functions that did not run, as a cache had their results.
+        attributes. functions : how many were read.
     reads, kinds : by the identity of an instance's ``__dict__``, the names that code loads of the
         instance, and its class.
     stores : names of attributes that code sets, with the first ``file:line`` that does.
     """
 
     places: list[Place | Hidden] = field(default_factory=list)
-    watched: list[tuple[str, dict[str, Any], set[str]]] = field(default_factory=list)
-    caches: list[Any] = field(default_factory=list)
+    caches: list[tuple[Any, Any]] = field(default_factory=list)
     streams: list[Stream] = field(default_factory=list)
-    behind_caches: list[FunctionType] = field(default_factory=list)
     texts: set[str] = field(default_factory=set)
+    functions: int = 0
     reads: dict[int, set[str]] = field(default_factory=dict)
     kinds: dict[int, type] = field(default_factory=dict)
     stores: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
-class Instance:
-    """An object with a ``__dict__``, and which names of it are compared already."""
+class Namespace:
+    """Names of an instance, a class or a module.
+
+    Attributes
+    ----------
+    space : its ``__dict__``. before : what that held when the walk came by it. done : names that
+        are compared already.
+    """
 
     text: str
     value: Any
-    space: dict[str, Any]
+    space: Mapping[str, Any]
+    before: dict[str, Any] = field(default_factory=dict)
     done: set[str] = field(default_factory=set)
 
 
-def is_library(module: str | None) -> bool:
-    """Whether code of that module is torch's, NumPy's, Python's or ours, and not followed."""
-    return (module or "").partition(".")[0] in _LIBRARIES
+def is_library(module: Any) -> bool:
+    """Whether code of that module is torch's, NumPy's, Python's or ours, and not followed.
+
+    A class may have anything under ``__module__``, as one of a file that defines Triton kernels.
+    """
+    return isinstance(module, str) and module.partition(".")[0] in _LIBRARIES
+
+
+def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, then buffers, by their paths."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
 
 
 def is_installed(module: ModuleType | None) -> bool:

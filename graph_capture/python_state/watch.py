@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, replace
 from itertools import chain
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -22,8 +23,9 @@ from remat.graph_capture.python_state.places import (
     Slot,
     is_same,
 )
-from remat.graph_capture.python_state.ran import CodeThatRan
+from remat.graph_capture.python_state.ran import CodeThatRan, runs_unseen
 from remat.graph_capture.python_state.reachable import Walk
+from remat.graph_capture.python_state.reached import Absent
 from remat.graph_capture.python_state.watched_dicts import Watched, WatchedDicts
 from remat.graph_capture.python_state.writers import Writer, writer_of
 
@@ -38,45 +40,108 @@ class Change:
     place: Place | Hidden | Stream
 
 
-@dataclass(frozen=True)
-class Reach:
-    """The places that some code may read: `keys` of them, and names `absent` by namespace."""
-
-    keys: set[tuple[int, Any]]
-    absent: dict[int, set[str]]
-
-    def holds(self, place: Place | Hidden) -> bool:
-        """Whether it is one of them."""
-        holder, name = _key(place)
-        # An item of a dictionary that has grown is read where the dictionary is.
-        is_known = (holder, name) in self.keys or (holder, None) in self.keys
-        return is_known or name in self.absent.get(holder, ())
-
-
 class PythonState:
     """Python's state that forward and the loss may read, as it is when this is made.
 
     Parameters
     ----------
     model : the user's. loss_fn : as captured.
+    ran : what this code may read alone, also what runs later: each state that it comes by is as it
+        was before. Left at None, what any code may read, whether it runs or not.
+
+    Attributes
+    ----------
+    ran : the code that ran since this was made, where it is noted. behind_caches : functions that
+        ran earlier, of which forward took results that a cache has kept.
+    asks_identity : whether code may ask if two objects are one, as ``query is key``.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None = None,
+        ran: CodeThatRan | None = None,
+    ) -> None:
         self._roots: tuple[nn.Module, Any] = model, loss_fn
-        found = Walk(model, loss_fn).found
-        self.places, self.watched, self.caches = found.places, found.watched, found.caches
-        self.streams = found.streams
-        self.stores, self._reads, self._kinds = found.stores, found.reads, found.kinds
-        self._texts = found.texts
+        self._walk = Walk(model, loss_fn, ran)
+        self._found = self._walk.found
         self.grown: list[Contents] = []
-        self._caches_before = [cache.cache_info().currsize for cache in self.caches]
+        self._gone: set[tuple[int, Any]] = set()
+        self._added: list[Place | Hidden] = []
+        self.behind_caches: list[FunctionType] = []
+        self._behind: list[Walk] = []
+        self._size: tuple[int, ...] = ()
         self._test: Callable[[], bool] | None = None
         self.ran: CodeThatRan | None = None
-        self._reached: tuple[int, Reach] | None = None
+        self.asks_identity = True
+
+    def begins(self, code: CodeType) -> None:
+        """Come by what code may read that is about to run for the first time."""
+        if runs_unseen(code):
+            self._walk.follow_all()
+        else:
+            self._walk.begins(code)
+
+    @property
+    def ran_alone(self) -> CodeThatRan | None:
+        """The code that this is the state of; None: all code."""
+        return self._walk.ran
+
+    @property
+    def places(self) -> list[Place | Hidden]:
+        """The places that are compared."""
+        self._take_over()
+        return self._places
+
+    @property
+    def watched(self) -> list[Absent]:
+        """Namespaces, with the names that must not appear in them."""
+        self._take_over()
+        return self._watched
+
+    @property
+    def of_tensors(self) -> set[str]:
+        """Names that code may load of a tensor, as it does where a user has set them."""
+        self._take_over()
+        return self._of_tensors
+
+    @property
+    def stores(self) -> dict[str, str]:
+        """Names of attributes that code sets, with the first ``file:line`` that does."""
+        return self._found.stores
+
+    @property
+    def streams(self) -> list[Stream]:
+        """The user's own generators of random numbers."""
+        return self._found.streams
+
+    @property
+    def work(self) -> tuple[int, int]:
+        """How many functions were read, and places found."""
+        return self._found.functions, len(self._found.places)
+
+    def _take_over(self) -> None:
+        """All that the walk has come by, without what is left out."""
+        if self._size == self._walk.size:
+            return
+        self._size, self._test = self._walk.size, None
+        walks = self._walk, *self._behind
+        found = {_key_of(one): one for walk in reversed(walks) for one in walk.all_places()}
+        self._places = [one for key, one in found.items() if key not in self._gone]
+        self._places += self._added
+        self._of_tensors = set[str]().union(*(walk.of_tensors() for walk in walks))
+        gone_from: dict[int, set[Any]] = {}
+        for holder, name in self._gone:
+            gone_from.setdefault(holder, set()).add(name)
+        self._watched = [
+            (text, space, names - gone_from[id(space)] if id(space) in gone_from else names)
+            for text, space, names in chain.from_iterable(walk.absent() for walk in walks)
+        ]
 
     def reads(self, space: dict[str, Any], name: str) -> bool:
         """Whether code may load that name of the instance whose ``__dict__`` this is."""
-        return name in self._reads.get(id(space), ()) or name in self._texts
+        self._take_over()
+        return name in self._found.reads.get(id(space), ()) or name in self._found.texts
 
     def changes(self) -> list[Change]:
         """Places that hold something else now, by what values are and not by who they are.
@@ -100,7 +165,7 @@ class PythonState:
 
     def _of_class(self, space: dict[str, Any], name: str) -> Any:
         """What an instance had from its class before it had a value of its own."""
-        return getattr(self._kinds.get(id(space)), name, MISSING)
+        return getattr(self._found.kinds.get(id(space)), name, MISSING)
 
     def writer(self, place: Place | Hidden | Stream, *, in_backward: bool = False) -> Writer:
         """Who has changed a place while `ran` was noted.
@@ -112,7 +177,7 @@ class PythonState:
         ran = self.ran
         if ran is None or not ran.is_all or (in_backward and ran.may_run_in_backward()):
             return Writer.FORWARD
-        return writer_of(place, ran, lambda one: self._reach(ran).holds(one))
+        return writer_of(place, ran)
 
     def restore(self) -> None:
         """Put all places back, empty caches that were filled, and remove what appeared.
@@ -131,8 +196,8 @@ class PythonState:
                     del space[name]
         for one in self.streams:
             one.put_back()
-        for cache, before in zip(self.caches, self._caches_before, strict=True):
-            if cache.cache_info().currsize != before:
+        for cache, before in self._found.caches:
+            if cache.cache_info().currsize != before.currsize:
                 cache.cache_clear()
 
     @contextlib.contextmanager
@@ -147,50 +212,31 @@ class PythonState:
 
     def leave_out(self, places: Iterable[Place | Hidden]) -> None:
         """Compare these places no more, which forward itself sets."""
-        gone = {_key(place) for place in places}
-        if not gone:
-            return
-        self.places = [place for place in self.places if _key(place) not in gone]
-        by_space: dict[int, set[Any]] = {}
-        for holder, name in gone:
-            by_space.setdefault(holder, set()).add(name)
-        self.watched = [
-            (text, space, names - by_space[id(space)] if id(space) in by_space else names)
-            for text, space, names in self.watched
-        ]
-        self._test = None
+        gone = {_key_of(place) for place in places}
+        if not gone <= self._gone:
+            self._gone |= gone
+            self._size = ()
 
-    def compare_what_ran(self, ran: CodeThatRan) -> None:
-        """Compare no more than the code that ran may read."""
-        reach = self._reach(ran)
-        self.places = [place for place in self.places if reach.holds(place)]
-        self.watched = [
-            (text, space, absent & reach.absent[id(space)])
-            for text, space, absent in self.watched
-            if id(space) in reach.absent
-        ]
-        self._test = None
-
-    def _reach(self, ran: CodeThatRan) -> Reach:
-        """The places that the code that ran may read."""
-        if self._reached is not None and self._reached[0] == ran.count:
-            return self._reached[1]
-        found = Walk(*self._roots, ran).found
+    def compare_what_ran(self) -> None:
+        """Compare what the code may read that ran since, and what a cache has kept of any code."""
+        self._walk.go_on_with_what_ran()
         # At an earlier call the rest of such a function ran too.
-        behind = Walk(nn.Module(), found.behind_caches).found
-        keys = {_key(place) for place in (*found.places, *behind.places)}
-        names: dict[int, set[str]] = {}
-        for _, space, absent in (*found.watched, *behind.watched):
-            names[id(space)] = names.get(id(space), set()) | absent
-        self._reached = ran.count, Reach(keys, names)
-        return self._reached[1]
+        self._walk_behind(self._walk.behind_caches())
+
+    def compare_as(self, other: PythonState) -> None:
+        """Compare what the code may read that `other` compares."""
+        self._walk_behind(other.behind_caches)
+
+    def _walk_behind(self, functions: list[FunctionType]) -> None:
+        self.behind_caches, self._size = functions, ()
+        self._behind = [Walk(nn.Module(), functions)] if functions else []
 
     def compare_items_of(self, places: Iterable[Contents]) -> None:
         """Compare what these dictionaries hold, and nothing that they are given later."""
         grown = list(places)
         self.leave_out(grown)
         self.grown += grown
-        self.places += [
+        self._added += [
             Entry(place.text, place.owner, key, value)
             for place in grown
             for key, value in place.value.items()
@@ -229,7 +275,7 @@ class PythonState:
             yield space, f"len({names(space)}) == {len(space)}"
 
 
-def _key(place: Place | Hidden) -> tuple[int, Any]:
+def _key_of(place: Place | Hidden) -> tuple[int, Any]:
     """The same for two places that are one."""
     if isinstance(place, Entry):
         # A class makes another view of its namespace at each look.
@@ -248,10 +294,10 @@ def _holder(place: Cell | Contents | Hidden | ModuleHooks) -> Any:
 
 @contextlib.contextmanager
 def python_state_kept(
-    model: nn.Module, loss_fn: Callable[..., Any] | None
+    model: nn.Module, loss_fn: Callable[..., Any] | None, ran: CodeThatRan | None = None
 ) -> Generator[PythonState]:
     """The state as it is now, which is put back on leaving."""
-    state = PythonState(model, loss_fn)
+    state = PythonState(model, loss_fn, ran)
     try:
         yield state
     finally:

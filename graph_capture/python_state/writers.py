@@ -9,7 +9,6 @@ from __future__ import annotations
 import dis
 import enum
 import threading
-from collections.abc import Callable
 from types import CodeType
 
 from remat.graph_capture.python_state.hidden import Hidden, Stream
@@ -30,27 +29,16 @@ class Writer(enum.Enum):
     """Or nobody knows."""
     THREAD = enum.auto()
     """And forward may have read it."""
-    THREAD_ALONE = enum.auto()
-    """And no code that forward ran can read it."""
 
 
-def writer_of(
-    place: Place | Hidden | Stream, ran: CodeThatRan, reaches: Callable[[Place], bool]
-) -> Writer:
-    """Who has changed `place`, by the code that forward ran, all of it.
-
-    Parameters
-    ----------
-    reaches : whether that code may read a place.
-    """
+def writer_of(place: Place | Hidden | Stream, ran: CodeThatRan) -> Writer:
+    """Who has changed `place`, by the code that forward ran, all of it."""
     if isinstance(place, (Hidden, Stream, ModuleHooks)):
         return Writer.FORWARD
     name = place.key if isinstance(place, (Entry, Slot)) else None
     own = ran.own_codes()
     if any(name in code.co_names and name in _names_stored_by(code) for code in own):
         return Writer.FORWARD
-    if not reaches(place):
-        return Writer.THREAD_ALONE
     by_text = any(not _BY_TEXT.isdisjoint(code.co_names) for code in own)
     if not isinstance(name, str) or by_text or threading.active_count() == 1:
         return Writer.FORWARD

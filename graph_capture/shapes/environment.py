@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -24,9 +24,12 @@ from torch.utils._sympy.value_ranges import bound_sympy
 
 from remat.graph_capture.joint.provenance import is_users, source_of
 from remat.graph_capture.shapes.guards import Guard
-from remat.graph_capture.shapes.ranges import Symbol
+from remat.graph_capture.shapes.ranges import Symbol, number_of_points, points
 from remat.graph_capture.shapes.signature import RangedSignature
 from remat.graph_capture.tracing.signature import Signature
+
+MOST_POINTS = 1 << 14
+"""Sizes at which a question of the model's code is answered, to know that all give one answer."""
 
 
 class Environment:
@@ -76,6 +79,15 @@ class Environment:
             at = {s: sizes[one.name] // one.multiple for s, one in self._multiple.items()}
             known[expr] = int(expr.xreplace(at) if at else expr)
         return known[expr]
+
+    def points_of(self, numbers: Iterable[Any]) -> list[dict[str, int]]:
+        """All sizes of the symbols in these numbers, the largest last; none if these are many."""
+        exprs = [number.node.expr for number in numbers if isinstance(number, torch.SymInt)]
+        found = {one for expr in exprs for one in expr.free_symbols}
+        symbols = [symbol for made, symbol in self._multiple.items() if made in found]
+        if number_of_points(symbols) > MOST_POINTS:
+            return []
+        return [{**self.hints, **sizes} for sizes in points(symbols)]
 
     def text(self, number: Any) -> str:
         """A number of the trace as an expression of sizes, see `shapes/expressions.py`."""

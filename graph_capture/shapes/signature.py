@@ -81,6 +81,7 @@ class RangedSignature(Signature):
         """The signature of the batches of these sizes."""
         plain = Signature(())
         plain.names, plain.spec, plain.others = self.names, self.spec, self.others
+        plain.attributes = self.attributes
         plain.tensors = self._tensors(require_in_range(self.symbols, sizes))
         return plain
 

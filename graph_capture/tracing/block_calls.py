@@ -15,7 +15,7 @@ from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Resident
 from remat.graph_capture.joint.trace_errors import refuse_subclass
 from remat.graph_capture.over_ranks.dtensors import is_distributed
-from remat.graph_capture.refuse import refuse_module
+from remat.graph_capture.refuse import refuse_all_frozen, refuse_module
 from remat.graph_capture.tracing.recipe import Recipe, autocast_state
 from remat.graph_capture.tracing.signature import Signature
 
@@ -88,6 +88,7 @@ def matching_blocks(model: nn.Module, pattern: str, device: str) -> dict[str, nn
     for path, block in found.items():
         try:
             refuse_module(block, device)
+            refuse_all_frozen(block)
         except CaptureError as error:
             raise CaptureError(f"block {path}: {error}").caused_by(error) from None
     return found

@@ -70,6 +70,7 @@ from remat.graph_capture.tracing.side_effects.checkpointed import (
     checkpoints_noted,
     refuse_checkpointed_writes,
 )
+from remat.graph_capture.tracing.side_effects.foreign_writes import NoForeignWrites
 from remat.graph_capture.tracing.side_effects.forward_writes import ForwardWrites
 from remat.graph_capture.tracing.side_effects.new_data import NoNewData
 from remat.graph_capture.tracing.side_effects.next_call import doubtful
@@ -122,8 +123,15 @@ class Trace:
         return self.joint.graph
 
 
-def trace_once(model: nn.Module, recipe: Recipe, ran: CodeThatRan | None = None) -> Trace:
-    """Trace with the flags of the recipe, and note which code runs."""
+def trace_once(
+    model: nn.Module, recipe: Recipe, ran: CodeThatRan | None = None, *, whole: bool = True
+) -> Trace:
+    """Trace with the flags of the recipe, and note which code runs.
+
+    Parameters
+    ----------
+    whole : watch what any code may read of Python's state; else what runs alone.
+    """
     env = environment_of(recipe.signature)
     fake = fake_with_true_strides(env.shape_env if env else None)
     refuse_other_devices(fake, recipe.device)
@@ -132,18 +140,20 @@ def trace_once(model: nn.Module, recipe: Recipe, ran: CodeThatRan | None = None)
         stack.enter_context(untouched(model))
         stack.enter_context(as_if_on_cpu(model, fake))
         stack.enter_context(tied_as_one(with_loss(model, recipe.loss_fn)))
-        state = stack.enter_context(python_state_kept(model, recipe.loss_fn))
+        followed = None if whole or ran is None or not ran.can_be_seen else ran
+        state = stack.enter_context(python_state_kept(model, recipe.loss_fn, followed))
         state.ran = ran
         writes = ForwardWrites(model, recipe.loss_fn, state)
-        step = StepModule(model, recipe.loss_fn, writes, ran)
+        step = StepModule(model, recipe.loss_fn, writes, ran, env, recipe.signature)
         if ran is not None:
-            stack.callback(ran.stop)
+            stack.enter_context(ran.told_to(state.begins))
         provenance = Provenance(step)
         stack.enter_context(told(recipe.flags or FLAGS[0]))
         stack.enter_context(kernels_of_eager())
         stack.enter_context(checks_kept())
         stack.enter_context(IdleDropout())
         stack.enter_context(NoNewData(recipe.name))
+        stack.enter_context(NoForeignWrites(recipe.name, state))
         for mode in modes_among_ranks(recipe.name):
             stack.enter_context(mode)
         stack.enter_context(provenance.watching_modules())
@@ -173,7 +183,8 @@ def trace_once(model: nn.Module, recipe: Recipe, ran: CodeThatRan | None = None)
             refused = refusal(error, model, place, step.known.read)
             raise CaptureError(env.in_words(str(refused))) if env else refused from error
     _refuse_no_backward(model, descriptors)
-    recipe = _handing_over(recipe, model, descriptors)
+    signature = recipe.signature.with_attributes_of(state.of_tensors)
+    recipe = _handing_over(dataclasses.replace(recipe, signature=signature), model, descriptors)
     gm = descriptors.graph_module
     if env:
         recipe = _with_guards(recipe, env)

@@ -5,9 +5,10 @@ A plan is exact for one signature.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from remat.graph_capture.devices.placement import check_placement
 from remat.graph_capture.errors import CaptureError, SignatureError
 from remat.graph_capture.joint.trace_errors import refuse_subclass
 from remat.graph_capture.python_state.places import PLAIN, is_same
+from remat.graph_capture.python_state.tensor_attributes import kept_attributes
 from remat.graph_capture.tracing.paths import leaves_with_paths
 
 OTHER_SHAPE = (
@@ -57,6 +59,12 @@ class Signature:
     """Shapes, strides, dtypes and devices of a batch's tensors, and its other leaves as they are.
 
     It holds no tensor of the batch.
+
+    Attributes
+    ----------
+    attributes : those that were set on its tensors.
+    firsts : for each leaf, the number of the first one that is the same tensor: it may be itself.
+    as_one : whether it is traced so, and all batches are to be so: code asks, or it counts.
     """
 
     def __init__(self, batch: Any) -> None:
@@ -65,6 +73,8 @@ class Signature:
         leaves = [leaf for _, leaf in paths]
         self.tensors = [tensor_facts(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
         self.others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.attributes = [kept_attributes(leaf) for leaf in leaves]
+        self.firsts, self.as_one = first_places(leaves), False
 
     @property
     def has_target(self) -> bool:
@@ -79,6 +89,20 @@ class Signature:
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtype of each tensor, by the name of its leaf."""
         return {n: facts[2] for n, facts in zip(self.names, self.tensors, strict=True) if facts}
+
+    def with_attributes_of(self, names: Collection[str]) -> Self:
+        """The same, with those attributes of tensors alone that have these names."""
+        other = copy.copy(self)
+        other.attributes = [
+            {name: value for name, value in one.items() if name in names} for one in self.attributes
+        ]
+        return other
+
+    def with_tensors_as_one(self) -> Self:
+        """The same for batches whose tensors are one where those of this one are."""
+        other = copy.copy(self)
+        other.as_one = True
+        return other
 
     def lines(self) -> tuple[str, ...]:
         """One line a leaf, as kept in a graph and in a plan."""
@@ -121,6 +145,15 @@ class Signature:
         return SignatureError(
             f"{model} was planned for {self.names[i]} = {planned} and is called with {found}. {way}"
         )
+
+
+def first_places(leaves: Sequence[Any]) -> list[int]:
+    """For each leaf, the number of the first one that is the same tensor: it may be itself."""
+    known: dict[int, int] = {}
+    return [
+        known.setdefault(id(leaf), i) if isinstance(leaf, Tensor) else i
+        for i, leaf in enumerate(leaves)
+    ]
 
 
 Facts = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -21,13 +21,19 @@ from remat.graph_capture.over_ranks.dtensors import is_distributed
 from remat.graph_capture.python_state.module_hooks import ALL_HOOKS
 from remat.graph_capture.python_state.places import PLAIN
 from remat.graph_capture.python_state.ran import CodeThatRan
+from remat.graph_capture.python_state.tensor_attributes import StandIns
+from remat.graph_capture.shapes.values_over_sizes import Range
 from remat.graph_capture.tracing.paths import leaves_with_paths
 from remat.graph_capture.tracing.records import opened
 from remat.graph_capture.tracing.results import Repeats, distinct_results
 from remat.graph_capture.tracing.side_effects.checkpointed import no_packing
 from remat.graph_capture.tracing.side_effects.forward_writes import ForwardWrites
 from remat.graph_capture.tracing.side_effects.other_streams import no_seed, require_unmoved, streams
-from remat.graph_capture.tracing.signature import argument_name, unknown_leaf_message
+from remat.graph_capture.tracing.signature import (
+    Signature,
+    argument_name,
+    unknown_leaf_message,
+)
 
 LossFunction = Callable[..., Any]
 
@@ -41,7 +47,8 @@ class StepModule(nn.Module):
     Parameters
     ----------
     writes : what forward sets on attributes. Where it does, the result is a pair: with the tensors.
-    ran : notes which code runs.
+    ran : notes which code runs. over : the sizes that vary, if there are any.
+    signature : of the batch, with what was set on its tensors.
 
     Attributes
     ----------
@@ -56,11 +63,16 @@ class StepModule(nn.Module):
         loss_fn: LossFunction | None,
         writes: ForwardWrites,
         ran: CodeThatRan | None = None,
+        over: Range | None = None,
+        signature: Signature | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
-        self._writes, self._ran = writes, ran
+        self._writes, self._ran, self._over = writes, ran, over
+        self._signature = signature
+        on_batch = zip(signature.names, signature.attributes, strict=True) if signature else ()
+        self._stand_ins = StandIns(self, list(on_batch))
         self._casts_once = torch.is_autocast_cache_enabled()
         self.repeats: Repeats | None = None
         self.known, self.arrivals = KnownValues(), Arrivals()
@@ -76,8 +88,12 @@ class StepModule(nn.Module):
         self._writes.begin()
         self.arrivals.watch(self.parameters())
         batch = leaves_with_paths((args, kwargs, target))
-        self.known = KnownValues((argument_name(path), leaf) for path, leaf in batch)
+        named = [(argument_name(path), leaf) for path, leaf in batch]
+        self.known = KnownValues(named, self._over)
+        self._stand_ins.give(self, [leaf for _, leaf in batch])
         recorded = self._ran.recorded() if self._ran else contextlib.nullcontext()
+        if self._signature and self._signature.as_one:
+            args, kwargs, target = _as_one((args, kwargs, target), self._signature.firsts)
         with autocast_cache(enabled=self._casts_once), self.known, recorded:
             return self._run(args, kwargs, target)
 
@@ -103,6 +119,7 @@ class StepModule(nn.Module):
         def again() -> Any:
             return apply_loss(self.loss_fn, self.model(*args, **kwargs), target)
 
+        self._stand_ins.require_unwritten(kind)
         require_unmoved(type(self.model).__name__, stand, again)
         _require_known(type(self.model).__name__, result)
         carried = self._writes.end()
@@ -120,6 +137,12 @@ class StepModule(nn.Module):
                 f"forward of {type(self.model).__name__} registers a hook on the model itself, "
                 "which its next call would run: register it outside forward, before the first step"
             )
+
+
+def _as_one(batch: Any, firsts: Sequence[int]) -> Any:
+    """The batch with one stand-in for tensors that are one."""
+    leaves, spec = pytree.tree_flatten(batch)
+    return pytree.tree_unflatten([leaves[i] for i in firsts], spec)
 
 
 def _require_known(kind: str, result: Any) -> None:

@@ -25,13 +25,14 @@ from remat.graph_capture.float_inputs.probing import holding, probed
 from remat.graph_capture.float_inputs.traced_float import Log
 from remat.graph_capture.gradients.hand_over import HandOver
 from remat.graph_capture.graph import Optimizer
+from remat.graph_capture.joint.nodes import written_inputs
 from remat.graph_capture.over_ranks.refusals import refuse_range_of_dtensors
 from remat.graph_capture.over_ranks.sent import arrived
 from remat.graph_capture.python_state.module_hooks import ModuleHooks
 from remat.graph_capture.python_state.places import MISSING, Entry
 from remat.graph_capture.python_state.ran import CodeThatRan
 from remat.graph_capture.python_state.watch import PythonState
-from remat.graph_capture.refuse import refuse_module
+from remat.graph_capture.refuse import refuse_all_frozen, refuse_module
 from remat.graph_capture.shapes.ranges import Dynamic
 from remat.graph_capture.shapes.signature import (
     ranged_signature,
@@ -104,6 +105,7 @@ def trace(
     device = resolved_device(device, model)
     refuse_module(model, device, loss_fn)
     args, kwargs, target = arrived((tuple(args), dict(kwargs or {}), target))
+    refuse_all_frozen(model, (args, kwargs, target))
     given = args, kwargs
     batch = (*inputs_cast(args, kwargs, sharding), target)
     numbers: list[FloatPlace] = []
@@ -176,7 +178,7 @@ def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
             places,
             state,
             _probe(done, Log()),
-            lambda log: _probe(_traced_once(model, done.recipe), log),
+            lambda log: _probe(_traced_anew(model, done), log),
         )
     if isinstance(found, str):
         raise FloatInputError(
@@ -194,10 +196,10 @@ def _probe(done: Trace, log: Log) -> Probe:
     return Probe(done.descriptors.graph_module, left, done.looked_at, log)
 
 
-def _traced_once(model: nn.Module, recipe: Recipe, ran: CodeThatRan | None = None) -> Trace:
+def _traced_once(model: nn.Module, recipe: Recipe, ran: CodeThatRan, *, whole: bool) -> Trace:
     """As `trace_once`, whose refusals have no frames of torch: those are of their cause."""
     try:
-        return trace_once(model, recipe, ran)
+        return trace_once(model, recipe, ran, whole=whole)
     except CaptureError as error:
         refused = type(error)(*error.args)
         vars(refused).update(vars(error))
@@ -205,12 +207,21 @@ def _traced_once(model: nn.Module, recipe: Recipe, ran: CodeThatRan | None = Non
         raise refused.caused_by(cause if isinstance(cause, Exception) else error) from None
 
 
+def _traced_anew(model: nn.Module, done: Trace) -> Trace:
+    """As it was traced before."""
+    whole = not done.python_state.ran_alone
+    return _traced_once(model, done.recipe, CodeThatRan(), whole=whole)
+
+
 def _trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
     failed: list[CaptureError] = []
     ran = CodeThatRan()
     for flags in FLAGS if recipe.flags is None else [recipe.flags]:
         try:
-            done = _traced_once(model, dataclasses.replace(recipe, flags=flags), ran)
+            one = dataclasses.replace(recipe, flags=flags)
+            done = _traced_once(model, one, ran, whole=False)
+            if not ran.is_all and done.python_state.ran_alone:
+                done = _traced_once(model, one, ran, whole=True)
         except CaptureError as error:
             # What is refused by us, and not by torch, no flag changes.
             if error.cause is None or isinstance(error.cause, CaptureError):
@@ -225,10 +236,13 @@ def _trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
                 "such as an attention_mask of ones",
                 stacklevel=3,
             )
+        done.python_state.asks_identity = ran.asks_identity()
+        if _counts_as_one(done):
+            signature = done.recipe.signature.with_tensors_as_one()
+            return _trace_recipe(model, dataclasses.replace(done.recipe, signature=signature))
         _require_the_same_again(model, done, ran)
-        # As if compiled, code takes another way than eager, which may read something else.
-        if ran.is_all and not any(flags):
-            done.python_state.compare_what_ran(ran)
+        if done.python_state.ran_alone:
+            done.python_state.compare_what_ran()
         return done
     first, last = failed[0], failed[-1]
     if str(last) == str(first):
@@ -236,6 +250,23 @@ def _trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
     raise CaptureError(
         f"{first}. Traced as if it were compiled, it fails as well: {last}"
     ).caused_by(first)
+
+
+def _counts_as_one(done: Trace) -> bool:
+    """Whether tensors of the batch are one, and that makes another step than their being several.
+
+    It does where code asks, where the step writes to one, and where one has a gradient.
+    """
+    signature = done.recipe.signature
+    if signature.as_one:
+        return False
+    twice = [i for i, first in enumerate(signature.firsts) if i != first]
+    places = {*twice, *(signature.firsts[i] for i in twice)}
+    facts = [signature.tensors[i] for i in places]
+    if not twice or done.python_state.asks_identity or any(one and one[4] for one in facts):
+        return bool(twice)
+    written = written_inputs(done.joint.module.graph, done.joint.num_forward_outputs)
+    return any(written[len(written) - len(signature.firsts) + i] for i in places)
 
 
 def _require_the_same_again(model: nn.Module, done: Trace, ran: CodeThatRan) -> None:
@@ -257,7 +288,7 @@ def _require_the_same_again(model: nn.Module, done: Trace, ran: CodeThatRan) -> 
         for space, name in spaces:
             space[name] = Unread()
         with contextlib.suppress(CaptureError):
-            again = trace_once(model, done.recipe, ran)
+            again = trace_once(model, done.recipe, ran, whole=not done.python_state.ran_alone)
     finally:
         for place, value in (*kept, *((entry, entry.value) for entry in before)):
             place.put(value)
@@ -271,6 +302,7 @@ def _require_the_same_again(model: nn.Module, done: Trace, ran: CodeThatRan) -> 
         )
     if any(isinstance(one.place, ModuleHooks) for one in done.settled):
         # Hooks that forward sets are code of forward, which the first trace did not look into.
+        again.python_state.asks_identity = done.python_state.asks_identity
         done.python_state = again.python_state
         done.python_state.leave_out(one.place for one in done.settled)
         done.python_state.compare_items_of(one.place for one in done.memos)

@@ -1,9 +1,12 @@
-"""Fake tensors laid out as the kernels of their device lay out their results.
+"""Fake tensors as the kernels of their device give them: laid out alike, statistics of their dtype.
 
 Some of torch's fake kernels state other strides than the kernels give. They were found in 2.13 and
 2.14 by comparing the calls of forward and backward of some 200 ops, on turned, sliced and
 channels-last tensors. A trace with false strides
 takes a view where eager copies, and fails when it runs.
+
+On a CPU they also give the statistics that norms save the dtype of the input. The kernels give them
+that of the weights: of bfloat16 inputs and float32 weights, as under autocast, twice the bytes.
 
 `RULES` mend those that are known: on a CPU all of them, on a CUDA device all but `CPU_ONLY`.
 Pricing compares the strides of each op that it runs with the traced ones, and refuses a difference.
@@ -46,7 +49,7 @@ def fake_with_true_strides(shape_env: ShapeEnv | None = None) -> FakeTensorMode:
         if func is aten.native_group_norm_backward.default:
             # Its fake kernel takes views of the gradient, which fail for some strides.
             args = (dispatch(aten.clone.default, types, args[:1], CONTIGUOUS), *args[1:])
-        found = dispatch(func, types, args, kwargs or {})
+        found = _with_true_statistics(mode, func, args, dispatch(func, types, args, kwargs or {}))
         rule = RULES.get(func)
         if rule is None or not _holds(func, found):
             return found
@@ -57,6 +60,26 @@ def fake_with_true_strides(shape_env: ShapeEnv | None = None) -> FakeTensorMode:
 
     mode.dispatch = mended_dispatch
     return mode
+
+
+def _with_true_statistics(mode: FakeTensorMode, func: Any, args: Sequence[Any], found: Any) -> Any:
+    """The results of an op, `found`, with statistics of the dtype that its kernel gives them."""
+    if func not in _WEIGHTS or not isinstance(found, tuple) or args[0].device.type != CPU:
+        return found
+    results = cast("tuple[Any, ...]", found)
+    given = next((one for one in args[_WEIGHTS[func]] if isinstance(one, Tensor)), args[0])
+    wanted = [results[0], *(given for _ in results[1:])]
+    if func is _FUNCTIONAL:
+        wanted[3:] = args[3:5]  # new running statistics, as those that they replace
+    pairs = zip(results, wanted, strict=True)
+    return tuple(_of_dtype(mode, one, like) for one, like in pairs)
+
+
+def _of_dtype(mode: FakeTensorMode, found: Any, like: Any) -> Any:
+    if not isinstance(found, Tensor) or found.dtype == like.dtype:
+        return found
+    with mode:
+        return torch.empty_like(found, dtype=like.dtype)
 
 
 def _mended(mode: FakeTensorMode, found: Any, true: Tensor) -> Any:
@@ -197,6 +220,18 @@ CPU_ONLY = {
     aten.channel_shuffle.default,
 }
 """Ops whose fake kernels state the strides of CUDA's kernels."""
+
+
+_WEIGHTS: dict[Any, slice] = {
+    aten.native_batch_norm.default: slice(1, 5),
+    aten._native_batch_norm_legit.default: slice(1, 5),
+    aten._native_batch_norm_legit_functional.default: slice(1, 5),
+    aten._native_batch_norm_legit.no_stats: slice(1, 3),
+    aten.native_layer_norm.default: slice(2, 4),
+    aten.native_group_norm.default: slice(1, 3),
+}
+"""Where an op takes weights, and running statistics: the first that is there has their dtype."""
+_FUNCTIONAL = aten._native_batch_norm_legit_functional.default
 
 
 def require_layout(node: fx.Node, result: Any, place: Callable[[], str]) -> None:

@@ -58,10 +58,7 @@ class ModuleAttributes:
     """
 
     def __init__(self, model: nn.Module, but: frozenset[str] = frozenset()) -> None:
-        self._before = [
-            (path, m, {name: kept for name, kept in _snapshot(m).items() if name not in but})
-            for path, m in model.named_modules()
-        ]
+        self._before = [(path, m, _snapshot(m, but)) for path, m in model.named_modules()]
         self._but = but
 
     def written(self) -> list[Written]:
@@ -70,7 +67,7 @@ class ModuleAttributes:
             Written(path, module, name, *_before(module, name, attributes))
             for path, module, attributes in self._before
             for name in _changed(vars(module), attributes, self._but)
-            if name not in _OF_TORCH and not _is_torchs_own(module, name)
+            if name not in OF_TORCH and not _is_torchs_own(module, name)
         ]
 
     def restore(self) -> None:
@@ -79,7 +76,8 @@ class ModuleAttributes:
             _restore(vars(module), attributes, self._but)
 
 
-_OF_TORCH = frozenset(vars(nn.Module()))
+OF_TORCH = frozenset(vars(nn.Module()))
+"""What every module has: its tables of parameters, of hooks and of other modules, and its mode."""
 
 
 def _is_torchs_own(module: nn.Module, name: str) -> bool:
@@ -115,9 +113,10 @@ def untouched(model: nn.Module) -> Generator[ModuleAttributes]:
             np.random.set_state(numpy)
 
 
-def _snapshot(module: nn.Module) -> Attributes:
+def _snapshot(module: nn.Module, but: frozenset[str]) -> Attributes:
     """Each attribute, with a shallow copy of it where it is a plain container."""
-    return {name: (value, _copy_of_container(value)) for name, value in vars(module).items()}
+    held = ((name, value) for name, value in vars(module).items() if name not in but)
+    return {name: (value, _copy_of_container(value)) for name, value in held}
 
 
 def _copy_of_container(value: Any) -> Any:

@@ -35,9 +35,11 @@ from remat.graph_capture.tracing.side_effects.carried import state_guarded
 from remat.graph_capture.tracing.trace import trace_recipe
 from remat.graph_capture.tracing.without_storage import has_storage
 from remat.infeasible import infeasible_text
+from remat.ranks.audits import agree_on_audits
 from remat.ranks.required_group import refuse_fake, require_group
 from remat.ranks.together import Together
 from remat.reference import Reference, gradients_there
+from remat.rewriter.checking.audit import Audits
 from remat.rewriter.compiled import CompiledStep, compile_step
 from remat.rewriter.guards.forward import constants_of
 from remat.rewriter.tiers.file_tier import FileTier
@@ -71,6 +73,7 @@ def rematerialize_blocks(
     profile: Profile | str | Path | None = None,
     time_limit_s: float = 60.0,
     check: bool | None = None,
+    audit: bool = True,
     dynamic: Dynamic | None = None,
 ) -> nn.Module:
     """A model that trains as `model` does, with each matching block rewritten by itself.
@@ -94,6 +97,7 @@ def rematerialize_blocks(
         model with collectives needs it.
     time_limit_s : for the blocks' options, in seconds.
     check : as of `remat.rematerialize`; with a sharding only equality is checked, before it.
+    audit : as of `remat.rematerialize`, of the forward of each block.
     dynamic : refused: blocks are planned for one size. The message says what plans for a range.
 
     Raises
@@ -134,7 +138,8 @@ def rematerialize_blocks(
 
         ranks.require_same_step(traced.hash)
         plan = ranks.from_first(make, BlocksPlan)
-        made = _rewritten(model, traced, plan)
+        made = _rewritten(model, traced, plan, "block" if audit else "none")
+        agree_on_audits(ranks, made.modules())
         is_bound = sharding.kind == "none" and not collectives_in(traced.whole.joint.module)
         budget_bytes = plan.result.budget_bytes
         beside_bytes = gradients_there(model) if accumulate else 0
@@ -219,7 +224,9 @@ def _require_room(traced: TracedBlocks, plan: BlocksPlan) -> None:
         FileTier(plan.host_bytes, plan.nvme_bytes, links.nvme_path).require_room()
 
 
-def _rewritten(model: nn.Module, traced: TracedBlocks, plan: BlocksPlan) -> nn.Module:
+def _rewritten(
+    model: nn.Module, traced: TracedBlocks, plan: BlocksPlan, audit: Audits
+) -> nn.Module:
     """The model with its blocks replaced; equal blocks of one schedule are compiled once."""
     _require_room(traced, plan)
     compiled: dict[tuple[int, Any], CompiledStep] = {}
@@ -238,7 +245,7 @@ def _rewritten(model: nn.Module, traced: TracedBlocks, plan: BlocksPlan) -> nn.M
         else:
             traced_as = one.trace.python_state
             state = state_guarded(block, recipe.loss_fn, step.carried, traced_as)
-        made = make_module(block, schedule, recipe, step, state)
+        made = make_module(block, schedule, recipe, step, state, audit=audit)
         made.__setstate__(told)
         replaced[block] = made
     return with_replaced(model, replaced)

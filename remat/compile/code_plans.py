@@ -10,7 +10,7 @@ import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import msgspec
 from torch import nn
@@ -20,6 +20,7 @@ from remat.compile.target_search import fastest_within
 from remat.formats import budget_text, bytes_text
 from remat.graph_capture.errors import BudgetError, option
 from remat.graph_capture.tracing.one_trace import Trace
+from remat.rewriter.checking.audit import of_steps
 from remat.rewriter.inductor.compiler import code_peak_bytes
 from remat.rewriter.inductor.lowering import ReplayError
 from remat.rewriter.rewriting import module_for, rewrite
@@ -67,7 +68,7 @@ def with_fitting_code(
 
 
 def compiled_module(
-    model: nn.Module, traced: Trace, found: Solved, budget: str | SupportsIndex
+    model: nn.Module, traced: Trace, found: Solved, budget: str | SupportsIndex, *, audit: bool
 ) -> tuple[RematModule, bool]:
     """The model by Inductor's code for what `with_fitting_code` found; whether `budget` binds it.
 
@@ -76,8 +77,9 @@ def compiled_module(
     schedule, facts = found.result.schedule, facts_of(found)
     assert schedule is not None
     if _is_least(budget):
-        return rewrite(model, schedule, trace=traced, **facts, compile=True), False
-    return module_for(model, schedule, traced, **facts, by_inductor=True), True
+        return rewrite(model, schedule, trace=traced, **facts, compile=True, audit=audit), False
+    kept: Any = {"by_inductor": True, "audit": of_steps(audit)}
+    return module_for(model, schedule, traced, **facts, **kept), True
 
 
 def _is_least(budget: str | SupportsIndex) -> bool:

@@ -61,10 +61,17 @@ def _moved(tree: Any, device: str) -> Any:
     import torch.utils._pytree as pytree
     from torch import Tensor
 
+    from remat.graph_capture.python_state.tensor_attributes import with_attributes_of
+
+    made: dict[int, Tensor] = {}  # a tensor that is given twice stays one
+
     def moved(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        return leaf.detach().to(device).requires_grad_(leaf.requires_grad)
+        if id(leaf) not in made:
+            other = leaf.detach().to(device).requires_grad_(leaf.requires_grad)
+            made[id(leaf)] = with_attributes_of(leaf, other)
+        return made[id(leaf)]
 
     return pytree.tree_map(moved, tree)
 

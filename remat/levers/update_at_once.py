@@ -84,6 +84,7 @@ def training_step(
     keep: Globs = ...,
     recompute: Globs = ...,
     check: bool | None = ...,
+    audit: bool = ...,
     split: Split | None = ...,
     microbatches: None = ...,
     device: None = ...,
@@ -108,6 +109,7 @@ def training_step(
     keep: Globs = (),
     recompute: Globs = (),
     check: bool | None = None,
+    audit: bool = True,
     split: Split | None = None,
     microbatches: int | None = None,
     device: str | None = None,
@@ -139,6 +141,7 @@ def training_step(
     max_grad_norm : refused: it says why.
     check : as of `remat.rematerialize`, of outputs and gradients. Parameters stay as they are, so
         that the peak is not compared.
+    audit : as of `remat.rematerialize`. Of a whole optimizer step no forward is audited.
     microbatches, device, host, nvme : with these, plan a whole optimizer step of so many batches
         like this one. Parameters, gradients and the optimizer's state are on the device, the host
         or NVMe, as is best; sizes are as of `remat.capture`. On a CPU, the result is a `WholeStep`
@@ -202,9 +205,8 @@ def training_step(
         lost = naming_tolerance(result, traced, graph, priced, again)
         raise BudgetError(infeasible_text(lost))
     updates = Updates(optimizer, type(model).__name__, accumulates=accumulate)
-    module = rewrite(
-        model, result.schedule, trace=traced, updates=updates, **facts_of(Solved(graph, result))
-    )
+    known_of = facts_of(Solved(graph, result))
+    module = rewrite(model, result.schedule, trace=traced, updates=updates, audit=audit, **known_of)
     if is_checked(graph, check):
         batch = Batch(args, kwargs, loss_fn, target, "none", accumulate)
         require_equal(model, module, batch, None)

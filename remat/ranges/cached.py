@@ -10,7 +10,7 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch import nn
 
-from remat.graph_capture.errors import CaptureError, TooLargeError
+from remat.graph_capture.errors import CaptureError, DifferenceError, TooLargeError
 from remat.graph_capture.shapes.guards import RangeError
 from remat.graph_capture.shapes.ranges import Dynamic
 from remat.graph_capture.tracing.signature import Signature
@@ -63,13 +63,19 @@ def planned_over(
 def _within_guards(
     wanted: Wanted, batch: Any, make: Callable[..., RangedModule]
 ) -> tuple[RangedModule | None, str]:
-    """A plan for the ranges that are wanted, or parts of them; else None, and why not."""
+    """A plan for the ranges that are wanted, or parts of them; else None, and why not.
+
+    One that gives other bits than eager, as the check finds, is not wanted.
+    """
     dynamic, why = wanted.dynamic, ""
     for _ in range(MOST_NARROWED):
         if dynamic is None:
             break
         try:
             return make(dynamic, as_far_as_fits=wanted.is_guess), ""
+        except DifferenceError as error:
+            # At any size the model asks for what it knows at one, and runs other ops for it.
+            return None, str(error)
         except CaptureError as error:
             why = str(error)
             is_range = isinstance(error, RangeError)

@@ -27,6 +27,7 @@ from remat.graph_capture.tracing.trace import trace
 from remat.ranges.solving import solve_over
 from remat.ranks.required_group import ONE_RANK, require_group
 from remat.reference import Reference, gradients_there
+from remat.rewriter.checking.audit import of_steps
 from remat.rewriter.user_module.ranged import RangedModule, make_ranged
 from remat.solver.pins.globs import Globs, as_globs
 
@@ -51,6 +52,7 @@ def rematerialize_over(
     keep: Globs = (),
     recompute: Globs = (),
     check: bool | None = None,
+    audit: bool = True,
     as_far_as_fits: bool = False,
     **options: Any,
 ) -> RangedModule:
@@ -84,7 +86,7 @@ def rematerialize_over(
         traced, graph = _narrowed(traced, graph, error.largest)
         family = solve_over(graph, error.budget_bytes, solver, time_limit_s, **asked)
     first = None if sizes is None else family.number_at(**sizes)
-    module = make_ranged(model, family, traced, graph, first)
+    module = make_ranged(model, family, traced, graph, first, audit=of_steps(audit))
     if sizes is not None:
         at_sizes, most_bytes = graph.at(**sizes), family.budget_bytes
         beside = Reference(at_sizes, most_bytes, gradients_there(model) if accumulate else 0)

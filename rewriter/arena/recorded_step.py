@@ -18,6 +18,7 @@ from remat.rewriter.arena.recording import Requests, recorded
 from remat.rewriter.checking.check import plan_run
 from remat.rewriter.checking.step_state import OwnBatch, StepState, own_parameters
 from remat.rewriter.user_module.module import RematModule
+from remat.rewriter.user_module.unplanned import as_before
 
 
 def require_arena_fits(module: nn.Module) -> RematModule:
@@ -80,7 +81,9 @@ def record_step(
     overwrites = module._remat_compiled_step.gradients.overwrites
     with contextlib.ExitStack() as stack:
         stack.enter_context(untouched(model))
-        python_state = stack.enter_context(python_state_kept(model, captured_loss))
+        stack.enter_context(as_before(module))
+        ran = guards.python_state.ran_alone
+        python_state = stack.enter_context(python_state_kept(model, captured_loss, ran))
         stack.enter_context(own_parameters(model, module))
         state = StepState(model, batch.leaves, CPU, python_state, keep_parameters=overwrites)
         stack.enter_context(state.put_back())

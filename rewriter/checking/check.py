@@ -22,6 +22,7 @@ from remat.graph_capture.devices.here import meter_of
 from remat.graph_capture.devices.meter import Meter, Run, StepMemory
 from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.graph import Optimizer
+from remat.graph_capture.python_state.ran import CodeThatRan
 from remat.graph_capture.python_state.watch import python_state_kept
 from remat.graph_capture.tracing.records import leaves_in
 from remat.graph_capture.tracing.resident import resident_bytes
@@ -186,7 +187,7 @@ def check(
     with contextlib.ExitStack() as stack:
         stack.enter_context(untouched(model))
         stack.enter_context(as_before(module))
-        python_state = stack.enter_context(python_state_kept(model, loss_fn))
+        python_state = stack.enter_context(python_state_kept(model, loss_fn, _code_of(module)))
         stack.enter_context(own_parameters(step, module))
         # They run around both, and what they hold is no part of the plan.
         stack.enter_context(without_own_hooks(model))
@@ -355,6 +356,13 @@ def _step_times(
         times.append([state.prepared(lambda r=r: meter.step_us(r), accumulate) for r in runs])
     eager_us, plan_us = zip(*times, strict=True)
     return statistics.median(eager_us), statistics.median(plan_us)
+
+
+def _code_of(module: nn.Module) -> CodeThatRan | None:
+    """The code that eager's step runs, where that is known."""
+    if isinstance(module, RematModule):
+        return module._remat_guards.python_state.ran_alone
+    return None
 
 
 def _has_other_ranks() -> bool:

@@ -21,6 +21,7 @@ from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.untouched import untouched
 from remat.rewriter.checking.check import plan_run
 from remat.rewriter.checking.step_state import OwnBatch, StepState, own_parameters
+from remat.rewriter.user_module.unplanned import as_before
 from remat.schedules.report.facts import MeasuredStep
 
 STEPS = 3
@@ -69,6 +70,7 @@ def measured_step(
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(untouched(model))
+        stack.enter_context(as_before(module))
         stack.enter_context(own_parameters(model, module))
         state = StepState(model, batch.leaves, device)
         stack.enter_context(state.put_back())

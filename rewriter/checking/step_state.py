@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.devices.meter import Run
 from remat.graph_capture.over_ranks.dtensors import is_distributed, local_part, placed
+from remat.graph_capture.python_state.tensor_attributes import with_attributes_of
 from remat.graph_capture.python_state.watch import PythonState
 from remat.graph_capture.tracing.paths import leaves_with_paths
 from remat.graph_capture.tracing.records import opened
@@ -49,14 +50,17 @@ class OwnBatch:
 def _cut_off(tensor: Tensor, own: dict[int, Tensor]) -> Tensor:
     """The tensor without its history. Autograd saves none of inference mode, so those are copied.
 
+    A tensor that is given twice stays one.
+
     Parameters
     ----------
     own : the copies that were made, by the tensors' identities.
     """
-    with torch.inference_mode(False):
-        if tensor.is_inference() and id(tensor) not in own:
-            own[id(tensor)] = tensor.clone()
-        return own.get(id(tensor), tensor).detach().requires_grad_(tensor.requires_grad)
+    if id(tensor) not in own:
+        with torch.inference_mode(False):
+            cut = (tensor.clone() if tensor.is_inference() else tensor).detach()
+            own[id(tensor)] = with_attributes_of(tensor, cut.requires_grad_(tensor.requires_grad))
+    return own[id(tensor)]
 
 
 @contextlib.contextmanager
@@ -78,7 +82,8 @@ def own_parameters(*models: nn.Module) -> Generator[None]:
     try:
         for held, name, parameter in places:
             if id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
+                other = nn.Parameter(parameter.detach(), parameter.requires_grad)
+                made[id(parameter)] = with_attributes_of(parameter, other)
             held[name] = made[id(parameter)]
         yield
     finally:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
 from remat.rewriter.checking.outcomes import TOLERANCE
-from remat.rewriter.user_module.module import RematModule
 
 SPLIT_FLOAT32, SPLIT_HALF = 1e-5, 2e-2
 """For pieces whose sums have another order: how far a result may be from eager's, as a part of its
@@ -21,18 +20,19 @@ Rounding = Literal["", "inductor", "pieces"]
 
 def rounding_of(module: nn.Module) -> Rounding:
     """What in a rewritten module rounds otherwise than eager; empty where all bits are eager's."""
-    if not isinstance(module, RematModule):
+    kind: Any = type(module)  # of its own, which holds the plan
+    if not hasattr(kind, "_remat_compiled_step"):
         return ""
-    if module._remat_compiled_step.by_inductor:
+    if kind._remat_compiled_step.by_inductor:
         return "inductor"
-    return "" if all(one.exact for one in module._remat_schedule.pieces) else "pieces"
+    return "" if all(one.exact for one in kind._remat_schedule.pieces) else "pieces"
 
 
 def tolerance_of(module: nn.Module) -> float:
     """0 unless Inductor made the module's code, or its pieces sum in another order than eager."""
-    rounding = rounding_of(module)
-    if rounding != "pieces" or not isinstance(module, RematModule):
+    rounding, kind = rounding_of(module), type(module)
+    if rounding != "pieces":
         return TOLERANCE if rounding else 0.0
-    is_half = any(is_on for _, is_on, _ in module._remat_guards.recipe.autocast)
+    is_half = any(is_on for _, is_on, _ in kind._remat_guards.recipe.autocast)  # pyright: ignore
     is_half |= any(parameter.itemsize < FLOAT32_BYTES for parameter in module.parameters())
     return SPLIT_HALF if is_half else SPLIT_FLOAT32

@@ -14,7 +14,6 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.graph_capture.joint.nodes import plain_name
-from remat.rewriter.user_module.module import RematModule
 
 ACCUMULATE_AT = {"index_put": 3, "_unsafe_index_put": 3, "_index_put_impl": 3, "put": 3}
 """Ops that add so, each with the place of its argument `accumulate`."""
@@ -43,11 +42,16 @@ class InOneOrder(TorchDispatchMode):
 
 def sums_in_no_order(module: nn.Module) -> bool:
     """Whether a rewritten part of `module` holds such an op, and threads for it."""
+    kinds: list[Any] = [type(m) for m in module.modules()]  # of its own, which holds the plan
+    steps = [kind._remat_compiled_step for kind in kinds if hasattr(kind, "_remat_compiled_step")]
+    return any(add_in_no_order(graph) for one in steps for graph in (one.forward, one.backward))
+
+
+def add_in_no_order(gm: fx.GraphModule) -> bool:
+    """Whether a graph holds such an op, and there are threads for it."""
     if torch.get_num_threads() == 1 or torch.are_deterministic_algorithms_enabled():
         return False
-    steps = [m._remat_compiled_step for m in module.modules() if isinstance(m, RematModule)]
-    graphs = [graph for step in steps for graph in (step.forward, step.backward)]
-    return any(_adds_at_once(node) for gm in graphs for node in gm.graph.nodes)
+    return any(_adds_at_once(node) for node in gm.graph.nodes)
 
 
 def _adds_at_once(node: fx.Node) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from remat.graph_capture.graph import DELIVER, UPDATE, Op
+from remat.graph_capture.in_place.as_one import STEP_METAS, AsOne, JoinedOp
 from remat.graph_capture.joint.batch_norm import AGAIN
 from remat.graph_capture.joint.build import SAVE_RNG, STATISTICS, TANGENTS, Joint
 from remat.graph_capture.joint.nodes import (
@@ -99,7 +100,25 @@ class EagerEmitter(Emitter[Joint]):
         return copy
 
     def _copy(self, node: fx.Node, name: str) -> fx.Node:
+        if isinstance(node.target, AsOne):
+            return self._steps(node, node.target, name)
         return self.copy_of(node, name, self.resolve)
+
+    def _steps(self, node: fx.Node, target: AsOne, name: str) -> fx.Node:
+        """Emit each op of a node that runs several as one; the last stands for it."""
+
+        def run(i: int, step: JoinedOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+            if self.writes and step.is_whole:
+                return args[0]
+            called = (self.writes and step.in_place) or step.op
+            own = name if i == last else f"{name}_step_{i}"
+            copy = self.graph.create_node("call_function", called, args, kwargs, own)
+            copy.meta = dict(node.meta[STEP_METAS][i])
+            return copy
+
+        last = len(target.steps) - 1
+        calls, _ = self.arguments(node, self.resolve)
+        return target.carried_out(calls, run)
 
     def compute(self, op: Op) -> None:
         """Emit one run; what we add to the graph ourselves has no op of torch's."""

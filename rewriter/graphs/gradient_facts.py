@@ -8,7 +8,8 @@ import torch
 from torch import fx
 
 from remat.graph_capture.joint.build import Joint
-from remat.graph_capture.joint.nodes import is_tangent
+from remat.graph_capture.joint.nodes import is_tangent, written_inputs
+from remat.graph_capture.joint.provenance import path_in_model
 from remat.graph_capture.over_ranks.dtensors import is_beside_local_part
 
 _SUM = torch.ops.aten.add.Tensor
@@ -25,6 +26,8 @@ class GradientFacts:
     through : all places in `needs`' values.
     summed : places whose gradient is a sum of several terms.
     overwrites : whether the step writes to a buffer or an input.
+    written : places of the inputs that it writes to. state_written : paths of the parameters and
+        buffers among them. writes_batch : whether it writes to anything else.
     """
 
     unused: frozenset[int]
@@ -32,6 +35,9 @@ class GradientFacts:
     through: frozenset[int]
     summed: tuple[int, ...]
     overwrites: bool
+    written: tuple[int, ...]
+    state_written: frozenset[str] = frozenset()
+    writes_batch: bool = False
 
 
 def gradient_facts(joint: Joint) -> GradientFacts:
@@ -49,13 +55,30 @@ def gradient_facts(joint: Joint) -> GradientFacts:
     reached = _reached_from(joint.module.graph, forward)
     given = {i: node for i, node in enumerate(gradients) if isinstance(node, fx.Node)}
     needs = {i: reached.get(node, frozenset[int]()) for i, node in given.items()}
+    written = [one.mutated_input for one in forward if hasattr(one, "mutated_input")]
     return GradientFacts(
         unused=frozenset(range(len(gradients))).difference(given),
         needs=needs,
         through=frozenset[int]().union(*needs.values()),
         summed=tuple(i for i, node in given.items() if _is_sum(joint, node, reached)),
-        overwrites=any(hasattr(one, "mutated_input") for one in forward),
+        overwrites=bool(written),
+        written=tuple(
+            i
+            for i, is_written in enumerate(
+                written_inputs(joint.module.graph, joint.num_forward_outputs)
+            )
+            if is_written
+        ),
+        state_written=frozenset(filter(None, map(_state_written, written))),
+        writes_batch=not all(map(_state_written, written)),
     )
+
+
+def _state_written(description: object) -> str:
+    """The path of a parameter or a buffer; empty for what else is written to."""
+    # Told by the name, as torch's classes of descriptions move between releases.
+    is_state = type(description).__name__ in ("ParamAOTInput", "BufferAOTInput")
+    return path_in_model(str(getattr(description, "target", ""))) if is_state else ""
 
 
 def _reached_from(graph: fx.Graph, forward: list[object]) -> dict[fx.Node, frozenset[int]]:

@@ -20,6 +20,7 @@ from remat.graph_capture.tracing.records import leaves_in
 from remat.graph_capture.tracing.side_effects.checkpointed import is_inside_checkpoint
 from remat.rewriter.graphs.gradient_facts import GradientFacts
 from remat.rewriter.guards.left_whole import LeftWhole
+from remat.rewriter.guards.unchanged import ReadAgain
 
 COMPILED_NODE = "CompiledFunctionBackward"
 """What AOTAutograd calls the autograd node of a compiled step."""
@@ -44,12 +45,13 @@ class BackwardGuards:
 
     Parameters
     ----------
-    model : the user's. names : of its parameters and buffers.
-    inputs : what the step was called with, parameters and buffers first.
+    model : the user's.
+    names, inputs : what the step was called with, parameters and buffers first.
     facts : of the step's gradients.
     constants : tensors that backward's graph holds itself, by what they are.
     running : what hands gradients over as they are made, if they are.
     left_whole : is told that backward begins.
+    read_again : of the inputs, those that backward reads to make values again.
     """
 
     def __init__(
@@ -61,10 +63,13 @@ class BackwardGuards:
         constants: list[tuple[str, Tensor]],
         running: Expecting | None = None,
         left_whole: LeftWhole | None = None,
+        read_again: ReadAgain | None = None,
     ) -> None:
         self.model, self.names, self.facts, self.running = model, names, facts, running
         self.left_whole = left_whole
         self.constants = [(name, tensor, tensor._version) for name, tensor in constants]
+        self.read_again = read_again
+        self.noted = read_again.noted(names, inputs, constants) if read_again else None
         self.trained = {i: weakref.ref(inputs[i]) for i in facts.needs}
 
     def watch(self, output: Any) -> None:
@@ -118,6 +123,8 @@ class BackwardGuards:
         Eager refuses it too where it has saved the tensor. Where it has saved what was made of it,
         the plan might make that again.
         """
+        if self.read_again and self.noted:
+            self.read_again.require(self.noted, self._kind)
         for name, tensor, version in self.constants:
             if tensor._version != version:
                 raise RewriteError(
@@ -145,7 +152,7 @@ class BackwardGuards:
         return type(self.model).__name__
 
     def _name(self, i: int) -> str:
-        return self.names[i] if i < len(self.names) else f"input {i - len(self.names)}"
+        return self.names[i]
 
 
 def is_of_a_plan() -> bool:

@@ -21,6 +21,7 @@ from remat.graph_capture.python_state.module_hooks import (
     ModuleHooks,
     hooked_modules,
 )
+from remat.graph_capture.python_state.tensor_attributes import first_other, kept_attributes
 from remat.graph_capture.python_state.watch import Change, PythonState
 from remat.graph_capture.refuse import (
     Hooked,
@@ -37,6 +38,7 @@ from remat.rewriter.guards.left_whole import LeftWhole
 from remat.rewriter.guards.live_state import LiveState, named_state
 from remat.rewriter.guards.same_objects import same_objects
 from remat.rewriter.guards.settings import first_difference, settings
+from remat.rewriter.guards.shared_memory import first_other_identity, first_shared
 
 MOST_LOOKS = 8
 """How often a quick test of the model is made: not for one whose objects change at each step."""
@@ -51,6 +53,7 @@ class Guards:
     python_state : what forward and the loss read, as it was when the model was traced.
     settled : what forward sets at its first call alone.
     forward, backward : the rewritten graphs, whose constants are watched.
+    written : places of the inputs that the step writes to.
     """
 
     def __init__(
@@ -61,8 +64,10 @@ class Guards:
         settled: tuple[Settled, ...],
         forward: fx.GraphModule,
         backward: fx.GraphModule,
+        written: tuple[int, ...] = (),
     ) -> None:
         self.kind = type(model).__name__
+        self.written = written
         self.model = model
         self.recipe = recipe
         self.batches = FlatBatches(recipe.signature)
@@ -73,10 +78,14 @@ class Guards:
         self.modes = [(p, m, m.training) for p, m in model.named_modules() if p]
         self.step = with_loss(model, recipe.loss_fn)
         self.live = LiveState(self.step)
-        self.facts = [_facts(tensor) for _, tensor in named_state(self.step)]
+        state = [tensor for _, tensor in named_state(self.step)]
+        self.facts = list(map(_facts, state))
         self.tied = tied_places(self.step)
         self.taken = [i for i in range(len(self.facts)) if i not in self.tied]
         self.names = [path_in_model(self.live.names[i]) for i in self.taken]
+        self.input_names = [*self.names, *recipe.signature.names]
+        of_state = [kept_attributes(state[i]) for i in self.taken]
+        self.attributes = [*of_state, *recipe.signature.attributes]
         self.constants = _watched_constants(model, forward, backward)
         self.read_in_backward = self._named(constants_of(backward))
         self.settings = settings()
@@ -110,6 +119,8 @@ class Guards:
         leaves, spec = self.batches.leaves(batch)
         self.recipe.signature.require(leaves, spec, self.kind)
         taken = self._model_state()
+        self._require_attributes([*taken, *leaves])
+        self._require_apart(taken, leaves)
         if change := self.python_state.first_change():
             raise self._changed_state(change)
         if self.settled and (left := out_of_step(self.settled)):
@@ -140,6 +151,37 @@ class Guards:
             self._last = list(taken)
             self._is_same = same_objects(self.step, state, self.modes, self.unhooked)
         return taken
+
+    def _require_attributes(self, tensors: list[Any]) -> None:
+        """What users have set on tensors by name is as it was, as far as code may load it."""
+        for i, (tensor, before) in enumerate(zip(tensors, self.attributes, strict=True)):
+            if not before and not getattr(tensor, "__dict__", None):
+                continue
+            names = self.python_state.of_tensors
+            if other := isinstance(tensor, Tensor) and first_other(before, tensor, names):
+                name, was, found = other
+                of = self.input_names[i]
+                raise self._changed(f"attribute {name} of {of}", short(was), short(found))
+
+    def _require_apart(self, taken: list[Tensor], leaves: list[Any]) -> None:
+        """Tensors of the batch are one where they were, and share no memory that is written to."""
+        signature = self.recipe.signature
+        as_captured = signature.firsts if signature.as_one else range(len(leaves))
+
+        def counts(leaf: int) -> bool:
+            return self.python_state.asks_identity or len(taken) + leaf in self.written
+
+        if len(leaves) > 1 and (other := first_other_identity(leaves, as_captured, counts)):
+            i, first = other
+            one, another = (signature.names[k] for k in (first, i))
+            words = ("apart", "one tensor") if as_captured[i] == i else ("one tensor", "apart")
+            raise self._changed(f"{one} and {another}", *words)
+        if self.written and (pair := first_shared([*taken, *leaves], self.written, len(taken))):
+            one, another = (self.input_names[k] for k in pair)
+            raise RewriteError(
+                f"pass a copy (clone()) of {another}: it shares memory with {one}, which the "
+                f"rewritten {self.kind} writes to, and a plan takes them for two tensors"
+            )
 
     def _require_context(self) -> None:
         now = autocast_state()

@@ -102,6 +102,13 @@ def batch_signature(signature: Signature) -> BatchSignature:
             "the batch has a dict or another container with keys that a plan file cannot hold: use "
             "texts or numbers as keys"
         )
+    if signature.as_one:
+        i, first = next((i, first) for i, first in enumerate(signature.firsts) if i != first)
+        raise PlanError(
+            f"pass a copy (clone()) of {signature.names[i]}: it is the same tensor as "
+            f"{signature.names[first]}, for which the step is another one, and a plan file holds "
+            "shapes alone"
+        )
     leaves = zip(signature.names, signature.tensors, signature.others, strict=True)
     return BatchSignature(
         tree,

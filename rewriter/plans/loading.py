@@ -67,6 +67,7 @@ def load(
     loss_fn: LossFunction | None = None,
     target: Any = None,
     compile: bool = False,
+    audit: bool = True,
 ) -> RematModule | RangedModule:
     """Rewrite `model` to a kept plan. Nothing is measured and nothing is solved.
 
@@ -77,7 +78,7 @@ def load(
     args, kwargs, target : a batch to compare with the plan's now. Without one, the first step
         compares its batch.
     loss_fn : if the plan was made with a loss function, the one of that name.
-    compile : as in `rewrite`.
+    compile, audit : as in `rewrite`.
 
     Raises
     ------
@@ -101,11 +102,11 @@ def load(
     refuse_module(model, kept.device)
     if kept.over is not None:
         refuse_beside_ranges(compile=compile)
-        return load_over_range(kept, kept.over, model, loss_fn)
+        return load_over_range(kept, kept.over, model, loss_fn, audit=audit)
     with under_autocast(kept.autocast):
         recipe = recipe_from(kept, loss_fn, resolved_device(None, model))
         traced = trace_in_pieces(model, recipe, kept.schedule)
     # Without the graph behind them, figures are what somebody says.
     prediction = kept.prediction if kept.graph is not None else None
     known: dict[str, Any] = {"prediction": prediction, "priced": kept.graph}
-    return rewrite(model, kept.schedule, trace=traced, compile=compile, **known)
+    return rewrite(model, kept.schedule, trace=traced, compile=compile, audit=audit, **known)

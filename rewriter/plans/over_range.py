@@ -18,6 +18,7 @@ from remat.graph_capture.shapes.signature import RangedSignature
 from remat.graph_capture.tracing.recipe import Recipe, keep_recipe
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.trace import trace_recipe
+from remat.rewriter.checking.audit import of_steps
 from remat.rewriter.plans.facts import recipe_from, signature_from, under_autocast
 from remat.rewriter.plans.making import make_plan
 from remat.rewriter.user_module.ranged import RangedModule, make_ranged
@@ -56,8 +57,9 @@ def plan_of_family(
 
 
 def load_over_range(
-    plan: Plan, over: RangeFacts, model: nn.Module, loss_fn: LossFunction | None
-) -> RangedModule:
+    plan: Plan, over: RangeFacts, model: nn.Module, loss_fn: LossFunction | None, *,
+    audit: bool = True,
+) -> RangedModule:  # fmt: skip
     """Rewrite `model` to a kept plan for a range, which fits it. Nothing is measured or solved.
 
     Raises
@@ -76,7 +78,7 @@ def load_over_range(
             "was made for. Make it again with remat.rematerialize(..., dynamic=...)"
         )
     keep_recipe(model, over.family.traced_hash, traced.recipe)
-    return make_ranged(model, over.family, traced, over.graph)
+    return make_ranged(model, over.family, traced, over.graph, audit=of_steps(audit))
 
 
 def _ranged(plan: Plan, over: RangeFacts) -> RangedSignature:

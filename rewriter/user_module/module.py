@@ -11,11 +11,13 @@ from torch import Tensor, fx, nn
 
 from remat.graph_capture.errors import RewriteError, StateChangedError
 from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.over_ranks.dtensors import is_sharded_by_fsdp
 from remat.graph_capture.over_ranks.sent import arrived, is_sent
 from remat.graph_capture.python_state.watch import PythonState
 from remat.graph_capture.tracing.recipe import Recipe
 from remat.graph_capture.tracing.side_effects.carried import Carried, state_guarded
 from remat.graph_capture.tracing.trace import trace_recipe
+from remat.rewriter.checking.audit import Audit, Audits
 from remat.rewriter.compiled import CompiledStep, compile_step, links_of
 from remat.rewriter.gradients.arrival_order import (
     in_arrival_order,
@@ -25,7 +27,8 @@ from remat.rewriter.gradients.arrival_order import (
 from remat.rewriter.gradients.handing_over import Running
 from remat.rewriter.gradients.updating import Updates
 from remat.rewriter.guards.backward import BackwardGuards, refuse_checkpoint
-from remat.rewriter.guards.forward import Guards
+from remat.rewriter.guards.forward import Guards, constants_of
+from remat.rewriter.guards.unchanged import ReadAgain
 from remat.rewriter.split_backward.waiting import SplitRun
 from remat.rewriter.split_backward.weights_queue import StepSplit
 from remat.rewriter.user_module.own_forward import class_of_user
@@ -48,14 +51,19 @@ class RematModule(SharedState, fx.GraphModule):
     schedule : what the step carries out.
     forward_module, backward_module : the two graphs, as plain GraphModules that can be read,
         printed and iterated.
+    audit : compares steps with the model's own forward, or says why not; None without.
     """
 
     schedule: ClassVar[Schedule]
     _remat_schedule: ClassVar[Schedule]
     forward_module: ClassVar[fx.GraphModule]
     backward_module: ClassVar[fx.GraphModule]
+    audit: ClassVar[Audit | None]
     _remat_compiled_step: ClassVar[CompiledStep]
     _remat_guards: ClassVar[Guards]
+    _remat_read_again: ClassVar[ReadAgain | None]
+    _remat_audit: ClassVar[Audit | None]
+    _remat_audits: ClassVar[Audits]
     _remat_prediction: ClassVar[Prediction | None]
     _remat_priced: ClassVar[TrainingGraph | None]
     _remat_updates: ClassVar[Updates | None]
@@ -102,6 +110,8 @@ class RematModule(SharedState, fx.GraphModule):
         refuse_checkpoint(guards.model, step.gradients)
         if step.tier:
             step.tier.require_room()
+        audit = self._remat_audit
+        seen = audit.begin(self, leaves) if audit else None
         used = [t.detach() if i in step.gradients.unused else t for i, t in enumerate(state)]
         running: Running | SplitRun | None = None
         if is_order_noted():
@@ -117,16 +127,19 @@ class RematModule(SharedState, fx.GraphModule):
                 updates.require_forward()
             passed, running = step.handing.through_gates([*used, *leaves], updates)
             used, batch = passed[: len(used)], self._remat_guards.batches.tree(passed[len(used) :])
-        output = step.results(*used, *batch)
+        with audit.running(seen) if audit else contextlib.nullcontext():
+            output = step.results(*used, *batch)
         if step.carried:
             output, tensors = output
             self._remat_set(step.carried, tensors)
         for one in step.settled:
             one.put()
+        if audit and seen and (names := audit.differing(self, seen, output)):
+            raise audit.error(names)
         inputs = [*state, *leaves]
         BackwardGuards(
-            guards.model, guards.names, inputs, step.gradients, guards.read_in_backward, running,
-            guards.left_whole,
+            guards.model, guards.input_names, inputs, step.gradients, guards.read_in_backward,
+            running, guards.left_whole, self._remat_read_again,
         ).watch(output)  # fmt: skip
         return output
 
@@ -153,15 +166,16 @@ class RematModule(SharedState, fx.GraphModule):
         carried = cls._remat_compiled_step.carried
         state = state_guarded(model, recipe.loss_fn, carried, guards.python_state)
         return make_module(
-            model, cls._remat_schedule, recipe, cls._remat_compiled_step, state, *known
-        )
+            model, cls._remat_schedule, recipe, cls._remat_compiled_step, state, *known,
+            audit=cls._remat_audits,
+        )  # fmt: skip
 
     @classmethod
     def _remat_recipe_to_pickle(cls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         guards = cls._remat_guards
         made_of = (cls._remat_schedule, guards.recipe, guards.captured_modes)
         known = (cls._remat_prediction, cls._remat_priced, cls._remat_compiled_step.by_inductor)
-        return restored, (cls._remat_original_module, *made_of, *known)
+        return restored, (cls._remat_original_module, *made_of, *known, cls._remat_audits)
 
     @property
     def graph(self) -> fx.Graph:
@@ -212,11 +226,25 @@ def make_module(
     prediction: Prediction | None = None,
     priced: TrainingGraph | None = None,
     updates: Updates | None = None,
+    *,
+    audit: Audits = "step",
 ) -> RematModule:
     """A `RematModule` over `model`, which is an instance of the model's own class too.
 
     Copies of it have parameters of their own, which no optimizer knows: they update nothing.
+
+    Parameters
+    ----------
+    audit : what of it is compared with the model's own forward now and then: nothing, whole steps,
+        or the forward of a part of a model.
     """
+    guards = Guards(
+        model, recipe, python_state, step.settled, step.forward, step.backward,
+        step.gradients.written,
+    )  # fmt: skip
+    audits = None
+    if audit != "none":
+        audits = Audit(guards, step, schedule, priced, is_block=audit == "block")
     kind = class_of_user(
         RematModule,
         model,
@@ -228,15 +256,26 @@ def make_module(
         original_module=model,
         _remat_original_module=model,
         _remat_compiled_step=step,
-        _remat_guards=Guards(
-            model, recipe, python_state, step.settled, step.forward, step.backward
-        ),
+        _remat_guards=guards,
+        _remat_read_again=_read_again(model, step, prediction),
+        audit=audits,
+        _remat_audit=audits,
+        _remat_audits=audit,
         _remat_prediction=prediction,
         _remat_priced=priced,
         _remat_updates=updates,
         _remat_loss_fn=staticmethod(recipe.loss_fn) if recipe.loss_fn else None,
     )
     return kind()
+
+
+def _read_again(
+    model: nn.Module, step: CompiledStep, prediction: Prediction | None
+) -> ReadAgain | None:
+    """What is compared between forward and backward; not of parameters that FSDP2 frees there."""
+    if is_sharded_by_fsdp(model) or not (step.read_again or constants_of(step.backward)):
+        return None
+    return ReadAgain(step.read_again, prediction.time_us if prediction else 0.0)
 
 
 def restored(
@@ -247,6 +286,7 @@ def restored(
     prediction: Prediction | None,
     priced: TrainingGraph | None,
     by_inductor: bool = False,
+    audit: Audits = "step",
 ) -> RematModule:
     """The module of a plan over a copy of the model that it was made for, traced anew.
 
@@ -264,7 +304,7 @@ def restored(
         links = links_of(traced, priced)
         step = compile_step(traced, schedule, by_inductor=by_inductor, links=links)
         known = (prediction, priced)
-        return make_module(model, schedule, recipe, step, traced.python_state, *known)
+        return make_module(model, schedule, recipe, step, traced.python_state, *known, audit=audit)
 
 
 @contextlib.contextmanager

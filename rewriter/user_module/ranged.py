@@ -14,6 +14,7 @@ from remat.graph_capture.shapes.signature import RangedSignature
 from remat.graph_capture.tracing.one_trace import Trace
 from remat.graph_capture.tracing.recipe import Recipe
 from remat.graph_capture.tracing.trace import trace_recipe
+from remat.rewriter.checking.audit import Audit, Audits
 from remat.rewriter.compiled import compile_step, copy_to_compile
 from remat.rewriter.guards.leaves import FlatBatches
 from remat.rewriter.user_module.module import RematModule, in_modes, make_module
@@ -30,7 +31,9 @@ class Members:
     before it is compiled.
     """
 
-    def __init__(self, model: nn.Module, family: Family, traced: Trace, first: int) -> None:
+    def __init__(
+        self, model: nn.Module, family: Family, traced: Trace, first: int, audit: Audits
+    ) -> None:
         signature = traced.recipe.signature
         if not isinstance(signature, RangedSignature):
             raise RewriteError(
@@ -38,10 +41,11 @@ class Members:
                 "dynamic=..."
             )
         self.model, self.family, self.traced = model, family, traced
+        self.audit: Audits = audit
         self.signature, self.batches = signature, FlatBatches(signature)
         self._pick = family.compiled_pick()
         self._modules: list[RematModule | None] = [None] * len(family.members)
-        self.first = self._modules[first] = self._compiled(first)
+        self.first = self.last = self._modules[first] = self._compiled(first)
 
     def running(self, batch: Any) -> RematModule:
         """The module whose sizes a batch has; for a batch of other facts, one that refuses it."""
@@ -53,6 +57,7 @@ class Members:
         if found is None:
             self.first._remat_guards.require(batch)
             found = self._modules[number] = self._compiled(number)
+        self.last = found
         return found
 
     def hold(self, batch: Any) -> bool:
@@ -74,7 +79,8 @@ class Members:
         traced = copy_to_compile(self.traced)
         schedule = carried(self.family.members[number].schedule, traced.graph)
         step = compile_step(traced, schedule)
-        return make_module(self.model, schedule, traced.recipe, step, traced.python_state)
+        state = traced.python_state
+        return make_module(self.model, schedule, traced.recipe, step, state, audit=self.audit)
 
 
 class RangedModule(SharedState, nn.Module):
@@ -112,6 +118,11 @@ class RangedModule(SharedState, nn.Module):
             return own._remat_members.running(batch)._remat_train(batch)
         return own._remat_run_original(args, kwargs, target)
 
+    @property
+    def audit(self) -> Audit | None:
+        """That of the schedule that ran last; each is audited by itself."""
+        return type(self)._remat_members.last._remat_audit
+
     def _remat_running(self, batch: Any) -> nn.Module:
         return type(self)._remat_members.running(batch)
 
@@ -124,7 +135,7 @@ class RangedModule(SharedState, nn.Module):
     def _remat_recipe_to_pickle(cls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         guards = cls._remat_members.first._remat_guards
         known = (cls._remat_family, cls._remat_graph)
-        given = (*known, guards.recipe, guards.captured_modes)
+        given = (*known, guards.recipe, guards.captured_modes, cls._remat_members.audit)
         return restored_over_range, (cls._remat_original_module, *given)
 
 
@@ -134,13 +145,15 @@ def make_ranged(
     traced: Trace,
     graph: RangedGraph | None = None,
     first: int | None = None,
+    *,
+    audit: Audits = "step",
 ) -> RangedModule:
     """A `RangedModule` over `model`.
 
     Parameters
     ----------
     traced : for the family's range. graph : priced, if it is at hand.
-    first : the member to compile now; None for the last one.
+    first : the member to compile now; None for the last one. audit : as of `make_module`.
 
     Raises
     ------
@@ -157,7 +170,7 @@ def make_ranged(
         _remat_original_module=model,
         _remat_family=family,
         _remat_graph=graph,
-        _remat_members=Members(model, family, traced, number),
+        _remat_members=Members(model, family, traced, number, audit),
         _remat_loss_fn=staticmethod(traced.recipe.loss_fn) if traced.recipe.loss_fn else None,
     )
     return kind()
@@ -169,7 +182,8 @@ def restored_over_range(
     graph: RangedGraph | None,
     recipe: Recipe,
     modes: dict[str, bool],
+    audit: Audits = "step",
 ) -> RangedModule:
     """The module of a family over a copy of its model, traced anew; see `restored`."""
     with in_modes(model, modes):
-        return make_ranged(model, family, trace_recipe(model, recipe), graph)
+        return make_ranged(model, family, trace_recipe(model, recipe), graph, audit=audit)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from remat.graph_capture.tracing.records import leaves_in
+from remat.rewriter.checking.audit import audits_paused
 from remat.rewriter.guards.backward import OnlyLooks, is_of_a_plan
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -52,7 +53,7 @@ class Unplanned:
     def __init__(self, kind: str | None = None) -> None:
         self.kind = kind
         self.is_open = True
-        self._is_said = self._has_run = self._is_in_eval = False
+        self._is_said = self._has_run = self._is_in_eval = self._is_frozen_said = False
         self._cause: Callable[[], str] | None = None
         self._handles: dict[int, Any] = {}
         self._versions: list[int] = []
@@ -69,6 +70,16 @@ class Unplanned:
         self.is_open, self._has_run = False, True
         self._versions_before = None
         self._unwatch()
+
+    def frozen(self, module: nn.Module) -> None:
+        """A step of a cache of plans has no backward, for which a plan could save memory."""
+        if not self._is_frozen_said:
+            self._is_frozen_said = True
+            warnings.warn(
+                f"{self._name(module)} runs unplanned as long as neither its parameters nor its "
+                "inputs require grad: there is no backward to save memory in",
+                stacklevel=_level_of_user(),
+            )
 
     def taken_apart(self, module: nn.Module, part: str) -> None:
         """The caller of a planned module has got hold of a part of it, and may call that alone."""
@@ -154,12 +165,13 @@ class Unplanned:
 
 @contextlib.contextmanager
 def as_before(module: nn.Module) -> Generator[None]:
-    """Plans of `module` run for a check meanwhile, not for its user."""
-    kinds = (vars(type(part)).get("_remat_unplanned") for part in module.modules())
-    all_of = [one for one in kinds if isinstance(one, Unplanned)]
+    """Plans of `module` run for a check meanwhile, not for its user: no such step is audited."""
+    kinds = [vars(type(part)) for part in module.modules()]
+    all_of = [one for kind in kinds if isinstance(one := kind.get("_remat_unplanned"), Unplanned)]
     before = [(one.is_open, one._has_run) for one in all_of]
     try:
-        yield
+        with audits_paused():
+            yield
     finally:
         for one, (is_open, has_run) in zip(all_of, before, strict=True):
             one.is_open, one._has_run = is_open, has_run

@@ -51,15 +51,19 @@ def tensors_alive() -> int:
     return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
 
 
-def test_a_parameter_changed_between_forward_and_backward_is_refused_as_by_eager() -> None:
+def test_a_parameter_changed_between_forward_and_backward_is_refused_by_eager_and_a_plan() -> None:
     eager, module = planned("plain")
-    for one in (eager.module, module):
+    named = "was changed between forward and backward"
+    for one, error, said in (
+        (eager.module, RuntimeError, "modified by an inplace operation"),
+        (module, RewriteError, named),
+    ):
         it = eager.with_module(copy.deepcopy(one))
         loss = it.loss()
         with torch.no_grad():
             for parameter in it.module.parameters():
                 parameter.mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        with pytest.raises(error, match=said):
             loss.backward()
 
 

@@ -5,6 +5,7 @@ Run as ``torchrun --nproc-per-node 2 tests/distributed/own_collectives_worker.py
 
 from __future__ import annotations
 
+import configparser
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,34 @@ def planned(make: Callable[[], tuple[nn.Module, Any]]) -> Found:
     return found
 
 
+class Configured(nn.Module):
+    """Multiplies by a number that no guard looks at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.config = Reduced(summed_by_function), configparser.ConfigParser()
+        self.config.read_string("[loss]\nscale = 1.0")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.config.getfloat("loss", "scale")
+
+
+def audited() -> Found:
+    """The last rank's model changes; without an agreement none is audited."""
+    torch.manual_seed(0)
+    model, x = Configured(), torch.randn(256, 32)
+    options: Any = {"budget": "100%", "solver": "cut", "group": dist.group.WORLD}
+    fast = remat.rematerialize(model, (x,), **options)
+    apart = remat.rematerialize(model, (x,), audit=dist.get_rank() > 0, **options)
+    for _ in range(3):
+        fast(x).backward()
+        apart(x).backward()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        model.config.set("loss", "scale", "2.0")
+    found = said(lambda: fast(x).backward())
+    return {**found, "audit": repr(fast.audit), "apart": repr(apart.audit)}
+
+
 def compiled(make: Callable[[], tuple[nn.Module, Any]]) -> Found:
     """A step by Inductor, whose forward may be in pieces; what it says where torch refuses."""
     torch._dynamo.reset()
@@ -81,6 +110,7 @@ def measured() -> Found:
 
 
 CASES: dict[str, Callable[[], Found]] = {
+    "audited": audited,
     "function": lambda: planned(lambda: reduced(summed_by_function)),
     "centred": lambda: planned(lambda: reduced(centred)),
     "in_place": lambda: said(lambda: planned(lambda: reduced(summed_in_place))),

@@ -29,6 +29,19 @@ def test_a_plan_has_eagers_bits(two: Found, case: str) -> None:
         assert all(found[budget] for budget in BUDGETS), found
 
 
+def test_ranks_that_meet_in_forward_end_together_where_one_differs_from_eager(two: Found) -> None:
+    for rank, found in enumerate(one["audited"] for one in two):
+        assert found["error"] == "AuditError"
+        assert ("result on another rank" in found["text"]) is (rank == 0)
+        assert found["audit"] == "Audit(2 of 4 steps of Configured were compared)"
+        assert found["seconds"] < TIMEOUT_S / 2
+
+
+def test_they_audit_nothing_where_one_of_them_does_not(two: Found) -> None:
+    assert two[0]["audited"]["apart"] == "None"
+    assert "ranks have not agreed on which steps" in two[1]["audited"]["apart"]
+
+
 def test_a_sum_in_place_is_refused_before_a_step(two: Found) -> None:
     for found in (one["in_place"] for one in two):
         assert found["error"] == "CaptureError"

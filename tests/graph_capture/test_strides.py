@@ -17,6 +17,7 @@ from remat.graph_capture import capture
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.tracing import true_strides
 from remat.graph_capture.tracing.true_strides import RULES, fake_with_true_strides
+from remat.schedules.plan import Prediction
 
 aten = torch.ops.aten
 OPS = {
@@ -192,3 +193,42 @@ def test_other_layouts_than_traced_are_refused_with_their_place(
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
     with pytest.raises(CaptureError, match=r"native_batch_norm.* of module norm .*contiguous\(\)"):
         capture(Turned(), (torch.randn(16, 24, 32),))
+
+
+def norms_of(dtype: torch.dtype, of_weights: torch.dtype) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Calls of norms whose inputs and weights may be of two dtypes."""
+    x, weight = torch.randn(4, 6, 5, 5).to(dtype), torch.ones(6, dtype=of_weights)
+    mean, variance = torch.zeros_like(weight), torch.ones_like(weight)
+    legit = aten._native_batch_norm_legit
+    for training in (True, False):
+        more = (mean, variance, training, 0.1, 1e-5)
+        yield aten._native_batch_norm_legit_functional.default, (x, weight, weight, *more)
+        yield aten._native_batch_norm_legit_functional.default, (x, None, None, *more)
+    yield legit.no_stats, (x, weight, weight, True, 0.1, 1e-5)
+    yield legit.no_stats, (x, None, None, True, 0.1, 1e-5)
+    yield aten.native_layer_norm.default, (x.reshape(100, 6), [6], weight, weight, 1e-5)
+    yield aten.native_layer_norm.default, (x.reshape(100, 6), [6], None, None, 1e-5)
+    yield aten.native_group_norm.default, (x, weight, weight, 4, 6, 25, 2, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_statistics_of_norms_have_the_dtype_that_the_kernels_give_them(dtype: torch.dtype) -> None:
+    for of_weights in {dtype, torch.float32}:
+        for op, args in norms_of(dtype, of_weights):
+            fake = fake_with_true_strides()
+            given = [fake.from_tensor(a) if isinstance(a, Tensor) else a for a in args]
+            with fake:
+                found = [one.dtype for one in op(*given)]
+            assert found == [one.dtype for one in op(*args)], op
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.LayerNorm])
+def test_the_peak_of_a_norm_under_autocast_is_as_measured(norm: type[nn.Module]) -> None:
+    blocks = [nn.Sequential(nn.Linear(64, 64), norm(64), nn.GELU()) for _ in range(8)]
+    model, x = nn.Sequential(*blocks, nn.Linear(64, 8)), torch.randn(96, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        fast = remat.rematerialize(model, (x,), budget="110%", solver="store_all", check=False)
+        found = remat.check(model, fast, (x,), steps=0)
+    prediction = fast._remat_prediction
+    assert isinstance(prediction, Prediction)
+    assert found.plan_peak_bytes == prediction.peak_bytes

@@ -45,6 +45,17 @@ class Reader(nn.Module):
         return torch.tanh(self.linear(x) * factor_of(self.read()))
 
 
+class Asking(Reader):
+    """Reads what a function makes of what it holds."""
+
+    def __init__(self, held: Any, ask: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.held, self.ask = held, ask
+
+    def read(self) -> Any:
+        return self.ask(self.held)
+
+
 def in_an_attribute(value: Any) -> Place:
     class Attribute(Reader):
         def read(self) -> Any:

@@ -21,18 +21,7 @@ import remat
 from remat.graph_capture.errors import CaptureError, StateChangedError
 from remat.graph_capture.python_state.watch import PythonState
 from tests.python_state.moments import X, planned
-from tests.python_state.places import Place, Reader
-
-
-class Asking(Reader):
-    """Reads what a function makes of what it holds."""
-
-    def __init__(self, held: Any, ask: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.held, self.ask = held, ask
-
-    def read(self) -> Any:
-        return self.ask(self.held)
+from tests.python_state.places import Asking, Place, Reader
 
 
 def numbers() -> Any:

@@ -10,8 +10,10 @@ from types import FrameType
 from typing import Any, TypedDict
 
 import pytest
+import torch
 
 from remat.graph_capture.errors import StateChangedError
+from remat.graph_capture.python_state import reachable
 from remat.graph_capture.python_state.ran import CodeThatRan
 from remat.graph_capture.python_state.watch import PythonState
 from remat.graph_capture.tracing.trace import trace
@@ -26,11 +28,12 @@ from tests.rows import each_nth
 def test_a_change_is_noticed_wherever_code_that_ran_reads_it(where: str, kind: str) -> None:
     before, after = KINDS[kind]()
     place = PLACES[where][0](before)
-    state, ran = PythonState(place.model, place.loss_fn), CodeThatRan()
-    with ran.recorded():
+    ran = CodeThatRan()
+    state = PythonState(place.model, place.loss_fn, ran)
+    with ran.told_to(state.begins), ran.recorded():
         output = place.model(X)
         _ = place.loss_fn(output) if place.loss_fn else None
-    state.compare_what_ran(ran)
+    state.compare_what_ran()
     assert state.first_change() is None
     place.put(after)
     assert state.first_change() is not None
@@ -236,3 +239,69 @@ def test_a_walk_takes_classes_that_answer_no_questions_and_properties_over_slots
     state = PythonState(model)
     assert state.first_change() is None
     state.restore()
+
+
+def peer(name: str, namespace: dict[str, Any]) -> None:
+    """A class whose method `read` reaches the method of the next one, and a value for each."""
+    code = (
+        f"class {name}:\n    def read(self):\n        return peers['{name}'].read() + value_{name}"
+    )
+    exec(code, namespace)
+
+
+def test_what_a_library_names_and_never_runs_costs_nothing() -> None:
+    namespace: dict[str, Any] = {"__name__": "a_large_library", "peers": {}}
+    for i in range(300):
+        peer(f"P{i}", namespace)
+        namespace[f"value_P{i}"] = 1.0
+    namespace["peers"] |= {f"P{i}": namespace[f"P{i + 1}"]() for i in range(299)}
+
+    class Names(Reader):
+        def __init__(self) -> None:
+            super().__init__()
+            self.is_far, self.first = False, namespace["P0"]()
+
+        def read(self) -> Any:
+            return self.first.read() if self.is_far else 1.0
+
+    model = Names()
+    functions, places = PythonState(model).work
+    assert functions >= 300
+    assert places >= 600
+    functions, places = trace(model, (X,)).python_state.work
+    assert functions < 10
+    assert places < 50
+
+
+def test_a_walk_ends_at_its_bound_with_what_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Chain:
+        def __init__(self, depth: int) -> None:
+            self.value, self.next = 1.0, Chain(depth - 1) if depth else None
+
+    class Reads(Reader):
+        def read(self) -> Any:
+            return self.held.value if self.held.next else self.held.next.value
+
+    model = Reads()
+    model.held = Chain(400)
+    monkeypatch.setattr(reachable, "MOST_PLACES", 100)
+    state = PythonState(model)
+    assert state.work[1] < 120
+    model.held.value = 2.0
+    assert state.first_change() is not None
+
+
+@pytest.mark.zoo
+def test_adapters_of_peft_add_little_to_what_is_walked() -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, use_cache=False,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).train()
+    batch = {"input_ids": torch.ones(2, 8, dtype=torch.long)}
+    _, places = trace(model, (), batch).python_state.work
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    _, with_adapters = trace(adapted.train(), (), batch).python_state.work
+    assert places < 3000
+    assert with_adapters < 1.5 * places

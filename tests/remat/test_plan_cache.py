@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import remat
-from remat.graph_capture.errors import BudgetError, SolverError
+from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError, SolverError
 from remat.graph_capture.unnamed_files.files import HOST_FOLDER
 from remat.schedules.schedule import Schedule
 from remat.several_shapes import PlanCache, plans_of
@@ -146,7 +146,27 @@ def test_of_more_plans_than_allowed_the_oldest_is_given_up_and_it_is_said() -> N
     [
         ({"budget": "8 gigs"}, BudgetError, "8 gigs"),
         ({"max_plans": 0}, SolverError, "max_plans must be 1 or more, not 0"),
+        ({"max_plans": "2"}, SolverError, "max_plans must be 1 or more, not '2'"),
         ({"args": ()}, TypeError, "takes no args"),
+        ({"dynamic": True}, CaptureError, "dynamic=True is unknown: give 'auto', or sizes"),
+        ({"dynamic": {"tokens": 1}}, CaptureError, "dynamic of 'tokens' is 1: give"),
+        ({"dynamic": {"tokens": {-1: "n"}}}, CaptureError, "names dimension -1 of 'tokens'"),
+        ({"dynamic": {"tokens": {1: 3}}}, CaptureError, "tokens dimension 1 is 3: give a name"),
+        ({"dynamic": {"x": {1: "n"}}}, CaptureError, "'x', which is no tensor of the batch: name"),
+        ({"upto": 5}, CaptureError, "upto=5 is no dict"),
+        ({"upto": {"n": 64}}, CaptureError, "upto names 'n' with 64"),
+        ({"upto": {"tokens": {1: "n"}}}, CaptureError, "dimension 1 is 'n': give the largest size"),
+        ({"split": "yes"}, CaptureError, "split='yes' is unknown"),
+        ({"check": "no"}, RewriteError, "check='no' is unknown: give True, False, or None"),
+        ({"accumulate": 4}, RewriteError, "accumulate=4 is unknown"),
+        ({"compile": "inductor"}, RewriteError, "compile='inductor' is unknown"),
+        ({"compile": True, "split": "exact"}, RewriteError, "compile=True takes no split"),
+        ({"sharding": "fsdp"}, RewriteError, r"give a remat\.Sharding"),
+        ({"profile": 3}, RewriteError, r"give a remat\.Profile"),
+        ({"group": 2}, RewriteError, "group=2 is no group of ranks"),
+        ({"time_limit_s": "1"}, SolverError, "time_limit_s must be 0 or more"),
+        ({"keep": 3}, SolverError, "keep=3 names no modules"),
+        ({"loss_fn": 3}, CaptureError, "loss_fn is a int"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_at_once(
@@ -154,6 +174,12 @@ def test_what_cannot_be_meant_is_refused_at_once(
 ) -> None:
     with pytest.raises(error, match=text):
         remat.plan_cache(tagger(), **{"budget": "60%", **options})
+
+
+def test_a_form_of_dynamic_that_fits_no_batch_is_refused_before_a_trace() -> None:
+    tokens = torch.zeros(2, 4, dtype=torch.long)
+    with pytest.raises(CaptureError, match="dynamic=True is unknown: give sizes by argument"):
+        remat.rematerialize(tagger(), (tokens,), budget="60%", dynamic=True)  # type: ignore
 
 
 def test_a_budget_that_nothing_fits_keeps_no_plan() -> None:
@@ -229,3 +255,50 @@ def test_plans_of_a_cache_have_copies_at_each_shape(
         assert same(step(cache, (x,)), step(model, (x,)))
     assert [plan.moves for plan in plans_of(cache) if isinstance(plan, Schedule)] == [True, True]
     assert is_clean(tmp_path)
+
+
+def gan_trained(planned: bool) -> list[Tensor]:
+    """Losses and parameters after a few steps with a discriminator that is frozen in between."""
+    torch.manual_seed(0)
+    parts = [nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 16))]
+    parts += [
+        nn.Sequential(nn.Linear(16, 32), nn.LeakyReLU(0.2), nn.Dropout(0.1), nn.Linear(32, 1))
+    ]
+    if planned:
+        parts = [remat.plan_cache(part, budget="100%", time_limit_s=2) for part in parts]
+    made, told = parts
+    optimizers = [torch.optim.Adam(part.parameters(), 1e-2) for part in parts]
+    losses: list[Tensor] = []
+    for _ in range(3):
+        told.requires_grad_(True)
+        fake = made(torch.randn(12, 8)).detach()
+        losses.append((told(torch.randn(12, 16)) - told(fake)).mean())
+        losses[-1].backward()
+        optimizers[1].step()
+        told.requires_grad_(False)
+        losses.append(told(made(torch.randn(12, 8))).mean())
+        losses[-1].backward()
+        optimizers[0].step()
+        for part in parts:
+            part.zero_grad()
+    if planned:
+        assert [len(plans_of(part)) for part in parts] == [1, 2]
+    return [*losses, *(p.detach() for part in parts for p in part.parameters())]
+
+
+def test_a_gan_whose_discriminator_is_frozen_in_between_trains_as_eager_does() -> None:
+    assert all(map(torch.equal, gan_trained(planned=True), gan_trained(planned=False)))
+
+
+def test_a_frozen_model_that_has_no_backward_runs_its_own_forward_and_says_so_once() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU()).requires_grad_(False)
+    fast, x = remat.plan_cache(model, budget="100%"), torch.ones(2, 4)
+    with pytest.warns(UserWarning, match="Sequential runs unplanned"):
+        assert torch.equal(fast(x), model(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not fast(x).requires_grad
+    assert not plans_of(fast)
+    fast(x.requires_grad_()).sum().backward()
+    assert len(plans_of(fast)) == 1
+    assert x.grad is not None

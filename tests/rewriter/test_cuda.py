@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from remat.checks import advice_of, failures
+from remat.checks import Batch, advice_of, failures, require_equal
 from remat.graph_capture import capture
 from remat.graph_capture.devices.cuda_meter import CudaMeter
+from remat.graph_capture.errors import RewriteError
 from remat.rewriter import check, rewrite
 from remat.rewriter.checking import check as checking
 from remat.rewriter.checking.outcomes import Repeats, compared
@@ -218,3 +219,19 @@ def test_eager_runs_again_before_a_plan_is_said_to_differ(
     assert found.unsteady == (() if differences else ("output",))
     of_the_times = 2  # one for the peak, one for the time
     assert len(runs) - of_the_times == (checking.MOST_EAGER if differences else moves_at)
+
+
+@pytest.mark.parametrize(
+    ("beyond_bytes", "budget_bytes", "is_refused"),
+    [(999, 10**6, False), (1000, 10**6, True), (2**21 - 1, 10**11, False), (2**21, 10**11, True)],
+)
+def test_a_peak_beyond_the_budget_by_less_than_an_allocator_takes_is_told_and_no_error(
+    monkeypatch: pytest.MonkeyPatch, beyond_bytes: int, budget_bytes: int, is_refused: bool
+) -> None:
+    found = found_with(plan_peak_bytes=budget_bytes + beyond_bytes)
+    monkeypatch.setattr(checking, "check", lambda *args, **options: found)
+    batch = Batch((), None, None, None, "none", accumulate=False)
+    text = "give a budget that is smaller by that"
+    kinds = pytest.raises(RewriteError, match=text), pytest.warns(UserWarning, match=text)
+    with kinds[not is_refused]:
+        require_equal(nn.Identity(), nn.Identity(), batch, budget_bytes)

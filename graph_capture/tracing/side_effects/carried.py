@@ -115,7 +115,9 @@ def state_guarded(
     ----------
     traced : the state of a model of the same step, as it was traced.
     """
-    state = PythonState(model, loss_fn)
+    state = PythonState(model, loss_fn, traced.ran_alone)
+    state.compare_as(traced)
+    state.asks_identity = traced.asks_identity
     state.leave_out(places_of(model, carried))
     state.compare_items_of(replace(place, value=place.now()) for place in traced.grown)
     return state

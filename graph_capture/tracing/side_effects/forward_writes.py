@@ -18,7 +18,7 @@ from remat.graph_capture.python_state.module_hooks import (
     hooked_modules,
     place_of_hooks,
 )
-from remat.graph_capture.python_state.places import MISSING, PLAIN, Place, is_same
+from remat.graph_capture.python_state.places import MISSING, PLAIN, Entry, is_same
 from remat.graph_capture.python_state.watch import Change, PythonState
 from remat.graph_capture.python_state.writers import Writer, other_threads
 from remat.graph_capture.refuse import hook_tables, registered_hook
@@ -147,24 +147,19 @@ class ForwardWrites:
         texts += [settled.place.text for settled in self.settled]
         changes = self._state.changes()
         self._in_forward = {change.text for change in changes}
-        beside: list[Place] = []
         for change in changes:
             if any(text in change.text for text in texts):
                 continue
             if isinstance(change.place, (Hidden, Stream)):
                 raise CaptureError(_taken_text(self._kind, change.text))
-            if (writer := self._state.writer(change.place)) is Writer.THREAD_ALONE:
-                beside.append(change.place)
-                continue
-            if writer is Writer.THREAD:
+            if self._state.writer(change.place) is Writer.THREAD:
                 raise CaptureError(_beside_text(self._kind, change))
-            if _is_first_value(change.before, change.now):
+            if _is_first_value(change.before, change.now) or _is_mode(change.place):
                 self.settled.append(Settled(change.place, change.now))
             elif memo := added_to_library(change):
                 self.memos.append(memo)
             else:
                 raise self._changed(change)
-        self._state.leave_out(beside)
 
     def _changed(self, change: Change) -> CaptureError:
         return CaptureError(
@@ -206,6 +201,11 @@ def _is_first_value(before: Any, now: Any) -> bool:
     """Whether a place was empty and has a plain value now, as a flag that is set once has."""
     is_plain = isinstance(now, PLAIN) and now is not None
     return is_plain and (before is MISSING or before is None or before is False)
+
+
+def _is_mode(place: object) -> bool:
+    """Whether it is the mode of a module beside the model, such as a teacher of the loss."""
+    return isinstance(place, Entry) and place.key == "training" and "_modules" in place.space
 
 
 def _can_be_set(leaves: list[Any], *, is_read: bool) -> bool:

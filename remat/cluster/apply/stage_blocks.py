@@ -86,7 +86,9 @@ class StageBlocks:
         compared: set[tuple[str, Any]] = set()
         for path, one in self.traced.items():
             schedule = self.schedules[path]
-            fast = made[path] = module_for(one.module, schedule, one.trace, None, None)
+            fast = made[path] = module_for(
+                one.module, schedule, one.trace, None, None, audit="block"
+            )
             key = one.graph.hash, schedule.steps
             if key not in compared:
                 compared.add(key)

@@ -304,3 +304,20 @@ def test_what_does_not_fit_for_a_size_that_follows_by_chance_fits_without() -> N
     both = cached(Bank(), "600KiB", upto={"x": {0: 400}, "bank": {0: 400}}, time_limit_s=5)
     with pytest.raises(TooLargeError):
         both(torch.randn(24, 8), torch.randn(24, 8))
+
+
+class OtherOpsAtAnySize(Rows):
+    """Takes another sum where sizes are symbols, as a mask that is not known then."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rounds = 1 if isinstance(x.shape[0], int) else 3
+        return (self.body(x) / rounds).pow(2).mean() * rounds
+
+
+def test_sizes_have_a_plan_each_where_a_range_gives_other_bits() -> None:
+    model = OtherOpsAtAnySize()
+    cache = cached(model, check=True)
+    assert same_bits(model, cache, rows(4))
+    with pytest.warns(UserWarning, match="each has its own: the rewritten .* differs from eager"):
+        assert same_bits(model, cache, rows(6))
+    assert planned_ranges(cache) == ["one size", "one size"]

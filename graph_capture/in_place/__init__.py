@@ -1,0 +1,1 @@
+"""Which ops of a joint graph write in place, as eager's do."""

@@ -1,0 +1,182 @@
+"""Writes that a trace has taken apart: an op on a tensor, and what puts its result back there.
+
+A trace is functional. Where eager writes to a part of a tensor, it has a view, an op that makes a
+new part, and a scatter that makes a new whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+
+from remat.graph_capture.joint.nodes import is_alias_of_input, is_getitem, is_view
+
+aten = torch.ops.aten
+
+_MAKES_EMPTY = frozenset(
+    f"{prefix}{name}{suffix}"
+    for name in ("zeros", "ones", "empty", "full")
+    for prefix, suffix in (("", ""), ("", "_like"), ("new_", ""))
+)
+_SCATTER_OF = {
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.select.int: aten.select_scatter.default,
+    aten.diagonal.default: aten.diagonal_scatter.default,
+    aten.as_strided.default: aten.as_strided_scatter.default,
+}
+
+InPlaceOf = Callable[[fx.Node], Any]
+"""The op that does in place what a node does; None if it may not."""
+
+
+@dataclass(frozen=True)
+class Write:
+    """A node that writes to a tensor, or to a view of it.
+
+    Attributes
+    ----------
+    node : what writes. target : the op that does so in place.
+    scattered : what puts the part that was written back into the whole.
+    """
+
+    node: fx.Node
+    target: Any
+    scattered: tuple[fx.Node, ...]
+
+    @property
+    def result(self) -> fx.Node:
+        """The whole tensor after the write."""
+        return self.scattered[-1] if self.scattered else self.node
+
+
+def op_called(node: fx.Node) -> str:
+    """The name of the node's op without namespace and overload; empty of what is no op."""
+    return getattr(node.target, "_opname", "")
+
+
+def in_place_form(node: fx.Node) -> Any:
+    """The op that does in place what `node` does, if there is one."""
+    packet = getattr(aten, f"{op_called(node)}_", None)
+    return getattr(packet, getattr(node.target, "_overloadname", ""), None)
+
+
+def is_made_for_writes(node: fx.Node) -> bool:
+    """Whether `node` makes a tensor of equal numbers, or of none."""
+    return op_called(node) in _MAKES_EMPTY
+
+
+def has_own_storage(node: fx.Node) -> bool:
+    """Whether `node` makes or picks a tensor with a storage of its own, which it fills."""
+    value = node.meta.get("val")
+    if node.op != "call_function" or not isinstance(value, Tensor):
+        return False
+    if value.layout != torch.strided:
+        return False
+    is_full = value.untyped_storage().nbytes() == value.numel() * value.itemsize
+    return is_full and not is_view(node) and not _is_of_split(node)
+
+
+def as_written(node: fx.Node) -> fx.Node:
+    """`node`, or the last of its views if each is all that reads the one before it."""
+    first = node
+    while len(node.users) == 1:
+        (user,) = node.users
+        if not is_view(user) or user.meta["val"].numel() != node.meta["val"].numel():
+            break
+        node = user
+        if not is_alias_of_input(node):
+            first = node
+    return first
+
+
+def only_write(tensor: fx.Node, in_place: InPlaceOf) -> Write | None:
+    """The write to `tensor`, if that is all that reads it."""
+    readers, views = reads_of(tensor)
+    writers = [node for node in readers if in_place(node) is not None]
+    if len(writers) != 1:
+        return None
+    (node,) = writers
+    source: Any = node.args[0] if node.args else None
+    reads_it = [a for a in pytree.tree_leaves((node.args, node.kwargs)) if a in views]
+    if source not in views or len(reads_it) > 1 or not is_laid_out_as(node, source):
+        return None
+    scattered: list[fx.Node] = []
+    while not _is_all_of(source, tensor):
+        scatter = _scatter(scattered[-1] if scattered else node, source)
+        if scatter is None:
+            return None
+        scattered.append(scatter)
+        source = whole_of(source)
+    write = Write(node, in_place(node), tuple(scattered))
+    is_only = {node, *scattered} == set(readers) and is_laid_out_as(write.result, tensor)
+    return write if is_only else None
+
+
+def reads_of(tensor: fx.Node) -> tuple[dict[fx.Node, None], set[fx.Node]]:
+    """What reads `tensor` or a view of it; and these views, itself among them."""
+    views, readers = {tensor}, dict[fx.Node, None]()
+    waiting = [tensor]
+    while waiting:
+        for user in waiting.pop().users:
+            if is_view(user) or _is_split(user) or is_getitem(user):
+                views.add(user)
+                waiting.append(user)
+            else:
+                readers.setdefault(user)
+    return readers, views
+
+
+def whole_of(view: fx.Node) -> Any:
+    """What `view` is a view of."""
+    source = view.args[0]
+    return source.args[0] if is_getitem(view) and isinstance(source, fx.Node) else source
+
+
+def is_laid_out_as(one: fx.Node, other: Any) -> bool:
+    """Whether two tensors have the same dtype, sizes and strides."""
+    a, b = one.meta["val"], other.meta["val"]
+    return (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+
+
+def _is_all_of(view: fx.Node, tensor: fx.Node) -> bool:
+    """Whether `view`, one of `tensor`, shows all of it as it is."""
+    same = view.meta["val"].storage_offset() == tensor.meta["val"].storage_offset()
+    return view is tensor or (same and is_laid_out_as(view, tensor))
+
+
+def _is_split(node: fx.Node) -> bool:
+    """Whether the op returns a list of views."""
+    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+    return len(returns) == 1 and returns[0].alias_info is not None and not is_view(node)
+
+
+def _is_of_split(node: fx.Node) -> bool:
+    """Whether `node` picks one of a list of views."""
+    return is_getitem(node) and _is_split(node.all_input_nodes[0])
+
+
+def _scatter(part: fx.Node, view: fx.Node) -> fx.Node | None:
+    """What puts `part`, written in the place of `view`, back into the whole."""
+    users = list(part.users)
+    if len(users) != 1 or len(users[0].args) < 2:
+        return None
+    if users[0].args[0] is not whole_of(view) or users[0].args[1] is not part:
+        return None
+    if is_getitem(view):
+        return users[0] if _is_put_there(users[0], view) else None
+    is_inverse = users[0].target is _SCATTER_OF.get(view.target)  # pyright: ignore
+    return users[0] if is_inverse and users[0].args[2:] == view.args[1:] else None
+
+
+def _is_put_there(scatter: fx.Node, view: fx.Node) -> bool:
+    """Whether a write to a part of a split is put back where `view` is."""
+    if scatter.target is not aten.slice_scatter.default or len(scatter.args) != 5:
+        return False
+    whole, (dim, start) = whole_of(view).meta["val"], scatter.args[2:4]
+    offset = whole.storage_offset() + start * whole.stride(dim)
+    return view.meta["val"].storage_offset() == offset

@@ -1,0 +1,153 @@
+"""What users set on tensors by name, as in ``x.gain = 2.0``: seen while traced, and compared.
+
+A trace runs on stand-ins of tensors, which get the attributes of those that they stand for. An
+attribute that is a tensor itself would be one tensor for all steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.joint.provenance import line_of_user
+from remat.graph_capture.python_state.library_objects import attributes_of
+from remat.graph_capture.python_state.places import CONTAINERS, MISSING, copied, is_same
+
+Attributes = dict[str, Any]
+Copy = TypeVar("Copy", bound=Tensor)
+_BY_TORCH = ("_dynamo_", "_remat_", "_is_", "elem", "persistent")
+
+
+class OfTensor:
+    """In the place of a tensor that was set on a tensor of the batch: a signature holds none.
+
+    Raises
+    ------
+    CaptureError : forward does anything with it.
+    """
+
+    def __init__(self, name: str) -> None:
+        vars(self)["is_named"] = name
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse an op that is given such a tensor."""
+        given = pytree.tree_leaves((args, kwargs or {}))
+        raise next(one for one in given if isinstance(one, OfTensor))._refused()
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._refused()
+
+    def __bool__(self) -> bool:
+        raise self._refused()
+
+    def __getitem__(self, index: Any) -> Any:
+        raise self._refused()
+
+    def _refused(self) -> CaptureError:
+        name = vars(self)["is_named"]
+        return CaptureError(
+            f"pass {name} as an argument of its own: it is a tensor that was set on another one as "
+            f"an attribute{line_of_user()}, and each step of a plan would read that of the first "
+            "batch"
+        )
+
+
+def kept_attributes(leaf: object) -> Attributes:
+    """What a user has set on a tensor, with copies of containers."""
+    given = attributes_of(leaf) if isinstance(leaf, Tensor) else {}
+    own = {name: one for name, one in given.items() if not name.startswith(_BY_TORCH)}
+    return {name: _for_signature(name, value) for name, value in own.items()}
+
+
+def _for_signature(name: str, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return OfTensor(name)
+    return copied(value) if isinstance(value, CONTAINERS) else value
+
+
+def with_attributes_of(tensor: Tensor, copy: Copy) -> Copy:
+    """`copy`, with what a user has set on `tensor`."""
+    for name, value in attributes_of(tensor).items():
+        setattr(copy, name, value)
+    return copy
+
+
+def first_other(
+    before: Mapping[str, Any], tensor: Tensor, names: Collection[str]
+) -> tuple[str, Any, Any] | None:
+    """The first attribute of a tensor that is not as it was: its name, what it was and what it is.
+
+    Parameters
+    ----------
+    names : those that code may load.
+    """
+    now = attributes_of(tensor)
+    for name in sorted((before.keys() | now.keys()) & set(names)):
+        if name.startswith(_BY_TORCH):
+            continue
+        was, found = before.get(name, MISSING), now.get(name, MISSING)
+        is_unread = isinstance(was, OfTensor) and isinstance(found, Tensor)
+        if not is_unread and not is_same(found, was):
+            return name, was, found
+    return None
+
+
+class StandIns:
+    """Gives the tensors of a trace the attributes of those that they stand for.
+
+    Parameters
+    ----------
+    step : whose parameters and buffers are traced.
+    on_batch : the names of the batch's leaves, each with what was set on it.
+    """
+
+    def __init__(self, step: nn.Module, on_batch: Sequence[tuple[str, Attributes]]) -> None:
+        self._on_batch, self._of_state = on_batch, dict[str, Attributes]()
+        for path, tensor in _tensors_of(step).items():
+            if given := attributes_of(tensor):
+                self._of_state[path] = dict(given)
+        self._given: list[tuple[str, Tensor, Attributes]] = []
+
+    def give(self, step: nn.Module, leaves: Sequence[Any]) -> None:
+        """Let the stand-ins, in `step` and in the batch, have the attributes."""
+        now = _tensors_of(step)
+        pairs = [(path, tensor, self._of_state.get(path, {})) for path, tensor in now.items()]
+        for (name, given), leaf in zip(self._on_batch, leaves, strict=False):
+            if isinstance(leaf, Tensor):
+                pairs.append((name, leaf, given))
+        self._given = [(text, one, _set(one, given)) for text, one, given in pairs]
+
+    def require_unwritten(self, kind: str) -> None:
+        """Raise `CaptureError` if forward has set an attribute of one of them."""
+        for text, tensor, before in self._given:
+            now, of = _own(tensor), text.removeprefix("model.")
+            for name in before.keys() | now.keys():
+                if before.get(name, MISSING) is not now.get(name, MISSING):
+                    raise CaptureError(
+                        f"set {name} on a module, or outside forward: forward of {kind} sets it on "
+                        f"the tensor {of}, and a step that follows a plan would not"
+                    )
+
+
+def _set(tensor: Tensor, given: Attributes) -> Attributes:
+    for name, value in given.items():
+        if name not in vars(tensor):
+            setattr(tensor, name, value)
+    return _own(tensor)
+
+
+def _own(tensor: Tensor) -> Attributes:
+    space = vars(tensor)
+    return {name: value for name, value in space.items() if not name.startswith(_BY_TORCH)}
+
+
+def _tensors_of(step: nn.Module) -> dict[str, Tensor]:
+    return {
+        **dict(step.named_parameters(remove_duplicate=False)),
+        **dict(step.named_buffers(remove_duplicate=False)),
+    }

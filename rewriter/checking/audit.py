@@ -1,0 +1,285 @@
+"""A net under the guards: now and then the user's own forward runs beside the planned one.
+
+Guards know what state there is to look at. What none of them knows shows in what forward gives: so
+at a few steps forward and the loss run once as they are in eager, on the same batch and from the
+same state, and have to give the bits that the plan gives.
+
+Eager's forward comes first. Nothing of the planned step is in memory yet, and the planned step,
+whose results the caller gets, is the last to write. Gradients are recorded, since torch takes other
+kernels where they are not; what autograd would save for backward is dropped at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from remat.graph_capture.devices.device_table import CPU
+from remat.graph_capture.devices.free_memory import is_out_of_memory
+from remat.graph_capture.errors import AuditError, NotComparedError
+from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.joint.nodes import is_custom, target_name
+from remat.graph_capture.over_ranks.collectives import any_rank_says, collectives_in
+from remat.rewriter.checking.audit_room import why_no_room
+from remat.rewriter.checking.before_forward import BeforeForward, device_of
+from remat.rewriter.checking.forward_outcomes import ForwardOutcomes
+from remat.rewriter.checking.other_threads import others_may_draw
+from remat.rewriter.checking.outcomes import Outcome, Repeats, compared, compared_nearly
+from remat.rewriter.checking.rounded_otherwise import moved_by_rounding
+from remat.rewriter.checking.tolerance import tolerance_of
+from remat.rewriter.checking.unordered_sums import InOneOrder, add_in_no_order
+from remat.rewriter.compiled import CompiledStep
+from remat.rewriter.guards.forward import Guards
+from remat.schedules.schedule import Schedule
+
+Audits = Literal["none", "step", "block"]
+"""What is compared: nothing; steps; or forwards of a part of a model, which others run around."""
+
+
+def of_steps(audit: bool) -> Audits:
+    """What is compared of a whole model."""
+    return "step" if audit else "none"
+
+
+EVERY = 1000
+"""Beside the steps 2, 4, 8 and so on, every so many steps are audited."""
+MOST_EAGER = 8
+"""Runs of eager where one does not repeat its bits, before the plan's are called others."""
+_pauses: list[None] = []
+"""One for each `audits_paused` that is under way."""
+_LOG = logging.getLogger("remat")
+
+
+@dataclass
+class Seen:
+    """What eager's forward gave, to be compared with a planned one.
+
+    Attributes
+    ----------
+    expected : results, buffers, attributes and random streams after it, and how far they repeat.
+    leaves : of the batch. before : the state that both forwards start from.
+    moved : how far rounding alone moves each result, where that was looked at.
+    """
+
+    expected: Repeats
+    leaves: list[Any]
+    before: BeforeForward
+    moved: dict[str, float] | None = None
+
+
+def is_audited(step: int) -> bool:
+    """Whether a step of that number is compared: powers of two, and every thousandth."""
+    return step > 1 and (step & (step - 1) == 0 or step % EVERY == 0)
+
+
+@contextlib.contextmanager
+def audits_paused() -> Generator[None]:
+    """No step counts, and none is compared: plans run for a check meanwhile."""
+    _pauses.append(None)
+    try:
+        yield
+    finally:
+        _pauses.pop()
+
+
+class Audit:
+    """Compares steps of one plan with the model's own forward: the 2nd, 4th, 8th and so on.
+
+    Parameters
+    ----------
+    guards, step, schedule : of the plan. priced : the graph that it was solved on, if at hand.
+    is_block : whether the plan is for a part of a model.
+
+    Attributes
+    ----------
+    steps : how many the plan has run. audited : how many of them were compared.
+    is_agreed : whether all ranks with which forward exchanges something audit the same steps.
+    """
+
+    def __init__(
+        self,
+        guards: Guards,
+        step: CompiledStep,
+        schedule: Schedule,
+        priced: TrainingGraph | None,
+        *,
+        is_block: bool = False,
+    ) -> None:
+        self._guards, self._step = guards, step
+        self._schedule, self._priced, self.is_block = schedule, priced, is_block
+        self._outcomes = ForwardOutcomes(guards, step)
+        self.steps = self.audited = 0
+        self.is_agreed = False
+        self._is_due = self._is_doubted = False
+        self._gave_up, self._why_later, self._thread = "", "", threading.get_ident()
+
+    def __repr__(self) -> str:
+        done = f"{self.audited} of {self.steps} steps of {self._guards.kind} were compared"
+        return f"Audit({done}; none can be: {self.why_not})" if self.why_not else f"Audit({done})"
+
+    @property
+    def why_not(self) -> str:
+        """Why steps are not compared, or the next one later; empty where they are."""
+        return self._gave_up or self._why_never or self._why_later
+
+    def begin(self, module: nn.Module, leaves: list[Any]) -> Seen | None:
+        """Run eager's forward on a batch if this step is to be compared; else None.
+
+        Parameters
+        ----------
+        module : the planned one. leaves : of the batch, as the step is given them.
+        """
+        if _pauses:
+            return None
+        self.steps += 1
+        self._is_due |= self._is_doubted or is_audited(self.steps)
+        if not self._is_due or self._gave_up or self._why_never:
+            return None
+        self._why_later = "" if self._meets_ranks else self._what_hinders()  # all ranks do alike
+        if self._why_later:
+            return None
+        self._is_due = False
+        try:
+            with self._in_one_order():
+                return self._seen(module, leaves)
+        except NotComparedError as error:
+            self._give_up(str(error))
+        except (RuntimeError, MemoryError, OSError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self._give_up("memory ran out")
+        return None
+
+    def running(self, seen: Seen | None) -> contextlib.AbstractContextManager[Any]:
+        """In which the planned forward runs that is to be compared."""
+        return self._in_one_order() if seen else contextlib.nullcontext()
+
+    def differing(self, module: nn.Module, seen: Seen, output: Any) -> tuple[str, ...]:
+        """Names of what the planned forward, which has returned `output`, gave otherwise.
+
+        Empty too where that may be eager's own noise: the next step then tells.
+        """
+        self.audited += 1
+        found = self._outcomes.left(seen.before, seen.leaves, output, self._keeps_values(module))
+        names = _compared(seen, found, tolerance_of(module))
+        if self._meets_ranks:
+            is_any = any_rank_says(collectives_in(self._step.forward), bool(names), self._device)
+            names = names or ("result on another rank",) * is_any
+        was_doubted, self._is_doubted = self._is_doubted, bool(names)
+        return names if was_doubted or not self._keeps_values(module) else ()
+
+    def error(self, names: Sequence[str]) -> AuditError:
+        """The error for a difference: what to do, what differs, and in which step of which plan."""
+        recipe, more = self._guards.recipe, f" and {len(names) - 1} more" * (len(names) > 1)
+        compiled = ". Or, as it was traced as if compiled, eager runs other ops"
+        return AuditError(
+            f"plan {self._guards.kind} as it is now: call remat.rematerialize again. A cache of "
+            "plans has dropped this one, and makes another at its next call\n"
+            f"Its own forward gives another {names[0]}{more} than the plan. Something that it "
+            "reads has changed since it was planned, and no guard knows of it"
+            f"{compiled if any(recipe.flags or ()) else ''}\n"
+            f"This was step {self.steps} of the plan for {'; '.join(recipe.signature.lines())}"
+        )
+
+    def _seen(self, module: nn.Module, leaves: list[Any]) -> Seen:
+        """Eager's forward, once; more often where an audit found a difference that may be noise."""
+        values = self._keeps_values(module)
+
+        def run() -> Outcome:
+            return self._outcomes.of_eager(before, leaves, values)
+
+        before = self._outcomes.before(leaves)
+        seen = Seen(Repeats(run()), leaves, before)
+        if self._is_doubted and tolerance_of(module):
+            seen.moved = moved_by_rounding(run, seen.expected.expected)
+        elif self._is_doubted:
+            for _ in range(1, MOST_EAGER):
+                seen.expected.add(run())
+        before.forget()
+        return seen
+
+    def _keeps_values(self, module: nn.Module) -> bool:
+        """Whether results may differ by a little, so that their bits are not enough to tell."""
+        return self._device != CPU or tolerance_of(module) > 0
+
+    @functools.cached_property
+    def _device(self) -> str:
+        return device_of(self._guards.step)
+
+    @functools.cached_property
+    def _meets_ranks(self) -> bool:
+        return bool(collectives_in(self._step.forward))
+
+    @property
+    def _rounds_otherwise(self) -> bool:
+        return self._step.by_inductor or any(not one.exact for one in self._schedule.pieces)
+
+    @functools.cached_property
+    def _is_in_no_order(self) -> bool:
+        return self._device == CPU and add_in_no_order(self._step.forward)
+
+    def _in_one_order(self) -> contextlib.AbstractContextManager[Any]:
+        return InOneOrder() if self._is_in_no_order else contextlib.nullcontext()
+
+    def _give_up(self, why: str) -> None:
+        self._gave_up = why
+        _LOG.info("steps of %s are not audited: %s", self._guards.kind, why)
+
+    @functools.cached_property
+    def _why_never(self) -> str:
+        if why := self._why_unfit():
+            _LOG.info("steps of %s are not audited: %s", self._guards.kind, why)
+        return why
+
+    def _why_unfit(self) -> str:
+        custom = next((n for n in self._step.forward.graph.nodes if is_custom(n)), None)
+        if custom is not None:
+            return f"its forward runs {target_name(custom)}, which may count how often it runs"
+        if self._meets_ranks and not self.is_agreed:
+            return "its forward has collectives, and ranks have not agreed on which steps"
+        graph, made_for = (
+            self._step.graph,
+            (self._schedule.graph_hash, self._schedule.captured_hash),
+        )
+        if self._priced is not None and self._priced.hash in made_for:  # not one of a whole rank
+            graph = self._priced
+        return why_no_room(
+            graph, self._schedule, graph.links or self._step.links, self._outcomes.kept_bytes,
+            is_block=self.is_block,
+            results_bytes=self._outcomes.results_bytes * self._rounds_otherwise,
+        )  # fmt: skip
+
+    def _what_hinders(self) -> str:
+        """Why this is no moment for another forward: the next step then is compared."""
+        before, self._thread = self._thread, threading.get_ident()
+        if before != self._thread:
+            return "several threads run it"
+        if torch._C._current_graph_task_id() != -1:
+            return "it runs within a backward"
+        if _get_current_dispatch_mode_stack():
+            return "a dispatch mode of yours would see its ops"
+        if self._draws and others_may_draw():
+            return "another thread may draw from the random stream that is put back"
+        return ""
+
+    @functools.cached_property
+    def _draws(self) -> bool:
+        return any(value.kind == "rng_state" for value in self._step.graph.values)
+
+
+def _compared(seen: Seen, found: Outcome, allowed: float) -> tuple[str, ...]:
+    """Names of what differs, and of what only one of the two gave."""
+    expected = seen.expected.expected
+    alone = tuple(name for name in found if name not in expected)
+    if allowed:
+        return (*compared_nearly(expected, found, allowed, seen.moved)[0], *alone)
+    return (*compared(seen.expected, found), *alone)

@@ -1,0 +1,154 @@
+"""What a forward leaves: its results, and all that it writes. Of eager's and of the planned one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from typing import Any, NoReturn
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from remat.graph_capture.devices.device_table import CPU
+from remat.graph_capture.errors import NotComparedError
+from remat.graph_capture.joint.provenance import path_in_model
+from remat.graph_capture.over_ranks.dtensors import local_part
+from remat.graph_capture.tracing.paths import leaves_with_paths
+from remat.graph_capture.tracing.records import opened
+from remat.graph_capture.tracing.step_module import apply_loss
+from remat.rewriter.checking.before_forward import BeforeForward
+from remat.rewriter.checking.fingerprints import fingerprint, has_bits
+from remat.rewriter.checking.outcomes import Outcome
+from remat.rewriter.checking.step_state import STREAM
+from remat.rewriter.compiled import CompiledStep
+from remat.rewriter.graphs.rng_states import save_rng_state
+from remat.rewriter.guards.forward import Guards, constants_of
+
+_NO_HOOKS = "saved tensor hooks"
+"""What torch says where code takes no hooks on what autograd saves."""
+
+
+class ForwardOutcomes:
+    """Forwards of one planned module and of the model that it was made of.
+
+    Parameters
+    ----------
+    guards, step : of the plan.
+    """
+
+    def __init__(self, guards: Guards, step: CompiledStep) -> None:
+        self._guards, self._step = guards, step
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the copies that `before` makes."""
+        facts = self._step.gradients
+        batch_bytes = self._step.graph.resident.batch_bytes if facts.writes_batch else 0
+        return batch_bytes + sum(tensor.nbytes for tensor in self._written())
+
+    @property
+    def results_bytes(self) -> int:
+        """Bytes of what forward returns and writes."""
+        made = set(self._step.graph.forward_outputs)
+        return sum(value.size_bytes for value in self._step.graph.values if value.name in made)
+
+    def before(self, leaves: list[Any]) -> BeforeForward:
+        """The state as it is now, with a copy of all that the planned forward writes to."""
+        batch = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        written = [*self._written(), *(batch if self._step.gradients.writes_batch else ())]
+        read = [*(self._guards.live.read() or ()), *batch]
+        return BeforeForward(self._guards, written, read)
+
+    def _written(self) -> list[Tensor]:
+        """Parameters and buffers that the planned forward writes to, and what its graph holds."""
+        guards, paths = self._guards, self._step.gradients.state_written
+        state = zip(guards.live.names, guards.live.read() or (), strict=False)
+        own = [tensor for name, tensor in state if path_in_model(name) in paths]
+        return [*own, *constants_of(self._step.forward)]
+
+    def of_eager(self, before: BeforeForward, leaves: list[Any], keeps_values: bool) -> Outcome:
+        """Run the model's own forward and the loss, and put everything back.
+
+        Parameters
+        ----------
+        before : the state as it is now. leaves : of the batch.
+        keeps_values : whether results are kept as they are, and not by their bits in short.
+
+        Raises
+        ------
+        NotComparedError : it cannot be run without what autograd saves.
+        """
+        try:
+            found = self.left(before, leaves, self._run(leaves), keeps_values)
+            return found | dict.fromkeys(before.written_else(), "in place")
+        except RuntimeError as error:
+            if _NO_HOOKS in str(error):
+                raise NotComparedError("code of the model takes no saved tensor hooks") from error
+            raise
+        finally:
+            before.put_back()
+
+    def left(
+        self, before: BeforeForward, leaves: list[Any], output: Any, keeps_values: bool
+    ) -> dict[str, Any]:
+        """What a forward that began at `before` has left, by name. `output` : its result."""
+        keep = _value if keeps_values else _bits
+        found = {f"output{at}": keep(leaf) for at, leaf in _by_path(opened(output))}
+        for name, buffer in self._guards.step.named_buffers():
+            found[f"buffer {name}"] = keep(buffer)
+        names = self._guards.recipe.signature.names
+        if self._step.gradients.writes_batch:
+            found |= {f"input {n}": keep(t) for n, t in zip(names, leaves, strict=True)}
+        for written in before.attributes.written():
+            for at, leaf in _by_path(written.value):
+                found[f"attribute {written.text}{at}"] = keep(leaf)
+        for device in before.streams:
+            found[STREAM if device == CPU else f"{STREAM} of {device}"] = save_rng_state(device)
+        return found
+
+    def _run(self, leaves: list[Any]) -> Any:
+        args, kwargs, target = self._guards.batches.tree(leaves)
+        with _nothing_saved(), _no_casts_kept():
+            output = self._guards.model.forward(*args, **kwargs)
+            return apply_loss(self._guards.recipe.loss_fn, output, target)
+
+
+def _by_path(tree: Any) -> list[tuple[str, Any]]:
+    return [(pytree.keystr(path), leaf) for path, leaf in leaves_with_paths(tree)]
+
+
+def _bits(leaf: Any) -> Any:
+    """The bits in short, without a copy of the tensor where it is a plain one."""
+    if not isinstance(leaf, Tensor):
+        return f"{type(leaf).__name__} {leaf!r}"
+    own = local_part(leaf.detach())
+    return fingerprint(own) if has_bits(own) else f"{type(own).__name__} {list(own.shape)}"
+
+
+def _value(leaf: Any) -> Any:
+    """A copy on the host, so that nothing is held on a device."""
+    return local_part(leaf.detach()).to(CPU, copy=True) if isinstance(leaf, Tensor) else _bits(leaf)
+
+
+@contextlib.contextmanager
+def _nothing_saved() -> Generator[None]:
+    """Let autograd record, as the kernels depend on it, and save nothing for a backward."""
+
+    def wanted(_: object) -> NoReturn:
+        raise NotComparedError("forward runs a backward of its own, which reads what is saved")
+
+    with saved_tensors_hooks(lambda _: None, wanted):
+        yield
+
+
+@contextlib.contextmanager
+def _no_casts_kept() -> Generator[None]:
+    """Casts of autocast go at once: the planned forward finds none that it has not made."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
