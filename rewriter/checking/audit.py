@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from remat.graph_capture.devices.device_table import CPU
@@ -172,7 +172,7 @@ class Audit:
         found = self._outcomes.left(seen.before, seen.leaves, output, self._keeps_values(module))
         names = _compared(seen, found, tolerance_of(module))
         if self._meets_ranks:
-            is_any = any_rank_says(collectives_in(self._step.forward), bool(names), self._device)
+            is_any = any_rank_says(self._collectives, bool(names), self._device)
             names = names or ("result on another rank",) * is_any
         was_doubted, self._is_doubted = self._is_doubted, bool(names)
         return names if was_doubted or not self._keeps_values(module) else ()
@@ -216,8 +216,12 @@ class Audit:
         return device_of(self._guards.step)
 
     @functools.cached_property
+    def _collectives(self) -> list[fx.Node]:
+        return collectives_in(self._step.forward)
+
+    @property
     def _meets_ranks(self) -> bool:
-        return bool(collectives_in(self._step.forward))
+        return bool(self._collectives)
 
     @property
     def _rounds_otherwise(self) -> bool:

@@ -88,7 +88,7 @@ class Elsewhere:
                 with saved_tensors_hooks(self._pack, self._unpack):
                     return run()
             except RuntimeError as error:
-                if _NO_HOOKS not in str(error):
+                if not takes_no_hooks(error):
                     raise
                 raise NotComparedError(
                     f"what it saves for backward cannot be moved ({str(error).splitlines()[0]})"
@@ -251,6 +251,11 @@ class _Results(MutableMapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._kept)
+
+
+def takes_no_hooks(error: RuntimeError) -> bool:
+    """Whether it says that code takes no hooks on what autograd saves."""
+    return _NO_HOOKS in str(error)
 
 
 def _folder() -> Folder:

@@ -19,15 +19,13 @@ from remat.graph_capture.tracing.paths import leaves_with_paths
 from remat.graph_capture.tracing.records import opened
 from remat.graph_capture.tracing.step_module import apply_loss
 from remat.rewriter.checking.before_forward import BeforeForward
+from remat.rewriter.checking.elsewhere import takes_no_hooks
 from remat.rewriter.checking.fingerprints import fingerprint, has_bits
 from remat.rewriter.checking.outcomes import Outcome
 from remat.rewriter.checking.step_state import STREAM
 from remat.rewriter.compiled import CompiledStep
 from remat.rewriter.graphs.rng_states import save_rng_state
 from remat.rewriter.guards.forward import Guards, constants_of
-
-_NO_HOOKS = "saved tensor hooks"
-"""What torch says where code takes no hooks on what autograd saves."""
 
 
 class ForwardOutcomes:
@@ -84,7 +82,7 @@ class ForwardOutcomes:
             found = self.left(before, leaves, self._run(leaves), keeps_values)
             return found | dict.fromkeys(before.written_else(), "in place")
         except RuntimeError as error:
-            if _NO_HOOKS in str(error):
+            if takes_no_hooks(error):
                 raise NotComparedError("code of the model takes no saved tensor hooks") from error
             raise
         finally:

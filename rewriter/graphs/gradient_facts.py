@@ -25,7 +25,6 @@ class GradientFacts:
     needs : for each place that gets one, the places of the results of forward that it comes from.
     through : all places in `needs`' values.
     summed : places whose gradient is a sum of several terms.
-    overwrites : whether the step writes to a buffer or an input.
     written : places of the inputs that it writes to. state_written : paths of the parameters and
         buffers among them. writes_batch : whether it writes to anything else.
     """
@@ -34,10 +33,14 @@ class GradientFacts:
     needs: dict[int, frozenset[int]]
     through: frozenset[int]
     summed: tuple[int, ...]
-    overwrites: bool
     written: tuple[int, ...]
     state_written: frozenset[str] = frozenset()
     writes_batch: bool = False
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether the step writes to a buffer or an input."""
+        return self.writes_batch or bool(self.state_written)
 
 
 def gradient_facts(joint: Joint) -> GradientFacts:
@@ -61,7 +64,6 @@ def gradient_facts(joint: Joint) -> GradientFacts:
         needs=needs,
         through=frozenset[int]().union(*needs.values()),
         summed=tuple(i for i, node in given.items() if _is_sum(joint, node, reached)),
-        overwrites=bool(written),
         written=tuple(
             i
             for i, is_written in enumerate(
