@@ -261,7 +261,7 @@ def rematerialize(
             "loss_fn": loss_fn, "optimizer": optimizer, "accumulate": accumulate, "host": host,
             "sharding": sharding, "group": group, "profile": profile, "keep": keep,
             "time_limit_s": time_limit_s, "recompute": recompute, "check": check,
-            "compile": compile, "float_inputs": float_inputs, "split": split,
+            "audit": audit, "compile": compile, "float_inputs": float_inputs, "split": split,
         }
     )  # fmt: skip
     require_dynamic(model, dynamic, may_be_auto=False)

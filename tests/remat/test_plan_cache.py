@@ -159,6 +159,7 @@ def test_of_more_plans_than_allowed_the_oldest_is_given_up_and_it_is_said() -> N
         ({"split": "yes"}, CaptureError, "split='yes' is unknown"),
         ({"check": "no"}, RewriteError, "check='no' is unknown: give True, False, or None"),
         ({"accumulate": 4}, RewriteError, "accumulate=4 is unknown"),
+        ({"audit": "yes"}, RewriteError, "audit=.yes. is unknown"),
         ({"compile": "inductor"}, RewriteError, "compile='inductor' is unknown"),
         ({"compile": True, "split": "exact"}, RewriteError, "compile=True takes no split"),
         ({"sharding": "fsdp"}, RewriteError, r"give a remat\.Sharding"),
