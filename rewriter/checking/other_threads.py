@@ -21,5 +21,18 @@ def others_may_draw() -> bool:
 def _is_users(thread: threading.Thread) -> bool:
     run: Any = getattr(thread, "_target", None) or type(thread).run
     module = getattr(run, "__module__", None) or ""
-    is_known = is_library(module) or is_installed(sys.modules.get(module))
-    return module.startswith(_FOR_OTHERS) or not is_known
+    if module.startswith(_FOR_OTHERS):
+        return not _is_idle(thread, run)
+    return not (is_library(module) or is_installed(sys.modules.get(module)))
+
+
+def _is_idle(thread: threading.Thread, run: Any) -> bool:
+    """Whether a pool's thread waits for work, which only a thread that runs could give it.
+
+    Pools outlive their use: torch's compiler and this package's own links to files have some.
+    """
+    frame = sys._current_frames().get(thread.ident or 0)
+    if frame is None or frame.f_code is not getattr(run, "__code__", None):  # within what it runs
+        return False
+    queue = frame.f_locals.get("work_queue")
+    return queue is not None and queue.empty()

@@ -6,7 +6,9 @@ import copy
 import pickle
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from remat.rewriter.checking.audit import is_audited
 from remat.rewriter.checking.audit_room import why_no_room
 from remat.rewriter.checking.fingerprints import PIECE_BYTES, fingerprint
 from remat.rewriter.checking.forward_outcomes import ForwardOutcomes
+from remat.rewriter.checking.other_threads import others_may_draw
 from tests.behaviours.trainee import Trainee, differences
 from tests.models import MODELS, make
 from tests.rows import each_nth
@@ -32,6 +35,8 @@ from tests.steps import rewritten, schedule_of
 from tests.threads import torch_threads
 
 STEPS = 9
+LONG_S = 60.0
+"""No test waits as long, however busy the machine is."""
 RANGE: Any = {"x": {0: ("batch", 2, 8)}}
 OWN_OPS = {"custom_op"}
 """Models that run an op of their own."""
@@ -344,6 +349,28 @@ def test_a_stream_from_which_another_thread_draws_is_not_put_back(rate: float) -
     trained(module, (x,), 1)
     assert module.audit.audited == (1 if rate else 2)
     assert module.audit.why_not == ""
+
+
+def test_a_pool_of_threads_may_draw_while_it_has_work() -> None:
+    x, ends = torch.randn(4, 4), threading.Event()
+    module = planned(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), x)
+    with ThreadPoolExecutor(2) as pool:
+        work = pool.submit(ends.wait)
+        trained(module, (x,), 2)
+        assert "another thread may draw" in module.audit.why_not
+        ends.set()
+        work.result()
+        assert finds_idle(pool)
+        trained(module, (x,), 1)
+        assert module.audit.audited == 1
+
+
+def finds_idle(pool: ThreadPoolExecutor) -> bool:
+    """Whether its threads, which go on for a moment after a result is there, wait for more."""
+    ends = time.monotonic() + LONG_S
+    while others_may_draw() and time.monotonic() < ends:
+        time.sleep(1e-3)
+    return not others_may_draw()
 
 
 def test_a_forward_that_fails_now_fails_as_eager_does() -> None:
