@@ -24,6 +24,7 @@ from remat.graph_capture.gradients.deliveries import Deliveries, of_parameters
 from remat.graph_capture.gradients.gradient_layout import lay_out_gradients
 from remat.graph_capture.gradients.hand_over import HandOver
 from remat.graph_capture.graph import Op, Phase, Resident, TrainingGraph, Value
+from remat.graph_capture.in_place.copied import read_past_copies
 from remat.graph_capture.in_place.joining import join_writes
 from remat.graph_capture.in_place.sums import BEGUN, InPlace, writes_in_place
 from remat.graph_capture.joint.batch_norm import (
@@ -101,6 +102,7 @@ class _Builder:
     backward: list[Op] = field(default_factory=list[Op])
 
     def __post_init__(self) -> None:
+        read_past_copies(self.gm.graph)
         self.nodes = list(self.gm.graph.nodes)
         self.values = Values(self.gm)
         self.places = Places(self.gm.graph)
