@@ -52,6 +52,7 @@ from remat.graph_capture.joint.nodes import (
 )
 from remat.graph_capture.joint.phases import forward_nodes
 from remat.graph_capture.joint.pinned import overwritten_values, why_pinned
+from remat.graph_capture.joint.products import make_products_exact
 from remat.graph_capture.joint.refuse_ops import refuse_op
 from remat.graph_capture.joint.values import Values
 from remat.graph_capture.joint.weight_casts import cached_casts
@@ -358,6 +359,7 @@ def build_joint(
     """
     make_dropout_exact(gm)
     make_class_weights_exact(gm)
+    make_products_exact(gm)
     run_by_kernels_of_eager(gm)
     handed_over = of_parameters(gm, num_forward_outputs) if hand_over else {}
     lay_out_gradients(
