@@ -77,28 +77,28 @@ def _reads_before_write(copy: fx.Node, written: fx.Node) -> Iterator[fx.Node]:
 def _read_from(reader: fx.Node, copy: fx.Node, written: fx.Node) -> None:
     """Let `reader` read the view of `written` that it has of `copy`, if there is one."""
     (view,) = reader.all_input_nodes
+    as_copy = _has_same_places(copy, written)
     shown = view
     while shown is not copy:
-        is_same = is_view(shown) and (shown.target in _OF_ANY_LAYOUT or _is_alike(copy, written))
-        if not is_same:
+        if not is_view(shown) or not (as_copy or shown.target in _OF_ANY_LAYOUT):
             return
         shown = shown.args[0]
     with reader.graph.inserting_before(reader):
-        reader.replace_input_with(view, _shown(view, copy, written))
+        reader.replace_input_with(view, _shown_in(view, copy, written))
     erase_unread(view)
 
 
-def _is_alike(copy: fx.Node, written: fx.Node) -> bool:
+def _has_same_places(copy: fx.Node, written: fx.Node) -> bool:
     a, b = copy.meta["val"], written.meta["val"]
     return is_laid_out_as(copy, written) and a.storage_offset() == b.storage_offset()
 
 
-def _shown(view: Any, copy: fx.Node, written: fx.Node) -> fx.Node:
+def _shown_in(view: Any, copy: fx.Node, written: fx.Node) -> fx.Node:
     """`view`, a view of `copy`, as one of `written`."""
     if view is copy:
         return written
     source, *more = view.args
-    args = (_shown(source, copy, written), *more)
+    args = (_shown_in(source, copy, written), *more)
     node = view.graph.call_function(view.target, args, dict(view.kwargs))
     node.meta = dict(view.meta)
     values = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], (args, dict(view.kwargs)))

@@ -6,9 +6,9 @@ and an op that makes a copy of them with the element, so that both are there whi
 op the two take what eager takes, and may run again.
 
 So it is done where nothing else reads what is written to. Either it was made of equal numbers or
-of none, and then any op may write there that has a form in place; or eager has run that form, while
-autograd recorded nothing. And nothing else runs in between, so that no op holds what it reads for
-longer than in eager.
+of none, and then any op may write there that has a form in place; or eager has run that form. And
+nothing else runs in between, or eager holds meanwhile what the first ops read, so that none of it
+is held for longer than in eager.
 """
 
 from __future__ import annotations

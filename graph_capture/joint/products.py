@@ -43,7 +43,7 @@ def gradient_of_product(
 
 
 @torch.library.impl(_library, "gradient_of_product", "Meta")
-def _like_input(grad: Tensor, input: Tensor, result: Tensor, dim: int, whole: bool) -> Tensor:
+def _like_factors(grad: Tensor, input: Tensor, result: Tensor, dim: int, whole: bool) -> Tensor:
     return input.new_empty([input.numel()] if whole else input.shape)
 
 
@@ -84,16 +84,16 @@ def make_products_exact(gm: fx.GraphModule) -> None:
 def _gradient_of_product(node: fx.Node) -> tuple[Any, ...] | None:
     """The arguments of `gradient_of_product`, if the node gives the gradient of a product."""
     grad, others = node.args
-    resolved = _called(others, aten.clone.default)
-    conjugate = _called(resolved.args[0] if resolved else others, aten._conj.default)
-    product = _called(conjugate.args[0] if conjugate else others, aten.mul.Tensor)
-    flipped = _called(product.args[1], aten.flip.default) if product else None
+    resolved = _if_calls(others, aten.clone.default)
+    conjugate = _if_calls(resolved.args[0] if resolved else others, aten._conj.default)
+    product = _if_calls(conjugate.args[0] if conjugate else others, aten.mul.Tensor)
+    flipped = _if_calls(product.args[1], aten.flip.default) if product else None
     if product is None or flipped is None:
         return None
     before, dim = _behind_ones(product.args[0])
     reverse, _ = _behind_ones(flipped.args[0])
-    last = _called(reverse, aten.flip.default)
-    first, after = _called(before, _SLICE), last and _called(last.args[0], _SLICE)
+    last = _if_calls(reverse, aten.flip.default)
+    first, after = _if_calls(before, _SLICE), last and _if_calls(last.args[0], _SLICE)
     if not first or not after or after.args[:3] != (first.args[0], dim, 1):
         return None
     return _as_eager(grad, first.args[0], dim) if first.args[1:3] == (dim, 0) else None
@@ -101,22 +101,22 @@ def _gradient_of_product(node: fx.Node) -> tuple[Any, ...] | None:
 
 def _behind_ones(node: Any) -> tuple[Any, Any]:
     """What is behind ones along a dimension over which the node multiplies; and that dimension."""
-    products = _called(node, aten.cumprod.default)
-    joined = _called(products.args[0], aten.cat.default) if products else None
+    products = _if_calls(node, aten.cumprod.default)
+    joined = _if_calls(products.args[0], aten.cat.default) if products else None
     pieces: Any = joined.args[0] if joined else ()
-    if products is None or len(pieces) != 2 or not _called(pieces[0], aten.ones.default):
+    if products is None or len(pieces) != 2 or not _if_calls(pieces[0], aten.ones.default):
         return None, None
     return pieces[1], products.args[1]
 
 
 def _as_eager(grad: Any, factors: Any, dim: Any) -> tuple[Any, ...] | None:
     """The arguments of `gradient_of_product` where all of `factors`, or those over `dim`, go in."""
-    flat = _called(factors, aten.view.default)
+    flat = _if_calls(factors, aten.view.default)
     whole = flat is not None and flat.args[1] == [-1]
     if flat is not None and whole:
-        packed = _called(flat.args[0], aten.clone.default)
+        packed = _if_calls(flat.args[0], aten.clone.default)
         factors = packed.args[0] if packed else flat.args[0]
-    cast = _called(factors, aten._to_copy.default)
+    cast = _if_calls(factors, aten._to_copy.default)
     for result in (*factors.users, *(cast.args[0].users if cast else ())):
         if result.meta["val"].dtype == factors.meta["val"].dtype and (
             (whole and result.target is aten.prod.default)
@@ -130,6 +130,6 @@ def _is_over(product: Any, dim: int, n_dims: int) -> bool:
     return product.target is aten.prod.dim_int and product.args[1] % n_dims == dim
 
 
-def _called(node: Any, target: Any) -> Any:
+def _if_calls(node: Any, target: Any) -> Any:
     """The node, if it calls `target`; else None."""
     return node if isinstance(node, fx.Node) and node.target is target else None
