@@ -78,7 +78,7 @@ def _read_from(reader: fx.Node, copy: fx.Node, written: fx.Node) -> None:
     """Let `reader` read the view of `written` that it has of `copy`, if there is one."""
     (view,) = reader.all_input_nodes
     as_copy = _has_same_places(copy, written)
-    shown = view
+    shown: Any = view
     while shown is not copy:
         if not is_view(shown) or not (as_copy or shown.target in _OF_ANY_LAYOUT):
             return

@@ -112,7 +112,7 @@ def only_write(
     reads_it = [a for a in pytree.tree_leaves((node.args, node.kwargs)) if a in views]
     if source not in views or not _has_numbers_of(node, source):
         return None
-    if len(reads_it) > 1 and not (may_read_it(node) and set(reads_it) <= {*node.args}):
+    if len(reads_it) > 1 and not (may_read_it(node) and all(one in node.args for one in reads_it)):
         return None
     scattered: list[fx.Node] = []
     while not _is_all_of(source, tensor):
