@@ -6,9 +6,9 @@ and an op that makes a copy of them with the element, so that both are there whi
 op the two take what eager takes, and may run again.
 
 So it is done where nothing else reads what is written to. Either it was made of equal numbers or
-of none, and then any op may write there that has a form in place; or eager has run that form, while
-autograd recorded nothing. And nothing else runs in between, so that no op holds what it reads for
-longer than in eager.
+of none, and then any op may write there that has a form in place; or eager has run that form. And
+nothing else runs in between, or eager holds meanwhile what the first ops read, so that none of it
+is held for longer than in eager.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from remat.graph_capture.in_place.writes import (
     only_write,
     reads_of,
 )
+from remat.graph_capture.joint.eager_memory import is_held_past
 from remat.graph_capture.joint.nodes import (
     draws_randomness,
     erase_unread,
@@ -50,10 +51,11 @@ def join_writes(graph: fx.Graph, in_forward: Collection[fx.Node], sums: InPlace)
     ----------
     in_forward : the nodes of forward. sums : those that are added up in place otherwise.
     """
-    apart = {*sums.begins, *sums.targets, *sums.before}
+    apart = {*sums.targets, *sums.before}
     apart.update(node for scattered in sums.scattered.values() for node in scattered)
     for node in list(graph.nodes):
-        if node.op == "call_function" and node not in apart and _may_begin(node):
+        begins = node.op == "call_function" and node not in apart and node not in sums.begins
+        if begins and _may_begin(node):
             writes = list(_writes_after(node, in_forward, apart))
             if writes:
                 _join(node, writes)
@@ -79,14 +81,18 @@ def _writes_after(
     """The writes to what `node` makes, one after the other, that may run as one op with it."""
     is_empty = is_made_for_writes(node)
     before, tensor = node, as_written(node)
-    while (write := only_write(tensor, _any_form if is_empty else written_by_eager)) is not None:
+    members = [node]
+    form = _any_form if is_empty else written_by_eager
+    while (write := only_write(tensor, form, _is_eagers)) is not None:
         is_alike = _is_plain(write.node) and (write.node in in_forward) == (node in in_forward)
         if not is_alike or not apart.isdisjoint((write.node, write.result)):
             return
         is_free = before is node and is_empty and _reads_no_more(node, write)
-        if not is_free and not _runs_next(before, write.node, in_forward):
+        runs_on = is_free or _runs_next(before, write.node, in_forward)
+        if not runs_on and not _is_held_anyway(members, write):
             return
         yield write
+        members += [write.node, *write.scattered]
         before = tensor = write.result
         tensor = as_written(tensor)
 
@@ -101,14 +107,30 @@ def _any_form(node: fx.Node) -> Any:
     return op if same else None
 
 
+def _is_eagers(node: fx.Node) -> bool:
+    """Whether eager writes in place there, whatever else it reads."""
+    return written_by_eager(node) is not None
+
+
 def _reads_no_more(node: fx.Node, write: Write) -> bool:
     """Whether `node` reads nothing that the write does not read as well."""
     return _storages_read(node) <= _storages_read(write.node)
 
 
+def _is_held_anyway(members: Collection[fx.Node], write: Write) -> bool:
+    """Whether eager holds until `write` what `members` read, so that they may run as late."""
+    own = {key for member in members for key in _storages_of(member)}
+    own |= _storages_read(write.node)
+    read = (one for member in members for one in member.all_input_nodes)
+    return all(is_held_past(n, write.node) for n in read if not _storages_of(n) <= own)
+
+
+def _storages_of(node: fx.Node) -> set[int]:
+    return {storage_key(tensor) for tensor in tensors_of(node) if tensor is not None}
+
+
 def _storages_read(node: fx.Node) -> set[int]:
-    tensors = (t for read in node.all_input_nodes for t in tensors_of(read))
-    return {storage_key(tensor) for tensor in tensors if tensor is not None}
+    return {key for read in node.all_input_nodes for key in _storages_of(read)}
 
 
 def _runs_next(before: fx.Node, node: fx.Node, in_forward: Collection[fx.Node]) -> bool:

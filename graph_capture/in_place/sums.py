@@ -31,7 +31,7 @@ from remat.graph_capture.in_place.writes import (
     only_write,
     op_called,
 )
-from remat.graph_capture.joint.eager_memory import WRITTEN_KEY
+from remat.graph_capture.joint.eager_memory import RECORDED_KEY, WRITTEN_KEY
 from remat.graph_capture.joint.nodes import is_getitem, is_view
 
 aten = torch.ops.aten
@@ -120,13 +120,16 @@ def _annotations(node: fx.Node) -> Any:
 
 def _in_place(node: fx.Node) -> Any:
     """The op that does in place what `node` does, if eager has run that one."""
-    return aten.add_.Tensor if _is_sum_of_autograd(node) else written_by_eager(node)
+    if _is_sum_of_autograd(node):
+        return aten.add_.Tensor
+    return written_by_eager(node) if WRITTEN_KEY in _annotations(node) else None
 
 
 def written_by_eager(node: fx.Node) -> Any:
-    """The op in place that eager has run where the trace has `node`, if autograd records none."""
-    op = in_place_form(node)
-    return op if op is not None and str(op) == _annotations(node).get(WRITTEN_KEY) else None
+    """The op in place that eager has run where the trace has `node`."""
+    op, said = in_place_form(node), _annotations(node)
+    written = said.get(WRITTEN_KEY, said.get(RECORDED_KEY))
+    return op if op is not None and str(op) == written else None
 
 
 def _is_sum_of_autograd(node: fx.Node) -> bool:

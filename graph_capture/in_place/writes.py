@@ -14,7 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from remat.graph_capture.joint.nodes import is_alias_of_input, is_getitem, is_view
+from remat.graph_capture.joint.nodes import is_alias_of_input, is_getitem, is_view, storage_key
 
 aten = torch.ops.aten
 
@@ -94,8 +94,15 @@ def as_written(node: fx.Node) -> fx.Node:
     return first
 
 
-def only_write(tensor: fx.Node, in_place: InPlaceOf) -> Write | None:
-    """The write to `tensor`, if that is all that reads it."""
+def only_write(
+    tensor: fx.Node, in_place: InPlaceOf, may_read_it: Callable[[fx.Node], bool] = lambda _: False
+) -> Write | None:
+    """The write to `tensor`, if that is all that reads it.
+
+    Parameters
+    ----------
+    may_read_it : whether a node that writes to a part may read other parts too.
+    """
     readers, views = reads_of(tensor)
     writers = [node for node in readers if in_place(node) is not None]
     if len(writers) != 1:
@@ -103,7 +110,9 @@ def only_write(tensor: fx.Node, in_place: InPlaceOf) -> Write | None:
     (node,) = writers
     source: Any = node.args[0] if node.args else None
     reads_it = [a for a in pytree.tree_leaves((node.args, node.kwargs)) if a in views]
-    if source not in views or len(reads_it) > 1 or not is_laid_out_as(node, source):
+    if source not in views or not _has_numbers_of(node, source):
+        return None
+    if len(reads_it) > 1 and not (may_read_it(node) and all(one in node.args for one in reads_it)):
         return None
     scattered: list[fx.Node] = []
     while not _is_all_of(source, tensor):
@@ -143,10 +152,24 @@ def is_laid_out_as(one: fx.Node, other: Any) -> bool:
     return (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
 
 
-def _is_all_of(view: fx.Node, tensor: fx.Node) -> bool:
-    """Whether `view`, one of `tensor`, shows all of it as it is."""
-    same = view.meta["val"].storage_offset() == tensor.meta["val"].storage_offset()
-    return view is tensor or (same and is_laid_out_as(view, tensor))
+def _has_numbers_of(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two tensors have the same dtype and sizes."""
+    a, b = one.meta["val"], other.meta["val"]
+    return (a.dtype, a.shape) == (b.dtype, b.shape)
+
+
+def _is_all_of(view: Any, tensor: Any) -> bool:
+    """Whether `view`, of the same storage as `tensor`, shows all of it as it is."""
+    if view is tensor:
+        return True
+    if not isinstance(view, fx.Node) or not isinstance(tensor, fx.Node):
+        return False
+    a, b = view.meta["val"], tensor.meta["val"]
+    is_as_it_is = (a.storage_offset(), a.is_conj(), a.is_neg()) == (
+        b.storage_offset(), b.is_conj(), b.is_neg(),
+    )  # fmt: skip
+    same = storage_key(a) == storage_key(b)
+    return same and is_as_it_is and is_laid_out_as(view, tensor)
 
 
 def _is_split(node: fx.Node) -> bool:
@@ -165,7 +188,8 @@ def _scatter(part: fx.Node, view: fx.Node) -> fx.Node | None:
     users = list(part.users)
     if len(users) != 1 or len(users[0].args) < 2:
         return None
-    if users[0].args[0] is not whole_of(view) or users[0].args[1] is not part:
+    # A trace makes the views of a tensor again once it was written to.
+    if not _is_all_of(users[0].args[0], whole_of(view)) or users[0].args[1] is not part:
         return None
     if is_getitem(view):
         return users[0] if _is_put_there(users[0], view) else None

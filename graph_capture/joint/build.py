@@ -24,6 +24,7 @@ from remat.graph_capture.gradients.deliveries import Deliveries, of_parameters
 from remat.graph_capture.gradients.gradient_layout import lay_out_gradients
 from remat.graph_capture.gradients.hand_over import HandOver
 from remat.graph_capture.graph import Op, Phase, Resident, TrainingGraph, Value
+from remat.graph_capture.in_place.copied import read_past_copies
 from remat.graph_capture.in_place.joining import join_writes
 from remat.graph_capture.in_place.sums import BEGUN, InPlace, writes_in_place
 from remat.graph_capture.joint.batch_norm import (
@@ -51,6 +52,7 @@ from remat.graph_capture.joint.nodes import (
 )
 from remat.graph_capture.joint.phases import forward_nodes
 from remat.graph_capture.joint.pinned import overwritten_values, why_pinned
+from remat.graph_capture.joint.products import make_products_exact
 from remat.graph_capture.joint.refuse_ops import refuse_op
 from remat.graph_capture.joint.values import Values
 from remat.graph_capture.joint.weight_casts import cached_casts
@@ -101,6 +103,7 @@ class _Builder:
     backward: list[Op] = field(default_factory=list[Op])
 
     def __post_init__(self) -> None:
+        read_past_copies(self.gm.graph)
         self.nodes = list(self.gm.graph.nodes)
         self.values = Values(self.gm)
         self.places = Places(self.gm.graph)
@@ -356,6 +359,7 @@ def build_joint(
     """
     make_dropout_exact(gm)
     make_class_weights_exact(gm)
+    make_products_exact(gm)
     run_by_kernels_of_eager(gm)
     handed_over = of_parameters(gm, num_forward_outputs) if hand_over else {}
     lay_out_gradients(

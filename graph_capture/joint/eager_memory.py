@@ -34,6 +34,9 @@ from remat.graph_capture.joint.weight_casts import CachedCast
 WRITTEN_KEY = "remat_written"
 """Among the annotations of a node that autograd does not record: the op that eager runs there, if
 that writes to its argument; else empty."""
+RECORDED_KEY = "remat_recorded"
+"""The same for a write that autograd records. Nodes of its backward may have it from forward, but
+these have the other one too."""
 MADE_AS, DIED_AS = "remat_made_as", "remat_died_as"
 """On the meta of nodes: their number in the order of the trace, and how many there were when eager
 let go of what the node has made."""
@@ -76,11 +79,9 @@ class EagerMemory(BesideTrace):
         if torch.is_inference_mode_enabled():
             _let_bases_go()
         written = [(one, self._node_of(one)) for one in _written(func, args, given)]
-        if torch.is_grad_enabled():
+        key = RECORDED_KEY if torch.is_grad_enabled() else WRITTEN_KEY
+        with fx_traceback.annotate({key: str(func) if _writes(func) else ""}):
             results = func(*args, **given)
-        else:
-            with fx_traceback.annotate({WRITTEN_KEY: str(func) if _writes(func) else ""}):
-                results = func(*args, **given)
         for tensor, before in written:
             self._note_over(tensor, before)
         for leaf in pytree.tree_leaves(results):
@@ -255,6 +256,11 @@ def with_checkpoints(ops: Iterable[Op], node_of_op: Mapping[str, fx.Node]) -> It
             at = number.setdefault(own, len(number) + 1)
             op = msgspec.structs.replace(op, checkpoint=at)
         yield op
+
+
+def is_held_past(node: fx.Node, later: fx.Node) -> bool:
+    """Whether eager is known to hold what `node` gives when it runs `later`."""
+    return node.op == "placeholder" or node.meta.get(DIED_AS, 0) > _number_of(later)
 
 
 def _number_of(node: fx.Node | None) -> float:

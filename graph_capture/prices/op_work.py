@@ -8,9 +8,11 @@ from __future__ import annotations
 from typing import Any, Literal, cast
 
 import msgspec
+import torch
 from torch import fx
 from torch.utils import flop_counter
 
+from remat.graph_capture.in_place.as_one import STEP_METAS, AsOne
 from remat.graph_capture.joint.nodes import argument, target_name, tensors_of
 
 ATTENTION_BACKWARD = "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
@@ -64,9 +66,21 @@ def _dtype_of(node: fx.Node) -> str:
 
 
 def moved_bytes(node: fx.Node) -> int:
-    """Bytes of the node's arguments and results; of an expanded tensor, those of its storage."""
+    """Bytes of the node's arguments and results; of an expanded tensor, those of its storage.
+
+    What it makes and then changes in place, number by number, is read and written once more.
+    """
     tensors = [t for n in (*node.all_input_nodes, node) for t in tensors_of(n) if t is not None]
+    tensors += 2 * [meta["val"] for meta in _changed_in_place(node)]
     return sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors)
+
+
+def _changed_in_place(node: fx.Node) -> list[dict[str, Any]]:
+    """The metas of those of the ops that run as one which do so."""
+    if not isinstance(node.target, AsOne):
+        return []
+    steps = zip(node.target.steps, node.meta[STEP_METAS], strict=True)
+    return [m for one, m in steps if one.in_place and torch.Tag.pointwise in one.op.tags]
 
 
 def flops_of(node: fx.Node) -> int:

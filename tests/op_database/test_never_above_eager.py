@@ -10,13 +10,7 @@ pytest.importorskip("expecttest", reason="torch's database of ops needs it")
 
 from tests.op_database.peaks import SLACK_BYTES, differentiable_ops, name_of, peaks_of
 
-ABOVE = {
-    "fft.ihfft": "forward writes to what it has made, and autograd records it",
-    "fft.irfft": "autograd's formula reads a view of what it writes to",
-    "nn.functional.pad.circular": "autograd copies what forward has written to in slices",
-    "prod": "eager asks the numbers whether one is zero, and a trace takes the general formula",
-    "zero_": "autograd records the write",
-}
+ABOVE: dict[str, str] = {}
 """Ops whose least plan takes more than eager, and why."""
 EACH = 40
 """Of so many ops, one is tried each time the tests run."""

@@ -134,3 +134,84 @@ def test_what_no_gradient_needs_is_let_go_of_in_the_prediction(
     graph = remat.capture(model, (x,), split="none")
     eager = remat.measured_step(model, model, (x,)).peak_bytes
     assert unmodified(graph).peak_bytes == eager
+
+
+def halves(h: Tensor, x: Tensor) -> Tensor:
+    made = torch.empty_like(x)
+    made[:, :16], made[:, 16:] = h[:, :16], x[:, 16:]
+    return made
+
+
+def scaled_half(h: Tensor, x: Tensor) -> Tensor:
+    made = h * 2
+    made[:, :16].mul_(3)
+    return made
+
+
+def filled(h: Tensor, x: Tensor) -> Tensor:
+    made = h + x
+    made[0].fill_(3)
+    made[1:3] = 7.0
+    return made
+
+
+def conjugate(h: Tensor, x: Tensor) -> Tensor:
+    made = torch.zeros(h.shape[0], 32, dtype=torch.complex64)
+    made[:, :17] = torch.fft.rfft(h).conj()
+    return made.real
+
+
+RECORDED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "zero_": lambda h, x: (h + x).zero_(),
+    "copy_": lambda h, x: (h + x).copy_(x),
+    "add_ and relu_": lambda h, x: (h * 2).add_(x).relu_(),
+    "masked_fill_": lambda h, x: (h / 3).masked_fill_(x > 0, -1e9).softmax(-1),
+    "halves": halves,
+    "scaled half": scaled_half,
+    "filled": filled,
+    "conjugate": conjugate,
+    "circular padding": lambda h, _: nn.functional.pad(h[None], (3, 5), mode="circular"),
+    "irfft": lambda h, _: torch.fft.irfft(h),
+    "ihfft": lambda h, _: torch.fft.ihfft(h).real,
+}
+
+
+class Writes(nn.Module):
+    """Nothing in the step is larger than what forward writes to while autograd records."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.write = nn.Linear(32, 32), RECORDED[how]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.write(self.first(x), x).sum()
+
+
+@pytest.mark.parametrize("how", RECORDED)
+def test_what_autograd_records_is_written_in_place_too(how: str) -> None:
+    torch.manual_seed(0)
+    model, given = Writes(how), (torch.randn(128, 32),)
+    graph = remat.capture(model, given, split="none")
+    assert any(JOINED in op.target for op in graph.ops)
+    schedule = schedule_of(graph, "store_all")
+    predicted = simulate(graph, schedule).peak_bytes
+    assert predicted <= remat.measured_step(model, model, given).peak_bytes + 64
+    found = check(model, rewrite(model, schedule), given, steps=2)
+    assert found.equal
+    assert found.plan_peak_bytes == predicted
+
+
+class Activation(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 2).relu_()
+
+
+def test_what_is_written_may_run_again_and_its_traffic_counts() -> None:
+    model, x = nn.Sequential(nn.Linear(32, 32), Activation(), nn.Linear(32, 8)), torch.randn(64, 32)
+    graph = remat.capture(model, (x,), split="none", device="h100")
+    (joined,) = (op for op in graph.ops if JOINED in op.target)
+    (plain,) = (op for op in graph.ops if op.target == "aten.threshold_backward.default")
+    assert joined.cost_us > plain.cost_us
+    schedule = remat.solve(graph, "200%", recompute="1").schedule
+    assert schedule is not None
+    assert schedule.computations()[joined.name] == 2
