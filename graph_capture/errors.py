@@ -177,6 +177,11 @@ def named_as_flags() -> Generator[None]:
         _command_lines.pop()
 
 
+def for_caller(python: str, command_line: str) -> str:
+    """Whichever of two texts the caller can type: in Python, or on the command line."""
+    return command_line if _command_lines else python
+
+
 def option(name: str, value: object = None) -> str:
     """``budget='8GiB'`` for Python, and ``--budget 8GiB`` for the command line.
 

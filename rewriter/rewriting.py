@@ -13,9 +13,11 @@ from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.over_ranks.refusals import refuse_range_over_ranks
+from remat.graph_capture.over_ranks.wrappers import refuse_wrappers
 from remat.graph_capture.shapes.ranged_graph import RangedGraph
 from remat.graph_capture.shapes.signature import refuse_beside_ranges
 from remat.graph_capture.tracing import trace as tracing
+from remat.graph_capture.tracing.given import require_switches
 from remat.graph_capture.tracing.one_trace import Trace
 from remat.graph_capture.tracing.recipe import Recipe, recipe_for
 from remat.graph_capture.tracing.step_module import LossFunction
@@ -116,7 +118,8 @@ def rewrite(
     CaptureError : the model has changed, and cannot be captured any more.
     AgreementError : by `remat.rewrite`: other ranks would run the collectives in another order.
     """
-    refuse_rewritten(model)
+    require_switches(compile=compile, audit=audit)
+    refuse_wrappers(model)
     if isinstance(schedule, Family):
         refuse_beside_ranges(compile=compile, updates=updates is not None)
         ranged = trace or _trace_range(model, schedule)
@@ -211,14 +214,6 @@ def _require_schedule(given: Any) -> None:
     raise RewriteError(
         f"{found}: where nothing fits, result.schedule is None, and result.message says what would"
     )
-
-
-def refuse_rewritten(model: nn.Module) -> None:
-    """Raise `RewriteError` for a module that follows a plan already."""
-    if isinstance(model, (RematModule, RangedModule)):
-        raise RewriteError(
-            "this module is rewritten already: rewrite the original (module.original_module)"
-        )
 
 
 def _trace_for(

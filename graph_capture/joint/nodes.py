@@ -221,10 +221,10 @@ def copy_of(
     return fx.GraphModule(gm, graph)
 
 
-def written_inputs(graph: fx.Graph, results: int) -> tuple[bool, ...]:
-    """For each input of a joint graph, whether the step writes to it.
+def written_inputs(graph: fx.Graph, results: int) -> tuple[Any, ...]:
+    """For each input of a joint graph that the step writes to, what it is; None for the others.
 
-    A DTensor is one input, though it has two nodes.
+    What it is says AOTAutograd's description. A DTensor is one input, though it has two nodes.
 
     Parameters
     ----------
@@ -234,4 +234,5 @@ def written_inputs(graph: fx.Graph, results: int) -> tuple[bool, ...]:
     written = {what.mutated_input for what in said if hasattr(what, "mutated_input")}
     given = [node for node in graph.find_nodes(op="placeholder") if not is_tangent(node)]
     descriptions = [node.meta["desc"] for node in given]
-    return tuple(one in written for one in descriptions if not is_beside_local_part(one))
+    own = [one for one in descriptions if not is_beside_local_part(one)]
+    return tuple(one if one in written else None for one in own)

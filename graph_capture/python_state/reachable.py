@@ -33,13 +33,14 @@ from remat.graph_capture.python_state.library_objects import (
     attributes_of,
     is_looked_into,
 )
-from remat.graph_capture.python_state.loaded_names import LoadedNames, is_related
+from remat.graph_capture.python_state.loaded_names import LoadedNames
 from remat.graph_capture.python_state.module_hooks import (
     BACKWARD_HOOKS,
     ModuleHooks,
     hooked_modules,
     place_of_hooks,
 )
+from remat.graph_capture.python_state.namespaces import Namespaces
 from remat.graph_capture.python_state.places import (
     CONTAINERS,
     MISSING,
@@ -53,16 +54,12 @@ from remat.graph_capture.python_state.places import (
 )
 from remat.graph_capture.python_state.ran import CodeThatRan
 from remat.graph_capture.python_state.reached import (
-    AROUND_DATA,
     LONGEST_NAME,
-    NOT_RUN,
     OF_DATA,
     STATE,
     Absent,
     LruCache,
-    Namespace,
     Reached,
-    functions_of,
     is_library,
     modules_of,
     named_state,
@@ -71,7 +68,6 @@ from remat.graph_capture.python_state.reached import (
 
 _BY_TEXT = {"globals", "eval"}
 """Functions that find what a text names among the globals."""
-_CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
 MOST_PLACES = 30_000
 """A walk ends when it has found more: all that is compared takes a second then."""
 _LOG = logging.getLogger(__name__)
@@ -82,8 +78,8 @@ _NAMES_OF_ATTRIBUTES = (operator.attrgetter, operator.methodcaller)
 class Walk:
     """One walk from a model and its loss, breadth first. `found` has what it has come by so far.
 
-    Each object is visited once, and each name that code loads is looked up once, in the namespaces
-    that have it. What is far from the model comes last, and beyond `MOST_PLACES` nothing does.
+    Each object is visited once. What is far from the model comes last, and beyond `MOST_PLACES`
+    nothing does.
 
     Parameters
     ----------
@@ -101,15 +97,10 @@ class Walk:
         self.ran = ran
         self._queue: deque[tuple[Any, str]] = deque()
         self._seen: dict[int, Any] = {}
-        self._held: list[Any] = []  # an identity is of an object that lives
         self._entries: set[tuple[int, Any]] = set()
-        self._before: dict[int, dict[str, Any]] = {}
-        self._instances: dict[type, list[Namespace]] = {}
-        self._having: dict[str, list[Namespace]] = {}
-        self._classes: dict[type, Namespace] = {}
-        self._called: set[type] = set()
         self._waiting: dict[int, list[tuple[FunctionType, type | None]]] = {}
         self._names = LoadedNames(self.found.texts)
+        self._spaces = Namespaces(self._names, self._add_entry, self._read_method)
         self._settings = SettingsBefore()
         steps = [one for one in (model, loss_fn) if isinstance(one, nn.Module)]
         self._of_step = {id(module) for one in steps for module in one.modules()}
@@ -167,14 +158,9 @@ class Walk:
             elif self._queue:
                 self._follow(*self._queue.popleft())
             elif self._names.new:
-                name = self._names.new.pop()
-                for space in self._having.get(name, ()):
-                    self._read(space, (name,))
+                self._spaces.read_named(self._names.new.pop())
             else:
-                asking = self._names.new_asking.pop()
-                for kind in [one for one in self._instances if is_related(one, asking)]:
-                    for space in self._instances[kind]:
-                        self._read(space, space.before)
+                self._spaces.read_asking(self._names.new_asking.pop())
 
     def _end_here(self) -> None:
         text = self._queue[0][1] if self._queue else "names alone"
@@ -195,7 +181,7 @@ class Walk:
 
     def _follow(self, value: Any, text: str) -> None:
         if isinstance(value, Tensor):
-            self._add_instance(text, value, attributes_of(value))
+            self._spaces.add_instance(text, value, attributes_of(value))
         elif isinstance(value, FunctionType):
             self._visit_function(value)
         elif isinstance(value, MethodType):
@@ -207,12 +193,12 @@ class Walk:
             for part in (value.func, value.args, value.keywords):
                 self._visit(part, text)
         elif isinstance(value, type):
-            self._visit_class(value)
-            self._visit_class(type(value))
-            self._call(value)
+            self._spaces.add_class(value)
+            self._spaces.add_class(type(value))
+            self._spaces.call(value)
         elif isinstance(value, ModuleType):
             if not is_library(value.__name__):
-                self._add_space(Namespace(value.__name__, value, vars(value)))
+                self._spaces.add_module(value)
         elif isinstance(value, (tuple, frozenset, *CONTAINERS)):
             self._visit_items(value, text)
         elif isinstance(value, weakref.ref):
@@ -285,7 +271,7 @@ class Walk:
         if is_library(function.__module__):
             return
         # A function is an object too, which may keep something between calls.
-        self._add_instance(function.__qualname__, function, vars(function))
+        self._spaces.add_instance(function.__qualname__, function, vars(function))
         self._read_when_run(function, None)
 
     def _waits(self, function: FunctionType) -> bool:
@@ -315,7 +301,7 @@ class Walk:
         by_text = names.others if names.global_names & _BY_TEXT else set[str]()
         where = function.__globals__.get("__name__", "its file")
         space = function.__globals__
-        before = self._as_before(space)
+        before = self._spaces.as_before(space)
         for name in sorted((names.global_names | by_text) & before.keys()):
             self._add_entry(Entry(f"global {name} of {where}", space, name, before[name]))
 
@@ -341,82 +327,13 @@ class Walk:
         is_followed = isinstance(value, nn.Module) or kind.__module__ in OF_DATA
         if is_library(kind.__module__) and not is_followed and not is_looked_into(kind):
             return
-        self._visit_class(kind)
+        self._spaces.add_class(kind)
         space = getattr(value, "__dict__", None)
         if isinstance(space, dict):
-            self._add_instance(text, value, cast("dict[str, Any]", space))
+            self._spaces.add_instance(text, value, cast("dict[str, Any]", space))
         for name in slot_names(kind):
             if hasattr(value, name):
                 self._add_slot(f"{text}.{name}".lstrip("."), value, name)
-
-    def _visit_class(self, kind: type) -> None:
-        for owner in kind.__mro__:
-            if owner in (object, nn.Module) or owner in self._classes:
-                continue
-            is_read = issubclass(owner, nn.Module) or is_looked_into(owner)
-            if is_read or not is_library(owner.__module__):
-                self._classes[owner] = Namespace(owner.__name__, owner, vars(owner))
-                self._add_space(self._classes[owner])
-
-    def _call(self, kind: type) -> None:
-        """Forward may run the constructor of a class that some code names."""
-        for owner in kind.__mro__:
-            if owner not in self._called:
-                self._called.add(owner)
-                if owner in self._classes:
-                    self._read(self._classes[owner], _CONSTRUCTORS)
-
-    def _add_instance(self, text: str, value: Any, space: dict[str, Any]) -> None:
-        added = Namespace(text, value, space)
-        self._instances.setdefault(type(value), []).append(added)
-        self._add_space(added)
-
-    def _add_space(self, space: Namespace) -> None:
-        holder = space.value if isinstance(space.value, type) else space.space
-        space.before = self._as_before(space.space, holder)
-        for key in space.before:
-            self._having.setdefault(key, []).append(space)
-        self._read(space, space.before)
-
-    def _as_before(self, space: Any, holder: Any = None) -> dict[str, Any]:
-        """What a namespace held when the walk came by it: code may write to it before it reads."""
-        holder = space if holder is None else holder
-        if id(holder) not in self._before:
-            self._before[id(holder)] = dict(space)
-            self._held.append(holder)
-        return self._before[id(holder)]
-
-    def _read(self, space: Namespace, keys: Iterable[str]) -> None:
-        """Those of these names of a namespace that code may read."""
-        keys = [key for key in keys if key in space.before and key not in space.done]
-        if isinstance(space.value, type):
-            self._read_class(space, space.value, keys)
-        elif isinstance(space.value, ModuleType):
-            self._read_module(space, keys)
-        else:
-            self._read_instance(space, keys)
-
-    def _read_class(self, space: Namespace, kind: type, keys: Iterable[str]) -> None:
-        """The methods and attributes of a class that some code names."""
-        is_named = self._names.is_loaded_of(kind)
-        for key in sorted(keys):
-            is_special = key.startswith("__") and key.endswith("__")
-            if not is_named(key) and not (is_special and self._is_run(kind, key)):
-                continue
-            space.done.add(key)
-            value = space.before[key]
-            functions = list(functions_of(value))
-            for function in functions:
-                self._read_method(kind, function)
-            if functions and is_looked_into(kind):
-                continue  # its methods are torch's or Python's own
-            if functions or not is_special:
-                text = f"{kind.__name__}.{key}"
-                self._add_entry(Entry(text, space.space, key, value, owner=kind))
-
-    def _is_run(self, kind: type, special: str) -> bool:
-        """Whether forward may run a method that no code names: a constructor, if the class is."""
-        return kind in self._called if special in _CONSTRUCTORS else special not in NOT_RUN
 
     def _read_method(self, kind: type, function: FunctionType) -> None:
         self._read_when_run(function, kind)
@@ -428,57 +345,20 @@ class Walk:
         else:
             self._waiting.setdefault(id(function.__code__), []).append((function, kind))
 
-    def _read_instance(self, space: Namespace, keys: Iterable[str]) -> None:
-        kind = type(space.value)
-        if not isinstance(space.value, AROUND_DATA):
-            is_loaded, is_asked = self._names.is_loaded_of(kind), self._names.is_asked_of(kind)
-            keys = [key for key in keys if is_loaded(key) or is_asked(key, space.before[key])]
-        for key in sorted(keys):
-            space.done.add(key)
-            text = f"{space.text}.{key}".lstrip(".")
-            self._add_entry(Entry(text, space.space, key, space.before[key]))
-
-    def _read_module(self, space: Namespace, keys: Iterable[str]) -> None:
-        for key in sorted(self._names.others.intersection(keys)):
-            space.done.add(key)
-            text = f"{key} of {space.text}"
-            self._add_entry(Entry(text, space.space, key, space.before[key]))
-
     def of_tensors(self) -> set[str]:
         """Names that code may load of a tensor."""
         return self._names.others | self.found.texts
 
     def absent(self) -> list[Absent]:
         """Names that code loads of each instance, and that it does not have itself."""
-        found: list[Absent] = []
-        for kind, instances in self._instances.items():
-            named = self._names.named_for(kind)
-            missing: dict[frozenset[str], set[str]] = {}
-            for one in instances:
-                has = frozenset(one.before)
-                if has not in missing:
-                    missing[has] = named - has
-                space = cast("dict[str, Any]", one.space)
-                found.append((one.text, space, missing[has]))
-                self.found.reads[id(one.space)] = named
-                self.found.kinds[id(one.space)] = kind
-        return found
+        return self._spaces.absent(self.found)
 
     def all_places(self) -> Iterator[Place | Hidden]:
         """Those found, what would hide what a class has from its bases, and settings asked for."""
         yield from self.found.places
-        for kind in self._classes:
-            yield from self._hiding(kind)
+        yield from self._spaces.hiding()
         names = self._names
         yield from self._settings.asked(names.global_names, names.others, names.texts)
-
-    def _hiding(self, kind: type) -> Iterator[Entry]:
-        if is_library(kind.__module__):
-            return
-        space, own = vars(kind), self._classes[kind].before
-        bases = [self._classes[base].done for base in kind.__mro__[1:] if base in self._classes]
-        for key in sorted(set[str]().union(*bases) - own.keys()):
-            yield Entry(f"{kind.__name__}.{key}", space, key, MISSING, owner=kind)
 
     def _add_stream(self, text: str, value: Any) -> None:
         found = stream(text, value)

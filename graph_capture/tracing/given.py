@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.errors import CaptureError, RewriteError, option
 from remat.graph_capture.tracing.step_module import LossFunction
 
 
@@ -41,6 +41,18 @@ def require_form(args: Any, kwargs: Any, loss_fn: Any = None, target: Any = None
             "target is given and no loss_fn: give the loss that takes it, or leave the target out "
             "and apply the loss to what the module returns"
         )
+
+
+def require_switches(**given: Any) -> None:
+    """Refuse options that are neither True nor False.
+
+    Raises
+    ------
+    RewriteError : names the option, and what to give.
+    """
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise RewriteError(f"{option(name, value)} is unknown: give True or False")
 
 
 def not_taken(

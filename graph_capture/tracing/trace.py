@@ -266,7 +266,8 @@ def _counts_as_one(done: Trace) -> bool:
     if not twice or done.python_state.asks_identity or any(one and one[4] for one in facts):
         return bool(twice)
     written = written_inputs(done.joint.module.graph, done.joint.num_forward_outputs)
-    return any(written[len(written) - len(signature.firsts) + i] for i in places)
+    of_batch = written[len(written) - len(signature.firsts) :]
+    return any(of_batch[i] is not None for i in places)
 
 
 def _require_the_same_again(model: nn.Module, done: Trace, ran: CodeThatRan) -> None:

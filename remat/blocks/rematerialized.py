@@ -35,6 +35,7 @@ from remat.graph_capture.tracing.side_effects.carried import state_guarded
 from remat.graph_capture.tracing.trace import trace_recipe
 from remat.graph_capture.tracing.without_storage import has_storage
 from remat.infeasible import infeasible_text
+from remat.ranges.asked_options import require_options
 from remat.ranks.audits import agree_on_audits
 from remat.ranks.required_group import refuse_fake, require_group
 from remat.ranks.together import Together
@@ -47,7 +48,6 @@ from remat.rewriter.user_module.block_shells import with_replaced
 from remat.rewriter.user_module.module import make_module
 from remat.rewriter.user_module.shared_state import SharedState, original_of
 from remat.rewriter.user_module.unplanned import Unplanned
-from remat.solver.options import check_number
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -115,7 +115,12 @@ def rematerialize_blocks(
     if dynamic:
         _refuse_range(dynamic)
     require_form(args, kwargs, loss_fn, target)
-    check_number("time_limit_s", time_limit_s)
+    require_options(
+        {
+            "loss_fn": loss_fn, "optimizer": optimizer, "accumulate": accumulate, "group": group,
+            "profile": profile, "time_limit_s": time_limit_s, "check": check, "audit": audit,
+        }
+    )  # fmt: skip
     batch = Batch(*inputs_cast(args, kwargs, sharding), loss_fn, target, optimizer, accumulate)
     refuse_fake(group)
     model = original_of(model)

@@ -162,12 +162,20 @@ def training_step(
     from remat.graph_capture.tracing.given import require_form
     from remat.graph_capture.tracing.trace import trace
     from remat.levers.by_tolerance import naming_tolerance
+    from remat.ranges.asked_options import require_options
     from remat.ranks.required_group import ONE_RANK, require_group
     from remat.rewriter.gradients.updating import Updates
     from remat.rewriter.rewriting import rewrite
     from remat.rewriter.user_module.shared_state import original_of
 
     require_form(args, kwargs, loss_fn, target)
+    require_options(
+        {
+            "loss_fn": loss_fn, "accumulate": accumulate, "profile": profile, "keep": keep,
+            "recompute": recompute, "time_limit_s": time_limit_s, "check": check, "audit": audit,
+            "split": split,
+        }
+    )  # fmt: skip
     refuse_clipping(max_grad_norm)
     refuse_scaling()
     model = original_of(model)

@@ -15,7 +15,7 @@ from remat.graph_capture.derived.sharding import Sharding
 from remat.graph_capture.errors import CaptureError, RewriteError, SolverError, option
 from remat.graph_capture.prices.profile import Profile
 from remat.graph_capture.shapes.ranges import as_symbol
-from remat.graph_capture.tracing.given import require_form
+from remat.graph_capture.tracing.given import require_form, require_switches
 from remat.graph_capture.tracing.recipe import require_split
 from remat.graph_capture.tracing.resident import require_optimizer
 from remat.solver.options import check_number
@@ -24,10 +24,8 @@ _EXAMPLE = '{"tokens": {1: ("seq", 16, 2048)}}'
 _UPTO_EXAMPLE = '{"tokens": {1: 2048}}'
 _SIZE_OF_ANY_BATCH = 2**40
 """Where a name alone is to vary up to the batch's own size, which is not known yet."""
+_SWITCHES = ("accumulate", "audit", "compile")
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
-    "accumulate": ((bool,), "True or False"),
-    "audit": ((bool,), "True or False"),
-    "compile": ((bool,), "True or False"),
     "check": ((bool, type(None)), "True, False, or None where it depends on free memory"),
     "sharding": ((Sharding,), "a remat.Sharding, such as remat.Sharding('ddp', world_size=8)"),
     "profile": ((Profile, str, Path, type(None)), "a remat.Profile, or the path of its file"),
@@ -44,6 +42,7 @@ def require_options(options: Mapping[str, Any]) -> None:
     for name, (kinds, wanted) in _TYPES.items():
         if name in options and not isinstance(options[name], kinds):
             raise RewriteError(f"{option(name, options[name])} is unknown: give {wanted}")
+    require_switches(**{name: options[name] for name in _SWITCHES if name in options})
     require_form((), None, options.get("loss_fn"))
     require_split(options.get("split"))
     require_optimizer(options.get("optimizer", "none"))

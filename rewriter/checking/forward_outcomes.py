@@ -61,7 +61,7 @@ class ForwardOutcomes:
 
     def _written(self) -> list[Tensor]:
         """Parameters and buffers that the planned forward writes to, and what its graph holds."""
-        guards, paths = self._guards, self._step.gradients.state_written
+        guards, paths = self._guards, self._step.gradients.written.values()
         state = zip(guards.live.names, guards.live.read() or (), strict=False)
         own = [tensor for name, tensor in state if path_in_model(name) in paths]
         return [*own, *constants_of(self._step.forward)]

@@ -25,22 +25,25 @@ class GradientFacts:
     needs : for each place that gets one, the places of the results of forward that it comes from.
     through : all places in `needs`' values.
     summed : places whose gradient is a sum of several terms.
-    written : places of the inputs that it writes to. state_written : paths of the parameters and
-        buffers among them. writes_batch : whether it writes to anything else.
+    written : places of the inputs that it writes to, with the paths of those that are parameters
+        or buffers; empty for what else it writes to.
     """
 
     unused: frozenset[int]
     needs: dict[int, frozenset[int]]
     through: frozenset[int]
     summed: tuple[int, ...]
-    written: tuple[int, ...]
-    state_written: frozenset[str] = frozenset()
-    writes_batch: bool = False
+    written: dict[int, str]
 
     @property
     def overwrites(self) -> bool:
         """Whether the step writes to a buffer or an input."""
-        return self.writes_batch or bool(self.state_written)
+        return bool(self.written)
+
+    @property
+    def writes_batch(self) -> bool:
+        """Whether it writes to what is neither a parameter nor a buffer."""
+        return "" in self.written.values()
 
 
 def gradient_facts(joint: Joint) -> GradientFacts:
@@ -58,26 +61,18 @@ def gradient_facts(joint: Joint) -> GradientFacts:
     reached = _reached_from(joint.module.graph, forward)
     given = {i: node for i, node in enumerate(gradients) if isinstance(node, fx.Node)}
     needs = {i: reached.get(node, frozenset[int]()) for i, node in given.items()}
-    written = [one.mutated_input for one in forward if hasattr(one, "mutated_input")]
+    written = enumerate(written_inputs(joint.module.graph, joint.num_forward_outputs))
     return GradientFacts(
         unused=frozenset(range(len(gradients))).difference(given),
         needs=needs,
         through=frozenset[int]().union(*needs.values()),
         summed=tuple(i for i, node in given.items() if _is_sum(joint, node, reached)),
-        written=tuple(
-            i
-            for i, is_written in enumerate(
-                written_inputs(joint.module.graph, joint.num_forward_outputs)
-            )
-            if is_written
-        ),
-        state_written=frozenset(filter(None, map(_state_written, written))),
-        writes_batch=not all(map(_state_written, written)),
+        written={i: _path_of_state(one) for i, one in written if one is not None},
     )
 
 
-def _state_written(description: object) -> str:
-    """The path of a parameter or a buffer; empty for what else is written to."""
+def _path_of_state(description: object) -> str:
+    """The path of a parameter or a buffer; empty for what is neither."""
     # Told by the name, as torch's classes of descriptions move between releases.
     is_state = type(description).__name__ in ("ParamAOTInput", "BufferAOTInput")
     return path_in_model(str(getattr(description, "target", ""))) if is_state else ""

@@ -7,7 +7,7 @@ runs is stored where it is made, as in `emit`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -65,15 +65,35 @@ def _decomposed(gm: fx.GraphModule, mode: FakeTensorMode) -> fx.GraphModule:
     table = select_decomp_table()
     table = {**table, DROPOUT_BACKWARD: table[aten.native_dropout_backward.default]}
     with mode, preserve_node_meta(), torch.no_grad():
-        graph = make_fx(fx.Interpreter(gm).run, decomposition_table=table, tracing_mode="real")(
-            *inputs
-        )
+        run = _OfTracedDtypes(gm).run
+        graph = make_fx(run, decomposition_table=table, tracing_mode="real")(*inputs)
     before = gm.graph.find_nodes(op="placeholder")
     after = graph.graph.find_nodes(op="placeholder")
     for old, new, value in zip(before, after, inputs, strict=True):
         new.target, new.meta["val"] = old.target, value
         new._rename(str(old.target))
     return graph
+
+
+class _OfTracedDtypes(fx.Interpreter):
+    """Runs a graph, and gives what decompositions return the dtypes that eager's kernels return.
+
+    The other graph of the step reads what this one saves by those. On a CPU, decomposed norms
+    return the statistics of bfloat16 inputs in bfloat16, where the kernels have float32.
+    """
+
+    def run_node(self, n: fx.Node) -> Any:
+        """What a node returns, of the dtype that it was traced with."""
+        return _of_dtypes(super().run_node(n), n.meta.get("val"))
+
+
+def _of_dtypes(found: Any, traced: Any) -> Any:
+    if isinstance(found, (tuple, list)) and isinstance(traced, (tuple, list)):
+        pairs = zip(cast("Sequence[Any]", found), cast("Sequence[Any]", traced), strict=True)
+        return type(found)(_of_dtypes(*pair) for pair in pairs)
+    if isinstance(found, Tensor) and isinstance(traced, Tensor) and found.dtype != traced.dtype:
+        return found.to(traced.dtype)
+    return found
 
 
 def _with_stored_results(gm: fx.GraphModule) -> fx.GraphModule:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from remat.graph_capture.devices.device_table import CPU, CUDA
-from remat.graph_capture.errors import PlanError
+from remat.graph_capture.errors import PlanError, for_caller
 from remat.graph_capture.tracing.signature import Signature
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.rewriter.plans.facts import (
@@ -26,7 +26,7 @@ from remat.rewriter.plans.facts import (
 )
 from remat.schedules.plan import Plan, StateFact
 
-MAKE_AGAIN = "Make the plan again for what is at hand: remat run MODEL --budget BUDGET -o FILE"
+_IN_PYTHON = "remat.save_plan(remat.plan_of(remat.rematerialize(model, args, budget=...)), path)"
 
 
 def require_fit(plan: Plan, model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> None:
@@ -45,7 +45,14 @@ def require_fit(plan: Plan, model: nn.Module, batch: Any, loss_fn: LossFunction 
 
 
 def _differs(what: str, planned: object, found: object) -> PlanError:
-    return PlanError(f"the plan does not fit: {what} was {planned} and is {found}. {MAKE_AGAIN}")
+    return _does_not_fit(f"{what} was {planned} and is {found}")
+
+
+def _does_not_fit(why: str) -> PlanError:
+    how = for_caller(_IN_PYTHON, "remat run MODEL --budget BUDGET -o FILE")
+    return PlanError(
+        f"the plan does not fit: {why}. Make the plan again for what is at hand: {how}"
+    )
 
 
 def _require_torch(plan: Plan) -> None:
@@ -79,7 +86,7 @@ def _require_model(plan: Plan, model: nn.Module) -> None:
         longer = plan.state if len(plan.state) > len(found) else found
         extra = longer[min(len(plan.state), len(found))]
         here = "is not there" if longer is plan.state else "is new"
-        raise PlanError(f"the plan does not fit: {extra.kind} {extra.name} {here}. {MAKE_AGAIN}")
+        raise _does_not_fit(f"{extra.kind} {extra.name} {here}")
     in_eval = modules_in_eval(model)
     for path in (*plan.in_eval, *in_eval):
         if (path in plan.in_eval) != (path in in_eval):

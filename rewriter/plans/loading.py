@@ -12,6 +12,7 @@ from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.errors import PlanError
 from remat.graph_capture.refuse import refuse_module
 from remat.graph_capture.shapes.signature import RangedSignature, refuse_beside_ranges
+from remat.graph_capture.tracing.given import require_switches
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.rewriter.graphs.in_pieces import trace_in_pieces
 from remat.rewriter.plans.archive import read_plan
@@ -22,7 +23,7 @@ from remat.rewriter.plans.facts import (
 from remat.rewriter.plans.fit import require_fit
 from remat.rewriter.plans.making import make_plan
 from remat.rewriter.plans.over_range import load_over_range, plan_over_range
-from remat.rewriter.rewriting import refuse_rewritten, rewrite
+from remat.rewriter.rewriting import rewrite
 from remat.rewriter.user_module.module import RematModule
 from remat.rewriter.user_module.ranged import RangedModule
 from remat.rewriter.user_module.shared_state import SharedState
@@ -87,6 +88,7 @@ def load(
     ScheduleError : all these are the same, and yet the model computes something else, or the
         schedule breaks a rule of the step.
     """
+    require_switches(compile=compile, audit=audit)
     kept = plan if isinstance(plan, Plan) else read_plan(plan)
     if kept.graph is not None:
         judge_plan(kept, "the plan" if isinstance(plan, Plan) else str(plan))
@@ -95,11 +97,10 @@ def load(
             "the plan updates parameters during backward, and a file holds no optimizer: make it "
             "anew with remat.training_step(model, args, optimizer=...)"
         )
-    refuse_rewritten(model)
+    refuse_module(model, kept.device)
     is_given = any(part is not None for part in (args, kwargs, target))
     batch = (tuple(args or ()), dict(kwargs or {}), target) if is_given else None
     require_fit(kept, model, batch, loss_fn)
-    refuse_module(model, kept.device)
     if kept.over is not None:
         refuse_beside_ranges(compile=compile)
         return load_over_range(kept, kept.over, model, loss_fn, audit=audit)

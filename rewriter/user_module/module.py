@@ -240,7 +240,7 @@ def make_module(
     """
     guards = Guards(
         model, recipe, python_state, step.settled, step.forward, step.backward,
-        step.gradients.written,
+        tuple(step.gradients.written),
     )  # fmt: skip
     audits = None
     if audit != "none":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,13 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import remat
-from remat.graph_capture.errors import BudgetError, CaptureError, RematError, SolverError
+from remat.graph_capture.errors import (
+    BudgetError,
+    CaptureError,
+    RematError,
+    RewriteError,
+    SolverError,
+)
 
 X = torch.randn(4, 8)
 
@@ -58,6 +65,26 @@ def test_a_batch_or_a_loss_that_is_none_is_refused(entry: str, form: str) -> Non
     with pytest.raises(CaptureError, match=said) as told:
         ENTRIES[entry](*given, **named)
     assert "\n" not in str(told.value)
+
+
+PLANS: dict[str, Callable[..., Any]] = {
+    **{name: functools.partial(ENTRIES[name], (X,)) for name in ENTRIES if name != "capture"},
+    "plan_cache": lambda **named: remat.plan_cache(model(), budget="min", **named),
+    "rewrite": lambda **named: remat.rewrite(model(), graph(), (X,), **named),
+    "load": lambda **named: remat.load("no such file", model(), **named),
+}
+
+
+@pytest.mark.parametrize("entry", PLANS)
+def test_audits_are_on_or_off(entry: str) -> None:
+    with pytest.raises(RewriteError, match=r"^audit='yes' is unknown: give True or False$"):
+        PLANS[entry](audit="yes")
+
+
+@pytest.mark.parametrize("entry", ["rewrite", "load"])
+def test_so_is_code_by_inductor(entry: str) -> None:
+    with pytest.raises(RewriteError, match=r"^compile='max' is unknown: give True or False$"):
+        PLANS[entry](compile="max")
 
 
 WRONG: dict[str, tuple[Callable[[], Any], type[RematError], str]] = {

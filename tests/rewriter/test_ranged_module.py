@@ -12,7 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from remat.graph_capture.errors import RematError, RewriteError, SignatureError, StateChangedError
+from remat.graph_capture.errors import (
+    CaptureError,
+    RematError,
+    RewriteError,
+    SignatureError,
+    StateChangedError,
+)
 from remat.rewriter.user_module.ranged import RangedModule
 from remat.schedules.over_range import carried
 from tests.beside_eager import most_live_bytes, same_bits
@@ -202,7 +208,7 @@ def test_a_family_of_another_model_is_refused_and_no_module_is_planned_twice(
     _, module = experts
     with pytest.raises(RewriteError, match="was not captured in this process for the range"):
         remat.rewrite(gpt().model, module.family)
-    with pytest.raises(RewriteError, match="rewritten already"):
+    with pytest.raises(CaptureError, match="follows a plan already"):
         remat.rewrite(module, module.family)
 
 

@@ -72,6 +72,7 @@ def test_a_stale_plan_is_refused_with_the_first_difference(
             refused = remat(verb, remat.gpt, plan)
             assert refused.exit_code == 2
             assert "the plan does not fit: the batch was args[0]: int64[8, 32]" in refused.stderr
+            assert "remat run MODEL --budget BUDGET -o FILE" in refused.stderr
     with monkeypatch.context() as patch:
         patch.setenv("GPT_WIDTH", "64")
         refused = remat("check", remat.gpt, plan)

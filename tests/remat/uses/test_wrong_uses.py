@@ -6,14 +6,12 @@ import copy
 import functools
 import pickle
 import types
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -22,61 +20,24 @@ from torch.optim.swa_utils import AveragedModel
 import remat
 from remat.graph_capture.errors import RematError
 from remat.rewriter.user_module.unplanned import Unplanned
-
-WIDTH = 16
-Planning = Callable[[nn.Module], nn.Module]
-Use = Callable[[Planning], Any]
-
-
-class Net(nn.Module):
-    """Two parts, and another way to call them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x))
-
-    def training_step(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x))
-
-
-class LightningModule(nn.Module):
-    """It is told by its name."""
-
-
-class Lit(LightningModule, Net):
-    """A model whose `training_step` a trainer calls."""
-
-
-def net(kind: type[Net] = Net) -> Net:
-    torch.manual_seed(0)
-    return kind()
-
-
-def sequence() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
-
-
-def rows() -> Tensor:
-    torch.manual_seed(1)
-    return torch.randn(8, WIDTH)
-
-
-def train(call: Callable[..., Tensor], model: nn.Module, steps: int = 3) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        call(rows()).sum().backward()
-        optimizer.step()
-    assert any(parameter.grad is not None for parameter in model.parameters())
-
-
-def whole(model: nn.Module, steps: int = 3) -> None:
-    train(model, model, steps)
+from tests.remat.uses.planned_nets import (
+    PLAN,
+    PLANNINGS,
+    REFUSED,
+    WARNED,
+    Lit,
+    Net,
+    Planning,
+    Use,
+    cache,
+    net,
+    outcome,
+    rematerialized,
+    rows,
+    sequence,
+    train,
+    whole,
+)
 
 
 def doubled(self: Any, x: Tensor) -> Tensor:
@@ -259,7 +220,6 @@ def in_eval_within(plan: Planning, wrap: Callable[[nn.Module], nn.Module]) -> No
     whole(wrap(plan(net())).eval())
 
 
-PLAN, REFUSED, WARNED = "a plan", "a refusal", "one warning"
 USES: dict[str, tuple[Use, str]] = {
     "eval mode": (in_eval, WARNED),
     "left in eval mode later": (left_in_eval_later, WARNED),
@@ -351,38 +311,6 @@ EITHER = {
 """A cache plans anew, and one plan is refused."""
 
 
-def cache(model: nn.Module) -> nn.Module:
-    return remat.plan_cache(model, budget="100%", solver="cut")
-
-
-def rematerialized(model: nn.Module) -> nn.Module:
-    return remat.rematerialize(model, (rows(),), budget="100%", solver="cut", check=False)
-
-
-PLANNINGS: dict[str, Planning] = {"plan_cache": cache, "rematerialize": rematerialized}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = tmp_path_factory.mktemp("ranks") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def outcome(use: Use, plan: Planning) -> tuple[str, list[str]]:
-    """What came of a use, and the warnings about it, of which each step might give one."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            use(plan)
-        except RematError:
-            return REFUSED, []
-    said = [str(one.message) for one in caught if "its plan did not run" in str(one.message)]
-    assert all(one.filename == __file__ for one in caught if str(one.message) in said)
-    return (WARNED if said else PLAN), said
-
-
 @pytest.mark.parametrize("planning", PLANNINGS)
 @pytest.mark.parametrize("name", USES)
 def test_nothing_trains_without_its_plan_and_without_a_word(name: str, planning: str) -> None:
@@ -396,84 +324,6 @@ def test_nothing_trains_without_its_plan_and_without_a_word(name: str, planning:
 def test_a_cache_follows_another_forward_of_the_original(name: str) -> None:
     assert outcome(EITHER[name], cache) == (PLAN, [])
     assert outcome(EITHER[name], rematerialized) == (REFUSED, [])
-
-
-def by_original(plan: Planning) -> None:
-    model = net()
-    planned = plan(model)
-    whole(model)
-    whole(planned)
-    whole(model)
-
-
-def evaluated_between(plan: Planning) -> None:
-    """A validation without no_grad, also between forward and backward."""
-    model = plan(net())
-    for _ in range(2):
-        output = model(rows())
-        model.eval()(rows()).sum()
-        model.train()
-        output.sum().backward()
-
-
-def gradients_of_inputs(plan: Planning) -> None:
-    model, x = plan(net()).eval(), rows().requires_grad_()
-    torch.autograd.grad(model(x).sum(), x)
-    model.requires_grad_(False)
-    model(x).sum().backward()
-    assert x.grad is not None
-
-
-def adversarial(plan: Planning) -> None:
-    """Gradients of inputs by backward, which leaves some in parameters, between planned steps."""
-    model = plan(net())
-    whole(model, 1)
-    for _ in range(2):
-        for _ in range(2):
-            model.eval()(rows().requires_grad_()).sum().backward()
-        whole(model.train(), 1)
-
-
-def looked_at(plan: Planning) -> None:
-    """Parts are read, and the whole is trained; no hook stays behind."""
-    model: Any = plan(net())
-    assert model.head.weight.grad is None
-    whole(model)
-    assert not model.head.weight._post_accumulate_grad_hooks
-
-
-def another_plan_of_it(plan: Planning) -> None:
-    model = net()
-    first: Any = plan(model)
-    assert first.head is model.head
-    whole(cache(model))
-
-
-def given_up(plan: Planning) -> None:
-    model = net()
-    planned: Any = plan(model)
-    assert planned.head is model.head
-    del planned
-    whole(model)
-
-
-LEGITIMATE = {
-    "plain": lambda plan: whole(plan(net())),
-    "original": by_original,
-    "evaluated between": evaluated_between,
-    "gradients of inputs": gradients_of_inputs,
-    "adversarial": adversarial,
-    "looked at": looked_at,
-    "another plan": another_plan_of_it,
-    "given up": given_up,
-    "inside another": lambda plan: whole(nn.Sequential(plan(net()), nn.Linear(1, 1))),
-}
-
-
-@pytest.mark.parametrize("planning", PLANNINGS)
-@pytest.mark.parametrize("name", LEGITIMATE)
-def test_uses_that_are_meant_are_not_warned_of(name: str, planning: str) -> None:
-    assert outcome(LEGITIMATE[name], PLANNINGS[planning]) == (PLAN, [])
 
 
 CAUSES = {

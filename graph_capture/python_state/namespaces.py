@@ -1,0 +1,186 @@
+"""Names of the objects, classes and modules that a walk over Python's state comes by.
+
+Each name that code loads is read once, in the namespaces that have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from types import FunctionType, ModuleType
+from typing import Any, cast
+
+from torch import nn
+
+from remat.graph_capture.python_state.library_objects import is_looked_into
+from remat.graph_capture.python_state.loaded_names import LoadedNames, is_related
+from remat.graph_capture.python_state.places import MISSING, Entry
+from remat.graph_capture.python_state.reached import (
+    AROUND_DATA,
+    NOT_RUN,
+    Absent,
+    Namespace,
+    Reached,
+    functions_of,
+    is_library,
+)
+
+_CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
+
+
+class Namespaces:
+    """The namespaces that a walk has come by, and what of them code reads.
+
+    Parameters
+    ----------
+    names : that code loads. add : takes each place that is to be compared. read_method : takes each
+        method of a class that code may call.
+    """
+
+    def __init__(
+        self,
+        names: LoadedNames,
+        add: Callable[[Entry], None],
+        read_method: Callable[[type, FunctionType], None],
+    ) -> None:
+        self._names = names
+        self._add, self._read_method = add, read_method
+        self._held: list[Any] = []  # an identity is of an object that lives
+        self._before: dict[int, dict[str, Any]] = {}
+        self._instances: dict[type, list[Namespace]] = {}
+        self._having: dict[str, list[Namespace]] = {}
+        self._classes: dict[type, Namespace] = {}
+        self._called: set[type] = set()
+
+    def add_module(self, module: ModuleType) -> None:
+        """A module, of which forward may load names."""
+        self._add_space(Namespace(module.__name__, module, vars(module)))
+
+    def add_class(self, kind: type) -> None:
+        """A class, and its bases."""
+        for owner in kind.__mro__:
+            if owner in (object, nn.Module) or owner in self._classes:
+                continue
+            is_read = issubclass(owner, nn.Module) or is_looked_into(owner)
+            if is_read or not is_library(owner.__module__):
+                self._classes[owner] = Namespace(owner.__name__, owner, vars(owner))
+                self._add_space(self._classes[owner])
+
+    def call(self, kind: type) -> None:
+        """Forward may run the constructor of a class that some code names."""
+        for owner in kind.__mro__:
+            if owner not in self._called:
+                self._called.add(owner)
+                if owner in self._classes:
+                    self._read(self._classes[owner], _CONSTRUCTORS)
+
+    def add_instance(self, text: str, value: Any, space: dict[str, Any]) -> None:
+        """An object, with its ``__dict__``."""
+        added = Namespace(text, value, space)
+        self._instances.setdefault(type(value), []).append(added)
+        self._add_space(added)
+
+    def read_named(self, name: str) -> None:
+        """Read a name that some code loads, in each namespace that has it."""
+        for space in self._having.get(name, ()):
+            self._read(space, (name,))
+
+    def read_asking(self, asking: type | None) -> None:
+        """Read what code of a class, or of any, asks for by names that it computes."""
+        for kind in [one for one in self._instances if is_related(one, asking)]:
+            for space in self._instances[kind]:
+                self._read(space, space.before)
+
+    def _add_space(self, space: Namespace) -> None:
+        holder = space.value if isinstance(space.value, type) else space.space
+        space.before = self.as_before(space.space, holder)
+        for key in space.before:
+            self._having.setdefault(key, []).append(space)
+        self._read(space, space.before)
+
+    def as_before(self, space: Any, holder: Any = None) -> dict[str, Any]:
+        """What a namespace held when the walk came by it: code may write to it before it reads."""
+        holder = space if holder is None else holder
+        if id(holder) not in self._before:
+            self._before[id(holder)] = dict(space)
+            self._held.append(holder)
+        return self._before[id(holder)]
+
+    def _read(self, space: Namespace, keys: Iterable[str]) -> None:
+        """Those of these names of a namespace that code may read."""
+        keys = [key for key in keys if key in space.before and key not in space.done]
+        if isinstance(space.value, type):
+            self._read_class(space, space.value, keys)
+        elif isinstance(space.value, ModuleType):
+            self._read_module(space, keys)
+        else:
+            self._read_instance(space, keys)
+
+    def _read_class(self, space: Namespace, kind: type, keys: Iterable[str]) -> None:
+        """The methods and attributes of a class that some code names."""
+        is_named = self._names.is_loaded_of(kind)
+        for key in sorted(keys):
+            is_special = key.startswith("__") and key.endswith("__")
+            if not is_named(key) and not (is_special and self._is_run(kind, key)):
+                continue
+            space.done.add(key)
+            value = space.before[key]
+            functions = list(functions_of(value))
+            for function in functions:
+                self._read_method(kind, function)
+            if functions and is_looked_into(kind):
+                continue  # its methods are torch's or Python's own
+            if functions or not is_special:
+                text = f"{kind.__name__}.{key}"
+                self._add(Entry(text, space.space, key, value, owner=kind))
+
+    def _is_run(self, kind: type, special: str) -> bool:
+        """Whether forward may run a method that no code names: a constructor, if the class is."""
+        return kind in self._called if special in _CONSTRUCTORS else special not in NOT_RUN
+
+    def _read_instance(self, space: Namespace, keys: Iterable[str]) -> None:
+        kind = type(space.value)
+        if not isinstance(space.value, AROUND_DATA):
+            is_loaded, is_asked = self._names.is_loaded_of(kind), self._names.is_asked_of(kind)
+            keys = [key for key in keys if is_loaded(key) or is_asked(key, space.before[key])]
+        for key in sorted(keys):
+            space.done.add(key)
+            text = f"{space.text}.{key}".lstrip(".")
+            self._add(Entry(text, space.space, key, space.before[key]))
+
+    def _read_module(self, space: Namespace, keys: Iterable[str]) -> None:
+        for key in sorted(self._names.others.intersection(keys)):
+            space.done.add(key)
+            text = f"{key} of {space.text}"
+            self._add(Entry(text, space.space, key, space.before[key]))
+
+    def absent(self, reached: Reached) -> list[Absent]:
+        """Names that code loads of each instance, and that it does not have itself.
+
+        What it loads, and the instance's class, are noted in `reached`.
+        """
+        found: list[Absent] = []
+        for kind, instances in self._instances.items():
+            named = self._names.named_for(kind)
+            missing: dict[frozenset[str], set[str]] = {}
+            for one in instances:
+                has = frozenset(one.before)
+                if has not in missing:
+                    missing[has] = named - has
+                space = cast("dict[str, Any]", one.space)
+                found.append((one.text, space, missing[has]))
+                reached.reads[id(one.space)] = named
+                reached.kinds[id(one.space)] = kind
+        return found
+
+    def hiding(self) -> Iterator[Entry]:
+        """Places of what would hide what a class has from its bases."""
+        for kind in self._classes:
+            yield from self._hiding(kind)
+
+    def _hiding(self, kind: type) -> Iterator[Entry]:
+        if is_library(kind.__module__):
+            return
+        space, own = vars(kind), self._classes[kind].before
+        bases = [self._classes[base].done for base in kind.__mro__[1:] if base in self._classes]
+        for key in sorted(set[str]().union(*bases) - own.keys()):
+            yield Entry(f"{kind.__name__}.{key}", space, key, MISSING, owner=kind)
