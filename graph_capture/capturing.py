@@ -29,7 +29,7 @@ from remat.graph_capture.tracing.mixed_precision import parameters_cast
 from remat.graph_capture.tracing.one_trace import Trace
 from remat.graph_capture.tracing.recipe import Split, keep_links
 from remat.graph_capture.tracing.step_module import LossFunction
-from remat.graph_capture.tracing.trace import Counted, trace
+from remat.graph_capture.tracing.trace import Shown, trace
 
 
 @overload
@@ -45,7 +45,7 @@ def capture(
     device: str | None = ...,
     sharding: Sharding = ...,
     profile: Profile | str | Path | None = ...,
-    progress: Counted | None = ...,
+    progress: Shown | None = ...,
     split: Split | None = ...,
     measure_again: bool = ...,
     host: str | SupportsIndex | None = ...,
@@ -65,7 +65,7 @@ def capture(
     device: str | None = ...,
     sharding: Sharding = ...,
     profile: Profile | str | Path | None = ...,
-    progress: Counted | None = ...,
+    progress: Shown | None = ...,
     split: Split | None = ...,
     measure_again: bool = ...,
     host: str | SupportsIndex | None = ...,
@@ -84,7 +84,7 @@ def capture(
     device: str | None = None,
     sharding: Sharding = NO_SHARDING,
     profile: Profile | str | Path | None = None,
-    progress: Counted | None = None,
+    progress: Shown | None = None,
     split: Split | None = None,
     measure_again: bool = False,
     host: str | SupportsIndex | None = None,
@@ -173,7 +173,7 @@ def tiers_for(
 def price_for(
     traced: Trace,
     *,
-    progress: Counted | None = None,
+    progress: Shown | None = None,
     profile: Profile | None = None,
     measure_again: bool = False,
     tiers: LowerTiers | None = None,

@@ -28,7 +28,7 @@ from remat.graph_capture.prices.sample_inputs import price_key
 from remat.graph_capture.prices.step_time import LEFT_OUT, is_beyond, step_rounds, whole_step
 from remat.graph_capture.splitting.regions import Found, regions_asked
 from remat.graph_capture.tracing.one_trace import Trace
-from remat.graph_capture.tracing.trace import Counted
+from remat.graph_capture.tracing.trace import Shown
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Prices:
 def price(
     trace: Trace,
     *,
-    progress: Counted | None = None,
+    progress: Shown | None = None,
     profile: Profile | None = None,
     measure_again: bool = False,
     most_bytes: int | None = None,
@@ -60,7 +60,7 @@ def price(
 
     Parameters
     ----------
-    progress : called with (distinct ops priced, distinct ops to price).
+    progress : called with (distinct ops priced, distinct ops to price), and with what is done.
     profile : its prices are taken, whatever machine measured them. Ops that it lacks are
         measured if it is of this machine.
     measure_again : prices and times that are kept on disk are measured anew, and kept instead.
@@ -82,7 +82,7 @@ def price_with(
     trace: Trace,
     meter: Meter,
     cache: PriceCache,
-    progress: Counted | None = None,
+    progress: Shown | None = None,
     profile: Profile | None = None,
     most_bytes: int | None = None,
 ) -> tuple[TrainingGraph, Prices]:
@@ -95,7 +95,7 @@ def _measured(
     trace: Trace,
     meter: Meter,
     cache: PriceCache,
-    told: Counted,
+    told: Shown,
     profile: Profile | None,
     most_bytes: int | None,
 ) -> tuple[TrainingGraph, Prices]:
@@ -121,6 +121,8 @@ def _measured(
         },
         notes=() if profile is None else (note_of(profile),),
     )
+    if rounds:
+        told(text="timing whole steps")
     step = whole_step(joint, priced, cache, rounds, profile)
     if step is not None:
         priced = booked(priced, step)
@@ -131,12 +133,13 @@ def _measured(
     priced = with_collectives_priced(priced, joint.node_of_op, links)
     found = regions_asked(trace)
     if found:
+        told(text="timing what could run in pieces")
         in_pieces = _measured_pieces(meter, cache, told)
         priced = with_regions(priced, found, in_pieces, kept_bits(meter, cache))
     return priced, Prices(prices, step)
 
 
-def _measured_pieces(meter: Meter, cache: PriceCache, told: Counted) -> PricedPieces:
+def _measured_pieces(meter: Meter, cache: PriceCache, told: Shown) -> PricedPieces:
     """Measured prices of the ops that run in pieces."""
 
     def priced(found: Found) -> tuple[Mapping[str, Op], tuple[Value, ...]]:
@@ -173,7 +176,7 @@ def known_or_measured(
     meter: Meter,
     cache: PriceCache,
     known: Mapping[str, Price],
-    progress: Counted,
+    progress: Shown,
     between: Callable[[], None] | None,
 ) -> dict[str, Price]:
     """Prices of `nodes` and of saving a random state: those `known`, else kept, else measured.
@@ -229,7 +232,7 @@ def _on_the_host(joint: Joint) -> frozenset[str]:
     return frozenset(name for name, t in bases if t is not None and t.device.type == CPU)
 
 
-def _silent(done: int, total: int) -> None:
+def _silent(done: int = 0, total: int | None = None, *, text: str = "") -> None:
     pass
 
 

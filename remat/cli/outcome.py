@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from remat.cli.session import CHECK_FAILED, INFEASIBLE, Session
-from remat.cli.terminal import in_one_line
 from remat.graph_capture.errors import CaptureError, TooLargeError
 from remat.graph_capture.graph import TrainingGraph
 from remat.infeasible import infeasible_text
@@ -33,6 +32,7 @@ from remat.solver.budgets.price import GibPrice
 from remat.solver.budgets.worth import price_of_gib
 from remat.solver.interrupts import is_interrupted
 from remat.solver.result import Result
+from remat.terminal import in_one_line
 
 
 def opened_feasible(session: Session, source: str, request: Request, plan: Path | None) -> Opened:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -23,13 +23,15 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.job.kept_plans import PLAN_FILES
 from remat.job.opened import captured
 from remat.job.request import Request
-from remat.job.stopwatch import Shown
 from remat.questions.sweep import Budgets, sweep, sweep_hosts
 from remat.questions.tables import plain_table
 from remat.schedules.simulate import bound_of
 from remat.solver import make_solver
 from remat.solver.budgets.front import Front
 from remat.solver.budgets.sweep import BudgetsDone, check_jobs
+
+if TYPE_CHECKING:
+    from remat.graph_capture.tracing.trace import Shown
 
 BUDGETS = "12"
 HOSTS = "8GiB, or several with 0 for none: 0,8GiB,16GiB"

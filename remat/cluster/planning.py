@@ -15,7 +15,6 @@ from remat.graph_capture.cluster.chain_shape import Place
 from remat.graph_capture.devices.device_table import device_table
 from remat.graph_capture.errors import DeviceError
 from remat.graph_capture.over_ranks.fake_group import fake_ranks
-from remat.job.stopwatch import Stopwatch
 from remat.schedules.pipeline.cluster_plan import (
     ClusterFigures,
     ClusterFile,
@@ -31,6 +30,7 @@ from remat.solver.cluster.parts import Part, schedule_of_option
 from remat.solver.cluster.planner import ClusterSearch
 from remat.solver.cluster.stages import StagePlan
 from remat.solver.cluster.step_time import hop_us
+from remat.stages import Stopwatch
 
 WRITTEN: tuple[Place, ...] = ("block", "last")
 """Parts whose graphs and schedules a file has."""

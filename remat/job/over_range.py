@@ -15,13 +15,13 @@ from remat.graph_capture.shapes.ranges import Dynamic
 from remat.job.factory import Loaded
 from remat.job.pipeline import compare_with_eager, price_trace, trace_loaded
 from remat.job.request import Request
-from remat.job.stopwatch import Stopwatch
 from remat.ranges.curve import Curve, overheads_over
 from remat.ranges.solving import solve_over
 from remat.schedules.family import Family
 from remat.schedules.plan import Plan
 from remat.solver.interrupts import is_interrupted
 from remat.solver.result import INTERRUPTED
+from remat.stages import Stopwatch
 
 if TYPE_CHECKING:
     from remat.graph_capture.tracing.one_trace import Trace

@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING
 import remat.solver as solvers
 from remat.budgets import UNBOUNDED_BYTES, unmodified_step
 from remat.checks import failures, unless_short, why_unchecked
-from remat.formats import percent_text
 from remat.graph_capture.derived.one_rank import on_one_rank
 from remat.graph_capture.graph import TrainingGraph
 from remat.job.factory import Loaded
 from remat.job.request import Request
 from remat.job.rows import Row, predicted_row, rows_as_run
-from remat.job.stopwatch import Stopwatch
 from remat.levers.handed_over import planned_hand_over
 from remat.one_call import solve
 from remat.questions.layer_checkpoints import EveryNth, every_n_layers
@@ -27,6 +25,7 @@ from remat.schedules.simulation import Simulation
 from remat.solver.interrupts import is_interrupted
 from remat.solver.kept import Kind, kinds_of
 from remat.solver.result import INTERRUPTED, Result
+from remat.stages import Stopwatch, solver_shown
 
 if TYPE_CHECKING:
     from torch import nn
@@ -132,13 +131,10 @@ def measure_loaded(
 def solve_request(graph: TrainingGraph, request: Request, stopwatch: Stopwatch) -> Result:
     """Solve for the request's budget."""
     with stopwatch.stage("solve", f"solving for {request.budget}") as progress:
-
-        def listen(state: solvers.Progress) -> None:
-            progress(text=solver_text(request.budget, state))
-
         return solve(
             graph, request.budget, request.solver, request.time_limit_s, keep=request.keep,
-            recompute=request.recompute, order=request.order, progress=listen,
+            recompute=request.recompute, order=request.order,
+            progress=solver_shown(progress, request.budget),
         )  # fmt: skip
 
 
@@ -155,14 +151,6 @@ def _named_beside(
         result, traced, graph, lambda one: price_trace(one, request, stopwatch),
         lambda graph: solve_request(graph, within, stopwatch),
     )  # fmt: skip
-
-
-def solver_text(budget: str, state: solvers.Progress) -> str:
-    """What is shown while it solves: best schedule, bound and gap, and what comes next."""
-    best = "none" if state.best_overhead is None else percent_text(state.best_overhead)
-    bound = percent_text(state.bound_overhead)
-    gap = "open" if state.gap is None else percent_text(state.gap)
-    return f"solving for {budget}: best {best}, bound {bound}, gap {gap}, {state.doing}"
 
 
 def check_schedule(

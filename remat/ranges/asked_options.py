@@ -27,6 +27,7 @@ _SIZE_OF_ANY_BATCH = 2**40
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "accumulate": ((bool,), "True or False"),
     "audit": ((bool,), "True or False"),
+    "verbose": ((bool,), "True or False"),
     "compile": ((bool,), "True or False"),
     "check": ((bool, type(None)), "True, False, or None where it depends on free memory"),
     "sharding": ((Sharding,), "a remat.Sharding, such as remat.Sharding('ddp', world_size=8)"),
