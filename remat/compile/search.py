@@ -27,6 +27,7 @@ from remat.rewriter.inductor.replay import Replay
 from remat.schedules.schedule import Schedule, Step
 from remat.schedules.simulate import simulate
 from remat.solver.result import Result
+from remat.stages import Stopwatch, stopwatch_of_call
 
 _LOG = logging.getLogger("remat")
 CLOSE = 0.97
@@ -81,6 +82,10 @@ class PlanSearch:
     tried: dict[tuple[Step, ...], Candidate] = field(
         default_factory=dict[tuple[Step, ...], Candidate]
     )
+    stages: Stopwatch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stages = stopwatch_of_call(verbose=self.options.verbose)
 
     def stock(self) -> Candidate:
         """The step as torch compiles it; with everything kept, where torch's own cut is wrong."""
@@ -136,7 +141,10 @@ class PlanSearch:
 
         `graph` is the step's, with what else is live beside it.
         """
-        graph = graph or self.step.graph
+        with self.stages.show(f"compiling: a schedule of {bytes_text(max(0, target_bytes))}"):
+            return self._solved(target_bytes, graph or self.step.graph)
+
+    def _solved(self, target_bytes: int, graph: TrainingGraph) -> Candidate | None:
         result = solvers.solve(
             graph, max(0, target_bytes), self.options.solver,
             time_limit_s=self.options.time_limit_s,

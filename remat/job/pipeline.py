@@ -107,7 +107,7 @@ def price_trace(traced: Trace, request: Request, stopwatch: Stopwatch) -> Traini
     from remat.graph_capture.capturing import price_for
 
     recipe = traced.recipe
-    doing = f"modelling ops on {recipe.device}" if recipe.is_modelled else "measuring ops"
+    doing = f"modelling ops on {recipe.device}" if recipe.is_modelled else "timing ops"
     with stopwatch.stage("profile", doing) as progress:
         graph = price_for(
             traced, progress=progress, profile=request.read_profile(),
@@ -124,7 +124,7 @@ def measure_loaded(
 
     with stopwatch.stage("capture", "tracing the training step"):
         traced = trace_loaded(loaded, request)
-    with stopwatch.stage("profile", "measuring ops") as progress:
+    with stopwatch.stage("profile", "timing ops") as progress:
         return measure(traced, nvme_path=nvme_path, progress=progress)
 
 
