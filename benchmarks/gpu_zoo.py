@@ -26,7 +26,7 @@ from remat.job import pipeline
 from remat.job.factory import Loaded, load
 from remat.job.json_report import report_json
 from remat.job.request import Request
-from remat.stages import Stopwatch
+from remat.screen.stages import Stopwatch
 from tests.zoo.catalogue import ZOO
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -17,11 +17,11 @@ from remat.infeasible import infeasible_text
 from remat.ranks.together import Together
 from remat.reference import Reference, gradients_there
 from remat.schedules.family import Family
+from remat.screen.stages import solver_shown, stopwatch_of_call
 from remat.solved import Solved, facts_of, planned_text
 from remat.solver.options import check_number
 from remat.solver.pins.globs import Globs, as_globs
 from remat.solver.result import Result
-from remat.stages import solver_shown, stopwatch_of_call
 
 if TYPE_CHECKING:
     from torch import fx, nn

@@ -47,9 +47,9 @@ from remat.rewriter.user_module.block_shells import with_replaced
 from remat.rewriter.user_module.module import make_module
 from remat.rewriter.user_module.shared_state import SharedState, original_of
 from remat.rewriter.user_module.unplanned import Unplanned
+from remat.screen.stages import stopwatch_of_call
 from remat.solved import planned_text
 from remat.solver.options import check_number
-from remat.stages import stopwatch_of_call
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

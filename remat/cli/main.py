@@ -20,7 +20,7 @@ from remat.cli.report import export_verb, report_verb
 from remat.cli.run import check_verb, run_verb
 from remat.cli.sweep import sweep_verb
 from remat.cluster.command import plan_cluster_verb
-from remat.terminal import open_closed_streams, use_simple_letters
+from remat.screen.terminal import open_closed_streams, use_simple_letters
 
 app = typer.Typer(
     help="The fastest PyTorch training step that fits a memory budget, exactly.",

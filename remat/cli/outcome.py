@@ -28,11 +28,11 @@ from remat.ranges.curve import overheads_over
 from remat.schedules.layout import Layout
 from remat.schedules.plan import Plan, RangeFacts
 from remat.schedules.schedule import Schedule
+from remat.screen.terminal import in_one_line
 from remat.solver.budgets.price import GibPrice
 from remat.solver.budgets.worth import price_of_gib
 from remat.solver.interrupts import is_interrupted
 from remat.solver.result import Result
-from remat.terminal import in_one_line
 
 
 def opened_feasible(session: Session, source: str, request: Request, plan: Path | None) -> Opened:

@@ -17,10 +17,8 @@ from remat.cli.warned import each_warning_once
 from remat.graph_capture.devices.free_memory import is_out_of_memory
 from remat.graph_capture.errors import RematError, named_as_flags
 from remat.graph_capture.files.contents import check_writable, write_contents
-from remat.solver.interrupts import is_interrupted, one_job
-from remat.solver.result import INTERRUPTED
-from remat.stages import Stopwatch, TerminalStopwatch
-from remat.terminal import (
+from remat.screen.stages import Stopwatch, TerminalStopwatch
+from remat.screen.terminal import (
     STDOUT,
     in_one_line,
     json_text,
@@ -28,6 +26,8 @@ from remat.terminal import (
     steady_console,
     use_simple_letters,
 )
+from remat.solver.interrupts import is_interrupted, one_job
+from remat.solver.result import INTERRUPTED
 
 if TYPE_CHECKING:
     from remat.graph_capture.tracing.trace import Shown

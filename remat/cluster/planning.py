@@ -24,13 +24,13 @@ from remat.schedules.pipeline.cluster_plan import (
     StageFacts,
 )
 from remat.schedules.plan import Versions
+from remat.screen.stages import Stopwatch
 from remat.solver.cluster.job import Cluster, Job
 from remat.solver.cluster.mesh import Mesh, all_degrees, places_of_blocks
 from remat.solver.cluster.parts import Part, schedule_of_option
 from remat.solver.cluster.planner import ClusterSearch
 from remat.solver.cluster.stages import StagePlan
 from remat.solver.cluster.step_time import hop_us
-from remat.stages import Stopwatch
 
 WRITTEN: tuple[Place, ...] = ("block", "last")
 """Parts whose graphs and schedules a file has."""

@@ -8,7 +8,7 @@ import msgspec
 
 from remat.formats import bytes_text
 from remat.schedules.schedule import Schedule
-from remat.stages import stopwatch_of_call
+from remat.screen.stages import stopwatch_of_call
 
 MOST_KEPT = 64
 """Plans that are kept; the oldest go first."""

@@ -26,8 +26,8 @@ from remat.rewriter.inductor.partition import FusedStep, Pair
 from remat.rewriter.inductor.replay import Replay
 from remat.schedules.schedule import Schedule, Step
 from remat.schedules.simulate import simulate
+from remat.screen.stages import Stopwatch, stopwatch_of_call
 from remat.solver.result import Result
-from remat.stages import Stopwatch, stopwatch_of_call
 
 _LOG = logging.getLogger("remat")
 CLOSE = 0.97

@@ -25,10 +25,10 @@ from remat.job.request import Request
 from remat.job.size_search import Range, largest
 from remat.job.two_captures import Pair, pair_near, unmodified_reaches
 from remat.schedules.simulate import overhead_of
+from remat.screen.stages import Stopwatch
 from remat.solver.interrupts import is_interrupted, note_interrupt, one_job
 from remat.solver.problem import Problem, least_needed_bytes
 from remat.solver.result import Result
-from remat.stages import Stopwatch
 
 if TYPE_CHECKING:
     from remat.rewriter.checking.check import Check

@@ -34,8 +34,8 @@ from remat.schedules.judged_plan import AGREEMENT, judge_family, judge_plan, req
 from remat.schedules.plan import Plan, RangeFacts
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import overhead_of, simulate
+from remat.screen.stages import Stopwatch
 from remat.solver.result import Result, judged
-from remat.stages import Stopwatch
 
 if TYPE_CHECKING:
     from remat.graph_capture.tracing.recipe import Recipe

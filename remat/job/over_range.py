@@ -19,9 +19,9 @@ from remat.ranges.curve import Curve, overheads_over
 from remat.ranges.solving import solve_over
 from remat.schedules.family import Family
 from remat.schedules.plan import Plan
+from remat.screen.stages import Stopwatch
 from remat.solver.interrupts import is_interrupted
 from remat.solver.result import INTERRUPTED
-from remat.stages import Stopwatch
 
 if TYPE_CHECKING:
     from remat.graph_capture.tracing.one_trace import Trace

@@ -22,10 +22,10 @@ from remat.schedules.as_planned import whole
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from remat.schedules.simulation import Simulation
+from remat.screen.stages import Stopwatch, solver_shown
 from remat.solver.interrupts import is_interrupted
 from remat.solver.kept import Kind, kinds_of
 from remat.solver.result import INTERRUPTED, Result
-from remat.stages import Stopwatch, solver_shown
 
 if TYPE_CHECKING:
     from torch import nn

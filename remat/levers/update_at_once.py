@@ -22,10 +22,10 @@ from remat.levers.step_request import step_request
 from remat.levers.whole_step import StepPlan, plan_step
 from remat.levers.whole_step_here import step_here
 from remat.one_call import solve
+from remat.screen.stages import solver_shown, stopwatch_of_call
 from remat.solved import Solved, facts_of, planned_text
 from remat.solver.pins.globs import Globs
 from remat.solver.result import Result
-from remat.stages import solver_shown, stopwatch_of_call
 
 if TYPE_CHECKING:
     from torch import fx, nn

@@ -29,9 +29,9 @@ from remat.ranks.required_group import ONE_RANK, require_group
 from remat.reference import Reference, gradients_there
 from remat.rewriter.checking.audit import of_steps
 from remat.rewriter.user_module.ranged import RangedModule, make_ranged
+from remat.screen.stages import stopwatch_of_call
 from remat.solved import family_text
 from remat.solver.pins.globs import Globs, as_globs
-from remat.stages import stopwatch_of_call
 
 if TYPE_CHECKING:
     from remat.graph_capture.prices.profile import Profile

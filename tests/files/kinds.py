@@ -42,7 +42,7 @@ from remat.schedules.plan import (
 )
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
-from remat.stages import Stopwatch
+from remat.screen.stages import Stopwatch
 from tests.solver.graphs.random_graphs import gpt_like
 
 ERRORS = RematError

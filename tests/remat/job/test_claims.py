@@ -25,9 +25,9 @@ from remat.job.screen import show_run
 from remat.schedules.as_planned import as_planned
 from remat.schedules.reserved import reserved_of
 from remat.schedules.simulate import simulate
+from remat.screen.stages import Stopwatch
 from remat.solver.result import Result
 from remat.solver.table import NEEDS_LINKS, TABLE, TAKE_PIECES
-from remat.stages import Stopwatch
 
 DEVICE, BUDGETS, LIMIT_S = "h100", ("min", "60%", "85%"), 0.25
 # Other examples train the models of these.

@@ -19,7 +19,7 @@ from remat.job.pipeline import planned_report
 from remat.job.request import Request
 from remat.questions.reserved import reserved_beside, reserved_text, shortage_text
 from remat.schedules.reserved import Reserved, Taken, reserved_of
-from remat.stages import Stopwatch
+from remat.screen.stages import Stopwatch
 from tests.limits import AMPLE_S
 from tests.solver.graphs.random_graphs import gpt_like
 

@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from remat import checks, stages
+from remat import checks
 from remat.job import pipeline
+from remat.screen import stages
 from remat.solver import Progress
 from tests.remat.cli.conftest import Remat
 

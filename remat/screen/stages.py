@@ -103,7 +103,7 @@ class TerminalStopwatch(Stopwatch):
         from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn
         from rich.text import Text
 
-        from remat.terminal import is_simple
+        from remat.screen.terminal import is_simple
 
         clock = self
 
@@ -137,7 +137,7 @@ def stopwatch_of_call(*, verbose: bool) -> Stopwatch:
         return Stopwatch()
     if not _is_terminal() or not _is_first_rank():
         return LoggedStopwatch()
-    from remat.terminal import steady_console
+    from remat.screen.terminal import steady_console
 
     return TerminalStopwatch(steady_console(stderr=True))
 

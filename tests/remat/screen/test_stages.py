@@ -14,7 +14,7 @@ from rich import progress
 from torch import Tensor, nn
 
 import remat
-from remat.stages import LoggedStopwatch, Stopwatch, TerminalStopwatch, stopwatch_of_call
+from remat.screen.stages import LoggedStopwatch, Stopwatch, TerminalStopwatch, stopwatch_of_call
 
 LINE = re.compile(
     r"remat: Sequential on float32\[64, 32\]: peak .* predicted, .* measured, budget .*; "
