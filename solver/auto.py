@@ -45,7 +45,7 @@ from remat.solver.result import INTERRUPTED, Result, renamed
 from remat.solver.search import Listener, Search
 from remat.solver.segments.chen_sqrt import chen_state
 from remat.solver.state import State
-from remat.solver.stopping import EXACT, TINY
+from remat.solver.stopping import DEFAULT_GAP, EXACT, TINY
 from remat.solver.store_all import store_all_state
 from remat.solver.table import make_solver
 
@@ -74,7 +74,7 @@ class Auto:
 
     copies: ClassVar[bool] = True
 
-    gap: float = 1e-3
+    gap: float = DEFAULT_GAP
     seed: int = 0
     workers: int = 2
     order: OrderOption = "fixed"

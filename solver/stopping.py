@@ -13,6 +13,10 @@ from dataclasses import dataclass, replace
 
 NO_LIMIT = 1 << 62
 
+DEFAULT_GAP = 0.01
+"""Ends a search at a schedule that is proved to be within this part of the best, unless another
+`gap` is asked for: prices of ops are no more exact."""
+
 
 @dataclass(frozen=True, slots=True)
 class Nodes:

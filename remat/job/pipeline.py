@@ -137,8 +137,8 @@ def solve_request(graph: TrainingGraph, request: Request, stopwatch: Stopwatch) 
             progress(text=solver_text(request.budget, state))
 
         return solve(
-            graph, request.budget, request.solver, request.time_limit_s, keep=request.keep,
-            recompute=request.recompute, order=request.order, progress=listen,
+            graph, request.budget, request.solver, request.time_limit_s, progress=listen,
+            **request.solving,
         )  # fmt: skip
 
 
@@ -199,12 +199,14 @@ def run(
     stopwatch: Stopwatch,
     *,
     check: bool = False,
+    compare: bool = False,
     planned: Callable[[Report], None] = lambda _: None,
 ) -> Report:
     """Capture, price, solve, rewrite and check.
 
     Stops after solving where nothing fits, where the device or the ranks are not here, and where
     the unmodified step does not fit into free memory. `check` runs that step all the same.
+    With `compare`, square-root checkpointing is run and measured too, in place of predicted alone.
     `planned` is called with what is known before a step is run: running it may end the process.
     """
     report, traced, chen = _before_the_check(loaded, request, stopwatch)
@@ -228,8 +230,10 @@ def run(
         checked = checked_to(result.schedule)
     if checked is None:
         return replace(report, unchecked="".join(said))
-    with stopwatch.stage("compare", "measuring square-root checkpointing"):
-        compared = checked_to(chen.schedule) if chen.schedule else None
+    compared = None
+    if compare and chen.schedule:
+        with stopwatch.stage("compare", "measuring square-root checkpointing"):
+            compared = checked_to(chen.schedule)
     rows = rows_as_run(report.rows, checked, compared)
     return replace(report, rows=rows, check=checked, unchecked="".join(said))
 

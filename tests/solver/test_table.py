@@ -12,8 +12,11 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 import pytest
 
+from remat.compile.options import CompileOptions
 from remat.graph_capture.errors import SolverError
+from remat.job.request import Request
 from remat.solver import TABLE, make_solver, solve, solver_class
+from remat.solver.stopping import DEFAULT_GAP
 from remat.solver.table import NEEDS_LINKS
 from tests.links import with_links
 from tests.solver.graphs.random_graphs import chain
@@ -143,3 +146,15 @@ def test_progress_tells_bound_and_best() -> None:
     assert heard
     assert heard[-1].bound_overhead <= result.overhead + 1e-9
     assert all(a.seconds <= b.seconds for a, b in pairwise(heard))
+
+
+def test_one_gap_is_the_default_of_all_that_prove_one() -> None:
+    made = {name: make_solver(name) for name in ("auto", "cut", "joint")}
+    assert {one.gap for one in made.values()} == {DEFAULT_GAP}  # type: ignore[attr-defined]
+    assert Request().gap == CompileOptions(budget="60%").gap == DEFAULT_GAP
+
+
+def test_a_solver_that_proves_no_bound_takes_any_gap() -> None:
+    assert make_solver("chen_sqrt", gap=0.5) == make_solver("chen_sqrt")
+    with pytest.raises(SolverError, match="gap must be 0 or more, and finite, not -1"):
+        make_solver("chen_sqrt", gap=-1)
