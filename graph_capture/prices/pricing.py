@@ -136,6 +136,12 @@ def _measured(
     return priced, Prices(prices, step)
 
 
+def doubt_prices(trace: Trace) -> None:
+    """Have the ops of a trace, and its whole step, measured again at the next quiet moment."""
+    meter = meter_of(trace.recipe.device)
+    PriceCache.of(meter).doubt(examples(trace.joint), trace.joint.timed_hash)
+
+
 def _measured_pieces(meter: Meter, cache: PriceCache, told: Counted) -> PricedPieces:
     """Measured prices of the ops that run in pieces."""
 
@@ -181,17 +187,14 @@ def known_or_measured(
     `between` is called after each pass over the ops that are measured.
     """
     wanted = (*nodes, SAVE_RNG_KEY)
-    missing = {key for key in wanted if key not in known and key not in cache.prices}
+    missing = {key for key in wanted if key not in known} - cache.settled(wanted, meter)
     found: dict[str, Price] = {}
     if missing:
         new = {key: node for key, node in nodes.items() if key in missing}
         with meter.quiet():
             found, no_room = measured_prices(joint, new, meter, progress, between, cache)
-        # A price that is kept stays, or the next process would find another than this plan has.
         # What had no room is not kept, as another time there may be room to run it.
-        kept = missing - no_room
-        cache.prices.update({key: one for key, one in found.items() if key in kept})
-        cache.save()
+        cache.keep_prices({key: one for key, one in found.items() if key not in no_room})
     # What another process has saved meanwhile stays, and takes the place of what was found.
     every = {**found, **cache.prices, **known}
     return {key: every[key] for key in wanted}

@@ -14,7 +14,7 @@ from remat.graph_capture.derived.one_rank import on_one_rank
 from remat.graph_capture.graph import TrainingGraph
 from remat.job.factory import Loaded
 from remat.job.request import Request
-from remat.job.rows import Row, predicted_row, rows_as_run
+from remat.job.rows import Row, predicted_row, quicker_than_priced, rows_as_run
 from remat.job.stopwatch import Stopwatch
 from remat.levers.handed_over import planned_hand_over
 from remat.one_call import solve
@@ -235,7 +235,16 @@ def run(
         with stopwatch.stage("compare", "measuring square-root checkpointing"):
             compared = checked_to(chen.schedule)
     rows = rows_as_run(report.rows, checked, compared)
+    if quicker_than_priced(rows[0]) and request.profile is None:
+        _doubt_prices(traced)
     return replace(report, rows=rows, check=checked, unchecked="".join(said))
+
+
+def _doubt_prices(traced: Trace) -> None:
+    """Prices say that steps take longer than they do: they are measured again next time."""
+    from remat.graph_capture.prices.pricing import doubt_prices
+
+    doubt_prices(traced)
 
 
 def _before_the_check(
