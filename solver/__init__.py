@@ -53,6 +53,7 @@ def solve(
     keep: Globs = (),
     recompute: Globs = (),
     known_us: float = inf,
+    at_hand: Result | None = None,
     **options: object,
 ) -> Result:
     """Find the schedule of least time whose true peak is within `budget_bytes`.
@@ -76,6 +77,8 @@ def solve(
     known_us : float
         The time of a schedule that is known: a solver that proves a bound may end where none can
         be faster by more than its gap.
+    at_hand : Result
+        The outcome for a graph with regions if all of them run whole, where it is known.
     **options : object
         Fields of the solver.
 
@@ -106,7 +109,7 @@ def solve(
                 return ask(one, budget_bytes, limit_s, known_us)
 
             gap = _gap_asked(graph, solver, options)
-            found = solve_in_pieces(graph, budget_bytes, of_this_budget, time_limit_s, gap)
+            found = solve_in_pieces(graph, budget_bytes, of_this_budget, time_limit_s, gap, at_hand)
             return naming_the_limit(found, time_limit_s)
         if has_updates(graph):
             found = solve_with_updates(graph, budget_bytes, ask, time_limit_s)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,7 +21,6 @@ Run = Callable[[], Any]
 
 MIN_RUNS, MAX_RUNS, ENOUGH_US = 3, 25, 50_000.0
 """Runs of an op in all its passes, and the time after which no more are made."""
-THREAD_CLOCK_S = time.get_clock_info("thread_time").resolution
 PASSES = 3
 """Of a CPU: of three, a median drops the one that falls into a slow spell (`op_times.py`)."""
 AGREE, ABOUT_US = 0.02, 10.0
@@ -124,25 +122,6 @@ def least_agreed(times: Sequence[float]) -> float:
     rising = sorted(times)
     agreed = (one for one, following in pairwise(rising) if have_agreed((one, following)))
     return next(agreed, statistics.median(rising))
-
-
-class Watch:
-    """How much of a time span this thread was kept from running: about 0 on a quiet machine.
-
-    A thread that computes takes as much of a core's time as passes on the clock, unless others are
-    given the core.
-    """
-
-    def __init__(self) -> None:
-        self._wall_s, self._own_s = time.perf_counter(), time.thread_time()
-
-    @property
-    def away(self) -> float:
-        """The part of the time since the start that went to others; 0 where no clock tells."""
-        wall_s = time.perf_counter() - self._wall_s
-        if wall_s < 100 * THREAD_CLOCK_S:
-            return 0.0
-        return min(max(1 - (time.thread_time() - self._own_s) / wall_s, 0.0), 1.0)
 
 
 def median_of(timed_us: Callable[[], float], passes: int = 1) -> float:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from remat.graph_capture.devices.device_table import CPU
-from remat.graph_capture.devices.meter import Meter, Run, Watch, have_agreed, least_agreed
+from remat.graph_capture.devices.meter import Meter, Run, have_agreed, least_agreed
+from remat.graph_capture.devices.watch import Watch
 
 Failure = RuntimeError | IndexError | ValueError | MemoryError
 """How kernels refuse made data."""

@@ -16,7 +16,6 @@ for caches that it finds filled.
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -29,7 +28,8 @@ from torch import Tensor, fx
 
 from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.devices.free_memory import free_bytes, is_out_of_memory
-from remat.graph_capture.devices.meter import Meter, Watch, have_agreed, least_agreed
+from remat.graph_capture.devices.meter import Meter, have_agreed, least_agreed
+from remat.graph_capture.devices.watch import Watch
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.joint.build import Joint
@@ -252,9 +252,9 @@ def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> WholeRuns | No
 
 def _first_us(run: Callable[[], Any]) -> float:
     """The time of the first run of all, which may also find that there is no memory for it."""
-    begun_s = time.perf_counter()
+    watch = Watch()
     alone(run)
-    return 1e6 * (time.perf_counter() - begun_s)
+    return watch.taken_us
 
 
 def _has_room(size_bytes: int, device: str) -> bool:

@@ -140,10 +140,10 @@ def check(
     """Run a training step of both on the same batch and random state, and compare.
 
     Both run once for equality, once for the peak, and `steps` times in turn for the time; fewer
-    times once two times of each agree, or that has taken 20 s, if no other ranks wait for this one. On a CUDA device eager runs
-    twice for equality, to see which results it repeats, and up to `MOST_EAGER` times if the plan's
-    differ. On a CPU float32 sums by indices have one order meanwhile. Gradients, buffers, the batch
-    and the random streams are put back as they were.
+    times once two times of each agree, or that has taken 20 s, if no other ranks wait for this one.
+    On a CUDA device eager runs twice for equality, to see which results it repeats, and up to
+    `MOST_EAGER` times if the plan's differ. On a CPU float32 sums by indices have one order
+    meanwhile. Gradients, buffers, the batch and the random streams are put back as they were.
 
     Parameters
     ----------

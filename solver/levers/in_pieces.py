@@ -45,11 +45,13 @@ there anyway; whole ones hardly fit where it leaves so many."""
 
 
 def solve_in_pieces(
-    graph: TrainingGraph, budget_bytes: int, solve_one: SolveOne, time_limit_s: float, gap: float
-) -> Result:
+    graph: TrainingGraph, budget_bytes: int, solve_one: SolveOne, time_limit_s: float, gap: float,
+    at_hand: Result | None = None,
+) -> Result:  # fmt: skip
     """The fastest schedule of `graph`, whole or with a region in pieces, and a bound for all.
 
-    Another choice is not tried where it cannot be faster by more than `gap`.
+    Another choice is not tried where it cannot be faster by more than `gap`. `at_hand` is the
+    outcome for whole ops, where it is known.
     """
     clock = Clock(time_limit_s)
     regions = [region for region in graph.regions if region.choices]
@@ -58,7 +60,7 @@ def solve_in_pieces(
     may_be_needed = room <= NEAR
     heads = _with_regions(graph, [region for region in regions if region not in later])
     with clock.limited_to((FIRST_PART if room <= TIGHT else 1) * time_limit_s):
-        known = _solve_heads(heads, budget_bytes, solve_one, clock, gap)
+        known = _solve_heads(heads, budget_bytes, solve_one, clock, gap, at_hand)
     has_heads = _has_pieces(known.best)
     # Those that have the heads as these turned out, and then the others, for their bound.
     for region in sorted(later, key=lambda one: ("head" in one.kinds) is not has_heads):
@@ -74,15 +76,16 @@ def solve_in_pieces(
 
 
 def _solve_heads(
-    graph: TrainingGraph, budget_bytes: int, solve_one: SolveOne, clock: Clock, gap: float
-) -> Known:
+    graph: TrainingGraph, budget_bytes: int, solve_one: SolveOne, clock: Clock, gap: float,
+    at_hand: Result | None,
+) -> Known:  # fmt: skip
     """The best with heads whole or in pieces."""
     if not graph.regions:
-        found = solve_one(whole(graph), clock.left_s, inf)
+        found = at_hand or solve_one(whole(graph), clock.left_s, inf)
         return Known(found, bound_us_of(found, graph), is_whole=True)
     if most_held_bytes(graph) > budget_bytes:
         return solve_region(graph, budget_bytes, solve_one, clock, None, gap)
-    captured = solve_one(whole(graph), PART * clock.left_s, inf)
+    captured = at_hand or solve_one(whole(graph), PART * clock.left_s, inf)
     known = Known(captured, bound_us_of(captured, graph), is_whole=True)
     # Pieces may be faster than the whole, as those with fewer products are.
     if _is_near(captured, graph, 0.0):

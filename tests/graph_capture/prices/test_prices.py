@@ -6,7 +6,6 @@ import gc
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from torch import fx, nn
 
 from remat.graph_capture import trace
 from remat.graph_capture.devices.cpu_meter import CpuMeter
-from remat.graph_capture.devices.meter import Watch
 from remat.graph_capture.memory_events import measure_peak, measure_regions
 from remat.graph_capture.prices import op_prices, price_cache, pricing
 from remat.graph_capture.prices.op_prices import SAVE_RNG_KEY
@@ -291,9 +289,3 @@ def test_a_step_that_is_quicker_than_its_prices_has_them_measured_again(
     monkeypatch.setattr(price_cache, "BUSY", 1.0)  # nothing that is measured now is in doubt
     pricing.price(traced)
     assert PriceCache().settled(keys, meter) == set(keys)
-
-
-def test_a_watch_tells_how_long_others_had_the_core() -> None:
-    watch = Watch()
-    time.sleep(0.05)
-    assert watch.away > 0.9
