@@ -46,7 +46,7 @@ LEAST_ROUNDS, ROUNDS, ENOUGH_US = 3, 24, 3e6
 """Rounds are fewer the longer they are."""
 SOON_US = 5e5
 """Rounds that have taken less go on in any case: they cost nothing."""
-MORE_SHARES = 2
+MORE_SHARES = 1
 """Shares beyond the passes over the ops, for times that do not agree by then."""
 ROOM = 0.5
 """Part of the free memory that a run may take."""
