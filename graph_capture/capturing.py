@@ -178,12 +178,13 @@ def price_for(
     measure_again: bool = False,
     tiers: LowerTiers | None = None,
     most_bytes: int | None = None,
+    pieces: bool = True,
 ) -> TrainingGraph:
     """The trace's graph with the prices of its device: measured here, or modelled by name.
 
     A price that `profile` has is taken. `measure_again` leaves aside those that are kept on disk.
     With `tiers`, the graph has links to them. Nothing runs that takes more than `most_bytes`, but
-    for single ops.
+    for single ops. Without `pieces`, those of a device that is here are left for `with_pieces`.
     """
     device = traced.recipe.device
     if traced.recipe.is_modelled:
@@ -195,7 +196,7 @@ def price_for(
 
         graph = price(
             traced, progress=progress, profile=profile, measure_again=measure_again,
-            most_bytes=most_bytes,
+            most_bytes=most_bytes, pieces=pieces,
         )  # fmt: skip
     if tiers is None:
         return graph

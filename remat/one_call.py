@@ -248,11 +248,13 @@ def rematerialize(
     from remat.graph_capture.capturing import price_for, tiers_for
     from remat.graph_capture.derived.one_rank import on_one_rank
     from remat.graph_capture.over_ranks.collectives import collectives_in
+    from remat.graph_capture.prices.pricing import with_pieces
     from remat.graph_capture.prices.profile import as_profile
     from remat.graph_capture.tracing.given import require_form
     from remat.graph_capture.tracing.mixed_precision import inputs_cast, parameters_cast
     from remat.graph_capture.tracing.trace import trace
     from remat.levers.by_tolerance import naming_tolerance
+    from remat.levers.pieces_at_need import may_wait, solved_at_need
     from remat.ranges.asked_options import require_dynamic, require_options
     from remat.ranks.audits import agree_on_audits
     from remat.ranks.required_group import refuse_fake, require_group
@@ -305,22 +307,31 @@ def rematerialize(
         if compile:
             refuse_compiled_dtensors(model)
 
-        def priced(one: Trace) -> TrainingGraph:
+        def priced(one: Trace, *, pieces: bool = True) -> TrainingGraph:
             most_bytes = parse_budget(budget).most_bytes(on_one_rank(one.graph, sharding))
             with stages.stage("profile", "timing ops") as shown:
                 graph = price_for(
-                    one, progress=shown, profile=known, tiers=tiers, most_bytes=most_bytes
-                )
+                    one, progress=shown, profile=known, tiers=tiers, most_bytes=most_bytes,
+                    pieces=pieces,
+                )  # fmt: skip
             return on_one_rank(graph, sharding, is_rewritten=True)
 
-        def solved(graph: TrainingGraph, budget: str | SupportsIndex) -> Result:
+        def solved(graph: TrainingGraph, budget: str | SupportsIndex, **known: Any) -> Result:
             with stages.stage("solve", f"solving for {budget}") as shown:
-                told = {"progress": solver_shown(shown, budget), **asked}
+                told = {"progress": solver_shown(shown, budget), **asked, **known}
                 return solve(graph, budget, solver, time_limit_s, **told)
 
+        def in_pieces(graph: TrainingGraph) -> TrainingGraph:
+            with stages.stage("profile", "timing large layers in pieces") as shown:
+                return with_pieces(traced, graph, shown)
+
         def at(target: str | SupportsIndex) -> Solved:
-            graph = priced(traced)
-            return Solved(graph, solved(graph, target))
+            if not may_wait(traced) or parse_budget(target).kind == "min":
+                graph = priced(traced)
+                return Solved(graph, solved(graph, target))
+            whole = priced(traced, pieces=False)
+            solve_for = functools.partial(solved, budget=target)
+            return solved_at_need(traced, whole, solve_for, in_pieces)
 
         def make() -> Solved:
             found = at(budget)

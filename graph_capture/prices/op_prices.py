@@ -89,10 +89,10 @@ def measured_prices(
     # Memory comes last: what libraries allocate at their first use is then no op's.
     with _said_if_short():
         memory = meter.regions(runner_of(joint, missing[key]) for key in costs)
-    for (key, cost_us), found in zip(costs.items(), memory, strict=True):
+    for (key, (cost_us, away)), found in zip(costs.items(), memory, strict=True):
         kept_bytes = max(0, found.final_bytes - sum(fresh_storages(missing[key])))
         workspace_bytes = allocated_on(meter.device)(workspace_of(missing[key], found))
-        prices[key] = Price(cost_us, workspace_bytes, kept_bytes)
+        prices[key] = Price(cost_us, workspace_bytes, kept_bytes, away=away)
     return prices, frozenset(no_room)
 
 

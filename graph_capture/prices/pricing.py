@@ -21,7 +21,7 @@ from remat.graph_capture.over_ranks.prices import links_of_step, with_collective
 from remat.graph_capture.prices.booking import booked
 from remat.graph_capture.prices.kept_bits import kept_bits
 from remat.graph_capture.prices.op_prices import SAVE_RNG_KEY, measured_prices
-from remat.graph_capture.prices.pieces import PricedPieces, with_regions
+from remat.graph_capture.prices.pieces import PricedPieces, modelled, with_regions
 from remat.graph_capture.prices.price_cache import Price, PriceCache, WholeStep
 from remat.graph_capture.prices.profile import Profile, note_of, taken
 from remat.graph_capture.prices.sample_inputs import price_key
@@ -51,6 +51,7 @@ def price(
     profile: Profile | None = None,
     measure_again: bool = False,
     most_bytes: int | None = None,
+    pieces: bool = True,
 ) -> TrainingGraph:
     """The trace's graph with measured costs and workspaces.
 
@@ -66,6 +67,7 @@ def price(
     measure_again : prices and times that are kept on disk are measured anew, and kept instead.
     most_bytes : a budget: the step is not run as a whole where that takes more. An op runs in any
         case, with what it needs itself.
+    pieces : left out, the graph has no regions in pieces; `with_pieces` adds them.
 
     Raises
     ------
@@ -75,7 +77,29 @@ def price(
     cache = PriceCache.of(meter)
     if measure_again:
         cache.forget()
-    return price_with(trace, meter, cache, progress, profile, most_bytes)[0]
+    graph = price_with(trace, meter, cache, progress, profile, most_bytes)[0]
+    return with_pieces(trace, graph, progress) if pieces else graph
+
+
+def with_pieces(trace: Trace, graph: TrainingGraph, progress: Shown | None = None) -> TrainingGraph:
+    """`graph`, priced, with the regions that may run in pieces, measured and compared for bits."""
+    found = regions_asked(trace)
+    if not found:
+        return graph
+    meter = meter_of(trace.recipe.device)
+    cache = PriceCache.of(meter)
+    with trace.python_state.streams_kept():
+        in_pieces = _measured_pieces(meter, cache, progress or _silent)
+        return with_regions(graph, found, in_pieces, kept_bits(meter, cache))
+
+
+def with_hoped_pieces(trace: Trace, graph: TrainingGraph) -> TrainingGraph:
+    """`graph`, priced, with the regions that may run in pieces, as if they cost no more time.
+
+    Nothing is run. No measured region is faster, as pieces do the work of the captured ops.
+    """
+    hoped = modelled(graph, 0.0, allocated_on(graph.device))
+    return with_regions(graph, regions_asked(trace), hoped, lambda _: True)
 
 
 def price_with(
@@ -131,12 +155,13 @@ def _measured(
     # After that, as the step is run with the stand-ins of collectives, at what these take.
     links = links_of_step(trace.recipe.device, meter.title, profile)
     priced = with_collectives_priced(priced, joint.node_of_op, links)
-    found = regions_asked(trace)
-    if found:
-        told(text="timing what could run in pieces")
-        in_pieces = _measured_pieces(meter, cache, told)
-        priced = with_regions(priced, found, in_pieces, kept_bits(meter, cache))
     return priced, Prices(prices, step)
+
+
+def doubt_prices(trace: Trace) -> None:
+    """Have the ops of a trace, and its whole step, measured again at the next quiet moment."""
+    meter = meter_of(trace.recipe.device)
+    PriceCache.of(meter).doubt(examples(trace.joint), trace.joint.timed_hash)
 
 
 def _measured_pieces(meter: Meter, cache: PriceCache, told: Shown) -> PricedPieces:
@@ -184,17 +209,14 @@ def known_or_measured(
     `between` is called after each pass over the ops that are measured.
     """
     wanted = (*nodes, SAVE_RNG_KEY)
-    missing = {key for key in wanted if key not in known and key not in cache.prices}
+    missing = {key for key in wanted if key not in known} - cache.settled(wanted, meter)
     found: dict[str, Price] = {}
     if missing:
         new = {key: node for key, node in nodes.items() if key in missing}
         with meter.quiet():
             found, no_room = measured_prices(joint, new, meter, progress, between, cache)
-        # A price that is kept stays, or the next process would find another than this plan has.
         # What had no room is not kept, as another time there may be room to run it.
-        kept = missing - no_room
-        cache.prices.update({key: one for key, one in found.items() if key in kept})
-        cache.save()
+        cache.keep_prices({key: one for key, one in found.items() if key not in no_room})
     # What another process has saved meanwhile stays, and takes the place of what was found.
     every = {**found, **cache.prices, **known}
     return {key: every[key] for key in wanted}

@@ -148,7 +148,7 @@ def priced(
     with session.stopwatch.stage("price", "pricing a GiB"):
         return price_of_gib(
             graph, result, solver=request.solver, time_limit_s=request.time_limit_s,
-            keep=request.keep, recompute=request.recompute, order=request.order,
+            **request.solving,
         )  # fmt: skip
 
 

@@ -62,7 +62,7 @@ def sweep_verb(
     """Show the time of the step against the budget, with the bound at each."""
     wanted = asked_budgets(budgets, budget)
     for name in solver:
-        make_solver(name, order=request.order)
+        make_solver(name, order=request.order, gap=request.gap)
     check_jobs(jobs)
     hosts = asked_hosts(host)
     largest = max(hosts, key=hosts.__getitem__, default="")
@@ -72,8 +72,7 @@ def sweep_verb(
     with session.stopwatch.stage("sweep", "solving at several budgets") as progress:
         shared: dict[str, Any] = {
             "solvers": solver, "time_limit_s": request.time_limit_s, "jobs": jobs,
-            "progress": _telling(progress), "keep": request.keep, "recompute": request.recompute,
-            "order": request.order,
+            "progress": _telling(progress), **request.solving,
         }  # fmt: skip
         if len(hosts) > 1:
             fronts = sweep_hosts(graph, hosts, wanted, **shared)

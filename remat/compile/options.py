@@ -13,6 +13,7 @@ from remat.graph_capture.errors import BudgetError, SolverError
 from remat.solver import solver_class
 from remat.solver.options import check_number
 from remat.solver.pins.globs import Globs
+from remat.solver.stopping import DEFAULT_GAP
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class CompileOptions:
 
     budget: Any
     solver: str = "auto"
-    gap: float = 0.01
+    gap: float = DEFAULT_GAP
     time_limit_s: float = 10.0
     replays: int = 8
     calls: int = 1

@@ -12,7 +12,6 @@ import dataclasses
 import logging
 import warnings
 from dataclasses import dataclass, field
-from typing import Any
 
 import remat.solver as solvers
 from remat.budgets import UNBOUNDED_BYTES
@@ -149,7 +148,7 @@ class PlanSearch:
             graph, max(0, target_bytes), self.options.solver,
             time_limit_s=self.options.time_limit_s,
             keep=self.options.keep, recompute=self.options.recompute,
-            **self._options_of_solver(),
+            gap=self.options.gap,
         )  # fmt: skip
         schedule = result.schedule or result.least_schedule
         if schedule is None or schedule.graph_hash != self.step.graph.hash:
@@ -163,10 +162,6 @@ class PlanSearch:
             found.code_peak_bytes, found.overhead,
         )  # fmt: skip
         return found
-
-    def _options_of_solver(self) -> dict[str, Any]:
-        known = solvers.option_names(self.options.solver)
-        return {"gap": self.options.gap} if "gap" in known else {}
 
     def of(self, schedule: Schedule | None, gap: float | None) -> Candidate:
         """The candidate of a schedule that another rank has chosen; None for torch's own cut.

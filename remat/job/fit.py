@@ -173,7 +173,7 @@ class FitSearch:
         request = self.request
         return solvers.solve(
             graph, self.budget_bytes, request.solver, time_limit_s=limit_s,
-            keep=request.keep, recompute=request.recompute, order=request.order,
+            **request.solving,
         )  # fmt: skip
 
     def _is_fit(self, result: Result) -> bool:

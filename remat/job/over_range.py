@@ -80,7 +80,7 @@ def plan_over(
     with stopwatch.stage("solve", f"solving for {request.budget}"):
         family = solve_over(
             graph, request.budget, request.solver, request.time_limit_s,
-            keep=request.keep, recompute=request.recompute, order=request.order,
+            **request.solving,
         )  # fmt: skip
     planned(_plan_of(loaded, traced, family, graph))
     report = RangeReport(graph, family, overheads_over(graph, family), stopwatch.seconds)

@@ -32,6 +32,26 @@ def test_run_prints_one_object_with_all_that_is_promised(remat: Remat) -> None:
     assert all(checked[f"{name}_equal"] for name in ("outputs", "gradients", "buffers", "rng"))
     assert checked["gradients"] == checked["gradients_total"] > 0
     assert {"capture", "profile", "solve", "check"} <= said["seconds"].keys()
+    # Square roots are measured on request alone.
+    assert said["chen_sqrt"]["predicted_peak_bytes"] > 0
+    assert said["chen_sqrt"]["measured_peak_bytes"] is None
+
+
+def test_run_compares_with_square_roots_if_asked(remat: Remat) -> None:
+    done = remat("run", remat.gpt, "--budget", "70%", *QUICK, "--compare", "--json")
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout)["chen_sqrt"]["measured_peak_bytes"] > 0
+
+
+def test_a_gap_is_asked_for_on_the_command_line(remat: Remat) -> None:
+    words = ("solve", remat.gpt, "--budget", "70%", *QUICK, "--device", "l4", "--json")
+    wide, narrow = (
+        json.loads(remat(*words, "--gap", gap).stdout)["bound"]["gap"] for gap in ("0.5", "0.001")
+    )
+    assert narrow <= 0.001 < wide <= 0.5
+    refused = remat(*words, "--gap", "-1")
+    assert refused.exit_code == 2
+    assert "--gap" in refused.stderr
 
 
 @pytest.mark.slow
