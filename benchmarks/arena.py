@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import remat
+from benchmarks import GAP_OF_FIGURES
 from remat.formats import bytes_text, percent_text
 
 EXAMPLES = ("gpt", "resnet", "unet")
@@ -132,7 +133,7 @@ def main(argv: list[str]) -> None:
     print(HEAD)
     for example in asked.examples or EXAMPLES:
         for budget in asked.budget or ["100%", "60%"]:
-            print(measured(example, budget, asked.rounds), flush=True)
+            print(measured(example, budget, asked.rounds, gap=GAP_OF_FIGURES), flush=True)
 
 
 if __name__ == "__main__":

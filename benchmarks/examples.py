@@ -1,4 +1,4 @@
-"""The examples at falling budgets: `python benchmarks/examples.py --out results.json`.
+"""The examples at falling budgets: `python -m benchmarks.examples --out results.json`.
 
 Runs `remat run` on each example at 80, 60 and 45 % of its unmodified peak, and prints what
 was predicted beside what was measured. Ends with status 1 if anything differs from eager, if
@@ -16,6 +16,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks import GAP_OF_FIGURES
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ("gpt", "resnet", "unet")
 PERCENTS = (80, 60, 45)
@@ -27,6 +29,7 @@ def measure(example: str, percent: int) -> dict[str, Any]:
     remat = Path(sys.executable).with_name("remat")
     model = f"{ROOT / 'examples' / example}.py:factory"
     command = [str(remat), "run", model, "--budget", f"{percent}%", "--json"]
+    command += ["--gap", f"{GAP_OF_FIGURES}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}: {done.stderr}")

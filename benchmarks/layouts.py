@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 import remat
+from benchmarks import GAP_OF_FIGURES
 from benchmarks.cells.cell import cpu_name
 from benchmarks.graphs import NETWORK_NAMES, peak_bytes
 from benchmarks.networks.catalogue import NETWORKS
@@ -66,7 +67,7 @@ def plans(name: str, time_limit_s: float) -> Iterator[dict[str, Any]]:
     graph = captured(name)
     for part in PARTS:
         budget_bytes = max(int(part * peak_bytes(graph)), 1)
-        result = solve(graph, budget_bytes, "auto", time_limit_s=time_limit_s)
+        result = solve(graph, budget_bytes, "auto", time_limit_s=time_limit_s, gap=GAP_OF_FIGURES)
         schedule = result.schedule or result.least_schedule
         if schedule is None or (part and result.schedule is None):
             continue

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 import remat
+from benchmarks import GAP_OF_FIGURES
 from benchmarks.networks.catalogue import gpt, moe, resnet
 from remat.budgets import unmodified
 from remat.formats import bytes_text, percent_text
@@ -77,7 +78,7 @@ def cell(model: str, lever: str, time_limit_s: float) -> Cell:
     """Capture and solve, with `time_limit_s` for each of the solves."""
     graph = captured(MODELS[model](), *LEVERS[lever])
     peak_bytes = unmodified(graph).peak_bytes
-    least = remat.solve(graph, "min", time_limit_s=time_limit_s)
+    least = remat.solve(graph, "min", time_limit_s=time_limit_s, gap=GAP_OF_FIGURES)
     found = [_at(graph, int(share * peak_bytes), time_limit_s) for share in SHARES]
     pieces = least.schedule.pieces if least.schedule else ()
     return Cell(
@@ -95,7 +96,7 @@ def captured(made: dict[str, Any], split: Split, is_updated: bool) -> TrainingGr
 
 
 def _at(graph: TrainingGraph, budget_bytes: int, time_limit_s: float) -> Result:
-    return remat.solve(graph, budget_bytes, time_limit_s=time_limit_s)
+    return remat.solve(graph, budget_bytes, time_limit_s=time_limit_s, gap=GAP_OF_FIGURES)
 
 
 def table(cells: list[Cell]) -> str:

@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 import remat
+from benchmarks import GAP_OF_FIGURES
 from benchmarks.running.audits import audits_row, audits_text
 from benchmarks.running.guards import guards_rows, guards_text
 from benchmarks.running.kept_memory import restart_keeping_memory
@@ -91,7 +92,7 @@ def rewritten(
     graph = remat.capture(model, args, device=device, split="none")
     results = {"keep all": remat.solve(graph, 2**62, "store_all")}
     for name, budget in budgets.items():
-        results[name] = remat.solve(graph, budget, time_limit_s=time_limit_s)
+        results[name] = remat.solve(graph, budget, time_limit_s=time_limit_s, gap=GAP_OF_FIGURES)
     steps = {"eager": step_of(model, args)}
     for name, result in results.items():
         assert result.schedule is not None, result.message

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import GAP_OF_FIGURES
 from benchmarks.comparison import batches
 from benchmarks.comparison.batches import CHECKPOINTS, GPU_GIB, METHODS
 from benchmarks.comparison.cores import CORES
@@ -161,7 +162,7 @@ def main() -> int:
         "--solve-seconds", type=float, default=10, help="of each solve of ours at most"
     )
     parser.add_argument(
-        "--gap", type=float, default=1e-3, help="at which a solve of ours may end before"
+        "--gap", type=float, default=GAP_OF_FIGURES, help="at which a solve of ours may end before"
     )
     parser.add_argument("--models", nargs="+", help="of the suite, to measure a few")
     asked = parser.parse_args()

@@ -29,7 +29,7 @@ from remat.graph_capture.tracing.mixed_precision import parameters_cast
 from remat.graph_capture.tracing.one_trace import Trace
 from remat.graph_capture.tracing.recipe import Split, keep_links
 from remat.graph_capture.tracing.step_module import LossFunction
-from remat.graph_capture.tracing.trace import Counted, trace
+from remat.graph_capture.tracing.trace import Shown, trace
 
 
 @overload
@@ -45,7 +45,7 @@ def capture(
     device: str | None = ...,
     sharding: Sharding = ...,
     profile: Profile | str | Path | None = ...,
-    progress: Counted | None = ...,
+    progress: Shown | None = ...,
     split: Split | None = ...,
     measure_again: bool = ...,
     host: str | SupportsIndex | None = ...,
@@ -65,7 +65,7 @@ def capture(
     device: str | None = ...,
     sharding: Sharding = ...,
     profile: Profile | str | Path | None = ...,
-    progress: Counted | None = ...,
+    progress: Shown | None = ...,
     split: Split | None = ...,
     measure_again: bool = ...,
     host: str | SupportsIndex | None = ...,
@@ -84,7 +84,7 @@ def capture(
     device: str | None = None,
     sharding: Sharding = NO_SHARDING,
     profile: Profile | str | Path | None = None,
-    progress: Counted | None = None,
+    progress: Shown | None = None,
     split: Split | None = None,
     measure_again: bool = False,
     host: str | SupportsIndex | None = None,
@@ -173,17 +173,18 @@ def tiers_for(
 def price_for(
     traced: Trace,
     *,
-    progress: Counted | None = None,
+    progress: Shown | None = None,
     profile: Profile | None = None,
     measure_again: bool = False,
     tiers: LowerTiers | None = None,
     most_bytes: int | None = None,
+    pieces: bool = True,
 ) -> TrainingGraph:
     """The trace's graph with the prices of its device: measured here, or modelled by name.
 
     A price that `profile` has is taken. `measure_again` leaves aside those that are kept on disk.
     With `tiers`, the graph has links to them. Nothing runs that takes more than `most_bytes`, but
-    for single ops.
+    for single ops. Without `pieces`, those of a device that is here are left for `with_pieces`.
     """
     device = traced.recipe.device
     if traced.recipe.is_modelled:
@@ -195,7 +196,7 @@ def price_for(
 
         graph = price(
             traced, progress=progress, profile=profile, measure_again=measure_again,
-            most_bytes=most_bytes,
+            most_bytes=most_bytes, pieces=pieces,
         )  # fmt: skip
     if tiers is None:
         return graph

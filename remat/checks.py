@@ -123,7 +123,7 @@ def require_equal(
     batch: Batch,
     budget_bytes: int | None,
     reference: Reference | None = None,
-) -> None:
+) -> Check:
     """Run a step of both and compare them; compare the peak too, unless the budget is None.
 
     Parameters
@@ -155,6 +155,7 @@ def require_equal(
         warnings.warn(text, stacklevel=3)
     for advice in advice_of(found, budget_bytes):
         warnings.warn(advice, stacklevel=3)
+    return found
 
 
 def failures(check: Check, budget_bytes: int) -> list[str]:

@@ -17,7 +17,8 @@ from remat.infeasible import infeasible_text
 from remat.ranks.together import Together
 from remat.reference import Reference, gradients_there
 from remat.schedules.family import Family
-from remat.solved import Solved, facts_of
+from remat.screen.stages import solver_shown, stopwatch_of_call
+from remat.solved import Solved, facts_of, planned_text
 from remat.solver.options import check_number
 from remat.solver.pins.globs import Globs, as_globs
 from remat.solver.result import Result
@@ -130,6 +131,7 @@ def rematerialize(
     recompute: Globs = ...,
     check: bool | None = ...,
     audit: bool = ...,
+    verbose: bool = ...,
     compile: bool = ...,
     float_inputs: Sequence[str] = ...,
     split: Split | None = ...,
@@ -158,6 +160,7 @@ def rematerialize(
     recompute: Globs = ...,
     check: bool | None = ...,
     audit: bool = ...,
+    verbose: bool = ...,
     compile: bool = ...,
     float_inputs: Sequence[str] = ...,
     split: Split | None = ...,
@@ -185,6 +188,7 @@ def rematerialize(
     recompute: Globs = (),
     check: bool | None = None,
     audit: bool = True,
+    verbose: bool = True,
     compile: bool = False,
     float_inputs: Sequence[str] = (),
     split: Split | None = None,
@@ -215,6 +219,8 @@ def rematerialize(
         forward reads has changed, and no guard knows of it. What forward writes is put back.
         ``type(module).audit.why_not`` says why steps are not audited: the forward has no room in
         the plan's peak, or runs ops of yours, which may count. With False nothing is.
+    verbose : show on a terminal what is done, and in one line what the plan is; where standard
+        error is none, Python's log ``remat`` has both, at its level INFO. With False neither does.
     compile : let Inductor make the code, of a plan whose code keeps to the budget. Random numbers
         are eager's; all else is equal to a tolerance, and not to the bit. Ops have eager's prices;
         `torch.compile(model, backend="remat")` plans with those of Inductor's kernels.
@@ -242,11 +248,13 @@ def rematerialize(
     from remat.graph_capture.capturing import price_for, tiers_for
     from remat.graph_capture.derived.one_rank import on_one_rank
     from remat.graph_capture.over_ranks.collectives import collectives_in
+    from remat.graph_capture.prices.pricing import with_pieces
     from remat.graph_capture.prices.profile import as_profile
     from remat.graph_capture.tracing.given import require_form
     from remat.graph_capture.tracing.mixed_precision import inputs_cast, parameters_cast
     from remat.graph_capture.tracing.trace import trace
     from remat.levers.by_tolerance import naming_tolerance
+    from remat.levers.pieces_at_need import may_wait, solved_at_need
     from remat.ranges.asked_options import require_dynamic, require_options
     from remat.ranks.audits import agree_on_audits
     from remat.ranks.required_group import refuse_fake, require_group
@@ -261,7 +269,8 @@ def rematerialize(
             "loss_fn": loss_fn, "optimizer": optimizer, "accumulate": accumulate, "host": host,
             "sharding": sharding, "group": group, "profile": profile, "keep": keep,
             "time_limit_s": time_limit_s, "recompute": recompute, "check": check,
-            "audit": audit, "compile": compile, "float_inputs": float_inputs, "split": split,
+            "audit": audit, "verbose": verbose, "compile": compile, "float_inputs": float_inputs,
+            "split": split,
         }
     )  # fmt: skip
     require_dynamic(model, dynamic, may_be_auto=False)
@@ -279,33 +288,50 @@ def rematerialize(
         return rematerialize_over(
             model, args, kwargs, dynamic, budget=budget, loss_fn=loss_fn, target=target,
             optimizer=optimizer, accumulate=accumulate, profile=profile, solver=solver,
-            time_limit_s=time_limit_s, check=check, audit=audit, **asked,
+            time_limit_s=time_limit_s, check=check, audit=audit, verbose=verbose, **asked,
         )  # fmt: skip
     refuse_fake(group)
+    stages, name = stopwatch_of_call(verbose=verbose), type(model).__name__
     with Together(group, "remat.rematerialize") as ranks, parameters_cast(model, sharding):
         known = as_profile(profile)
         tiers = tiers_for(model, None, host, nvme)
         if split is None and (compile or group is not None):
             split = "none"
-        traced = trace(
-            model, args, kwargs, loss_fn=loss_fn, target=target,
-            optimizer=optimizer, accumulate=accumulate, sharding=sharding,
-            float_inputs=float_inputs, split=split,
-        )  # fmt: skip
+        with stages.stage("capture", f"tracing {name}"):
+            traced = trace(
+                model, args, kwargs, loss_fn=loss_fn, target=target,
+                optimizer=optimizer, accumulate=accumulate, sharding=sharding,
+                float_inputs=float_inputs, split=split,
+            )  # fmt: skip
         require_group(traced.joint.module, group)
         if compile:
             refuse_compiled_dtensors(model)
 
-        def priced(one: Trace) -> TrainingGraph:
+        def priced(one: Trace, *, pieces: bool = True) -> TrainingGraph:
             most_bytes = parse_budget(budget).most_bytes(on_one_rank(one.graph, sharding))
-            graph = price_for(one, profile=known, tiers=tiers, most_bytes=most_bytes)
+            with stages.stage("profile", "timing ops") as shown:
+                graph = price_for(
+                    one, progress=shown, profile=known, tiers=tiers, most_bytes=most_bytes,
+                    pieces=pieces,
+                )  # fmt: skip
             return on_one_rank(graph, sharding, is_rewritten=True)
 
-        solved: Any = functools.partial(solve, solver=solver, time_limit_s=time_limit_s, **asked)
+        def solved(graph: TrainingGraph, budget: str | SupportsIndex, **known: Any) -> Result:
+            with stages.stage("solve", f"solving for {budget}") as shown:
+                told = {"progress": solver_shown(shown, budget), **asked, **known}
+                return solve(graph, budget, solver, time_limit_s, **told)
+
+        def in_pieces(graph: TrainingGraph) -> TrainingGraph:
+            with stages.stage("profile", "timing large layers in pieces") as shown:
+                return with_pieces(traced, graph, shown)
 
         def at(target: str | SupportsIndex) -> Solved:
-            graph = priced(traced)
-            return Solved(graph, solved(graph, target))
+            if not may_wait(traced) or parse_budget(target).kind == "min":
+                graph = priced(traced)
+                return Solved(graph, solved(graph, target))
+            whole = priced(traced, pieces=False)
+            solve_for = functools.partial(solved, budget=target)
+            return solved_at_need(traced, whole, solve_for, in_pieces)
 
         def make() -> Solved:
             found = at(budget)
@@ -336,11 +362,14 @@ def rematerialize(
         is_bound = is_bound and not collectives_in(traced.joint.module)
         beside_bytes = gradients_there(model) if accumulate else 0
         beside = Reference(found.graph, result.budget_bytes, beside_bytes)
+        checked = None
         if ranks.all_say("check", is_checked(traced.graph, check, beside)):
             most_bytes = result.budget_bytes if is_bound else None
-            unless_short(
-                lambda: require_equal(model, module, batch, most_bytes, beside), say_unchecked
-            )
+            with stages.stage("check", f"comparing a step of {name} with eager"):
+                checked = unless_short(
+                    lambda: require_equal(model, module, batch, most_bytes, beside), say_unchecked
+                )
+        stages.say(planned_text(traced.recipe.title, result, checked, stages.elapsed_s))
     return module
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from remat.formats import bytes_text, gap_text, percent_text
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.family import Family
 from remat.schedules.plan import Prediction
 from remat.schedules.schedule import Schedule
 from remat.solver.result import Result
+
+if TYPE_CHECKING:
+    from remat.rewriter.checking.check import Check
 
 
 class Solved(msgspec.Struct, frozen=True):
@@ -43,3 +48,36 @@ def predicted(result: Result, prices: str) -> Prediction:
         gap=result.gap,
         prices=prices,
     )
+
+
+def planned_text(what: str, found: Result, check: Check | None, seconds: float) -> str:
+    """A plan in one line: what it is for, its peak, what it costs, whether it was checked.
+
+    Parameters
+    ----------
+    what : the model and its batch. check : of its first step, None where none was run.
+    """
+    measured = f", {bytes_text(check.plan_peak_bytes)} measured" if check else ""
+    return (
+        f"remat: {what}: peak {bytes_text(found.peak_bytes)} predicted{measured}, budget "
+        f"{bytes_text(found.budget_bytes)}; overhead {percent_text(found.overhead)}, "
+        f"{gap_text(found.gap)}; {_checked_text(check)}; {seconds:.1f} s"
+    )
+
+
+def family_text(family: Family, check: Check | None, seconds: float) -> str:
+    """Plans for a range of sizes in one line."""
+    top, ranges = family.top, ", ".join(map(str, family.symbols))
+    return (
+        f"remat: {family.model} for {ranges}: {len(family.members)} schedules, peak "
+        f"{bytes_text(family.peak_bytes)}, budget {bytes_text(family.budget_bytes)}; overhead "
+        f"{percent_text(top.overhead)} at the largest; {_checked_text(check)}; {seconds:.1f} s"
+    )
+
+
+def _checked_text(check: Check | None) -> str:
+    if check is None:
+        return "not compared with eager"
+    if check.tolerance:
+        return f"within {check.tolerance:g} of eager"
+    return "as near to eager as eager is to itself" if check.unsteady else "equal to eager"

@@ -6,6 +6,10 @@ A solver is one file with a frozen dataclass whose fields are its options, and o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from math import inf
+from typing import cast
+
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.as_planned import whole
 from remat.solver.contract import Solver
@@ -21,6 +25,7 @@ from remat.solver.options import check_number, whole_bytes
 from remat.solver.pins.globs import Globs, as_globs
 from remat.solver.result import Holding, Result, naming_the_limit
 from remat.solver.search import Listener, Progress
+from remat.solver.stopping import DEFAULT_GAP, gap_for
 from remat.solver.table import TABLE, TAKE_PIECES, make_solver, option_names, solver_class
 from remat.solver.templates.late import by_a_simple_rule
 
@@ -47,6 +52,8 @@ def solve(
     progress: Listener | None = None,
     keep: Globs = (),
     recompute: Globs = (),
+    known_us: float = inf,
+    at_hand: Result | None = None,
     **options: object,
 ) -> Result:
     """Find the schedule of least time whose true peak is within `budget_bytes`.
@@ -67,6 +74,11 @@ def solve(
     keep, recompute : globs
         Over module paths: forward ops there are never recomputed, or what backward reads of
         them is not carried from forward into backward; see `remat.solver.pins.pinned`.
+    known_us : float
+        The time of a schedule that is known: a solver that proves a bound may end where none can
+        be faster by more than its gap.
+    at_hand : Result
+        The outcome for a graph with regions if all of them run whole, where it is known.
     **options : object
         Fields of the solver.
 
@@ -78,10 +90,10 @@ def solve(
     budget_bytes = whole_bytes(budget_bytes)
     check_number("time_limit_s", time_limit_s)
 
-    def ask(one: TrainingGraph, size_bytes: int, limit_s: float) -> Result:
+    def ask(one: TrainingGraph, size_bytes: int, limit_s: float, known_us: float = inf) -> Result:
         return solve(
             one, size_bytes, solver, time_limit_s=limit_s, progress=progress,
-            keep=keep, recompute=recompute, **options,
+            keep=keep, recompute=recompute, known_us=known_us, **options,
         )  # fmt: skip
 
     if can_copy(graph):
@@ -93,10 +105,11 @@ def solve(
         if graph.regions:
             from remat.solver.levers.in_pieces import solve_in_pieces
 
-            def of_this_budget(one: TrainingGraph, limit_s: float) -> Result:
-                return ask(one, budget_bytes, limit_s)
+            def of_this_budget(one: TrainingGraph, limit_s: float, known_us: float) -> Result:
+                return ask(one, budget_bytes, limit_s, known_us)
 
-            found = solve_in_pieces(graph, budget_bytes, of_this_budget, time_limit_s)
+            gap = _gap_asked(graph, solver, options)
+            found = solve_in_pieces(graph, budget_bytes, of_this_budget, time_limit_s, gap, at_hand)
             return naming_the_limit(found, time_limit_s)
         if has_updates(graph):
             found = solve_with_updates(graph, budget_bytes, ask, time_limit_s)
@@ -109,11 +122,23 @@ def solve(
                 time_limit_s=time_limit_s, progress=progress, **options,
             )  # fmt: skip
         else:
+            if known_us < inf and "known_us" in option_names(solver):
+                options["known_us"] = known_us
             made = make_solver(solver, time_limit_s=time_limit_s, progress=progress, **options)
             found = made.solve(graph, budget_bytes)
-            # Whoever names a solver wants its schedule; 0 bytes ask for the least peak known.
-            if solver == "auto" or (solver in TAKE_PIECES and not budget_bytes):
+            # Whoever names a solver wants its schedule; 0 bytes ask for the least peak known. Where
+            # one schedule is known, a search may end without another.
+            if known_us == inf and (
+                solver == "auto" or (solver in TAKE_PIECES and not budget_bytes)
+            ):
                 found = by_a_simple_rule(graph, budget_bytes, found, time_limit_s)
         if can_copy(graph) and not plans_copies(solver):
             found = for_any_copies(graph, found)
         return naming_the_limit(found, time_limit_s)
+
+
+def _gap_asked(graph: TrainingGraph, solver: str, options: Mapping[str, object]) -> float:
+    """The gap to which that solver works with these options; 0 for one that proves an optimum."""
+    given = options.get("gap", DEFAULT_GAP if "gap" in option_names(solver) else 0.0)
+    check_number("gap", given)
+    return gap_for(len(graph.ops), cast("float", given))

@@ -21,6 +21,7 @@ the rule on transformers; else the time limit. Shortcomings: those of its parts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import ClassVar, get_args
 
 from remat.graph_capture.errors import SolverError
@@ -45,13 +46,10 @@ from remat.solver.result import INTERRUPTED, Result, renamed
 from remat.solver.search import Listener, Search
 from remat.solver.segments.chen_sqrt import chen_state
 from remat.solver.state import State
-from remat.solver.stopping import EXACT, TINY
+from remat.solver.stopping import DEFAULT_GAP, EXACT, EXACT_OPS, TINY, gap_for
 from remat.solver.store_all import store_all_state
 from remat.solver.table import make_solver
 
-EXACT_OPS = 32
-"""Graphs of at most so many ops are solved to `EXACT_GAP`, by the exact program in the end."""
-EXACT_GAP = 1e-9
 PATIENT_S = 20.0
 """Above this time limit, `hierarchical` tries larger blocks too if nothing fits yet."""
 TINY_OPS = 14
@@ -69,17 +67,20 @@ class Auto:
         time limit cuts the search short.
     order : first runs in captured order (``fixed``) or in any (``free``), for which then
         the bound holds too.
+    known_us : the time of a schedule that is known, if first runs keep their order: the search
+        ends where it is proved that none is faster by more than `gap`.
     time_limit_s, progress : as in `remat.solver.solve`.
     """
 
     copies: ClassVar[bool] = True
 
-    gap: float = 1e-3
+    gap: float = DEFAULT_GAP
     seed: int = 0
     workers: int = 2
     order: OrderOption = "fixed"
     time_limit_s: float = 60.0
     progress: Listener | None = None
+    known_us: float = inf
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -119,9 +120,12 @@ class Auto:
         return search.result()
 
     def _search(self, graph: TrainingGraph, budget_bytes: int, share: Share) -> Search:
-        return Search(
+        search = Search(
             graph, budget_bytes, "auto", share.time_limit_s, share.progress, options_of(self)
         )
+        if self.order == "fixed":
+            search.enough_us = self.known_us / (1 + gap_for(len(graph.ops), self.gap))
+        return search
 
     def _run(self, search: Search, share: Share) -> None:
         plain = store_all_state(search.problem)
@@ -145,7 +149,7 @@ class Auto:
         # Before the cut, whose repairs are slow on thousands of ops.
         if search.is_large:
             Hierarchical().first(search, is_thorough=search.left_s > PATIENT_S)
-        gap = self._gap_for(search.graph)
+        gap = gap_for(len(search.graph.ops), self.gap)
         has_start = share.start is not None
         if share.is_look:
             begin(search, plain, gap, has_start=has_start)
@@ -174,9 +178,6 @@ class Auto:
         else:
             take_policies(search)
 
-    def _gap_for(self, graph: TrainingGraph) -> float:
-        return EXACT_GAP if len(graph.ops) <= EXACT_OPS else self.gap
-
     def _solve_free(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """Solve in any order: by exhaustive search where that ends, else order by order."""
         clock = Clock(self.time_limit_s)
@@ -186,8 +187,8 @@ class Auto:
             if is_settled(found):
                 return found
         return FreeOrder(
-            graph, budget_bytes, self._solve_fixed, self._gap_for(graph), self.seed,
-            clock=clock, progress=self.progress,
+            graph, budget_bytes, self._solve_fixed, gap_for(len(graph.ops), self.gap),
+            self.seed, clock=clock, progress=self.progress,
         ).solve()  # fmt: skip
 
     def _solve_tiny(self, graph: TrainingGraph, budget_bytes: int, share: Share) -> Result:

@@ -44,8 +44,9 @@ class Solver(Protocol):
         They are keyword arguments of `remat.solver.solve`. `Schedule.options` records every
         one, so that the same can be asked again.
         ``__post_init__`` refuses a value without meaning by a `SolverError` that says which
-        values have one. Two fields are no options of a plan: `time_limit_s`, in seconds, and
-        `progress`, which is called with a `Progress` now and then.
+        values have one. Some fields are no options of a plan: `time_limit_s`, in seconds;
+        `progress`, which is called with a `Progress` now and then; and `known_us` of a solver
+        that can end where it is proved to find nothing better than that.
     What does not fit
         That nothing fits is a `Result`, no error: without a schedule, with status
         ``infeasible``, the least budget known to be feasible and the schedule for it. That

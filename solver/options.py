@@ -22,7 +22,7 @@ WHOLE: dict[str, tuple[int, float]] = {
     "workers": (1, math.inf),
 }
 """Least and most of options that are whole numbers."""
-NO_OPTIONS = ("time_limit_s", "progress")
+NO_OPTIONS = ("time_limit_s", "progress", "known_us")
 """Fields of a solver that are no options of a plan: they say how to search, not for what."""
 NUMBERS = ("gap", "time_limit_s")
 """Options that are finite numbers from 0 on."""

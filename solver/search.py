@@ -22,6 +22,10 @@ from remat.solver.sequence import schedule_of
 from remat.solver.state import State
 
 
+class EnoughProvedError(Exception):
+    """Ends a search whose bound shows that nothing it can find is of use; `Search` catches it."""
+
+
 class Progress(msgspec.Struct, frozen=True):
     """What a solver tells while it works.
 
@@ -67,6 +71,7 @@ class Search:
     proved_infeasible : no schedule fits. cut_short : the clock, or Ctrl-C, ended the search.
     message : what the result will say beyond the figures. doing : what comes next, in words.
     floor, least_bound_bytes : as in a `Result`.
+    enough_us : a schedule that takes no less is of no use: the search ends once the bound says so.
     work : moves that repairs weighed: a measure of effort that is the same on every machine.
     """
 
@@ -90,6 +95,7 @@ class Search:
     doing: str = field(default="keeping everything", init=False)
     floor: Holding | None = field(default=None, init=False)
     least_bound_bytes: int = field(default=0, init=False)
+    enough_us: float = field(default=float("inf"), init=False)
     work: int = field(default=0, init=False)
 
     def __post_init__(self, time_limit_s: float) -> None:
@@ -165,6 +171,8 @@ class Search:
         """On Ctrl-C, end the block and go on with the best found so far, which says so."""
         try:
             yield
+        except EnoughProvedError:
+            self.note("No schedule is faster than one that is known, by more than the gap")
         except KeyboardInterrupt:
             note_interrupt()
             self.cut_short = True
@@ -190,10 +198,17 @@ class Search:
         self.progress(Progress(self.clock.elapsed_s, best, bound, self.doing))
 
     def raise_bound(self, bound_us: float) -> None:
-        """Record that no schedule of this budget takes less than `bound_us`."""
+        """Record that no schedule of this budget takes less than `bound_us`.
+
+        Raises
+        ------
+        EnoughProvedError : that is no less than `enough_us`, so there is nothing left to find.
+        """
         if bound_us > self.bound_us:
             self.bound_us = bound_us
             self.tell()
+        if self.bound_us >= self.enough_us:
+            raise EnoughProvedError
 
     def offer(self, state: State) -> bool:
         """Take `state`'s schedule if it is the best yet; return whether it fits."""

@@ -13,6 +13,17 @@ from dataclasses import dataclass, replace
 
 NO_LIMIT = 1 << 62
 
+EXACT_OPS, EXACT_GAP = 32, 1e-9
+"""Graphs of at most so many ops are solved to this gap: that takes no time."""
+DEFAULT_GAP = 0.01
+"""Ends a search at a schedule that is proved to be within this part of the best, unless another
+`gap` is asked for: prices of ops are no more exact."""
+
+
+def gap_for(n_ops: int, gap: float) -> float:
+    """The gap to which `auto` solves a graph of so many ops, where `gap` is asked for."""
+    return EXACT_GAP if n_ops <= EXACT_OPS else gap
+
 
 @dataclass(frozen=True, slots=True)
 class Nodes:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from remat.graph_capture.errors import SolverError
 from remat.solver.contract import Solver
-from remat.solver.options import check_options
+from remat.solver.options import check_number, check_options
 
 TABLE: dict[str, str] = {
     "auto": "remat.solver.auto:Auto",
@@ -81,7 +81,8 @@ def option_names(name: str) -> list[str]:
 def make_solver(name: str, **options: object) -> Solver:
     """The solver of that name with those options.
 
-    The option `order`, of `auto` and `exhaustive`, may be ``fixed`` for every solver.
+    The option `order`, of `auto` and `exhaustive`, may be ``fixed`` for every solver. A `gap`
+    allows a solver to stop early, so one that proves no bound takes any.
 
     Raises
     ------
@@ -90,6 +91,8 @@ def make_solver(name: str, **options: object) -> Solver:
     known = option_names(name)
     if "order" not in known and options.get("order") == "fixed":
         del options["order"]
+    if "gap" not in known and "gap" in options:
+        check_number("gap", options.pop("gap"))
     for option in options:
         if option == "order" and option not in known:
             raise SolverError(

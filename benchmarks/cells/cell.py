@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks import GAP_OF_FIGURES
 from benchmarks.graphs import graph, peak_bytes, working_set_bytes
 from remat.schedules.simulate import overhead_of
 from remat.solver import Progress, make_solver, solve
@@ -63,7 +64,7 @@ def in_own_process(request: dict[str, Any], limit_s: float) -> dict[str, Any]:
 def facts(name: str, time_limit_s: float) -> dict[str, Any]:
     """Sizes of a graph, and the least budget that `auto` knows to be feasible; 0 if none."""
     made = graph(name)
-    least = solve(made, LEAST_BUDGET_BYTES, time_limit_s=time_limit_s)
+    least = solve(made, LEAST_BUDGET_BYTES, time_limit_s=time_limit_s, gap=GAP_OF_FIGURES)
     return {
         "ops": len(made.ops),
         "values": len(made.values),
@@ -88,7 +89,8 @@ def solved(name: str, solver: str, budget_bytes: int, time_limit_s: float) -> di
 
     plain, _, text = solver.partition(":")
     began_s = time.monotonic()
-    made_solver = make_solver(plain, time_limit_s=time_limit_s, progress=listen, **_options(text))
+    options = {"gap": GAP_OF_FIGURES, **_options(text)}
+    made_solver = make_solver(plain, time_limit_s=time_limit_s, progress=listen, **options)
     result = made_solver.solve(made, budget_bytes)
     seconds = time.monotonic() - began_s
     end_idle()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import remat
+from benchmarks import GAP_OF_FIGURES
 from benchmarks.comparison import methods
 from benchmarks.comparison.methods import Variant
 from benchmarks.gpu.device import Bench, asked_of, facts, keep
@@ -44,7 +45,7 @@ def rows_of(bench: Bench, budget: str) -> dict[str, Any]:
     graphs = {has_host: captured(bench, host if has_host else None) for has_host in (False, True)}
     for name, (has_host, kept) in WAYS.items():
         graph = graphs[has_host]
-        result = remat.solve(graph, budget, time_limit_s=LIMIT_S, keep=kept)
+        result = remat.solve(graph, budget, time_limit_s=LIMIT_S, gap=GAP_OF_FIGURES, keep=kept)
         if result.schedule is None:
             rows[name] = {"status": result.status, "message": result.message}
             continue

@@ -11,6 +11,7 @@ import warnings
 from typing import Any
 
 import remat
+from benchmarks import GAP_OF_FIGURES
 from benchmarks.comparison import methods
 from benchmarks.comparison.methods import Variant
 from benchmarks.gpu.device import Bench, asked_of, facts, keep
@@ -34,7 +35,7 @@ def rows_of(bench: Bench, budgets: list[str]) -> dict[str, Any]:
     variants = {"unmodified": methods.eager(trainee)}
     variants[CHECKPOINTED] = methods.checkpointed(trainee, 1)
     for budget in budgets:
-        result = remat.solve(graph, budget, time_limit_s=LIMIT_S)
+        result = remat.solve(graph, budget, time_limit_s=LIMIT_S, gap=GAP_OF_FIGURES)
         if result.schedule is None:
             rows[budget] = {"status": result.status, "message": result.message}
             continue

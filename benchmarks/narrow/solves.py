@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks import GAP_OF_FIGURES
 from benchmarks.cells.cell import commit_here, versions
 from benchmarks.narrow.drawn import narrow_graph
 from benchmarks.narrow.table import RESULTS, kept, lines
@@ -64,7 +65,7 @@ def measured(nodes: int, seed: int, limit_s: float) -> dict[str, Any]:
             # A search takes it as Ctrl-C and ends with what it has.
             raise KeyboardInterrupt
 
-    solver = make_solver("auto", time_limit_s=LONGEST_S, progress=listen)
+    solver = make_solver("auto", gap=GAP_OF_FIGURES, time_limit_s=LONGEST_S, progress=listen)
     found = solver.solve(graph, int(PART * int(plain.peak_bytes.max())))
     bound = found.lower_bound_us / graph.time_us - 1
     return {

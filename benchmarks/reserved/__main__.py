@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import remat
+from benchmarks import GAP_OF_FIGURES
 from benchmarks.cells.cell import cpu_name, versions
 from benchmarks.graphs import peak_bytes
 from benchmarks.reserved.allocators import reserved_by, retries_by
@@ -43,7 +44,7 @@ def share_cell(name: str, percent: int, limit_s: float) -> dict[str, Any]:
     """A plan at a percentage of the captured peak, and what it reserves."""
     graph = captured(name)
     budget_bytes = peak_bytes(graph) * percent // 100
-    return figures(name, remat.solve(graph, budget_bytes, time_limit_s=limit_s))
+    return figures(name, remat.solve(graph, budget_bytes, time_limit_s=limit_s, gap=GAP_OF_FIGURES))
 
 
 def one_budget_cell(name: str, limit_s: float) -> dict[str, Any]:
@@ -51,7 +52,9 @@ def one_budget_cell(name: str, limit_s: float) -> dict[str, Any]:
     graph, fitting = captured(name), dict[str, Any]()
     r_bytes = peak_bytes(graph) * R_PERCENT // 100
     for percent in range(100, LEAST_PERCENT - 1, -STEP_PERCENT):
-        found = remat.solve(graph, r_bytes * percent // 100, time_limit_s=limit_s)
+        found = remat.solve(
+            graph, r_bytes * percent // 100, time_limit_s=limit_s, gap=GAP_OF_FIGURES
+        )
         if found.schedule is None:
             break
         said = figures(name, found)

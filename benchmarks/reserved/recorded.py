@@ -22,6 +22,7 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 import remat
+from benchmarks import GAP_OF_FIGURES
 from benchmarks.cells.cell import cpu_name, versions
 from benchmarks.reserved.table import DOCS, write_recorded
 from examples import gpt, resnet, unet
@@ -80,7 +81,7 @@ def rows(name: str) -> list[dict[str, Any]]:
     made = EXAMPLES[name]()
     model, args = made.pop("model"), made.pop("args")
     graph = remat.capture(model, args, split="none", **made)
-    found = remat.solve(graph, BUDGET, time_limit_s=20)
+    found = remat.solve(graph, BUDGET, time_limit_s=20, gap=GAP_OF_FIGURES)
     plain = unmodified_step(graph)
     assert found.schedule is not None
     assert plain.result.schedule is not None

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import remat
+from benchmarks import GAP_OF_FIGURES
 from remat.graph_capture.memory_events import measure_peak
 from remat.job.factory import load
 from remat.questions.layer_checkpoints import candidates
@@ -61,7 +62,7 @@ def rows() -> Iterable[tuple[str, ...]]:
     yield "budget", "plan MB", "policies on its blocks MB"
     yield "100%", f"{measured_mb(model, step, {}):.1f}", "-"
     for budget in BUDGETS:
-        schedule = remat.solve(graph, budget).schedule
+        schedule = remat.solve(graph, budget, gap=GAP_OF_FIGURES).schedule
         assert schedule is not None
         plan_mb = (remat.simulate(graph, schedule).peak_bytes - resident_bytes) / MB
         paths = [f"blocks.{i}" for i in range(len(model.get_submodule("blocks")))]

@@ -19,8 +19,11 @@ from torch import Tensor
 
 from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.devices.meter import PASSES, Run, StepMemory, median_of
+from remat.graph_capture.devices.watch import Watch
 from remat.graph_capture.memory_events import RegionMemory, measure_peak, measure_regions
 
+TRIED_S, QUIET = 0.05, 0.02
+"""Seconds for which a core is tried, and the part of them that others may have had it."""
 OFTEN, APART_S = 9, 0.1
 """Times and pause of `CpuMeter.often_us`: over a slow spell of the core, of some seconds."""
 CACHE_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
@@ -69,6 +72,13 @@ class CpuMeter:
         with torch.no_grad(), torch.autocast(CPU, enabled=False), torch.random.fork_rng([]):
             yield
 
+    def is_quiet(self) -> bool:
+        """Whether this thread has a core to itself, for as long as it is tried."""
+        watch, end_s = Watch(), time.perf_counter() + TRIED_S
+        while time.perf_counter() < end_s:
+            pass
+        return watch.away <= QUIET
+
     def settle(self) -> None:
         """Nothing: a CPU's clock is not ours to settle."""
 
@@ -100,12 +110,12 @@ class CpuMeter:
         return measure_regions(regions)
 
     def step_us(self, run: Run) -> float:
-        """By the clock."""
-        start = time.perf_counter()
+        """By the clock, without what others had of the core."""
+        watch = Watch()
         result = run()
-        end = time.perf_counter()
+        taken_us = watch.taken_us
         del result
-        return 1e6 * (end - start)
+        return taken_us
 
     def step_memory(self, run: Run) -> StepMemory:
         """As `measure_peak`."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -22,6 +23,8 @@ MIN_RUNS, MAX_RUNS, ENOUGH_US = 3, 25, 50_000.0
 """Runs of an op in all its passes, and the time after which no more are made."""
 PASSES = 3
 """Of a CPU: of three, a median drops the one that falls into a slow spell (`op_times.py`)."""
+AGREE, ABOUT_US = 0.02, 10.0
+"""Two times that differ by less, as a part or in microseconds, are one figure twice."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,10 @@ class Meter(Protocol):
         """Let the clocks settle."""
         ...
 
+    def is_quiet(self) -> bool:
+        """Whether what is measured now would be truer than what was measured in a busy time."""
+        ...
+
     def median_us(self, run: Run, moved_bytes: int = 0) -> float:
         """Median time of `run`, which has run before; `moved_bytes` are its inputs and outputs."""
         ...
@@ -98,6 +105,23 @@ class Meter(Protocol):
     def rng_state(self) -> Tensor:
         """State of the device's default generator."""
         ...
+
+
+def have_agreed(times: Sequence[float]) -> bool:
+    """Whether the two least of these say the same: no further run would say less."""
+    least = sorted(times)[:2]
+    return len(least) == 2 and least[1] <= least[0] + max(AGREE * least[0], ABOUT_US)
+
+
+def least_agreed(times: Sequence[float]) -> float:
+    """The least time that another confirms; the median where all differ.
+
+    What else runs on a machine makes a run slower and never faster, for seconds on end. So the
+    least is what the run takes, unless it alone was cut short by the clock.
+    """
+    rising = sorted(times)
+    agreed = (one for one, following in pairwise(rising) if have_agreed((one, following)))
+    return next(agreed, statistics.median(rising))
 
 
 def median_of(timed_us: Callable[[], float], passes: int = 1) -> float:

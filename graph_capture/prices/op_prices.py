@@ -27,7 +27,7 @@ from remat.graph_capture.prices.op_times import Failure, times_us
 from remat.graph_capture.prices.op_work import moved_bytes
 from remat.graph_capture.prices.price_cache import Price, PriceCache
 from remat.graph_capture.prices.sample_inputs import sample_arguments
-from remat.graph_capture.tracing.trace import Counted
+from remat.graph_capture.tracing.trace import Shown
 from remat.graph_capture.tracing.true_strides import require_layout
 
 ESTIMATED_BYTES_PER_US = 5_000
@@ -40,7 +40,7 @@ def measured_prices(
     joint: Joint,
     missing: dict[str, fx.Node],
     meter: Meter,
-    progress: Counted,
+    progress: Shown,
     between: Callable[[], None] | None,
     cache: PriceCache,
 ) -> tuple[dict[str, Price], frozenset[str]]:
@@ -49,7 +49,7 @@ def measured_prices(
     Parameters
     ----------
     missing : a node of each distinct op, by its key.
-    progress : called with (ops priced, ops to price).
+    progress : called with (ops priced, ops to price, and what they are called).
     between : called after each pass over the ops.
     cache : keeps times meanwhile, and has those that a process took that was ended.
 
@@ -78,6 +78,8 @@ def measured_prices(
         if done % meter.passes == 0:
             progress(done // meter.passes, len(missing))
 
+    progress(0, len(missing), text=f"timing {len(missing)} kinds of op")
+
     costs = times_us(
         {key: partial(runner_of, joint, node) for key, node in missing.items()},
         {key: moved_bytes(node) for key, node in missing.items()},
@@ -87,10 +89,10 @@ def measured_prices(
     # Memory comes last: what libraries allocate at their first use is then no op's.
     with _said_if_short():
         memory = meter.regions(runner_of(joint, missing[key]) for key in costs)
-    for (key, cost_us), found in zip(costs.items(), memory, strict=True):
+    for (key, (cost_us, away)), found in zip(costs.items(), memory, strict=True):
         kept_bytes = max(0, found.final_bytes - sum(fresh_storages(missing[key])))
         workspace_bytes = allocated_on(meter.device)(workspace_of(missing[key], found))
-        prices[key] = Price(cost_us, workspace_bytes, kept_bytes)
+        prices[key] = Price(cost_us, workspace_bytes, kept_bytes, away=away)
     return prices, frozenset(no_room)
 
 

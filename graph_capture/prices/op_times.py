@@ -1,26 +1,38 @@
 """The times of many ops, taken in several passes over all of them.
 
 A core that others share changes its speed by a fifth for seconds on end. Prices taken in one slow
-spell cannot be compared with the rest, so each op is timed in several passes, and the middle one of
-its times counts. Seen on such a core: the products of an LSTM were priced at 865 us in one go, took
-980 a minute later, and 1,060 in the step.
+spell cannot be compared with the rest, so each op is timed in several passes, and the least of its
+times counts that another pass confirms. An op whose two least times differ is timed in a few more
+passes. Seen on such a core: the products of an LSTM were priced at 865 us in one go, took 980 a
+minute later, and 1,060 in the step.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
-from remat.graph_capture.devices.meter import Meter, Run
+from remat.graph_capture.devices.device_table import CPU
+from remat.graph_capture.devices.meter import Meter, Run, have_agreed, least_agreed
+from remat.graph_capture.devices.watch import Watch
 
 Failure = RuntimeError | IndexError | ValueError | MemoryError
 """How kernels refuse made data."""
 Failed = Callable[[str, Failure], None]
 Times = dict[str, list[float]]
 """Microseconds that each op took, one a pass."""
-STALLED = 5.0
-"""No slow spell makes an op so many times slower."""
+MORE_PASSES = 2
+"""Beyond the meter's own, where it has several, for ops whose times do not agree by then."""
+
+
+class OpTime(NamedTuple):
+    """The time of an op, and how much of it went to other programs where that was least."""
+
+    cost_us: float
+    away: float
+
+
 KEEP_S = 2.0
 """Seconds after which times are handed out to be kept, in case the process is ended."""
 
@@ -36,8 +48,8 @@ def times_us(
     between: Callable[[], None] | None = None,
     begun: Mapping[str, Sequence[float]] | None = None,
     keep: Callable[[Times], None] = lambda _: None,
-) -> dict[str, float]:
-    """The time of each op that runs: the median over the meter's passes, without stalls.
+) -> dict[str, OpTime]:
+    """The time of each op that runs: the least over the passes that another one confirms.
 
     Parameters
     ----------
@@ -47,30 +59,23 @@ def times_us(
     first : called with an op and its run before the op is timed. It must run it.
     after : called with the number of ops timed so far, over all passes.
     between : called after each pass.
-    begun : times that an earlier process took before it was ended: so many are left out here.
+    begun : times that an earlier process took before it was ended: so many are left out here. How
+        busy the machine was then is not known.
     keep : called now and then with all times so far, and where Ctrl-C or an error ends it.
     """
     found: Times = {key: list((begun or {}).get(key, ()))[: meter.passes] for key in made}
+    away = dict[str, float]()
     try:
-        _take(found, made, moved_bytes, meter, failed, first, after, between, keep)
+        _take(found, away, made, moved_bytes, meter, failed, first, after, between, keep)
     except BaseException:
         keep(found)
         raise
-    return {key: _middle_us(each) for key, each in found.items()}
-
-
-def _middle_us(times: Sequence[float]) -> float:
-    """The median, unless another pass took a small part of it: then most have met a stall.
-
-    An op that takes longer than a pass may is run once in it, and a stall of the machine makes any
-    op such an op. Seen: a mask of 32 x 32 priced at 24,435 us, as two of three passes had one.
-    """
-    middle, least = statistics.median(times), min(times)
-    return least if middle > STALLED * least else middle
+    return {key: OpTime(least_agreed(each), away.get(key, 0.0)) for key, each in found.items()}
 
 
 def _take(
     found: Times,
+    away: dict[str, float],
     made: Mapping[str, Callable[[], Run]],
     moved_bytes: Mapping[str, int],
     meter: Meter,
@@ -80,24 +85,30 @@ def _take(
     between: Callable[[], None] | None,
     keep: Callable[[Times], None],
 ) -> None:
-    """Add to `found` the times of each op until each has one a pass; ops that fail leave it."""
+    """Add to `found` the times of each op until they agree; ops that fail leave it."""
     kept_s = time.monotonic()
-    for number in range(meter.passes):
+    # While another device runs, this thread waits.
+    is_here = meter.device == CPU
+    more = MORE_PASSES if meter.passes > 1 else 0
+    for number in range(meter.passes + more):
         for at, key in enumerate(made):
-            if key in found:
+            if key in found and not (number >= meter.passes and have_agreed(found[key])):
                 try:
                     run = made[key]()
                     if number == 0:
                         first(key, run)
                     if len(found[key]) <= number:
+                        watch = Watch()
                         found[key].append(meter.median_us(run, moved_bytes[key]))
+                        away[key] = min(away.get(key, 1.0), watch.away) if is_here else 0.0
                     del run  # or its inputs would be there beside those of the next
                 except (RuntimeError, IndexError, ValueError, MemoryError) as error:
                     del found[key]
                     failed(key, error)
-            after(number * len(made) + at + 1)
+            if number < meter.passes:
+                after(number * len(made) + at + 1)
             if time.monotonic() - kept_s > KEEP_S:
                 keep(found)
                 kept_s = time.monotonic()
-        if between is not None:
+        if between is not None and number < meter.passes:
             between()

@@ -11,7 +11,7 @@ import functools
 import os
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,11 @@ SCHEMA_VERSION = 6
 """Of the file. One of another version is not read, and is written anew."""
 
 
+BUSY = 0.05
+"""Of the time: what was measured while others had the core for longer is measured again, once the
+machine is quiet."""
+
+
 class Price(msgspec.Struct, frozen=True, array_like=True):
     """What one run of an op takes.
 
@@ -41,12 +46,14 @@ class Price(msgspec.Struct, frozen=True, array_like=True):
     cost_us : its time. workspace_bytes : beyond inputs and outputs, while it runs.
     kept_bytes : what its results keep beyond the storages that the trace gives them.
     is_estimate : the op did not run on made data, so its time is guessed from its bytes.
+    away : the part of the time in which others had the core while it was measured.
     """
 
     cost_us: float
     workspace_bytes: int = 0
     kept_bytes: int = 0
     is_estimate: bool = False
+    away: float = 0.0
 
 
 class WholeStep(msgspec.Struct, frozen=True):
@@ -58,23 +65,37 @@ class WholeStep(msgspec.Struct, frozen=True):
     keeping_us : how much less forward alone takes if it keeps nothing for backward.
     again_us : how much longer the step takes with its forward computed again in segments.
     priced_us : what `again_us` should be by the prices of the ops; 0 if that step was not run.
+    away : the part of the time in which others had the core.
     """
 
     step_us: float
     keeping_us: float = 0.0
     again_us: float = 0.0
     priced_us: float = 0.0
+    away: float = 0.0
 
 
 def is_price(price: Price) -> bool:
     """Whether an op can take that; a file that was edited may say anything."""
     sizes = price.workspace_bytes, price.kept_bytes
-    return 0 <= price.cost_us <= MOST_US and all(0 <= size < MOST_BYTES for size in sizes)
+    return (
+        0 <= price.cost_us <= MOST_US
+        and 0 <= price.away <= 1
+        and all(0 <= size < MOST_BYTES for size in sizes)
+    )
 
 
 def are_times(step: WholeStep) -> bool:
     """Whether a step can take these."""
     return all(0 <= time_us <= MOST_US for time_us in msgspec.structs.astuple(step))
+
+
+def _truer(known: Price | WholeStep, anew: Price | WholeStep, *, is_less: bool) -> bool:
+    """Whether `anew` takes the place of `known`: it is of a quieter time, or of one as busy, and
+    says less."""
+    if (known.away > BUSY) != (anew.away > BUSY):
+        return known.away > BUSY
+    return known.away > BUSY and is_less
 
 
 class _File(msgspec.Struct):
@@ -123,6 +144,7 @@ class PriceCache:
 
     Two processes may measure one op at once. The price that is saved first stays, and `save` gives
     it to the other process too: a plan that is kept rests on prices that the next process finds.
+    Only what was measured while the machine was busy gives way, to what a quieter one says.
 
     Parameters
     ----------
@@ -142,11 +164,50 @@ class PriceCache:
         self.prices, self.steps, self.bits = file.prices, file.steps, file.bits
         self.begun, self.links = file.begun, file.links
         self._saved, self._is_anew = set(self.prices), False
+        self._own: set[str] = set()
 
     @classmethod
     def of(cls, meter: Meter) -> PriceCache:
         """What is known of the device of a meter, as it is set."""
         return cls(meter.title, meter.settings)
+
+    def settled(self, keys: Iterable[str], meter: Meter) -> set[str]:
+        """Those of `keys` that need not be measured: their prices are kept, and not in doubt."""
+        kept = {key for key in keys if key in self.prices}
+        doubted = {key for key in kept if self.prices[key].away > BUSY}
+        return kept - doubted if doubted and meter.is_quiet() else kept
+
+    def has_step(self, key: str, meter: Meter) -> bool:
+        """Whether the times of that step are kept, and need not be taken again."""
+        kept = self.steps.get(key)
+        return kept is not None and not (kept.away > BUSY and meter.is_quiet())
+
+    def keep_prices(self, found: Mapping[str, Price]) -> None:
+        """Keep what was measured, unless what is kept is truer."""
+        for key, price in found.items():
+            known = self.prices.get(key)
+            if known is None:
+                self.prices[key] = price
+            elif _truer(known, price, is_less=price.cost_us < known.cost_us):
+                self.prices[key] = price
+                self._own.add(key)
+        self.save()
+
+    def keep_step(self, key: str, step: WholeStep) -> None:
+        """Keep the times of a step, unless what is kept is truer."""
+        known = self.steps.get(key)
+        if known is None or _truer(known, step, is_less=step.step_us < known.step_us):
+            self.steps[key] = step
+        self.save()
+
+    def doubt(self, keys: Collection[str], step_key: str) -> None:
+        """Keep that steps are quicker than these prices say: they were taken in a busy time."""
+        for key in self.prices.keys() & set(keys):
+            self.prices[key] = msgspec.structs.replace(self.prices[key], away=1.0)
+            self._own.add(key)
+        if step_key in self.steps:
+            self.steps[step_key] = msgspec.structs.replace(self.steps[step_key], away=1.0)
+        self.save()
 
     def forget(self) -> None:
         """Start from nothing: what is found anew takes the place of what the file has."""
@@ -200,8 +261,9 @@ class PriceCache:
         known = self._read()
         prices, steps = {**known.prices, **self.prices}, {**known.steps, **self.steps}
         if not self._is_anew:
-            prices |= known.prices
-            self.prices |= {k: v for k, v in known.prices.items() if k not in self._saved}
+            theirs = {k: v for k, v in known.prices.items() if k not in self._own}
+            prices |= theirs
+            self.prices |= {k: v for k, v in theirs.items() if k not in self._saved}
         self._saved = set(self.prices)
         begun = {**known.begun, **self.begun}
         self.begun = {key: times for key, times in begun.items() if key not in prices}

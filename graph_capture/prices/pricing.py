@@ -21,14 +21,14 @@ from remat.graph_capture.over_ranks.prices import links_of_step, with_collective
 from remat.graph_capture.prices.booking import booked
 from remat.graph_capture.prices.kept_bits import kept_bits
 from remat.graph_capture.prices.op_prices import SAVE_RNG_KEY, measured_prices
-from remat.graph_capture.prices.pieces import PricedPieces, with_regions
+from remat.graph_capture.prices.pieces import PricedPieces, modelled, with_regions
 from remat.graph_capture.prices.price_cache import Price, PriceCache, WholeStep
 from remat.graph_capture.prices.profile import Profile, note_of, taken
 from remat.graph_capture.prices.sample_inputs import price_key
 from remat.graph_capture.prices.step_time import LEFT_OUT, is_beyond, step_rounds, whole_step
 from remat.graph_capture.splitting.regions import Found, regions_asked
 from remat.graph_capture.tracing.one_trace import Trace
-from remat.graph_capture.tracing.trace import Counted
+from remat.graph_capture.tracing.trace import Shown
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,11 @@ class Prices:
 def price(
     trace: Trace,
     *,
-    progress: Counted | None = None,
+    progress: Shown | None = None,
     profile: Profile | None = None,
     measure_again: bool = False,
     most_bytes: int | None = None,
+    pieces: bool = True,
 ) -> TrainingGraph:
     """The trace's graph with measured costs and workspaces.
 
@@ -60,12 +61,13 @@ def price(
 
     Parameters
     ----------
-    progress : called with (distinct ops priced, distinct ops to price).
+    progress : called with (distinct ops priced, distinct ops to price), and with what is done.
     profile : its prices are taken, whatever machine measured them. Ops that it lacks are
         measured if it is of this machine.
     measure_again : prices and times that are kept on disk are measured anew, and kept instead.
     most_bytes : a budget: the step is not run as a whole where that takes more. An op runs in any
         case, with what it needs itself.
+    pieces : left out, the graph has no regions in pieces; `with_pieces` adds them.
 
     Raises
     ------
@@ -75,14 +77,36 @@ def price(
     cache = PriceCache.of(meter)
     if measure_again:
         cache.forget()
-    return price_with(trace, meter, cache, progress, profile, most_bytes)[0]
+    graph = price_with(trace, meter, cache, progress, profile, most_bytes)[0]
+    return with_pieces(trace, graph, progress) if pieces else graph
+
+
+def with_pieces(trace: Trace, graph: TrainingGraph, progress: Shown | None = None) -> TrainingGraph:
+    """`graph`, priced, with the regions that may run in pieces, measured and compared for bits."""
+    found = regions_asked(trace)
+    if not found:
+        return graph
+    meter = meter_of(trace.recipe.device)
+    cache = PriceCache.of(meter)
+    with trace.python_state.streams_kept():
+        in_pieces = _measured_pieces(meter, cache, progress or _silent)
+        return with_regions(graph, found, in_pieces, kept_bits(meter, cache))
+
+
+def with_hoped_pieces(trace: Trace, graph: TrainingGraph) -> TrainingGraph:
+    """`graph`, priced, with the regions that may run in pieces, as if they cost no more time.
+
+    Nothing is run. No measured region is faster, as pieces do the work of the captured ops.
+    """
+    hoped = modelled(graph, 0.0, allocated_on(graph.device))
+    return with_regions(graph, regions_asked(trace), hoped, lambda _: True)
 
 
 def price_with(
     trace: Trace,
     meter: Meter,
     cache: PriceCache,
-    progress: Counted | None = None,
+    progress: Shown | None = None,
     profile: Profile | None = None,
     most_bytes: int | None = None,
 ) -> tuple[TrainingGraph, Prices]:
@@ -95,7 +119,7 @@ def _measured(
     trace: Trace,
     meter: Meter,
     cache: PriceCache,
-    told: Counted,
+    told: Shown,
     profile: Profile | None,
     most_bytes: int | None,
 ) -> tuple[TrainingGraph, Prices]:
@@ -121,6 +145,8 @@ def _measured(
         },
         notes=() if profile is None else (note_of(profile),),
     )
+    if rounds:
+        told(text="timing whole steps")
     step = whole_step(joint, priced, cache, rounds, profile)
     if step is not None:
         priced = booked(priced, step)
@@ -129,14 +155,16 @@ def _measured(
     # After that, as the step is run with the stand-ins of collectives, at what these take.
     links = links_of_step(trace.recipe.device, meter.title, profile)
     priced = with_collectives_priced(priced, joint.node_of_op, links)
-    found = regions_asked(trace)
-    if found:
-        in_pieces = _measured_pieces(meter, cache, told)
-        priced = with_regions(priced, found, in_pieces, kept_bits(meter, cache))
     return priced, Prices(prices, step)
 
 
-def _measured_pieces(meter: Meter, cache: PriceCache, told: Counted) -> PricedPieces:
+def doubt_prices(trace: Trace) -> None:
+    """Have the ops of a trace, and its whole step, measured again at the next quiet moment."""
+    meter = meter_of(trace.recipe.device)
+    PriceCache.of(meter).doubt(examples(trace.joint), trace.joint.timed_hash)
+
+
+def _measured_pieces(meter: Meter, cache: PriceCache, told: Shown) -> PricedPieces:
     """Measured prices of the ops that run in pieces."""
 
     def priced(found: Found) -> tuple[Mapping[str, Op], tuple[Value, ...]]:
@@ -173,7 +201,7 @@ def known_or_measured(
     meter: Meter,
     cache: PriceCache,
     known: Mapping[str, Price],
-    progress: Counted,
+    progress: Shown,
     between: Callable[[], None] | None,
 ) -> dict[str, Price]:
     """Prices of `nodes` and of saving a random state: those `known`, else kept, else measured.
@@ -181,17 +209,14 @@ def known_or_measured(
     `between` is called after each pass over the ops that are measured.
     """
     wanted = (*nodes, SAVE_RNG_KEY)
-    missing = {key for key in wanted if key not in known and key not in cache.prices}
+    missing = {key for key in wanted if key not in known} - cache.settled(wanted, meter)
     found: dict[str, Price] = {}
     if missing:
         new = {key: node for key, node in nodes.items() if key in missing}
         with meter.quiet():
             found, no_room = measured_prices(joint, new, meter, progress, between, cache)
-        # A price that is kept stays, or the next process would find another than this plan has.
         # What had no room is not kept, as another time there may be room to run it.
-        kept = missing - no_room
-        cache.prices.update({key: one for key, one in found.items() if key in kept})
-        cache.save()
+        cache.keep_prices({key: one for key, one in found.items() if key not in no_room})
     # What another process has saved meanwhile stays, and takes the place of what was found.
     every = {**found, **cache.prices, **known}
     return {key: every[key] for key in wanted}
@@ -229,7 +254,7 @@ def _on_the_host(joint: Joint) -> frozenset[str]:
     return frozenset(name for name, t in bases if t is not None and t.device.type == CPU)
 
 
-def _silent(done: int, total: int) -> None:
+def _silent(done: int = 0, total: int | None = None, *, text: str = "") -> None:
     pass
 
 

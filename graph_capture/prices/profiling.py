@@ -21,7 +21,7 @@ from remat.graph_capture.prices.pricing import examples, price_with
 from remat.graph_capture.prices.profile import Profile, ProfiledOp
 from remat.graph_capture.tracing.one_trace import Trace
 from remat.graph_capture.tracing.step_module import LossFunction
-from remat.graph_capture.tracing.trace import Counted, trace
+from remat.graph_capture.tracing.trace import Shown, trace
 from remat.graph_capture.unnamed_files.host_folder import require_writable
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def profile(
     device: str | None = None,
     nvme: str | None = None,
     group: ProcessGroup | None = None,
-    progress: Counted | None = None,
+    progress: Shown | None = None,
 ) -> Profile:
     """Measure each distinct op of one training step on this machine, and the links to its host.
 
@@ -69,7 +69,7 @@ def _rank_links(group: ProcessGroup, device: str) -> RankLinks:
     return measured_rank_links(group, device, meter_of(device).title)
 
 
-def measure(traced: Trace, *, nvme_path: str = "", progress: Counted | None = None) -> Profile:
+def measure(traced: Trace, *, nvme_path: str = "", progress: Shown | None = None) -> Profile:
     """The measured ops of a trace, the links of its device, and on a CPU the time of its step."""
     meter, node_of = meter_of(traced.recipe.device), examples(traced.joint)
     cache = PriceCache.of(meter)

@@ -7,8 +7,8 @@ tenth or two more than the sum of its prices. Without that, overheads are shares
 
 Four runs on made data tell it: the step, the step that computes its forward again
 (`recompute_time.py`), and forward that keeps results and that drops them (`keeping_time.py`). They
-take turns, as a machine that others share is slow for seconds on end. `booking.py` says what
-becomes of their times.
+take turns, as a machine that others share is slow for seconds on end, and end when their least
+times stand. `booking.py` says what becomes of these.
 
 Timing every op where it stands in the step was not taken: it would charge what is computed again
 for caches that it finds filled.
@@ -16,7 +16,6 @@ for caches that it finds filled.
 
 from __future__ import annotations
 
-import statistics
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -29,7 +28,8 @@ from torch import Tensor, fx
 
 from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.devices.free_memory import free_bytes, is_out_of_memory
-from remat.graph_capture.devices.meter import Meter
+from remat.graph_capture.devices.meter import Meter, have_agreed, least_agreed
+from remat.graph_capture.devices.watch import Watch
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.joint.build import Joint
@@ -42,8 +42,12 @@ from remat.graph_capture.prices.price_cache import PriceCache, WholeStep
 from remat.graph_capture.prices.profile import Profile
 from remat.graph_capture.prices.recompute_time import recomputing
 
-LEAST_ROUNDS, ROUNDS, ENOUGH_US = 3, 24, 6e6
-"""Rounds are fewer the longer they are. Medians count, as other work may come between."""
+LEAST_ROUNDS, ROUNDS, ENOUGH_US = 3, 24, 3e6
+"""Rounds are fewer the longer they are."""
+SOON_US = 5e5
+"""Rounds that have taken less go on in any case: they cost nothing."""
+MORE_SHARES = 1
+"""Shares beyond the passes over the ops, for times that do not agree by then."""
 ROOM = 0.5
 """Part of the free memory that a run may take."""
 SPREAD = 0.02
@@ -80,10 +84,10 @@ def whole_step(
     if rounds is None:
         return cache.steps.get(key) if _is_of(profile, cache.title) else None
     found = rounds.whole(graph)
-    if found is not None:
-        cache.steps[key] = found
-        cache.save()
-    return found
+    if found is None:
+        return cache.steps.get(key)
+    cache.keep_step(key, found)
+    return cache.steps[key]
 
 
 def _is_of(profile: Profile | None, title: str) -> bool:
@@ -98,7 +102,8 @@ class WholeRuns:
     ----------
     step : as it is. recomputing : with forward computed again.
     keeping, plain : forward alone, with and without what backward reads of it.
-    again : names of the ops that `recomputing` runs twice.
+    again : names of the ops that `recomputing` runs twice. first_us : of the first run of each, in
+    this order; empty where nobody took them.
     """
 
     step: Callable[[], Any]
@@ -106,6 +111,7 @@ class WholeRuns:
     keeping: Callable[[], Any]
     plain: Callable[[], Any]
     again: tuple[str, ...] = ()
+    first_us: tuple[float, ...] = ()
 
 
 class StepRounds:
@@ -113,7 +119,7 @@ class StepRounds:
 
     They are timed in shares, one after each pass over the ops, so that ops and step meet the same
     slow spells. Every other round goes in the opposite order, so that no run always follows the
-    same other.
+    same other. The rounds end once the two least times of each run agree, taken in two shares.
     """
 
     def __init__(self, meter: Meter, made: Callable[[], WholeRuns | None]) -> None:
@@ -121,30 +127,42 @@ class StepRounds:
         self._runs: WholeRuns | None = None
         self._shares = 0
         self._rounds: list[list[float]] = []
+        self._away = 1.0
+
+    @property
+    def _is_settled(self) -> bool:
+        taken_us = sum(map(sum, self._rounds))
+        is_seen_twice = self._shares > 1 and taken_us >= SOON_US
+        return is_seen_twice and all(have_agreed(each) for each in zip(*self._rounds, strict=True))
 
     def some(self) -> None:
-        """Take the next share."""
+        """Take the next share; nothing once the times stand."""
+        begun = len(self._rounds)
         if not self._shares:
             self._runs = self._made()
+            if self._runs is not None and self._runs.first_us:
+                self._rounds.append(list(self._runs.first_us))
         self._shares += 1
-        if self._runs is None:
-            return
-        rounds: list[list[float]] = []
-        least, most = LEAST_ROUNDS // self._meter.passes, ROUNDS // self._meter.passes
-        enough_us = ENOUGH_US / self._meter.passes
-        while len(rounds) < least or (len(rounds) < most and sum(map(sum, rounds)) < enough_us):
+        while self._runs is not None and not self._is_settled and self._is_due(begun):
             try:
-                rounds.append(self._round(self._runs))
+                watch = Watch()
+                self._rounds.append(self._round(self._runs))
+                self._away = min(self._away, watch.away)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
                 self._runs = None
                 warnings.warn("the step was not run to its end: memory ran out", stacklevel=2)
-                return
-            self._rounds.append(rounds[-1])
+
+    def _is_due(self, begun: int) -> bool:
+        """Whether a share that began with so many rounds has another."""
+        own = self._rounds[begun:]
+        least, most = LEAST_ROUNDS // self._meter.passes, ROUNDS // self._meter.passes
+        taken_us, enough_us = sum(map(sum, own)), ENOUGH_US / self._meter.passes
+        return len(own) < least or (len(own) < most and taken_us < enough_us)
 
     def whole(self, graph: TrainingGraph) -> WholeStep | None:
-        """Medians of all rounds, after the shares that are still to come; None if nothing ran.
+        """The least times, after the shares that are still to come; None if nothing ran.
 
         Parameters
         ----------
@@ -153,16 +171,16 @@ class StepRounds:
         with self._meter.quiet():
             while self._shares < self._meter.passes:
                 self.some()
+            for _ in range(MORE_SHARES):
+                if sum(map(sum, self._rounds)) >= SOON_US:
+                    self.some()
         if self._runs is None:
             return None
-        # Ratios and differences are taken within a round, whose runs meet the same slow spell.
-        step_us = statistics.median(step for step, *_ in self._rounds)
-        longer = statistics.median(again / step for step, again, *_ in self._rounds) - 1
-        kept_us = statistics.median(keeping - plain for *_, keeping, plain in self._rounds)
-        keeping_us, again_us = max(0.0, kept_us), max(0.0, longer * step_us)
+        step_us, longer_us, kept_us, plain_us = map(least_agreed, zip(*self._rounds, strict=True))
+        keeping_us, again_us = max(0.0, kept_us - plain_us), max(0.0, longer_us - step_us)
         costs = less_for_kept(graph, costs_of(graph), keeping_us)
         priced_us = sum(costs[name] for name in self._runs.again)
-        return WholeStep(step_us, keeping_us, again_us, priced_us)
+        return WholeStep(step_us, keeping_us, again_us, priced_us, self._away)
 
     def _round(self, runs: WholeRuns) -> list[float]:
         each = runs.step, runs.recomputing, runs.keeping, runs.plain
@@ -196,7 +214,7 @@ def step_rounds(
     take more than `most_bytes`.
     """
     key = joint.timed_hash
-    is_known = key in cache.steps or (profile is not None and key in profile.steps)
+    is_known = cache.has_step(key, meter) or (profile is not None and key in profile.steps)
     if graph.device != CPU or is_known or not _is_of(profile, meter.title):
         return None
     if is_beyond(joint, graph, most_bytes):
@@ -219,8 +237,7 @@ def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> WholeRuns | No
     try:
         inputs = [_step_input(node) for node in placeholders]
         runs = [partial(module, *inputs) for module in made]
-        for run in runs:
-            alone(run)
+        first_us = [_first_us(run) for run in runs]
     except (RuntimeError, IndexError, ValueError, MemoryError) as error:
         said = (str(error).splitlines() or [type(error).__name__])[0]
         why = "was not run: memory ran out" if is_out_of_memory(error) else WHOLE
@@ -230,7 +247,14 @@ def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> WholeRuns | No
             stacklevel=2,
         )
         return None
-    return WholeRuns(*runs, again=twice.again)
+    return WholeRuns(*runs, again=twice.again, first_us=tuple(first_us))
+
+
+def _first_us(run: Callable[[], Any]) -> float:
+    """The time of the first run of all, which may also find that there is no memory for it."""
+    watch = Watch()
+    alone(run)
+    return watch.taken_us
 
 
 def _has_room(size_bytes: int, device: str) -> bool:

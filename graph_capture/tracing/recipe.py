@@ -75,6 +75,11 @@ class Recipe:
     links: Links | None = None
 
     @property
+    def title(self) -> str:
+        """The model and its batch, for one line that tells a person."""
+        return f"{self.name} on {self.signature.title}"
+
+    @property
     def is_modelled(self) -> bool:
         """Whether the device is one of the table, whose ops do not run here."""
         return is_in_table(self.device)

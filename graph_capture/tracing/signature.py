@@ -52,6 +52,8 @@ OTHER_VALUE = (
     "A plan holds for one value of what is no tensor: pass that one, or let remat.plan_cache make "
     "a plan for each; what changes at every step should be a tensor"
 )
+MOST_SHOWN = 3
+"""Of the shapes of a batch, in one line."""
 NO_TENSOR = "Pass a tensor there, as at capture, or make another plan for this call"
 
 
@@ -103,6 +105,16 @@ class Signature:
         other = copy.copy(self)
         other.as_one = True
         return other
+
+    @property
+    def title(self) -> str:
+        """Types and shapes of its tensors, the first few, for one line that tells a person."""
+        shapes = [
+            f"{str(one[2]).removeprefix('torch.')}{list(one[0])}" for one in self.tensors if one
+        ]
+        distinct = list(dict.fromkeys(shapes))
+        more = f" and {len(distinct) - MOST_SHOWN} more" * (len(distinct) > MOST_SHOWN)
+        return ", ".join(distinct[:MOST_SHOWN]) + more or "no tensors"
 
     def lines(self) -> tuple[str, ...]:
         """One line a leaf, as kept in a graph and in a plan."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import msgspec
 from torch import nn
@@ -54,8 +54,13 @@ from remat.graph_capture.tracing.signature import Signature, check_batch
 from remat.graph_capture.tracing.step_module import LossFunction, with_loss
 from remat.graph_capture.tracing.trace_flags import FLAGS
 
-Counted = Callable[[int, int], None]
-"""Told of progress: how many are done, and of how many."""
+
+class Shown(Protocol):
+    """Told how far work is: how much is done of what total, or in words what is done now."""
+
+    def __call__(self, done: int = 0, total: int | None = None, *, text: str = "") -> None:
+        """Show it."""
+        ...
 
 
 def trace(

@@ -48,9 +48,13 @@ from remat.rewriter.user_module.block_shells import with_replaced
 from remat.rewriter.user_module.module import make_module
 from remat.rewriter.user_module.shared_state import SharedState, original_of
 from remat.rewriter.user_module.unplanned import Unplanned
+from remat.screen.stages import stopwatch_of_call
+from remat.solved import planned_text
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from remat.rewriter.checking.check import Check
 
 _plans: weakref.WeakKeyDictionary[nn.Module, BlocksPlan] = weakref.WeakKeyDictionary()
 
@@ -74,6 +78,7 @@ def rematerialize_blocks(
     time_limit_s: float = 60.0,
     check: bool | None = None,
     audit: bool = True,
+    verbose: bool = True,
     dynamic: Dynamic | None = None,
 ) -> nn.Module:
     """A model that trains as `model` does, with each matching block rewritten by itself.
@@ -98,6 +103,7 @@ def rematerialize_blocks(
     time_limit_s : for the blocks' options, in seconds.
     check : as of `remat.rematerialize`; with a sharding only equality is checked, before it.
     audit : as of `remat.rematerialize`, of the forward of each block.
+    verbose : as of `remat.rematerialize`.
     dynamic : refused: blocks are planned for one size. The message says what plans for a range.
 
     Raises
@@ -119,27 +125,35 @@ def rematerialize_blocks(
         {
             "loss_fn": loss_fn, "optimizer": optimizer, "accumulate": accumulate, "group": group,
             "profile": profile, "time_limit_s": time_limit_s, "check": check, "audit": audit,
+            "verbose": verbose,
         }
     )  # fmt: skip
     batch = Batch(*inputs_cast(args, kwargs, sharding), loss_fn, target, optimizer, accumulate)
     refuse_fake(group)
     model = original_of(model)
+    stages, name = stopwatch_of_call(verbose=verbose), type(model).__name__
     ranks_together = Together(group, "remat.rematerialize_blocks")
     with ranks_together as ranks, parameters_cast(model, sharding):
         _refuse(model)
         known, tiers = as_profile(profile), tiers_for(model, None, host, nvme)
-        traced = trace_blocks(
-            model, pattern, args, kwargs, loss_fn=loss_fn, target=target,
-            optimizer=optimizer, accumulate=accumulate, sharding=sharding, hand_over=False,
-        )  # fmt: skip
+        with stages.stage("capture", f"tracing {name} and its blocks"):
+            traced = trace_blocks(
+                model, pattern, args, kwargs, loss_fn=loss_fn, target=target,
+                optimizer=optimizer, accumulate=accumulate, sharding=sharding, hand_over=False,
+            )  # fmt: skip
         require_group(traced.whole.joint.module, group)
         for one in traced.distinct:
             require_cast(next(iter(one.at)), one.trace.recipe.signature.dtypes, sharding)
 
         def make() -> BlocksPlan:
             most_bytes = parse_budget(budget).most_bytes(traced.whole.graph)
-            priced = price_for(traced.whole, profile=known, tiers=tiers, most_bytes=most_bytes)
-            return _plan_within(BlockPlanner(traced, priced, sharding, time_limit_s), budget)
+            with stages.stage("profile", "timing ops") as shown:
+                priced = price_for(
+                    traced.whole, progress=shown, profile=known, tiers=tiers,
+                    most_bytes=most_bytes,
+                )  # fmt: skip
+            with stages.stage("solve", f"solving for {budget}"):
+                return _plan_within(BlockPlanner(traced, priced, sharding, time_limit_s), budget)
 
         ranks.require_same_step(traced.hash)
         plan = ranks.from_first(make, BlocksPlan)
@@ -149,21 +163,25 @@ def rematerialize_blocks(
         budget_bytes = plan.result.budget_bytes
         beside_bytes = gradients_there(model) if accumulate else 0
         beside = Reference(traced.whole.graph, budget_bytes, beside_bytes)
+        checked = None
         if ranks.all_say("check", is_checked(traced.whole.graph, check, beside)):
             most_bytes = budget_bytes if is_bound else None
-            unless_short(
-                lambda: _require_equal_blocks(model, made, batch, most_bytes, beside),
-                say_unchecked,
-            )
+            with stages.stage("check", f"comparing a step of {name} with eager"):
+                checked = unless_short(
+                    lambda: _require_equal_blocks(model, made, batch, most_bytes, beside),
+                    say_unchecked,
+                )
+        what = f"{traced.whole.recipe.title}, {len(plan.schedules)} blocks"
+        stages.say(planned_text(what, plan.result, checked, stages.elapsed_s))
     _plans[made] = plan
     return made
 
 
 def _require_equal_blocks(
     model: nn.Module, made: nn.Module, batch: Batch, limit_bytes: int | None, beside: Reference
-) -> None:
+) -> Check:
     try:
-        require_equal(model, made, batch, limit_bytes, beside)
+        return require_equal(model, made, batch, limit_bytes, beside)
     except SignatureError as error:
         raise CaptureError(
             f"a block is called otherwise in eager than when it is traced: {error}. Code that "

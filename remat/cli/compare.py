@@ -47,7 +47,7 @@ def compare_verb(
         found = compare(
             opened.graph, wanted, solver, plan=opened.result, time_limit_s=request.time_limit_s,
             progress=lambda name, done, total: progress(done, total, text=f"solving with {name}"),
-            keep=request.keep, recompute=request.recompute, order=request.order, place=place,
+            place=place, **request.solving,
         )  # fmt: skip
     if session.as_json:
         session.emit(found.as_json())

@@ -19,8 +19,8 @@ from remat.cli.profile import profile_verb
 from remat.cli.report import export_verb, report_verb
 from remat.cli.run import check_verb, run_verb
 from remat.cli.sweep import sweep_verb
-from remat.cli.terminal import open_closed_streams, use_simple_letters
 from remat.cluster.command import plan_cluster_verb
+from remat.screen.terminal import open_closed_streams, use_simple_letters
 
 app = typer.Typer(
     help="The fastest PyTorch training step that fits a memory budget, exactly.",

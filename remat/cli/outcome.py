@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from remat.cli.session import CHECK_FAILED, INFEASIBLE, Session
-from remat.cli.terminal import in_one_line
 from remat.graph_capture.errors import CaptureError, TooLargeError
 from remat.graph_capture.graph import TrainingGraph
 from remat.infeasible import infeasible_text
@@ -29,6 +28,7 @@ from remat.ranges.curve import overheads_over
 from remat.schedules.layout import Layout
 from remat.schedules.plan import Plan, RangeFacts
 from remat.schedules.schedule import Schedule
+from remat.screen.terminal import in_one_line
 from remat.solver.budgets.price import GibPrice
 from remat.solver.budgets.worth import price_of_gib
 from remat.solver.interrupts import is_interrupted
@@ -148,7 +148,7 @@ def priced(
     with session.stopwatch.stage("price", "pricing a GiB"):
         return price_of_gib(
             graph, result, solver=request.solver, time_limit_s=request.time_limit_s,
-            keep=request.keep, recompute=request.recompute, order=request.order,
+            **request.solving,
         )  # fmt: skip
 
 

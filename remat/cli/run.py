@@ -46,10 +46,13 @@ if TYPE_CHECKING:
 CheckAnyway = Annotated[
     bool, typer.Option("--check", help="run the unmodified step even where memory is short")
 ]
+CompareRule = Annotated[
+    bool, typer.Option("--compare", help="also run square-root checkpointing, and measure it")
+]
 STEP_PANEL = "A whole optimizer step, planned and not run"
 ONE_BATCH = (
     "keep", "recompute", "solver", "order", "split", "shard", "update_at_once", "accumulate",
-    "time_limit_s",
+    "time_limit_s", "gap",
 )  # fmt: skip
 """Fields of a request that a whole step is planned without: it is limited by plans, not seconds."""
 Microbatches = Annotated[
@@ -87,6 +90,7 @@ def run_verb(
     request: Request,
     price: options.PriceOfGib = False,
     check: CheckAnyway = False,
+    compare: CompareRule = False,
     output: options.Output = None,
     layout: options.LayoutFile = None,
     dynamic: options.Dynamic = [],  # noqa: B006 typer copies it
@@ -96,9 +100,11 @@ def run_verb(
 ) -> None:
     """Capture, price, solve, rewrite and check: the whole job, on one screen."""
     if microbatches is not None or nvme_gb_s is not None or state != "float32":
-        flags = (
-            (price and "--price-of-gib") or (check and "--check") or (bool(dynamic) and "--dynamic")
-        )
+        given = {
+            "--price-of-gib": price, "--check": check, "--compare": compare,
+            "--dynamic": bool(dynamic),
+        }  # fmt: skip
+        flags = next((flag for flag, is_given in given.items() if is_given), "")
         _refuse_beside_microbatches(microbatches is None, output or layout or flags, request)
         asked = StepRequest(
             request.device, microbatches or 0, request.optimizer, request.budget,
@@ -107,12 +113,13 @@ def run_verb(
         _run_whole_step(session, model, request, asked)
         return
     if dynamic:
-        refuse_beside_dynamic(request, **{"--price-of-gib": price, "--layout": layout is not None})
+        alone = {"--price-of-gib": price, "--compare": compare, "--layout": layout is not None}
+        refuse_beside_dynamic(request, **alone)
         conclude_over(session, model, request, dynamic, output, is_run=True, check=check)
         return
     loaded = load_shown(model, session.stopwatch, request.device)
     report = pipeline.run(
-        loaded, request, session.stopwatch, check=check,
+        loaded, request, session.stopwatch, check=check, compare=compare,
         planned=lambda known: _keep(session, output, loaded, known),
     )  # fmt: skip
     placed = keep_layout(session, layout, report.graph, report.result)

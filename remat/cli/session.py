@@ -7,40 +7,36 @@ import os
 import sys
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from remat.cli.interrupting import interrupts_noted
-from remat.cli.terminal import (
+from remat.cli.warned import each_warning_once
+from remat.graph_capture.devices.free_memory import is_out_of_memory
+from remat.graph_capture.errors import RematError, named_as_flags
+from remat.graph_capture.files.contents import check_writable, write_contents
+from remat.screen.stages import Stopwatch, TerminalStopwatch
+from remat.screen.terminal import (
     STDOUT,
     in_one_line,
-    is_simple,
     json_text,
     lead_nowhere,
     steady_console,
     use_simple_letters,
 )
-from remat.cli.warned import each_warning_once
-from remat.graph_capture.devices.free_memory import is_out_of_memory
-from remat.graph_capture.errors import RematError, named_as_flags
-from remat.graph_capture.files.contents import check_writable, write_contents
-from remat.job.stopwatch import Shown, Stopwatch
 from remat.solver.interrupts import is_interrupted, one_job
 from remat.solver.result import INTERRUPTED
+
+if TYPE_CHECKING:
+    from remat.graph_capture.tracing.trace import Shown
 
 REFUSED, INFEASIBLE, CHECK_FAILED, STOPPED = 2, 3, 4, 130
 
 
-class ShownStopwatch(Stopwatch):
-    """Shows each stage with a spinner and, where a total is known, a bar, on standard error."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__()
-        self.console, self.doing = console, ""
+class ShownStopwatch(TerminalStopwatch):
+    """Shows each stage on standard error, also where that is no terminal."""
 
     @contextlib.contextmanager
     def show(self, text: str) -> Generator[Shown]:
@@ -48,27 +44,12 @@ class ShownStopwatch(Stopwatch):
         self.doing = text
         with _quiet_output():
             if self.console.is_terminal:
-                with self._live(text) as progress:
+                with super().show(text) as progress:
                     yield progress
             else:
                 self.console.print(f"{text} ...", style="dim", soft_wrap=True)
-                with super().show(text) as progress:
+                with Stopwatch.show(self, text) as progress:
                     yield progress
-
-    @contextlib.contextmanager
-    def _live(self, text: str) -> Generator[Shown]:
-        spinner = SpinnerColumn("line" if is_simple(self.console) else "dots")
-        # A description holds names, which are no markup.
-        columns = spinner, TextColumn("{task.description}", markup=False), BarColumn(20)
-        with Progress(
-            *columns, TimeElapsedColumn(), console=self.console, transient=True
-        ) as progress:
-            task = progress.add_task(text, total=None)
-
-            def update(done: int = 0, total: int | None = None, *, text: str = "") -> None:
-                progress.update(task, completed=done, total=total, description=text or None)
-
-            yield update
 
 
 @contextlib.contextmanager

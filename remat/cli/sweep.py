@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -23,13 +23,15 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.job.kept_plans import PLAN_FILES
 from remat.job.opened import captured
 from remat.job.request import Request
-from remat.job.stopwatch import Shown
 from remat.questions.sweep import Budgets, sweep, sweep_hosts
 from remat.questions.tables import plain_table
 from remat.schedules.simulate import bound_of
 from remat.solver import make_solver
 from remat.solver.budgets.front import Front
 from remat.solver.budgets.sweep import BudgetsDone, check_jobs
+
+if TYPE_CHECKING:
+    from remat.graph_capture.tracing.trace import Shown
 
 BUDGETS = "12"
 HOSTS = "8GiB, or several with 0 for none: 0,8GiB,16GiB"
@@ -60,7 +62,7 @@ def sweep_verb(
     """Show the time of the step against the budget, with the bound at each."""
     wanted = asked_budgets(budgets, budget)
     for name in solver:
-        make_solver(name, order=request.order)
+        make_solver(name, order=request.order, gap=request.gap)
     check_jobs(jobs)
     hosts = asked_hosts(host)
     largest = max(hosts, key=hosts.__getitem__, default="")
@@ -70,8 +72,7 @@ def sweep_verb(
     with session.stopwatch.stage("sweep", "solving at several budgets") as progress:
         shared: dict[str, Any] = {
             "solvers": solver, "time_limit_s": request.time_limit_s, "jobs": jobs,
-            "progress": _telling(progress), "keep": request.keep, "recompute": request.recompute,
-            "order": request.order,
+            "progress": _telling(progress), **request.solving,
         }  # fmt: skip
         if len(hosts) > 1:
             fronts = sweep_hosts(graph, hosts, wanted, **shared)

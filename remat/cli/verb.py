@@ -30,6 +30,7 @@ USUAL = (
     "host",
     "nvme",
     "time_limit_s",
+    "gap",
     "device",
     "optimizer",
     "keep",

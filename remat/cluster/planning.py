@@ -15,7 +15,6 @@ from remat.graph_capture.cluster.chain_shape import Place
 from remat.graph_capture.devices.device_table import device_table
 from remat.graph_capture.errors import DeviceError
 from remat.graph_capture.over_ranks.fake_group import fake_ranks
-from remat.job.stopwatch import Stopwatch
 from remat.schedules.pipeline.cluster_plan import (
     ClusterFigures,
     ClusterFile,
@@ -25,6 +24,7 @@ from remat.schedules.pipeline.cluster_plan import (
     StageFacts,
 )
 from remat.schedules.plan import Versions
+from remat.screen.stages import Stopwatch
 from remat.solver.cluster.job import Cluster, Job
 from remat.solver.cluster.mesh import Mesh, all_degrees, places_of_blocks
 from remat.solver.cluster.parts import Part, schedule_of_option

@@ -13,6 +13,7 @@ from remat.graph_capture.errors import BudgetError, SolverError
 from remat.solver import solver_class
 from remat.solver.options import check_number
 from remat.solver.pins.globs import Globs
+from remat.solver.stopping import DEFAULT_GAP
 
 
 @dataclass(frozen=True)
@@ -32,17 +33,19 @@ class CompileOptions:
         more than once for a loss. Each leaves what backward needs.
     keep, recompute : globs over module paths, as `remat.solve` takes them.
     warm : whether a plan that an earlier process has kept is taken, and this one's is kept.
+    verbose : as of `remat.rematerialize`.
     """
 
     budget: Any
     solver: str = "auto"
-    gap: float = 0.01
+    gap: float = DEFAULT_GAP
     time_limit_s: float = 10.0
     replays: int = 8
     calls: int = 1
     keep: Globs = ()
     recompute: Globs = ()
     warm: bool = True
+    verbose: bool = True
 
     @property
     def parsed(self) -> Budget:
@@ -93,9 +96,10 @@ def _check(options: CompileOptions) -> None:
     solver_class(options.solver)
     check_number("time_limit_s", options.time_limit_s)
     check_number("gap", options.gap)
-    warm: Any = options.warm
-    if not isinstance(warm, bool):
-        raise SolverError(f"warm must be True or False, not {warm!r}")
+    for name in ("warm", "verbose"):
+        is_on: Any = getattr(options, name)
+        if not isinstance(is_on, bool):
+            raise SolverError(f"{name} must be True or False, not {is_on!r}")
     for name in ("replays", "calls"):
         count: Any = getattr(options, name)
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:

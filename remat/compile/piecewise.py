@@ -193,7 +193,8 @@ class PlannedPieces:
                 replays=self._search.replays_of(self.at),
                 seconds=seconds,
                 schedule=found.schedule if found else None,
-            )
+            ),
+            verbose=self._search.asked.verbose,
         )
 
 

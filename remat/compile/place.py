@@ -125,5 +125,6 @@ class Place:
                 replays=taken.replays,
                 seconds=seconds,
                 schedule=taken.schedule,
-            )
+            ),
+            verbose=self.asked.verbose,
         )

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 
 import msgspec
 
 from remat.formats import bytes_text
 from remat.schedules.schedule import Schedule
+from remat.screen.stages import stopwatch_of_call
 
 MOST_KEPT = 64
 """Plans that are kept; the oldest go first."""
-_LOG = logging.getLogger("remat")
 _plans: deque[CompiledPlan] = deque(maxlen=MOST_KEPT)
 
 
@@ -59,10 +58,10 @@ class CompiledPlan(msgspec.Struct, frozen=True):
         )
 
 
-def remember(plan: CompiledPlan) -> None:
-    """Keep a plan, and log it."""
+def remember(plan: CompiledPlan, *, verbose: bool) -> None:
+    """Keep a plan, and say what it is."""
     _plans.append(plan)
-    _LOG.info("%r", plan)
+    stopwatch_of_call(verbose=verbose).say(f"remat: {plan!r}")
 
 
 def compiled_plans() -> tuple[CompiledPlan, ...]:

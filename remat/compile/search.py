@@ -12,7 +12,6 @@ import dataclasses
 import logging
 import warnings
 from dataclasses import dataclass, field
-from typing import Any
 
 import remat.solver as solvers
 from remat.budgets import UNBOUNDED_BYTES
@@ -26,6 +25,7 @@ from remat.rewriter.inductor.partition import FusedStep, Pair
 from remat.rewriter.inductor.replay import Replay
 from remat.schedules.schedule import Schedule, Step
 from remat.schedules.simulate import simulate
+from remat.screen.stages import Stopwatch, stopwatch_of_call
 from remat.solver.result import Result
 
 _LOG = logging.getLogger("remat")
@@ -81,6 +81,10 @@ class PlanSearch:
     tried: dict[tuple[Step, ...], Candidate] = field(
         default_factory=dict[tuple[Step, ...], Candidate]
     )
+    stages: Stopwatch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stages = stopwatch_of_call(verbose=self.options.verbose)
 
     def stock(self) -> Candidate:
         """The step as torch compiles it; with everything kept, where torch's own cut is wrong."""
@@ -136,12 +140,15 @@ class PlanSearch:
 
         `graph` is the step's, with what else is live beside it.
         """
-        graph = graph or self.step.graph
+        with self.stages.show(f"compiling: a schedule of {bytes_text(max(0, target_bytes))}"):
+            return self._solved(target_bytes, graph or self.step.graph)
+
+    def _solved(self, target_bytes: int, graph: TrainingGraph) -> Candidate | None:
         result = solvers.solve(
             graph, max(0, target_bytes), self.options.solver,
             time_limit_s=self.options.time_limit_s,
             keep=self.options.keep, recompute=self.options.recompute,
-            **self._options_of_solver(),
+            gap=self.options.gap,
         )  # fmt: skip
         schedule = result.schedule or result.least_schedule
         if schedule is None or schedule.graph_hash != self.step.graph.hash:
@@ -155,10 +162,6 @@ class PlanSearch:
             found.code_peak_bytes, found.overhead,
         )  # fmt: skip
         return found
-
-    def _options_of_solver(self) -> dict[str, Any]:
-        known = solvers.option_names(self.options.solver)
-        return {"gap": self.options.gap} if "gap" in known else {}
 
     def of(self, schedule: Schedule | None, gap: float | None) -> Candidate:
         """The candidate of a schedule that another rank has chosen; None for torch's own cut.

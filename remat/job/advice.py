@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from remat.formats import bytes_text, percent_text
 from remat.job.pipeline import Report
-from remat.job.rows import Row
+from remat.job.rows import FAR, Row
 
-FAR = 1.25
-"""A measured step that is longer or shorter than the predicted one by this is told."""
 OFF = 0.1
 """A measured overhead of the plan that is this far from the predicted one is told."""
 

@@ -23,9 +23,9 @@ from remat.job.opened import Captured, captured_model
 from remat.job.pipeline import check_schedule, trace_loaded
 from remat.job.request import Request
 from remat.job.size_search import Range, largest
-from remat.job.stopwatch import Stopwatch
 from remat.job.two_captures import Pair, pair_near, unmodified_reaches
 from remat.schedules.simulate import overhead_of
+from remat.screen.stages import Stopwatch
 from remat.solver.interrupts import is_interrupted, note_interrupt, one_job
 from remat.solver.problem import Problem, least_needed_bytes
 from remat.solver.result import Result
@@ -173,7 +173,7 @@ class FitSearch:
         request = self.request
         return solvers.solve(
             graph, self.budget_bytes, request.solver, time_limit_s=limit_s,
-            keep=request.keep, recompute=request.recompute, order=request.order,
+            **request.solving,
         )  # fmt: skip
 
     def _is_fit(self, result: Result) -> bool:

@@ -29,12 +29,12 @@ from remat.job import pipeline
 from remat.job.factory import Loaded, load
 from remat.job.kept_plans import PLAN_FILES, holds_plan, read_kept, schedule_in
 from remat.job.request import NO_BUDGET, Request
-from remat.job.stopwatch import Stopwatch
 from remat.schedules.as_planned import as_planned, within_split
 from remat.schedules.judged_plan import AGREEMENT, judge_family, judge_plan, require_within_budget
 from remat.schedules.plan import Plan, RangeFacts
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import overhead_of, simulate
+from remat.screen.stages import Stopwatch
 from remat.solver.result import Result, judged
 
 if TYPE_CHECKING:

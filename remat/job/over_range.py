@@ -15,11 +15,11 @@ from remat.graph_capture.shapes.ranges import Dynamic
 from remat.job.factory import Loaded
 from remat.job.pipeline import compare_with_eager, price_trace, trace_loaded
 from remat.job.request import Request
-from remat.job.stopwatch import Stopwatch
 from remat.ranges.curve import Curve, overheads_over
 from remat.ranges.solving import solve_over
 from remat.schedules.family import Family
 from remat.schedules.plan import Plan
+from remat.screen.stages import Stopwatch
 from remat.solver.interrupts import is_interrupted
 from remat.solver.result import INTERRUPTED
 
@@ -80,7 +80,7 @@ def plan_over(
     with stopwatch.stage("solve", f"solving for {request.budget}"):
         family = solve_over(
             graph, request.budget, request.solver, request.time_limit_s,
-            keep=request.keep, recompute=request.recompute, order=request.order,
+            **request.solving,
         )  # fmt: skip
     planned(_plan_of(loaded, traced, family, graph))
     report = RangeReport(graph, family, overheads_over(graph, family), stopwatch.seconds)

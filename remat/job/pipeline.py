@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 import remat.solver as solvers
 from remat.budgets import UNBOUNDED_BYTES, unmodified_step
 from remat.checks import failures, unless_short, why_unchecked
-from remat.formats import percent_text
 from remat.graph_capture.derived.one_rank import on_one_rank
 from remat.graph_capture.graph import TrainingGraph
 from remat.job.factory import Loaded
 from remat.job.request import Request
-from remat.job.rows import Row, predicted_row, rows_as_run
-from remat.job.stopwatch import Stopwatch
+from remat.job.rows import Row, predicted_row, quicker_than_priced, rows_as_run
 from remat.levers.handed_over import planned_hand_over
+from remat.levers.pieces_at_need import may_wait, solved_at_need
 from remat.one_call import solve
 from remat.questions.layer_checkpoints import EveryNth, every_n_layers
 from remat.questions.reserved import shortage_text
@@ -24,6 +23,7 @@ from remat.schedules.as_planned import whole
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from remat.schedules.simulation import Simulation
+from remat.screen.stages import Stopwatch, solver_shown
 from remat.solver.interrupts import is_interrupted
 from remat.solver.kept import Kind, kinds_of
 from remat.solver.result import INTERRUPTED, Result
@@ -103,16 +103,18 @@ def trace_loaded(loaded: Loaded, request: Request, dynamic: Dynamic | None = Non
         )  # fmt: skip
 
 
-def price_trace(traced: Trace, request: Request, stopwatch: Stopwatch) -> TrainingGraph:
-    """The priced graph of a trace, on one rank where it is sharded."""
+def price_trace(
+    traced: Trace, request: Request, stopwatch: Stopwatch, *, pieces: bool = True
+) -> TrainingGraph:
+    """The priced graph of a trace, on one rank where it is sharded; `pieces` as of `price_for`."""
     from remat.graph_capture.capturing import price_for
 
     recipe = traced.recipe
-    doing = f"modelling ops on {recipe.device}" if recipe.is_modelled else "measuring ops"
+    doing = f"modelling ops on {recipe.device}" if recipe.is_modelled else "timing ops"
     with stopwatch.stage("profile", doing) as progress:
         graph = price_for(
             traced, progress=progress, profile=request.read_profile(),
-            measure_again=request.measure_again, tiers=request.tiers(),
+            measure_again=request.measure_again, tiers=request.tiers(), pieces=pieces,
         )  # fmt: skip
     return on_one_rank(graph, request.sharding)
 
@@ -125,20 +127,19 @@ def measure_loaded(
 
     with stopwatch.stage("capture", "tracing the training step"):
         traced = trace_loaded(loaded, request)
-    with stopwatch.stage("profile", "measuring ops") as progress:
+    with stopwatch.stage("profile", "timing ops") as progress:
         return measure(traced, nvme_path=nvme_path, progress=progress)
 
 
-def solve_request(graph: TrainingGraph, request: Request, stopwatch: Stopwatch) -> Result:
-    """Solve for the request's budget."""
+def solve_request(
+    graph: TrainingGraph, request: Request, stopwatch: Stopwatch, *, at_hand: Result | None = None
+) -> Result:
+    """Solve for the request's budget; `at_hand` as of `remat.solver.solve`."""
+    known = {} if at_hand is None else {"at_hand": at_hand}
     with stopwatch.stage("solve", f"solving for {request.budget}") as progress:
-
-        def listen(state: solvers.Progress) -> None:
-            progress(text=solver_text(request.budget, state))
-
         return solve(
-            graph, request.budget, request.solver, request.time_limit_s, keep=request.keep,
-            recompute=request.recompute, order=request.order, progress=listen,
+            graph, request.budget, request.solver, request.time_limit_s,
+            progress=solver_shown(progress, request.budget), **known, **request.solving,
         )  # fmt: skip
 
 
@@ -155,14 +156,6 @@ def _named_beside(
         result, traced, graph, lambda one: price_trace(one, request, stopwatch),
         lambda graph: solve_request(graph, within, stopwatch),
     )  # fmt: skip
-
-
-def solver_text(budget: str, state: solvers.Progress) -> str:
-    """What is shown while it solves: best schedule, bound and gap, and what comes next."""
-    best = "none" if state.best_overhead is None else percent_text(state.best_overhead)
-    bound = percent_text(state.bound_overhead)
-    gap = "open" if state.gap is None else percent_text(state.gap)
-    return f"solving for {budget}: best {best}, bound {bound}, gap {gap}, {state.doing}"
 
 
 def check_schedule(
@@ -199,12 +192,14 @@ def run(
     stopwatch: Stopwatch,
     *,
     check: bool = False,
+    compare: bool = False,
     planned: Callable[[Report], None] = lambda _: None,
 ) -> Report:
     """Capture, price, solve, rewrite and check.
 
     Stops after solving where nothing fits, where the device or the ranks are not here, and where
     the unmodified step does not fit into free memory. `check` runs that step all the same.
+    With `compare`, square-root checkpointing is run and measured too, in place of predicted alone.
     `planned` is called with what is known before a step is run: running it may end the process.
     """
     report, traced, chen = _before_the_check(loaded, request, stopwatch)
@@ -228,10 +223,21 @@ def run(
         checked = checked_to(result.schedule)
     if checked is None:
         return replace(report, unchecked="".join(said))
-    with stopwatch.stage("compare", "measuring square-root checkpointing"):
-        compared = checked_to(chen.schedule) if chen.schedule else None
+    compared = None
+    if compare and chen.schedule:
+        with stopwatch.stage("compare", "measuring square-root checkpointing"):
+            compared = checked_to(chen.schedule)
     rows = rows_as_run(report.rows, checked, compared)
+    if quicker_than_priced(rows[0]) and request.profile is None:
+        _doubt_prices(traced)
     return replace(report, rows=rows, check=checked, unchecked="".join(said))
+
+
+def _doubt_prices(traced: Trace) -> None:
+    """Prices say that steps take longer than they do: they are measured again next time."""
+    from remat.graph_capture.prices.pricing import doubt_prices
+
+    doubt_prices(traced)
 
 
 def _before_the_check(
@@ -240,18 +246,43 @@ def _before_the_check(
     """What is known without running a step, the trace behind it, and the plan of ``chen_sqrt``."""
     with stopwatch.stage("capture", "tracing the training step"):
         traced = trace_loaded(loaded, request)
-    graph = price_trace(traced, request, stopwatch)
-    report, chen = planned_report(graph, request, stopwatch)
+    graph, result = _solved(traced, request, stopwatch)
+    report, chen = planned_report(graph, request, stopwatch, result)
     if report.simulation is not None:
         return replace(report, recipe=traced.recipe), traced, chen
     named = _named_beside(report.result, traced, graph, request, stopwatch)
     return replace(report, result=named), traced, chen
 
 
+def _solved(
+    traced: Trace, request: Request, stopwatch: Stopwatch
+) -> tuple[TrainingGraph, Result | None]:
+    """The priced graph of a trace, and its outcome if that decided on the prices of pieces."""
+    # The least budget of all is one in pieces.
+    if not may_wait(traced) or request.budget == "min":
+        return price_trace(traced, request, stopwatch), None
+
+    def with_measured(graph: TrainingGraph) -> TrainingGraph:
+        from remat.graph_capture.prices.pricing import with_pieces
+
+        with stopwatch.stage("profile", "timing large layers in pieces") as progress:
+            return with_pieces(traced, graph, progress)
+
+    def solve_for(graph: TrainingGraph, /, *, at_hand: Result | None = None) -> Result:
+        return solve_request(graph, request, stopwatch, at_hand=at_hand)
+
+    graph = price_trace(traced, request, stopwatch, pieces=False)
+    found = solved_at_need(traced, graph, solve_for, with_measured)
+    return found.graph, found.result
+
+
 def planned_report(
-    graph: TrainingGraph, request: Request, stopwatch: Stopwatch
+    graph: TrainingGraph, request: Request, stopwatch: Stopwatch, result: Result | None = None
 ) -> tuple[Report, Result]:
-    """What is known of a graph without running a step, and the plan of ``chen_sqrt``."""
+    """What is known of a graph without running a step, and the plan of ``chen_sqrt``.
+
+    `result` is the outcome for the request, where it is known.
+    """
     chen = solvers.solve(whole(graph), UNBOUNDED_BYTES, solver="chen_sqrt")
     eager = unmodified_step(graph)
     base_us = eager.result.time_us
@@ -259,7 +290,7 @@ def planned_report(
         predicted_row(eager.graph, "unmodified", eager.result, base_us),
         predicted_row(graph, "chen_sqrt", chen, base_us),
     )
-    result = solve_request(graph, request, stopwatch)
+    result = result or solve_request(graph, request, stopwatch)
     report = Report(graph, result, rows, stopwatch.seconds, runs_again(graph, result))
     if result.schedule is None:
         return report, chen

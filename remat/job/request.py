@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from remat.budgets import parse_budget
 from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding, ShardingKind
@@ -17,6 +17,7 @@ from remat.graph_capture.devices.lower_tiers import LowerTiers, lower_tiers
 from remat.graph_capture.errors import DeviceError
 from remat.graph_capture.graph import Optimizer
 from remat.solver import TABLE, make_solver
+from remat.solver.stopping import DEFAULT_GAP
 
 if TYPE_CHECKING:
     from remat.graph_capture.prices.profile import Profile
@@ -69,6 +70,14 @@ class Request:
             "flag": "--time-limit",
             "help": "seconds to search for a plan; in sweep and compare for all budgets of a "
             "solver together, in fit at each size",
+            "min": 0.0,
+        },
+    )
+    gap: float = field(
+        default=DEFAULT_GAP,
+        metadata={
+            "help": "end the search at a plan that is proved to be within this part of the best, "
+            "for solvers that prove one",
             "min": 0.0,
         },
     )
@@ -178,6 +187,13 @@ class Request:
         )  # fmt: skip
 
     @property
+    def solving(self) -> dict[str, Any]:
+        """What `solve` is asked beside the budget, the solver and the time limit."""
+        return {
+            "keep": self.keep, "recompute": self.recompute, "order": self.order, "gap": self.gap,
+        }  # fmt: skip
+
+    @property
     def is_run_here(self) -> bool:
         """Whether the plan is one of the very step that can run on this machine, alone."""
         is_here = not is_in_table(self.device) and self.sharding == NO_SHARDING
@@ -213,7 +229,7 @@ class Request:
         if not is_kept:
             self.tiers()
         known = self.read_profile()
-        make_solver(self.solver, order=self.order)
+        make_solver(self.solver, order=self.order, gap=self.gap)
         sharding = self.sharding
         if self.update_at_once and sharding != NO_SHARDING:
             raise DeviceError(

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 EXACT = 1e-9
 """Of a step: times that differ by less are the same sum in another order."""
+FAR = 1.25
+"""A measured step that is longer or shorter than the predicted one by this is told."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,11 @@ def predicted_row(graph: TrainingGraph, name: str, result: Result, base_us: floa
     is_same = abs(result.time_us - base_us) <= EXACT * base_us
     overhead = 0.0 if is_same else result.time_us / base_us - 1
     return Row(name, result.peak_bytes, result.time_us, overhead, reserved)
+
+
+def quicker_than_priced(row: Row) -> bool:
+    """Whether a step took far less than its prices say, so that these were taken in a busy time."""
+    return row.measured_step_us is not None and FAR * row.measured_step_us < row.time_us
 
 
 def rows_as_run(rows: Sequence[Row], check: Check, of_chen: Check | None) -> tuple[Row, ...]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 from remat.budgets import parse_budget
 from remat.checks import Batch, is_checked, require_equal
 from remat.graph_capture.errors import BudgetError
+from remat.graph_capture.graph import TrainingGraph
 from remat.infeasible import infeasible_text
 from remat.levers.handed_over import hand_over_of
 from remat.levers.refused_updates import (
@@ -21,8 +22,10 @@ from remat.levers.step_request import step_request
 from remat.levers.whole_step import StepPlan, plan_step
 from remat.levers.whole_step_here import step_here
 from remat.one_call import solve
-from remat.solved import Solved, facts_of
+from remat.screen.stages import solver_shown, stopwatch_of_call
+from remat.solved import Solved, facts_of, planned_text
 from remat.solver.pins.globs import Globs
+from remat.solver.result import Result
 
 if TYPE_CHECKING:
     from torch import fx, nn
@@ -85,6 +88,7 @@ def training_step(
     recompute: Globs = ...,
     check: bool | None = ...,
     audit: bool = ...,
+    verbose: bool = ...,
     split: Split | None = ...,
     microbatches: None = ...,
     device: None = ...,
@@ -110,6 +114,7 @@ def training_step(
     recompute: Globs = (),
     check: bool | None = None,
     audit: bool = True,
+    verbose: bool = True,
     split: Split | None = None,
     microbatches: int | None = None,
     device: str | None = None,
@@ -142,6 +147,7 @@ def training_step(
     check : as of `remat.rematerialize`, of outputs and gradients. Parameters stay as they are, so
         that the peak is not compared.
     audit : as of `remat.rematerialize`. Of a whole optimizer step no forward is audited.
+    verbose : as of `remat.rematerialize`.
     microbatches, device, host, nvme : with these, plan a whole optimizer step of so many batches
         like this one. Parameters, gradients and the optimizer's state are on the device, the host
         or NVMe, as is best; sizes are as of `remat.capture`. On a CPU, the result is a `WholeStep`
@@ -180,32 +186,43 @@ def training_step(
     refuse_scaling()
     model = original_of(model)
     known = as_profile(profile)
+    stages, name = stopwatch_of_call(verbose=verbose), type(model).__name__
     if microbatches is not None or host is not None or nvme is not None or device is not None:
         asked = step_request(
             model, optimizer, budget=budget, microbatches=microbatches, device=device, host=host,
             nvme=nvme,
         )  # fmt: skip
-        if asked.is_run:
-            return step_here(
-                model, args, kwargs, asked, optimizer, loss_fn=loss_fn, target=target,
-                profile=known,
-            )  # fmt: skip
-        plan = plan_step(model, args, kwargs, asked, loss_fn=loss_fn, target=target, profile=known)
-        if plan.shortage:
+        batch_of: Any = {"loss_fn": loss_fn, "target": target, "profile": known}
+        with stages.stage("solve", f"planning a whole step of {name}") as shown:
+            if asked.is_run:
+                plan = step_here(model, args, kwargs, asked, optimizer, **batch_of)
+            else:
+                told = lambda text: shown(text=text)  # noqa: E731
+                plan = plan_step(model, args, kwargs, asked, told=told, **batch_of)
+        if isinstance(plan, StepPlan) and plan.shortage:
             raise BudgetError(plan.shortage)
+        stages.say(f"remat: {plan!r}; {stages.elapsed_s:.1f} s")
         return plan
     hand_over = hand_over_of(model, optimizer, loss_fn, accumulate)
-    traced: Trace = trace(
-        model, args, kwargs, loss_fn=loss_fn, target=target, accumulate=accumulate,
-        hand_over=hand_over, split=split,
-    )  # fmt: skip
+    with stages.stage("capture", f"tracing {name}"):
+        traced: Trace = trace(
+            model, args, kwargs, loss_fn=loss_fn, target=target, accumulate=accumulate,
+            hand_over=hand_over, split=split,
+        )  # fmt: skip
     require_no_other_reader(traced, optimizer)
     require_group(traced.joint.module, None, ONE_RANK.format(what="remat.training_step"))
     most_bytes = parse_budget(budget).most_bytes(traced.graph)
-    priced = functools.partial(price, profile=known, most_bytes=most_bytes)
-    solved: Any = functools.partial(
-        solve, solver=solver, time_limit_s=time_limit_s, keep=keep, recompute=recompute, **options
-    )
+    pins: Any = {"keep": keep, "recompute": recompute}
+
+    def priced(one: Trace) -> TrainingGraph:
+        with stages.stage("profile", "timing ops") as shown:
+            return price(one, progress=shown, profile=known, most_bytes=most_bytes)
+
+    def solved(graph: TrainingGraph, budget: str | SupportsIndex) -> Result:
+        with stages.stage("solve", f"solving for {budget}") as shown:
+            told = {"progress": solver_shown(shown, budget), **options}
+            return solve(graph, budget, solver, time_limit_s, **pins, **told)
+
     graph = priced(traced)
     result = solved(graph, budget)
     if result.schedule is None:
@@ -215,7 +232,10 @@ def training_step(
     updates = Updates(optimizer, type(model).__name__, accumulates=accumulate)
     known_of = facts_of(Solved(graph, result))
     module = rewrite(model, result.schedule, trace=traced, updates=updates, audit=audit, **known_of)
+    checked = None
     if is_checked(graph, check):
         batch = Batch(args, kwargs, loss_fn, target, "none", accumulate)
-        require_equal(model, module, batch, None)
+        with stages.stage("check", f"comparing a step of {name} with eager"):
+            checked = require_equal(model, module, batch, None)
+    stages.say(planned_text(traced.recipe.title, result, checked, stages.elapsed_s))
     return module

@@ -24,7 +24,7 @@ _EXAMPLE = '{"tokens": {1: ("seq", 16, 2048)}}'
 _UPTO_EXAMPLE = '{"tokens": {1: 2048}}'
 _SIZE_OF_ANY_BATCH = 2**40
 """Where a name alone is to vary up to the batch's own size, which is not known yet."""
-_SWITCHES = ("accumulate", "audit", "compile")
+_SWITCHES = ("accumulate", "audit", "compile", "verbose")
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "check": ((bool, type(None)), "True, False, or None where it depends on free memory"),
     "sharding": ((Sharding,), "a remat.Sharding, such as remat.Sharding('ddp', world_size=8)"),

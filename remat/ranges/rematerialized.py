@@ -29,10 +29,13 @@ from remat.ranks.required_group import ONE_RANK, require_group
 from remat.reference import Reference, gradients_there
 from remat.rewriter.checking.audit import of_steps
 from remat.rewriter.user_module.ranged import RangedModule, make_ranged
+from remat.screen.stages import stopwatch_of_call
+from remat.solved import family_text
 from remat.solver.pins.globs import Globs, as_globs
 
 if TYPE_CHECKING:
     from remat.graph_capture.prices.profile import Profile
+    from remat.graph_capture.tracing.trace import Shown
 
 
 def rematerialize_over(
@@ -53,6 +56,7 @@ def rematerialize_over(
     recompute: Globs = (),
     check: bool | None = None,
     audit: bool = True,
+    verbose: bool = True,
     as_far_as_fits: bool = False,
     **options: Any,
 ) -> RangedModule:
@@ -66,45 +70,56 @@ def rematerialize_over(
         the batch is among them.
     Others : as of `remat.rematerialize`.
     """
+    stages, name = stopwatch_of_call(verbose=verbose), type(model).__name__
     known = as_profile(profile)
     batch = Batch(args, kwargs, loss_fn, target, optimizer, accumulate)
-    traced = trace(
-        model, args, kwargs, loss_fn=loss_fn, target=target,
-        optimizer=optimizer, accumulate=accumulate, dynamic=dynamic,
-    )  # fmt: skip
+    with stages.stage("capture", f"tracing {name} over a range of sizes"):
+        traced = trace(
+            model, args, kwargs, loss_fn=loss_fn, target=target,
+            optimizer=optimizer, accumulate=accumulate, dynamic=dynamic,
+        )  # fmt: skip
     require_group(traced.joint.module, None, ONE_RANK.format(what="a plan over a range of sizes"))
-    graph = ranged_graph_of(
-        traced, _priced_within(parse_budget(budget), known), workspaces_by(traced, known)
-    )
+    with stages.stage("profile", "timing ops at several sizes") as shown:
+        graph = ranged_graph_of(
+            traced, _priced_within(parse_budget(budget), known, shown),
+            workspaces_by(traced, known),
+        )  # fmt: skip
     asked = {"keep": as_globs(keep), "recompute": as_globs(recompute), **options}
     sizes = sizes_within(traced, batch)
-    try:
-        family = solve_over(graph, budget, solver, time_limit_s, **asked)
-    except TooLargeError as error:
-        if not as_far_as_fits or sizes is None or not _hold(error.largest, sizes):
-            raise
-        traced, graph = _narrowed(traced, graph, error.largest)
-        family = solve_over(graph, error.budget_bytes, solver, time_limit_s, **asked)
+    with stages.stage("solve", f"solving for {budget} at the sizes of the range"):
+        try:
+            family = solve_over(graph, budget, solver, time_limit_s, **asked)
+        except TooLargeError as error:
+            if not as_far_as_fits or sizes is None or not _hold(error.largest, sizes):
+                raise
+            traced, graph = _narrowed(traced, graph, error.largest)
+            family = solve_over(graph, error.budget_bytes, solver, time_limit_s, **asked)
     first = None if sizes is None else family.number_at(**sizes)
     module = make_ranged(model, family, traced, graph, first, audit=of_steps(audit))
+    checked = None
     if sizes is not None:
         at_sizes, most_bytes = graph.at(**sizes), family.budget_bytes
         beside = Reference(at_sizes, most_bytes, gradients_there(model) if accumulate else 0)
         if is_checked(at_sizes, check, beside):
-            unless_short(
-                lambda: require_equal(model, module, batch, most_bytes, beside), say_unchecked
-            )
+            with stages.stage("check", f"comparing a step of {name} with eager"):
+                checked = unless_short(
+                    lambda: require_equal(model, module, batch, most_bytes, beside), say_unchecked
+                )
+    stages.say(family_text(family, checked, stages.elapsed_s))
     return module
 
 
-def _priced_within(budget: Budget, known: Profile | None) -> Callable[[Trace], TrainingGraph]:
+def _priced_within(
+    budget: Budget, known: Profile | None, shown: Shown
+) -> Callable[[Trace], TrainingGraph]:
     """Prices at each size. Where the largest step cannot be timed within the budget, none is."""
     left_out: list[bool] = []
 
     def priced(one: Trace) -> TrainingGraph:
         if not left_out:
             left_out.append(is_beyond(one.joint, one.graph, budget.most_bytes(one.graph)))
-        return price_for(one, profile=known, most_bytes=0 if left_out[0] else None)
+        most_bytes = 0 if left_out[0] else None
+        return price_for(one, progress=shown, profile=known, most_bytes=most_bytes)
 
     return priced
 

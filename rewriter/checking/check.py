@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import statistics
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from remat.graph_capture.devices.device_table import CPU, allocated_on
 from remat.graph_capture.devices.here import meter_of
-from remat.graph_capture.devices.meter import Meter, Run, StepMemory
+from remat.graph_capture.devices.meter import Meter, Run, StepMemory, have_agreed, least_agreed
 from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.graph import Optimizer
 from remat.graph_capture.python_state.ran import CodeThatRan
@@ -55,7 +54,7 @@ from remat.rewriter.user_module.unplanned import as_before
 
 MOST_EAGER = 8
 """Runs of eager on a CUDA device, before a result that none of them gives is called another."""
-ENOUGH_US = 20e6
+SOON_US, ENOUGH_US = 5e5, 20e6
 """Once the steps have taken this long in all, no more are timed, unless there are other ranks."""
 
 
@@ -141,10 +140,10 @@ def check(
     """Run a training step of both on the same batch and random state, and compare.
 
     Both run once for equality, once for the peak, and `steps` times in turn for the time; fewer
-    times once that has taken 20 s, if no other ranks wait for this one. On a CUDA device eager runs
-    twice for equality, to see which results it repeats, and up to `MOST_EAGER` times if the plan's
-    differ. On a CPU float32 sums by indices have one order meanwhile. Gradients, buffers, the batch
-    and the random streams are put back as they were.
+    times once two times of each agree, or that has taken 20 s, if no other ranks wait for this one.
+    On a CUDA device eager runs twice for equality, to see which results it repeats, and up to
+    `MOST_EAGER` times if the plan's differ. On a CPU float32 sums by indices have one order
+    meanwhile. Gradients, buffers, the batch and the random streams are put back as they were.
 
     Parameters
     ----------
@@ -346,16 +345,22 @@ def _backward(output: Any) -> None:
 def _step_times(
     state: StepState, meter: Meter, runs: tuple[Run, Run], accumulate: bool, steps: int
 ) -> tuple[float, float]:
-    """Median step times in microseconds. The two run in turn, so that drift hits both."""
+    """Least step times in microseconds that a second one confirms, or medians where none do.
+
+    The two run in turn, so that drift hits both, and end once the times of both stand.
+    """
     if not steps:
         return math.nan, math.nan
     # Steps may hold collectives. By its own clock, a rank would end before the others.
     enough_us = math.inf if _has_other_ranks() else ENOUGH_US
+    soon_us = math.inf if _has_other_ranks() else SOON_US
     times: list[list[float]] = []
-    while len(times) < steps and sum(map(sum, times)) < enough_us:
+    while len(times) < steps and (taken_us := sum(map(sum, times))) < enough_us:
+        if taken_us >= soon_us and all(map(have_agreed, zip(*times, strict=True))):
+            break
         times.append([state.prepared(lambda r=r: meter.step_us(r), accumulate) for r in runs])
     eager_us, plan_us = zip(*times, strict=True)
-    return statistics.median(eager_us), statistics.median(plan_us)
+    return least_agreed(eager_us), least_agreed(plan_us)
 
 
 def _code_of(module: nn.Module) -> CodeThatRan | None:

@@ -124,10 +124,10 @@ class CallPrices:
         made = {key: partial(self._runner, node) for key, node in missing.items()}
         costs = times_us(made, moved, self.meter, failed, first=lambda _, run: alone(run))
         memory = self.meter.regions(self._runner(missing[key]) for key in costs)
-        for (key, cost_us), region in zip(costs.items(), memory, strict=True):
+        for (key, (cost_us, away)), region in zip(costs.items(), memory, strict=True):
             made_bytes = sum(map(allocated, fresh_storages(missing[key])))
             extra = max(0, region.peak_bytes - made_bytes)
-            found[key] = Price(cost_us, extra)
+            found[key] = Price(cost_us, extra, away=away)
         return found
 
     def _runner(self, node: fx.Node) -> Callable[[], Any]:

@@ -39,6 +39,7 @@ from remat.solver.state import State
 from remat.solver.stopping import (
     BEST_CUT,
     CUT_NODES,
+    DEFAULT_GAP,
     FIRST_CUT_NODES,
     FIRST_REPAIRS,
     LARGE_CUT_NODES,
@@ -70,7 +71,7 @@ class Cut:
     time_limit_s, progress : as in `remat.solver.solve`.
     """
 
-    gap: float = 1e-3
+    gap: float = DEFAULT_GAP
     cuts: int = 5
     time_limit_s: float = 60.0
     progress: Listener | None = None

@@ -4,10 +4,11 @@ A graph says of each region which numbers of pieces it may run in, and at what p
 (`TrainingGraph.regions`). Each choice is another graph, whose schedules the judge knows. So solvers
 need not know of it. TSPLIT (X. Nie et al., ICDE 2022) takes the same decision greedily.
 
-One region is taken or none. Heads come first. MLPs in pieces, with the heads or without as these
-turned out, are solved for if the best until then takes longer than each of their ops once. Else
-they cannot be better, whatever the memory. That is so at all but the lowest budgets, since pieces
-of MLPs make much again.
+One region is taken or none, and none where the best whole schedule takes no longer than each op
+once, in the pieces that take the least, or longer by `gap` at most. Heads come first. MLPs in
+pieces, with the heads or without as these turned out, are solved for if the best until then takes
+longer than each of their ops once. Else they cannot be better, whatever the memory. That is so at
+all but the lowest budgets, since pieces of MLPs make much again.
 """
 
 from __future__ import annotations
@@ -44,9 +45,14 @@ there anyway; whole ones hardly fit where it leaves so many."""
 
 
 def solve_in_pieces(
-    graph: TrainingGraph, budget_bytes: int, solve_one: SolveOne, time_limit_s: float
-) -> Result:
-    """The fastest schedule of `graph`, whole or with a region in pieces, and a bound for all."""
+    graph: TrainingGraph, budget_bytes: int, solve_one: SolveOne, time_limit_s: float, gap: float,
+    at_hand: Result | None = None,
+) -> Result:  # fmt: skip
+    """The fastest schedule of `graph`, whole or with a region in pieces, and a bound for all.
+
+    Another choice is not tried where it cannot be faster by more than `gap`. `at_hand` is the
+    outcome for whole ops, where it is known.
+    """
     clock = Clock(time_limit_s)
     regions = [region for region in graph.regions if region.choices]
     later = [region for region in regions if "mlp" in region.kinds]
@@ -54,15 +60,15 @@ def solve_in_pieces(
     may_be_needed = room <= NEAR
     heads = _with_regions(graph, [region for region in regions if region not in later])
     with clock.limited_to((FIRST_PART if room <= TIGHT else 1) * time_limit_s):
-        known = _solve_heads(heads, budget_bytes, solve_one, clock)
+        known = _solve_heads(heads, budget_bytes, solve_one, clock, gap, at_hand)
     has_heads = _has_pieces(known.best)
     # Those that have the heads as these turned out, and then the others, for their bound.
     for region in sorted(later, key=lambda one: ("head" in one.kinds) is not has_heads):
         one = _with_regions(graph, [region])
-        if known.best.schedule and known.best.time_us <= least_us(one) * SAME_TIME:
+        if _is_near(known.best, one, 0.0):
             continue
-        if may_be_needed and clock.left_s > 0:
-            known = solve_region(one, budget_bytes, solve_one, clock, known)
+        if may_be_needed and clock.left_s > 0 and not _is_near(known.best, one, gap):
+            known = solve_region(one, budget_bytes, solve_one, clock, known, gap)
             may_be_needed = False
         else:
             known = Known(known.best, min(known.bound_us, least_us(one)))
@@ -70,20 +76,28 @@ def solve_in_pieces(
 
 
 def _solve_heads(
-    graph: TrainingGraph, budget_bytes: int, solve_one: SolveOne, clock: Clock
-) -> Known:
+    graph: TrainingGraph, budget_bytes: int, solve_one: SolveOne, clock: Clock, gap: float,
+    at_hand: Result | None,
+) -> Known:  # fmt: skip
     """The best with heads whole or in pieces."""
     if not graph.regions:
-        found = solve_one(whole(graph), clock.left_s)
+        found = at_hand or solve_one(whole(graph), clock.left_s, inf)
         return Known(found, bound_us_of(found, graph), is_whole=True)
     if most_held_bytes(graph) > budget_bytes:
-        return solve_region(graph, budget_bytes, solve_one, clock, None)
-    captured = solve_one(whole(graph), PART * clock.left_s)
+        return solve_region(graph, budget_bytes, solve_one, clock, None, gap)
+    captured = at_hand or solve_one(whole(graph), PART * clock.left_s, inf)
     known = Known(captured, bound_us_of(captured, graph), is_whole=True)
     # Pieces may be faster than the whole, as those with fewer products are.
-    if captured.schedule is not None and captured.time_us <= least_us(graph) * SAME_TIME:
+    if _is_near(captured, graph, 0.0):
         return known
-    return solve_region(graph, budget_bytes, solve_one, clock, known)
+    if _is_near(captured, graph, gap):
+        return Known(captured, min(known.bound_us, least_us(graph)))
+    return solve_region(graph, budget_bytes, solve_one, clock, known, gap)
+
+
+def _is_near(found: Result, graph: TrainingGraph, gap: float) -> bool:
+    """Whether no choice of the regions of `graph` is faster than `found` by more than `gap`."""
+    return found.schedule is not None and found.time_us <= least_us(graph) * (SAME_TIME + gap)
 
 
 def _with_regions(graph: TrainingGraph, regions: Sequence[Region]) -> TrainingGraph:

@@ -3,7 +3,8 @@
 Each choice of the region is another graph. Two solves bound them all: of the captured graph; and of
 a relaxed one, in which each op in pieces has the least time and the least workspace of all choices.
 The lesser of their bounds holds for all choices. The relaxed schedule is judged at each real
-choice. A choice is solved for by itself if the bounds leave it a thousandth to gain.
+choice. A choice is solved for by itself if the bounds leave it more than the gap to gain. Each
+solve is told the best time known until then, and ends where it cannot be better.
 
 Where one op of the captured graph alone exceeds the budget, the relaxed graph is solved first, and
 the captured one only if that has not led below what the op takes.
@@ -24,11 +25,13 @@ from remat.schedules.schedule import Pieces, Schedule
 from remat.solver.clock import Clock
 from remat.solver.result import Result, judged
 
-SolveOne = Callable[[TrainingGraph, float], Result]
-"""Solves one graph within so many seconds."""
+SolveOne = Callable[[TrainingGraph, float, float], Result]
+"""Solves one graph within so many seconds, and ends where it is proved to find nothing better than
+a schedule that takes so many microseconds."""
 
 WORTH = 1e-3
-"""What a solve for one number of pieces must be able to gain, as a part of time or of the peak."""
+"""What a solve for one number of pieces must be able to gain, as a part of time, if the gap is not
+wider, or of the peak."""
 PART, LEAST_PART = 1 / 2, 4 / 5
 """Of the time that is left, for a solve that is followed by others; the second where the captured
 graph cannot fit, so that others are unlikely."""
@@ -51,19 +54,21 @@ def solve_region(
     solve_one: SolveOne,
     clock: Clock,
     known: Known | None,
+    gap: float,
 ) -> Known:
-    """The best of what is known and of the one region in pieces."""
+    """The best of what is known and of the one region in pieces, if it is faster by `gap`."""
     choices = list(_numbers_of_pieces(graph))
     relaxed_graph = with_choices(graph, {r.name: _relaxed(r) for r in graph.regions})
     part = LEAST_PART if known is None else PART
-    relaxed = solve_one(relaxed_graph, max(part * clock.left_s, 0.0))
+    known_us = _time_us_of(known.best) if known is not None else inf
+    relaxed = solve_one(relaxed_graph, max(part * clock.left_s, 0.0), known_us)
     found = _judged(graph, choices, budget_bytes, relaxed)
     floor_bytes = most_held_bytes(graph)
     if known is None and not any(_rank(one) < (True, inf, floor_bytes) for one in found):
-        captured = solve_one(whole(graph), max(PART * clock.left_s, 0.0))
+        captured = solve_one(whole(graph), max(PART * clock.left_s, 0.0), inf)
         known = Known(captured, bound_us_of(captured, graph))
     found += [known.best] if known is not None else []
-    search = _Choices(graph, budget_bytes, solve_one, clock, relaxed, relaxed_graph.time_us)
+    search = _Choices(graph, budget_bytes, solve_one, clock, relaxed, relaxed_graph.time_us, gap)
     search.solve(choices, found)
     bound_us = max(bound_us_of(relaxed, relaxed_graph), least_us(graph))
     if known is not None:
@@ -80,6 +85,7 @@ class _Choices:
     Attributes
     ----------
     relaxed : the outcome for the relaxed graph. relaxed_us : the time of its ops once.
+    gap : what a solve must be able to gain, as a part of time.
     """
 
     graph: TrainingGraph
@@ -88,6 +94,7 @@ class _Choices:
     clock: Clock
     relaxed: Result
     relaxed_us: float
+    gap: float
 
     def solve(self, choices: list[tuple[Pieces, ...]], found: list[Result]) -> None:
         """Solve for the choices that could be better than the best of `found`; adds to it."""
@@ -97,21 +104,21 @@ class _Choices:
         for i, chosen in enumerate(choices):
             if self.clock.left_s <= 0 or not self._is_worth(chosen, min(found, key=_rank)):
                 continue
-            solved = self.solve_one(
-                in_pieces(self.graph, chosen), self.clock.left_s / (len(choices) - i)
-            )
+            best_us = _time_us_of(min(found, key=_rank))
+            limit_s = self.clock.left_s / (len(choices) - i)
+            solved = self.solve_one(in_pieces(self.graph, chosen), limit_s, best_us)
             found += _judged(self.graph, [chosen], self.budget_bytes, solved)
 
     def _is_worth(self, chosen: tuple[Pieces, ...], best: Result) -> bool:
         if best.schedule is not None:
-            return self._hope_us(chosen) < (1 - WORTH) * best.time_us
+            return self._hope_us(chosen) < best.time_us / (1 + max(WORTH, self.gap))
         least_bytes = self.relaxed.least_feasible_bytes if self.relaxed.schedule is None else 0
         return least_bytes < (1 - WORTH) * best.least_feasible_bytes
 
     def _hope_us(self, chosen: tuple[Pieces, ...]) -> float:
         """No schedule in these pieces takes less: each op runs once and more is in the bound."""
         real_us = in_pieces(self.graph, chosen).time_us
-        bound_us = self.relaxed.lower_bound_us if self.relaxed.schedule is not None else 0.0
+        bound_us = self.relaxed.lower_bound_us if self.relaxed.status != "infeasible" else 0.0
         return max(real_us, bound_us + real_us - self.relaxed_us)
 
 
@@ -165,6 +172,11 @@ def _judged(
 def named(schedule: Schedule, pieces: tuple[Pieces, ...], graph: TrainingGraph) -> Schedule:
     """`schedule`, which says that it is of `graph` with these pieces."""
     return msgspec.structs.replace(schedule, pieces=pieces, captured_hash=graph.hash)
+
+
+def _time_us_of(best: Result) -> float:
+    """The time of a schedule that fits; infinite where none does."""
+    return best.time_us if best.schedule is not None else inf
 
 
 def _rank(result: Result) -> tuple[bool, float, int]:

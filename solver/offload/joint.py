@@ -35,7 +35,7 @@ from remat.solver.offload.scope import can_copy, require_no_homes, without_links
 from remat.solver.options import options_of
 from remat.solver.result import INTERRUPTED, Result, renamed
 from remat.solver.search import Listener, Search
-from remat.solver.stopping import ALONE, RELAXED
+from remat.solver.stopping import ALONE, DEFAULT_GAP, RELAXED
 from remat.solver.store_all import store_all_state
 from remat.solver.table import make_solver
 
@@ -58,7 +58,7 @@ class Joint:
 
     copies: ClassVar[bool] = True
 
-    gap: float = 1e-3
+    gap: float = DEFAULT_GAP
     cuts: int = 3
     seed: int = 0
     workers: int = 2

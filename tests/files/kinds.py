@@ -25,7 +25,6 @@ from remat.graph_capture.prices.profile import Profile, ProfiledOp, as_profile
 from remat.job.kept_plans import read_kept, schedule_in
 from remat.job.opened import captured, open_plan
 from remat.job.request import NO_BUDGET, Request
-from remat.job.stopwatch import Stopwatch
 from remat.placed import arena_text
 from remat.questions.report import fronts_in
 from remat.rewriter.plans.facts import signature_from
@@ -43,6 +42,7 @@ from remat.schedules.plan import (
 )
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
+from remat.screen.stages import Stopwatch
 from tests.solver.graphs.random_graphs import gpt_like
 
 ERRORS = RematError

@@ -12,8 +12,12 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 import pytest
 
+from remat.compile.options import CompileOptions
 from remat.graph_capture.errors import SolverError
+from remat.job.request import Request
 from remat.solver import TABLE, make_solver, solve, solver_class
+from remat.solver.options import NO_OPTIONS
+from remat.solver.stopping import DEFAULT_GAP
 from remat.solver.table import NEEDS_LINKS
 from tests.links import with_links
 from tests.solver.graphs.random_graphs import chain
@@ -89,7 +93,7 @@ def other_values(name: str) -> dict[str, Any]:
             found[field.name] = not field.default
         elif isinstance(field.default, str):
             found[field.name] = choices[0] if choices else OTHER_TEXTS[name]
-        elif field.name not in ("time_limit_s", "progress"):
+        elif field.name not in NO_OPTIONS:
             found[field.name] = field.default + (1 if isinstance(field.default, int) else 0.01)
     return found
 
@@ -97,7 +101,9 @@ def other_values(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", TABLE)
 def test_a_plan_records_every_option(name: str) -> None:
     asked = other_values(name)
-    assert len(asked) == len(dataclasses.fields(solver_class(name))) - 2
+    assert len(asked) == len(dataclasses.fields(solver_class(name))) - sum(
+        field.name in NO_OPTIONS for field in dataclasses.fields(solver_class(name))
+    )
     graph = with_links(chain(4)) if name in (*NEEDS_LINKS, "revolve") else chain(4)
     budget_bytes = solve(graph, 1 << 60, "store_all").peak_bytes
     schedule = solve(graph, budget_bytes, name, **asked).schedule
@@ -143,3 +149,15 @@ def test_progress_tells_bound_and_best() -> None:
     assert heard
     assert heard[-1].bound_overhead <= result.overhead + 1e-9
     assert all(a.seconds <= b.seconds for a, b in pairwise(heard))
+
+
+def test_one_gap_is_the_default_of_all_that_prove_one() -> None:
+    made = {name: make_solver(name) for name in ("auto", "cut", "joint")}
+    assert {one.gap for one in made.values()} == {DEFAULT_GAP}  # type: ignore[attr-defined]
+    assert Request().gap == CompileOptions(budget="60%").gap == DEFAULT_GAP
+
+
+def test_a_solver_that_proves_no_bound_takes_any_gap() -> None:
+    assert make_solver("chen_sqrt", gap=0.5) == make_solver("chen_sqrt")
+    with pytest.raises(SolverError, match="gap must be 0 or more, and finite, not -1"):
+        make_solver("chen_sqrt", gap=-1)

@@ -15,7 +15,7 @@ from torch import fx, nn
 from remat.graph_capture import trace
 from remat.graph_capture.devices.cpu_meter import CpuMeter
 from remat.graph_capture.memory_events import measure_peak, measure_regions
-from remat.graph_capture.prices import op_prices, pricing
+from remat.graph_capture.prices import op_prices, price_cache, pricing
 from remat.graph_capture.prices.op_prices import SAVE_RNG_KEY
 from remat.graph_capture.prices.op_work import FUSED_ATTENTION, flops_of, moved_bytes
 from remat.graph_capture.prices.price_cache import Price, PriceCache
@@ -234,3 +234,58 @@ def test_measuring_writes_nothing_and_leaves_the_environment_alone() -> None:
     env = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+BUSY, QUIET = 0.4, 0.0
+
+
+def kept_as(price: Price, monkeypatch: pytest.MonkeyPatch, *, is_quiet: bool) -> PriceCache:
+    """A cache that keeps that price, as a process finds it while the machine is quiet or not."""
+    monkeypatch.setattr(CpuMeter, "is_quiet", lambda _: is_quiet)
+    cache = PriceCache()
+    cache.keep_prices({"an op": price})
+    return PriceCache()
+
+
+def test_what_was_measured_while_the_machine_was_busy_is_measured_on_a_quiet_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for price, is_quiet, is_settled in (
+        (Price(9.0, away=BUSY), False, True),
+        (Price(9.0, away=BUSY), True, False),
+        (Price(3.0, away=QUIET), True, True),
+    ):
+        cache = kept_as(price, monkeypatch, is_quiet=is_quiet)
+        assert cache.prices["an op"] == price
+        assert cache.settled(["an op", "another"], CpuMeter()) == (
+            {"an op"} if is_settled else set()
+        )
+
+
+def test_of_two_prices_the_one_of_the_quieter_time_stays(folder: Path) -> None:
+    cache = PriceCache()
+    busy, less, quiet = Price(9.0, away=BUSY), Price(8.0, away=BUSY), Price(8.5, away=QUIET)
+    for found, stays in (
+        (busy, busy), (less, less), (busy, less), (quiet, quiet),
+        (less, quiet), (Price(1.0, away=QUIET), quiet),
+    ):  # fmt: skip
+        cache.keep_prices({"an op": found})
+        assert cache.prices["an op"] == PriceCache().prices["an op"] == stays
+
+
+def test_a_step_that_is_quicker_than_its_prices_has_them_measured_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, args, *_ = make("plain")
+    traced = trace(model, args)
+    pricing.price(traced)
+    pricing.doubt_prices(traced)
+    keys = pricing.examples(traced.joint)
+    meter = CpuMeter()
+    assert PriceCache().settled(keys, meter) == set(keys)
+    monkeypatch.setattr(CpuMeter, "is_quiet", lambda _: True)
+    assert PriceCache().settled(keys, meter) == set()
+    assert not PriceCache().has_step(traced.joint.timed_hash, meter)
+    monkeypatch.setattr(price_cache, "BUSY", 1.0)  # nothing that is measured now is in doubt
+    pricing.price(traced)
+    assert PriceCache().settled(keys, meter) == set(keys)

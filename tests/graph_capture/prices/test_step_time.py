@@ -17,7 +17,7 @@ from remat.graph_capture.devices.cpu_meter import CpuMeter
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.joint.build import TANGENTS
 from remat.graph_capture.joint.nodes import copy_of
-from remat.graph_capture.prices import pricing, step_time
+from remat.graph_capture.prices import op_times, pricing, step_time
 from remat.graph_capture.prices.booking import costs_of
 from remat.graph_capture.prices.keeping_time import less_for_kept
 from remat.graph_capture.prices.price_cache import PriceCache, WholeStep
@@ -163,6 +163,27 @@ def test_a_slow_while_of_the_machine_changes_no_time_of_the_step() -> None:
     assert not told_us
 
 
+def test_rounds_end_once_times_agree_that_were_taken_in_two_shares() -> None:
+    """Each run takes its time twice, the first before the others; the third share has nothing."""
+    round_us = [5e6, 6e6, 2e6, 1e6]
+    told_us = [*(1.01 * each_us for each_us in reversed(round_us)), *round_us]
+    runs = step_time.WholeRuns(*[lambda: None] * 4, first_us=tuple(1.3 * us for us in round_us))
+    found = step_time.StepRounds(Clock(told_us), lambda: runs).whole(priced("plain"))
+    assert found is not None
+    assert (found.step_us, found.keeping_us) == pytest.approx((5e6, 1e6))
+    assert not told_us
+
+
+def test_a_first_run_that_takes_no_longer_counts() -> None:
+    round_us = (5e6, 6e6, 2e6, 1e6)
+    told_us = [1.01 * each_us for each_us in reversed(round_us)]
+    runs = step_time.WholeRuns(*[lambda: None] * 4, first_us=round_us)
+    found = step_time.StepRounds(Clock(told_us), lambda: runs).whole(priced("plain"))
+    assert found is not None
+    assert found.step_us == 5e6
+    assert not told_us
+
+
 def test_steps_are_run_after_each_pass_over_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     some, median_us = step_time.StepRounds.some, CpuMeter.median_us
@@ -177,6 +198,7 @@ def test_steps_are_run_after_each_pass_over_the_ops(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(step_time.StepRounds, "some", noted_some)
     monkeypatch.setattr(CpuMeter, "median_us", noted_median_us)
+    monkeypatch.setattr(op_times, "MORE_PASSES", 0)
     priced("plain")
     passes = CpuMeter().passes
     ops = (events.count("op") - 1) // passes

@@ -20,6 +20,7 @@ from remat.cli.interrupting import interrupts_noted
 from remat.cli.session import STOPPED
 from remat.job import fit, pipeline
 from remat.questions import explain
+from remat.screen import stages
 from remat.solver.interrupts import is_interrupted, one_job
 from remat.solver.search import Progress
 from tests.paths import ROOT
@@ -49,14 +50,14 @@ def once(function: Callable[..., Any]) -> Callable[..., Any]:
 def test_ctrl_c_amid_the_search_keeps_and_shows_the_best(
     remat: Remat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
-    text = pipeline.solver_text
+    text = stages.solver_text
 
     def once_it_has_a_schedule(budget: str, state: Progress) -> str:
         if state.best_overhead is not None:
             ctrl_c()
         return text(budget, state)
 
-    monkeypatch.setattr(pipeline, "solver_text", once_it_has_a_schedule)
+    monkeypatch.setattr(stages, "solver_text", once_it_has_a_schedule)
     monkeypatch.setattr(pipeline, "check_schedule", lambda *_: pytest.fail("was run"))
     plan = tmp_path / "plan.json"
     found = remat(verb, remat.gpt, "--budget", "60%", "-o", str(plan))
@@ -68,14 +69,14 @@ def test_ctrl_c_amid_the_search_keeps_and_shows_the_best(
 def test_ctrl_c_before_there_is_a_schedule_says_nothing_of_the_budget(
     remat: Remat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = pipeline.solver_text
+    text = stages.solver_text
 
     def at_first(budget: str, state: Progress) -> str:
         assert state.best_overhead is None
         ctrl_c()
         return text(budget, state)
 
-    monkeypatch.setattr(pipeline, "solver_text", at_first)
+    monkeypatch.setattr(stages, "solver_text", at_first)
     plan = tmp_path / "plan.json"
     words = ("--budget", "60%", "--solver", "cut", "-o", str(plan))
     found = remat("solve", remat.gpt, *words)

@@ -127,8 +127,9 @@ def test_a_dimension_that_the_model_fixes_is_named(remat: Remat, tmp_path: Path)
 
 
 def test_what_is_of_one_size_is_refused_beside_it(remat: Remat, tmp_path: Path) -> None:
-    for option in ("--price-of-gib", f"--layout={tmp_path / 'layout.json'}", "--update-at-once"):
-        done = remat("solve", remat.gpt, *SEQ, option, "--optimizer", "sgd")
+    options = ("--price-of-gib", f"--layout={tmp_path / 'layout.json'}", "--update-at-once")
+    for verb, option in [*(("solve", option) for option in options), ("run", "--compare")]:
+        done = remat(verb, remat.gpt, *SEQ, option, "--optimizer", "sgd")
         assert done.exit_code == 2
         assert f"{option.partition('=')[0]} is for a plan of one size" in done.stderr
     done = remat("run", remat.gpt, *SEQ, "--split", "exact")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import click
@@ -55,6 +56,6 @@ def test_budgets_are_named_one_by_one_or_together(remat: Remat, verb: str) -> No
 def test_no_option_shows_a_default_that_stands_for_another(remat: Remat) -> None:
     group = typer.main.get_command(app)
     for verb in group.commands:  # type: ignore[attr-defined]
-        assert "default: 0" not in remat(verb, "--help").stdout, verb
+        assert not re.search(r"default: 0(?!\.)", remat(verb, "--help").stdout), verb
     said = " ".join(remat("plan-cluster", "--help").stdout.replace("│", "").split())
     assert said.count("(required with a model)") == 3

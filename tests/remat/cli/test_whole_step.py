@@ -67,6 +67,7 @@ def test_json_has_plain_figures(remat: Remat) -> None:
         (("--solver", "cut"), "--solver is of the step of one batch"),
         (("--time-limit", "5"), "--time-limit is of the step of one batch"),
         (("--keep", "blocks.*"), "--keep is of the step of one batch"),
+        (("--compare",), "--compare goes with a plan that runs"),
         (("--price-of-gib",), "--price-of-gib goes with a plan that runs"),
         (("-o", "plan.json"), "plan.json goes with a plan that runs"),
         (("--budget", "min"), "budget 'min' is of a step without microbatches"),

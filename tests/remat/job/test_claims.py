@@ -22,10 +22,10 @@ from remat.job.json_report import report_json
 from remat.job.pipeline import Report, planned_report
 from remat.job.request import Request
 from remat.job.screen import show_run
-from remat.job.stopwatch import Stopwatch
 from remat.schedules.as_planned import as_planned
 from remat.schedules.reserved import reserved_of
 from remat.schedules.simulate import simulate
+from remat.screen.stages import Stopwatch
 from remat.solver.result import Result
 from remat.solver.table import NEEDS_LINKS, TABLE, TAKE_PIECES
 

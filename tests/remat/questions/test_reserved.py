@@ -17,9 +17,9 @@ from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import TrainingGraph
 from remat.job.pipeline import planned_report
 from remat.job.request import Request
-from remat.job.stopwatch import Stopwatch
 from remat.questions.reserved import reserved_beside, reserved_text, shortage_text
 from remat.schedules.reserved import Reserved, Taken, reserved_of
+from remat.screen.stages import Stopwatch
 from tests.limits import AMPLE_S
 from tests.solver.graphs.random_graphs import gpt_like
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import msgspec
 import pytest
 
@@ -118,6 +120,36 @@ def test_a_schedule_knows_the_graph_that_it_is_of() -> None:
     assert TrainingGraph.from_json(graph.to_json()) == graph
 
 
+def test_each_later_solve_is_told_the_best_time_known_and_ends_there() -> None:
+    """Two pieces take 65 us where the whole does not fit; nothing else is proved to be faster."""
+    graph = region_graph()
+    told: list[tuple[float, float]] = []
+
+    def listen(one: TrainingGraph, limit_s: float, known_us: float) -> Result:
+        found = solve(one, 150 * MIB, time_limit_s=limit_s, known_us=known_us)
+        told.append((known_us, found.lower_bound_us))
+        return found
+
+    best = solve_in_pieces(graph, 150 * MIB, listen, AMPLE_S, 0.0)
+    assert best.schedule is not None
+    assert told[0][0] == inf
+    assert all(known_us >= best.time_us for known_us, _ in told[1:])
+
+
+def test_pieces_that_can_gain_no_more_than_the_gap_are_left_aside() -> None:
+    graph = region_graph(cost_of_pieces_us=0.0)
+    calls: list[TrainingGraph] = []
+
+    def listen(one: TrainingGraph, limit_s: float, known_us: float) -> Result:
+        calls.append(one)
+        return solve(one, 200 * MIB, time_limit_s=limit_s, known_us=known_us)
+
+    fastest = fastest_us(graph)
+    found = solve_in_pieces(graph, 200 * MIB, listen, AMPLE_S, 0.5)
+    assert len(calls) == 1
+    assert found.lower_bound_us <= fastest
+
+
 def test_rules_and_published_methods_stay_whole() -> None:
     """At the budget that two pieces need, and at one that the whole fits."""
     graph = region_graph()
@@ -128,15 +160,15 @@ def test_rules_and_published_methods_stay_whole() -> None:
         assert schedule.pieces == ()
 
 
-def without_fitting(graph: TrainingGraph, limit_s: float) -> Result:
+def without_fitting(graph: TrainingGraph, limit_s: float, known_us: float) -> Result:
     """A solver that finds nothing and proves nothing, except in pieces."""
-    found = solve(graph, 193 * MIB, "store_all", time_limit_s=limit_s)
+    found = solve(graph, 193 * MIB, "store_all", time_limit_s=limit_s, known_us=known_us)
     return msgspec.structs.replace(found, lower_bound_us=0.0, least_bound_bytes=0)
 
 
 def test_a_result_without_a_schedule_keeps_the_time_of_each_op_once_as_its_bound() -> None:
     graph = region_graph(cost_of_pieces_us=20.0)
-    found = solve_in_pieces(graph, 193 * MIB, without_fitting, 60.0)
+    found = solve_in_pieces(graph, 193 * MIB, without_fitting, 60.0, 0.0)
     assert found.schedule is not None
     assert found.lower_bound_us == graph.time_us
     assert found.gap == pytest.approx(found.time_us / graph.time_us - 1)

@@ -238,7 +238,7 @@ def test_ctrl_c_during_recomputation_alone_ends_the_solve(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Auto, "solve", ended)
     budget_bytes = peak_bytes_of(network("unet")) * 60 // 100
-    found = solve(graph, budget_bytes, "joint", time_limit_s=AMPLE_S)
+    found = solve(graph, budget_bytes, "joint", gap=1e-3, time_limit_s=AMPLE_S)
     assert len(asked) == 1
     assert found.message.startswith("interrupted")
     assert found.status == "time limit"

@@ -9,6 +9,7 @@ import pytest
 
 from remat import checks
 from remat.job import pipeline
+from remat.screen import stages
 from remat.solver import Progress
 from tests.remat.cli.conftest import Remat
 
@@ -31,6 +32,26 @@ def test_run_prints_one_object_with_all_that_is_promised(remat: Remat) -> None:
     assert all(checked[f"{name}_equal"] for name in ("outputs", "gradients", "buffers", "rng"))
     assert checked["gradients"] == checked["gradients_total"] > 0
     assert {"capture", "profile", "solve", "check"} <= said["seconds"].keys()
+    # Square roots are measured on request alone.
+    assert said["chen_sqrt"]["predicted_peak_bytes"] > 0
+    assert said["chen_sqrt"]["measured_peak_bytes"] is None
+
+
+def test_run_compares_with_square_roots_if_asked(remat: Remat) -> None:
+    done = remat("run", remat.gpt, "--budget", "70%", *QUICK, "--compare", "--json")
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout)["chen_sqrt"]["measured_peak_bytes"] > 0
+
+
+def test_a_gap_is_asked_for_on_the_command_line(remat: Remat) -> None:
+    words = ("solve", remat.gpt, "--budget", "70%", *QUICK, "--device", "l4", "--json")
+    wide, narrow = (
+        json.loads(remat(*words, "--gap", gap).stdout)["bound"]["gap"] for gap in ("0.5", "0.001")
+    )
+    assert narrow <= 0.001 < wide <= 0.5
+    refused = remat(*words, "--gap", "-1")
+    assert refused.exit_code == 2
+    assert "--gap" in refused.stderr
 
 
 @pytest.mark.slow
@@ -98,9 +119,9 @@ def test_a_free_order_is_an_option_of_run_and_solve(remat: Remat) -> None:
 
 
 def test_best_bound_and_gap_are_shown_while_it_solves() -> None:
-    known = pipeline.solver_text("2GiB", Progress(1.0, 0.20, 0.125, "cuts"))
+    known = stages.solver_text("2GiB", Progress(1.0, 0.20, 0.125, "cuts"))
     assert known == "solving for 2GiB: best 20.0 %, bound 12.5 %, gap 6.7 %, cuts"
-    start = pipeline.solver_text("60%", Progress(0.1, None, 0.0, "choosing where to cut"))
+    start = stages.solver_text("60%", Progress(0.1, None, 0.0, "choosing where to cut"))
     assert "best none, bound 0.0 %, gap open, choosing" in start
 
 

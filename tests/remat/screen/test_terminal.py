@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from remat.cli.main import app
-from remat.cli.terminal import (
+from remat.screen.terminal import (
     LEAST_COLUMNS,
     MOST_WORD,
     in_one_line,

@@ -1,0 +1,69 @@
+"""Large heads and MLPs in pieces, on a device that is here: measured only where they may help.
+
+To price pieces and to compare their bits takes longer than all else together that is measured of a
+small step. A plan of whole ops that costs next to nothing needs no pieces. For any other, they are
+first solved for as if they took no longer than the whole. Only if that is faster by more than the
+gap, or if no plan of whole ops fits, are they measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from remat.graph_capture.graph import TrainingGraph
+from remat.solved import Solved
+from remat.solver.result import Result
+from remat.solver.stopping import DEFAULT_GAP
+
+if TYPE_CHECKING:
+    from remat.graph_capture.tracing.one_trace import Trace
+
+
+class SolveFor(Protocol):
+    """Solves a graph at the budget in question."""
+
+    def __call__(self, graph: TrainingGraph, /, *, at_hand: Result | None = None) -> Result:
+        """The outcome; `at_hand` is that of the graph with whole ops, where it is known."""
+        ...
+
+
+def may_wait(traced: Trace) -> bool:
+    """Whether pieces need not be priced at once: they cost time, and nobody asked for them."""
+    return traced.recipe.split is None and not traced.recipe.is_modelled
+
+
+def solved_at_need(
+    traced: Trace,
+    graph: TrainingGraph,
+    solve_for: SolveFor,
+    with_pieces: Callable[[TrainingGraph], TrainingGraph],
+) -> Solved:
+    """The best plan of `graph`, which has no pieces; or of the graph with them, if they may help.
+
+    Parameters
+    ----------
+    graph : priced, of `traced`. with_pieces : measures the pieces.
+    """
+    whole = solve_for(graph)
+    if not _may_help(traced, graph, whole, solve_for):
+        return Solved(graph, whole)
+    in_pieces = with_pieces(graph)
+    if not in_pieces.regions:
+        return Solved(graph, whole)
+    return Solved(in_pieces, solve_for(in_pieces, at_hand=whole))
+
+
+def _may_help(traced: Trace, graph: TrainingGraph, whole: Result, solve_for: SolveFor) -> bool:
+    """Whether pieces could be faster than `whole`, by more than the gap."""
+    from remat.graph_capture.prices.pricing import with_hoped_pieces
+
+    if whole.schedule is None:
+        return True
+    if whole.overhead <= DEFAULT_GAP:
+        return False
+    hoped = with_hoped_pieces(traced, graph)
+    if not hoped.regions:
+        return False
+    best = solve_for(hoped, at_hand=whole).schedule
+    return best is not None and bool(best.pieces)

@@ -1,0 +1,1 @@
+"""What is shown to the person who waits, on any terminal."""

@@ -1,0 +1,155 @@
+"""What a person sees while a plan is made from Python, and the line that says what it is."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import sys
+from typing import Any
+
+import pytest
+import torch
+from rich import progress
+from torch import Tensor, nn
+
+import remat
+from remat.screen.stages import LoggedStopwatch, Stopwatch, TerminalStopwatch, stopwatch_of_call
+
+LINE = re.compile(
+    r"remat: Sequential on float32\[64, 32\]: peak .* predicted, .* measured, budget .*; "
+    r"overhead .* %, .*; equal to eager; \d+\.\d s"
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def step_of(model: nn.Module, x: Tensor) -> None:
+    model(x).sum().backward()
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)))
+
+
+def by_rematerialize(verbose: Any) -> None:
+    x = torch.randn(64, 32)
+    remat.rematerialize(layers(), (x,), budget="1MiB", **verbose)
+
+
+def by_cache(verbose: Any) -> None:
+    cache = remat.plan_cache(layers(), budget="1MiB", **verbose)
+    step_of(cache, torch.randn(64, 32))
+    step_of(cache, torch.randn(64, 32))  # by the same plan: nothing more is said
+
+
+def by_blocks(verbose: Any) -> None:
+    x = torch.randn(64, 32)
+    remat.rematerialize_blocks(layers(), "*", (x,), budget="1MiB", **verbose)
+
+
+def by_update_in_backward(verbose: Any) -> None:
+    model, x = layers(), torch.randn(64, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    remat.training_step(
+        model, (x,), loss_fn=lambda out: out.sum(), optimizer=optimizer, budget="1MiB", **verbose
+    )
+
+
+def by_range(verbose: Any) -> None:
+    sizes: Any = {"input": {0: ("batch", 2, 64)}}
+    remat.rematerialize(layers(), (torch.randn(64, 32),), budget="1MiB", dynamic=sizes, **verbose)
+
+
+MADE_BY = {
+    "rematerialize": by_rematerialize,
+    "plan_cache": by_cache,
+    "blocks": by_blocks,
+    "training_step": by_update_in_backward,
+    "range": by_range,
+}
+
+
+@pytest.mark.parametrize("way", MADE_BY)
+def test_the_log_has_each_stage_and_what_came_of_it(
+    way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="remat"):
+        MADE_BY[way]({})
+    said = [one.getMessage() for one in caplog.records if one.name == "remat"]
+    for stage in ("tracing Sequential", "timing ops", "solving for 1MiB", "comparing a step of"):
+        assert sum(line.startswith(stage) for line in said) == 1, (stage, said)
+    lines = [line for line in said if line.startswith("remat: ")]
+    assert len(lines) == 1
+    assert lines == said[-1:]
+    if way in ("rematerialize", "plan_cache"):
+        assert LINE.fullmatch(lines[0]), lines
+
+
+@pytest.mark.parametrize("way", MADE_BY)
+def test_nothing_is_said_where_that_is_asked_for(
+    way: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
+    with caplog.at_level(logging.INFO, logger="remat"):
+        MADE_BY[way]({"verbose": False})
+    assert not [one for one in caplog.records if one.name == "remat"]
+    assert shown.getvalue() == ""
+
+
+def test_a_terminal_has_one_line_that_stays(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
+    with caplog.at_level(logging.INFO, logger="remat"):
+        by_rematerialize({})
+    assert "tracing Sequential" in shown.getvalue()
+    assert not [one for one in caplog.records if one.name == "remat"]
+    last = shown.getvalue().splitlines()[-1]
+    assert LINE.search(last), last
+
+
+def test_a_wrong_value_is_told_when_the_model_is_wrapped() -> None:
+    with pytest.raises(remat.RematError, match="verbose='yes' is unknown: give True or False"):
+        remat.plan_cache(layers(), budget="1MiB", verbose="yes")
+
+
+def test_the_clock_counts_from_the_beginning_and_the_bar_does_not_run_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown, done = Terminal(), list[float]()
+    update = progress.Progress.update
+
+    def noted(self: progress.Progress, task: Any, **facts: Any) -> None:
+        done.append(facts["completed"])
+        update(self, task, **facts)
+
+    monkeypatch.setattr(progress.Progress, "update", noted)
+    monkeypatch.setattr(sys, "stderr", shown)
+    stopwatch = stopwatch_of_call(verbose=True)
+    stopwatch.began -= 100
+    with stopwatch.stage("profile", "timing ops") as told:
+        for i in (1, 3, 2, 4):
+            told(i, 4)
+        told(0, 9, text="timing 9 pieces")
+    assert done == [1, 3, 3, 4, 0]
+    assert "100 s" in shown.getvalue()
+    assert stopwatch.seconds["profile"] < 100
+
+
+def test_other_ranks_and_files_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert type(stopwatch_of_call(verbose=True)) is LoggedStopwatch
+    monkeypatch.setattr(sys, "stderr", None)
+    assert type(stopwatch_of_call(verbose=True)) is LoggedStopwatch
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    assert type(stopwatch_of_call(verbose=True)) is TerminalStopwatch
+    assert type(stopwatch_of_call(verbose=False)) is Stopwatch
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    assert type(stopwatch_of_call(verbose=True)) is LoggedStopwatch
