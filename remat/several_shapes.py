@@ -15,7 +15,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from remat.budgets import parse_budget
-from remat.cached_plan import OF_OTHERS, cached_plan
+from remat.caches.cached_plan import OF_OTHERS, cached_plan
+from remat.caches.known_plans import KnownPlans
 from remat.changing_numbers import ChangingNumbers
 from remat.checks import Batch
 from remat.graph_capture.capturing import tiers_for
@@ -36,7 +37,6 @@ from remat.graph_capture.shapes.signature import refuse_beside_ranges
 from remat.graph_capture.tracing.recipe import autocast_state
 from remat.graph_capture.tracing.signature import tensor_facts
 from remat.graph_capture.tracing.step_module import LossFunction
-from remat.known_plans import KnownPlans
 from remat.one_call import rematerialize
 from remat.ranges.asked_options import require_dynamic, require_options, require_upto
 from remat.ranges.cached import is_within, planned_over

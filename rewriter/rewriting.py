@@ -271,8 +271,8 @@ def _traced_again(
 ) -> Trace:
     """A trace of the ops that run here, whatever device the recipe's plan is for.
 
-    `captured` is one as of `trace_in_pieces`. Where they are not the plan's, the plan is refused. So a plan with attention dropout that was
-    made for a GPU cannot be trained with by mistake.
+    Where they are not the plan's, the plan is refused. So a plan with attention dropout that was
+    made for a GPU cannot be trained with by mistake. `captured` is as of `trace_in_pieces`.
     """
     device = CPU if recipe.is_modelled else recipe.device
     return trace_in_pieces(model, dataclasses.replace(recipe, device=device), schedule, captured)

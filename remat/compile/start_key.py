@@ -20,6 +20,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 
+from remat.caches.sources import sources_key
 from remat.compile.one_shape import device_of
 from remat.compile.options import CompileOptions
 from remat.graph_capture.devices.cpu_meter import cpu_title
@@ -27,7 +28,6 @@ from remat.graph_capture.devices.device_table import CPU, CUDA, is_cuda
 from remat.graph_capture.devices.here import meter_of
 from remat.graph_capture.joint.nodes import storage_key
 from remat.rewriter.inductor.nodes import place_of
-from remat.sources import sources_key
 
 ADDRESS = " at 0x"
 """In the text of an object that says no more than where it lies."""

@@ -157,6 +157,7 @@ def adopted(
     module = make_module(
         model, schedule, traced.recipe, step, traced.python_state, **known, audit=audits
     )
-    if is_compared and type(module)._remat_audit is not None:
-        type(module)._remat_audit.compare_next()
+    own_audit = type(module)._remat_audit
+    if is_compared and own_audit is not None:
+        own_audit.compare_next()
     return module

@@ -13,13 +13,13 @@ import msgspec
 import torch
 
 from remat.budgets import Budget
+from remat.caches.sources import sources_key
 from remat.graph_capture.errors import PlanError
 from remat.graph_capture.files.json_text import decoded
 from remat.graph_capture.files.kept_files import KeptFiles
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
 from remat.solver.result import INTERRUPTED, Result, judged
-from remat.sources import sources_key
 
 SCHEMA_VERSION = 1
 FILES = KeptFiles(

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 from torch import nn
 
 from remat.budgets import Budget, parse_budget
+from remat.caches.kept_solves import keep_solve, kept_solve
+from remat.caches.known_plans import AtHand, KnownPlans, adopted
 from remat.checks import Batch, is_checked, require_equal, say_unchecked, unless_short
 from remat.graph_capture.capturing import price_for, tiers_for
 from remat.graph_capture.errors import BudgetError
@@ -19,8 +21,6 @@ from remat.graph_capture.prices.profile import as_profile
 from remat.graph_capture.tracing.one_trace import Trace
 from remat.graph_capture.tracing.trace import trace
 from remat.infeasible import infeasible_text
-from remat.kept_solves import keep_solve, kept_solve
-from remat.known_plans import AtHand, KnownPlans, adopted
 from remat.levers.by_tolerance import naming_tolerance
 from remat.ranks.required_group import require_group
 from remat.reference import Reference, gradients_there
