@@ -87,10 +87,10 @@ def no_kept_plans() -> Iterator[None]:
     from remat.caches import kept_solves
     from remat.compile import start
 
-    _KEEPS_PLANS.extend([start.keeps_plans, kept_solves.keeps_plans])
+    _KEEPS_PLANS.extend([start.keeps_plans, kept_solves.keeps_solves])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start, "keeps_plans", lambda _: False)
-        patch.setattr(kept_solves, "keeps_plans", lambda: False)
+        patch.setattr(kept_solves, "keeps_solves", lambda: False)
         yield
 
 
@@ -109,7 +109,7 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_kept_plans: None
     """Plans of caches are kept in this folder, as they are for users."""
     from remat.caches import kept_solves
 
-    monkeypatch.setattr(kept_solves, "keeps_plans", _KEEPS_PLANS[1])
+    monkeypatch.setattr(kept_solves, "keeps_solves", _KEEPS_PLANS[1])
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
     return tmp_path / "planned"
 

@@ -106,11 +106,11 @@ def cached_plan(
     asked = parse_budget(budget)
     found = known.at_hand(traced, asked, may_keep_all=wishes.may_keep_all)
     if found is not None:
-        return _at_hand(model, batch, traced, found, known, wishes)
+        return _module_at_hand(model, batch, traced, found, known, wishes)
     return _solved(model, batch, traced, known, asked, wishes)
 
 
-def _at_hand(
+def _module_at_hand(
     model: nn.Module, batch: Batch, traced: Trace, found: AtHand, known: KnownPlans, wishes: Wishes
 ) -> RematModule:
     """The module of a schedule at hand. Once a model, it is compared with eager as a whole."""
@@ -119,7 +119,7 @@ def _at_hand(
         model, traced, found.schedule, found.links, audit=wishes.audit, is_compared=is_compared
     )
     if not known.is_checked:
-        _check(model, module, batch, found.graph, found.schedule.budget_bytes, wishes)
+        _compare_with_eager(model, module, batch, found.graph, found.schedule.budget_bytes, wishes)
     known.took(found.peak_bytes)
     known.is_checked = True
     return module
@@ -149,7 +149,7 @@ def _solved(
         module = rewrite(
             model, result.schedule, trace=traced, audit=wishes.audit, **facts_of(found)
         )
-        _check(model, module, batch, graph, result.budget_bytes, wishes)
+        _compare_with_eager(model, module, batch, graph, result.budget_bytes, wishes)
         keep_solve(graph, budget, text, result)
     known.note(found)
     known.is_checked = True
@@ -178,7 +178,7 @@ def _solve(
     return result
 
 
-def _check(
+def _compare_with_eager(
     model: nn.Module,
     module: RematModule,
     batch: Batch,

@@ -47,7 +47,7 @@ class KeptSolve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schema_version: int = SCHEMA_VERSION
 
 
-def keeps_plans() -> bool:
+def keeps_solves() -> bool:
     """Whether plans may be kept and taken; not where the user has torch keep nothing."""
     return not torch.compiler.config.force_disable_caches
 
@@ -59,7 +59,7 @@ def kept_solve(graph: TrainingGraph, budget: Budget, asked: str) -> Result | Non
     ----------
     asked : the options of the solve, in words.
     """
-    key = _key(graph, budget, asked)
+    key = _question_key(graph, budget, asked)
     if not key:
         return None
     found: list[Result] = []
@@ -70,17 +70,17 @@ def kept_solve(graph: TrainingGraph, budget: Budget, asked: str) -> Result | Non
             found.append(_judged(graph, kept))
         return kept
 
-    if FILES.read(_name(key), take) is None or not found:
+    if FILES.read(_file_of(key), take) is None or not found:
         return None
     return found[0] if _suits(found[0], budget, graph) else None
 
 
 def keep_solve(graph: TrainingGraph, budget: Budget, asked: str, result: Result) -> None:
     """Keep what was found, for `kept_solve`; not what Ctrl-C has ended."""
-    key = _key(graph, budget, asked)
+    key = _question_key(graph, budget, asked)
     if key and result.schedule is not None and not result.message.startswith(INTERRUPTED):
         kept = KeptSolve(key, result.schedule, result.lower_bound_us, result.budget_bytes)
-        FILES.write(_name(key), msgspec.json.encode(kept))
+        FILES.write(_file_of(key), msgspec.json.encode(kept))
 
 
 def _judged(graph: TrainingGraph, kept: KeptSolve) -> Result:
@@ -112,9 +112,9 @@ def _suits(found: Result, budget: Budget, graph: TrainingGraph) -> bool:
     return found.peak_bytes <= now_bytes and is_enough
 
 
-def _key(graph: TrainingGraph, budget: Budget, asked: str) -> str:
+def _question_key(graph: TrainingGraph, budget: Budget, asked: str) -> str:
     """SHA-256 of all that a plan depends on; empty where that has no lasting text."""
-    if ADDRESS in asked or not keeps_plans():
+    if ADDRESS in asked or not keeps_solves():
         return ""
     # The lines of the user's files move while the step stays the same.
     ops = tuple(msgspec.structs.replace(op, source="") for op in graph.ops)
@@ -124,5 +124,5 @@ def _key(graph: TrainingGraph, budget: Budget, asked: str) -> str:
     return digest.hexdigest()
 
 
-def _name(key: str) -> str:
+def _file_of(key: str) -> str:
     return f"{key[:32]}.json"

@@ -52,10 +52,10 @@ def measured_peak(model: nn.Module, fast: Any, count: int) -> int:
     return found.plan_peak_bytes
 
 
-@pytest.mark.parametrize("budget", ["bytes", "75%"])
+@pytest.mark.parametrize("budget", ["bytes", "60%"])
 def test_another_size_takes_the_schedule_at_hand(budget: str) -> None:
     model = net()
-    most_bytes = part_of_peak(model, ROWS, 0.75)
+    most_bytes = part_of_peak(model, ROWS, 0.6)
     fast = remat.plan_cache(model, budget=most_bytes if budget == "bytes" else budget)
     with counted() as counts:
         require_eagers_step(fast, model, rows(ROWS))
@@ -77,7 +77,7 @@ def test_another_size_takes_the_schedule_at_hand(budget: str) -> None:
 
 def test_what_fits_runs_each_op_once_without_prices() -> None:
     model = net()
-    most_bytes = part_of_peak(model, ROWS, 0.75)
+    most_bytes = part_of_peak(model, ROWS, 0.6)
     fast = remat.plan_cache(model, budget=most_bytes)
     with counted() as counts:
         for count in (ROWS // 4, ROWS // 8):
@@ -132,7 +132,7 @@ def test_sizes_are_those_of_a_priced_graph() -> None:
 
 def test_a_step_of_another_structure_is_planned() -> None:
     model = net()
-    fast = remat.plan_cache(model, budget=part_of_peak(model, ROWS, 0.75))
+    fast = remat.plan_cache(model, budget=part_of_peak(model, ROWS, 0.6))
     with counted() as counts:
         require_eagers_step(fast, model, rows(ROWS))
         next(model.parameters()).requires_grad_(False)
@@ -150,7 +150,7 @@ def test_schedules_of_other_ops_are_not_carried() -> None:
 
 
 def test_what_shall_be_recomputed_is_where_all_would_fit() -> None:
-    fast = remat.plan_cache(net(), budget="1GiB", recompute="body.1")
+    fast = remat.plan_cache(net(), budget="1GiB", recompute="body.0")
     fast(rows(ROWS)).backward()
     assert recomputes(fast)
     assert Wishes(None, None, None, "full", 60, (), (), None, True, {}).may_keep_all is False
@@ -181,7 +181,7 @@ def test_a_schedule_used_again_is_compared_once_by_outputs(
     options: dict[str, Any], compared: int | None, is_audited: bool
 ) -> None:
     model = net()
-    fast = remat.plan_cache(model, budget=part_of_peak(model, ROWS, 0.75), **options)
+    fast = remat.plan_cache(model, budget=part_of_peak(model, ROWS, 0.6), **options)
     fast(rows(ROWS))
     fast(rows(ROWS - 16))
     plan: Any = next(reversed(type(fast)._remat_plans.values()))
@@ -196,13 +196,11 @@ def test_a_schedule_that_gives_something_else_is_dropped_and_another_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = net()
-    fast = remat.plan_cache(model, budget=part_of_peak(model, ROWS, 0.75))
+    fast = remat.plan_cache(model, budget=part_of_peak(model, ROWS, 0.6))
     fast(rows(ROWS))
     with monkeypatch.context() as patch:
         patch.setattr(Audit, "differing", lambda *_: ("output",))
-        with pytest.raises(
-            AuditError, match="Its own forward gives another output"
-        ):
+        with pytest.raises(AuditError, match="Its own forward gives another output"):
             fast(rows(ROWS - 16))
     assert len(plans_of(fast)) == 1
     with counted() as counts:
