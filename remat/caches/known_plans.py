@@ -32,7 +32,7 @@ MOST_SCHEDULES = 16
 """That are tried on a batch of other sizes; the first ones go first."""
 
 
-class Tried(NamedTuple):
+class Reusable(NamedTuple):
     """A schedule that may fit. `overhead` : that it was solved with, at its own sizes."""
 
     overhead: float
@@ -63,14 +63,14 @@ class KnownPlans:
 
     def __init__(self) -> None:
         self.most_bytes, self.is_checked = 0, False
-        self._solved: list[Tried] = []
+        self._solved: list[Reusable] = []
 
     def note(self, found: Solved) -> None:
         """Keep a solved schedule at hand for batches of other sizes."""
         schedule = found.result.schedule
         assert schedule is not None
         self.took(found.result.peak_bytes)
-        self._solved.append(Tried(found.result.overhead, schedule, found.graph.links))
+        self._solved.append(Reusable(found.result.overhead, schedule, found.graph.links))
         del self._solved[:-MOST_SCHEDULES]
 
     def forget(self) -> None:
@@ -89,7 +89,7 @@ class KnownPlans:
         ----------
         may_keep_all : whether a step that runs every op once is what was asked for.
         """
-        plain = [Tried(0.0, StoreAll().schedule(traced.graph))] if may_keep_all else []
+        plain = [Reusable(0.0, StoreAll().schedule(traced.graph))] if may_keep_all else []
         # Without what kernels take for themselves a peak is too low: most end here.
         limit_bytes = self._budget_bytes(traced.graph, budget)
         tried = [
@@ -120,7 +120,7 @@ def _graph_for(sized: Sized, schedule: Schedule) -> TrainingGraph:
     return sized.with_region(one.region, one.pieces, is_exact=one.exact)
 
 
-def _fitting(graph: TrainingGraph, one: Tried, budget_bytes: int) -> AtHand | None:
+def _fitting(graph: TrainingGraph, one: Reusable, budget_bytes: int) -> AtHand | None:
     """A candidate for a graph, if its step has the same ops and its peak is within the budget."""
     try:
         schedule = carried(one.schedule, graph)
