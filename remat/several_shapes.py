@@ -15,7 +15,10 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from remat.budgets import parse_budget
+from remat.caches.cached_plan import OF_OTHERS, cached_plan
+from remat.caches.known_plans import KnownPlans
 from remat.changing_numbers import ChangingNumbers
+from remat.checks import Batch
 from remat.graph_capture.capturing import tiers_for
 from remat.graph_capture.derived.sharding import NO_SHARDING
 from remat.graph_capture.devices.placement import resolved_device
@@ -74,6 +77,7 @@ class PlanCache(SharedState, nn.Module):
     _remat_numbers: ClassVar[ChangingNumbers]
     _remat_sizes: ClassVar[VaryingSizes | None]
     _remat_stale: ClassVar[list[Any]]
+    _remat_known: ClassVar[KnownPlans]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Take what the user's forward takes, and ``target`` where there is a loss.
@@ -142,9 +146,16 @@ class PlanCache(SharedState, nn.Module):
             )
         else:
             cls._remat_drop_outgrown(outgrown, planned)
-        cls._remat_plans[signature, next(_numbers)] = planned
+        cls._remat_known.took(_peak_bytes(planned))
+        key = signature, next(_numbers)
+        cls._remat_plans[key] = planned
         cls._remat_drop_oldest()
-        return planned(*args, **given)
+        try:
+            return planned(*args, **given)
+        except AuditError:
+            del cls._remat_plans[key]
+            cls._remat_known.forget()
+            raise
 
     @classmethod
     def _remat_signature(cls, batch: Any) -> Hashable:
@@ -181,12 +192,21 @@ class PlanCache(SharedState, nn.Module):
         batch of an epoch. The run has room for the larger ones.
         """
         options = dict(cls._remat_options)
-        budget = options.pop("budget")
-        make: Any = functools.partial(
-            rematerialize, cls._remat_original_module, args, kwargs,
-            target=target, loss_fn=cls._remat_loss_fn, float_inputs=float_inputs, **options,
-        )  # fmt: skip
-        peak_bytes = max(map(_peak_bytes, cls._remat_plans.values()), default=0)
+        budget, model, known = options.pop("budget"), cls._remat_original_module, cls._remat_known
+        make: Any
+        if any(options.get(name) for name in ("compile", "group")) or _is_sharded(options):
+            make = functools.partial(
+                rematerialize, model, args, kwargs,
+                target=target, loss_fn=cls._remat_loss_fn, float_inputs=float_inputs, **options,
+            )  # fmt: skip
+        else:
+            given = {name: value for name, value in options.items() if name not in OF_OTHERS}
+            of_step = given.pop("optimizer", "none"), given.pop("accumulate", False)
+            batch = Batch(args, kwargs, cls._remat_loss_fn, target, *of_step)
+            make = functools.partial(
+                cached_plan, model, batch, known, float_inputs=float_inputs, **given
+            )
+        peak_bytes = known.most_bytes
         try:
             return make(budget=budget)
         except BudgetError:
@@ -244,12 +264,19 @@ def plan_cache(
 ) -> PlanCache:
     """A module that trains as `model` does, within `budget`, for batches of several shapes.
 
+    A batch that fits with every op run once runs so. One of other sizes takes the schedule of an
+    earlier plan where that fits at these sizes. Any other batch is planned as by
+    `remat.rematerialize`, and the plan is kept on disk for the processes after this one. The first
+    plan of a model is compared with eager as a whole; schedules that are used again, by what their
+    first step returns.
+
     Of a model that follows a plan already, the original gets a cache, with no plan yet.
 
     Parameters
     ----------
     budget, loss_fn, **options : as of `remat.rematerialize`, for each plan. Per cents are of the
-        unmodified peak at each shape, and with `dynamic` at the largest sizes of a range.
+        unmodified peak at each shape, and with `dynamic` at the largest sizes of a range; a later
+        batch may in any case take as much as an earlier plan does.
     max_plans : how many plans are kept. One more drops the plan that was used longest ago, with a
         warning.
     dynamic : let one plan serve a range of sizes. ``auto`` learns which sizes vary from the first
@@ -317,6 +344,7 @@ def _make_cache(
         _remat_original_module=model,
         _remat_plans=OrderedDict(),
         _remat_stale=[],
+        _remat_known=KnownPlans(),
         _remat_options=options,
         _remat_sizes=None if sizes is None else VaryingSizes(model, *sizes),
         _remat_numbers=ChangingNumbers(is_compiled=bool(options.get("compile"))),
@@ -332,6 +360,10 @@ def plans_of(cache: PlanCache) -> list[Schedule | Family]:
         type(plan)._remat_family if isinstance(plan, RangedModule) else type(plan)._remat_schedule
         for plan in type(cache)._remat_plans.values()
     ]
+
+
+def _is_sharded(options: dict[str, Any]) -> bool:
+    return options.get("sharding", NO_SHARDING) != NO_SHARDING
 
 
 def _peak_bytes(plan: Any) -> int:

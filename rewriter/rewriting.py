@@ -147,7 +147,11 @@ def rewrite(
     else:
         is_usable = not trace.compiled and not trace.recipe.is_modelled
         is_usable = is_usable and trace.graph.hash == schedule.graph_hash
-        traced = trace if is_usable else _traced_again(model, trace.recipe, schedule)
+        if not is_usable:
+            is_whole = not trace.recipe.is_modelled and trace.graph.hash == schedule.captured_hash
+            again = trace if is_whole else None
+            trace = _traced_again(model, trace.recipe, schedule, again)
+        traced = trace
     found = require_valid(traced.graph, schedule, links_of(traced, priced))
     if trace is None and 0 < schedule.budget_bytes < found.peak_bytes:
         warnings.warn(
@@ -257,11 +261,13 @@ def _trace_range(model: nn.Module, known: RangedGraph | Family) -> Trace:
     return tracing.trace_recipe(model, recipe)
 
 
-def _traced_again(model: nn.Module, recipe: Recipe, schedule: Schedule) -> Trace:
+def _traced_again(
+    model: nn.Module, recipe: Recipe, schedule: Schedule, captured: Trace | None = None
+) -> Trace:
     """A trace of the ops that run here, whatever device the recipe's plan is for.
 
     Where they are not the plan's, the plan is refused. So a plan with attention dropout that was
-    made for a GPU cannot be trained with by mistake.
+    made for a GPU cannot be trained with by mistake. `captured` is as of `trace_in_pieces`.
     """
     device = CPU if recipe.is_modelled else recipe.device
-    return trace_in_pieces(model, dataclasses.replace(recipe, device=device), schedule)
+    return trace_in_pieces(model, dataclasses.replace(recipe, device=device), schedule, captured)

@@ -19,7 +19,7 @@ from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.shapes.ranged_graph import RangedGraph
 from remat.graph_capture.shapes.ranges import Symbol, corner, number_of_points, points
-from remat.schedules.as_planned import check_are_graph_and_schedule
+from remat.schedules.as_planned import check_are_graph_and_schedule, in_pieces
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 
@@ -61,11 +61,13 @@ def carried(schedule: Schedule, graph: TrainingGraph) -> Schedule:
 
     Raises
     ------
-    ScheduleError : it was made for other ops or values.
+    ScheduleError : it was made for other ops or values, or `graph` runs no region in its pieces.
     """
     check_are_graph_and_schedule(graph, schedule)
-    if schedule.graph_hash == graph.hash:
+    if graph.hash in (schedule.graph_hash, schedule.captured_hash):
         return schedule
+    captured_hash = graph.hash if schedule.pieces else ""
+    graph = in_pieces(graph, schedule.pieces) if schedule.pieces else graph
     mine, theirs = _structure(schedule.signatures), _structure(graph.signatures)
     if mine != theirs:
         pairs = zip(mine, theirs, strict=False)
@@ -75,8 +77,9 @@ def carried(schedule: Schedule, graph: TrainingGraph) -> Schedule:
             "graph.at(...) of the range that it is to run at"
         )
     return msgspec.structs.replace(
-        schedule, graph_hash=graph.hash, inputs=graph.inputs, signatures=graph.signatures
-    )
+        schedule, graph_hash=graph.hash, inputs=graph.inputs, signatures=graph.signatures,
+        captured_hash=captured_hash,
+    )  # fmt: skip
 
 
 def _structure(signatures: tuple[str, ...]) -> list[str]:

@@ -83,12 +83,14 @@ _KEEPS_PLANS: list[Any] = []
 
 @pytest.fixture(scope="session", autouse=True)
 def no_kept_plans() -> Iterator[None]:
-    """A compiled step is planned in each test: the plan of an earlier one is not taken."""
+    """A step is planned in each test: the plan of an earlier one is not taken."""
+    from remat.caches import kept_solves
     from remat.compile import start
 
-    _KEEPS_PLANS.append(start.keeps_plans)
+    _KEEPS_PLANS.extend([start.keeps_plans, kept_solves.keeps_solves])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start, "keeps_plans", lambda _: False)
+        patch.setattr(kept_solves, "keeps_solves", lambda: False)
         yield
 
 
@@ -100,6 +102,16 @@ def kept_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_kept_plans: N
     monkeypatch.setattr(start, "keeps_plans", _KEEPS_PLANS[0])
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
     return tmp_path / "compiled"
+
+
+@pytest.fixture
+def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_kept_plans: None) -> Path:
+    """Plans of caches are kept in this folder, as they are for users."""
+    from remat.caches import kept_solves
+
+    monkeypatch.setattr(kept_solves, "keeps_solves", _KEEPS_PLANS[1])
+    monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
+    return tmp_path / "planned"
 
 
 @pytest.fixture

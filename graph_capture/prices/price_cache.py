@@ -7,12 +7,7 @@ pricing is under way, so that little is lost if the process is ended.
 
 from __future__ import annotations
 
-import functools
-import os
-import tempfile
-import warnings
 from collections.abc import Collection, Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,10 +15,9 @@ import torch
 
 from remat.graph_capture.devices.cpu_meter import cpu_title
 from remat.graph_capture.devices.link_speeds import LinkPair, are_speeds
-from remat.graph_capture.errors import FileError, TextError
-from remat.graph_capture.files.contents import read_contents, write_contents
+from remat.graph_capture.errors import TextError
 from remat.graph_capture.files.json_text import decoded
-from remat.graph_capture.files.locked import locked
+from remat.graph_capture.files.kept_files import KeptFiles
 from remat.graph_capture.graph_rules import MOST_BYTES, MOST_US
 
 if TYPE_CHECKING:
@@ -31,8 +25,7 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 6
 """Of the file. One of another version is not read, and is written anew."""
-
-
+FILES = KeptFiles("prices", "they are measured again each time", is_sealed=False)
 BUSY = 0.05
 """Of the time: what was measured while others had the core for longer is measured again, once the
 machine is quiet."""
@@ -108,29 +101,25 @@ class _File(msgspec.Struct):
     links: dict[str, LinkPair] = {}
 
 
-def cache_folder() -> Path:
-    """``$REMAT_CACHE``, or the folder ``remat`` in the user's cache folder.
+def _known(data: bytes) -> _File | None:
+    """What a file of prices holds; None of another version.
 
-    For a user without a home it is a folder of this process, which goes with it.
+    Raises
+    ------
+    TextError : it is no such file, or says what cannot be.
     """
-    own = os.environ.get("REMAT_CACHE")
-    if own:
-        return Path(own)
-    try:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:  # HOME is not set, and the system knows none of this user
-        return Path(_own_folder().name)
-    return Path(base) / "remat"
-
-
-@functools.cache
-def _own_folder() -> tempfile.TemporaryDirectory[str]:
-    warnings.warn(
-        "there is no home folder, so prices are kept for this process alone: set REMAT_CACHE to a "
-        "folder to keep them",
-        stacklevel=4,
-    )
-    return tempfile.TemporaryDirectory(prefix="remat-")
+    file = decoded(data, _File)
+    if file.schema_version != SCHEMA_VERSION:
+        return None
+    times = (one for each in file.begun.values() for one in each)
+    if not (
+        all(map(is_price, file.prices.values()))
+        and all(map(are_times, file.steps.values()))
+        and all(0 <= time_us <= MOST_US for time_us in times)
+        and all(map(are_speeds, file.links.values()))
+    ):
+        raise TextError("a price cannot be")
+    return file
 
 
 def file_name(which: str) -> str:
@@ -159,7 +148,8 @@ class PriceCache:
 
     def __init__(self, title: str | None = None, settings: str = "") -> None:
         self.title = title or cpu_title()
-        self.path = cache_folder() / file_name(" ".join(filter(None, (self.title, settings))))
+        self._name = file_name(" ".join(filter(None, (self.title, settings))))
+        self.path = FILES.path(self._name)
         file = self._read()
         self.prices, self.steps, self.bits = file.prices, file.steps, file.bits
         self.begun, self.links = file.begun, file.links
@@ -215,26 +205,7 @@ class PriceCache:
         self._is_anew = True
 
     def _read(self) -> _File:
-        nothing = _File(SCHEMA_VERSION, self.title)
-        try:
-            if not self.path.exists():
-                return nothing
-            file = decoded(read_contents(self.path), _File)
-        except (OSError, TextError) as error:
-            warnings.warn(f"price cache {self.path} is ignored: {error}", stacklevel=3)
-            return nothing
-        if file.schema_version != SCHEMA_VERSION:
-            return nothing
-        times = (one for each in file.begun.values() for one in each)
-        if not (
-            all(map(is_price, file.prices.values()))
-            and all(map(are_times, file.steps.values()))
-            and all(0 <= time_us <= MOST_US for time_us in times)
-            and all(map(are_speeds, file.links.values()))
-        ):
-            warnings.warn(f"price cache {self.path} is ignored: a price cannot be", stacklevel=3)
-            return nothing
-        return file
+        return FILES.read(self._name, _known) or _File(SCHEMA_VERSION, self.title)
 
     def keep_begun(self, times: Mapping[str, list[float]]) -> None:
         """Keep the times of ops that are being priced."""
@@ -243,18 +214,7 @@ class PriceCache:
 
     def save(self) -> None:
         """Add what is new to the file, at once; a folder that cannot be written is warned about."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with locked(self.path):
-                write_contents(self.path, msgspec.json.encode(self._merged()))
-        except OSError as error:
-            folder = "" if isinstance(error, FileError) else f"{self.path.parent}: "
-            said = error if isinstance(error, FileError) else error.strerror
-            warnings.warn(
-                f"prices are not kept: {folder}{said}. Set REMAT_CACHE to a folder that can be "
-                "written, or they are measured again each time",
-                stacklevel=3,
-            )
+        FILES.merge(self._name, lambda: msgspec.json.encode(self._merged()))
 
     def _merged(self) -> _File:
         """What is known here, and what other processes have saved since."""

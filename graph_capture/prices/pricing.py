@@ -135,7 +135,7 @@ def _measured(
     priced = msgspec.structs.replace(
         graph,
         ops=tuple(_priced(op, of_op.get(op.name)) for op in graph.ops),
-        values=_values_as_allocated(joint, of_op),
+        values=values_as_allocated(joint, of_op),
         resident=msgspec.structs.replace(graph.resident, libraries_bytes=meter.library_bytes()),
         prices="measured",
         versions={
@@ -175,7 +175,7 @@ def _measured_pieces(meter: Meter, cache: PriceCache, told: Shown) -> PricedPiec
         of_op = {name: prices[key] for name, key in keys.items()}
         ops = {op.name: op for op in found.joint.graph.ops}
         own = {name: _priced(ops[name], one) for name, one in of_op.items()}
-        return own, _values_as_allocated(found.joint, of_op)
+        return own, values_as_allocated(found.joint, of_op)
 
     return priced
 
@@ -222,7 +222,7 @@ def known_or_measured(
     return {key: every[key] for key in wanted}
 
 
-def _values_as_allocated(joint: Joint, prices: dict[str, Price]) -> tuple[Value, ...]:
+def values_as_allocated(joint: Joint, prices: dict[str, Price]) -> tuple[Value, ...]:
     """The values with the bytes that the device's allocator gives them.
 
     What a step on a CUDA device has on the host takes nothing on the device.

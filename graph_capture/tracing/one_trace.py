@@ -258,6 +258,23 @@ def joint_of(gm: fx.GraphModule, results: int, recipe: Recipe, repeats: Repeats 
     )
 
 
+def with_pieces(trace: Trace, pieces: tuple[tuple[str, int, bool], ...]) -> Trace:
+    """The trace with regions in pieces, as its recipe would have it with these.
+
+    It takes over the record of `trace`, which cannot be compiled any more.
+
+    Raises
+    ------
+    ScheduleError : the step has no such region.
+    """
+    trace.compiled = True
+    gm, recipe = trace.descriptors.graph_module, dataclasses.replace(trace.recipe, pieces=pieces)
+    split_parts(gm.graph, pieces)
+    gm.recompile()
+    joint = joint_of(gm, trace.joint.num_forward_outputs, recipe, trace.repeats)
+    return dataclasses.replace(trace, joint=joint, recipe=recipe, compiled=False)
+
+
 def _held_by(gm: fx.GraphModule) -> list[Any]:
     return [getattr(gm, str(node.target)) for node in gm.graph.find_nodes(op="get_attr")]
 

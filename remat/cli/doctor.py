@@ -38,7 +38,7 @@ def doctor_verb(session: Session) -> None:
 def _findings() -> dict[str, Any]:
     import torch
 
-    from remat.graph_capture.prices.price_cache import cache_folder
+    from remat.graph_capture.files.kept_files import cache_folder
 
     return {
         "remat": __version__,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import msgspec
 import torch
@@ -17,17 +16,16 @@ from remat import __version__
 from remat.cluster.opened_chain import Chains
 from remat.graph_capture.cluster.chain_shape import Place
 from remat.graph_capture.cluster.rank_graph import behind_graph_on_rank, block_graph_on_rank
-from remat.graph_capture.errors import TextError
-from remat.graph_capture.files.contents import read_contents, write_contents
 from remat.graph_capture.files.json_text import decoded
+from remat.graph_capture.files.kept_files import KeptFiles
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.over_ranks.fake_group import FakeGroups
-from remat.graph_capture.prices.price_cache import cache_folder
 from remat.solver.cluster.job import Cluster, Job
 from remat.solver.cluster.parts import Part, PartOption, PartWork, part_of, part_work
 
-SCHEMA = 4
+SCHEMA = 5
 """Of the files; those of another one are not read."""
+FILES = KeptFiles("parts of clusters", "each plan captures them anew", "cluster", most_files=4096)
 
 
 class KeptPart(msgspec.Struct, frozen=True):
@@ -108,26 +106,18 @@ class KeptParts:
         return KeptPart(None, Part(forward_us, backward_us, (PartOption(0, need, 0.0),)))
 
     def _of_disk(self, place: Place, tp: int, cp: int, microbatch: int) -> KeptPart:
-        path = self._path(place, tp, cp, microbatch)
-        if path.exists():
-            try:
-                found = decoded(read_contents(path), KeptPart)
-            except TextError:
-                # Cut short, as when a disk was full: it is made anew, and written over.
-                path.unlink(missing_ok=True)
-            else:
-                self.read += 1
-                return found
-        self.captured += 1
         key = place, tp, cp, microbatch
+        found = FILES.read(self._name(*key), lambda data: decoded(data, KeptPart))
+        if found is not None:
+            self.read += 1
+            return found
+        self.captured += 1
         self.known[key] = self._captured(*key)
         self._keep(key)
         return self.known[key]
 
     def _keep(self, key: tuple[Place, int, int, int]) -> None:
-        path = self._path(*key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_contents(path, msgspec.json.encode(self.known[key]))
+        FILES.write(self._name(*key), msgspec.json.encode(self.known[key]))
 
     def _captured(self, place: Place, tp: int, cp: int, microbatch: int) -> KeptPart:
         chain, shape = self.chains.at(microbatch, self.job.seq // cp)
@@ -137,11 +127,10 @@ class KeptParts:
             return KeptPart(graph, border_gradient=gradient)
         return KeptPart(behind_graph_on_rank(chain, shape, tp, self.groups, device, links))
 
-    def _path(self, place: Place, tp: int, cp: int, microbatch: int) -> Path:
+    def _name(self, place: Place, tp: int, cp: int, microbatch: int) -> str:
         _, shape = self.chains.at(1, self.job.seq)
         said = (
             SCHEMA, shape.digest, place, tp, cp, microbatch, self.job.seq, self.cluster.device,
             self.cluster.links, str(torch.__version__), __version__,
         )  # fmt: skip
-        name = hashlib.sha256(msgspec.json.encode(said)).hexdigest()[:24]
-        return cache_folder() / "cluster" / f"{name}.json"
+        return f"{hashlib.sha256(msgspec.json.encode(said)).hexdigest()[:24]}.json"

@@ -1,33 +1,23 @@
 """Plans of compiled steps on disk, for the processes after this one: one file for each `start_key`.
 
-A file is data and is not believed: it is read whole or not at all, its schedule is judged by
-`simulate` on the graph in it, and its prices must be those that are measured here. Its first line
-is a digest of the rest, by which damage is seen. A file that says anything else than it should is
-warned about, and the step is planned anew.
-
-No file is written twice by two processes in a way that matters: each writes a whole file, and the
-last one stays. So no lock is needed.
+A file is not believed (`graph_capture/files/kept_files.py`): its schedule is judged by `simulate`
+on the graph in it, and its prices must be those that are measured here.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import os
-import warnings
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 
 from remat.compile.place import Taken
 from remat.graph_capture.devices.here import meter_of
-from remat.graph_capture.errors import PlanError, RematError
-from remat.graph_capture.files.contents import read_contents, write_contents
+from remat.graph_capture.errors import PlanError
 from remat.graph_capture.files.json_text import decoded
+from remat.graph_capture.files.kept_files import KeptFiles
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.graph_rules import MOST_BYTES
-from remat.graph_capture.prices.price_cache import Price, PriceCache, cache_folder
+from remat.graph_capture.prices.price_cache import Price, PriceCache
 from remat.rewriter.inductor.replay import Replay, StepBytes
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import gap_of, simulate
@@ -94,52 +84,35 @@ class KeptChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def kept_choice(key: str) -> KeptChoice | None:
     """What is kept under a key; None if there is nothing, or nothing that can be taken."""
-    path = _path(key)
-    try:
-        if not path.exists():
-            return None
-        found = _whole_choice(path)
-    except (OSError, RematError) as error:
-        warnings.warn(f"kept plan {path} is ignored, and made anew: {error}", stacklevel=2)
+    found = _files().read(_name(key), _whole_choice)
+    if found is None or found.key != key or found.schema_version != SCHEMA_VERSION:
         return None
-    is_ours = found.key == key and found.schema_version == SCHEMA_VERSION
-    if not is_ours or not _has_prices(found):
-        return None
-    with contextlib.suppress(OSError):  # The folder may be read-only; then nothing is removed.
-        os.utime(path)
-    return found
+    return found if _has_prices(found) else None
 
 
 def keep_choice(choice: KeptChoice) -> None:
     """Keep a choice, and remove the oldest; a folder that cannot be written is warned about."""
-    path = _path(choice.key)
-    data = msgspec.json.encode(choice)
-    if len(data) > MOST_ENTRY_BYTES:
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_contents(path, hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
-        _remove_oldest(path.parent)
-    except OSError as error:
-        warnings.warn(f"plans are not kept: {path.parent}: {error}", stacklevel=2)
+    _files().write(_name(choice.key), msgspec.json.encode(choice))
 
 
-def _path(key: str) -> Path:
-    return cache_folder() / FOLDER / f"{key[:32]}.json"
+def _files() -> KeptFiles:
+    return KeptFiles(
+        "plans", "each process plans anew", FOLDER,
+        most_files=MOST_FILES, most_bytes=MOST_ENTRY_BYTES,
+    )  # fmt: skip
 
 
-def _whole_choice(path: Path) -> KeptChoice:
-    """The choice in a file, if it is whole and can be.
+def _name(key: str) -> str:
+    return f"{key[:32]}.json"
+
+
+def _whole_choice(data: bytes) -> KeptChoice:
+    """The choice in a file, if it can be.
 
     Raises
     ------
-    OSError, RematError : it is not.
+    RematError : it cannot.
     """
-    if path.stat().st_size > MOST_ENTRY_BYTES + 65:
-        raise PlanError("it is larger than any plan")
-    digest, _, data = read_contents(path).partition(b"\n")
-    if digest != hashlib.sha256(data).hexdigest().encode():
-        raise PlanError("it is damaged")
     found = decoded(data, KeptChoice)
     if not all(0 <= size < MOST_BYTES for size in _choice_sizes(found)):
         raise PlanError("a size cannot be")
@@ -161,9 +134,3 @@ def _has_prices(choice: KeptChoice) -> bool:
         return True
     known = PriceCache.of(meter_of(choice.graph.device)).prices
     return all(known.get(key) == price for key, price in choice.prices.items())
-
-
-def _remove_oldest(folder: Path) -> None:
-    kept = [(one.stat().st_mtime_ns, one) for one in folder.glob("*.json")]
-    for _, path in sorted(kept)[: max(0, len(kept) - MOST_FILES)]:
-        path.unlink(missing_ok=True)

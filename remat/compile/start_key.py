@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +20,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 
-import remat.graph_capture
-import remat.rewriter
-import remat.schedules
-import remat.solver
+from remat.caches.sources import sources_key
 from remat.compile.one_shape import device_of
 from remat.compile.options import CompileOptions
 from remat.graph_capture.devices.cpu_meter import cpu_title
@@ -57,7 +53,7 @@ def start_key(gm: fx.GraphModule, inputs: Sequence[Any], asked: CompileOptions, 
 def _surroundings(device: str) -> Iterator[str]:
     """Machine, releases and settings."""
     yield f"{cpu_title()} {_title(device)}"
-    yield f"{torch.__version__} {torch.version.git_version} {_sources_key()}"
+    yield f"{torch.__version__} {torch.version.git_version} {sources_key()}"
     yield f"{inductor_config.get_hash().hex()} {functorch_config.get_hash().hex()}"
     yield f"{torch.is_grad_enabled()} {torch.are_deterministic_algorithms_enabled()}"
     yield f"{torch.get_default_dtype()} {torch.get_float32_matmul_precision()}"
@@ -73,18 +69,6 @@ def _title(device: str) -> str:
         return ""
     meter = meter_of(device)
     return f"{meter.title} {meter.settings} {meter.versions}"
-
-
-@functools.cache
-def _sources_key() -> str:
-    """Of remat's own files, by their sizes and times: another release may plan otherwise."""
-    digest = hashlib.sha256()
-    packages = remat, remat.graph_capture, remat.rewriter, remat.schedules, remat.solver
-    for package in packages:
-        for path in sorted(Path(str(package.__file__)).parent.rglob("*.py")):
-            facts = path.stat()
-            digest.update(f"{path} {facts.st_size} {facts.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
 
 
 def _input_lines(inputs: Sequence[Any]) -> Iterator[str]:

@@ -179,7 +179,7 @@ def training_step(
         {
             "loss_fn": loss_fn, "accumulate": accumulate, "profile": profile, "keep": keep,
             "recompute": recompute, "time_limit_s": time_limit_s, "check": check, "audit": audit,
-            "split": split,
+            "split": split, "verbose": verbose,
         }
     )  # fmt: skip
     refuse_clipping(max_grad_norm)

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from remat.graph_capture.errors import ArenaError
-from remat.graph_capture.prices.price_cache import cache_folder
+from remat.graph_capture.files.kept_files import cache_folder
 
 _HERE = Path(__file__).parent
 _SOURCES = _HERE / "cpu.cpp", _HERE / "arena.h"

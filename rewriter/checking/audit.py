@@ -41,8 +41,9 @@ from remat.rewriter.compiled import CompiledStep
 from remat.rewriter.guards.forward import Guards
 from remat.schedules.schedule import Schedule
 
-Audits = Literal["none", "step", "block"]
-"""What is compared: nothing; steps; or forwards of a part of a model, which others run around."""
+Audits = Literal["none", "first", "step", "block"]
+"""What is compared: nothing; the first step alone; steps; or forwards of a part of a model, which
+others run around."""
 
 
 def of_steps(audit: bool) -> Audits:
@@ -97,7 +98,7 @@ class Audit:
     Parameters
     ----------
     guards, step, schedule : of the plan. priced : the graph that it was solved on, if at hand.
-    is_block : whether the plan is for a part of a model.
+    audits : what is compared, but for nothing.
 
     Attributes
     ----------
@@ -112,14 +113,14 @@ class Audit:
         schedule: Schedule,
         priced: TrainingGraph | None,
         *,
-        is_block: bool = False,
+        audits: Audits = "step",
     ) -> None:
-        self._guards, self._step = guards, step
-        self._schedule, self._priced, self.is_block = schedule, priced, is_block
+        self._guards, self._step, self._audits = guards, step, audits
+        self._schedule, self._priced = schedule, priced
         self._outcomes = ForwardOutcomes(guards, step)
         self.steps = self.audited = 0
         self.is_agreed = False
-        self._is_due = self._is_doubted = False
+        self._is_due, self._is_doubted = audits == "first", False
         self._gave_up, self._why_later, self._thread = "", "", threading.get_ident()
 
     def __repr__(self) -> str:
@@ -131,6 +132,10 @@ class Audit:
         """Why steps are not compared, or the next one later; empty where they are."""
         return self._gave_up or self._why_never or self._why_later
 
+    def compare_next(self) -> None:
+        """Compare the next step too, whatever its number."""
+        self._is_due = True
+
     def begin(self, module: nn.Module, leaves: list[Any]) -> Seen | None:
         """Run eager's forward on a batch if this step is to be compared; else None.
 
@@ -141,7 +146,7 @@ class Audit:
         if _pauses:
             return None
         self.steps += 1
-        self._is_due |= self._is_doubted or is_audited(self.steps)
+        self._is_due |= self._is_doubted or (self._audits != "first" and is_audited(self.steps))
         if not self._is_due or self._gave_up or self._why_never:
             return None
         self._why_later = "" if self._meets_ranks else self._what_hinders()  # all ranks do alike
@@ -258,7 +263,7 @@ class Audit:
             graph = self._priced
         return why_no_room(
             graph, self._schedule, graph.links or self._step.links, self._outcomes.kept_bytes,
-            is_block=self.is_block,
+            is_block=self._audits == "block",
             results_bytes=self._outcomes.results_bytes * self._rounds_otherwise,
         )  # fmt: skip
 

@@ -16,14 +16,20 @@ from remat.graph_capture.errors import RewriteError, ScheduleError, option
 from remat.graph_capture.prices.kept_bits import kept_bits
 from remat.graph_capture.splitting.regions import AND, COUNTS, find_regions
 from remat.graph_capture.splitting.same_bits import is_known_to_give_them
-from remat.graph_capture.tracing.one_trace import Trace
+from remat.graph_capture.tracing.one_trace import Trace, with_pieces
 from remat.graph_capture.tracing.recipe import Recipe
 from remat.graph_capture.tracing.trace import trace_recipe
 from remat.schedules.schedule import Pieces, Schedule
 
 
-def trace_in_pieces(model: nn.Module, recipe: Recipe, schedule: Schedule) -> Trace:
+def trace_in_pieces(
+    model: nn.Module, recipe: Recipe, schedule: Schedule, captured: Trace | None = None
+) -> Trace:
     """A trace of the step that `schedule` is of.
+
+    Parameters
+    ----------
+    captured : a trace with the recipe, whole and not compiled, which is used up; None to trace.
 
     Raises
     ------
@@ -37,11 +43,16 @@ def trace_in_pieces(model: nn.Module, recipe: Recipe, schedule: Schedule) -> Tra
         for one in schedule.pieces
         if one.exact and not is_known_to_give_them(*facts, one.region, one.pieces)
     ]
+    is_usable = captured is not None and not captured.compiled and not captured.floats
     if unknown:
-        _require_eagers_bits(trace_recipe(model, dataclasses.replace(recipe, pieces=())), unknown)
+        whole = dataclasses.replace(recipe, pieces=())
+        known = captured if captured and is_usable else trace_recipe(model, whole)
+        _require_eagers_bits(known, unknown)
     pieces = tuple(
         (part, one.pieces, one.exact) for one in schedule.pieces for part in one.region.split(AND)
     )
+    if captured and is_usable and pieces:
+        return with_pieces(captured, pieces)
     return trace_recipe(model, dataclasses.replace(recipe, pieces=pieces))
 
 

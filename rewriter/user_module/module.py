@@ -235,8 +235,8 @@ def make_module(
 
     Parameters
     ----------
-    audit : what of it is compared with the model's own forward now and then: nothing, whole steps,
-        or the forward of a part of a model.
+    audit : what of it is compared with the model's own forward now and then: nothing, the first
+        step, whole steps, or the forward of a part of a model.
     """
     guards = Guards(
         model, recipe, python_state, step.settled, step.forward, step.backward,
@@ -244,7 +244,7 @@ def make_module(
     )  # fmt: skip
     audits = None
     if audit != "none":
-        audits = Audit(guards, step, schedule, priced, is_block=audit == "block")
+        audits = Audit(guards, step, schedule, priced, audits=audit)
     kind = class_of_user(
         RematModule,
         model,
@@ -258,7 +258,7 @@ def make_module(
         _remat_compiled_step=step,
         _remat_guards=guards,
         _remat_read_again=_read_again(model, step, prediction),
-        audit=audits,
+        audit=None if audit == "first" else audits,
         _remat_audit=audits,
         _remat_audits=audit,
         _remat_prediction=prediction,

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from remat.graph_capture.files import locked
-from remat.graph_capture.prices import price_cache
+from remat.graph_capture.files import kept_files, locked
 from remat.graph_capture.prices.price_cache import Price, PriceCache
 from tests.files.faults import CALLS, FULL, fail_once, names_in
 
@@ -94,8 +93,8 @@ def test_a_user_without_a_home_has_prices_for_the_process(
 
     for name in ("REMAT_CACHE", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(price_cache.Path, "home", homeless)
-    price_cache._own_folder.cache_clear()
+    monkeypatch.setattr(kept_files.Path, "home", homeless)
+    kept_files._own_folder.cache_clear()
     with pytest.warns(UserWarning, match="there is no home folder.*set REMAT_CACHE"):
         cache = PriceCache("a machine")
     cache.prices["one"] = Price(1.0)

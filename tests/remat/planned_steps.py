@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 import remat
 from remat import several_shapes
-from remat.budgets import parse_budget
 from remat.graph_capture.memory_events import RegionMemory, measure_regions
 from remat.graph_capture.tracing.resident import storage_bytes
 from remat.rewriter.arena.step_memory import StepMemory
@@ -85,8 +84,7 @@ class Watched:
                 self._is_planning = False
             step = getattr(type(made), "_remat_compiled_step", None)
             if step is not None:
-                of_plan = parse_budget(budget).bytes_for(type(made)._remat_priced)
-                self._plans[step.memory] = model, of_plan
+                self._plans[step.memory] = model, type(made)._remat_schedule.budget_bytes
             return made
 
         return planned
@@ -161,6 +159,7 @@ def watched() -> Iterator[Watched]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepMemory, "around", watch.around(StepMemory.around))
         patch.setattr(Tensor, "backward", watch.counting(Tensor.backward))
-        patch.setattr(several_shapes, "rematerialize", watch.planning(several_shapes.rematerialize))
+        for name in ("rematerialize", "cached_plan"):
+            patch.setattr(several_shapes, name, watch.planning(getattr(several_shapes, name)))
         patch.setattr(remat, "rematerialize_blocks", watch.planning(remat.rematerialize_blocks))
         yield watch

@@ -228,3 +228,15 @@ def test_a_file_that_was_changed_is_refused(planned: ClusterFile) -> None:
         read_cluster_plan(planned.to_json()[:-9])
     with pytest.raises(PlanError, match="is of kind 'other'"):
         read_cluster_plan(changed(planned, kind="other"))
+
+
+def test_a_folder_that_cannot_be_written_is_warned_about_and_the_plan_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = tmp_path / "a file"
+    blocked.write_text("no folder")
+    monkeypatch.setenv("REMAT_CACHE", str(blocked))
+    request = ClusterRequest(4, 8, 32, "h100", 4, "1GiB", asked=Asked(tp=1, cp=1))
+    with pytest.warns(UserWarning, match="parts of clusters are not kept") as told:
+        assert plan_cluster(SMALL, request).file is not None
+    assert sum("are not kept" in str(one.message) for one in told) == 1

@@ -203,7 +203,7 @@ def test_a_plan_that_is_too_large_is_not_kept(
     assert not folder.exists()
     folder.mkdir()
     (folder / f"{KEY[:32]}.json").write_bytes(b" " * 2000)
-    with pytest.warns(UserWarning, match="larger than any plan"):
+    with pytest.warns(UserWarning, match="it is larger than 1000 bytes"):
         assert kept_choice(KEY) is None
 
 

@@ -126,7 +126,7 @@ def test_machine_releases_and_rank_are_in_the_key(monkeypatch: pytest.MonkeyPatc
     keys = {start_key(graph, given, asked, "")}
     for owner, name, value in (
         (key_file, "cpu_title", lambda: "another CPU, 3 threads"),
-        (key_file, "_sources_key", lambda: "another release"),
+        (key_file, "sources_key", lambda: "another release"),
         (torch, "__version__", "2.99.0"),
         (dist, "is_initialized", lambda: True),
         (dist, "get_world_size", lambda: 4),

@@ -1,0 +1,1 @@
+"""What a cache of plans has at hand, and what it keeps on disk for later processes."""

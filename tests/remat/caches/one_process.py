@@ -1,0 +1,17 @@
+"""Train two steps in a process of its own; prints the counts, the losses and the plan's hash."""
+
+from __future__ import annotations
+
+import json
+
+import remat
+from tests.remat.caches.counted import ROWS, counted, net, rows, stepped
+
+if __name__ == "__main__":
+    model = net()
+    fast = remat.plan_cache(model, budget="70%", solver="cut")
+    with counted() as counts:
+        found = [stepped(fast, model, rows(count)) for count in (ROWS, ROWS - 16)]
+    losses = [float(step[0]) for step in found]
+    (first, *_) = remat.plans_of(fast)
+    print(json.dumps([counts.solves, counts.prices, losses, repr(first)]))
