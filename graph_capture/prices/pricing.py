@@ -21,7 +21,7 @@ from remat.graph_capture.over_ranks.prices import links_of_step, with_collective
 from remat.graph_capture.prices.booking import booked
 from remat.graph_capture.prices.kept_bits import kept_bits
 from remat.graph_capture.prices.op_prices import SAVE_RNG_KEY, measured_prices
-from remat.graph_capture.prices.pieces import PricedPieces, modelled, with_regions
+from remat.graph_capture.prices.pieces import PricedPieces, hoped, with_regions
 from remat.graph_capture.prices.price_cache import Price, PriceCache, WholeStep
 from remat.graph_capture.prices.profile import Profile, note_of, taken
 from remat.graph_capture.prices.sample_inputs import price_key
@@ -100,8 +100,8 @@ def with_hoped_pieces(trace: Trace, graph: TrainingGraph) -> TrainingGraph:
 
     Nothing is run. No measured region is faster, as pieces do the work of the captured ops.
     """
-    hoped = modelled(graph, 0.0, allocated_on(graph.device))
-    return with_regions(graph, regions_asked(trace), hoped, lambda _: True)
+    in_pieces = hoped(graph, allocated_on(graph.device))
+    return with_regions(graph, regions_asked(trace), in_pieces, lambda _: True)
 
 
 def price_with(
