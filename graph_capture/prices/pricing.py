@@ -78,18 +78,31 @@ def price(
     if measure_again:
         cache.forget()
     graph = price_with(trace, meter, cache, progress, profile, most_bytes)[0]
-    return with_pieces(trace, graph, progress) if pieces else graph
+    if not pieces:
+        return graph
+    return with_pieces(trace, graph, progress, measure_again=measure_again)
 
 
 def with_pieces(
-    trace: Trace, graph: TrainingGraph, progress: Counted | None = None
+    trace: Trace,
+    graph: TrainingGraph,
+    progress: Counted | None = None,
+    *,
+    measure_again: bool = False,
 ) -> TrainingGraph:
-    """`graph`, priced, with the regions that may run in pieces, measured and compared for bits."""
+    """`graph`, priced, with the regions that may run in pieces, measured and compared for bits.
+
+    Parameters
+    ----------
+    progress, measure_again : as of `price`.
+    """
     found = regions_asked(trace)
     if not found:
         return graph
     meter = meter_of(trace.recipe.device)
     cache = PriceCache.of(meter)
+    if measure_again:
+        cache.forget()
     with trace.python_state.streams_kept():
         in_pieces = _measured_pieces(meter, cache, progress or _silent)
         return with_regions(graph, found, in_pieces, kept_bits(meter, cache))
