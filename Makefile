@@ -30,7 +30,7 @@ MANIFESTS := pyproject.toml constraints.txt
 
 demo: .venv/.core
 	@mkdir -p build
-	$(BIN)/remat run $(MODEL) --budget $(BUDGET) -o build/demo.json
+	$(BIN)/remat run $(MODEL) --budget $(BUDGET) --compare -o build/demo.json
 	$(BIN)/remat report build/demo.json -o build/demo.html
 
 test: .venv/.dev

@@ -50,19 +50,46 @@ def predicted(result: Result, prices: str) -> Prediction:
     )
 
 
-def planned_text(what: str, found: Result, check: Check | None, seconds: float) -> str:
+def planned_text(
+    what: str, found: Result, check: Check | None, seconds: float, *, is_compared: bool = False
+) -> str:
     """A plan in one line: what it is for, its peak, what it costs, whether it was checked.
 
     Parameters
     ----------
     what : the model and its batch. check : of its first step, None where none was run.
+    is_compared : whether what its first step gives is compared with eager's, and no more.
     """
-    measured = f", {bytes_text(check.plan_peak_bytes)} measured" if check else ""
+    checked = "its first step is compared with eager" if is_compared else _checked_text(check)
     return (
-        f"remat: {what}: peak {bytes_text(found.peak_bytes)} predicted{measured}, budget "
+        f"remat: {what}: {_peaks_text(found.peak_bytes, check)}, budget "
         f"{bytes_text(found.budget_bytes)}; overhead {percent_text(found.overhead)}, "
-        f"{gap_text(found.gap)}; {_checked_text(check)}; {seconds:.1f} s"
+        f"{gap_text(found.gap)}; {checked}; {seconds:.1f} s"
     )
+
+
+def at_hand_text(
+    what: str,
+    schedule: Schedule,
+    peak_bytes: int,
+    check: Check | None,
+    seconds: float,
+    *,
+    is_compared: bool,
+) -> str:
+    """As `planned_text`, of a schedule that nothing was solved for."""
+    is_plain = not schedule.pieces and all(n == 1 for n in schedule.computations().values())
+    how = "runs as it is" if is_plain else "a schedule at hand"
+    checked = "its first step is compared with eager" if is_compared else _checked_text(check)
+    return (
+        f"remat: {what}: {how}, {_peaks_text(peak_bytes, check)}, budget "
+        f"{bytes_text(schedule.budget_bytes)}; {checked}; {seconds:.1f} s"
+    )
+
+
+def _peaks_text(peak_bytes: int, check: Check | None) -> str:
+    measured = f", {bytes_text(check.plan_peak_bytes)} measured" if check else ""
+    return f"peak {bytes_text(peak_bytes)} predicted{measured}"
 
 
 def family_text(family: Family, check: Check | None, seconds: float) -> str:

@@ -93,7 +93,7 @@ def solve(
     def ask(one: TrainingGraph, size_bytes: int, limit_s: float, known_us: float = inf) -> Result:
         return solve(
             one, size_bytes, solver, time_limit_s=limit_s, progress=progress,
-            keep=keep, recompute=recompute, known_us=known_us, **options,
+            keep=keep, recompute=recompute, known_us=known_us, at_hand=None, **options,
         )  # fmt: skip
 
     if can_copy(graph):

@@ -22,7 +22,7 @@ Run = Callable[[], Any]
 MIN_RUNS, MAX_RUNS, ENOUGH_US = 3, 25, 50_000.0
 """Runs of an op in all its passes, and the time after which no more are made."""
 PASSES = 3
-"""Of a CPU: of three, a median drops the one that falls into a slow spell (`op_times.py`)."""
+"""Of a CPU: of three, two agree though one falls into a slow spell (`op_times.py`)."""
 AGREE, ABOUT_US = 0.02, 10.0
 """Two times that differ by less, as a part or in microseconds, are one figure twice."""
 

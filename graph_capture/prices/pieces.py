@@ -66,12 +66,19 @@ def _no_cheaper(graph: TrainingGraph, found: Found, ours: Mapping[str, Op]) -> M
     Where blocks fit into caches, or a clock was off, they are priced below. A step that fits as it
     was captured stays so.
     """
-    dropped = set(found.dropped)
-    whole_us = sum(op.cost_us for op in graph.ops if op.name in dropped)
     us = sum(op.cost_us for op in ours.values())
-    if us >= whole_us:
-        return ours
-    factor = whole_us / us
+    return ours if us >= _whole_us(graph, found) else _taking(_whole_us(graph, found), ours)
+
+
+def _whole_us(graph: TrainingGraph, found: Found) -> float:
+    """What the ops take that the pieces replace."""
+    dropped = set(found.dropped)
+    return sum(op.cost_us for op in graph.ops if op.name in dropped)
+
+
+def _taking(all_us: float, ours: Mapping[str, Op]) -> Mapping[str, Op]:
+    """`ours`, which take as long as that together."""
+    factor = all_us / sum(op.cost_us for op in ours.values())
     return {
         name: msgspec.structs.replace(op, cost_us=factor * op.cost_us) for name, op in ours.items()
     }
@@ -106,6 +113,19 @@ def modelled(
             msgspec.structs.replace(value, size_bytes=rounded(value.size_bytes))
             for value in found.joint.graph.values
         ]
+
+    return priced
+
+
+def hoped(captured: TrainingGraph, rounded: Callable[[int], int]) -> PricedPieces:
+    """The least prices of all: pieces take as long as what they replace, and nothing twice."""
+    modelled_ones = modelled(captured, 0.0, rounded)
+
+    def priced(found: Found) -> tuple[Mapping[str, Op], Sequence[Value]]:
+        ours, values = modelled_ones(found)
+        us = sum(op.cost_us for op in ours.values())
+        least_us = min(us, _whole_us(captured, found))
+        return (_taking(least_us, ours) if us > 0 else ours), values
 
     return priced
 

@@ -21,7 +21,7 @@ from remat.graph_capture.over_ranks.prices import links_of_step, with_collective
 from remat.graph_capture.prices.booking import booked
 from remat.graph_capture.prices.kept_bits import kept_bits
 from remat.graph_capture.prices.op_prices import SAVE_RNG_KEY, measured_prices
-from remat.graph_capture.prices.pieces import PricedPieces, modelled, with_regions
+from remat.graph_capture.prices.pieces import PricedPieces, hoped, with_regions
 from remat.graph_capture.prices.price_cache import Price, PriceCache, WholeStep
 from remat.graph_capture.prices.profile import Profile, note_of, taken
 from remat.graph_capture.prices.sample_inputs import price_key
@@ -78,16 +78,31 @@ def price(
     if measure_again:
         cache.forget()
     graph = price_with(trace, meter, cache, progress, profile, most_bytes)[0]
-    return with_pieces(trace, graph, progress) if pieces else graph
+    if not pieces:
+        return graph
+    return with_pieces(trace, graph, progress, measure_again=measure_again)
 
 
-def with_pieces(trace: Trace, graph: TrainingGraph, progress: Shown | None = None) -> TrainingGraph:
-    """`graph`, priced, with the regions that may run in pieces, measured and compared for bits."""
+def with_pieces(
+    trace: Trace,
+    graph: TrainingGraph,
+    progress: Shown | None = None,
+    *,
+    measure_again: bool = False,
+) -> TrainingGraph:
+    """`graph`, priced, with the regions that may run in pieces, measured and compared for bits.
+
+    Parameters
+    ----------
+    progress, measure_again : as of `price`.
+    """
     found = regions_asked(trace)
     if not found:
         return graph
     meter = meter_of(trace.recipe.device)
     cache = PriceCache.of(meter)
+    if measure_again:
+        cache.forget()
     with trace.python_state.streams_kept():
         in_pieces = _measured_pieces(meter, cache, progress or _silent)
         return with_regions(graph, found, in_pieces, kept_bits(meter, cache))
@@ -98,8 +113,8 @@ def with_hoped_pieces(trace: Trace, graph: TrainingGraph) -> TrainingGraph:
 
     Nothing is run. No measured region is faster, as pieces do the work of the captured ops.
     """
-    hoped = modelled(graph, 0.0, allocated_on(graph.device))
-    return with_regions(graph, regions_asked(trace), hoped, lambda _: True)
+    in_pieces = hoped(graph, allocated_on(graph.device))
+    return with_regions(graph, regions_asked(trace), in_pieces, lambda _: True)
 
 
 def price_with(

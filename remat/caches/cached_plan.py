@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
@@ -17,16 +17,19 @@ from remat.checks import Batch, is_checked, require_equal, say_unchecked, unless
 from remat.graph_capture.capturing import price_for, tiers_for
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.prices.pricing import with_pieces
 from remat.graph_capture.prices.profile import as_profile
 from remat.graph_capture.tracing.one_trace import Trace
 from remat.graph_capture.tracing.trace import trace
 from remat.infeasible import infeasible_text
 from remat.levers.by_tolerance import naming_tolerance
+from remat.levers.pieces_at_need import may_wait, solved_at_need
 from remat.ranks.required_group import require_group
 from remat.reference import Reference, gradients_there
 from remat.rewriter.rewriting import rewrite
 from remat.rewriter.user_module.module import RematModule
-from remat.solved import Solved, facts_of
+from remat.screen.stages import Stopwatch, solver_shown, stopwatch_of_call
+from remat.solved import Solved, at_hand_text, facts_of, planned_text
 from remat.solver.pins.globs import Globs, as_globs
 from remat.solver.result import Result
 from remat.solver.table import TAKE_PIECES
@@ -34,6 +37,7 @@ from remat.solver.table import TAKE_PIECES
 if TYPE_CHECKING:
     from remat.graph_capture.prices.profile import Profile
     from remat.graph_capture.tracing.recipe import Split
+    from remat.rewriter.checking.check import Check
 
 OF_OTHERS = {"compile", "group", "sharding"}
 """Options with which `remat.rematerialize` plans each batch, and nothing is at hand or kept."""
@@ -43,7 +47,7 @@ OF_OTHERS = {"compile", "group", "sharding"}
 class Wishes:
     """What a user asks of the plans of a cache, but for the budget; as of `rematerialize`.
 
-    `more` : the options of the solver.
+    `more` : the options of the solver. `stages` : shows what is done.
     """
 
     host: str | SupportsIndex | None
@@ -56,6 +60,7 @@ class Wishes:
     check: bool | None
     audit: bool
     more: dict[str, Any]
+    stages: Stopwatch
 
     @property
     def of_solve(self) -> dict[str, Any]:
@@ -86,6 +91,7 @@ def cached_plan(
     recompute: Globs = (),
     check: bool | None = None,
     audit: bool = True,
+    verbose: bool = True,
     **options: Any,
 ) -> RematModule:
     """The module for a batch, as `remat.rematerialize` makes it; what it solves for is kept.
@@ -94,20 +100,22 @@ def cached_plan(
     ------
     RematError : as of `remat.rematerialize`.
     """
+    stages = stopwatch_of_call(verbose=verbose)
     wishes = Wishes(
-        host, nvme, profile, solver, time_limit_s, keep, recompute, check, audit, options
+        host, nvme, profile, solver, time_limit_s, keep, recompute, check, audit, options, stages
     )
-    traced = trace(
-        model, batch.args, batch.kwargs, loss_fn=batch.loss_fn, target=batch.target,
-        optimizer=batch.optimizer, accumulate=batch.accumulate,
-        float_inputs=float_inputs, split=split,
-    )  # fmt: skip
+    with stages.stage("capture", f"tracing {type(model).__name__}"):
+        traced = trace(
+            model, batch.args, batch.kwargs, loss_fn=batch.loss_fn, target=batch.target,
+            optimizer=batch.optimizer, accumulate=batch.accumulate,
+            float_inputs=float_inputs, split=split,
+        )  # fmt: skip
     require_group(traced.joint.module, None)
     asked = parse_budget(budget)
     found = known.at_hand(traced, asked, may_keep_all=wishes.may_keep_all)
     if found is not None:
         return _module_at_hand(model, batch, traced, found, known, wishes)
-    return _solved(model, batch, traced, known, asked, wishes)
+    return _solved(model, batch, traced, known, budget, wishes)
 
 
 def _module_at_hand(
@@ -118,78 +126,135 @@ def _module_at_hand(
     module = adopted(
         model, traced, found.schedule, found.links, audit=wishes.audit, is_compared=is_compared
     )
+    checked = None
     if not known.is_checked:
-        _compare_with_eager(model, module, batch, found.graph, found.schedule.budget_bytes, wishes)
+        checked = _compared_with_eager(
+            model, module, batch, found.graph, found.schedule.budget_bytes, wishes
+        )
     known.took(found.peak_bytes)
     known.is_checked = True
+    said = at_hand_text(
+        traced.recipe.title, found.schedule, found.peak_bytes, checked,
+        wishes.stages.elapsed_s, is_compared=is_compared,
+    )  # fmt: skip
+    wishes.stages.say(said)
     return module
 
 
 def _solved(
-    model: nn.Module, batch: Batch, traced: Trace, known: KnownPlans, budget: Budget, wishes: Wishes
+    model: nn.Module,
+    batch: Batch,
+    traced: Trace,
+    known: KnownPlans,
+    budget: str | SupportsIndex,
+    wishes: Wishes,
 ) -> RematModule:
     """The module of a schedule that is kept on disk, or is solved for now."""
-    profile, tiers = as_profile(wishes.profile), tiers_for(model, None, wishes.host, wishes.nvme)
-
-    def priced(one: Trace) -> TrainingGraph:
-        most_bytes = budget.most_bytes(one.graph)
-        return price_for(one, profile=profile, tiers=tiers, most_bytes=most_bytes)
-
-    graph, text = priced(traced), repr(sorted(wishes.of_solve.items()))
-    kept = kept_solve(graph, budget, text)
-    result = kept or _solve(traced, graph, budget, priced, wishes)
-    found = Solved(graph, result)
+    question = Question(model, traced, budget, wishes)
+    # The least peak of all is one in pieces.
+    is_whole = may_wait(traced) and question.parsed.kind != "min"
+    graph = question.priced(traced, pieces=not is_whole)
+    text = repr(sorted(wishes.of_solve.items()))
+    kept = kept_solve(graph, question.parsed, text, question.in_pieces)
+    found = kept or question.solved(graph, is_whole=is_whole)
+    result, checked = found.result, None
     assert result.schedule is not None
+    is_compared = kept is not None and wishes.check is not False
     if kept:  # compared as a whole when it was solved for
         module = adopted(
-            model, traced, result.schedule, graph.links,
-            audit=wishes.audit, is_compared=wishes.check is not False, **facts_of(found),
+            model, traced, result.schedule, found.graph.links,
+            audit=wishes.audit, is_compared=is_compared, **facts_of(found),
         )  # fmt: skip
     else:
         module = rewrite(
             model, result.schedule, trace=traced, audit=wishes.audit, **facts_of(found)
         )
-        _compare_with_eager(model, module, batch, graph, result.budget_bytes, wishes)
-        keep_solve(graph, budget, text, result)
+        checked = _compared_with_eager(
+            model, module, batch, found.graph, result.budget_bytes, wishes
+        )
+        keep_solve(graph, question.parsed, text, result)
     known.note(found)
     known.is_checked = True
+    stages = wishes.stages
+    stages.say(
+        planned_text(
+            traced.recipe.title, result, checked, stages.elapsed_s, is_compared=is_compared
+        )
+    )
     return module
 
 
-def _solve(
-    traced: Trace,
-    graph: TrainingGraph,
-    budget: Budget,
-    priced: Callable[[Trace], TrainingGraph],
-    wishes: Wishes,
-) -> Result:
-    """A result with a schedule.
+@dataclass(frozen=True)
+class Question:
+    """A trace and a budget, for which a schedule is wanted."""
 
-    Raises
-    ------
-    BudgetError : none fits.
-    """
-    result = budget.solve(graph, **wishes.of_solve)
-    if result.schedule is None:
-        within = Budget("bytes", size_bytes=result.budget_bytes)
-        again = functools.partial(within.solve, **wishes.of_solve)
-        lost = naming_tolerance(result, traced, graph, priced, again)
-        raise BudgetError(infeasible_text(lost))
-    return result
+    model: nn.Module
+    traced: Trace
+    budget: str | SupportsIndex
+    wishes: Wishes
+
+    @property
+    def parsed(self) -> Budget:
+        """The budget as `parse_budget` reads it."""
+        return parse_budget(self.budget)
+
+    def priced(self, one: Trace, *, pieces: bool = True) -> TrainingGraph:
+        """The graph of a trace, with prices; of what may run in pieces, if they are wanted."""
+        wishes = self.wishes
+        tiers = tiers_for(self.model, None, wishes.host, wishes.nvme)
+        with wishes.stages.stage("profile", "timing ops") as shown:
+            return price_for(
+                one, progress=shown, profile=as_profile(wishes.profile), tiers=tiers,
+                most_bytes=self.parsed.most_bytes(one.graph), pieces=pieces,
+            )  # fmt: skip
+
+    def in_pieces(self, graph: TrainingGraph) -> TrainingGraph:
+        """A priced graph with what may run in pieces."""
+        with self.wishes.stages.stage("profile", "timing large layers in pieces") as shown:
+            return with_pieces(self.traced, graph, shown)
+
+    def solved(self, graph: TrainingGraph, *, is_whole: bool) -> Solved:
+        """A schedule and the graph that it is of.
+
+        Raises
+        ------
+        BudgetError : none fits.
+        """
+        if is_whole:
+            found = solved_at_need(self.traced, graph, self._solve, self.in_pieces)
+        else:
+            found = Solved(graph, self._solve(graph))
+        if found.result.schedule is None:
+            again = functools.partial(self._solve, budget_bytes=found.result.budget_bytes)
+            lost = naming_tolerance(found.result, self.traced, found.graph, self.priced, again)
+            raise BudgetError(infeasible_text(lost))
+        return found
+
+    def _solve(
+        self, graph: TrainingGraph, /, *, budget_bytes: int | None = None, **known: Any
+    ) -> Result:
+        asked = self.parsed
+        if budget_bytes is not None:
+            asked = Budget("bytes", size_bytes=budget_bytes)
+        with self.wishes.stages.stage("solve", f"solving for {self.budget}") as shown:
+            listen = {"progress": solver_shown(shown, self.budget)}
+            return asked.solve(graph, **listen, **self.wishes.of_solve, **known)
 
 
-def _compare_with_eager(
+def _compared_with_eager(
     model: nn.Module,
     module: RematModule,
     batch: Batch,
     graph: TrainingGraph,
     budget_bytes: int,
     wishes: Wishes,
-) -> None:
+) -> Check | None:
     """Compare a step with eager's as a whole, as far as there is room, and its peak."""
     beside_bytes = gradients_there(model) if batch.accumulate else 0
     beside = Reference(graph, budget_bytes, beside_bytes)
-    if is_checked(graph, wishes.check, beside):
-        unless_short(
+    if not is_checked(graph, wishes.check, beside):
+        return None
+    with wishes.stages.stage("check", f"comparing a step of {type(model).__name__} with eager"):
+        return unless_short(
             lambda: require_equal(model, module, batch, budget_bytes, beside), say_unchecked
         )

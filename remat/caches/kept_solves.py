@@ -8,6 +8,7 @@ solve. A file is not believed (`graph_capture/files/kept_files.py`): its schedul
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import msgspec
 import torch
@@ -19,6 +20,7 @@ from remat.graph_capture.files.json_text import decoded
 from remat.graph_capture.files.kept_files import KeptFiles
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
+from remat.solved import Solved
 from remat.solver.result import INTERRUPTED, Result, judged
 
 SCHEMA_VERSION = 1
@@ -52,27 +54,33 @@ def keeps_solves() -> bool:
     return not torch.compiler.config.force_disable_caches
 
 
-def kept_solve(graph: TrainingGraph, budget: Budget, asked: str) -> Result | None:
+def kept_solve(
+    graph: TrainingGraph,
+    budget: Budget,
+    asked: str,
+    in_pieces: Callable[[TrainingGraph], TrainingGraph],
+) -> Solved | None:
     """What was kept of this question, judged; None where it is to be solved.
 
     Parameters
     ----------
-    asked : the options of the solve, in words.
+    asked : the options of the solve, in words. in_pieces : prices what may run in pieces.
     """
     key = _question_key(graph, budget, asked)
     if not key:
         return None
-    found: list[Result] = []
+    found: list[Solved] = []
 
     def take(data: bytes) -> KeptSolve:
         kept = decoded(data, KeptSolve)
         if (kept.key, kept.schema_version) == (key, SCHEMA_VERSION):
-            found.append(_judged(graph, kept))
+            of_kept = in_pieces(graph) if kept.schedule.pieces and not graph.regions else graph
+            found.append(Solved(of_kept, _judged(of_kept, kept)))
         return kept
 
     if FILES.read(_file_of(key), take) is None or not found:
         return None
-    return found[0] if _suits(found[0], budget, graph) else None
+    return found[0] if _suits(found[0].result, budget, graph) else None
 
 
 def keep_solve(graph: TrainingGraph, budget: Budget, asked: str, result: Result) -> None:

@@ -266,7 +266,7 @@ def _solved(
         from remat.graph_capture.prices.pricing import with_pieces
 
         with stopwatch.stage("profile", "timing large layers in pieces") as progress:
-            return with_pieces(traced, graph, progress)
+            return with_pieces(traced, graph, progress, measure_again=request.measure_again)
 
     def solve_for(graph: TrainingGraph, /, *, at_hand: Result | None = None) -> Result:
         return solve_request(graph, request, stopwatch, at_hand=at_hand)

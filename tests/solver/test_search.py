@@ -9,6 +9,7 @@ import pytest
 from remat.solver import Progress, solve
 from remat.solver.search import Search
 from remat.solver.store_all import store_all_state
+from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
 from tests.rows import each_nth
 from tests.solver.graphs.random_graphs import chain, resnet_like
@@ -85,3 +86,16 @@ def test_a_search_is_open_until_the_gap_is_closed_or_nothing_fits_or_time_is_up(
     late = Search(graph, 1 << 60, "test", time_limit_s=0.0)
     assert not late.is_open(1e-3)
     assert late.cut_short
+
+
+def test_a_search_ends_where_nothing_is_left_that_is_better_than_what_is_known() -> None:
+    graph = resnet_like(1)
+    budget_bytes = peak_bytes_of(graph) * 85 // 100
+    best = solve(graph, budget_bytes, gap=0.01, time_limit_s=AMPLE_S)
+    assert best.schedule is not None
+    again = solve(graph, budget_bytes, gap=0.01, known_us=best.time_us, time_limit_s=AMPLE_S)
+    assert "No schedule is faster than one that is known" in again.message
+    assert again.lower_bound_us * (1 + 0.01) >= best.time_us
+    # A worse one is no reason to end.
+    better = solve(graph, budget_bytes, gap=0.01, known_us=2 * best.time_us, time_limit_s=AMPLE_S)
+    assert better.schedule == best.schedule

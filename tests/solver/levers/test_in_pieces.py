@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from remat.graph_capture.errors import ScheduleError
-from remat.graph_capture.graph import Choice, Op, Region, TrainingGraph, Value
+from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.as_planned import as_planned, fastest_us, in_pieces
 from remat.schedules.schedule import Pieces
 from remat.schedules.simulate import simulate
@@ -17,47 +17,7 @@ from remat.solver.budgets.sweep import sweep
 from remat.solver.levers.in_pieces import solve_in_pieces
 from remat.solver.result import judged
 from tests.limits import AMPLE_S
-
-MIB = 1 << 20
-COUNTS = (2, 4, 8)
-
-
-def region_graph(cost_of_pieces_us: float = 5.0) -> TrainingGraph:
-    """A layer, then a head whose loss makes 64 MiB and takes as much again in backward."""
-    ops = (
-        Op("layer", "mm", "forward", ("x",), ("h",), 10.0),
-        Op("head", "mm", "forward", ("h",), ("z",), 20.0),
-        Op("loss", "loss", "forward", ("z",), ("l",), 5.0),
-        Op("tangents", "remat.tangents", "backward", (), ("t",), pinned="they arrive"),
-        Op("dz", "loss_backward", "backward", ("z", "t"), ("dz",), 5.0, 64 * MIB),
-        Op("dh", "mm", "backward", ("dz", "h"), ("dh",), 20.0),
-    )
-    values = (
-        Value("x", MIB, kind="input"),
-        Value("h", MIB, "layer"),
-        Value("z", 64 * MIB, "head"),
-        Value("l", 4, "loss", "output"),
-        Value("t", 4, "tangents", "tangent"),
-        Value("dz", 64 * MIB, "dz"),
-        Value("dh", MIB, "dh", "gradient"),
-    )
-    region = Region(
-        "head",
-        ("head", "loss", "dz", "dh"),
-        tuple(choice(n, cost_of_pieces_us) for n in COUNTS),
-    )
-    return TrainingGraph(
-        "toy", ops, values, ("l",), ("l", "t", "dh"), regions=(region,), prices="measured"
-    )
-
-
-def choice(n: int, cost_us: float) -> Choice:
-    forward = Op("loss_n", "pieces", "forward", ("h",), ("l",), 25.0, 64 * MIB // n)
-    backward = Op(
-        "dh", "pieces_back", "backward", ("h", "t"), ("dh",), 45.0 + cost_us * n, 128 * MIB // n
-    )
-    made = (Value("l", 4, "loss_n", "output"), Value("dh", MIB, "dh", "gradient"))
-    return Choice(n, True, (("tangents", forward), ("", backward)), made)
+from tests.solver.graphs.region_graph import MIB, region_graph
 
 
 def test_the_whole_is_kept_where_it_fits() -> None:

@@ -1,4 +1,4 @@
-"""Prices that were taken beside busy processes: `python -m benchmarks.busy_prices`.
+"""Prices that were taken beside busy processes: `python -m benchmarks.running.busy_prices`.
 
 Ops are priced while other processes keep all cores busy. These end, and a plan is made with the
 prices that were kept, run, and compared with what its prices say. Ends with status 1 if the
@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.cells.cell import cpu_name
 from remat.formats import percent_text, time_text
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MOST_APART = 0.03
 """Of the unmodified step: what predicted and measured overhead may differ by."""
 BUSY = "import torch; torch.set_num_threads(1); a = torch.randn(512, 512)\nwhile True: a @ a"
