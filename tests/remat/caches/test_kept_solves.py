@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
+from torch import Tensor, nn
 
 import remat
 from remat.budgets import parse_budget
@@ -25,6 +27,7 @@ from tests.remat.caches.counted import ROWS, counted, net, require_eagers_step, 
 from tests.solver.graphs.random_graphs import chain
 
 ASKED = "options"
+WORDS = 4096
 
 
 def found_for(graph: TrainingGraph, share: float = 0.75) -> Result:
@@ -35,7 +38,8 @@ def found_for(graph: TrainingGraph, share: float = 0.75) -> Result:
 
 
 def kept(graph: TrainingGraph, result: Result, asked: str = ASKED) -> Result | None:
-    return kept_solve(graph, parse_budget(result.budget_bytes), asked)
+    found = kept_solve(graph, parse_budget(result.budget_bytes), asked, lambda same: same)
+    return found and found.result
 
 
 def keep(graph: TrainingGraph, result: Result) -> Path:
@@ -120,7 +124,7 @@ def test_what_is_free_may_be_a_little_more_or_less(
     for factor, is_taken in ((1.0, True), (1.02, True), (1.3, False), (0.2, False)):
         free_bytes = int(factor * result.budget_bytes)
         monkeypatch.setattr("remat.budgets._auto_bytes_for", lambda _, free=free_bytes: free)
-        assert (kept_solve(graph, auto, ASKED) is not None) == is_taken
+        assert (kept_solve(graph, auto, ASKED, lambda same: same) is not None) == is_taken
 
 
 def test_a_second_cache_takes_the_plan_and_compares_its_first_step(planned: Path) -> None:
@@ -151,6 +155,25 @@ def test_a_folder_that_cannot_be_written_is_told_of_once(
         warnings.simplefilter("error")
         again = remat.plan_cache(model, budget="60%", solver="cut", check=False)
         require_eagers_step(again, model, rows(ROWS))
+
+
+def test_a_plan_in_pieces_is_taken_with_the_prices_of_its_pieces(planned: Path) -> None:
+    tokens = torch.randint(WORDS, (64, 32), generator=torch.Generator().manual_seed(1))
+    made: list[Any] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        head = nn.Sequential(nn.Embedding(WORDS, 16), nn.Linear(16, WORDS))
+        fast = remat.plan_cache(head, budget="50%", loss_fn=loss_of_tokens)
+        with counted() as counts:
+            fast(tokens, target=tokens).backward()
+        (schedule,) = remat.plans_of(fast)
+        made.append((counts.solves > 0, schedule))
+    assert made[0][1].pieces
+    assert made == [(True, made[0][1]), (False, made[0][1])]
+
+
+def loss_of_tokens(out: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(out.flatten(0, 1), target.flatten())
 
 
 @pytest.mark.slow
