@@ -184,7 +184,7 @@ def price_for(
 
     A price that `profile` has is taken. `measure_again` leaves aside those that are kept on disk.
     With `tiers`, the graph has links to them. Nothing runs that takes more than `most_bytes`, but
-    for single ops. Without `pieces`, those of a device that is here are left for `with_pieces`.
+    for single ops. Without `pieces`, those of a device that is here are not priced yet.
     """
     device = traced.recipe.device
     if traced.recipe.is_modelled:

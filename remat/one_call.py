@@ -248,7 +248,7 @@ def rematerialize(
     from remat.graph_capture.capturing import price_for, tiers_for
     from remat.graph_capture.derived.one_rank import on_one_rank
     from remat.graph_capture.over_ranks.collectives import collectives_in
-    from remat.graph_capture.prices.pricing import with_pieces
+    from remat.graph_capture.prices.pricing import with_priced_pieces
     from remat.graph_capture.prices.profile import as_profile
     from remat.graph_capture.tracing.given import require_form
     from remat.graph_capture.tracing.mixed_precision import inputs_cast, parameters_cast
@@ -323,7 +323,7 @@ def rematerialize(
 
         def in_pieces(graph: TrainingGraph) -> TrainingGraph:
             with stages.stage("profile", "timing large layers in pieces") as shown:
-                return with_pieces(traced, graph, shown)
+                return with_priced_pieces(traced, graph, shown)
 
         def at(target: str | SupportsIndex) -> Solved:
             if not may_wait(traced) or parse_budget(target).kind == "min":

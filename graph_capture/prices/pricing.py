@@ -67,7 +67,7 @@ def price(
     measure_again : prices and times that are kept on disk are measured anew, and kept instead.
     most_bytes : a budget: the step is not run as a whole where that takes more. An op runs in any
         case, with what it needs itself.
-    pieces : left out, the graph has no regions in pieces; `with_pieces` adds them.
+    pieces : left out, the graph has no regions in pieces; `with_priced_pieces` adds them.
 
     Raises
     ------
@@ -80,10 +80,10 @@ def price(
     graph = price_with(trace, meter, cache, progress, profile, most_bytes)[0]
     if not pieces:
         return graph
-    return with_pieces(trace, graph, progress, measure_again=measure_again)
+    return with_priced_pieces(trace, graph, progress, measure_again=measure_again)
 
 
-def with_pieces(
+def with_priced_pieces(
     trace: Trace,
     graph: TrainingGraph,
     progress: Shown | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -17,7 +17,7 @@ from remat.checks import Batch, is_checked, require_equal, say_unchecked, unless
 from remat.graph_capture.capturing import price_for, tiers_for
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.prices.pricing import with_pieces
+from remat.graph_capture.prices.pricing import with_priced_pieces
 from remat.graph_capture.prices.profile import as_profile
 from remat.graph_capture.tracing.one_trace import Trace
 from remat.graph_capture.tracing.trace import trace
@@ -60,7 +60,7 @@ class Wishes:
     check: bool | None
     audit: bool
     more: dict[str, Any]
-    stages: Stopwatch
+    stages: Stopwatch = field(default_factory=Stopwatch)
 
     @property
     def of_solve(self) -> dict[str, Any]:
@@ -211,7 +211,7 @@ class Question:
     def in_pieces(self, graph: TrainingGraph) -> TrainingGraph:
         """A priced graph with what may run in pieces."""
         with self.wishes.stages.stage("profile", "timing large layers in pieces") as shown:
-            return with_pieces(self.traced, graph, shown)
+            return with_priced_pieces(self.traced, graph, shown)
 
     def solved(self, graph: TrainingGraph, *, is_whole: bool) -> Solved:
         """A schedule and the graph that it is of.

@@ -246,7 +246,7 @@ def _before_the_check(
     """What is known without running a step, the trace behind it, and the plan of ``chen_sqrt``."""
     with stopwatch.stage("capture", "tracing the training step"):
         traced = trace_loaded(loaded, request)
-    graph, result = _solved(traced, request, stopwatch)
+    graph, result = _solved_in_turn(traced, request, stopwatch)
     report, chen = planned_report(graph, request, stopwatch, result)
     if report.simulation is not None:
         return replace(report, recipe=traced.recipe), traced, chen
@@ -254,7 +254,7 @@ def _before_the_check(
     return replace(report, result=named), traced, chen
 
 
-def _solved(
+def _solved_in_turn(
     traced: Trace, request: Request, stopwatch: Stopwatch
 ) -> tuple[TrainingGraph, Result | None]:
     """The priced graph of a trace, and its outcome if that decided on the prices of pieces."""
@@ -263,10 +263,10 @@ def _solved(
         return price_trace(traced, request, stopwatch), None
 
     def with_measured(graph: TrainingGraph) -> TrainingGraph:
-        from remat.graph_capture.prices.pricing import with_pieces
+        from remat.graph_capture.prices.pricing import with_priced_pieces
 
         with stopwatch.stage("profile", "timing large layers in pieces") as progress:
-            return with_pieces(traced, graph, progress, measure_again=request.measure_again)
+            return with_priced_pieces(traced, graph, progress, measure_again=request.measure_again)
 
     def solve_for(graph: TrainingGraph, /, *, at_hand: Result | None = None) -> Result:
         return solve_request(graph, request, stopwatch, at_hand=at_hand)

@@ -37,18 +37,18 @@ def solved_at_need(
     traced: Trace,
     graph: TrainingGraph,
     solve_for: SolveFor,
-    with_pieces: Callable[[TrainingGraph], TrainingGraph],
+    with_priced_pieces: Callable[[TrainingGraph], TrainingGraph],
 ) -> Solved:
     """The best plan of `graph`, which has no pieces; or of the graph with them, if they may help.
 
     Parameters
     ----------
-    graph : priced, of `traced`. with_pieces : measures the pieces.
+    graph : priced, of `traced`. with_priced_pieces : measures the pieces.
     """
     whole = solve_for(graph)
     if not _may_help(traced, graph, whole, solve_for):
         return Solved(graph, whole)
-    in_pieces = with_pieces(graph)
+    in_pieces = with_priced_pieces(graph)
     if not in_pieces.regions:
         return Solved(graph, whole)
     return Solved(in_pieces, solve_for(in_pieces, at_hand=whole))

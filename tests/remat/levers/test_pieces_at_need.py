@@ -93,7 +93,10 @@ def test_hoped_pieces_take_no_longer_than_measured_ones() -> None:
     traced = trace(*made("plain"), split="exact")
     graph = pricing.price(traced, pieces=False)
     assert graph.regions == ()
-    measured, hoped = pricing.with_pieces(traced, graph), pricing.with_hoped_pieces(traced, graph)
+    measured, hoped = (
+        pricing.with_priced_pieces(traced, graph),
+        pricing.with_hoped_pieces(traced, graph),
+    )
     times = [
         {one.pieces: sum(op.cost_us for _, op in one.ops) for one in region.choices}
         for region in (*measured.regions, *hoped.regions)

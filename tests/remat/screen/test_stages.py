@@ -41,7 +41,7 @@ def by_rematerialize(verbose: Any) -> None:
 
 
 def by_cache(verbose: Any) -> None:
-    cache = remat.plan_cache(layers(), budget="1MiB", **verbose)
+    cache = remat.plan_cache(layers(), budget="95%", **verbose)
     step_of(cache, torch.randn(64, 32))
     step_of(cache, torch.randn(64, 32))  # by the same plan: nothing more is said
 
@@ -80,7 +80,8 @@ def test_the_log_has_each_stage_and_what_came_of_it(
     with caplog.at_level(logging.INFO, logger="remat"):
         MADE_BY[way]({})
     said = [one.getMessage() for one in caplog.records if one.name == "remat"]
-    for stage in ("tracing Sequential", "timing ops", "solving for 1MiB", "comparing a step of"):
+    budget = "95%" if way == "plan_cache" else "1MiB"
+    for stage in ("tracing Sequential", "timing ops", f"solving for {budget}", "comparing a step"):
         assert sum(line.startswith(stage) for line in said) == 1, (stage, said)
     lines = [line for line in said if line.startswith("remat: ")]
     assert len(lines) == 1
@@ -99,6 +100,21 @@ def test_nothing_is_said_where_that_is_asked_for(
         MADE_BY[way]({"verbose": False})
     assert not [one for one in caplog.records if one.name == "remat"]
     assert shown.getvalue() == ""
+
+
+def test_a_batch_of_another_size_says_that_nothing_is_solved(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cache = remat.plan_cache(layers(), budget="95%")
+    step_of(cache, torch.randn(64, 32))
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="remat"):
+        step_of(cache, torch.randn(48, 32))
+    said = [one.getMessage() for one in caplog.records if one.name == "remat"]
+    assert said[0] == "tracing Sequential ..."
+    assert "runs as it is, peak" in said[1]
+    assert "its first step is compared with eager" in said[1]
+    assert len(said) == 2
 
 
 def test_a_terminal_has_one_line_that_stays(
