@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ def conclude_over(
     except TooLargeError as error:
         session.fail(INFEASIBLE, type(error).__name__, str(error))
         raise
+    report = replace(report, seconds=session.stopwatch.accounted())
     if session.as_json:
         session.emit(range_report_json(report))
     else:

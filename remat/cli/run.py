@@ -122,6 +122,7 @@ def run_verb(
         loaded, request, session.stopwatch, check=check, compare=compare,
         planned=lambda known: _keep(session, output, loaded, known),
     )  # fmt: skip
+    report = replace(report, seconds=session.stopwatch.accounted())
     placed = keep_layout(session, layout, report.graph, report.result)
     worth = priced(session, report.graph, report.result, request) if price else None
     if session.as_json:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import typer
 
+from remat.cli.entry import when_it_began
 from remat.cli.interrupting import interrupts_noted
 from remat.cli.warned import each_warning_once
 from remat.graph_capture.devices.free_memory import is_out_of_memory
@@ -100,6 +101,8 @@ class Session:
         self.out = steady_console()
         self.err = steady_console(stderr=True)
         self.stopwatch = ShownStopwatch(self.err)
+        self.stopwatch.began = when_it_began()
+        self.stopwatch.seconds["start"] = self.stopwatch.elapsed_s
 
     def emit(self, said: dict[str, Any]) -> None:
         """Print the one JSON object."""

@@ -17,8 +17,7 @@ from remat.job.screen import equal_text
 from remat.questions.tables import plain_table
 from remat.ranges.curve import Curve
 from remat.schedules.family import Family, sizes_text
-
-STAGES = ("capture", "profile", "solve", "check")
+from remat.screen.stages import took_text
 
 
 def show_range_report(console: Console, report: RangeReport) -> None:
@@ -32,8 +31,7 @@ def show_range_report(console: Console, report: RangeReport) -> None:
             table.add_row("advice", Text(advice))
     if report.unchecked:
         table.add_row("not run", Text(report.unchecked))
-    seconds = report.seconds
-    table.add_row("took", ", ".join(f"{s} {seconds[s]:.1f} s" for s in STAGES if s in seconds))
+    table.add_row("took", took_text(report.seconds))
     console.print(table)
 
 

@@ -35,6 +35,7 @@ from remat.schedules.as_planned import as_planned
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import bound_of
 from remat.schedules.simulation import Simulation
+from remat.screen.stages import took_text
 from remat.solver.kept import kinds_text
 from remat.solver.result import Result
 
@@ -76,7 +77,6 @@ def schedules_table(rows: Iterable[Row]) -> Table:
 def _verdict(report: Report) -> Table:
     """Below the rows: bound, what holds the peak, what is equal, times, status."""
     result, graph, seconds = report.result, report.graph, report.seconds
-    stages = ("capture", "profile", "solve", "check")
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_row("lower bound", _bound_said(graph, result))
     if report.simulation:
@@ -96,7 +96,7 @@ def _verdict(report: Report) -> Table:
     _add_offloaded(table, offloaded(graph, result.schedule, report.simulation))
     _add_again(table, result, report.again)
     _add_prices(table, graph)
-    table.add_row("took", ", ".join(f"{s} {seconds[s]:.1f} s" for s in stages if s in seconds))
+    table.add_row("took", took_text(seconds))
     style = "bold red" if report.failures else "bold green"
     table.add_row("status", Text.assemble((result.status, style), f", by {result.solver}"))
     if result.message:

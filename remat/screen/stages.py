@@ -11,7 +11,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING
 
 from remat.formats import percent_text
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from remat.solver.search import Progress
 
 _LOG = logging.getLogger("remat")
+LEAST_S = 0.05
+"""Stages that took less are not shown."""
 
 
 class Stopwatch:
@@ -37,6 +39,11 @@ class Stopwatch:
     def elapsed_s(self) -> float:
         """Since the job began."""
         return time.perf_counter() - self.began
+
+    def accounted(self) -> dict[str, float]:
+        """Seconds of each stage, and those that were in none."""
+        other_s = self.elapsed_s - sum(self.seconds.values())
+        return {**self.seconds, "other": max(0.0, other_s)}
 
     @contextlib.contextmanager
     def stage(self, name: str, text: str) -> Generator[Shown]:
@@ -116,6 +123,12 @@ class TerminalStopwatch(Stopwatch):
         # A description holds names, which are no markup.
         columns = spinner, TextColumn("{task.description}", markup=False), BarColumn(20), Clock()
         return Progress(*columns, console=self.console, transient=True)
+
+
+def took_text(seconds: Mapping[str, float]) -> str:
+    """What each stage took, and all together."""
+    shown = [f"{name} {one_s:.1f} s" for name, one_s in seconds.items() if one_s >= LEAST_S]
+    return f"{sum(seconds.values()):.1f} s: {', '.join(shown)}"
 
 
 def solver_shown(shown: Shown, budget: object) -> Callable[[Progress], None]:

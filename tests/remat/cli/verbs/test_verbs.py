@@ -31,7 +31,9 @@ def test_run_prints_one_object_with_all_that_is_promised(remat: Remat) -> None:
     checked = said["check"]
     assert all(checked[f"{name}_equal"] for name in ("outputs", "gradients", "buffers", "rng"))
     assert checked["gradients"] == checked["gradients_total"] > 0
-    assert {"capture", "profile", "solve", "check"} <= said["seconds"].keys()
+    named = {"start", "load", "capture", "profile", "solve", "check", "other"}
+    assert named <= said["seconds"].keys()
+    assert said["seconds"]["other"] < 0.1 * sum(said["seconds"].values())
     # Square roots are measured on request alone.
     assert said["chen_sqrt"]["predicted_peak_bytes"] > 0
     assert said["chen_sqrt"]["measured_peak_bytes"] is None
