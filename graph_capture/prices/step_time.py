@@ -119,7 +119,8 @@ class StepRounds:
 
     They are timed in shares, one after each pass over the ops, so that ops and step meet the same
     slow spells. Every other round goes in the opposite order, so that no run always follows the
-    same other. The rounds end once the two least times of each run agree, taken in two shares.
+    same other. The rounds end once the two least times of each run agree, taken in two shares; of
+    a long step, once there are three.
     """
 
     def __init__(self, meter: Meter, made: Callable[[], WholeRuns | None]) -> None:
@@ -132,8 +133,10 @@ class StepRounds:
     @property
     def _is_settled(self) -> bool:
         taken_us = sum(map(sum, self._rounds))
-        is_seen_twice = self._shares > 1 and taken_us >= SOON_US
-        return is_seen_twice and all(have_agreed(each) for each in zip(*self._rounds, strict=True))
+        if self._shares < 2 or taken_us < SOON_US:
+            return False
+        is_long = taken_us >= ENOUGH_US and len(self._rounds) >= LEAST_ROUNDS
+        return is_long or all(have_agreed(each) for each in zip(*self._rounds, strict=True))
 
     def some(self) -> None:
         """Take the next share; nothing once the times stand."""
