@@ -318,7 +318,7 @@ def rematerialize(
 
         def solved(graph: TrainingGraph, budget: str | SupportsIndex, **known: Any) -> Result:
             with stages.stage("solve", f"solving for {budget}") as shown:
-                told = {"progress": solver_shown(shown, budget), **asked, **known}
+                told: Any = {"progress": solver_shown(shown, budget), **asked, **known}
                 return solve(graph, budget, solver, time_limit_s, **told)
 
         def in_pieces(graph: TrainingGraph) -> TrainingGraph:
@@ -331,7 +331,7 @@ def rematerialize(
                 return Solved(graph, solved(graph, target))
             whole = priced(traced, pieces=False)
             solve_for = functools.partial(solved, budget=target)
-            return solved_at_need(traced, whole, solve_for, in_pieces)
+            return solved_at_need(traced, whole, solve_for, in_pieces, stages)
 
         def make() -> Solved:
             found = at(budget)

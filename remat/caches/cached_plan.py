@@ -221,7 +221,9 @@ class Question:
         BudgetError : none fits.
         """
         if is_whole:
-            found = solved_at_need(self.traced, graph, self._solve, self.in_pieces)
+            found = solved_at_need(
+                self.traced, graph, self._solve, self.in_pieces, self.wishes.stages
+            )
         else:
             found = Solved(graph, self._solve(graph))
         if found.result.schedule is None:

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import typer
 
-from remat.cli.entry import when_it_began
 from remat.cli.interrupting import interrupts_noted
 from remat.cli.warned import each_warning_once
 from remat.graph_capture.devices.free_memory import is_out_of_memory
 from remat.graph_capture.errors import RematError, named_as_flags
 from remat.graph_capture.files.contents import check_writable, write_contents
+from remat.screen.since_start import when_it_began
 from remat.screen.stages import Stopwatch, TerminalStopwatch
 from remat.screen.terminal import (
     STDOUT,

@@ -272,7 +272,7 @@ def _solved_in_turn(
         return solve_request(graph, request, stopwatch, at_hand=at_hand)
 
     graph = price_trace(traced, request, stopwatch, pieces=False)
-    found = solved_at_need(traced, graph, solve_for, with_measured)
+    found = solved_at_need(traced, graph, solve_for, with_measured, stopwatch)
     return found.graph, found.result
 
 

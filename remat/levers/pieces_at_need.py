@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from remat.graph_capture.graph import TrainingGraph
+from remat.screen.stages import Stopwatch
 from remat.solved import Solved
 from remat.solver.result import Result
 from remat.solver.stopping import DEFAULT_GAP
@@ -38,15 +39,17 @@ def solved_at_need(
     graph: TrainingGraph,
     solve_for: SolveFor,
     with_priced_pieces: Callable[[TrainingGraph], TrainingGraph],
+    stages: Stopwatch,
 ) -> Solved:
     """The best plan of `graph`, which has no pieces; or of the graph with them, if they may help.
 
     Parameters
     ----------
-    graph : priced, of `traced`. with_priced_pieces : measures the pieces.
+    graph : priced, of `traced`. with_priced_pieces : measures the pieces. stages : times what is
+        done.
     """
     whole = solve_for(graph)
-    if not _may_help(traced, graph, whole, solve_for):
+    if not _may_help(traced, graph, whole, solve_for, stages):
         return Solved(graph, whole)
     in_pieces = with_priced_pieces(graph)
     if not in_pieces.regions:
@@ -54,7 +57,9 @@ def solved_at_need(
     return Solved(in_pieces, solve_for(in_pieces, at_hand=whole))
 
 
-def _may_help(traced: Trace, graph: TrainingGraph, whole: Result, solve_for: SolveFor) -> bool:
+def _may_help(
+    traced: Trace, graph: TrainingGraph, whole: Result, solve_for: SolveFor, stages: Stopwatch
+) -> bool:
     """Whether pieces could be faster than `whole`, by more than the gap."""
     from remat.graph_capture.prices.pricing import with_hoped_pieces
 
@@ -62,7 +67,8 @@ def _may_help(traced: Trace, graph: TrainingGraph, whole: Result, solve_for: Sol
         return True
     if whole.overhead <= DEFAULT_GAP:
         return False
-    hoped = with_hoped_pieces(traced, graph)
+    with stages.stage("solve", "looking at what could run in pieces"):
+        hoped = with_hoped_pieces(traced, graph)
     if not hoped.regions:
         return False
     best = solve_for(hoped, at_hand=whole).schedule

@@ -220,7 +220,7 @@ def training_step(
 
     def solved(graph: TrainingGraph, budget: str | SupportsIndex) -> Result:
         with stages.stage("solve", f"solving for {budget}") as shown:
-            told = {"progress": solver_shown(shown, budget), **options}
+            told: Any = {"progress": solver_shown(shown, budget), **options}
             return solve(graph, budget, solver, time_limit_s, **pins, **told)
 
     graph = priced(traced)

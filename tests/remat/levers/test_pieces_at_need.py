@@ -15,6 +15,7 @@ from remat.graph_capture.tracing.one_trace import Trace
 from remat.levers.pieces_at_need import may_wait, solved_at_need
 from remat.schedules.as_planned import whole
 from remat.schedules.schedule import Pieces
+from remat.screen.stages import Stopwatch
 from remat.solved import Solved
 from remat.solver import Result, solve
 from tests.graph_capture.splitting.language_models import made
@@ -48,7 +49,9 @@ def solved(
             found, time_us=(1 + overhead) * found.time_us, overhead=overhead
         )
 
-    return solved_at_need(cast("Trace", None), whole(measured.graph), solve_for, measured)
+    return solved_at_need(
+        cast("Trace", None), whole(measured.graph), solve_for, measured, Stopwatch()
+    )
 
 
 def test_a_plan_of_whole_ops_that_costs_nothing_needs_no_pieces(
