@@ -39,6 +39,8 @@ REFUSED, INFEASIBLE, CHECK_FAILED, STOPPED = 2, 3, 4, 130
 class ShownStopwatch(TerminalStopwatch):
     """Shows each stage on standard error, also where that is no terminal."""
 
+    takes_prints = True
+
     @contextlib.contextmanager
     def show(self, text: str) -> Generator[Shown]:
         """A line that goes away when the stage is done; kept where no terminal shows it."""

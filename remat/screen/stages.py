@@ -82,6 +82,10 @@ class LoggedStopwatch(Stopwatch):
 class TerminalStopwatch(Stopwatch):
     """Shows each stage with a spinner, the clock and, where a total is known, a bar."""
 
+    takes_prints = False
+    """Whether what is printed meanwhile goes above the line. Where planning is called from Python,
+    the standard streams stay what the user's code has read."""
+
     def __init__(self, console: Console) -> None:
         super().__init__()
         self.console, self.doing = console, ""
@@ -122,7 +126,10 @@ class TerminalStopwatch(Stopwatch):
         spinner = SpinnerColumn("line" if is_simple(self.console) else "dots")
         # A description holds names, which are no markup.
         columns = spinner, TextColumn("{task.description}", markup=False), BarColumn(20), Clock()
-        return Progress(*columns, console=self.console, transient=True)
+        return Progress(
+            *columns, console=self.console, transient=True,
+            redirect_stdout=self.takes_prints, redirect_stderr=self.takes_prints,
+        )  # fmt: skip
 
 
 def took_text(seconds: Mapping[str, float]) -> str:

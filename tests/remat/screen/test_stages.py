@@ -130,6 +130,22 @@ def test_a_terminal_has_one_line_that_stays(
     assert LINE.search(last), last
 
 
+def test_what_a_model_prints_goes_where_it_went(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Prints(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            print(sys.stdout is standard, sys.stderr is shown)
+            return super().forward(input)
+
+    standard, shown = sys.stdout, Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
+    remat.rematerialize(Prints(4, 4), (torch.ones(2, 4),), budget="100%")
+    said = capsys.readouterr().out.split("\n")[:-1]
+    assert said
+    assert set(said) == {"True True"}
+
+
 def test_a_wrong_value_is_told_when_the_model_is_wrapped() -> None:
     with pytest.raises(remat.RematError, match="verbose='yes' is unknown: give True or False"):
         remat.plan_cache(layers(), budget="1MiB", verbose="yes")
