@@ -107,7 +107,7 @@ def front() -> bytes:
 def profile() -> bytes:
     """A profile of two ops and a step."""
     ops = {
-        "aten.mm.default(2x2)": ProfiledOp(3.5, 64, 0, False, Work("matmul", "float32", 16, 48)),
+        "aten.mm.default(2x2)": ProfiledOp(3.5, 64, work=Work("matmul", "float32", 16, 48)),
         "aten.exp.default(4)": ProfiledOp(1.25),
     }
     return Profile("cpu", "a machine", "2.13.0", ops, steps={"ab": WholeStep(9.0, 1.0)}).to_json()

@@ -148,9 +148,19 @@ def test_pricing_leaves_the_random_stream_alone(folder: Path) -> None:
 
 def test_progress_is_told_in_order(folder: Path) -> None:
     model, args, *_ = make("plain")
-    told: list[tuple[int, int]] = []
-    pricing.price(trace(model, args), progress=lambda done, total: told.append((done, total)))
-    assert [done for done, _ in told] == list(range(1, told[-1][1] + 1))
+    told: list[tuple[int, int | None]] = []
+    named: list[str] = []
+
+    def progress(done: int = 0, total: int | None = None, *, text: str = "") -> None:
+        if text:
+            named.append(text)
+        else:
+            told.append((done, total))
+
+    pricing.price(trace(model, args), progress=progress)
+    assert [done for done, _ in told] == list(range(1, len(told) + 1))
+    assert {total for _, total in told} == {len(told)}
+    assert named[0] == f"timing {len(told)} kinds of op"
 
 
 def test_the_profiler_sees_what_is_allocated() -> None:
