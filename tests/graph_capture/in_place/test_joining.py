@@ -130,6 +130,8 @@ class Frozen(nn.Module):
 def test_what_no_gradient_needs_is_let_go_of_in_the_prediction(
     how: Callable[[], torch.no_grad | torch.inference_mode],
 ) -> None:
+    if how is torch.inference_mode and torch.__version__ < "2.13":
+        pytest.skip("functionalization of this torch ends in a KeyError there")
     model, x = Frozen(how), torch.randn(64, 128)
     graph = remat.capture(model, (x,), split="none")
     eager = remat.measured_step(model, model, (x,)).peak_bytes
@@ -189,6 +191,8 @@ class Writes(nn.Module):
 
 @pytest.mark.parametrize("how", RECORDED)
 def test_what_autograd_records_is_written_in_place_too(how: str) -> None:
+    if how == "irfft" and torch.__version__ < "2.13":
+        pytest.skip("the trace of this torch writes to copies that eager does not make")
     torch.manual_seed(0)
     model, given = Writes(how), (torch.randn(128, 32),)
     graph = remat.capture(model, given, split="none")
