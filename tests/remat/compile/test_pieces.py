@@ -13,6 +13,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn.parallel import DistributedDataParallel
 
 import remat
+from remat.budgets import parse_budget
 from remat.graph_capture.memory_events import measure_peak
 
 WIDTH = 512
@@ -101,4 +102,4 @@ def test_less_than_the_parameters_is_refused_with_what_fits() -> None:
     named = str(refused.value).partition('{"budget": "')[2].partition('"')[0]
     torch._dynamo.reset()
     peak_bytes, _ = trained(*wrapped(named, view=False))
-    assert peak_bytes <= int(named.removesuffix("MiB")) << 20
+    assert peak_bytes <= parse_budget(named).size_bytes
