@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-from typing import ClassVar, get_args
+from typing import Any, ClassVar, get_args
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
@@ -39,7 +39,7 @@ from remat.solver.exact.state_space import OrderOption
 from remat.solver.improve import Improvement
 from remat.solver.local_search.exchange import take_exchanges
 from remat.solver.offload.scope import can_copy
-from remat.solver.options import options_of
+from remat.solver.options import REAL, options_of
 from remat.solver.orders.attempts import Share
 from remat.solver.orders.free_order import FreeOrder
 from remat.solver.result import INTERRUPTED, Result, renamed
@@ -85,8 +85,9 @@ class Auto:
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise SolverError(f"workers must be 1 or more, not {self.workers}")
-        if not self.gap >= 0:
-            raise SolverError(f"gap must be 0 or more, not {self.gap}")
+        gap: Any = self.gap
+        if not isinstance(gap, REAL) or not gap >= 0:
+            raise SolverError(f"gap must be 0 or more, not {gap}")
         if self.order not in get_args(OrderOption):
             raise SolverError(f"order must be fixed or free, not '{self.order}'")
 

@@ -82,6 +82,7 @@ def test_what_is_told_only_improves() -> None:
     [
         ({"workers": 0}, "workers must be 1 or more, not 0"),
         ({"workers": -2}, "workers must be 1 or more, not -2"),
+        ({"gap": "little"}, "gap must be 0 or more, not little"),
         ({"gap": -0.1}, "gap must be 0 or more, not -0.1"),
         ({"gap": float("nan")}, "gap must be 0 or more, not nan"),
     ],
