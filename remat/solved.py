@@ -78,7 +78,8 @@ def at_hand_text(
     is_compared: bool,
 ) -> str:
     """As `planned_text`, of a schedule that nothing was solved for."""
-    is_plain = not schedule.pieces and all(n == 1 for n in schedule.computations().values())
+    runs_once = all(n == 1 for n in schedule.computations().values())
+    is_plain = runs_once and not (schedule.pieces or schedule.moves)
     how = "runs as it is" if is_plain else "a schedule at hand"
     checked = "its first step is compared with eager" if is_compared else _checked_text(check)
     return (

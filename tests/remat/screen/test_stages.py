@@ -8,13 +8,17 @@ import re
 import sys
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from rich import progress
 from torch import Tensor, nn
 
 import remat
+from remat.schedules.schedule import Offload
 from remat.screen.stages import LoggedStopwatch, Stopwatch, TerminalStopwatch, stopwatch_of_call
+from remat.solved import at_hand_text
+from tests.steps import schedule_of
 
 LINE = re.compile(
     r"remat: Sequential on float32\[64, 32\]: peak .* predicted, .* measured, budget .*; "
@@ -115,6 +119,16 @@ def test_a_batch_of_another_size_says_that_nothing_is_solved(
     assert "runs as it is, peak" in said[1]
     assert "its first step is compared with eager" in said[1]
     assert len(said) == 2
+
+
+def test_a_step_with_copies_does_not_run_as_it_is() -> None:
+    graph = remat.capture(layers(), (torch.randn(64, 32),))
+    plain = schedule_of(graph, "store_all")
+    copied = Offload(plain.steps[0].op)  # pyright: ignore[reportAttributeAccessIssue]
+    moving = msgspec.structs.replace(plain, steps=(*plain.steps, copied))
+    said = [at_hand_text("a", one, 0, None, 0.0, is_compared=True) for one in (plain, moving)]
+    assert ["runs as it is" in text for text in said] == [True, False]
+    assert "a schedule at hand" in said[1]
 
 
 def test_a_terminal_has_one_line_that_stays(
