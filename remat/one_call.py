@@ -326,7 +326,7 @@ def rematerialize(
                 return with_priced_pieces(traced, graph, shown)
 
         def at(target: str | SupportsIndex) -> Solved:
-            if not may_wait(traced) or parse_budget(target).kind == "min":
+            if not may_wait(traced, parse_budget(target)):
                 graph = priced(traced)
                 return Solved(graph, solved(graph, target))
             whole = priced(traced, pieces=False)

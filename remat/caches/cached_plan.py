@@ -151,8 +151,7 @@ def _solved(
 ) -> RematModule:
     """The module of a schedule that is kept on disk, or is solved for now."""
     question = Question(model, traced, budget, wishes)
-    # The least peak of all is one in pieces.
-    is_whole = may_wait(traced) and question.parsed.kind != "min"
+    is_whole = may_wait(traced, question.parsed)
     graph = question.priced(traced, pieces=not is_whole)
     text = repr(sorted(wishes.of_solve.items()))
     kept = kept_solve(graph, question.parsed, text, question.in_pieces)

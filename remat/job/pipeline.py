@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import remat.solver as solvers
-from remat.budgets import UNBOUNDED_BYTES, unmodified_step
+from remat.budgets import UNBOUNDED_BYTES, parse_budget, unmodified_step
 from remat.checks import failures, unless_short, why_unchecked
 from remat.graph_capture.derived.one_rank import on_one_rank
 from remat.graph_capture.graph import TrainingGraph
@@ -258,8 +258,7 @@ def _solved_in_turn(
     traced: Trace, request: Request, stopwatch: Stopwatch
 ) -> tuple[TrainingGraph, Result | None]:
     """The priced graph of a trace, and its outcome if that decided on the prices of pieces."""
-    # The least budget of all is one in pieces.
-    if not may_wait(traced) or request.budget == "min":
+    if not may_wait(traced, parse_budget(request.budget)):
         return price_trace(traced, request, stopwatch), None
 
     def with_measured(graph: TrainingGraph) -> TrainingGraph:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from remat.budgets import Budget
 from remat.graph_capture.graph import TrainingGraph
 from remat.screen.stages import Stopwatch
 from remat.solved import Solved
@@ -29,9 +30,13 @@ class SolveFor(Protocol):
         ...
 
 
-def may_wait(traced: Trace) -> bool:
-    """Whether pieces need not be priced at once: they cost time, and nobody asked for them."""
-    return traced.recipe.split is None and not traced.recipe.is_modelled
+def may_wait(traced: Trace, budget: Budget) -> bool:
+    """Whether pieces need not be priced at once: they cost time, and nobody asked for them.
+
+    The least peak of all is one in pieces.
+    """
+    is_asked = traced.recipe.split is not None or budget.kind == "min"
+    return not is_asked and not traced.recipe.is_modelled
 
 
 def solved_at_need(

@@ -197,8 +197,9 @@ def training_step(
             if asked.is_run:
                 plan = step_here(model, args, kwargs, asked, optimizer, **batch_of)
             else:
-                told = lambda text: shown(text=text)  # noqa: E731
-                plan = plan_step(model, args, kwargs, asked, told=told, **batch_of)
+                plan = plan_step(
+                    model, args, kwargs, asked, told=lambda text: shown(text=text), **batch_of
+                )
         if isinstance(plan, StepPlan) and plan.shortage:
             raise BudgetError(plan.shortage)
         stages.say(f"remat: {plan!r}; {stages.elapsed_s:.1f} s")

@@ -8,6 +8,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from remat.budgets import parse_budget
 from remat.graph_capture import trace
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.prices import pricing
@@ -86,10 +87,12 @@ def test_pieces_that_may_be_faster_by_more_than_the_gap_are_measured(
 def test_pieces_that_were_asked_for_by_name_do_not_wait() -> None:
     model, args, *_ = make("plain")
     traced = trace(model, args, split=None)
-    assert may_wait(traced)
+    budget = parse_budget("60%")
+    assert may_wait(traced, budget)
+    assert not may_wait(traced, parse_budget("min"))
     for changed in ({"split": "exact"}, {"split": "tolerance"}, {"split": "none"}):
         other: Any = dataclasses.replace(traced.recipe, **changed)
-        assert not may_wait(dataclasses.replace(traced, recipe=other))
+        assert not may_wait(dataclasses.replace(traced, recipe=other), budget)
 
 
 def test_hoped_pieces_take_no_longer_than_measured_ones() -> None:
