@@ -50,7 +50,7 @@ class Noted(NamedTuple):
     name: str
     tensor: weakref.ref[Tensor]
     version: int
-    address: int
+    storage: int
     bits: Bits
 
 
@@ -85,7 +85,7 @@ class ReadAgain:
                 name,
                 weakref.ref(tensor),
                 tensor._version,
-                tensor.data_ptr(),
+                tensor.untyped_storage()._cdata,
                 self._bits(tensor, part) if (i + part.number) % part.of_tensors == 0 else None,
             )
             for i, (name, tensor) in enumerate(pairs)
@@ -138,8 +138,9 @@ class ReadAgain:
             return False
         if one.bits is not None:
             return self._bits(tensor, part) == one.bits
-        # If it has moved, and nothing is known of its bits, it is taken for another one.
-        return tensor.data_ptr() == one.address
+        # In another storage, where nothing is known of its bits, it is taken for another one. The
+        # same one may have moved: FSDP frees a parameter after forward and gathers it in backward.
+        return tensor.untyped_storage()._cdata == one.storage
 
 
 def _added_on_device(tensor: Tensor) -> Bits:

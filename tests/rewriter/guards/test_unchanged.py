@@ -139,6 +139,25 @@ def test_of_many_tensors_each_has_its_turn() -> None:
     assert seen == set(names)
 
 
+def test_memory_that_is_freed_after_forward_may_come_back_elsewhere() -> None:
+    """As the parameters that FSDP gathers for forward, and again for backward."""
+    weights = [nn.Parameter(torch.zeros(300)) for _ in range(100)]
+    watch = ReadAgain(range(100), step_us=0.0)
+    names = [f"weight {i}" for i in range(100)]
+    for _ in range(WHOLE_STEPS + 1):
+        noted = watch.noted(names, weights)
+        before = [weight.data_ptr() for weight in weights]
+        for weight in weights:
+            weight.untyped_storage().resize_(0)
+        others = [torch.empty(300) for _ in weights]
+        for weight in weights:
+            weight.untyped_storage().resize_(1200)
+            weight.data.zero_()
+        assert before != [weight.data_ptr() for weight in weights]
+        del others
+        watch.require(noted, "Block")
+
+
 def test_a_long_step_leaves_time_to_read_all_of_it() -> None:
     weight = nn.Parameter(torch.zeros(1 << 20))
     watch = ReadAgain((0,), step_us=1e6)
