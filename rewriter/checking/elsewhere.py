@@ -101,7 +101,9 @@ class Elsewhere:
     def _copy(self, storage: UntypedStorage) -> _InFile | _OnHost:
         return _OnHost(storage) if self._folder is None else _InFile(self._folder, storage)
 
-    def _pack(self, tensor: Tensor) -> Any:
+    def _pack(self, tensor: Any) -> Any:
+        if not isinstance(tensor, Tensor):  # the mesh, of a tensor over it
+            return tensor
         if is_distributed(tensor):
             parts: Any = tensor
             inner, facts = parts.__tensor_flatten__()
@@ -112,8 +114,8 @@ class Elsewhere:
                 return tensor
             return Shown.of(tensor), self._moved(tensor.untyped_storage())
 
-    def _unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
+    def _unpack(self, packed: Any) -> Any:
+        if not isinstance(packed, tuple):
             return packed
         if len(packed) > 2:
             kind, inner, facts, size, stride = packed
