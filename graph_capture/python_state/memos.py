@@ -11,14 +11,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import Tensor
-from torch._subclasses import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from remat.graph_capture.python_state.places import MISSING, Contents, is_same
-from remat.graph_capture.python_state.reached import is_installed
+from remat.graph_capture.python_state.reached import CLASSES_OF_A_TRACE, is_installed
 from remat.graph_capture.python_state.watch import Change
-
-_OF_A_TRACE = (FunctionalTensor, FakeTensor)
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ def added_to_library(change: Change) -> Memo | None:
     added = {key: now[key] for key in now if key not in before}
     if not (_is_global_of_library(place.owner) and all(map(_is_of_library, added.values()))):
         return None
-    kept = {key: value for key, value in added.items() if key not in _OF_A_TRACE}
+    kept = {key: value for key, value in added.items() if key not in CLASSES_OF_A_TRACE}
     return Memo(place, now, kept)
 
 

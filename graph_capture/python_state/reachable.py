@@ -7,13 +7,15 @@ not followed; of their modules, only what forward itself loads is of interest.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import operator
 import os
+import sys
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
@@ -60,6 +62,7 @@ from remat.graph_capture.python_state.reached import (
     Absent,
     LruCache,
     Reached,
+    is_installed,
     is_library,
     modules_of,
     named_state,
@@ -95,6 +98,7 @@ class Walk:
     ) -> None:
         self.found = Reached()
         self.ran = ran
+        self._in_library = False  # whether what is followed now is an installed library's
         self._queue: deque[tuple[Any, str]] = deque()
         self._seen: dict[int, Any] = {}
         self._entries: set[tuple[int, Any]] = set()
@@ -172,14 +176,31 @@ class Walk:
         """Follow a value later, once."""
         if isinstance(value, str):
             self._add_name(value)
+        if not self._in_library:
+            self.found.of_libraries.discard(id(value))
         if isinstance(value, PLAIN) or id(value) in self._seen:
             return
         if isinstance(value, Tensor) and not attributes_of(value):
             return
         self._seen[id(value)] = value
+        if self._in_library and _may_be_of_library(type(value)):
+            self.found.of_libraries.add(id(value))
         self._queue.append((value, text))
 
+    @contextlib.contextmanager
+    def _within(self, holder: Any) -> Generator[None]:
+        """What is visited meanwhile is an installed library's if `holder` is."""
+        before, self._in_library = self._in_library, self.found.is_of_library(holder)
+        try:
+            yield
+        finally:
+            self._in_library = before
+
     def _follow(self, value: Any, text: str) -> None:
+        with self._within(value):
+            self._follow_kind(value, text)
+
+    def _follow_kind(self, value: Any, text: str) -> None:
         if isinstance(value, Tensor):
             self._spaces.add_instance(text, value, attributes_of(value))
         elif isinstance(value, FunctionType):
@@ -198,6 +219,7 @@ class Walk:
             self._spaces.call(value)
         elif isinstance(value, ModuleType):
             if not is_library(value.__name__):
+                self._holds(vars(value), is_installed(value))
                 self._spaces.add_module(value)
         elif isinstance(value, (tuple, frozenset, *CONTAINERS)):
             self._visit_items(value, text)
@@ -284,6 +306,10 @@ class Walk:
             return
         names = self._names.add(function)
         self.found.functions += 1
+        with self._within(function):
+            self._read_places(function, names)
+
+    def _read_places(self, function: FunctionType, names: Names) -> None:
         for module in modules_of(function, names):
             self._visit(module, module.__name__)
         self._note_stores(function, names)
@@ -301,6 +327,7 @@ class Walk:
         by_text = names.others if names.global_names & _BY_TEXT else set[str]()
         where = function.__globals__.get("__name__", "its file")
         space = function.__globals__
+        self._holds(space, self._in_library)
         before = self._spaces.as_before(space)
         for name in sorted((names.global_names | by_text) & before.keys()):
             self._add_entry(Entry(f"global {name} of {where}", space, name, before[name]))
@@ -330,6 +357,7 @@ class Walk:
         self._spaces.add_class(kind)
         space = getattr(value, "__dict__", None)
         if isinstance(space, dict):
+            self._holds(space, self._in_library)
             self._spaces.add_instance(text, value, cast("dict[str, Any]", space))
         for name in slot_names(kind):
             if hasattr(value, name):
@@ -365,20 +393,27 @@ class Walk:
         if found is not None:
             self.found.streams.append(found)
 
+    def _holds(self, holder: Any, of_library: bool) -> None:
+        """Note whose a namespace or a cell is."""
+        (self.found.of_libraries.add if of_library else self.found.of_libraries.discard)(id(holder))
+
     def _is_new(self, holder: Any, key: Any) -> bool:
         is_new = (id(holder), key) not in self._entries
         self._entries.add((id(holder), key))
         return is_new
 
     def _add_entry(self, place: Entry) -> None:
-        if self._is_new(place.space if place.owner is None else place.owner, place.key):
+        holder = place.space if place.owner is None else place.owner
+        if self._is_new(holder, place.key):
             self.found.places.append(place)
-            self._visit(place.value, place.text)
+            with self._within(holder):
+                self._visit(place.value, place.text)
 
     def _add_cell(self, text: str, cell: Any) -> None:
         value = Cell(text, cell, MISSING).now()
         if value is not MISSING and self._is_new(cell, None):
             self.found.places.append(Cell(text, cell, value))
+            self._holds(cell, self._in_library)
             self._visit(value, text)
 
     def _add_slot(self, text: str, owner: Any, key: str) -> None:
@@ -386,6 +421,11 @@ class Walk:
             value = getattr(owner, key)
             self.found.places.append(Slot(text, owner, key, value))
             self._visit(value, text)
+
+
+def _may_be_of_library(kind: type) -> bool:
+    """Whether it is no class of the user's."""
+    return is_library(kind.__module__) or is_installed(sys.modules.get(str(kind.__module__)))
 
 
 def _key_text(key: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import sys
 from collections import ChainMap, UserDict, UserList, UserString
@@ -11,7 +12,10 @@ from dataclasses import dataclass, field
 from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from remat.graph_capture.python_state.code_names import Names
 from remat.graph_capture.python_state.hidden import Hidden, Stream
@@ -43,6 +47,11 @@ OF_DATA = frozenset({"types", "argparse", "collections", "_thread"})
 """Modules of Python whose objects hold a user's data, as a `SimpleNamespace` or a thread's own."""
 AROUND_DATA = (UserDict, UserList, UserString, ChainMap)
 """Of these, Python's own code reads all attributes, whatever a user's code names."""
+CLASSES_OF_A_TRACE = (FunctionalTensor, FakeTensor)
+"""Of tensors, while a step is traced."""
+OF_A_TRACE = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, torch.fx.Proxy)
+MOST_HELD = 10_000
+"""So many objects are looked at for one of these."""
 LONGEST_NAME = 64
 """Of a text that may name an attribute."""
 LruCache = type(functools.lru_cache(lambda: None))
@@ -64,6 +73,7 @@ class Reached:
     reads, kinds : by the identity of an instance's ``__dict__``, the names that code loads of the
         instance, and its class.
     stores : names of attributes that code sets, with the first ``file:line`` that does.
+    of_libraries : identities of what installed libraries hold, beside their classes and functions.
     """
 
     places: list[Place | Hidden] = field(default_factory=list)
@@ -74,6 +84,13 @@ class Reached:
     reads: dict[int, set[str]] = field(default_factory=dict)
     kinds: dict[int, type] = field(default_factory=dict)
     stores: dict[str, str] = field(default_factory=dict)
+    of_libraries: set[int] = field(default_factory=set)
+
+    def is_of_library(self, holder: Any) -> bool:
+        """Whether an installed library holds what `holder` does: a namespace, a cell, an object."""
+        if isinstance(holder, (type, FunctionType)):
+            return is_installed(sys.modules.get(str(holder.__module__)))
+        return id(holder) in self.of_libraries
 
 
 @dataclass
@@ -110,6 +127,25 @@ def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def is_installed(module: ModuleType | None) -> bool:
     """Whether a module is of a package that was installed, and not of the user's own files."""
     return "site-packages" in (getattr(module, "__file__", None) or "")
+
+
+def holds_tensors(value: Any) -> bool:
+    """Whether a value reaches tensors, or what a trace alone has; so too if it is large."""
+    seen, queue = set[int](), [value]
+    while queue:
+        one = queue.pop()
+        if isinstance(one, OF_A_TRACE) or any(one is kind for kind in CLASSES_OF_A_TRACE):
+            return True
+        if id(one) in seen or isinstance(one, (type, ModuleType)):
+            continue
+        seen.add(id(one))
+        if len(seen) > MOST_HELD:
+            return True
+        if isinstance(one, FunctionType):  # its globals are not its own
+            queue += [one.__defaults__, one.__kwdefaults__, *(one.__closure__ or ())]
+        else:
+            queue += gc.get_referents(one)
+    return False
 
 
 def modules_of(function: FunctionType, names: Names) -> Iterator[ModuleType]:

@@ -25,7 +25,7 @@ from remat.graph_capture.python_state.places import (
 )
 from remat.graph_capture.python_state.ran import CodeThatRan, runs_unseen
 from remat.graph_capture.python_state.reachable import Walk
-from remat.graph_capture.python_state.reached import Absent
+from remat.graph_capture.python_state.reached import Absent, holds_tensors
 from remat.graph_capture.python_state.watched_dicts import Watched, WatchedDicts
 from remat.graph_capture.python_state.writers import Writer, writer_of
 
@@ -182,16 +182,25 @@ class PythonState:
     def restore(self) -> None:
         """Put all places back, empty caches that were filled, and remove what appeared.
 
-        What another thread has written stays.
+        What another thread has written stays, and what a library has found out at its first call:
+        caches of its own, which nobody sees, may rest on it. Tensors of the trace go.
         """
         for place in self.places:
             now = place.now()
-            if not is_same(now, place.value) and self.writer(place) is not Writer.FORWARD:
+            is_changed = not is_same(now, place.value)
+            if is_changed and self.writer(place) is not Writer.FORWARD:
+                continue
+            if self._found.is_of_library(_holder(place)) and not (
+                is_changed and holds_tensors(now)
+            ):
                 continue
             if isinstance(place, Contents) or now is not place.value:
                 place.put(place.value)
         for _, space, names in self.watched:
+            of_library = self._found.is_of_library(space)
             for name in space.keys() & names:
+                if of_library and not holds_tensors(space[name]):
+                    continue
                 if self.writer(Entry(name, space, name, MISSING)) is Writer.FORWARD:
                     del space[name]
         for one in self.streams:
@@ -277,16 +286,14 @@ class PythonState:
 
 def _key_of(place: Place | Hidden) -> tuple[int, Any]:
     """The same for two places that are one."""
+    return id(_holder(place)), place.key if isinstance(place, (Entry, Slot)) else None
+
+
+def _holder(place: Place | Hidden) -> Any:
+    """The object that is a place as a whole, or has it."""
     if isinstance(place, Entry):
         # A class makes another view of its namespace at each look.
-        return id(place.owner or place.space), place.key
-    if isinstance(place, Slot):
-        return id(place.owner), place.key
-    return id(_holder(place)), None
-
-
-def _holder(place: Cell | Contents | Hidden | ModuleHooks) -> Any:
-    """The object that is a place as a whole."""
+        return place.space if place.owner is None else place.owner
     if isinstance(place, ModuleHooks):
         return place.module._forward_hooks
     return place.cell if isinstance(place, Cell) else place.owner

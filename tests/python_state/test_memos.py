@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
 from collections.abc import Iterator
@@ -16,6 +17,30 @@ from tests.python_state.moments import X, planned
 from tests.python_state.places import Place, Reader
 
 SOURCE = """
+import threading
+
+LOCAL = threading.local()
+MASKS = {}
+
+class Using:
+    def __init__(self, name):
+        self.name = name
+
+    def __enter__(self):
+        if not hasattr(LOCAL, "stack"):
+            LOCAL.stack = []
+        LOCAL.stack.append(self.name)
+
+    def __exit__(self, *_):
+        LOCAL.stack.pop()
+
+def used():
+    return list(LOCAL.stack) if hasattr(LOCAL, "stack") else []
+
+def masked(x):
+    if "mask" not in MASKS:
+        MASKS["mask"] = x.new_ones(x.shape)
+    return x * MASKS["mask"]
 class Backend:
     def scale(self, x):
         return x * FACTOR
@@ -85,3 +110,42 @@ def test_a_dictionary_of_the_users_own_is_state(library: Any) -> None:
 
     with pytest.raises(CaptureError, match="kept"):
         planned(Place(Keeping(), lambda _: None))
+
+
+class Within(nn.Module):
+    """Reads what a library holds while it runs. No walk sees how the library comes by that."""
+
+    def __init__(self, library: Any) -> None:
+        super().__init__()
+        self.linear, self.library, self.entered = nn.Linear(4, 4), library, "Using"
+        self.used = library.used
+
+    def forward(self, x: Tensor) -> Tensor:
+        with getattr(self.library, self.entered)("scale"):
+            return self.linear(x) * (1 + len(self.used()))
+
+
+def test_a_library_is_left_as_a_call_leaves_it(library: Any) -> None:
+    """What it holds only while forward runs is not put back into it."""
+    with contextlib.suppress(CaptureError):
+        planned(Place(Within(library), lambda _: None))
+    assert library.used() == []
+
+
+class Masking(nn.Module):
+    """Calls a function of a library that keeps a tensor."""
+
+    def __init__(self, library: Any) -> None:
+        super().__init__()
+        self.linear, self.masked = nn.Linear(4, 4), library.masked
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.masked(self.linear(x))
+
+
+def test_tensors_of_a_trace_do_not_stay_in_a_library(library: Any) -> None:
+    model = Masking(library)
+    with contextlib.suppress(CaptureError):
+        planned(Place(model, lambda _: None))
+    assert library.MASKS == {}
+    assert torch.equal(model(X), model.linear(X))
