@@ -5,7 +5,7 @@ Run as ``torchrun --nproc-per-node 2 tests/distributed/own_collectives_worker.py
 
 from __future__ import annotations
 
-import configparser
+import sqlite3
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -64,15 +64,27 @@ def planned(make: Callable[[], tuple[nn.Module, Any]]) -> Found:
 
 
 class Configured(nn.Module):
-    """Multiplies by a number that no guard looks at."""
+    """Multiplies by a number in a database, whose memory no guard looks into."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.config = Reduced(summed_by_function), configparser.ConfigParser()
-        self.config.read_string("[loss]\nscale = 1.0")
+        self.inner, self.base = Reduced(summed_by_function), sqlite3.connect(":memory:")
+        self.set_scale(1)
+
+    def __deepcopy__(self, _: Any) -> Configured:
+        copied = Configured()
+        copied.load_state_dict(self.state_dict())
+        copied.set_scale(self.scale())
+        return copied
+
+    def set_scale(self, scale: int) -> None:
+        self.base.execute(f"PRAGMA user_version = {scale}")
+
+    def scale(self) -> int:
+        return self.base.execute("PRAGMA user_version").fetchone()[0]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) * self.config.getfloat("loss", "scale")
+        return self.inner(x) * self.scale()
 
 
 def audited() -> Found:
@@ -86,7 +98,7 @@ def audited() -> Found:
         fast(x).backward()
         apart(x).backward()
     if dist.get_rank() == dist.get_world_size() - 1:
-        model.config.set("loss", "scale", "2.0")
+        model.set_scale(2)
     found = said(lambda: fast(x).backward())
     return {**found, "audit": repr(fast.audit), "apart": repr(apart.audit)}
 

@@ -54,8 +54,9 @@ def test_a_sum_in_place_is_refused_before_a_step(two: Found) -> None:
 def test_a_compiled_step_is_right(two: Found, case: str) -> None:
     for found in (one[case] for one in two):
         assert found["seconds"] < TIMEOUT_S / 2
-        if case == "compiled_function" and loses_gradients():
-            assert "torch 2.11 leaves out its gradient" in found["text"]
+        if case == "compiled_function":  # later releases of torch raise where it is compiled
+            why = "torch 2.11 leaves out its gradient" if loses_gradients() else "dynamo gave up"
+            assert why in found["text"]
             continue
         assert found["error"] == "", found["text"]
         assert found["off"] < 1e-5
