@@ -98,7 +98,13 @@ def _writes_after(
 
 
 def _any_form(node: fx.Node) -> Any:
-    """The op in place that does what `node` does, if it takes the same arguments."""
+    """The op in place that does what `node` does, if it takes the same arguments.
+
+    Of an op that computes each element from those at its place, as a sum with zeros does, eager's
+    own form counts: where it makes another tensor, the unmodified step has both.
+    """
+    if torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        return written_by_eager(node)
     op = in_place_form(node)
     if op is None or torch.Tag.inplace_view in op.tags or not _is_plain(node) or is_view(node):
         return None
