@@ -30,7 +30,7 @@ class BeforeForward:
 
     Attributes
     ----------
-    attributes : those of all modules. streams : states of torch's random streams, by device.
+    attributes : those of all modules. devices : whose random streams it knows.
     """
 
     def __init__(self, guards: Guards, written: Iterable[Tensor], others: Iterable[Tensor]) -> None:
@@ -44,7 +44,8 @@ class BeforeForward:
         self._tensors = [(tensor, tensor.clone()) for tensor in parts]
         read = {id(t): t for t in others if id(t) not in distinct and not t.is_inference()}
         self._versions = [(tensor, tensor._version) for tensor in read.values()]
-        self.streams = {name: save_rng_state(name) for name in (CPU, device_of(model))}
+        self._streams = {name: save_rng_state(name) for name in (CPU, device_of(model))}
+        self.devices = tuple(self._streams)
         self._others = random.getstate(), np.random.get_state()
         self._own = [stream(one.text, one.owner) for one in self._state.streams]
 
@@ -54,8 +55,8 @@ class BeforeForward:
         return [f"tensor of shape {list(tensor.shape)}" for tensor in moved]
 
     def forget(self) -> None:
-        """Let go of the copies of tensors: nothing is put back any more."""
-        self._tensors = []
+        """Let go of the copies of tensors and of random streams: nothing is put back any more."""
+        self._tensors, self._streams = [], {}
 
     def put_back(self) -> None:
         """Leave everything as it was. What is as it was already is not written to."""
@@ -63,7 +64,7 @@ class BeforeForward:
             for tensor, before in self._tensors:
                 if not same(tensor, before):
                     tensor.copy_(before)
-        for device, state in self.streams.items():
+        for device, state in self._streams.items():
             if not torch.equal(save_rng_state(device), state):
                 set_rng_state(state, device)
         random.setstate(self._others[0])

@@ -102,8 +102,9 @@ class ForwardOutcomes:
         for written in before.attributes.written():
             for at, leaf in _by_path(written.value):
                 found[f"attribute {written.text}{at}"] = keep(leaf)
-        for device in before.streams:
-            found[STREAM if device == CPU else f"{STREAM} of {device}"] = save_rng_state(device)
+        for device in before.devices:
+            name = STREAM if device == CPU else f"{STREAM} of {device}"
+            found[name] = _bits(save_rng_state(device))
         return found
 
     def _run(self, leaves: list[Any]) -> Any:
