@@ -190,12 +190,13 @@ def test_models_of_all_kinds_are_trained_as_by_eager(name: str, optimizer: str) 
 
     for module, its in ((eager, others), (fast, own)):
         torch.manual_seed(3)
-        for _ in range(4):  # the fourth is audited, the fifth is not
+        for _ in range(3):
             step(module, its)
     for (key, a), b in zip(eager.state_dict().items(), model.state_dict().values(), strict=True):
         assert torch.equal(a, b), key
     plan = remat.plan_of(fast)
     assert plan.graph is not None
+    step(fast, own)  # the fourth, which is audited
     found = plan.graph.resident.total_bytes + measure_peak(lambda: step(fast, own))
     assert found == pytest.approx(simulate(plan.graph, plan.schedule).peak_bytes, rel=0.01)
 
