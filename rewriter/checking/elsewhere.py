@@ -117,11 +117,12 @@ class Elsewhere:
     def _unpack(self, packed: Any) -> Any:
         if not isinstance(packed, tuple):
             return packed
-        if len(packed) > 2:
-            kind, inner, facts, size, stride = packed
+        parts: Any = packed
+        if len(parts) > 2:
+            kind, inner, facts, size, stride = parts
             whole = {name: self._unpack(one) for name, one in inner.items()}
             return kind.__tensor_unflatten__(whole, facts, size, stride)
-        shown, moved = packed
+        shown, moved = parts
         with _unseen():
             return _over_storage(shown, moved.storage())
 
