@@ -8,14 +8,16 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import CellType, MappingProxyType
+from types import CellType, FunctionType, MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
+from torch.fx import _symbolic_trace
 
 from remat.graph_capture.python_state.module_hooks import Hook, ModuleHooks
 
+_FX = _symbolic_trace.__file__
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "missing"})()
 
 PLAIN = (
@@ -237,10 +239,21 @@ def is_same(now: Any, before: Any) -> bool:
 
 
 def is_same_function(now: Any, before: Any) -> bool:
-    """Whether two bound methods, which each look-up makes anew, are of one function and object."""
+    """Whether two are one function: bound methods of one object, which each look-up makes anew.
+
+    While fx traces, it has a function of its own in the place of each that `torch.fx.wrap` names.
+    """
+    now, before = _without_fx(now), _without_fx(before)
+    if now is before:
+        return True
     function = getattr(now, "__func__", None)
     return (
         function is not None
         and function is getattr(before, "__func__", None)
         and now.__self__ is before.__self__
     )
+
+
+def _without_fx(value: Any) -> Any:
+    is_fxs = isinstance(value, FunctionType) and value.__code__.co_filename == _FX
+    return getattr(value, "__wrapped__", value) if is_fxs else value

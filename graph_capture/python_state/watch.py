@@ -22,6 +22,7 @@ from remat.graph_capture.python_state.places import (
     Place,
     Slot,
     is_same,
+    is_same_function,
 )
 from remat.graph_capture.python_state.ran import CodeThatRan, runs_unseen
 from remat.graph_capture.python_state.reachable import Walk
@@ -194,7 +195,7 @@ class PythonState:
                 is_changed and holds_tensors(now)
             ):
                 continue
-            if isinstance(place, Contents) or now is not place.value:
+            if isinstance(place, Contents) or not is_same_function(now, place.value):
                 place.put(place.value)
         for _, space, names in self.watched:
             of_library = self._found.is_of_library(space)

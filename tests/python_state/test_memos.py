@@ -19,6 +19,8 @@ from tests.python_state.places import Place, Reader
 SOURCE = """
 import threading
 
+import torch.fx
+
 LOCAL = threading.local()
 MASKS = {}
 
@@ -36,6 +38,10 @@ class Using:
 
 def used():
     return list(LOCAL.stack) if hasattr(LOCAL, "stack") else []
+
+@torch.fx.wrap
+def doubled(x):
+    return x * FACTOR
 
 def masked(x):
     if "mask" not in MASKS:
@@ -149,3 +155,26 @@ def test_tensors_of_a_trace_do_not_stay_in_a_library(library: Any) -> None:
         planned(Place(model, lambda _: None))
     assert library.MASKS == {}
     assert torch.equal(model(X), model.linear(X))
+
+
+class Doubling(nn.Module):
+    """Calls a function that fx has a stand-in for while it traces."""
+
+    def __init__(self, library: Any) -> None:
+        super().__init__()
+        self.linear, self.library = nn.Linear(4, 4), library
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.library.doubled(self.linear(x))
+
+
+@pytest.mark.parametrize("file", ["/somewhere/site-packages/library.py", "/home/own/library.py"])
+def test_what_fx_puts_in_the_place_of_a_function_is_no_change(library: Any, file: str) -> None:
+    library.__file__, own = file, library.doubled
+    model = Doubling(library)
+    fast = planned(Place(model, lambda _: None))
+    assert library.doubled is own
+    assert torch.equal(fast(X), model(X))
+    library.FACTOR = 3.0
+    with pytest.raises(StateChangedError, match="FACTOR"):
+        fast(X)
