@@ -105,9 +105,11 @@ print(f"{'':30}{'peak, MiB':>10}{'overhead':>10}{'gap':>8}")
 for name, (kept, levers) in ways.items():
     fronts[name] = remat.sweep(graph_of(**levers), budgets, time_limit_s=40, keep=kept)
     result = fronts[name].points[0].result
-    figures = f"{result.peak_bytes / MIB:10.1f}{100 * result.overhead:8.1f} %"
-    figures += f"{100 * result.gap:6.1f} %"
-    print(f"{name:30}{figures if result.schedule else '      does not fit'}")
+    figures = "      does not fit"
+    if result.schedule:
+        figures = f"{result.peak_bytes / MIB:10.1f}{100 * result.overhead:8.1f} %"
+        figures += f"{100 * result.gap:6.1f} %" if result.gap is not None else "  unproved"
+    print(f"{name:30}{figures}")
 
 # %% [markdown]
 # What each costs as the budget falls. A line ends where nothing was found that fits.
