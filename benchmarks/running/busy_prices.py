@@ -79,7 +79,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=4)
     asked = parser.parse_args()
     load = " ".join(f"{one:.2f}" for one in os.getloadavg())
-    print(f"{cpu_name()}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d')}, load {load}")
+    print(f"{cpu_name()}, {time.strftime('%Y-%m-%d')}, load {load}")
     apart = 0.0
     for example in asked.examples:
         beside, after = measured(example, asked.budget, asked.processes)
