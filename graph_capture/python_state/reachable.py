@@ -12,7 +12,6 @@ import functools
 import logging
 import operator
 import os
-import sys
 import weakref
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
@@ -64,6 +63,7 @@ from remat.graph_capture.python_state.reached import (
     Reached,
     is_installed,
     is_library,
+    is_users_module,
     modules_of,
     named_state,
     slot_names,
@@ -183,7 +183,7 @@ class Walk:
         if isinstance(value, Tensor) and not attributes_of(value):
             return
         self._seen[id(value)] = value
-        if self._in_library and _may_be_of_library(type(value)):
+        if self._in_library and not is_users_module(str(type(value).__module__)):
             self.found.of_libraries.add(id(value))
         self._queue.append((value, text))
 
@@ -421,11 +421,6 @@ class Walk:
             value = getattr(owner, key)
             self.found.places.append(Slot(text, owner, key, value))
             self._visit(value, text)
-
-
-def _may_be_of_library(kind: type) -> bool:
-    """Whether it is no class of the user's."""
-    return is_library(kind.__module__) or is_installed(sys.modules.get(str(kind.__module__)))
 
 
 def _key_text(key: Any) -> str:

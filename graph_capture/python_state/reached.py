@@ -148,6 +148,11 @@ def holds_tensors(value: Any) -> bool:
     return False
 
 
+def is_users_module(module: str) -> bool:
+    """Whether code of a module of that name is neither torch's or Python's nor installed."""
+    return not (is_library(module) or is_installed(sys.modules.get(module)))
+
+
 def modules_of(function: FunctionType, names: Names) -> Iterator[ModuleType]:
     """The modules that a function imports as it runs, of those that are there."""
     package = function.__globals__.get("__package__") or ""

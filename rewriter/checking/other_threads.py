@@ -6,7 +6,7 @@ import sys
 import threading
 from typing import Any
 
-from remat.graph_capture.python_state.reached import is_installed, is_library
+from remat.graph_capture.python_state.reached import is_users_module
 
 _FOR_OTHERS = "concurrent.futures"
 """Its threads run what they are given."""
@@ -23,7 +23,7 @@ def _is_users(thread: threading.Thread) -> bool:
     module = getattr(run, "__module__", None) or ""
     if module.startswith(_FOR_OTHERS):
         return not _is_idle(thread, run)
-    return not (is_library(module) or is_installed(sys.modules.get(module)))
+    return is_users_module(module)
 
 
 def _is_idle(thread: threading.Thread, run: Any) -> bool:
