@@ -4,7 +4,8 @@
 #             read a clock and want a quiet machine, and gpu
 # make test-versions   a core set of them on the oldest and the newest torch that the package takes,
 #             recipes of trainers on the pinned and the newest, a part of the zoo on the newest;
-#             on one: TORCH=2.11.0, and then others: PYTEST_ARGS="tests/distributed -x"
+#             on one: TORCH=2.11.0, and then others: PYTEST_ARGS="tests/distributed -x";
+#             on the one whose turn it is, and a part of the core set: TURN=7
 # make lint   ruff: rules and format
 # make types  pyright, strict, on the packages as they are installed
 # make notebooks  runs notebooks/ and keeps them, with their outputs, in build/notebooks
@@ -18,6 +19,7 @@ BUDGET ?= 60%
 MODEL ?= examples/gpt.py:factory
 PYTEST_ARGS ?=
 TORCH ?=
+TURN ?=
 # By file, whose tests share captures and plans; in order, in which the last files are short.
 # A process of tests that dies ends the run: with another in its place, pytest-xdist waits for ever.
 SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
@@ -38,7 +40,7 @@ test: .venv/.dev
 
 test-versions: .venv/.trainers
 	PYTEST_ADDOPTS="$(SIDE_BY_SIDE)" $(BIN)/python -m tests.versions \
-	  $(if $(TORCH),--torch $(TORCH)) -- $(PYTEST_ARGS)
+	  $(if $(TORCH),--torch $(TORCH)) $(if $(TURN),--turn $(TURN)) -- $(PYTEST_ARGS)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

@@ -20,6 +20,7 @@ from remat.graph_capture.devices.device_table import CPU, allocated_on
 from remat.graph_capture.devices.here import meter_of
 from remat.graph_capture.devices.meter import Meter, Run, StepMemory, have_agreed, least_agreed
 from remat.graph_capture.devices.placement import resolved_device
+from remat.graph_capture.devices.watch import Watch
 from remat.graph_capture.graph import Optimizer
 from remat.graph_capture.python_state.ran import CodeThatRan
 from remat.graph_capture.python_state.watch import python_state_kept
@@ -140,7 +141,8 @@ def check(
     """Run a training step of both on the same batch and random state, and compare.
 
     Both run once for equality, once for the peak, and `steps` times in turn for the time; fewer
-    times once two times of each agree, or that has taken 4 s, if no other ranks wait for this one.
+    times once two times of each agree, of which the run for equality may be one, or that has taken
+    4 s, if no other ranks wait for this one.
     On a CUDA device eager runs twice for equality, to see which results it repeats, and up to
     `MOST_EAGER` times if the plan's differ. On a CPU float32 sums by indices have one order
     meanwhile. Gradients, buffers, the batch and the random streams are put back as they were.
@@ -199,12 +201,13 @@ def check(
         in_one_order = meter.device == CPU and sums_in_no_order(module)
         if in_one_order:
             alike.enter_context(InOneOrder())
-        expected = state.outcome(eager)
+        first_us = list[float]()
+        expected = state.outcome(_timed(eager, first_us))
         repeats, is_steady = Repeats(expected), meter.device == CPU
         if not is_steady:
             repeats.add(state.outcome(eager))
         allowed = tolerance_of(module) if tolerance is None else tolerance
-        outcome, error = state.outcome(plan), 0.0
+        outcome, error = state.outcome(_timed(plan, first_us)), 0.0
         differences = compared(repeats, outcome)
         if differences and not is_steady:
             differences = _compared_again(state, eager, repeats, outcome)
@@ -227,7 +230,10 @@ def check(
         memory = [
             state.prepared(lambda run=run: meter.step_memory(run), accumulate) for run in measured
         ]
-        times = _step_times(state, meter, (eager, plan), accumulate, steps)
+        # These two were steps like those that are timed, but for what they had beside them.
+        is_like_others = is_steady and not (in_one_order or elsewhere or accumulate)
+        begun = [first_us] if is_like_others and not _has_other_ranks() else []
+        times = _step_times(state, meter, (eager, plan), accumulate, steps, begun)
     # A CPU has no counter of its own, so its meter sums the profiler's allocation events. Modes
     # that watch tensors would miss workspaces.
     peaks = [resident_total_bytes + one.peak_bytes for one in memory]
@@ -342,22 +348,43 @@ def _backward(output: Any) -> None:
         torch.autograd.backward(roots, tangents)
 
 
+def _timed(run: Run, times_us: list[float]) -> Run:
+    """`run`, which adds to `times_us` what it took."""
+
+    def timed() -> Any:
+        watch = Watch()
+        result = run()
+        times_us.append(watch.taken_us)
+        return result
+
+    return timed
+
+
 def _step_times(
-    state: StepState, meter: Meter, runs: tuple[Run, Run], accumulate: bool, steps: int
+    state: StepState,
+    meter: Meter,
+    runs: tuple[Run, Run],
+    accumulate: bool,
+    steps: int,
+    begun: list[list[float]],
 ) -> tuple[float, float]:
     """Least step times in microseconds that a second one confirms, or medians where none do.
 
     The two run in turn, so that drift hits both, and end once the times of both stand.
+
+    Parameters
+    ----------
+    begun : times of both that are known. They confirm others, as a first run may be a slow one.
     """
     if not steps:
         return math.nan, math.nan
     # Steps may hold collectives. By its own clock, a rank would end before the others.
     enough_us = math.inf if _has_other_ranks() else ENOUGH_US
     soon_us = math.inf if _has_other_ranks() else SOON_US
-    times: list[list[float]] = []
-    while len(times) < steps:
+    times = list(begun)
+    while len(times) < steps + len(begun):
         taken_us = sum(map(sum, times))
-        if len(times) > 1 and taken_us >= enough_us:
+        if len(times) > 1 + len(begun) and taken_us >= enough_us:
             break
         if taken_us >= soon_us and all(map(have_agreed, zip(*times, strict=True))):
             break

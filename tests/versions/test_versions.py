@@ -10,7 +10,7 @@ import pytest
 from remat.rewriter.torch_compat import NEWEST, refused_release
 from tests.paths import ROOT
 from tests.versions import table
-from tests.versions.__main__ import CORE, RECIPES, ZOO, main, runs_on
+from tests.versions.__main__ import CORE, CORE_PARTS, RECIPES, ZOO, main, of_turn, runs_on
 from tests.versions.environment import DONE, EXTRAS, SITE, kept
 from tests.versions.record import RESULTS, Counts, counts, record, recorded
 from tests.versions.releases import releases
@@ -100,6 +100,15 @@ def test_a_failing_release_fails_the_command(monkeypatch: pytest.MonkeyPatch) ->
     assert list(dict.fromkeys(version for version, _ in ran)) == list(releases())
     assert main(["--torch", "2.14.1", "--", "-x"]) == 0
     assert ran[-1] == ("2.14.1", ("-x",))
+    ran.clear()
+    assert main(["--turn", "3"]) == 1
+    assert ran == [("2.11.0", (*CORE, "--part", f"1/{CORE_PARTS}"))]
+
+
+def test_turns_come_to_each_part_on_each_release() -> None:
+    turns = [of_turn(number) for number in range(CORE_PARTS * len(releases()))]
+    parts = [f"{number}/{CORE_PARTS}" for number in range(CORE_PARTS)]
+    assert sorted(turns) == sorted(([version], part) for version in releases() for part in parts)
 
 
 def test_recipes_run_on_the_pinned_and_the_newest_release_and_models_on_the_newest() -> None:
