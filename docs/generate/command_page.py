@@ -15,6 +15,8 @@ from mkdocs.structure.files import File, Files
 _COMMAND = (
     "-m",
     "typer",
+    "--app",
+    "app",
     "remat.cli.main",
     "utils",
     "docs",

@@ -6,42 +6,60 @@ Exit codes: 0 done, 2 usage or refused, 3 infeasible, 4 check failed, 130 ended 
 from __future__ import annotations
 
 import gc
+import importlib
 import signal
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from remat.cli.compare import compare_verb
-from remat.cli.doctor import doctor_verb
-from remat.cli.explain import explain_verb
-from remat.cli.fit import fit_verb
-from remat.cli.inspect import inspect_verb
-from remat.cli.plan import capture_verb, rewrite_verb, solve_verb
-from remat.cli.profile import profile_verb
-from remat.cli.report import export_verb, report_verb
-from remat.cli.run import check_verb, run_verb
-from remat.cli.sweep import sweep_verb
-from remat.cluster.command import plan_cluster_verb
 from remat.screen.terminal import open_closed_streams, use_simple_letters
 
-app = typer.Typer(
-    help="The fastest PyTorch training step that fits a memory budget, exactly.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-PLANNING = {
-    "run": run_verb, "capture": capture_verb, "solve": solve_verb, "sweep": sweep_verb,
-    "plan-cluster": plan_cluster_verb,
-}  # fmt: skip
-READING = {
-    "inspect": inspect_verb, "explain": explain_verb, "compare": compare_verb, "fit": fit_verb
-}  # fmt: skip
-SHOWING = {"report": report_verb, "export": export_verb}
-USING = {
-    "rewrite": rewrite_verb, "check": check_verb, "profile": profile_verb, "doctor": doctor_verb
-}  # fmt: skip
-for name, command in (PLANNING | READING | SHOWING | USING).items():
-    app.command(name)(command)
+VERBS = {
+    "run": "remat.cli.run:run_verb",
+    "capture": "remat.cli.plan:capture_verb",
+    "solve": "remat.cli.plan:solve_verb",
+    "sweep": "remat.cli.sweep:sweep_verb",
+    "plan-cluster": "remat.cluster.command:plan_cluster_verb",
+    "inspect": "remat.cli.inspect:inspect_verb",
+    "explain": "remat.cli.explain:explain_verb",
+    "compare": "remat.cli.compare:compare_verb",
+    "fit": "remat.cli.fit:fit_verb",
+    "report": "remat.cli.report:report_verb",
+    "export": "remat.cli.report:export_verb",
+    "rewrite": "remat.cli.plan:rewrite_verb",
+    "check": "remat.cli.run:check_verb",
+    "profile": "remat.cli.profile:profile_verb",
+    "doctor": "remat.cli.doctor:doctor_verb",
+}
+"""The module and the function of each. Those that plan come first, then those that read a plan."""
+
+if TYPE_CHECKING:
+    app: typer.Typer
+
+
+def __getattr__(name: str) -> Any:
+    """`app`, with every verb: it imports them all."""
+    if name == "app":
+        return app_of(VERBS)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def app_of(verbs: Iterable[str]) -> typer.Typer:
+    """The command line with these of its verbs."""
+    made = typer.Typer(
+        help="The fastest PyTorch training step that fits a memory budget, exactly.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    # Or an app of one verb would have no word for it.
+    made.callback()(lambda: None)
+    for verb in verbs:
+        module, _, function = VERBS[verb].partition(":")
+        made.command(verb)(getattr(importlib.import_module(module), function))
+    return made
 
 
 def main() -> None:
@@ -49,8 +67,10 @@ def main() -> None:
     open_closed_streams()
     # A session does so too; this is for the help, which has none.
     use_simple_letters()
+    # One verb is imported without the others; what is no verb is answered by all.
+    asked = [word for word in sys.argv[1:2] if word in VERBS]
     try:
-        app()
+        app_of(asked or VERBS)()
     finally:
         # The verb has ended, so Ctrl-C has nothing to end. Python's own end should not change the
         # exit code that says how.
