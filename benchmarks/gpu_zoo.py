@@ -25,9 +25,9 @@ from remat.graph_capture.devices.here import meter_of
 from remat.graph_capture.errors import RematError
 from remat.job import pipeline
 from remat.job.factory import Loaded, load
-from remat.job.json_report import report_json
 from remat.job.request import Request
-from remat.screen.stages import Stopwatch
+from remat.job.screen import report_json
+from remat.progress import Stopwatch
 from tests.zoo.catalogue import ZOO
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -20,7 +20,7 @@ import msgspec
 
 from benchmarks.cells.instance_format import graph_of, read_instance
 from benchmarks.layered import layered_graph
-from remat.graph_capture.files.contents import read_contents, write_contents
+from remat.graph_capture.files import read_contents, write_contents
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.simulate import simulate
 from remat.solver.store_all import StoreAll

@@ -30,7 +30,7 @@ from benchmarks.cells.instance_format import (
     read_instance,
 )
 from remat.graph_capture.errors import GraphError, RematError
-from remat.graph_capture.files.contents import write_contents
+from remat.graph_capture.files import write_contents
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Compute, Schedule
 from remat.solver import Progress, Result, make_solver, option_names

@@ -33,12 +33,10 @@ from benchmarks.cells.cell import cpu_name
 from benchmarks.graphs import NETWORK_NAMES, peak_bytes
 from benchmarks.networks.catalogue import NETWORKS
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.buffers import Buffers, buffers_of
+from remat.schedules.layout import Buffers, buffers_of
 from remat.solver import solve
-from remat.solver.layout.boxes import Boxes
-from remat.solver.layout.capacity import fit_into
-from remat.solver.layout.jit import IS_COMPILED
-from remat.solver.layout.placing import place
+from remat.solver.layout.boxes import IS_COMPILED, Boxes
+from remat.solver.layout.placing import fit_into, place
 
 EXAMPLES = ("llama", "unet", "resnet")
 """Of `examples/`, as ``example:NAME``: with other sizes than the networks of the same name."""

@@ -25,9 +25,9 @@ from benchmarks.networks.catalogue import gpt, moe, resnet
 from remat.budgets import unmodified
 from remat.formats import bytes_text, percent_text
 from remat.graph_capture.capturing import price_for
-from remat.graph_capture.files.contents import write_contents
-from remat.graph_capture.gradients.hand_over import HandOver
+from remat.graph_capture.files import write_contents
 from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.joint.hand_over import HandOver
 from remat.graph_capture.tracing.recipe import Split
 from remat.graph_capture.tracing.trace import trace
 from remat.solver.result import Result

@@ -36,7 +36,7 @@ from benchmarks.running.audits import audits_row, audits_text
 from benchmarks.running.guards import guards_rows, guards_text
 from benchmarks.running.kept_memory import restart_keeping_memory
 from examples.gpt import GPT, Sizes
-from remat.graph_capture.devices.cpu_meter import cpu_title
+from remat.graph_capture.devices.cpu import cpu_title
 
 SMALL = Sizes(layers=6, width=16, heads=2, seq=8, batch=1, vocab=32, dropout=0.0)
 WIDE = Sizes(layers=6, width=256, heads=4, seq=256, batch=8, vocab=1024, dropout=0.0)

@@ -38,8 +38,8 @@ import remat
 from benchmarks import GAP_OF_FIGURES
 from benchmarks.cells.cell import cpu_name
 from examples.gpt import GPT, Sizes
+from remat.graph_capture.devices.memory_events import measure_live
 from remat.graph_capture.errors import BudgetError
-from remat.graph_capture.memory_events import measure_live
 from remat.several_shapes import PlanCache
 
 SIZES = Sizes(layers=12, width=64, heads=4, seq=512, batch=4, vocab=256, dropout=0.1)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import remat
-from remat.graph_capture.memory_events import measure_rank_peak
+from remat.graph_capture.devices.memory_events import measure_rank_peak
 from remat.graph_capture.tracing.resident import storage_bytes
 
 STEPS, SEQUENCES, MICROBATCH = 10, 32, 4

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import remat
-from remat.graph_capture.memory_events import measure_rank_peak
+from remat.graph_capture.devices.memory_events import measure_rank_peak
 from remat.graph_capture.tracing.resident import storage_bytes
 
 STEPS = 20

@@ -9,8 +9,7 @@ from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
 if TYPE_CHECKING:
     from remat.graph_capture.capturing import capture
     from remat.graph_capture.prices.pricing import price
-    from remat.graph_capture.tracing.one_trace import Trace
-    from remat.graph_capture.tracing.trace import trace
+    from remat.graph_capture.tracing.trace import Trace, trace
 
 __all__ = ["Op", "Resident", "Trace", "TrainingGraph", "Value", "capture", "price", "trace"]
 
@@ -18,7 +17,7 @@ _LAZY = {
     "price": "prices.pricing",
     "capture": "capturing",
     "trace": "tracing.trace",
-    "Trace": "tracing.one_trace",
+    "Trace": "tracing.trace",
 }
 
 

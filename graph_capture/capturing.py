@@ -13,23 +13,22 @@ from typing import Any, SupportsIndex, overload
 import msgspec
 from torch import nn
 
-from remat.graph_capture.derived.one_rank import on_one_rank
-from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.devices.here import meter_of
-from remat.graph_capture.devices.lower_tiers import LowerTiers, lower_tiers
+from remat.graph_capture.devices.memory import LowerTiers, lower_tiers
 from remat.graph_capture.devices.placement import resolved_device
+from remat.graph_capture.distributed.sharded_step import on_one_rank
+from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.graph import Optimizer, TrainingGraph
-from remat.graph_capture.prices.link_prices import links_below
+from remat.graph_capture.prices.measuring import links_below
 from remat.graph_capture.prices.profile import Profile, as_profile
-from remat.graph_capture.shapes.at_sizes import WorkspacesOf, ranged_graph_of
-from remat.graph_capture.shapes.ranged_graph import RangedGraph
-from remat.graph_capture.shapes.ranges import Dynamic
-from remat.graph_capture.shapes.signature import refuse_beside_ranges
+from remat.graph_capture.sizes.at_sizes import WorkspacesOf, ranged_graph_of
+from remat.graph_capture.sizes.ranged_graph import RangedGraph
+from remat.graph_capture.sizes.signature import refuse_beside_ranges
+from remat.graph_capture.sizes.symbols import Dynamic
 from remat.graph_capture.tracing.mixed_precision import parameters_cast
-from remat.graph_capture.tracing.one_trace import Trace
 from remat.graph_capture.tracing.recipe import Split, keep_links
 from remat.graph_capture.tracing.step_module import LossFunction
-from remat.graph_capture.tracing.trace import Shown, trace
+from remat.graph_capture.tracing.trace import Shown, Trace, trace
 
 
 @overload
@@ -188,7 +187,7 @@ def price_for(
     """
     device = traced.recipe.device
     if traced.recipe.is_modelled:
-        from remat.graph_capture.prices.modelled import price_modelled
+        from remat.graph_capture.prices.roofline import price_modelled
 
         graph = price_modelled(traced, device, profile)
     else:
@@ -215,7 +214,7 @@ def workspaces_by(traced: Trace, profile: Profile | None = None) -> WorkspacesOf
             for op in price_for(one, profile=profile).ops
             if op.name in names
         }
-    from remat.graph_capture.prices.workspaces import measured_workspaces
+    from remat.graph_capture.prices.pricing import measured_workspaces
 
     is_here = profile is None or profile.title == meter_of(traced.recipe.device).title
     return measured_workspaces if is_here else None

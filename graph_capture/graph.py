@@ -11,14 +11,249 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from typing import Literal
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 import msgspec
 
 from remat.graph_capture.errors import GraphError, ShapeError, TextError
-from remat.graph_capture.files.json_text import decoded
-from remat.graph_capture.graph_rules import check_graph
-from remat.graph_capture.links import Links, Tier
+from remat.graph_capture.files import decoded
+
+# The rules that a training graph must keep for its schedules to mean anything.
+#
+# Each rule is checked in one pass over the graph. Errors name the place and the way out.
+
+
+if TYPE_CHECKING:
+    pass
+
+MOST_BYTES = 1 << 62
+"""Sums below it stay exact in 64-bit integers, and so does twice a sum."""
+MOST_US = 1e100
+"""Sums and squares of what is below it are finite."""
+MOST_FIGURE = 10**300
+"""What is below it can be shown, since floats reach further. Budgets may be that large."""
+
+
+def are_figures(*numbers: float) -> bool:
+    """Whether all numbers are defined, from 0 on, and small enough to be shown."""
+    return all(0 <= number < MOST_FIGURE for number in numbers)
+
+
+def check_graph(graph: TrainingGraph) -> None:
+    """Raise `GraphError` unless ops can run in their order on the values given."""
+    values = {value.name: value for value in graph.values}
+    if len(values) != len(graph.values):
+        raise GraphError("two values have the same name")
+    if len({op.name for op in graph.ops}) != len(graph.ops):
+        raise GraphError("two ops have the same name")
+    for value in graph.values:
+        if value.size_bytes < 0:
+            raise GraphError(f"value {value.name} has a negative size: {value.size_bytes} bytes")
+        if value.home is not None and value.producer:
+            raise GraphError(
+                f"value {value.name} has a home on the {value.home} and is made by op "
+                f"{value.producer}: only what is there before the step begins has a home"
+            )
+    _check_ops(graph, values)
+    _check_producers(graph)
+    _check_outputs(graph, values)
+    _check_sums(graph)
+
+
+def _check_ops(graph: TrainingGraph, values: dict[str, Value]) -> None:
+    present = {value.name for value in graph.values if not value.producer}
+    backward_seen = False
+    for op in graph.ops:
+        if op.phase == "forward" and backward_seen:
+            raise GraphError(f"forward op {op.name} comes after a backward op")
+        backward_seen = backward_seen or op.phase == "backward"
+        _check_op(op, values, present)
+        present.update(op.outputs)
+
+
+def _check_op(op: Op, values: dict[str, Value], present: set[str]) -> None:
+    if not 0 <= op.cost_us < math.inf or op.workspace_bytes < 0:
+        raise GraphError(
+            f"op {op.name} has a negative or undefined price: "
+            f"{op.cost_us} us, {op.workspace_bytes} bytes of workspace; both are finite, from 0 on"
+        )
+    for name in op.inputs:
+        if name not in values:
+            raise GraphError(f"op {op.name} reads {name}, which is no value of the graph")
+        if name not in present:
+            raise GraphError(
+                f"op {op.name} reads {name} before any op has produced it: "
+                "the order is not one in which the ops can run, or the graph has a cycle"
+            )
+    _check_host(op)
+    for name in op.outputs:
+        if name not in values or values[name].producer != op.name:
+            raise GraphError(
+                f"op {op.name} lists output {name}, which does not name it as producer"
+            )
+    if len(set(op.outputs)) < len(op.outputs):
+        twice = next(name for name in op.outputs if op.outputs.count(name) > 1)
+        raise GraphError(f"op {op.name} lists output {twice} twice: list each value once")
+
+
+def _check_host(op: Op) -> None:
+    """Its price on the host is one, and it rewrites only what it reads."""
+    if op.host_cost_us is not None and not 0 <= op.host_cost_us < math.inf:
+        raise GraphError(
+            f"op {op.name} has a negative or undefined price on the host: {op.host_cost_us} us; it "
+            "is finite, from 0 on, or None where the op cannot run there"
+        )
+    for name in op.updates:
+        if name not in op.inputs:
+            raise GraphError(
+                f"op {op.name} updates {name} and does not read it: list it among its inputs"
+            )
+
+
+def _check_producers(graph: TrainingGraph) -> None:
+    """Each value with a producer is an output of that op."""
+    made = {name for op in graph.ops for name in op.outputs}
+    for value in graph.values:
+        if not value.producer or value.name in made:
+            continue
+        if any(op.name == value.producer for op in graph.ops):
+            raise GraphError(
+                f"value {value.name} names op {value.producer} as its producer, which does not "
+                "list it: add it to the outputs of the op"
+            )
+        raise GraphError(
+            f"value {value.name} is produced by {value.producer}, which is no op of the graph: "
+            "leave the producer empty for what is resident"
+        )
+
+
+def _check_outputs(graph: TrainingGraph, values: dict[str, Value]) -> None:
+    """Outputs exist, and those of forward are made in forward."""
+    for name in (*graph.forward_outputs, *graph.outputs):
+        if name not in values:
+            raise GraphError(f"output {name} is produced by no op")
+    late = {op.name for op in graph.ops if op.phase == "backward"}
+    for name in graph.forward_outputs:
+        if values[name].producer in late:
+            raise GraphError(
+                f"output {name} of forward is produced by {values[name].producer}, a backward "
+                "op: list it among the outputs of the step instead"
+            )
+
+
+def _check_sums(graph: TrainingGraph) -> None:
+    """Resident bytes are not negative; sums of bytes and of costs are not too large."""
+    resident = msgspec.structs.asdict(graph.resident)
+    for category, size_bytes in resident.items():
+        if size_bytes < 0:
+            raise GraphError(f"resident {category} are negative: {size_bytes}; give 0 for none")
+    total_bytes = sum(resident.values()) + sum(value.size_bytes for value in graph.values)
+    total_bytes += sum(op.workspace_bytes for op in graph.ops)
+    if total_bytes >= MOST_BYTES:
+        raise GraphError(
+            f"values, workspaces and what is resident are {total_bytes} bytes in all, beyond "
+            f"what can be computed with, {MOST_BYTES}: are the sizes in bytes?"
+        )
+    total_us = sum(op.cost_us for op in graph.ops)
+    if total_us > MOST_US:
+        raise GraphError(
+            f"the costs of all ops are {total_us} us in all, beyond what can be computed with, "
+            f"{MOST_US}: are they in microseconds?"
+        )
+
+
+# Links between tiers of memory: how fast they copy, and how much room is below the device.
+#
+# A graph without links is planned for its device alone. A peak never depends on a link's rate: a
+# wrong rate costs time and cannot break a budget.
+
+
+Tier = Literal["device", "host", "nvme"]
+TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
+"""Kinds of memory, from the fastest down. A copy goes one tier down, or one up."""
+LOWER_TIERS: tuple[Tier, ...] = ("host", "nvme")
+LinkName = Literal["d2h", "h2d", "write", "read"]
+LINK_NAMES: tuple[LinkName, ...] = ("d2h", "h2d", "write", "read")
+LINK_TITLES: dict[LinkName, str] = {
+    "d2h": "device to host", "h2d": "host to device", "write": "host to NVMe",
+    "read": "NVMe to host",
+}  # fmt: skip
+WAYS: dict[tuple[Tier, Tier], LinkName] = {
+    ("device", "host"): "d2h", ("host", "device"): "h2d", ("host", "nvme"): "write",
+    ("nvme", "host"): "read",
+}  # fmt: skip
+"""The link from one tier to another."""
+
+
+class Link(msgspec.Struct, frozen=True):
+    """One way between two tiers.
+
+    Attributes
+    ----------
+    bytes_per_us : sustained rate. latency_us : what each copy takes beside its bytes.
+    """
+
+    bytes_per_us: float
+    latency_us: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (0 < self.bytes_per_us < math.inf and 0 <= self.latency_us < math.inf):
+            raise GraphError(
+                f"a link of {self.bytes_per_us} bytes and {self.latency_us} us: its rate is "
+                "positive and finite, its latency finite and from 0 on"
+            )
+
+    def us(self, size_bytes: int) -> float:
+        """Time of one copy."""
+        return self.latency_us + size_bytes / self.bytes_per_us
+
+
+class Links(msgspec.Struct, frozen=True):
+    """What lies below the device, and the ways there.
+
+    Attributes
+    ----------
+    d2h, h2d : device to host, and back. host_bytes : room on the host.
+    write, read : host to NVMe, and back; None without one. nvme_bytes : room there.
+    nvme_path : the folder that the files are in. source : where the rates come from, in words.
+    """
+
+    d2h: Link
+    h2d: Link
+    host_bytes: int
+    write: Link | None = None
+    read: Link | None = None
+    nvme_bytes: int = 0
+    nvme_path: str = ""
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if self.host_bytes < 0 or self.nvme_bytes < 0:
+            raise GraphError("the room on the host and on NVMe is 0 bytes or more")
+        if (self.write is None) != (self.read is None):
+            raise GraphError("NVMe is written and read: give both links, or none")
+
+    def link(self, name: LinkName) -> Link | None:
+        """The link of that name; None where there is no NVMe."""
+        return getattr(self, name)
+
+    def room_bytes(self, tier: Tier) -> float:
+        """Room in a tier; that of the device is a budget's matter."""
+        rooms = {"device": math.inf, "host": self.host_bytes, "nvme": self.nvme_bytes}
+        return rooms[tier]
+
+    def slower(self, share: float) -> Links:
+        """The same links at that share of their rates."""
+        slow = {
+            name: Link(link.bytes_per_us * share, link.latency_us)
+            for name in LINK_NAMES
+            for link in (self.link(name),)
+            if link is not None
+        }
+        return msgspec.structs.replace(self, **slow)
+
 
 SCHEMA_VERSION = 2
 READ_VERSIONS = (1, 2)
@@ -301,8 +536,7 @@ class TrainingGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
             raise GraphError(f"not a JSON graph file: {error}") from error
 
     def _repr_html_(self) -> str:
-        from remat.formats import bytes_text, time_text
-        from remat.html_figures import figures_html
+        from remat.formats import bytes_text, figures_html, time_text
 
         backward = len(self.ops) - self.n_forward
         made_bytes = sum(value.size_bytes for value in self.values if value.producer)
@@ -323,3 +557,22 @@ class TrainingGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
             f"{len(self.values)} values, {self.resident.total_bytes} bytes resident, "
             f"{self.prices} for {self.device}, hash {self.hash[:12]})"
         )
+
+
+# What was found out about a graph, kept with the object.
+
+
+T = TypeVar("T")
+PREFIX = "remat kept: "
+
+
+def kept_with(graph: TrainingGraph, name: str, make: Callable[[], T]) -> T:
+    """What `make` returned when it was first asked under `name` for this graph object.
+
+    It is kept as long as the object. Files, copies and other processes do not see it.
+    """
+    known = vars(graph)
+    key = PREFIX + name
+    if key not in known:
+        known[key] = make()
+    return cast("T", known[key])

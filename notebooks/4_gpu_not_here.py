@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import remat
-from remat.questions.tables import prices_text
+from remat.questions.report import prices_text
 
 WIDTH, LAYERS, BATCH, TOKENS = 4096, 8, 4, 2048
 

@@ -23,14 +23,14 @@ from torch import nn
 
 import remat
 from remat.solver import TABLE, Result
-from remat.solver.problem import Problem
-from remat.solver.search import Listener, Search
-from remat.solver.templates.template import (
+from remat.solver.policies.template import (
     Template,
     read_in_backward,
     template_sequence,
     unavoidable,
 )
+from remat.solver.problem import Problem
+from remat.solver.search import Listener, Search
 
 # %% [markdown]
 # ## The rule
@@ -122,6 +122,6 @@ print(f"{found.gradients} of {found.gradients_total} gradients are equal to the 
 print(f"peak {found.plan_peak_bytes} of {mine.budget_bytes} bytes")
 
 # %% [markdown]
-# To bring it into the package, write one file `solver/templates/dearest_bytes.py`, whose docstring
+# To bring it into the package, write one file `solver/policies/dearest_bytes.py`, whose docstring
 # says what it solves, at what cost, and where it is weak, and add the line to `TABLE`. The tests
 # over the table take it from there. [`CONTRIBUTING.md`](../../CONTRIBUTING.md) has the steps.

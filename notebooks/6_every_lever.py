@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import remat
-from remat.graph_capture.memory_events import measure_peak
+from remat.graph_capture.devices.memory_events import measure_peak
 
 MIB = 2**20
 VOCABULARY, WIDTH, TOKENS = 4096, 128, 256

@@ -18,43 +18,38 @@ if TYPE_CHECKING:
     from remat.blocks.rematerialized import block_plan, rematerialize_blocks
     from remat.cluster.apply.cluster_mesh import cluster_mesh
     from remat.cluster.apply.parallelize import ClusterPart, parallelize
-    from remat.compile.report import CompiledPlan, compiled_plans
+    from remat.compile.place import CompiledPlan, compiled_plans
     from remat.graph_capture.capturing import capture
-    from remat.graph_capture.derived.sharding import Sharding
+    from remat.graph_capture.distributed.sharding import Sharding
     from remat.graph_capture.errors import RematError
     from remat.graph_capture.graph import TrainingGraph
+    from remat.graph_capture.prices.measuring import profile
     from remat.graph_capture.prices.profile import Profile
-    from remat.graph_capture.prices.profiling import profile
-    from remat.graph_capture.shapes.ranged_graph import RangedGraph
+    from remat.graph_capture.sizes.ranged_graph import RangedGraph
     from remat.job.fit import fit
     from remat.job.fitted import Fit
     from remat.levers.delivery import use_arena
-    from remat.levers.update_at_once import training_step
+    from remat.levers.training_step import training_step
     from remat.one_call import rematerialize, solve
     from remat.placed import place
-    from remat.questions.budget_slider import BudgetSlider
-    from remat.questions.compare import compare
-    from remat.questions.comparison import Comparison
+    from remat.questions.compare import Comparison, compare
     from remat.questions.explain import explain
     from remat.questions.explanation import Explanation
-    from remat.questions.inspect import inspect
-    from remat.questions.inspection import Inspection
+    from remat.questions.inspect import Inspection, inspect
     from remat.questions.layer_checkpoints import EveryNth, every_n_layers
+    from remat.questions.memory import predict_reserved
     from remat.questions.report import report
-    from remat.questions.reserved import predict_reserved
-    from remat.questions.sweep import sweep
+    from remat.questions.sweep import BudgetSlider, sweep
     from remat.ranges.curve import overheads_over
     from remat.rewriter.arena.arena import Arena
     from remat.rewriter.checking.check import Check, check
     from remat.rewriter.checking.measured_step import measured_step
     from remat.rewriter.checkpoint_policy import checkpoint_policy
-    from remat.rewriter.gradients.updating import accumulating
-    from remat.rewriter.plans.archive import read_plan, save_plan
-    from remat.rewriter.plans.loading import load, plan_of
+    from remat.rewriter.graphs.updating import accumulating
+    from remat.rewriter.plans.loading import load, plan_of, read_plan, save_plan
     from remat.rewriter.rewriting import rewrite
-    from remat.schedules.family import Family
+    from remat.schedules.family import Family, RangePeak, peak_over
     from remat.schedules.layout import Layout
-    from remat.schedules.over_range import RangePeak, peak_over
     from remat.schedules.plan import Plan
     from remat.schedules.reserved import Reserved
     from remat.schedules.schedule import Schedule
@@ -62,8 +57,8 @@ if TYPE_CHECKING:
     from remat.schedules.simulation import Simulation
     from remat.several_shapes import PlanCache, plan_cache, plans_of
     from remat.solver.budgets.front import Front
-    from remat.solver.budgets.price import GibPrice as Price
-    from remat.solver.budgets.worth import least_peak, price_of_gib
+    from remat.solver.budgets.front import GibPrice as Price
+    from remat.solver.budgets.sweep import least_peak, price_of_gib
     from remat.solver.result import Result
 
 __all__ = [
@@ -139,7 +134,7 @@ _LAZY = {
     "Plan": "remat.schedules.plan",
     "RematError": "remat.graph_capture.errors",
     "Schedule": "remat.schedules.schedule",
-    "Sharding": "remat.graph_capture.derived.sharding",
+    "Sharding": "remat.graph_capture.distributed.sharding",
     "Simulation": "remat.schedules.simulate",
     "simulate": "remat.schedules.simulate",
     "TrainingGraph": "remat.graph_capture.graph",
@@ -147,7 +142,7 @@ _LAZY = {
     "BlocksPlan": "remat.blocks.planning",
     "block_plan": "remat.blocks.rematerialized",
     "rematerialize_blocks": "remat.blocks.rematerialized",
-    "BudgetSlider": "remat.questions.budget_slider",
+    "BudgetSlider": "remat.questions.sweep",
     "Check": "remat.rewriter.checking.check",
     "ClusterPart": "remat.cluster.apply.parallelize",
     "cluster_mesh": "remat.cluster.apply.cluster_mesh",
@@ -161,42 +156,42 @@ _LAZY = {
     "Fit": "remat.job.fitted",
     "fit": "remat.job.fit",
     "Front": "remat.solver.budgets.front",
-    "Comparison": "remat.questions.comparison",
+    "Comparison": "remat.questions.compare",
     "compare": "remat.questions.compare",
     "Explanation": "remat.questions.explanation",
     "explain": "remat.questions.explain",
-    "Inspection": "remat.questions.inspection",
+    "Inspection": "remat.questions.inspect",
     "inspect": "remat.questions.inspect",
-    "CompiledPlan": "remat.compile.report",
-    "compiled_plans": "remat.compile.report",
-    "least_peak": "remat.solver.budgets.worth",
+    "CompiledPlan": "remat.compile.place",
+    "compiled_plans": "remat.compile.place",
+    "least_peak": "remat.solver.budgets.sweep",
     "load": "remat.ranks.same_order",
     "measured_step": "remat.rewriter.checking.measured_step",
     "overheads_over": "remat.ranges.curve",
-    "peak_over": "remat.schedules.over_range",
+    "peak_over": "remat.schedules.family",
     "place": "remat.placed",
-    "RangePeak": "remat.schedules.over_range",
-    "RangedGraph": "remat.graph_capture.shapes.ranged_graph",
+    "RangePeak": "remat.schedules.family",
+    "RangedGraph": "remat.graph_capture.sizes.ranged_graph",
     "plan_of": "remat.rewriter.plans.loading",
-    "Price": "remat.solver.budgets.price:GibPrice",
+    "Price": "remat.solver.budgets.front:GibPrice",
     "Profile": "remat.graph_capture.prices.profile",
     "PlanCache": "remat.several_shapes",
     "plan_cache": "remat.several_shapes",
     "plans_of": "remat.several_shapes",
-    "predict_reserved": "remat.questions.reserved",
-    "price_of_gib": "remat.solver.budgets.worth",
-    "profile": "remat.graph_capture.prices.profiling",
-    "read_plan": "remat.rewriter.plans.archive",
+    "predict_reserved": "remat.questions.memory",
+    "price_of_gib": "remat.solver.budgets.sweep",
+    "profile": "remat.graph_capture.prices.measuring",
+    "read_plan": "remat.rewriter.plans.loading",
     "rematerialize": "remat.one_call",
     "report": "remat.questions.report",
     "Reserved": "remat.schedules.reserved",
     "Result": "remat.solver.result",
     "rewrite": "remat.ranks.same_order",
-    "save_plan": "remat.rewriter.plans.archive",
+    "save_plan": "remat.rewriter.plans.loading",
     "solve": "remat.one_call",
     "sweep": "remat.questions.sweep",
-    "accumulating": "remat.rewriter.gradients.updating",
-    "training_step": "remat.levers.update_at_once",
+    "accumulating": "remat.rewriter.graphs.updating",
+    "training_step": "remat.levers.training_step",
     "use_arena": "remat.levers.delivery",
 }
 

@@ -7,21 +7,30 @@ from dataclasses import dataclass
 from typing import Any, Literal, SupportsIndex
 
 import remat.solver as solvers
-from remat.graph_capture.derived.eager import as_eager, as_unmodified, with_eagers_writes
-from remat.graph_capture.derived.kept_with import kept_with
-from remat.graph_capture.derived.saved_elsewhere import with_saved_elsewhere
-from remat.graph_capture.devices.device_table import CPU, is_in_table, modelled_device
-from remat.graph_capture.devices.free_memory import free_bytes
-from remat.graph_capture.devices.sizes import NUMBER, whole_bytes, written_bytes
+from remat.graph_capture.devices.memory import free_bytes
+from remat.graph_capture.devices.table import (
+    CPU,
+    NUMBER,
+    is_in_table,
+    modelled_device,
+    whole_bytes,
+    written_bytes,
+)
+from remat.graph_capture.eager_step import (
+    as_eager,
+    as_unmodified,
+    with_eagers_writes,
+    with_saved_elsewhere,
+)
 from remat.graph_capture.errors import BudgetError
-from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.as_planned import whole
-from remat.schedules.unmodified_steps import as_eager_frees, ops_as_eager_runs
+from remat.graph_capture.graph import TrainingGraph, kept_with
+from remat.schedules.derived import whole
+from remat.schedules.kept_in_forward import as_eager_frees, ops_as_eager_runs
 from remat.solved import Solved
-from remat.solver.budgets.worth import least_peak
+from remat.solver.budgets.sweep import least_peak
 from remat.solver.problem import Problem
 from remat.solver.result import Result, judged
-from remat.solver.sequence import schedule_of
+from remat.solver.state import schedule_of
 
 # A plan counts what the step allocates. Workspaces of cuBLAS and cuDNN, the CUDA context and
 # fragmentation come on top of it.

@@ -2,30 +2,105 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
+import torch
+
 from remat.budgets import auto_bytes, unmodified
-from remat.differences import cause_text, differences_text
 from remat.formats import bytes_text
-from remat.graph_capture.devices.free_memory import is_out_of_memory
+from remat.graph_capture.chunking.regions import COUNTS, Found, regions_asked
+from remat.graph_capture.chunking.same_bits import gives_eagers_bits
+from remat.graph_capture.devices.memory import is_out_of_memory
+from remat.graph_capture.devices.table import CPU
 from remat.graph_capture.errors import (
     BudgetError,
     DifferenceError,
     NotComparedError,
     RewriteError,
+    option,
 )
 from remat.graph_capture.graph import Optimizer, TrainingGraph
+from remat.graph_capture.tracing.trace import Trace
 from remat.reference import Reference
-from remat.solver.interrupts import is_interrupted, note_interrupt
-from remat.solver.result import INTERRUPTED
+from remat.solver.result import INTERRUPTED, Result
+from remat.solver.search import is_interrupted, note_interrupt
 
 if TYPE_CHECKING:
     from torch import nn
 
     from remat.rewriter.checking.check import Check
+
+
+# What a failed check says: what differs from eager, by how much, where, and what to do.
+
+
+SHOWN = 5
+"""Differences that are named; the rest are counted."""
+ALONE = (
+    "remat.rematerialize_blocks(model, pattern) plans the modules that a pattern names, and leaves "
+    "all others to eager"
+)
+
+
+def differences_text(check: Check) -> str:
+    """The differences, each with the largest distance from eager's."""
+    pairs = list(zip(check.differences, check.distances, strict=False))
+    known = dict(pairs)
+    said = [name + _by(known.get(name)) for name in check.differences[:SHOWN]]
+    more = len(check.differences) - SHOWN
+    return ", ".join(said) + (f" and {more} more" if more > 0 else "")
+
+
+def cause_text(check: Check) -> str:
+    """Why such a difference comes about, where, and the way out."""
+    unsteady = [name for name in check.differences if name in check.unsteady]
+    if unsteady:
+        return (
+            f"Eager itself gives another {unsteady[0]} each time that it runs the same step: "
+            "forward or the loss reads what is neither an argument, nor the model's state, nor "
+            "torch's random stream, such as a clock, a file or a generator of its own. Pass it as "
+            "an argument, as a tensor"
+        )
+    if check.rounding == "inductor":
+        return (
+            f"Inductor's code may be off by {check.tolerance:g} of a result's norm: leave out "
+            "compile=True, which gives eager's bits"
+        )
+    if check.rounding == "pieces":
+        return (
+            f"Pieces that sum in another order may be off by {check.tolerance:g} of a result's "
+            "norm: ask for eager's bits with split='exact' (--split exact)"
+        )
+    if check.other_line:
+        return (
+            f"The first op that eager runs and the plan does not is at {check.other_line}: code "
+            "there does something else while it is traced, as where it asks whether it is compiled "
+            f"or looks at a tensor's type. Change that, or leave that module out: {ALONE}"
+        )
+    if check.other_line is None:
+        return (
+            "Code does something else while it is traced, as where it asks whether it is compiled "
+            "or looks at a tensor's type. remat.check of the whole model, on one rank, names the "
+            f"line. Change that, or leave its module out: {ALONE}"
+        )
+    return (
+        "Eager runs no op that the plan does not, so one of them gives something else when it is "
+        "traced: a tensor that is read where torch does not see it, or an op with a registered "
+        f"fake or backward unlike what it runs. Leave the module that has it out: {ALONE}"
+    )
+
+
+def _by(distance: float | None) -> str:
+    if distance is None or math.isnan(distance):
+        return ""
+    return f" (off by up to {distance:.2g})"
+
 
 T = TypeVar("T")
 NO_ROOM = "memory ran out"
@@ -225,3 +300,71 @@ def advice_of(check: Check, budget_bytes: int | None) -> tuple[str, ...]:
             "With torch.use_deterministic_algorithms(True) both repeat"
         )
     return tuple(said)
+
+
+# What a head in pieces would need, where its pieces give other bits than eager on this device.
+
+
+Priced = Callable[[Trace], TrainingGraph]
+Solved = Callable[[TrainingGraph], Result]
+
+
+def naming_tolerance(
+    result: Result, traced: Trace, graph: TrainingGraph, priced: Priced, solved: Solved
+) -> Result:
+    """`result`; where nothing fits and heads stay whole for their bits, with what pieces need.
+
+    It takes another solve, of the graph whose pieces may sum in another order.
+
+    Parameters
+    ----------
+    graph : priced, that of `traced`. priced, solved : how it was priced, and solved for.
+    """
+    if result.schedule is not None or not result.least_feasible_bytes:
+        return result
+    whole = [one for one in _exact_pieces(traced) if one.name not in _regions(graph)]
+    if not whole:
+        return result
+    recipe = dataclasses.replace(traced.recipe, split="tolerance")
+    found = solved(priced(dataclasses.replace(traced, recipe=recipe)))
+    least_bytes = found.least_feasible_bytes if found.schedule is None else found.peak_bytes
+    if not least_bytes or least_bytes >= result.least_feasible_bytes:
+        return result
+    text = (
+        f"{option('split', 'tolerance')} (a schedule of {bytes_text(least_bytes)} is known, with "
+        "sums in another order)"
+    )
+    if _are_exact_on_one_thread(whole, traced.recipe.device):
+        text += ", OMP_NUM_THREADS=1 (on one thread the loss in pieces has eager's bits)"
+    return msgspec.structs.replace(result, otherwise=text)
+
+
+def _exact_pieces(traced: Trace) -> list[Found]:
+    """The regions that were to run in pieces if these give eager's bits."""
+    if traced.recipe.is_modelled:
+        return []
+    return [one for one in regions_asked(traced) if one.is_exact]
+
+
+def _regions(graph: TrainingGraph) -> set[str]:
+    return {region.name for region in graph.regions}
+
+
+def _are_exact_on_one_thread(whole: list[Found], device: str) -> bool:
+    """Whether kernels sum in eager's order where no thread takes a part of the rows."""
+    threads = torch.get_num_threads()
+    if device != CPU or threads == 1:
+        return False
+    torch.set_num_threads(1)
+    try:
+        return any(_has_exact_pieces(one) for one in whole)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _has_exact_pieces(found: Found) -> bool:
+    for pieces in COUNTS:
+        found.set_pieces(pieces)
+        if gives_eagers_bits(found):
+            return True
+    return False

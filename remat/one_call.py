@@ -9,28 +9,27 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 from remat.budgets import parse_budget
 from remat.checks import Batch, is_checked, require_equal, say_unchecked, unless_short
-from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
+from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.errors import BudgetError, RewriteError, SolverError
 from remat.graph_capture.graph import Optimizer, TrainingGraph
-from remat.graph_capture.shapes.ranged_graph import RangedGraph
-from remat.infeasible import infeasible_text
+from remat.graph_capture.sizes.ranged_graph import RangedGraph
+from remat.progress import solver_shown, stopwatch_of_call
 from remat.ranks.together import Together
 from remat.reference import Reference, gradients_there
 from remat.schedules.family import Family
-from remat.screen.stages import solver_shown, stopwatch_of_call
-from remat.solved import Solved, facts_of, planned_text
-from remat.solver.options import check_number
-from remat.solver.pins.globs import Globs, as_globs
+from remat.solved import Solved, facts_of, infeasible_text, planned_text
+from remat.solver.reductions.globs import Globs, as_globs
 from remat.solver.result import Result
+from remat.solver.table import check_number
 
 if TYPE_CHECKING:
     from torch import fx, nn
     from torch.distributed import ProcessGroup
 
     from remat.graph_capture.prices.profile import Profile
-    from remat.graph_capture.shapes.ranges import Dynamic
-    from remat.graph_capture.tracing.one_trace import Trace
+    from remat.graph_capture.sizes.symbols import Dynamic
     from remat.graph_capture.tracing.recipe import Split
+    from remat.graph_capture.tracing.trace import Trace
     from remat.rewriter.user_module.ranged import RangedModule
 
 
@@ -94,7 +93,7 @@ def solve(
     """
     check_number("time_limit_s", time_limit_s)
     if isinstance(graph, RangedGraph):
-        from remat.ranges.solving import solve_over
+        from remat.ranges.curve import solve_over
 
         pins = {"keep": as_globs(keep), "recompute": as_globs(recompute)}
         return solve_over(graph, budget, solver, time_limit_s, **pins, **options)
@@ -245,22 +244,21 @@ def rematerialize(
         or the model has collectives with ranks outside of the group.
     RematError : the model cannot be captured, or an option is unknown.
     """
+    from remat.checks import naming_tolerance
     from remat.graph_capture.capturing import price_for, tiers_for
-    from remat.graph_capture.derived.one_rank import on_one_rank
-    from remat.graph_capture.over_ranks.collectives import collectives_in
+    from remat.graph_capture.distributed.collectives import collectives_in
+    from remat.graph_capture.distributed.sharded_step import on_one_rank
     from remat.graph_capture.prices.pricing import with_priced_pieces
     from remat.graph_capture.prices.profile import as_profile
-    from remat.graph_capture.tracing.given import require_form
     from remat.graph_capture.tracing.mixed_precision import inputs_cast, parameters_cast
+    from remat.graph_capture.tracing.recipe import require_form
     from remat.graph_capture.tracing.trace import trace
-    from remat.levers.by_tolerance import naming_tolerance
     from remat.levers.pieces_at_need import may_wait, solved_at_need
-    from remat.ranges.asked_options import require_dynamic, require_options
-    from remat.ranks.audits import agree_on_audits
-    from remat.ranks.required_group import refuse_fake, require_group
+    from remat.ranges.rematerialized import require_dynamic, require_options
+    from remat.ranks.same_order import agree_on_audits, refuse_fake, require_group
     from remat.rewriter.rewriting import rewrite
-    from remat.rewriter.user_module.shared_state import original_of
-    from remat.schedules.before_sharding import before_sharding
+    from remat.rewriter.user_module.module import original_of
+    from remat.schedules.derived import before_sharding
 
     require_form(args, kwargs, loss_fn, target)
     model = original_of(model)
@@ -277,7 +275,7 @@ def rematerialize(
     asked: dict[str, Any] = {"keep": keep, "recompute": recompute, **options}
     batch = Batch(*inputs_cast(args, kwargs, sharding), loss_fn, target, optimizer, accumulate)
     if dynamic:
-        from remat.graph_capture.shapes.signature import refuse_beside_ranges
+        from remat.graph_capture.sizes.signature import refuse_beside_ranges
         from remat.ranges.rematerialized import rematerialize_over
 
         refuse_beside_ranges(
@@ -375,7 +373,7 @@ def rematerialize(
 
 def refuse_compiled_dtensors(model: nn.Module) -> None:
     """Raise `RewriteError` for code by Inductor of a model whose parameters are DTensors."""
-    from remat.graph_capture.over_ranks.dtensors import has_dtensors
+    from remat.graph_capture.distributed.dtensors import has_dtensors
 
     if has_dtensors(model):
         raise RewriteError(

@@ -7,8 +7,7 @@ from typing import Any
 from remat.formats import bytes_text, percent_text
 from remat.graph_capture.errors import LayoutError
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.buffers import buffers_of
-from remat.schedules.layout import Layout, alignment_on, check_layout
+from remat.schedules.layout import Layout, alignment_on, buffers_of, check_layout
 from remat.schedules.schedule import Schedule
 from remat.solver.layout.placing import place as place_buffers
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from remat.budgets import saved_elsewhere, unmodified
 from remat.formats import bytes_text
-from remat.graph_capture.devices.device_table import is_cuda
-from remat.graph_capture.devices.free_memory import free_bytes
+from remat.graph_capture.devices.memory import free_bytes
+from remat.graph_capture.devices.table import is_cuda
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.unnamed_files.host_folder import free_on_drive_bytes, host_folder
+from remat.graph_capture.spill_files import free_on_drive_bytes, host_folder
 
 if TYPE_CHECKING:
     from torch import nn

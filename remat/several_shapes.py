@@ -17,38 +17,77 @@ from torch import Tensor, fx, nn
 from remat.budgets import parse_budget
 from remat.caches.cached_plan import OF_OTHERS, cached_plan
 from remat.caches.known_plans import KnownPlans
-from remat.changing_numbers import ChangingNumbers
 from remat.checks import Batch
 from remat.graph_capture.capturing import tiers_for
-from remat.graph_capture.derived.sharding import NO_SHARDING
 from remat.graph_capture.devices.placement import resolved_device
+from remat.graph_capture.distributed.dtensors import is_sharded_by_fsdp
+from remat.graph_capture.distributed.refusals import refuse_wrappers
+from remat.graph_capture.distributed.sharding import NO_SHARDING
 from remat.graph_capture.errors import (
     AuditError,
     BudgetError,
     CaptureError,
+    FloatInputError,
     PlanError,
     SolverError,
     StateChangedError,
 )
-from remat.graph_capture.over_ranks.dtensors import is_sharded_by_fsdp
-from remat.graph_capture.over_ranks.wrappers import refuse_wrappers
-from remat.graph_capture.refuse import distributed_message, is_all_frozen
-from remat.graph_capture.shapes.signature import refuse_beside_ranges
+from remat.graph_capture.refusals import distributed_message, is_all_frozen
+from remat.graph_capture.sizes.signature import refuse_beside_ranges
 from remat.graph_capture.tracing.recipe import autocast_state
 from remat.graph_capture.tracing.signature import tensor_facts
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.one_call import rematerialize
-from remat.ranges.asked_options import require_dynamic, require_options, require_upto
-from remat.ranges.cached import is_within, planned_over
-from remat.ranges.rematerialized import rematerialize_over
-from remat.ranges.varying import Asked, Upto, VaryingSizes
+from remat.ranges.rematerialized import (
+    rematerialize_over,
+    require_dynamic,
+    require_options,
+    require_upto,
+)
+from remat.ranges.varying import Asked, Upto, VaryingSizes, is_within, planned_over
 from remat.rewriter.checking.audit import Audit
+from remat.rewriter.user_module.module import SharedState, original_of
 from remat.rewriter.user_module.own_forward import class_of_user
 from remat.rewriter.user_module.ranged import RangedModule
-from remat.rewriter.user_module.shared_state import SharedState, original_of
 from remat.schedules.family import Family
 from remat.schedules.schedule import Schedule
 from remat.solver.table import make_solver
+
+# Numbers that change between steps, as a cache of plans meets them.
+
+
+class ChangingNumbers:
+    """Floats of Python's that have changed between steps: inputs of the plans that come.
+
+    Parameters
+    ----------
+    is_compiled : whether plans are compiled. Their code has its numbers written into it.
+    """
+
+    def __init__(self, *, is_compiled: bool) -> None:
+        self._names: set[str] = set()
+        self._fixed: set[str] = set()
+        self._is_compiled = is_compiled
+
+    def planned(
+        self, changed: set[str], make: Callable[[Sequence[str]], fx.GraphModule]
+    ) -> fx.GraphModule:
+        """A plan that reads the numbers at each step, or as many of them as can be inputs."""
+        self._names |= changed - self._fixed
+        names = set() if self._is_compiled else set(self._names)
+        while names:
+            try:
+                return make(sorted(names))
+            except FloatInputError as error:
+                if error.unfit:  # for its value now
+                    names -= set(error.unfit)
+                    continue
+                # Those that came last are at fault, since the others were inputs before.
+                self._fixed |= changed & names or names
+                names -= self._fixed
+                self._names -= self._fixed
+        return make(())
+
 
 MAX_PLANS = 16
 """Plans that are kept. More are dropped with a warning: to plan at each step is slow."""

@@ -8,8 +8,7 @@ from remat.rewriter.torch_compat import require_tested_release
 
 if TYPE_CHECKING:
     from remat.rewriter.checking.check import Check, check
-    from remat.rewriter.plans.archive import read_plan, save_plan
-    from remat.rewriter.plans.loading import load, plan_of
+    from remat.rewriter.plans.loading import load, plan_of, read_plan, save_plan
     from remat.rewriter.rewriting import rewrite
     from remat.rewriter.user_module.module import RematModule
 
@@ -29,10 +28,10 @@ _LAZY = {
     "check": "checking.check",
     "load": "plans.loading",
     "plan_of": "plans.loading",
-    "read_plan": "plans.archive",
+    "read_plan": "plans.loading",
     "RematModule": "user_module.module",
     "rewrite": "rewriting",
-    "save_plan": "plans.archive",
+    "save_plan": "plans.loading",
 }
 
 

@@ -14,20 +14,17 @@ from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors
 
 from remat.graph_capture.errors import RewriteError
-from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.graph import Links, TrainingGraph
 from remat.graph_capture.joint.build import Joint, build_joint
-from remat.graph_capture.links import Links
-from remat.graph_capture.tracing.one_trace import Trace
-from remat.graph_capture.tracing.results import Repeats
-from remat.graph_capture.tracing.side_effects.carried import Carried, Settled
+from remat.graph_capture.tracing.attribute_writes import Carried, Settled
+from remat.graph_capture.tracing.outputs import Repeats
+from remat.graph_capture.tracing.trace import Trace
 from remat.rewriter.arena.step_memory import StepMemory
-from remat.rewriter.gradients.handing_over import HandingOver
-from remat.rewriter.graphs.boxed import Boxed, compile_boxed
-from remat.rewriter.graphs.emit import emit
-from remat.rewriter.graphs.floats import FloatSource
-from remat.rewriter.graphs.gradient_facts import GradientFacts, gradient_facts
-from remat.rewriter.graphs.handed_over import marks
-from remat.rewriter.graphs.read_again import read_again
+from remat.rewriter.graphs.codegen import Boxed, compile_boxed
+from remat.rewriter.graphs.emit import emit, read_again
+from remat.rewriter.graphs.gradients import GradientFacts, gradient_facts, marks
+from remat.rewriter.graphs.handing_over import HandingOver
+from remat.rewriter.graphs.step_inputs import FloatSource
 from remat.rewriter.split_backward.waiting import in_parts
 from remat.rewriter.tiers.tier import Tier, tier_for
 from remat.schedules.schedule import Schedule

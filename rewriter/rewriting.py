@@ -4,35 +4,96 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, overload
 
 from torch import nn
 
-from remat.graph_capture.devices.device_table import CPU
-from remat.graph_capture.errors import RewriteError
+from remat.graph_capture.chunking.regions import AND, COUNTS, find_regions
+from remat.graph_capture.chunking.same_bits import is_known_to_give_them, kept_bits
+from remat.graph_capture.devices.here import meter_of
+from remat.graph_capture.devices.table import CPU
+from remat.graph_capture.distributed.refusals import refuse_range_over_ranks, refuse_wrappers
+from remat.graph_capture.errors import RewriteError, ScheduleError, option
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.over_ranks.refusals import refuse_range_over_ranks
-from remat.graph_capture.over_ranks.wrappers import refuse_wrappers
-from remat.graph_capture.shapes.ranged_graph import RangedGraph
-from remat.graph_capture.shapes.signature import refuse_beside_ranges
+from remat.graph_capture.sizes.ranged_graph import RangedGraph
+from remat.graph_capture.sizes.signature import refuse_beside_ranges
 from remat.graph_capture.tracing import trace as tracing
-from remat.graph_capture.tracing.given import require_switches
-from remat.graph_capture.tracing.one_trace import Trace
-from remat.graph_capture.tracing.recipe import Recipe, recipe_for
+from remat.graph_capture.tracing.fake_tensors import has_storage
+from remat.graph_capture.tracing.recipe import Recipe, recipe_for, require_switches
 from remat.graph_capture.tracing.step_module import LossFunction
-from remat.graph_capture.tracing.without_storage import has_storage
+from remat.graph_capture.tracing.trace import Trace, trace_recipe, with_pieces
 from remat.rewriter.checking.audit import Audits, of_steps
 from remat.rewriter.compiled import compile_step, links_of, refuse_copies
-from remat.rewriter.gradients.updating import Updates
-from remat.rewriter.graphs.in_pieces import trace_in_pieces
+from remat.rewriter.graphs.updating import Updates
 from remat.rewriter.user_module.module import RematModule, make_module
 from remat.rewriter.user_module.ranged import RangedModule, make_ranged
-from remat.schedules.family import Family
-from remat.schedules.over_range import carried
+from remat.schedules.family import Family, carried
 from remat.schedules.plan import Prediction
-from remat.schedules.schedule import Schedule
+from remat.schedules.schedule import Pieces, Schedule
 from remat.schedules.simulate import require_valid
+
+# Traces a step with the regions in pieces that a schedule runs so.
+#
+# Pieces that are exact are compared with eager on the device that will train, unless this process
+# has done so. The plan may have been made elsewhere, or for a device of the table.
+
+
+def trace_in_pieces(
+    model: nn.Module, recipe: Recipe, schedule: Schedule, captured: Trace | None = None
+) -> Trace:
+    """A trace of the step that `schedule` is of.
+
+    Parameters
+    ----------
+    captured : a trace with the recipe, whole and not compiled, which is used up; None to trace.
+
+    Raises
+    ------
+    RewriteError : pieces that are to be exact give other bits than eager here.
+    ScheduleError : the step has no such region, or no region runs in that many pieces.
+    """
+    _require_counts(schedule)
+    facts = schedule.graph_hash, recipe.device
+    unknown = [
+        one
+        for one in schedule.pieces
+        if one.exact and not is_known_to_give_them(*facts, one.region, one.pieces)
+    ]
+    is_usable = captured is not None and not captured.compiled and not captured.floats
+    if unknown:
+        whole = dataclasses.replace(recipe, pieces=())
+        known = captured if captured and is_usable else trace_recipe(model, whole)
+        _require_eagers_bits(known, unknown)
+    pieces = tuple(
+        (part, one.pieces, one.exact) for one in schedule.pieces for part in one.region.split(AND)
+    )
+    if captured and is_usable and pieces:
+        return with_pieces(captured, pieces)
+    return trace_recipe(model, dataclasses.replace(recipe, pieces=pieces))
+
+
+def _require_counts(schedule: Schedule) -> None:
+    """Refuse numbers of pieces that no plan has: the graph's hash does not cover them."""
+    for one in schedule.pieces:
+        if one.pieces not in COUNTS:
+            raise ScheduleError(
+                f"this plan runs {one.region} in {one.pieces} pieces; regions run in "
+                f"{', '.join(map(str, COUNTS))}: solve again"
+            )
+
+
+def _require_eagers_bits(captured: Trace, wanted: Iterable[Pieces]) -> None:
+    has_them = kept_bits(meter_of(captured.recipe.device))
+    for one in wanted:
+        for found in find_regions(captured, is_exact=True, names=one.region.split(AND)):
+            found.set_pieces(one.pieces)
+            if not has_them(found):
+                raise RewriteError(
+                    f"{found.name} in {found.pieces} pieces gives other bits than eager here, as "
+                    "kernels sum a part of the rows in another order: plan here, or with "
+                    f"{option('split', 'tolerance')} or {option('split', 'none')}"
+                )
 
 
 @overload

@@ -8,10 +8,8 @@ from collections.abc import Iterable
 import msgspec
 
 from remat.graph_capture.errors import ScheduleError, ShapeError, TextError
-from remat.graph_capture.files.json_text import decoded
-from remat.graph_capture.graph import DELIVER, UPDATE, TrainingGraph
-from remat.graph_capture.graph_rules import are_figures
-from remat.graph_capture.links import TIERS, Tier
+from remat.graph_capture.files import decoded
+from remat.graph_capture.graph import DELIVER, TIERS, UPDATE, Tier, TrainingGraph, are_figures
 
 SCHEMA_VERSION = 2
 READ_VERSIONS = (1, 2)
@@ -224,8 +222,7 @@ class Schedule(msgspec.Struct, frozen=True):
             raise ScheduleError(f"{name}: {error}") from error
 
     def _repr_html_(self) -> str:
-        from remat.formats import bytes_text
-        from remat.html_figures import figures_html
+        from remat.formats import bytes_text, figures_html
 
         counts = self.computations()
         options = ", ".join(f"{name} {value}" for name, value in self.options.items())
@@ -267,3 +264,39 @@ def _upgraded(steps: Iterable[Step]) -> Iterable[Step]:
             yield Free(step.value)
         elif isinstance(step, Fetch):
             yield Free(step.value, "host")
+
+
+# What updates take where gradients are there before the step: less with each that came earlier.
+#
+# A plan that accumulates counts all of ``.grad`` through the whole step, as it is in each batch but
+# the last. In the last one an update lets go of the ``.grad`` of its parameters. So the bytes that
+# a later update takes are first those that earlier ones gave back, and only the rest is above what
+# the other batches need at that place.
+
+
+def workspaces_of_updates(graph: TrainingGraph, schedule: Schedule) -> dict[str, int]:
+    """`update_workspaces` in the order in which `schedule` runs the ops of `graph`."""
+    return update_workspaces(
+        graph, (step.op for step in schedule.steps if isinstance(step, Compute))
+    )
+
+
+def update_workspaces(graph: TrainingGraph, sequence: Iterable[str]) -> dict[str, int]:
+    """Workspace in bytes of each update that is not that of its op; empty without accumulation.
+
+    Parameters
+    ----------
+    sequence : names of ops in the order in which they run.
+    """
+    if not graph.resident.gradients_bytes:
+        return {}
+    found: dict[str, int] = {}
+    given_back_bytes = 0
+    for name in sequence:
+        op = graph.ops[graph.op_index[name]] if name in graph.op_index else None
+        if op is None or op.target != UPDATE:
+            continue
+        found[name] = max(0, op.workspace_bytes - given_back_bytes)
+        values = (graph.value_by_name[read] for read in op.inputs)
+        given_back_bytes += sum(v.size_bytes for v in values if v.kind == "parameter")
+    return found

@@ -1,16 +1,15 @@
 """The only judge: what a schedule needs, step by step, in bytes and in time.
 
-With `schedules/judge/` this is short, knows no solver, and is slow enough to be obviously right.
+With `judge.py` this is short, knows no solver, and is slow enough to be obviously right.
 Every peak, time, overhead and gap that `remat` prints comes from `simulate`. Solvers keep faster
 books of their own; each of their schedules is judged here once before it leaves `solver/`.
 """
 
 from __future__ import annotations
 
-from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.links import LINK_NAMES, LOWER_TIERS, Links, Tier
-from remat.schedules.as_planned import as_planned
-from remat.schedules.judge.replay import Replay
+from remat.graph_capture.graph import LINK_NAMES, LOWER_TIERS, Links, Tier, TrainingGraph
+from remat.schedules.derived import as_planned
+from remat.schedules.judge import Replay
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulation import Copy, Simulation
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from remat.graph_capture.links import LinkName
+from remat.graph_capture.graph import LinkName
 
 
 class Stall(msgspec.Struct, frozen=True):

@@ -11,23 +11,29 @@ from math import inf
 from typing import cast
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.as_planned import whole
-from remat.solver.contract import Solver
-from remat.solver.interrupts import one_job
-from remat.solver.levers.late_updates import has_updates, solve_with_updates
-from remat.solver.offload.scope import (
+from remat.schedules.derived import whole
+from remat.solver.policies.late import by_a_simple_rule
+from remat.solver.reductions.copies import (
     can_copy,
     for_any_copies,
     plans_copies,
     require_planned_with_copies,
 )
-from remat.solver.options import check_number, whole_bytes
-from remat.solver.pins.globs import Globs, as_globs
+from remat.solver.reductions.globs import Globs, as_globs
+from remat.solver.reductions.updates import has_updates, solve_with_updates
 from remat.solver.result import Holding, Result, naming_the_limit
-from remat.solver.search import Listener, Progress
+from remat.solver.search import Listener, Progress, one_job
 from remat.solver.stopping import DEFAULT_GAP, gap_for
-from remat.solver.table import TABLE, TAKE_PIECES, make_solver, option_names, solver_class
-from remat.solver.templates.late import by_a_simple_rule
+from remat.solver.table import (
+    TABLE,
+    TAKE_PIECES,
+    Solver,
+    check_number,
+    make_solver,
+    option_names,
+    solver_class,
+    whole_bytes,
+)
 
 __all__ = [
     "TABLE",
@@ -73,7 +79,7 @@ def solve(
         Called with a `Progress` now and then.
     keep, recompute : globs
         Over module paths: forward ops there are never recomputed, or what backward reads of
-        them is not carried from forward into backward; see `remat.solver.pins.pinned`.
+        them is not carried from forward into backward; see `remat.solver.reductions.pins`.
     known_us : float
         The time of a schedule that is known: a solver that proves a bound may end where none can
         be faster by more than its gap.
@@ -103,7 +109,7 @@ def solve(
         if solver not in TAKE_PIECES:
             graph = whole(graph)
         if graph.regions:
-            from remat.solver.levers.in_pieces import solve_in_pieces
+            from remat.solver.reductions.chunked_regions import solve_in_pieces
 
             def of_this_budget(one: TrainingGraph, limit_s: float, known_us: float) -> Result:
                 return ask(one, budget_bytes, limit_s, known_us)
@@ -115,7 +121,7 @@ def solve(
             found = solve_with_updates(graph, budget_bytes, ask, time_limit_s)
             return naming_the_limit(found, time_limit_s)
         if keep or recompute:
-            from remat.solver.pins.pinned import solve_pinned
+            from remat.solver.reductions.pins import solve_pinned
 
             found = solve_pinned(
                 graph, budget_bytes, solver, keep, recompute,

@@ -8,7 +8,7 @@ import msgspec
 
 from remat.graph_capture.errors import option
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.as_planned import fastest_us
+from remat.schedules.derived import fastest_us
 from remat.schedules.schedule import Option, Schedule
 from remat.schedules.simulate import gap_of, simulate
 from remat.schedules.simulation import Simulation
@@ -87,8 +87,7 @@ class Result(msgspec.Struct, frozen=True):
         return gap_of(self.time_us, self.lower_bound_us) if self.schedule is not None else None
 
     def _repr_html_(self) -> str:
-        from remat.formats import bytes_text, percent_text, proved_text, time_text
-        from remat.html_figures import figures_html
+        from remat.formats import bytes_text, figures_html, percent_text, proved_text, time_text
 
         figures = [("status", f"{self.status}, by {self.solver} in {self.wall_s:.1f} s")]
         figures.append(("budget", bytes_text(self.budget_bytes)))

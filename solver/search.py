@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
@@ -13,13 +15,87 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Option, Schedule
 from remat.schedules.simulate import overhead_of, simulate
 from remat.schedules.simulation import Simulation
-from remat.solver.clock import Clock
-from remat.solver.interrupts import note_interrupt
-from remat.solver.options import options_of
 from remat.solver.problem import Problem, working_set_bytes
 from remat.solver.result import INTERRUPTED, Holding, Result, infeasible, judged, known_to_do
-from remat.solver.sequence import schedule_of
-from remat.solver.state import State
+from remat.solver.state import State, schedule_of
+from remat.solver.table import options_of
+
+# Ctrl-C over many searches: it ends the one under way, and no other of the same job gets time.
+#
+# A search that Ctrl-C ends returns the best that it found. A job that makes several searches, such
+# as a sweep, has to know of it, or it would begin the next one. Within `one_job` each `Clock` has
+# nothing left from then on, and `is_interrupted` says so.
+
+
+@dataclass(slots=True)
+class _Job:
+    """The job of this process; Python gives Ctrl-C to one thread alone, so there is one."""
+
+    depth: int = 0
+    is_interrupted: bool = False
+
+
+_job, _lock = _Job(), threading.Lock()
+
+
+@contextmanager
+def one_job() -> Generator[None]:
+    """In the block, what Ctrl-C has ended stays ended; blocks within it are part of it."""
+    _enter(1)
+    try:
+        yield
+    finally:
+        _enter(-1)
+
+
+def _enter(step: int) -> None:
+    with _lock:
+        _job.depth += step
+        _job.is_interrupted &= _job.depth > 0
+
+
+def note_interrupt() -> None:
+    """Say that Ctrl-C came; nothing outside of a job."""
+    _job.is_interrupted = _job.depth > 0
+
+
+def is_interrupted() -> bool:
+    """Whether Ctrl-C has ended the job."""
+    return _job.is_interrupted
+
+
+# The clock of a solve: when it began, and how much of its time limit is left.
+
+
+@dataclass(slots=True)
+class Clock:
+    """Seconds that a solve has taken and has left.
+
+    A clock that is monotonic: setting the machine's time moves no limit.
+    """
+
+    time_limit_s: float = 60.0
+    began_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the solve began."""
+        return time.monotonic() - self.began_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left of the time limit; 0 or less once it is over, or Ctrl-C ended the job."""
+        left_s = self.time_limit_s - self.elapsed_s
+        return min(left_s, 0.0) if is_interrupted() else left_s
+
+    @contextmanager
+    def limited_to(self, time_limit_s: float) -> Generator[None]:
+        """Within the block, another time limit, counted from the same beginning."""
+        whole_s, self.time_limit_s = self.time_limit_s, time_limit_s
+        try:
+            yield
+        finally:
+            self.time_limit_s = whole_s
 
 
 class EnoughProvedError(Exception):

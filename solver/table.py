@@ -5,11 +5,150 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
-from typing import Any, cast
+import math
+import operator
+from typing import Any, Protocol, SupportsIndex, cast
+
+import numpy as np
 
 from remat.graph_capture.errors import SolverError
-from remat.solver.contract import Solver
-from remat.solver.options import check_number, check_options
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.schedule import Option
+from remat.solver.result import Result
+
+# What every solver promises, and what it may take for granted.
+
+
+class Solver(Protocol):
+    """What every class named in `TABLE` is: a frozen dataclass of options with one method.
+
+    `tests/solver/test_contract.py` and the tests beside it hold every solver of the table to
+    what follows. A `Search` (`remat.solver.search`) keeps most of it for its user: it takes the
+    options and the limit from the solver, judges, remembers the best, hears Ctrl-C and makes
+    the `Result`.
+
+    Budget
+        A schedule that is returned has a true peak, that of `simulate`, resident bytes
+        included, of at most `budget_bytes`. A model of memory may guide the search; it never
+        decides what is returned. `status` is ``optimal`` exactly where time equals the bound.
+    Bound
+        No schedule within the budget, with first computations in the order of the graph as it
+        is given and any number of recomputations, takes less than `lower_bound_us`. With the
+        option ``order="free"``, none in any order does. What is proved for fewer schedules, as
+        for those that run no op three times, is said in `message` and nowhere else. A solver
+        that proves nothing gives the time of every op once.
+    Time limit
+        `time_limit_s` is wall clock. Where it ends the search, the best schedule found is
+        returned, with status ``time limit`` unless it is proved optimal. Overruns are those
+        of one step that cannot be divided, a second or two. A limit of 0 is allowed.
+    Ctrl-C
+        A `KeyboardInterrupt` ends the search as the time limit does, at once: the best found
+        is returned, and `message` begins with ``interrupted``. Calls into C++, which would
+        keep Ctrl-C waiting, run in a `Task` or by `run_apart` (`remat.solver.backends`).
+    Determinism
+        The same graph, budget, options, seed and number of workers give the same schedule in
+        any process, unless the limit or Ctrl-C ended the search. So efforts are counted in
+        what no clock moves (`remat.solver.stopping`), and nothing iterates over a set of
+        objects. `retention` with several workers is the one exception.
+    Options
+        They are the fields of the dataclass, each with a default: numbers, texts or bools.
+        They are keyword arguments of `remat.solver.solve`. `Schedule.options` records every
+        one, so that the same can be asked again.
+        ``__post_init__`` refuses a value without meaning by a `SolverError` that says which
+        values have one. Some fields are no options of a plan: `time_limit_s`, in seconds;
+        `progress`, which is called with a `Progress` now and then; and `known_us` of a solver
+        that can end where it is proved to find nothing better than that.
+    What does not fit
+        That nothing fits is a `Result`, no error: without a schedule, with status
+        ``infeasible``, the least budget known to be feasible and the schedule for it. That
+        budget does not depend on the one that was asked for, so a solve at it finds a schedule.
+        Where the clock ended the search before anything was found, the status is
+        ``time limit``: nothing is then said about the budget.
+    """
+
+    def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
+        """The best schedule found whose true peak is within `budget_bytes`, and a bound.
+
+        Parameters
+        ----------
+        graph : TrainingGraph
+            One training step. Its order of ops is the order of first computations.
+        budget_bytes : int
+            On the peak, resident bytes included. Any int; what is below what is resident is
+            infeasible.
+
+        Raises
+        ------
+        SolverError : the solver refuses the graph, as `exhaustive` refuses large ones.
+        """
+        ...
+
+
+# The options of a solver: what a plan records of them, and rules for those that many share.
+
+
+INTEGER = (int, np.integer)
+REAL = (int, float, np.integer, np.floating)
+MOST_SEED = (1 << 31) - 1
+"""CP-SAT takes no larger one."""
+WHOLE: dict[str, tuple[int, float]] = {
+    "cuts": (1, math.inf),
+    "seed": (0, MOST_SEED),
+    "workers": (1, math.inf),
+}
+"""Least and most of options that are whole numbers."""
+NO_OPTIONS = ("time_limit_s", "progress", "known_us")
+"""Fields of a solver that are no options of a plan: they say how to search, not for what."""
+NUMBERS = ("gap", "time_limit_s")
+"""Options that are finite numbers from 0 on."""
+
+
+def check_options(solver: Any) -> None:
+    """Raise `SolverError` where an option that many solvers share has no meaning."""
+    for option in dataclasses.fields(solver):
+        value = getattr(solver, option.name)
+        if option.name in WHOLE:
+            _check_whole(option.name, value, *WHOLE[option.name])
+        elif option.name in NUMBERS:
+            check_number(option.name, value)
+
+
+def options_of(solver: Any) -> dict[str, Option]:
+    """The options of `solver`, a dataclass, as a plan records them."""
+    return {
+        field.name: getattr(solver, field.name)
+        for field in dataclasses.fields(solver)
+        if field.name not in NO_OPTIONS
+    }
+
+
+def check_number(name: str, value: Any) -> None:
+    """Raise `SolverError` unless `value` is a finite number from 0 on."""
+    if isinstance(value, bool) or not isinstance(value, REAL) or not 0 <= value < math.inf:
+        raise SolverError(f"{name} must be 0 or more, and finite, not {value!r}")
+
+
+def whole_bytes(budget_bytes: object) -> int:
+    """The budget as an int.
+
+    Raises
+    ------
+    SolverError : it is none.
+    """
+    try:
+        return operator.index(cast("SupportsIndex", budget_bytes))
+    except TypeError:
+        raise SolverError(
+            f"budget_bytes must be a whole number of bytes, not {budget_bytes!r}: "
+            "round it down, or give a text such as '8GiB' to remat.solve"
+        ) from None
+
+
+def _check_whole(name: str, value: Any, least: int, most: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, INTEGER) or not least <= value <= most:
+        upper = f", at most {most}" if most < math.inf else ""
+        raise SolverError(f"{name} must be a whole number, {least} or more{upper}, not {value}")
+
 
 TABLE: dict[str, str] = {
     "auto": "remat.solver.auto:Auto",
@@ -17,30 +156,30 @@ TABLE: dict[str, str] = {
     "joint": "remat.solver.offload.joint:Joint",
     "hierarchical": "remat.solver.blocks.hierarchical:Hierarchical",
     "checkmate": "remat.solver.exact.checkmate:Checkmate",
-    "retention": "remat.solver.exact.retention:Retention",
-    "rotor": "remat.solver.chains.rotor:Rotor",
-    "revolve": "remat.solver.chains.revolve:Revolve",
-    "chen_greedy": "remat.solver.segments.chen_greedy:ChenGreedy",
+    "retention": "remat.baselines.retention:Retention",
+    "rotor": "remat.baselines.rotor:Rotor",
+    "revolve": "remat.baselines.revolve:Revolve",
+    "chen_greedy": "remat.baselines.chen_greedy:ChenGreedy",
     "chen_sqrt": "remat.solver.segments.chen_sqrt:ChenSqrt",
     "lower_set": "remat.solver.segments.lower_set:LowerSet",
-    "lp_rounding": "remat.solver.exact.lp_rounding:LpRounding",
-    "dtr": "remat.solver.policies.dtr:Dtr",
-    "lru": "remat.solver.policies.lru:Lru",
-    "largest": "remat.solver.policies.largest:Largest",
-    "msps": "remat.solver.policies.msps:Msps",
-    "dte": "remat.solver.policies.dte:Dte",
-    "coop": "remat.solver.policies.coop:Coop",
+    "lp_rounding": "remat.baselines.lp_rounding:LpRounding",
+    "dtr": "remat.solver.policies.policies:Dtr",
+    "lru": "remat.baselines.evictions:Lru",
+    "largest": "remat.solver.policies.policies:Largest",
+    "msps": "remat.solver.policies.policies:Msps",
+    "dte": "remat.baselines.evictions:Dte",
+    "coop": "remat.baselines.evictions:Coop",
     "store_all": "remat.solver.store_all:StoreAll",
-    "full": "remat.solver.templates.full:Full",
-    "every_n_layers": "remat.solver.templates.every_n_layers:EveryNLayers",
-    "selective": "remat.solver.templates.selective:Selective",
-    "keep_attention_output": "remat.solver.templates.keep_attention_output:KeepAttentionOutput",
-    "norms_and_activations": "remat.solver.templates.norms_and_activations:NormsAndActivations",
-    "torch_knapsack": "remat.solver.templates.torch_knapsack:TorchKnapsack",
-    "swap_all": "remat.solver.offload.swap_all:SwapAll",
-    "delta": "remat.solver.offload.delta:Delta",
-    "layer_fractions": "remat.solver.offload.layer_fractions:LayerFractions",
-    "fraction": "remat.solver.offload.fraction:Fraction",
+    "full": "remat.baselines.hand_written_rules:Full",
+    "every_n_layers": "remat.solver.policies.template:EveryNLayers",
+    "selective": "remat.baselines.hand_written_rules:Selective",
+    "keep_attention_output": "remat.baselines.hand_written_rules:KeepAttentionOutput",
+    "norms_and_activations": "remat.baselines.hand_written_rules:NormsAndActivations",
+    "torch_knapsack": "remat.baselines.torch_budget:TorchKnapsack",
+    "swap_all": "remat.baselines.offload_policies:SwapAll",
+    "delta": "remat.baselines.offload_policies:Delta",
+    "layer_fractions": "remat.baselines.layer_fractions:LayerFractions",
+    "fraction": "remat.baselines.offload_policies:Fraction",
     "exhaustive": "remat.solver.exact.exhaustive:Exhaustive",
 }
 NEEDS_LINKS = ("swap_all", "delta", "layer_fractions", "fraction")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from remat.graph_capture.memory_events import measure_live
+from remat.graph_capture.devices.memory_events import measure_live
 
 
 def step_of(module: nn.Module, batch: tuple[Tensor, ...], before: list[Tensor]) -> list[Tensor]:

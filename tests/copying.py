@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
-from remat.graph_capture.links import Link, Links
+from remat.graph_capture.graph import Link, Links, Op, Resident, TrainingGraph, Value
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule
 from remat.solver.result import Result, judged
 

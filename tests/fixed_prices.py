@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
-from remat.graph_capture.devices import cpu_meter
-from remat.graph_capture.devices.cpu_meter import CpuMeter
-from remat.graph_capture.devices.link_speeds import LinkPair, LinkSpeed
+from remat.graph_capture.devices import cpu as cpu_meter
+from remat.graph_capture.devices.cpu import CpuMeter
 from remat.graph_capture.devices.meter import Run
-from remat.graph_capture.prices import link_prices, price_cache, pricing
+from remat.graph_capture.prices import cache as price_cache
+from remat.graph_capture.prices import measuring as link_prices
+from remat.graph_capture.prices import pricing
+from remat.graph_capture.prices.link_speeds import LinkPair, LinkSpeed
 from remat.rewriter.inductor.prices import CallPrices
 
 BYTES_PER_US = 1000.0

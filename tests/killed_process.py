@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from remat.solver.backends import apart
+from remat.solver.backends import processes as apart
 
 
 def kill_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.links import Link, Links
+from remat.graph_capture.graph import Link, Links, TrainingGraph
 
 GB_S = 1e3
 """Bytes a microsecond."""

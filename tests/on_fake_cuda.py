@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from remat.graph_capture.devices import cuda_links
+from remat.graph_capture.devices import cuda as cuda_links
 from tests.fake_cuda import FakeCuda, install
 
 SIZES = tuple(1 << shift for shift in (12, 14, 16, 18, 20))

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
-from remat.graph_capture.shapes.ranged_graph import Extent, RangedGraph
-from remat.graph_capture.shapes.ranges import Symbol
+from remat.graph_capture.sizes.ranged_graph import Extent, RangedGraph
+from remat.graph_capture.sizes.symbols import Symbol
 
 
 def chain(

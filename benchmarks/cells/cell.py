@@ -25,7 +25,7 @@ from benchmarks import GAP_OF_FIGURES
 from benchmarks.graphs import graph, peak_bytes, working_set_bytes
 from remat.schedules.simulate import overhead_of
 from remat.solver import Progress, make_solver, solve
-from remat.solver.backends.apart import end_idle
+from remat.solver.backends.processes import end_idle
 
 ROOT = Path(__file__).parents[2]
 GRACE_S, GRACE_FACTOR = 60.0, 2.0

@@ -18,10 +18,8 @@ from pathlib import Path
 import msgspec
 
 from remat.graph_capture.errors import FileError, RematError, ShapeError, TextError
-from remat.graph_capture.files.contents import read_contents
-from remat.graph_capture.files.json_text import decoded
-from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
-from remat.graph_capture.graph_rules import MOST_BYTES, MOST_US
+from remat.graph_capture.files import decoded, read_contents
+from remat.graph_capture.graph import MOST_BYTES, MOST_US, Op, Resident, TrainingGraph, Value
 
 Id = int | str
 Number = int | float

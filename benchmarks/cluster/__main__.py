@@ -19,8 +19,8 @@ from benchmarks.cluster.jobs import ALL_AGAIN, HALF_AGAIN, JOBS, MODELS, Publish
 from benchmarks.cluster.rule import step_with_all_again_us, step_with_half_again_us
 from benchmarks.cluster.said import free_lines, published_lines
 from benchmarks.cluster.table import write_page
+from remat.cluster.mesh import Asked
 from remat.cluster.planning import plan_cluster
-from remat.solver.cluster.mesh import Asked
 
 RESULTS = Path(__file__).parents[1] / "results" / "cluster.json"
 RUNNERS_UP = 8

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from remat.cluster.cluster_screen import mesh_text
+from remat.cluster.command import mesh_text
 from remat.cluster.judged import JudgedPlan
 from remat.cluster.planning import ClusterOutcome, parallelism_of
+from remat.graph_capture.distributed.collectives import is_collective_target
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.over_ranks.collectives import is_collective_target
 
 GIB = 1 << 30
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from remat.cluster.mesh import Asked
 from remat.cluster.request import ClusterRequest
-from remat.solver.cluster.mesh import Asked
 
 MODELS = "benchmarks.cluster_models"
 H800 = Path(__file__).parent / "links_h800.json"

@@ -10,11 +10,10 @@ from pathlib import Path
 
 from benchmarks.cluster.jobs import MODELS, WHOLE_80GB
 from remat.cluster.judged import replay_of
+from remat.cluster.mesh import Asked
+from remat.cluster.pictures import bytes_picture, stacked, timeline_picture
 from remat.cluster.planning import plan_cluster
 from remat.cluster.request import ClusterRequest
-from remat.schedules.pipeline.step_pictures import bytes_picture, timeline_picture
-from remat.schedules.pipeline.svg import stacked
-from remat.solver.cluster.mesh import Asked
 
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 INK = {"light": "#222222", "dark": "#dddddd"}

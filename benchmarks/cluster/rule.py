@@ -10,13 +10,13 @@ from __future__ import annotations
 import msgspec
 
 from remat.cluster.judged import replay_of
+from remat.cluster.pipeline import StageCosts
 from remat.cluster.planning import ClusterOutcome
+from remat.cluster.stages import StagePlan
+from remat.cluster.step_time import data_parallel_us
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.pipeline.replay import StageCosts
-from remat.solver.cluster.stages import StagePlan
-from remat.solver.cluster.step_time import data_parallel_us
+from remat.solver.policies.template import Template, template_sequence, unavoidable
 from remat.solver.problem import Problem
-from remat.solver.templates.template import Template, template_sequence, unavoidable
 
 PRODUCT, ATTENTION = "aten.mm.default", "scaled_dot_product"
 

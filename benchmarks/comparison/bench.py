@@ -15,7 +15,7 @@ from benchmarks.comparison import methods
 from benchmarks.comparison.calm import Round
 from benchmarks.comparison.methods import Variant
 from benchmarks.comparison.models import Trainee
-from remat.graph_capture.memory_events import measure_peak
+from remat.graph_capture.devices.memory_events import measure_peak
 
 SEED = 3
 

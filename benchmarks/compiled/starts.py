@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from examples.gpt import GPT, Sizes
-from remat.graph_capture.devices.cpu_meter import cpu_title
+from remat.graph_capture.devices.cpu import cpu_title
 
 ROOT = Path(__file__).parents[2]
 BACKENDS = ("inductor", "remat")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.device import facts, keep
-from remat.graph_capture.devices.cuda_links import SIZES, copies_us
+from remat.graph_capture.devices.cuda import SIZES, copies_us
 
 PRODUCTS, WIDTH, SMALL_WIDTH = 40, 8192, 64
 """The small one is for a rehearsal on a CPU."""

@@ -14,8 +14,8 @@ from torch import fx
 
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.graph_capture.joint.build import TANGENTS
-from remat.graph_capture.prices.op_work import flops_of, moved_bytes
-from remat.graph_capture.tracing.one_trace import Trace
+from remat.graph_capture.prices.profile import flops_of, moved_bytes
+from remat.graph_capture.tracing.trace import Trace
 
 FLOPS_PER_US = 150e6
 """150 Tflop/s."""

@@ -13,8 +13,7 @@ import msgspec
 
 from benchmarks import GAP_OF_FIGURES
 from benchmarks.offload.steps import links
-from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.links import Links
+from remat.graph_capture.graph import Links, TrainingGraph
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import overhead_of, simulate
 from remat.solver import TABLE, Result, solve

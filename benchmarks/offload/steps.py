@@ -17,10 +17,9 @@ import torch
 import remat
 from benchmarks.graphs import cache_folder, sources_hash
 from examples import gpt, llama, resnet, unet
-from remat.graph_capture.devices.device_table import modelled_device
-from remat.graph_capture.files.contents import read_contents, write_contents
-from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.links import Link, Links
+from remat.graph_capture.devices.table import modelled_device
+from remat.graph_capture.files import read_contents, write_contents
+from remat.graph_capture.graph import Link, Links, TrainingGraph
 
 DEVICES = ("h100", "rtx4090")
 LINK_SHARE = 0.8

@@ -12,7 +12,7 @@ from benchmarks.papers.published import JOBS, Job
 from benchmarks.papers.rebuilt import Line
 from benchmarks.solver_table import head, row
 from remat.formats import percent_text
-from remat.graph_capture.files.contents import write_contents
+from remat.graph_capture.files import write_contents
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "papers.json"

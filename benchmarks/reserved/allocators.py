@@ -13,8 +13,8 @@ from __future__ import annotations
 import numpy as np
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.allocator.settings import MIB
-from remat.schedules.buffers import Buffers, buffers_of
+from remat.schedules.caching_allocator import MIB
+from remat.schedules.layout import Buffers, buffers_of
 from remat.schedules.reserved import DEFAULT, EXPANDABLE, retries_within, taken_for
 from remat.schedules.schedule import Schedule
 

@@ -27,10 +27,9 @@ from benchmarks.cells.cell import cpu_name, versions
 from benchmarks.reserved.table import DOCS, write_recorded
 from examples import gpt, resnet, unet
 from remat.budgets import unmodified_step
-from remat.graph_capture.memory_events import without_garbage
-from remat.schedules.allocator.replay import replay
-from remat.schedules.buffers import Buffers, buffers_of
-from remat.schedules.reserved import DEFAULT, EXPANDABLE, N_STEPS, taken_for
+from remat.graph_capture.devices.memory_events import without_garbage
+from remat.schedules.layout import Buffers, buffers_of
+from remat.schedules.reserved import DEFAULT, EXPANDABLE, N_STEPS, replay, taken_for
 
 OUT = Path(__file__).parents[1] / "results" / "reserved-recorded.json"
 EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {

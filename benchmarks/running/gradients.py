@@ -23,7 +23,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import remat
 from examples.gpt import factory
-from remat.graph_capture.memory_events import measure_peak
+from remat.graph_capture.devices.memory_events import measure_peak
 from remat.schedules.simulate import simulate
 
 MIB, SOLVE_S = 2**20, 10.0

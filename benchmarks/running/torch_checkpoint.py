@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import remat
 from benchmarks import GAP_OF_FIGURES
-from remat.graph_capture.memory_events import measure_peak
+from remat.graph_capture.devices.memory_events import measure_peak
 from remat.job.factory import load
 from remat.questions.layer_checkpoints import candidates
 

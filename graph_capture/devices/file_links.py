@@ -16,15 +16,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 
-from remat.graph_capture.devices.link_speeds import (
-    GB_PER_US,
-    LinkPair,
-    LinkSpeed,
-    speed_of,
-)
 from remat.graph_capture.errors import FileError
-from remat.graph_capture.unnamed_files.files import File, Folder
-from remat.graph_capture.unnamed_files.host_folder import require_writable
+from remat.graph_capture.prices.link_speeds import GB_PER_US, LinkPair, LinkSpeed, speed_of
+from remat.graph_capture.spill_files import File, Folder, require_writable
 
 MIB = 1 << 20
 SIZES = (MIB, 4 * MIB, 16 * MIB)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from remat.graph_capture.devices.device_table import is_cuda
+from remat.graph_capture.devices.table import is_cuda
 
 if TYPE_CHECKING:
     from remat.graph_capture.devices.meter import Meter
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 def meter_of(device: str) -> Meter:
     """The meter of a device of this machine."""
     if is_cuda(device):
-        from remat.graph_capture.devices.cuda_meter import CudaMeter
+        from remat.graph_capture.devices.cuda import CudaMeter
 
         return CudaMeter(device)
-    from remat.graph_capture.devices.cpu_meter import CpuMeter
+    from remat.graph_capture.devices.cpu import CpuMeter
 
     return CpuMeter()

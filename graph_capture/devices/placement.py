@@ -14,7 +14,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from remat.graph_capture.devices.device_table import CPU, CUDA, check_device, is_cuda
+from remat.graph_capture.devices.table import CPU, CUDA, check_device, is_cuda
 from remat.graph_capture.errors import CaptureError, DeviceError, option
 
 HOST = (CPU, "meta")

@@ -21,8 +21,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from remat.graph_capture.devices.link_speeds import GB_PER_US, MOST_GB_S
-from remat.graph_capture.graph_rules import MOST_US
+from remat.graph_capture.graph import MOST_US
+from remat.graph_capture.prices.link_speeds import GB_PER_US, MOST_GB_S
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 """In an all-to-all each rank sends every other one a part of its own. What is sent goes whole from

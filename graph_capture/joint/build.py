@@ -19,45 +19,39 @@ import msgspec
 import torch
 from torch import fx
 
-from remat.graph_capture.devices.device_table import CUDA
-from remat.graph_capture.gradients.deliveries import Deliveries, of_parameters
-from remat.graph_capture.gradients.gradient_layout import lay_out_gradients
-from remat.graph_capture.gradients.hand_over import HandOver
+from remat.graph_capture.devices.table import CUDA
+from remat.graph_capture.distributed.collectives import is_wait, with_returned_pinned
+from remat.graph_capture.distributed.dtensors import is_mesh
 from remat.graph_capture.graph import Op, Phase, Resident, TrainingGraph, Value
-from remat.graph_capture.in_place.copied import read_past_copies
-from remat.graph_capture.in_place.joining import join_writes
-from remat.graph_capture.in_place.sums import BEGUN, InPlace, writes_in_place
-from remat.graph_capture.joint.batch_norm import (
+from remat.graph_capture.joint.eager_memory import held_until, with_checkpoints, written_over
+from remat.graph_capture.joint.exact_ops import (
     AGAIN,
     MEAN,
+    make_class_weights_exact,
+    make_dropout_exact,
     makes_statistics,
     run_by_kernels_of_eager,
 )
-from remat.graph_capture.joint.class_weights import make_class_weights_exact
-from remat.graph_capture.joint.dropout import make_dropout_exact
-from remat.graph_capture.joint.eager_memory import (
-    held_until,
-    with_checkpoints,
-    written_over,
-)
+from remat.graph_capture.joint.gradients import Deliveries, lay_out_gradients, of_parameters
+from remat.graph_capture.joint.hand_over import HandOver
+from remat.graph_capture.joint.in_place_ops import join_writes, read_past_copies
+from remat.graph_capture.joint.in_place_writes import BEGUN, InPlace, writes_in_place
 from remat.graph_capture.joint.nodes import (
     Places,
     drawn_on,
     draws_randomness,
+    forward_nodes,
     is_alias_of_input,
     is_getitem,
     storage_key,
     target_name,
     tensors_of,
 )
-from remat.graph_capture.joint.phases import forward_nodes
-from remat.graph_capture.joint.pinned import overwritten_values, why_pinned
+from remat.graph_capture.joint.output_aliasing import overwritten_values, why_pinned
 from remat.graph_capture.joint.products import make_products_exact
-from remat.graph_capture.joint.refuse_ops import refuse_op
 from remat.graph_capture.joint.values import Values
 from remat.graph_capture.joint.weight_casts import cached_casts
-from remat.graph_capture.over_ranks.collectives import is_wait, with_returned_pinned
-from remat.graph_capture.over_ranks.dtensors import is_mesh
+from remat.graph_capture.refusals import refuse_op
 
 TANGENTS, SAVE_RNG, STATISTICS = "remat.tangents", "remat.save_rng_state", "remat.statistics"
 

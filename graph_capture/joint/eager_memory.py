@@ -25,10 +25,9 @@ from torch import Tensor, fx
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
-from remat.graph_capture.beside_trace import BesideTrace
 from remat.graph_capture.graph import DELIVER, UPDATE, Op
 from remat.graph_capture.joint.nodes import is_view, storage_key
-from remat.graph_capture.joint.provenance import CHECKPOINT_KEY
+from remat.graph_capture.joint.provenance import CHECKPOINT_KEY, BesideTrace
 from remat.graph_capture.joint.weight_casts import CachedCast
 
 WRITTEN_KEY = "remat_written"

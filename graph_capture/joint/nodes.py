@@ -6,16 +6,17 @@ And `copy_of`: a copy of a whole graph with these facts.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from remat.graph_capture.distributed.dtensors import is_beside_local_part
 from remat.graph_capture.joint.provenance import FUNCTION_KEY, MODULE_KEY, SOURCE_KEY, path_in_model
-from remat.graph_capture.over_ranks.dtensors import is_beside_local_part
 
 aten = torch.ops.aten
 
@@ -236,3 +237,74 @@ def written_inputs(graph: fx.Graph, results: int) -> tuple[Any, ...]:
     descriptions = [node.meta["desc"] for node in given]
     own = [one for one in descriptions if not is_beside_local_part(one)]
     return tuple(one if one in written else None for one in own)
+
+
+# The bytes of a tensor, by which values are compared: a NaN equals a NaN of the same bits.
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """The bytes of a strided tensor in the order of its elements, shape (bytes,), dtype uint8.
+
+    What is contiguous is not copied. A tensor of one element is, whatever its stride: 0 where it
+    was expanded. Only a stride of 1 can be read as bytes, so it is given that.
+    """
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+
+
+# Which nodes of a joint graph belong to forward.
+#
+# A trace holds forward and backward in one graph. Forward marks the nodes that it has made when it
+# ends, and most are found again by what its results need.
+
+
+MADE_IN_FORWARD = "remat_made_in_forward"
+"""On the meta of nodes: an autograd function's forward may compute what only backward reads."""
+
+
+def mark_forward() -> None:
+    """Mark the nodes of the trace that runs now: they were made by forward.
+
+    Called as forward ends. Outside of a trace it does nothing.
+    """
+    mode = get_proxy_mode()
+    if mode is not None:
+        for node in mode.tracer.graph.nodes:
+            node.meta[MADE_IN_FORWARD] = True
+
+
+def forward_nodes(nodes: Sequence[fx.Node], forward_results: Sequence[Any]) -> set[fx.Node]:
+    """Ancestors of forward's results, what draws or has effects there, and what forward has made.
+
+    A node that draws or has effects is of forward unless it descends from the tangents. What
+    forward has made stays where eager runs it: a loss that makes its gradient in forward, by
+    chunks, frees each chunk there. All else is left to backward.
+    """
+    from_tangents = _descendants_of_tangents(nodes)
+    effects = [
+        node
+        for node in nodes
+        if node.op == "call_function"
+        and node not in from_tangents
+        and (
+            MADE_IN_FORWARD in node.meta
+            or draws_randomness(node)
+            or not any(t is not None for t in tensors_of(node))
+        )
+    ]
+    found: set[fx.Node] = set()
+    stack = [n for n in forward_results if isinstance(n, fx.Node)] + effects
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+def _descendants_of_tangents(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    found = {node for node in nodes if is_tangent(node)}
+    for node in nodes:
+        if node.op == "call_function" and any(a in found for a in node.all_input_nodes):
+            found.add(node)
+    return found

@@ -21,6 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torchs_checkpoint
 from torch.utils._python_dispatch import (
+    TorchDispatchMode,
     _get_current_dispatch_mode_stack,  # pyright: ignore[reportPrivateUsage]
 )
 from torch.utils.hooks import RemovableHandle
@@ -169,3 +170,22 @@ def source_of_error(traceback: TracebackType | None) -> str:
 def _short_path(filename: str) -> str:
     relative = os.path.relpath(filename)
     return filename if relative.startswith("..") else relative
+
+
+# A mode that watches the ops of a trace and is no part of it.
+
+
+class BesideTrace(TorchDispatchMode):
+    """Sees each op that forward runs while it is traced."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Under other modes torch runs what is compiled uncompiled, and it would not be refused."""
+        return True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """As `is_infra_mode`."""
+        return True

@@ -11,8 +11,8 @@ from typing import Any, cast
 
 from torch import nn
 
+from remat.graph_capture.python_state.executed_code import LoadedNames, is_related
 from remat.graph_capture.python_state.library_objects import is_looked_into
-from remat.graph_capture.python_state.loaded_names import LoadedNames, is_related
 from remat.graph_capture.python_state.places import MISSING, Entry
 from remat.graph_capture.python_state.reached import (
     AROUND_DATA,

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from remat.graph_capture.python_state.code_names import Names
-from remat.graph_capture.python_state.hidden import Hidden, Stream
-from remat.graph_capture.python_state.places import Place
+from remat.graph_capture.python_state.module_hooks import Names
+from remat.graph_capture.python_state.places import Hidden, Place, Stream
 
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "remat", "builtins"})
 STATE = frozenset({"_parameters", "_buffers", "_modules", "training"})

@@ -3,32 +3,207 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable
+import functools
+import sys
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch._C._dynamo.guards import GuardManager, RootGuardManager, dict_version
+from torch._dynamo.guards import GuardManagerType
 
-from remat.graph_capture.python_state.compiled_test import ObjectNames, compiled_test
-from remat.graph_capture.python_state.hidden import Hidden, Stream, stream
+from remat.graph_capture.python_state.executed_code import CodeThatRan, runs_unseen
 from remat.graph_capture.python_state.module_hooks import ModuleHooks
 from remat.graph_capture.python_state.places import (
     MISSING,
     Cell,
     Contents,
     Entry,
+    Hidden,
     Place,
     Slot,
+    Stream,
     is_same,
     is_same_function,
+    stream,
 )
-from remat.graph_capture.python_state.ran import CodeThatRan, runs_unseen
-from remat.graph_capture.python_state.reachable import Walk
-from remat.graph_capture.python_state.reached import Absent, holds_tensors
-from remat.graph_capture.python_state.watched_dicts import Watched, WatchedDicts
-from remat.graph_capture.python_state.writers import Writer, writer_of
+from remat.graph_capture.python_state.reached import (
+    CLASSES_OF_A_TRACE,
+    Absent,
+    holds_tensors,
+    is_installed,
+)
+from remat.graph_capture.python_state.tensor_attributes import Writer, writer_of
+from remat.graph_capture.python_state.walk import Walk
+
+# Many small comparisons as one function, of which Python runs each in some tens of nanoseconds.
+
+
+TESTS_A_PART = 200
+"""Terms in one expression. The compiler's stack is not made for one of 10,000."""
+
+
+class ObjectNames:
+    """ObjectNames for objects, in the space that a compiled test reads them from."""
+
+    def __init__(self) -> None:
+        self.space: dict[str, Any] = {}
+        self._known: dict[int, str] = {}
+
+    def __call__(self, value: Any) -> str:
+        """The name of that very object."""
+        if id(value) not in self._known:
+            self._known[id(value)] = f"v{len(self._known)}"
+            self.space[self._known[id(value)]] = value
+        return self._known[id(value)]
+
+
+def compiled_test(terms: Iterable[str], names: ObjectNames) -> Callable[[], bool]:
+    """One function that is true while every term, an expression of `names`, is."""
+    terms = list(terms)
+    parts = [terms[i : i + TESTS_A_PART] for i in range(0, len(terms), TESTS_A_PART)]
+    lines = [f"    if not ({' and '.join(part)}): return False" for part in parts]
+    exec("\n".join(["def test():", *lines, "    return True"]), names.space)
+    return names.space["test"]
+
+
+# Many objects compared in one call into C++, by the guards that dynamo makes for its own frames.
+#
+# A comparison takes 10 ns for a dictionary and 40 ns for a tensor; in Python, one for each entry of
+# a dictionary takes 20 ns. `torch._C._dynamo.guards` is private to torch; the tests run it on each
+# release that is supported.
+
+
+PART = 64
+"""Objects below one node of the tree. To add one, torch looks at all that are there."""
+
+
+def unwritten(dictionaries: Sequence[dict[Any, Any]]) -> Callable[[], bool]:
+    """A function that is true while nothing is written to any of the dictionaries.
+
+    A dictionary has another version after each write that puts another object into it. So this may
+    be false where all holds what it held, but not true where something holds another thing.
+    """
+
+    def add(node: GuardManager, dictionary: dict[Any, Any]) -> None:
+        # What dynamo would print of a guard that fails: nobody reads it here.
+        node.add_dict_version_guard(dictionary, [""], None)
+
+    return _tree(dictionaries, add)
+
+
+def same_facts(tensors: Sequence[Tensor]) -> Callable[[], bool]:
+    """A function that is true while the tensors are as they are now.
+
+    Their type, dtype, device, shape, strides, and whether they require a gradient.
+    """
+
+    def add(node: GuardManager, tensor: Tensor) -> None:
+        # Lists of numbers, unlike what torch's stub says.
+        sizes: Any = list(tensor.shape)
+        strides: Any = list(tensor.stride())
+        keys = torch._C._dispatch_keys(tensor)
+        node.add_tensor_match_guard(tensor, sizes, strides, "", [""], None, type(tensor), keys)
+
+    return _tree(tensors, add)
+
+
+def _tree(objects: Sequence[Any], add: Callable[[GuardManager, Any], None]) -> Callable[[], bool]:
+    parts = tuple(tuple(objects[i : i + PART]) for i in range(0, len(objects), PART))
+    root = RootGuardManager()
+    for part, node in _nodes_below(root, parts):
+        for one, leaf in _nodes_below(node, part):
+            add(leaf, one)
+    return functools.partial(root.check, parts)
+
+
+def _nodes_below(node: GuardManager, values: tuple[Any, ...]) -> list[tuple[Any, GuardManager]]:
+    """Each item of a tuple, and the node for it."""
+    kind: Any = GuardManagerType.GUARD_MANAGER
+    return [
+        (value, node.tuple_getitem_manager(i, "", value, kind)) for i, value in enumerate(values)
+    ]
+
+
+@functools.cache
+def versions_tell() -> bool:
+    """Whether this Python tells of each write to a dictionary: tried, as it is not documented."""
+    tried: dict[str, Any] = {"key": None}
+    same = unwritten([tried])
+    before = same()
+    tried["key"] = same
+    return before and not same()
+
+
+# Whether dictionaries hold what they held: by their versions, where these stand still.
+
+
+Watched = tuple[dict[Any, Any], list[str]]
+"""A dictionary, and the terms that are true while it holds what it holds now."""
+
+CALLS_A_TREE = 64
+"""A tree of versions takes as long to make as so many comparisons of terms."""
+
+
+class WatchedDicts:
+    """Dictionaries that are compared with what they hold when this is made.
+
+    A write gives a dictionary another version, also where it puts back what was there: then the
+    terms decide, and the versions are taken anew. One that each step writes to, as for a loss that
+    a layer leaves in an attribute, is compared by its terms from then on.
+
+    Parameters
+    ----------
+    watched : the dictionaries and their terms. names : the objects of the terms.
+    """
+
+    def __init__(self, watched: Sequence[Watched], names: ObjectNames) -> None:
+        self._names, self._watched = names, watched
+        self._still, self._restless = (watched, []) if versions_tell() else ([], watched)
+        self._calls = self._trees = 0
+        self._watch()
+
+    def hold(self) -> bool:
+        """Whether all hold the very objects that they held."""
+        self._calls += 1
+        if self._are_still():
+            self._is_new = False
+            return self._others_hold()
+        if not self._all():
+            return False
+        if self._calls >= CALLS_A_TREE * (self._trees - 1):
+            self._watch_again()
+        return True
+
+    @functools.cached_property
+    def _all(self) -> Callable[[], bool]:
+        """Made when the versions first are not enough: most models never need it."""
+        return compiled_test(_terms(self._watched), self._names)
+
+    def _watch(self) -> None:
+        dictionaries = [one for one, _ in self._still]
+        self._versions = list(map(dict_version, dictionaries))
+        self._are_still = unwritten(dictionaries)
+        self._others_hold = compiled_test(_terms(self._restless), self._names)
+        self._is_new = True
+        self._trees += 1
+
+    def _watch_again(self) -> None:
+        """By new versions; those that one step was enough to write to, no more."""
+        if self._is_new:
+            pairs = list(zip(self._still, self._versions, strict=True))
+            moved = [one for one, version in pairs if dict_version(one[0]) != version]
+            self._restless = [*self._restless, *moved]
+            self._still = [one for one, version in pairs if dict_version(one[0]) == version]
+        self._watch()
+
+
+def _terms(watched: Iterable[Watched]) -> Iterable[str]:
+    return (term for _, terms in watched for term in terms)
 
 
 @dataclass(frozen=True)
@@ -310,3 +485,57 @@ def python_state_kept(
         yield state
     finally:
         state.restore()
+
+
+# Dictionaries of libraries that forward only adds to: what a first call finds out is kept there.
+#
+# einops keeps which backend is meant for which type of tensor. The types that tensors have while
+# they are traced come to no step.
+
+
+@dataclass(frozen=True)
+class Memo:
+    """A dictionary that forward has added to.
+
+    Attributes
+    ----------
+    place : with what it held before. value : what it holds now. added : to find at the next call.
+    """
+
+    place: Contents
+    value: dict[Any, Any]
+    added: dict[Any, Any]
+
+    def put(self) -> None:
+        """Let it hold what forward has added."""
+        self.place.put(self.value)
+
+
+def added_to_library(change: Change) -> Memo | None:
+    """What forward has added to a global dictionary of an installed module; None if it did not.
+
+    Each is an object of a class that was installed. What is kept for types of tensors that only a
+    trace has is left out.
+    """
+    place = change.place
+    if not (isinstance(place, Contents) and isinstance(change.before, dict)):
+        return None
+    before, now = cast("dict[Any, Any]", change.before), cast("dict[Any, Any]", change.now)
+    if not all(is_same(now.get(key, MISSING), value) for key, value in before.items()):
+        return None
+    added = {key: now[key] for key in now if key not in before}
+    if not (_is_global_of_library(place.owner) and all(map(_is_of_library, added.values()))):
+        return None
+    kept = {key: value for key, value in added.items() if key not in CLASSES_OF_A_TRACE}
+    return Memo(place, now, kept)
+
+
+def _is_global_of_library(owner: Any) -> bool:
+    installed = [module for module in list(sys.modules.values()) if is_installed(module)]
+    return any(owner is value for module in installed for value in list(vars(module).values()))
+
+
+def _is_of_library(value: Any) -> bool:
+    """Whether it is an object of a class that was installed, and so is not the user's."""
+    module = sys.modules.get(type(value).__module__)
+    return not isinstance(value, Tensor) and module is not None and is_installed(module)

@@ -14,9 +14,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from remat.graph_capture.derived.sharding import Sharding
+from remat.graph_capture.distributed.dtensors import is_distributed
+from remat.graph_capture.distributed.sharding import Sharding
 from remat.graph_capture.errors import CaptureError, option
-from remat.graph_capture.over_ranks.dtensors import is_distributed
 
 MASTER = torch.float32
 """What parameters are held in that a policy casts."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -18,10 +18,41 @@ from torch._subclasses import FakeTensorMode
 
 from remat.graph_capture.devices.placement import check_placement
 from remat.graph_capture.errors import CaptureError, SignatureError
-from remat.graph_capture.joint.trace_errors import refuse_subclass
 from remat.graph_capture.python_state.places import PLAIN, is_same
 from remat.graph_capture.python_state.tensor_attributes import kept_attributes
-from remat.graph_capture.tracing.paths import leaves_with_paths
+from remat.graph_capture.refusals import refuse_subclass
+
+# The leaves of a batch or a result, each with its path.
+#
+# Torch gives paths only through containers that were registered with names for their parts. Many
+# libraries register theirs without, such as the outputs of diffusers. Parts of those are numbered.
+
+
+Path = tuple[Any, ...]
+
+
+def leaves_with_paths(tree: Any) -> list[tuple[Path, Any]]:
+    """All leaves in the order of `tree_flatten`, each with its path as `keystr` reads it."""
+    return list(_below((), tree))
+
+
+def _below(path: Path, tree: Any) -> Iterator[tuple[Path, Any]]:
+    # By number: torch's function refers to itself and to this one, so that a tree in it would live
+    # on until Python collects garbage, with all of a model's result.
+    whole = id(tree)
+    parts, spec = pytree.tree_flatten(tree, is_leaf=lambda part: id(part) != whole)
+    if spec.is_leaf():
+        yield path, tree
+        return
+    named = pytree.SUPPORTED_NODES[spec.type].flatten_with_keys_fn
+    keys = (
+        [pytree.SequenceKey(i) for i in range(len(parts))]
+        if named is None
+        else [key for key, _ in named(tree)[0]]
+    )
+    for key, part in zip(keys, parts, strict=True):
+        yield from _below((*path, key), part)
+
 
 OTHER_SHAPE = (
     "A plan holds for one shape: drop or pad the last batch (DataLoader(drop_last=True)), "

@@ -8,28 +8,205 @@ over blocks gets less room.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import msgspec
+from torch import nn
 
-from remat.blocks.own_schedule import own_schedule
-from remat.blocks.tracing import DistinctBlock, TracedBlocks
-from remat.graph_capture.derived.block_units import with_units
-from remat.graph_capture.derived.communication import BEFORE_BLOCK, BEHIND_BLOCK, COMMUNICATION
-from remat.graph_capture.derived.eager import as_eager
-from remat.graph_capture.derived.one_rank import sharded
-from remat.graph_capture.derived.sharding import Sharding
-from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.links import Links
-from remat.schedules.assemble import assembled
-from remat.schedules.schedule import Compute, Schedule, Step
+from remat.graph_capture.devices.placement import resolved_device
+from remat.graph_capture.distributed.sharded_step import (
+    BEFORE_BLOCK,
+    BEHIND_BLOCK,
+    COMMUNICATION,
+    sharded,
+)
+from remat.graph_capture.distributed.sharding import Sharding, with_units
+from remat.graph_capture.eager_step import as_eager
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.graph import Links, TrainingGraph
+from remat.graph_capture.tracing.blocks import (
+    BlockMatch,
+    match_block,
+    matching_blocks,
+    watching_calls,
+)
+from remat.graph_capture.tracing.recipe import Recipe
+from remat.graph_capture.tracing.trace import Trace, trace, trace_recipe
+from remat.rewriter.guards.live_state import named_state
+from remat.schedules.derived import assembled
+from remat.schedules.schedule import Compute, Fetch, Schedule, Step
 from remat.schedules.simulate import simulate
 from remat.solver.blocks.given_blocks import GivenBlocks
-from remat.solver.clock import Clock
+from remat.solver.problem import Problem
 from remat.solver.result import Result, judged
+from remat.solver.search import Clock
+from remat.solver.state import end_of_forward, schedule_of
 from remat.solver.store_all import StoreAll
+
+# From the run of a block in the model's graph to the schedule of the block's own graph.
+
+
+Moves = Mapping[int, Sequence[Step]]
+"""Copies and frees of what is copied, by the position of the op that they stand before."""
+
+
+def own_schedule(graph: TrainingGraph, match: BlockMatch, run: Sequence[Step]) -> Schedule:
+    """The schedule of a block's own `graph` that makes a run of `GivenBlocks.runs`.
+
+    Tangents, which the model's graph has no op for in the block, come as forward ends. What is
+    copied has left the device by then.
+    """
+    problem = Problem.of(graph)
+    op_in_block = {theirs: mine for mine, theirs in match.op_of.items()}
+    value_in_block = {theirs: mine for mine, theirs in match.value_of.items()}
+    ops: list[int] = []
+    moves: dict[int, list[Step]] = {}
+    for step in run:
+        if not isinstance(step, Compute):
+            own = msgspec.structs.replace(step, value=value_in_block[step.value])
+            moves.setdefault(len(ops), []).append(own)
+        elif step.op in op_in_block:
+            ops.append(graph.op_index[op_in_block[step.op]])
+    end = end_of_forward(problem, ops) + 1
+    ops.insert(end, graph.n_forward)
+    schedule = schedule_of(problem, ops, solver="blocks")
+    if not moves:
+        return schedule
+    names = [graph.ops[op].name for op in ops]
+    steps = _with_moves(schedule.steps, names, _around_tangents(moves, end))
+    return msgspec.structs.replace(schedule, steps=tuple(steps))
+
+
+def _around_tangents(moves: Moves, end: int) -> Moves:
+    """`moves` with the op at position `end` inserted: what fetches comes after it."""
+    shifted = {at + (at > end): steps for at, steps in moves.items()}
+    at_turn = moves.get(end, ())
+    first = next((i for i, step in enumerate(at_turn) if isinstance(step, Fetch)), len(at_turn))
+    return {**shifted, end: at_turn[:first], end + 1: at_turn[first:]}
+
+
+def _with_moves(steps: Sequence[Step], names: Sequence[str], moves: Moves) -> Iterator[Step]:
+    """`steps` with moves before the ops of their positions; a run of `names` may be left out."""
+    at = 0
+    for step in steps:
+        if isinstance(step, Compute):
+            while True:
+                yield from moves.get(at, ())
+                at += 1
+                if names[at - 1] == step.op:
+                    break
+        yield step
+    for left in range(at, len(names) + 1):
+        yield from moves.get(left, ())
+
+
+# Traces a model and its distinct blocks, and finds each block in the model's graph.
+#
+# A block is rewritten only where the model's own graph contains it, node by node. So a sum of
+# gradients that would change its order is found before anything runs. Two blocks share one compiled
+# step only if they are the same computation of their own parameters.
+
+
+@dataclass
+class DistinctBlock:
+    """A block that was traced by itself, and all those that are equal to it.
+
+    Attributes
+    ----------
+    at : where each of them is in the graph of the model, by path.
+    """
+
+    block: nn.Module
+    trace: Trace
+    at: dict[str, BlockMatch]
+
+
+@dataclass
+class TracedBlocks:
+    """The trace of a model, and those of its blocks."""
+
+    pattern: str
+    blocks: dict[str, nn.Module]
+    whole: Trace
+    distinct: list[DistinctBlock]
+
+    @property
+    def hash(self) -> str:
+        """Of the whole graph and the places of the blocks."""
+        return f"{self.whole.graph.hash} {' '.join(self.blocks)}"
+
+    @cached_property
+    def of_path(self) -> dict[str, DistinctBlock]:
+        """The distinct block that each path has."""
+        return {path: one for one in self.distinct for path in one.at}
+
+
+def trace_blocks(
+    model: nn.Module, pattern: str, args: tuple[Any, ...], kwargs: Any, **asked: Any
+) -> TracedBlocks:
+    """Trace the whole step, and each distinct block by itself.
+
+    Raises
+    ------
+    CaptureError : a block cannot be run by itself to the same bits.
+    """
+    device = resolved_device(asked.get("device"), model)
+    blocks = matching_blocks(model, pattern, device)
+    with watching_calls(model, blocks) as calls:
+        whole = trace(model, args, kwargs, **asked)
+    distinct: list[DistinctBlock] = []
+    for path, recipe in calls.recipes().items():
+        _add_block(distinct, model, path, recipe, whole)
+    return TracedBlocks(pattern, blocks, whole, distinct)
+
+
+def _add_block(
+    distinct: list[DistinctBlock], model: nn.Module, path: str, recipe: Recipe, whole: Trace
+) -> None:
+    """Add a block to one that is equal to it, or trace it."""
+    block = model.get_submodule(path)
+    for one in distinct:
+        if _looks_like(block, recipe, one):
+            try:
+                match = match_block(one.trace.joint, whole.joint, path)
+            except CaptureError:
+                continue
+            if _has_own_state(model, block, match):
+                one.at[path] = match
+                return
+    recipe = dataclasses.replace(recipe, flags=whole.recipe.flags, device=whole.recipe.device)
+    traced = trace_recipe(block, recipe)
+    match = match_block(traced.joint, whole.joint, path)
+    distinct.append(DistinctBlock(block, traced, {path: match}))
+
+
+def _looks_like(block: nn.Module, recipe: Recipe, one: DistinctBlock) -> bool:
+    """Whether class, state and inputs are those of a block that was traced."""
+    known = one.trace.recipe
+    if type(block) is not type(one.block) or recipe.signature.lines() != known.signature.lines():
+        return False
+    return _state_facts(block) == _state_facts(one.block)
+
+
+def _state_facts(block: nn.Module) -> list[Any]:
+    modes = [(path, module.training) for path, module in block.named_modules()]
+    state = [
+        (name, t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
+        for name, t in named_state(block)
+    ]
+    return [modes, state]
+
+
+def _has_own_state(model: nn.Module, block: nn.Module, match: BlockMatch) -> bool:
+    """Whether the graph of another block takes this block's parameters in their places."""
+    own, of_model = dict(named_state(block)), dict(named_state(model))
+    return all(own[name] is of_model[theirs] for name, theirs in match.state_of.items())
+
 
 TRIES = 12
 """Most sizes of the room for the blocks that are tried, to find the fastest step that fits."""

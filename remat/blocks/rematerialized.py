@@ -13,43 +13,35 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 from torch import nn
 
-from remat.blocks.planning import BlockPlanner, BlocksPlan
-from remat.blocks.tracing import TracedBlocks, trace_blocks
+from remat.blocks.planning import BlockPlanner, BlocksPlan, TracedBlocks, trace_blocks
 from remat.budgets import parse_budget
 from remat.checks import Batch, is_checked, require_equal, say_unchecked, unless_short
 from remat.graph_capture.capturing import price_for, tiers_for
-from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding
-from remat.graph_capture.devices.device_table import is_cuda
+from remat.graph_capture.devices.table import is_cuda
+from remat.graph_capture.distributed.collectives import collectives_in
+from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError, SignatureError
 from remat.graph_capture.graph import Optimizer
-from remat.graph_capture.over_ranks.collectives import collectives_in
 from remat.graph_capture.prices.profile import Profile, as_profile
-from remat.graph_capture.shapes.ranges import Dynamic
-from remat.graph_capture.tracing.given import require_form
-from remat.graph_capture.tracing.mixed_precision import (
-    inputs_cast,
-    parameters_cast,
-    require_cast,
-)
-from remat.graph_capture.tracing.side_effects.carried import state_guarded
+from remat.graph_capture.sizes.symbols import Dynamic
+from remat.graph_capture.tracing.attribute_writes import state_guarded
+from remat.graph_capture.tracing.fake_tensors import has_storage
+from remat.graph_capture.tracing.mixed_precision import inputs_cast, parameters_cast, require_cast
+from remat.graph_capture.tracing.recipe import require_form
 from remat.graph_capture.tracing.trace import trace_recipe
-from remat.graph_capture.tracing.without_storage import has_storage
-from remat.infeasible import infeasible_text
-from remat.ranges.asked_options import require_options
-from remat.ranks.audits import agree_on_audits
-from remat.ranks.required_group import refuse_fake, require_group
+from remat.progress import stopwatch_of_call
+from remat.ranges.rematerialized import require_options
+from remat.ranks.same_order import agree_on_audits, refuse_fake, require_group
 from remat.ranks.together import Together
 from remat.reference import Reference, gradients_there
 from remat.rewriter.checking.audit import Audits
 from remat.rewriter.compiled import CompiledStep, compile_step
 from remat.rewriter.guards.forward import constants_of
 from remat.rewriter.tiers.file_tier import FileTier
-from remat.rewriter.user_module.block_shells import with_replaced
-from remat.rewriter.user_module.module import make_module
-from remat.rewriter.user_module.shared_state import SharedState, original_of
+from remat.rewriter.user_module.module import SharedState, make_module, original_of
+from remat.rewriter.user_module.own_forward import with_replaced
 from remat.rewriter.user_module.unplanned import Unplanned
-from remat.screen.stages import stopwatch_of_call
-from remat.solved import planned_text
+from remat.solved import infeasible_text, planned_text
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

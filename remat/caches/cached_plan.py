@@ -11,26 +11,29 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 from torch import nn
 
 from remat.budgets import Budget, parse_budget
-from remat.caches.kept_solves import keep_solve, kept_solve
-from remat.caches.known_plans import AtHand, KnownPlans, adopted
-from remat.checks import Batch, is_checked, require_equal, say_unchecked, unless_short
+from remat.caches.known_plans import AtHand, KnownPlans, adopted, keep_solve, kept_solve
+from remat.checks import (
+    Batch,
+    is_checked,
+    naming_tolerance,
+    require_equal,
+    say_unchecked,
+    unless_short,
+)
 from remat.graph_capture.capturing import price_for, tiers_for
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.prices.pricing import with_priced_pieces
 from remat.graph_capture.prices.profile import as_profile
-from remat.graph_capture.tracing.one_trace import Trace
-from remat.graph_capture.tracing.trace import trace
-from remat.infeasible import infeasible_text
-from remat.levers.by_tolerance import naming_tolerance
+from remat.graph_capture.tracing.trace import Trace, trace
 from remat.levers.pieces_at_need import may_wait, solved_at_need
-from remat.ranks.required_group import require_group
+from remat.progress import Stopwatch, solver_shown, stopwatch_of_call
+from remat.ranks.same_order import require_group
 from remat.reference import Reference, gradients_there
 from remat.rewriter.rewriting import rewrite
 from remat.rewriter.user_module.module import RematModule
-from remat.screen.stages import Stopwatch, solver_shown, stopwatch_of_call
-from remat.solved import Solved, at_hand_text, facts_of, planned_text
-from remat.solver.pins.globs import Globs, as_globs
+from remat.solved import Solved, at_hand_text, facts_of, infeasible_text, planned_text
+from remat.solver.reductions.globs import Globs, as_globs
 from remat.solver.result import Result
 from remat.solver.table import TAKE_PIECES
 

@@ -11,7 +11,7 @@ from collections.abc import Generator
 def command() -> None:
     """Entry point of the `remat` command."""
     with ended_by_ctrl_c():
-        from remat.screen.since_start import note_start
+        from remat.progress import note_start
 
         note_start()
         from remat.cli.main import main as run_verb

@@ -9,21 +9,14 @@ import msgspec
 import typer
 
 from remat.cli import options
-from remat.cli.outcome import (
-    keep_layout,
-    keep_result,
-    said_layout,
-    show_layout,
-    show_offloaded,
-)
+from remat.cli.outcome import keep_layout, keep_result, said_layout, show_layout, show_offloaded
 from remat.cli.session import INFEASIBLE, Session
 from remat.cli.verb import verb
 from remat.graph_capture.errors import BudgetError
-from remat.job.fit import EACH_S, MOST, FitSearch
+from remat.job.fit import EACH_S, MOST, FitSearch, Range
 from remat.job.fitted import fit_screen
 from remat.job.request import Request
-from remat.job.size_search import Range
-from remat.levers.offloaded import offloaded
+from remat.questions.memory import offloaded
 
 Vary = Annotated[str, typer.Option(help="argument of the factory: batch, sequence, ...")]
 MaxOverhead = Annotated[

@@ -14,24 +14,24 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from remat.screen.terminal import open_closed_streams, use_simple_letters
+from remat.progress import open_closed_streams, use_simple_letters
 
 VERBS = {
     "run": "remat.cli.run:run_verb",
-    "capture": "remat.cli.plan:capture_verb",
-    "solve": "remat.cli.plan:solve_verb",
-    "sweep": "remat.cli.sweep:sweep_verb",
+    "capture": "remat.cli.run:capture_verb",
+    "solve": "remat.cli.run:solve_verb",
+    "sweep": "remat.cli.answers:sweep_verb",
     "plan-cluster": "remat.cluster.command:plan_cluster_verb",
-    "inspect": "remat.cli.inspect:inspect_verb",
-    "explain": "remat.cli.explain:explain_verb",
-    "compare": "remat.cli.compare:compare_verb",
+    "inspect": "remat.cli.answers:inspect_verb",
+    "explain": "remat.cli.answers:explain_verb",
+    "compare": "remat.cli.answers:compare_verb",
     "fit": "remat.cli.fit:fit_verb",
     "report": "remat.cli.report:report_verb",
     "export": "remat.cli.report:export_verb",
-    "rewrite": "remat.cli.plan:rewrite_verb",
+    "rewrite": "remat.cli.run:rewrite_verb",
     "check": "remat.cli.run:check_verb",
-    "profile": "remat.cli.profile:profile_verb",
-    "doctor": "remat.cli.doctor:doctor_verb",
+    "profile": "remat.cli.machine:profile_verb",
+    "doctor": "remat.cli.machine:doctor_verb",
 }
 """The module and the function of each. Those that plan come first, then those that read a plan."""
 

@@ -10,30 +10,32 @@ from typing import Any
 from remat.cli.session import CHECK_FAILED, INFEASIBLE, Session
 from remat.graph_capture.errors import CaptureError, TooLargeError
 from remat.graph_capture.graph import TrainingGraph
-from remat.infeasible import infeasible_text
 from remat.job.dynamic import parse_dynamic
-from remat.job.kept_plans import PLAN_FILES, plan_of_result, write_plan
-from remat.job.opened import Captured, Opened, load_shown, open_plan
-from remat.job.over_range import plan_over
-from remat.job.range_screen import (
-    range_json,
-    range_report_json,
-    show_family,
-    show_range_report,
+from remat.job.opened import (
+    PLAN_FILES,
+    Captured,
+    Opened,
+    load_shown,
+    open_plan,
+    plan_of_result,
+    write_plan,
 )
+from remat.job.pipeline import plan_over
 from remat.job.request import Request
-from remat.levers.offloaded import Offloaded
+from remat.job.screen import range_json, range_report_json, show_family, show_range_report
 from remat.placed import arena_text, layout_json, place
+from remat.progress import in_one_line
+from remat.questions.memory import Offloaded
 from remat.questions.sweep import price_json, price_text
 from remat.ranges.curve import overheads_over
 from remat.schedules.layout import Layout
 from remat.schedules.plan import Plan, RangeFacts
 from remat.schedules.schedule import Schedule
-from remat.screen.terminal import in_one_line
-from remat.solver.budgets.price import GibPrice
-from remat.solver.budgets.worth import price_of_gib
-from remat.solver.interrupts import is_interrupted
+from remat.solved import infeasible_text
+from remat.solver.budgets.front import GibPrice
+from remat.solver.budgets.sweep import price_of_gib
 from remat.solver.result import Result
+from remat.solver.search import is_interrupted
 
 
 def opened_feasible(session: Session, source: str, request: Request, plan: Path | None) -> Opened:

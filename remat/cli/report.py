@@ -13,12 +13,12 @@ from remat.cli import options
 from remat.cli.outcome import opened_feasible, place_shown, said_layout
 from remat.cli.session import Session
 from remat.cli.verb import verb
-from remat.cluster.cluster_screen import page_of
-from remat.graph_capture.devices.device_table import CPU
+from remat.cluster.command import page_of
+from remat.cluster.plan_file import is_cluster_plan, read_cluster_plan
+from remat.graph_capture.devices.table import CPU
 from remat.graph_capture.errors import DeviceError, FileError, LayoutError
-from remat.graph_capture.files.contents import read_contents, write_contents
-from remat.job.kept_plans import PLAN_FILES
-from remat.job.opened import Opened, load_shown
+from remat.graph_capture.files import read_contents, write_contents
+from remat.job.opened import PLAN_FILES, Opened, load_shown
 from remat.job.pipeline import trace_loaded
 from remat.job.request import Request
 from remat.placed import check_kept_layout
@@ -26,7 +26,6 @@ from remat.schedules.exports.chrome_trace import trace_file
 from remat.schedules.exports.dot import to_dot
 from remat.schedules.exports.memory_snapshot import snapshot_file
 from remat.schedules.layout import Layout
-from remat.schedules.pipeline.cluster_plan import is_cluster_plan, read_cluster_plan
 from remat.schedules.report.facts import MeasuredStep
 
 
@@ -68,8 +67,7 @@ def report_verb(
 ) -> None:
     """Write one self-contained page of a plan: memory, schedule, tables, time against peak."""
     from remat.questions.report import fronts_in, page_facts
-    from remat.schedules.report.data import page_data
-    from remat.schedules.report.page import render
+    from remat.schedules.report.page import page_data, render
 
     if source.endswith(PLAN_FILES) and is_cluster_plan(read_contents(source)):
         _report_cluster(session, source, output)

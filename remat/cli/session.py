@@ -2,36 +2,154 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
+import signal
 import sys
-from collections.abc import Generator
+import threading
+import time
+import warnings
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 import typer
 
-from remat.cli.interrupting import interrupts_noted
-from remat.cli.warned import each_warning_once
-from remat.graph_capture.devices.free_memory import is_out_of_memory
+from remat.checkout import BESIDE, FOLDER
+from remat.graph_capture.devices.memory import is_out_of_memory
 from remat.graph_capture.errors import RematError, named_as_flags
-from remat.graph_capture.files.contents import check_writable, write_contents
-from remat.screen.since_start import when_it_began
-from remat.screen.stages import Stopwatch, TerminalStopwatch
-from remat.screen.terminal import (
+from remat.graph_capture.files import check_writable, write_contents
+from remat.progress import (
     STDOUT,
+    Stopwatch,
+    TerminalStopwatch,
     in_one_line,
     json_text,
     lead_nowhere,
     steady_console,
     use_simple_letters,
+    when_it_began,
 )
-from remat.solver.interrupts import is_interrupted, one_job
 from remat.solver.result import INTERRUPTED
+from remat.solver.search import is_interrupted, note_interrupt, one_job
 
 if TYPE_CHECKING:
     from remat.graph_capture.tracing.trace import Shown
+
+
+# How Ctrl-C reaches a verb: noted at once, and not raised while torch is imported.
+
+
+IN_C = ("numpy", "torch")
+"""Packages whose import an exception must not end: their C++ would abort the process."""
+SPELL_S = 0.02
+
+
+@contextlib.contextmanager
+def interrupts_noted(abandon: Callable[[], None] | None = None) -> Generator[None]:
+    """Note Ctrl-C at once, and raise it again where Python lost it.
+
+    What is raised while Python lets go of an object is printed and dropped; it is not here.
+    While torch is imported, which takes many seconds the first time, `abandon` is called, if there
+    is one; it may end the process. Ctrl-C is raised once torch is there. Nothing is changed where
+    somebody else listens to the signal.
+    """
+    own = signal.default_int_handler
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not own:
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        note_interrupt()
+        if _is_importing():
+            if abandon is not None:
+                abandon()
+            _interrupt_later()
+        else:
+            own(number, frame)
+
+    lost = sys.unraisablehook
+
+    def dropped(what: sys.UnraisableHookArgs) -> None:
+        if issubclass(what.exc_type, KeyboardInterrupt):
+            _interrupt_later()
+        else:
+            lost(what)
+
+    signal.signal(signal.SIGINT, interrupt)
+    sys.unraisablehook = dropped
+    try:
+        yield
+    finally:
+        sys.unraisablehook = lost
+        signal.signal(signal.SIGINT, own)
+
+
+def _is_importing() -> bool:
+    specs = (getattr(sys.modules.get(name), "__spec__", None) for name in IN_C)
+    return any(getattr(spec, "_initializing", False) for spec in specs)
+
+
+def _interrupt_later() -> None:
+    threading.Thread(target=_wait_and_interrupt, daemon=True).start()
+
+
+def _wait_and_interrupt() -> None:
+    time.sleep(SPELL_S)  # by then, a callback that dropped it has ended
+    while _is_importing():
+        time.sleep(SPELL_S)
+    if sys.platform == "win32":
+        _thread.interrupt_main()
+    else:  # the main thread may sleep, which only a true signal ends
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+# Warnings amid a verb: each once, and those of remat in one line without a place in its code.
+
+
+OURS = (FOLDER, *(FOLDER.parent / name for name in BESIDE))
+
+
+@contextlib.contextmanager
+def each_warning_once(tell: Callable[[str], None]) -> Generator[None]:
+    """In the block, what was warned of once is not warned of again.
+
+    A model's forward runs several times in a verb. Python would show each of its warnings once, but
+    torch resets what was shown. `tell` is given what remat itself warns of.
+    """
+    shown, show = set[tuple[str, str, int]](), warnings.showwarning
+
+    def show_once(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int,
+        file: TextIO | None = None, line: str | None = None,
+    ) -> None:  # fmt: skip
+        if (key := (str(message), filename, lineno)) in shown or _is_of_ctrl_c(message):
+            return
+        shown.add(key)
+        if _is_ours(filename):
+            tell(str(message))
+        else:
+            show(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show_once
+    try:
+        yield
+    finally:
+        warnings.showwarning = show
+
+
+def _is_of_ctrl_c(message: Warning | str) -> bool:
+    """Whether it is torch's, of a backward that Ctrl-C ended, with the traceback of its forward."""
+    return is_interrupted() and str(message).startswith("Error detected in ")
+
+
+def _is_ours(filename: str) -> bool:
+    return any(Path(filename).is_relative_to(folder) for folder in OURS)
+
 
 REFUSED, INFEASIBLE, CHECK_FAILED, STOPPED = 2, 3, 4, 130
 

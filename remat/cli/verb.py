@@ -20,7 +20,7 @@ import typer
 
 from remat.cli import options
 from remat.cli.session import Session
-from remat.job.kept_plans import PLAN_FILES
+from remat.job.opened import PLAN_FILES
 from remat.job.request import Request
 
 PANEL = "Planning, the same in every verb that plans"

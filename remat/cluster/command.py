@@ -3,20 +3,197 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from remat.cli import options
 from remat.cli.session import INFEASIBLE, Session
 from remat.cli.verb import verb
-from remat.cluster.cluster_screen import cluster_json, nothing_fits, show_cluster
+from remat.cluster.mesh import SCHEDULES, Asked
+from remat.cluster.pictures import cluster_page
+from remat.cluster.pipeline import (
+    ACTIVATIONS,
+    BORDERS,
+    FOR_WEIGHTS,
+    GRADIENTS,
+    PARAMETERS,
+    RUNNING,
+    STATES,
+    PipelineReplay,
+    holders_in,
+)
+from remat.cluster.plan_file import (
+    ClusterFile,
+    Parallelism,
+    StageFacts,
+    read_cluster_plan,
+    require_world,
+)
 from remat.cluster.request import ClusterRequest
+from remat.formats import GIB, bytes_text, percent_text
 from remat.graph_capture.errors import DeviceError
-from remat.graph_capture.files.contents import read_contents
-from remat.job.kept_plans import PLAN_FILES
-from remat.schedules.pipeline.cluster_plan import ClusterFile, read_cluster_plan, require_world
-from remat.solver.cluster.mesh import SCHEDULES, Asked
+from remat.graph_capture.files import read_contents
+from remat.job.opened import PLAN_FILES
+from remat.questions.report import plain_table
+
+# A plan for a cluster as one screen, or as a page, with what is modelled in it.
+
+
+MOST_STAGES = 8
+"""More are not shown one by one: the first and last ones, and one of the middle."""
+HELD = {
+    STATES: "OS", PARAMETERS: "P", GRADIENTS: "G", BORDERS: "borders", ACTIVATIONS: "saved",
+    FOR_WEIGHTS: "for W", RUNNING: "runs",
+}  # fmt: skip
+"""Columns of bytes."""
+
+
+def show_cluster(console: Console, plan: ClusterFile, found: str = "") -> None:
+    """The whole screen.
+
+    Parameters
+    ----------
+    found : how the plan was found, in words; empty where it was read from a file.
+    """
+    size = f"{plan.parameters / 1e9:.1f}B parameters"
+    head = (
+        f", {size}, {plan.gpus} x {plan.device}, batch {plan.batch} x {plan.seq}, budget "
+        f"{bytes_text(plan.budget_bytes)} a GPU\n"
+    )
+    console.print(Text.assemble((plan.model, "bold"), head))
+    console.print(_mesh_rows(plan, found))
+    console.print()
+    console.print(_stages(plan))
+    console.print("bytes in GiB; flight: microbatches in flight; again: time of recomputation")
+    if plan.runners_up:
+        console.print()
+        console.print(_runners_up(plan))
+    console.print()
+    for note in plan.modelled:
+        console.print(f"modelled  {note}", markup=False, soft_wrap=True)
+
+
+def page_of(plan: ClusterFile, replay: PipelineReplay) -> str:
+    """The page of a plan, as HTML.
+
+    Parameters
+    ----------
+    replay : of its pipeline.
+    """
+    return cluster_page(plan, replay, mesh_text(plan.parallelism, plan.chunks), states_text(plan))
+
+
+def nothing_fits(gpus: int, budget_bytes: int) -> str:
+    """Said where no mesh fits."""
+    return (
+        f"no mesh of {gpus} GPUs fits {bytes_text(budget_bytes)} each, also with everything "
+        "computed again: raise --budget or --gpus, lower --seq, or fix less"
+    )
+
+
+def _mesh_rows(plan: ClusterFile, found: str) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    mesh = mesh_text(plan.parallelism, plan.chunks)
+    table.add_row("mesh", f"{mesh} (dp: replicate x shard)")
+    table.add_row("states", states_text(plan))
+    table.add_row(
+        "batch", f"{plan.microbatches} microbatches of "
+        f"{plan.parallelism.pipeline_parallel_microbatch_size} on each data parallel rank",
+    )  # fmt: skip
+    predicted = plan.predicted
+    step = f"{seconds_text(predicted.step_us)} modelled, MFU {percent_text(predicted.mfu)}"
+    if plan.parallelism.pipeline_parallel_schedule:
+        step += f", ranks wait {percent_text(predicted.bubble)}, replayed in torch's order"
+    table.add_row("step", step)
+    table.add_row(
+        "overlap", f"without any, {seconds_text(predicted.without_overlap_us)}: what lies between "
+        "is only as good as the model of it",
+    )  # fmt: skip
+    if found:
+        table.add_row("found", found)
+    return table
+
+
+def mesh_text(mesh: Parallelism, chunks: int) -> str:
+    """``tp 8  pp 4 ...``, with the pipeline's schedule."""
+    text = (
+        f"tp {mesh.tensor_parallel_degree}  cp {mesh.context_parallel_degree}  "
+        f"pp {mesh.pipeline_parallel_degree}  dp {mesh.data_parallel_replicate_degree} x "
+        f"{mesh.data_parallel_shard_degree}"
+    )
+    schedule = mesh.pipeline_parallel_schedule
+    if schedule:
+        text += f"  {schedule}" + (f", {chunks} chunks a rank" if chunks > 1 else "")
+    return text
+
+
+def states_text(plan: ClusterFile) -> str:
+    """How parameters, gradients and optimizer states are held."""
+    mesh = plan.parallelism
+    ranks = mesh.data_parallel_shard_degree * mesh.context_parallel_degree
+    keep = mesh.fsdp_reshard_after_forward
+    kept = {"never": "whole", "always": "in shards"}.get(keep, f"over {keep} ranks (hpZ)")
+    split = f"OS split over {ranks}" if ranks > 1 else "OS whole on each replica"
+    reduced = "after each microbatch" if plan.gradients == "each" else "once, at the end"
+    return f"{split}; P between forward and backward {kept}; G reduced {reduced}"
+
+
+def _stages(plan: ClusterFile) -> Table:
+    shown = holders_in(stage.held_bytes for stage in plan.stages)
+    columns = ("blocks", "flight", "again", *(HELD[name] for name in shown), "peak")
+    table = plain_table("stage", *columns)
+    for number in shown_stages(len(plan.stages)):
+        stage = plan.stages[number]
+        held = [f"{stage.held_bytes.get(name, 0) / GIB:.1f}" for name in shown]
+        table.add_row(
+            str(number), str(len(stage.blocks)), f"{stage.microbatches_in_flight:.3g}",
+            recompute_text(plan, stage), *held, f"{stage.peak_bytes / GIB:.1f}",
+        )  # fmt: skip
+    return table
+
+
+def recompute_text(plan: ClusterFile, stage: StageFacts) -> str:
+    """``+2.8 %``."""
+    return f"+{percent_text(stage.overhead)}" if stage.overhead > 0 else "none"
+
+
+def shown_stages(stages: int) -> list[int]:
+    """All of a few stages, else those at both ends and one between."""
+    if stages <= MOST_STAGES:
+        return list(range(stages))
+    return [0, 1, 2, stages // 2, stages - 2, stages - 1]
+
+
+def _runners_up(plan: ClusterFile) -> Table:
+    table = plain_table("runner-up within 5 %", "P kept", "step", "MFU")
+    for one in plan.runners_up:
+        mesh = one.parallelism
+        table.add_row(
+            f"{mesh_text(mesh, one.chunks)}, microbatch {mesh.pipeline_parallel_microbatch_size}",
+            mesh.fsdp_reshard_after_forward, seconds_text(one.step_us), percent_text(one.mfu),
+        )  # fmt: skip
+    return table
+
+
+def seconds_text(time_us: float) -> str:
+    """``13.63 s``."""
+    return f"{time_us / 1e6:.2f} s"
+
+
+def cluster_json(plan: ClusterFile) -> dict[str, Any]:
+    """The plan for programs, without graphs and schedules, which the file has."""
+    import msgspec
+
+    said: dict[str, Any] = msgspec.to_builtins(plan)
+    for name in ("graphs", "schedules"):
+        del said[name]
+    hashes = [graph.hash for graph in plan.graphs]
+    return said | {"layers_per_stage": list(plan.layers_per_stage), "graph_hashes": hashes}
+
 
 CLUSTER_PANEL, FIX_PANEL = "Cluster and step", "Fix a choice"
 WITH_A_MODEL = "(required with a model)"

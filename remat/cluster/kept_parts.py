@@ -13,15 +13,15 @@ import msgspec
 import torch
 
 from remat import __version__
+from remat.cluster.capture.chain_shape import Place
+from remat.cluster.capture.rank_graph import behind_graph_on_rank, block_graph_on_rank
+from remat.cluster.mesh import Cluster, Job
 from remat.cluster.opened_chain import Chains
-from remat.graph_capture.cluster.chain_shape import Place
-from remat.graph_capture.cluster.rank_graph import behind_graph_on_rank, block_graph_on_rank
-from remat.graph_capture.files.json_text import decoded
-from remat.graph_capture.files.kept_files import KeptFiles
+from remat.cluster.parts import Part, PartOption, PartWork, part_of, part_work
+from remat.graph_capture.distributed.fake_group import FakeGroups
+from remat.graph_capture.files import decoded
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.over_ranks.fake_group import FakeGroups
-from remat.solver.cluster.job import Cluster, Job
-from remat.solver.cluster.parts import Part, PartOption, PartWork, part_of, part_work
+from remat.graph_capture.kept_files import KeptFiles
 
 SCHEMA = 5
 """Of the files; those of another one are not read."""

@@ -9,16 +9,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from remat.graph_capture.cluster.chain import ChainModel, chain_of
-from remat.graph_capture.cluster.chain_shape import PLACES, ChainShape, Place, shares_heads
-from remat.graph_capture.cluster.rank_graph import runs_split
-from remat.graph_capture.cluster.watching import watch
+from remat.cluster.capture.chain import ChainModel, chain_of
+from remat.cluster.capture.chain_shape import PLACES, ChainShape, Place, shares_heads
+from remat.cluster.capture.rank_graph import runs_split
+from remat.cluster.capture.watching import watch
+from remat.cluster.mesh import Asked, Job, Weights
+from remat.graph_capture.distributed.fake_group import FakeGroups
 from remat.graph_capture.errors import CaptureError, FactoryError
-from remat.graph_capture.over_ranks.fake_group import FakeGroups
-from remat.job.factory import Loaded, call
-from remat.job.named_function import NamedFunction, function_named
-from remat.solver.cluster.job import Job, Weights
-from remat.solver.cluster.mesh import Asked
+from remat.job.factory import Loaded, NamedFunction, call, function_named
 
 SEQ_NAMES = ("seq", "sequence", "seq_len")
 TENSOR, CONTEXT = (1, 2, 4, 8, 16), (1, 2, 4, 8, 16)

@@ -7,15 +7,13 @@ from dataclasses import dataclass
 import torch
 
 from remat import __version__
+from remat.cluster.capture.chain_shape import Place
 from remat.cluster.judged import JudgedPlan, judged_plan
 from remat.cluster.kept_parts import KeptParts
+from remat.cluster.mesh import Cluster, Job, Mesh, all_degrees, places_of_blocks
 from remat.cluster.opened_chain import Chains, job_of
-from remat.cluster.request import ClusterRequest
-from remat.graph_capture.cluster.chain_shape import Place
-from remat.graph_capture.devices.device_table import device_table
-from remat.graph_capture.errors import DeviceError
-from remat.graph_capture.over_ranks.fake_group import fake_ranks
-from remat.schedules.pipeline.cluster_plan import (
+from remat.cluster.parts import Part, schedule_of_option
+from remat.cluster.plan_file import (
     ClusterFigures,
     ClusterFile,
     Parallelism,
@@ -23,14 +21,15 @@ from remat.schedules.pipeline.cluster_plan import (
     RunnerUp,
     StageFacts,
 )
+from remat.cluster.planner import ClusterSearch
+from remat.cluster.request import ClusterRequest
+from remat.cluster.stages import StagePlan
+from remat.cluster.step_time import hop_us
+from remat.graph_capture.devices.table import device_table
+from remat.graph_capture.distributed.fake_group import fake_ranks
+from remat.graph_capture.errors import DeviceError
+from remat.progress import Stopwatch
 from remat.schedules.plan import Versions
-from remat.screen.stages import Stopwatch
-from remat.solver.cluster.job import Cluster, Job
-from remat.solver.cluster.mesh import Mesh, all_degrees, places_of_blocks
-from remat.solver.cluster.parts import Part, schedule_of_option
-from remat.solver.cluster.planner import ClusterSearch
-from remat.solver.cluster.stages import StagePlan
-from remat.solver.cluster.step_time import hop_us
 
 WRITTEN: tuple[Place, ...] = ("block", "last")
 """Parts whose graphs and schedules a file has."""

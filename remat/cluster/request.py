@@ -6,11 +6,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from remat.budgets import RESERVE, parse_budget
-from remat.graph_capture.devices.device_links import read_rank_links, stated_links
-from remat.graph_capture.devices.device_table import device_table, is_in_table, modelled_device
+from remat.cluster.mesh import SCHEDULES, Asked, Cluster
+from remat.graph_capture.devices.table import (
+    device_table,
+    is_in_table,
+    modelled_device,
+    read_rank_links,
+    stated_links,
+)
 from remat.graph_capture.errors import BudgetError, DeviceError
-from remat.solver.cluster.job import Cluster
-from remat.solver.cluster.mesh import SCHEDULES, Asked
 
 BFLOAT16 = "bfloat16"
 

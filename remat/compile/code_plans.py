@@ -19,7 +19,7 @@ from remat.budgets import parse_budget
 from remat.compile.target_search import fastest_within
 from remat.formats import budget_text, bytes_text
 from remat.graph_capture.errors import BudgetError, option
-from remat.graph_capture.tracing.one_trace import Trace
+from remat.graph_capture.tracing.trace import Trace
 from remat.rewriter.checking.audit import of_steps
 from remat.rewriter.inductor.compiler import code_peak_bytes
 from remat.rewriter.inductor.lowering import ReplayError

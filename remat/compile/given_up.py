@@ -24,7 +24,7 @@ from torch._dynamo.exc import Unsupported, UserError
 from torch._dynamo.resume_execution import ContinueExecutionCache
 
 from remat.formats import bytes_text
-from remat.graph_capture.devices.device_table import CPU
+from remat.graph_capture.devices.table import CPU
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.tracing.resident import storage_bytes
 from remat.rewriter.guards.backward import COMPILED_NODE

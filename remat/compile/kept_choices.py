@@ -1,6 +1,6 @@
 """Plans of compiled steps on disk, for the processes after this one: one file for each `start_key`.
 
-A file is not believed (`graph_capture/files/kept_files.py`): its schedule is judged by `simulate`
+A file is not believed (`graph_capture/kept_files.py`): its schedule is judged by `simulate`
 on the graph in it, and its prices must be those that are measured here.
 """
 
@@ -13,11 +13,10 @@ import msgspec
 from remat.compile.place import Taken
 from remat.graph_capture.devices.here import meter_of
 from remat.graph_capture.errors import PlanError
-from remat.graph_capture.files.json_text import decoded
-from remat.graph_capture.files.kept_files import KeptFiles
-from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.graph_rules import MOST_BYTES
-from remat.graph_capture.prices.price_cache import Price, PriceCache
+from remat.graph_capture.files import decoded
+from remat.graph_capture.graph import MOST_BYTES, TrainingGraph
+from remat.graph_capture.kept_files import KeptFiles
+from remat.graph_capture.prices.cache import Price, PriceCache
 from remat.rewriter.inductor.replay import Replay, StepBytes
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import gap_of, simulate

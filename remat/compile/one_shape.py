@@ -22,9 +22,9 @@ from torch._dynamo import config as dynamo_config
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 
-from remat.graph_capture.devices.device_table import CPU, is_cuda
 from remat.graph_capture.devices.here import meter_of
 from remat.graph_capture.devices.placement import device_holding
+from remat.graph_capture.devices.table import CPU, is_cuda
 from remat.graph_capture.errors import CaptureError, DeviceError
 from remat.graph_capture.joint.nodes import copy_of, storage_key
 from remat.rewriter.inductor.nodes import data_dependent_message

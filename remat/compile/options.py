@@ -11,9 +11,9 @@ from typing import Any
 from remat.budgets import Budget, parse_budget
 from remat.graph_capture.errors import BudgetError, SolverError
 from remat.solver import solver_class
-from remat.solver.options import check_number
-from remat.solver.pins.globs import Globs
+from remat.solver.reductions.globs import Globs
 from remat.solver.stopping import DEFAULT_GAP
+from remat.solver.table import check_number
 
 
 @dataclass(frozen=True)

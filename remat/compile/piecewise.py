@@ -19,7 +19,7 @@ from remat.compile.one_shape import of_one_shape, with_notes
 from remat.compile.options import CompileOptions
 from remat.compile.piece_choice import Option, PieceSearch, option_of, peak_of
 from remat.compile.pieces import Whole, whole_of
-from remat.compile.report import CompiledPlan, remember
+from remat.compile.place import CompiledPlan, remember
 from remat.compile.search import Candidate
 from remat.compile.shared_budget import Frame, SharedBudget
 from remat.formats import budget_text, bytes_text
@@ -27,7 +27,7 @@ from remat.graph_capture.errors import BudgetError
 from remat.ranks.one_plan import one_plan
 from remat.rewriter.inductor.partition import FusedStep, Pair, Partitioner, planned
 from remat.rewriter.inductor.replay import Replay
-from remat.solver.clock import Clock
+from remat.solver.search import Clock
 
 _known: weakref.WeakKeyDictionary[fx.GraphModule, PlannedPieces] = weakref.WeakKeyDictionary()
 

@@ -20,12 +20,12 @@ from remat.compile.place import n_run_again
 from remat.compile.target_search import fastest_within
 from remat.formats import bytes_text
 from remat.graph_capture.graph import TrainingGraph
+from remat.progress import Stopwatch, stopwatch_of_call
 from remat.rewriter.inductor.lowering import ReplayError
 from remat.rewriter.inductor.partition import FusedStep, Pair
 from remat.rewriter.inductor.replay import Replay
 from remat.schedules.schedule import Schedule, Step
 from remat.schedules.simulate import simulate
-from remat.screen.stages import Stopwatch, stopwatch_of_call
 from remat.solver.result import Result
 
 _LOG = logging.getLogger("remat")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.shapes.ranges import Dynamic, as_symbol, require_one_range
+from remat.graph_capture.sizes.symbols import Dynamic, as_symbol, require_one_range
 
 METAVAR = "ARG:DIM=NAME:LEAST:MOST"
 _FORM = re.compile(r"(?P<argument>[^:=]+):(?P<dim>\d+)=(?P<name>[^\W\d]\w*)(?P<sizes>(:[^:]*)*)")

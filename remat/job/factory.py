@@ -2,17 +2,450 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import difflib
+import importlib
+import importlib.util
 import inspect
-from collections.abc import Callable, Mapping
+import re
+import sys
+import sysconfig
+import textwrap
+import traceback
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
-from remat.graph_capture.devices.device_table import check_device, is_cuda
+from remat.graph_capture.devices.table import check_device, is_cuda
 from remat.graph_capture.errors import FactoryError
-from remat.job.named_function import explained, function_named
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+# What a file is for by its text: variables of a model and its batch, and which functions build.
+#
+# A name that is made under ``if __name__ == "__main__"`` or in a function is none of the module's
+# when the file is imported. The text of the file says so, and where.
+# A function that is only named by mistake is never called: it may train for an epoch.
+
+
+MODEL, BATCH = "model", "batch"
+OTHERS = ("loss_fn", "target")
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+_TRAINS = {"backward", "zero_grad", "fit", "train_step", "train_epoch", "train_one_epoch"}
+"""Methods that code which trains calls."""
+_OF_TRAINING = re.compile(
+    r"^(train|fit|eval|test|valid|main|run|loss|epoch|step|collate|parse|get_args)"
+)
+_OF_A_MODEL = re.compile(r"model|net(work)?$|module", re.IGNORECASE)
+
+
+def factory_of(module: ModuleType) -> Callable[[], dict[str, Any]] | None:
+    """A factory of the variables `model` and `batch` of a module; None if it lacks one of them.
+
+    A batch that is a dict is given to forward by keywords, a tuple or list by position, and
+    anything else as the one argument. `loss_fn` and `target` are taken where the module has them.
+    """
+    from torch import nn
+
+    if not isinstance(getattr(module, MODEL, None), nn.Module) or not hasattr(module, BATCH):
+        return None
+
+    def factory() -> dict[str, Any]:
+        batch = getattr(module, BATCH)
+        parts = {name: getattr(module, name) for name in OTHERS if hasattr(module, name)}
+        if isinstance(batch, dict):
+            return {"model": module.model, "kwargs": batch, **parts}
+        args = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+        return {"model": module.model, "args": args, **parts}
+
+    return factory
+
+
+def unseen_text(module: ModuleType, where: str) -> str:
+    """What is said of a `model` or `batch` that an import of the file does not make, or ''.
+
+    Parameters
+    ----------
+    where : the file as a person wrote it.
+    """
+    parsed = ast.parse(_source(module))
+    missing = [name for name in (MODEL, BATCH) if not hasattr(module, name)]
+    for statement in parsed.body:
+        made = [name for name in missing if name in _assigned(statement)]
+        if made and _is_of_scripts(statement):
+            return (
+                f"{where} makes {' and '.join(made)} under `if __name__ == "
+                f'"__main__"` (line {statement.lineno}), which runs only as a script: move what '
+                "builds the model and a batch above it"
+            )
+    if missing == [BATCH]:
+        return f"{where} has a `{MODEL}` and no `{BATCH}`"
+    return ""
+
+
+def _is_of_scripts(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.If) and "__main__" in ast.unparse(statement.test)
+
+
+def _assigned(statement: ast.stmt) -> set[str]:
+    return {
+        part.id
+        for part in _own(statement)
+        if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
+    }
+
+
+@dataclass(frozen=True)
+class Written:
+    """A function as it is written.
+
+    Attributes
+    ----------
+    gives : whether it returns a value. has_batch : whether that is a model with a batch, or may be
+        by what it consists of. trains : whether it, or what it calls in the file, trains.
+    is_of_a_model : whether it is named as what makes a model.
+    """
+
+    name: str
+    gives: bool
+    has_batch: bool
+    trains: bool
+    is_of_a_model: bool
+
+    @property
+    def may_build(self) -> bool:
+        """Whether to propose it."""
+        is_named_otherwise = _OF_TRAINING.match(self.name) is not None and not self.has_batch
+        return self.gives and not self.trains and not is_named_otherwise
+
+
+def written_functions(module: ModuleType) -> dict[str, Written]:
+    """The functions of a module, by name and by its text; none if there is no text."""
+    found = {
+        one.name: one for one in ast.walk(ast.parse(_source(module))) if isinstance(one, Function)
+    }
+    training = _training(found)
+    return {
+        name: Written(
+            name,
+            any(_values(one)),
+            any(map(_is_with_batch, _values(one))),
+            name in training,
+            _OF_A_MODEL.search(name) is not None,
+        )
+        for name, one in found.items()
+    }
+
+
+def returns_nothing(function: Any) -> bool:
+    """Whether a function returns no value, by its text; False where that cannot be told."""
+    if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
+        return False
+    try:
+        one = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return False
+    found = next((part for part in ast.walk(one) if isinstance(part, ast.FunctionDef)), None)
+    if found is None or isinstance(found.body[-1], ast.Raise):
+        return False
+    is_generator = any(isinstance(part, ast.Yield | ast.YieldFrom) for part in _own(found))
+    return not is_generator and not any(_values(found))
+
+
+def _source(module: ModuleType) -> str:
+    """The text of the file; empty for a module that has none, such as a compiled one."""
+    try:
+        return inspect.getsource(module)
+    except (OSError, TypeError):
+        return ""
+
+
+def _own(statement: ast.AST) -> Iterator[ast.AST]:
+    """What is written in a statement, but not in the functions and classes inside it."""
+    for part in ast.iter_child_nodes(statement):
+        if not isinstance(part, Function | ast.ClassDef | ast.Lambda):
+            yield part
+            yield from _own(part)
+
+
+def _values(function: Function) -> Iterator[ast.expr]:
+    """What its own returns return; `return None` returns nothing."""
+    for part in _own(function):
+        if isinstance(part, ast.Return) and part.value is not None:
+            is_none = isinstance(part.value, ast.Constant) and part.value.value is None
+            if not is_none:
+                yield part.value
+
+
+def _is_with_batch(value: ast.expr) -> bool:
+    if isinstance(value, ast.Dict):
+        keys = [key.value for key in value.keys if isinstance(key, ast.Constant)]
+        return "model" in keys
+    return isinstance(value, ast.Tuple) and len(value.elts) in (2, 3)
+
+
+def _training(functions: Mapping[str, Function]) -> set[str]:
+    """The names of functions that train, or call one that does."""
+    called = {name: set(_called(one)) for name, one in functions.items()}
+    found = {name for name, names in called.items() if names & _TRAINS}
+    size = -1
+    while size != len(found):
+        size = len(found)
+        found |= {name for name, names in called.items() if names & found}
+    return found
+
+
+def _called(function: Function) -> Iterator[str]:
+    for part in ast.walk(function):
+        if isinstance(part, ast.Call):
+            called = part.func
+            if isinstance(called, ast.Attribute):
+                yield called.attr
+            elif isinstance(called, ast.Name):
+                yield called.id
+
+
+# The function that a person names as ``path/to/file.py:function``, or as ``path/to/file.py``.
+
+
+DEFAULT = "factory"
+"""The function of a file or module that is taken where none is named."""
+_WRITE = (
+    f"write def {DEFAULT}(): return model, (x,); or name the model `model` and its batch `batch`"
+)
+
+
+@dataclass(frozen=True)
+class NamedFunction:
+    """A function, with its file or module as a person wrote it, and its name in there."""
+
+    function: Callable[..., Any]
+    where: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.where}:{self.name}"
+
+
+@contextlib.contextmanager
+def function_named(name: str) -> Generator[NamedFunction]:
+    """Import what `name` names. The modules beside it can be imported until the context ends.
+
+    Until then the command line is that of a script without arguments: a parser that the file has
+    would else read remat's own.
+
+    Parameters
+    ----------
+    name : ``path/to/file.py:function``, ``package.module:function``, or either without a function,
+        which takes `DEFAULT`, else the variables ``model`` and ``batch``.
+
+    Raises
+    ------
+    FactoryError : there is no such file, module or function, or importing it raises.
+    """
+    where, inside = _place(name)
+    path = Path(where)
+    is_file = where.endswith(".py") or "/" in where or _is_on_disk(path)
+    folder = path.resolve().parent if is_file else Path.cwd()
+    with _importable(folder), _without_arguments(where):
+        module = _import_file(path) if is_file else _import_module(where)
+        is_open = inside == MODEL or (not inside and not hasattr(module, DEFAULT))
+        plain = factory_of(module) if is_open else None
+        if plain is not None:
+            yield NamedFunction(plain, where, MODEL)
+            return
+        inside = inside or _default_of(module, where)
+        yield NamedFunction(_find(module, where, inside), where, inside)
+
+
+def _place(name: str) -> tuple[str, str]:
+    """The file or module, and the function in it; no function where none is named."""
+    where, colon, inside = name.rpartition(":")
+    # Folders may have colons in their names.
+    if not colon or inside.endswith(".py"):
+        where, inside = name, ""
+    if not where:
+        raise FactoryError(
+            f"{name!r} names no factory: write path/to/file.py:{DEFAULT} or "
+            f"package.module:{DEFAULT}"
+        )
+    return where, inside
+
+
+def _is_on_disk(path: Path) -> bool:
+    """Whether it is a file or folder here; a folder that is a package is a module."""
+    return path.exists() and not (path / "__init__.py").exists()
+
+
+@contextlib.contextmanager
+def _importable(folder: Path) -> Generator[None]:
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            sys.path.remove(str(folder))
+
+
+@contextlib.contextmanager
+def _without_arguments(where: str) -> Generator[None]:
+    kept = sys.argv
+    sys.argv = [where]
+    try:
+        yield
+    finally:
+        sys.argv = kept
+
+
+def _import_file(path: Path) -> ModuleType:
+    if path.is_dir():
+        raise FactoryError(f"{path} is a folder: name a file{_near_files(path / 'factory.py')}")
+    if not path.is_file():
+        raise FactoryError(f"there is no file {path}{_near_files(path)}")
+    name = f"remat_factory_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    if spec is None or spec.loader is None:
+        raise FactoryError(f"{path} is not a Python file: its name should end with .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    with explained(f"importing {path}"):
+        spec.loader.exec_module(module)
+    return module
+
+
+def _import_module(name: str) -> ModuleType:
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError) as error:
+        raise FactoryError(f"there is no module {name}: {error}") from error
+    if found is None:
+        raise FactoryError(
+            f"there is no module {name}: is it installed here, or did you mean a file, "
+            f"{name.replace('.', '/')}.py?"
+        )
+    with explained(f"importing {name}"):
+        return importlib.import_module(name)
+
+
+def _near_files(path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return f": there is no folder {folder} either"
+    names = sorted(file.name for file in folder.glob("*.py"))
+    near = difflib.get_close_matches(path.name, names, n=3) or names[:5]
+    here = "This folder" if str(folder) == "." else str(folder)
+    return f". {here} has {', '.join(near)}" if near else f", nor any .py file in {folder}"
+
+
+def _find(module: ModuleType, where: str, name: str) -> Callable[..., Any]:
+    found = getattr(module, name, None)
+    if returns_nothing(found):
+        raise FactoryError(
+            f"{name} of {where} returns nothing, so it was not called. A factory returns the model "
+            f"and its batch: {_WRITE}"
+        )
+    if callable(found):
+        return cast("Callable[..., Any]", found)
+    if found is not None:
+        raise FactoryError(f"{name} of {where} is a {type(found).__name__}, not a function")
+    own = list(_own_functions(module))
+    near = difflib.get_close_matches(name, own, n=1)
+    has = f"It has {', '.join(own)}" if own else "It has no function"
+    hint = f". Did you mean {where}:{near[0]}?" if near else ""
+    raise FactoryError(f"{where} has no factory {name}. {has}{hint}")
+
+
+def _default_of(module: ModuleType, where: str) -> str:
+    """The name of the function to take where none is named.
+
+    Raises
+    ------
+    FactoryError : there is no function of that name; lists those that there are.
+    """
+    if hasattr(module, DEFAULT):
+        return DEFAULT
+    own = _own_functions(module)
+    written = written_functions(module)
+    building = [name for name in own if name in written and written[name].may_build]
+    unseen = unseen_text(module, where)
+    if unseen or not building:
+        is_given = [name for name in own if name in written and written[name].gives]
+        nothing = f"and nothing is returned by {', '.join(own)}" if own else "and no other"
+        other = f"and {', '.join(own)} train, or build no model" if is_given else nothing
+        raise FactoryError(f"{unseen or f'{where} has no function {DEFAULT}, {other}'}: {_WRITE}")
+    has = f"{where} has no function {DEFAULT}. It has {', '.join(own)}"
+    with_batch = [name for name in building if written[name].has_batch]
+    alone = [name for name in building if written[name].is_of_a_model]
+    if alone and not with_batch:
+        name, given = alone[0], "" if _is_called_with_nothing(own[alone[0]]) else "..."
+        raise FactoryError(
+            f"{has}: {name} returns a model without a batch, so write def {DEFAULT}(): return "
+            f"{name}({given}), (x,)"
+        )
+    proposed = with_batch or building
+    ready = [name for name in proposed if _is_called_with_nothing(own[name])]
+    raise FactoryError(
+        f"{has}: name the one that returns the model and its batch, such as "
+        f"{where}:{next(iter(ready or proposed))}"
+    )
+
+
+def _own_functions(module: ModuleType) -> dict[str, Callable[..., Any]]:
+    """The functions that are written in the module and meant for others, in their order."""
+    return {
+        key: value
+        for key, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and key[0] != "_"
+    }
+
+
+def _is_called_with_nothing(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def explained(doing: str) -> Generator[None]:
+    """Turn whatever the user's code raises into one line that names its place."""
+    try:
+        yield
+    except FactoryError:
+        raise
+    except SystemExit as error:
+        raise FactoryError(
+            f"{doing} ended Python by SystemExit: {error} ({_raised_at(error)}). It is given no "
+            "arguments of a command line, so those that a parser requires need defaults; a batch "
+            "size may be an argument of the factory"
+        ) from error
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise FactoryError(f"{doing} raised {what} ({_raised_at(error)})") from error
+
+
+def _raised_at(error: BaseException) -> str:
+    """``file:line`` of the innermost frame of the user's own code, else of a library's."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = Path(__file__).parent
+    theirs = [f for f in frames if Path(f.filename).parent != ours and f.filename[0] != "<"]
+    standard = sysconfig.get_path("stdlib")
+    own = [
+        f
+        for f in theirs
+        if "site-packages" not in f.filename and not f.filename.startswith(standard)
+    ]
+    frame = (own or theirs or list(frames))[-1]
+    return f"{frame.filename}:{frame.lineno}"
+
 
 _BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _WITHOUT_DEFAULT = (inspect.Parameter.POSITIONAL_ONLY, *_BY_KEYWORD)

@@ -6,32 +6,201 @@ after it are captured, priced and solved, so both are as sure as any plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, SupportsIndex
+
+import msgspec
 
 import remat.solver as solvers
 from remat.budgets import Budget, parse_budget, unmodified
 from remat.checks import failures, is_checked, say_unchecked, unless_short
 from remat.formats import bytes_text, percent_text
-from remat.graph_capture.derived.between_sizes import graph_at
 from remat.graph_capture.errors import BudgetError, RewriteError, SolverError
-from remat.graph_capture.graph import TrainingGraph
-from remat.infeasible import infeasible_text
+from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
 from remat.job.factory import Loaded, call, load
 from remat.job.fitted import Fit, SizeTried
 from remat.job.opened import Captured, captured_model
 from remat.job.pipeline import check_schedule, trace_loaded
 from remat.job.request import Request
-from remat.job.size_search import Range, largest
-from remat.job.two_captures import Pair, pair_near, unmodified_reaches
+from remat.progress import Stopwatch
 from remat.schedules.simulate import overhead_of
-from remat.screen.stages import Stopwatch
-from remat.solver.interrupts import is_interrupted, note_interrupt, one_job
+from remat.solved import infeasible_text
 from remat.solver.problem import Problem, least_needed_bytes
 from remat.solver.result import Result
+from remat.solver.search import is_interrupted, note_interrupt, one_job
 
 if TYPE_CHECKING:
     from remat.rewriter.checking.check import Check
+
+
+# The graph of a step at a size that was not captured, from two captures at other sizes.
+#
+# Bytes and prices are taken to be affine in the size, so two captures tell those at any other. That
+# holds for a batch. In the length of a sequence attention is not affine, so the graph is a guess,
+# to be checked by a capture.
+
+
+Interpolated = Callable[[float, float], float]
+"""From a figure at two sizes to the one at the size that is asked for; never below 0."""
+
+
+def is_same_step(first: TrainingGraph, second: TrainingGraph) -> bool:
+    """Whether two captures have the same ops and values; their sizes may differ."""
+    same_values = [v.name for v in first.values] == [v.name for v in second.values]
+    return same_values and [_facts_between(op) for op in first.ops] == [
+        _facts_between(op) for op in second.ops
+    ]
+
+
+def graph_at(
+    size: int, one: tuple[int, TrainingGraph], two: tuple[int, TrainingGraph]
+) -> TrainingGraph:
+    """The step at `size`, from (size, graph) at two others for which `is_same_step` holds.
+
+    Shapes stay those of the first, so the result is for predictions alone.
+    """
+    (size_1, first), (size_2, second) = one, two
+
+    def at(x: float, y: float) -> float:
+        return max(x + (y - x) * (size - size_1) / (size_2 - size_1), 0.0)
+
+    values = tuple(_value_at(at, v, w) for v, w in zip(first.values, second.values, strict=True))
+    ops = tuple(_op_at(at, a, b) for a, b in zip(first.ops, second.ops, strict=True))
+    resident = Resident(
+        **{
+            name: round(at(size_bytes, getattr(second.resident, name)))
+            for name, size_bytes in msgspec.structs.asdict(first.resident).items()
+        }
+    )
+    return msgspec.structs.replace(first, ops=ops, values=values, resident=resident)
+
+
+def _facts_between(op: Op) -> tuple[object, ...]:
+    return op.name, op.target, op.phase, op.inputs, op.outputs, op.pinned
+
+
+def _value_at(at: Interpolated, first: Value, second: Value) -> Value:
+    return msgspec.structs.replace(first, size_bytes=round(at(first.size_bytes, second.size_bytes)))
+
+
+def _op_at(at: Interpolated, first: Op, second: Op) -> Op:
+    return msgspec.structs.replace(
+        first,
+        cost_us=at(first.cost_us, second.cost_us),
+        workspace_bytes=round(at(first.workspace_bytes, second.workspace_bytes)),
+    )
+
+
+# The largest size for which something holds, where a try is costly and a guess is cheap.
+
+
+GUESSES = 4
+"""Tries that follow a guess. Later ones double or halve the size, in case guesses are wrong."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Sizes from `least` to `most`, in steps of `step`; all three in the user's own units."""
+
+    least: int
+    most: int
+    step: int
+
+    def below(self, size: int) -> int:
+        """The largest size of the range that is `size` or less."""
+        return self.least + (min(size, self.most) - self.least) // self.step * self.step
+
+
+def largest(
+    sizes: Range,
+    holds: Callable[[int], bool],
+    guess: Callable[[int, int | None], int],
+    fits: int | None,
+    fails: int | None,
+) -> int | None:
+    """The largest size for which `holds`, none larger by a step does; None where no size does.
+
+    It is taken for granted that a size holds if a larger one does.
+
+    Parameters
+    ----------
+    holds : costly; called once a size. guess : takes a size that holds, and one that does not or
+        None; returns the largest that is thought to hold.
+    fits, fails : a size that is known to hold, and one that is known not to.
+    """
+    low = sizes.least - sizes.step if fits is None else fits
+    tries = 0
+    while fails is None or fails - low > sizes.step:
+        if low + sizes.step > sizes.most:
+            break
+        size = _next(sizes, low, fails, guess, tries)
+        tries += 1
+        if holds(size):
+            low = size
+        else:
+            fails = size
+    return low if low >= sizes.least else None
+
+
+def _next(
+    sizes: Range,
+    low: int,
+    fails: int | None,
+    guess: Callable[[int, int | None], int],
+    tries: int,
+) -> int:
+    """The guess, or the next size if that much holds already; later the double or the middle."""
+    top = sizes.most if fails is None else fails - sizes.step
+    if tries >= GUESSES and fails is None:
+        return min(max(sizes.below(2 * low), low + sizes.step), top)
+    if tries >= GUESSES and fails is not None:
+        return max(sizes.below((low + fails) // 2), low + sizes.step)
+    wanted = sizes.below(guess(low, fails))
+    return min(max(wanted, low + sizes.step), top)
+
+
+# Guesses of `fit` from two captures of one step at two sizes.
+#
+# Bytes are affine in the size of a batch, so a graph at any other size follows from two captures
+# (`remat/job/fit.py`). Prices do not follow as exactly: near the limit an
+# overhead hangs on what ops were measured to take, so `fit` only guesses with these.
+
+
+Pair = tuple[tuple[int, TrainingGraph], tuple[int, TrainingGraph]]
+"""Two sizes, each with its graph."""
+
+
+def pair_near(
+    graphs: Mapping[int, TrainingGraph], near: int, fails: int | None = None
+) -> Pair | None:
+    """Two captures of the same step, to guess between or beyond; None where no two are.
+
+    `near` and `fails`, what holds and what does not, if both were captured. Otherwise the size that
+    is nearest to `near`, and the next one that is a quarter away from it or more.
+    """
+
+    def pair(one: int, other: int) -> Pair | None:
+        if not is_same_step(graphs[one], graphs[other]):
+            return None
+        return (one, graphs[one]), (other, graphs[other])
+
+    if near in graphs and fails is not None and (found := pair(near, fails)):
+        return found
+    by_distance = sorted(graphs, key=lambda size: abs(size - near))
+    one = by_distance[0]
+    # A line through two sizes that are close magnifies what differs between two measurements.
+    away = (other for other in by_distance if other != one and abs(other - one) * 4 >= one)
+    return next((found for other in away if (found := pair(one, other))), None)
+
+
+def unmodified_reaches(pair: Pair, budget_bytes: int) -> int:
+    """The largest size whose unmodified step fits, by the line through both peaks; 0 for none."""
+    (size, first), (other, second) = pair
+    here, there = unmodified(first).peak_bytes, unmodified(second).peak_bytes
+    slope = (there - here) / (other - size)
+    return int(size + (budget_bytes - here) / slope) if slope > 0 else 0
+
 
 Factory = str | Callable[..., Any]
 EACH_S = 10.0

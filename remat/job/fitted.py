@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from remat.formats import bytes_text, percent_text
-from remat.questions.tables import plain_table, rendered
+from remat.questions.report import plain_table, rendered
 
 
 class SizeTried(msgspec.Struct, frozen=True):

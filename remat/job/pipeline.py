@@ -2,40 +2,118 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import remat.solver as solvers
 from remat.budgets import UNBOUNDED_BYTES, parse_budget, unmodified_step
-from remat.checks import failures, unless_short, why_unchecked
-from remat.graph_capture.derived.one_rank import on_one_rank
+from remat.checks import Batch, failures, unless_short, why_unchecked
+from remat.graph_capture.distributed.sharded_step import on_one_rank
+from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.sizes.ranged_graph import RangedGraph
+from remat.graph_capture.sizes.symbols import Dynamic
 from remat.job.factory import Loaded
 from remat.job.request import Request
-from remat.job.rows import Row, predicted_row, quicker_than_priced, rows_as_run
 from remat.levers.handed_over import planned_hand_over
 from remat.levers.pieces_at_need import may_wait, solved_at_need
 from remat.one_call import solve
+from remat.progress import Stopwatch, solver_shown
 from remat.questions.layer_checkpoints import EveryNth, every_n_layers
-from remat.questions.reserved import shortage_text
-from remat.schedules.as_planned import whole
+from remat.questions.memory import reserved_beside, shortage_text
+from remat.ranges.curve import Curve, overheads_over, solve_over
+from remat.schedules.derived import whole
+from remat.schedules.family import Family
+from remat.schedules.plan import Plan
+from remat.schedules.reserved import Reserved
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from remat.schedules.simulation import Simulation
-from remat.screen.stages import Stopwatch, solver_shown
-from remat.solver.interrupts import is_interrupted
 from remat.solver.kept import Kind, kinds_of
 from remat.solver.result import INTERRUPTED, Result
+from remat.solver.search import is_interrupted
 
 if TYPE_CHECKING:
     from torch import nn
 
     from remat.graph_capture.prices.profile import Profile
-    from remat.graph_capture.shapes.ranges import Dynamic
-    from remat.graph_capture.tracing.one_trace import Trace
+    from remat.graph_capture.sizes.symbols import Dynamic
     from remat.graph_capture.tracing.recipe import Recipe
+    from remat.graph_capture.tracing.trace import Trace
     from remat.rewriter.checking.check import Check
+
+
+# The rows of `remat run`: schedules of one step, as predicted and as measured.
+
+
+EXACT = 1e-9
+"""Of a step: times that differ by less are the same sum in another order."""
+FAR = 1.25
+"""A measured step that is longer or shorter than the predicted one by this is told."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One schedule, predicted and, where it was run, measured.
+
+    `overhead` is over the unmodified step, whose own checkpoints take time too. `reserved` is what
+    the allocator of a CUDA device is predicted to take, None on a CPU;
+    `reserved_bytes` is what it was seen to hold. A measured step is its measured overhead on top of
+    the unmodified step as it was measured.
+    """
+
+    name: str
+    peak_bytes: int
+    time_us: float
+    overhead: float
+    reserved: Reserved | None = None
+    measured_peak_bytes: int | None = None
+    measured_step_us: float | None = None
+    measured_overhead: float | None = None
+    reserved_bytes: int | None = None
+
+
+def predicted_row(graph: TrainingGraph, name: str, result: Result, base_us: float) -> Row:
+    """A row with what `simulate` says of a schedule, where the unmodified step takes `base_us`."""
+    reserved = reserved_beside(graph, result)
+    # It is below zero where the plan is faster than the user's own checkpoints.
+    is_same = abs(result.time_us - base_us) <= EXACT * base_us
+    overhead = 0.0 if is_same else result.time_us / base_us - 1
+    return Row(name, result.peak_bytes, result.time_us, overhead, reserved)
+
+
+def quicker_than_priced(row: Row) -> bool:
+    """Whether a step took far less than its prices say, so that these were taken in a busy time."""
+    return row.measured_step_us is not None and FAR * row.measured_step_us < row.time_us
+
+
+def rows_as_run(rows: Sequence[Row], check: Check, of_chen: Check | None) -> tuple[Row, ...]:
+    """The rows of the unmodified step, of `chen_sqrt` and of the plan with what was measured."""
+    base, chen, plan = rows
+    base = replace(
+        base, measured_peak_bytes=check.baseline_peak_bytes,
+        measured_step_us=check.baseline_step_us, measured_overhead=0.0,
+        reserved_bytes=check.baseline_reserved_bytes,
+    )  # fmt: skip
+    base_us = check.baseline_step_us
+    ran = chen if of_chen is None else _as_run(chen, of_chen, base_us)
+    return base, ran, _as_run(plan, check, base_us)
+
+
+def _as_run(row: Row, check: Check, base_us: float) -> Row:
+    """A row with what its own check measured.
+
+    Each plan is timed in turn with the unmodified step, which may take longer in one check than in
+    another. So its step is told as that overhead on top of the unmodified step of the first row:
+    the two columns then say the same.
+    """
+    return replace(
+        row, measured_peak_bytes=check.plan_peak_bytes,
+        measured_step_us=base_us * (1 + check.overhead),
+        measured_overhead=check.overhead, reserved_bytes=check.plan_reserved_bytes,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -123,7 +201,7 @@ def measure_loaded(
     loaded: Loaded, request: Request, stopwatch: Stopwatch, *, nvme_path: str = ""
 ) -> Profile:
     """The measured ops of what a factory made, and the links of its device."""
-    from remat.graph_capture.prices.profiling import measure
+    from remat.graph_capture.prices.measuring import measure
 
     with stopwatch.stage("capture", "tracing the training step"):
         traced = trace_loaded(loaded, request)
@@ -149,7 +227,7 @@ def _named_beside(
     """`result`; where nothing fits, with what a head in pieces would need by tolerance."""
     if result.schedule is not None:
         return result
-    from remat.levers.by_tolerance import naming_tolerance
+    from remat.checks import naming_tolerance
 
     within = replace(request, budget=f"{result.budget_bytes}B")
     return naming_tolerance(
@@ -300,3 +378,137 @@ def planned_report(
             shortage=shortage_text(graph, result.schedule),
         )  # fmt: skip
     return report, chen
+
+
+# The job behind ``--dynamic``: capture over a range, price, solve for a family, rewrite, check.
+
+
+@dataclass(frozen=True)
+class RangeReport:
+    """All that a verb with ``--dynamic`` found out.
+
+    Attributes
+    ----------
+    curve : of overheads over the range. sizes : of the factory's batch; None if out of the range.
+    check : of one step at these sizes. unchecked : why none was run.
+    """
+
+    graph: RangedGraph
+    family: Family
+    curve: Curve
+    seconds: dict[str, float]
+    sizes: dict[str, int] | None = None
+    check: Check | None = None
+    unchecked: str = ""
+
+    @property
+    def failures(self) -> list[str]:
+        """What fails the check; empty where nothing does, or none was run."""
+        return failures(self.check, self.family.budget_bytes) if self.check else []
+
+
+def plan_over(
+    loaded: Loaded,
+    request: Request,
+    dynamic: Dynamic,
+    stopwatch: Stopwatch,
+    planned: Callable[[Plan], None] = lambda _: None,
+    *,
+    is_run: bool = False,
+    check: bool = False,
+) -> RangeReport:
+    """Plan for a range, and with `is_run` run one step of the factory's batch beside eager.
+
+    Parameters
+    ----------
+    planned : is called with the plan before a step is run. check : run that step even where memory
+        is short.
+
+    Raises
+    ------
+    TooLargeError : nothing fits at the largest sizes.
+    CaptureError : sizes cannot vary so; names the place and a way out.
+    """
+    with stopwatch.stage("capture", "tracing the training step"):
+        traced = trace_loaded(loaded, request, dynamic)
+    graph = _ranged_graph(traced, request, stopwatch)
+    with stopwatch.stage("solve", f"solving for {request.budget}"):
+        family = solve_over(
+            graph, request.budget, request.solver, request.time_limit_s,
+            **request.solving,
+        )  # fmt: skip
+    planned(_plan_of(loaded, traced, family, graph))
+    report = RangeReport(graph, family, overheads_over(graph, family), stopwatch.seconds)
+    report = dataclasses.replace(report, sizes=_batch_sizes(loaded, traced, request))
+    if not is_run or not request.is_run_here:
+        return report
+    return _checked(report, loaded, traced, request, stopwatch, check=check)
+
+
+def _ranged_graph(traced: Trace, request: Request, stopwatch: Stopwatch) -> RangedGraph:
+    from remat.graph_capture.capturing import workspaces_by
+    from remat.graph_capture.sizes.at_sizes import ranged_graph_of
+
+    def priced(one: Trace) -> TrainingGraph:
+        return price_trace(one, request, stopwatch)
+
+    workspaces = workspaces_by(traced, request.read_profile())
+    return ranged_graph_of(traced, priced, workspaces)
+
+
+def _plan_of(loaded: Loaded, traced: Trace, family: Family, graph: RangedGraph) -> Plan:
+    from remat.graph_capture.sizes.signature import RangedSignature
+    from remat.rewriter.plans.loading import plan_of_family
+
+    signature = traced.recipe.signature
+    assert isinstance(signature, RangedSignature)
+    return plan_of_family(loaded.model, traced.recipe, signature.places, family, graph)
+
+
+def _batch_sizes(loaded: Loaded, traced: Trace, request: Request) -> dict[str, int] | None:
+    """The sizes of the factory's batch; None if they are out of the range."""
+    from remat.ranges.rematerialized import sizes_within
+
+    batch = Batch(
+        loaded.args, loaded.kwargs, loaded.loss_fn, loaded.target,
+        request.optimizer, request.accumulate,
+    )  # fmt: skip
+    return sizes_within(traced, batch)
+
+
+def _checked(
+    report: RangeReport, loaded: Loaded, traced: Trace, request: Request, stopwatch: Stopwatch,
+    *, check: bool,
+) -> RangeReport:  # fmt: skip
+    """The report with a step of the factory's batch compared with eager, or why it was not."""
+    from remat.rewriter.user_module.ranged import make_ranged
+
+    if report.sizes is None:
+        return dataclasses.replace(report, unchecked="the factory's batch is out of the range")
+    if is_interrupted():
+        return dataclasses.replace(report, unchecked=INTERRUPTED)
+    reason = "" if check else why_unchecked(report.graph.at(**report.sizes))
+    if reason:
+        return dataclasses.replace(report, unchecked=f"{reason}; --check runs it anyway")
+    said = list[str]()
+
+    def compared() -> Check:
+        number = report.family.number_at(**report.sizes or {})
+        module = make_ranged(loaded.model, report.family, traced, report.graph, number)
+        return compare_with_eager(loaded, module, request)
+
+    with stopwatch.stage("check", "checking the plan against eager"):
+        found = unless_short(compared, said.append)
+    return dataclasses.replace(report, check=found, unchecked="".join(said))
+
+
+def refuse_beside_dynamic(request: Request, **given: bool) -> None:
+    """Raise `CaptureError` for an option that a verb does not take beside ``--dynamic``."""
+    options = {
+        **given, "--update-at-once": request.update_at_once, "--host": bool(request.host)
+    }  # fmt: skip
+    if named := next((name for name, is_given in options.items() if is_given), ""):
+        raise CaptureError(
+            f"{named} is for a plan of one size: leave it out beside --dynamic, or leave out "
+            "--dynamic to plan for the factory's batch alone"
+        )

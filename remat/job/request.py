@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from remat.budgets import parse_budget
-from remat.graph_capture.derived.sharding import NO_SHARDING, Sharding, ShardingKind
-from remat.graph_capture.devices.device_table import CPU, check_device, device_table, is_in_table
-from remat.graph_capture.devices.lower_tiers import LowerTiers, lower_tiers
+from remat.graph_capture.devices.memory import LowerTiers, lower_tiers
+from remat.graph_capture.devices.table import CPU, check_device, device_table, is_in_table
+from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding, ShardingKind
 from remat.graph_capture.errors import DeviceError
 from remat.graph_capture.graph import Optimizer
 from remat.solver import TABLE, make_solver

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -22,25 +23,79 @@ from remat.formats import (
     time_pair,
     time_text,
 )
-from remat.graph_capture.devices.device_table import is_in_table
+from remat.graph_capture.devices.table import is_in_table
 from remat.graph_capture.graph import TrainingGraph
-from remat.job.advice import advice_on_run
-from remat.job.pipeline import Report, RunsAgain
-from remat.job.rows import Row
-from remat.levers.offloaded import Offloaded, offloaded
-from remat.questions.pieces import pieces_of
-from remat.questions.reserved import reserved_beside, reserved_text
-from remat.questions.tables import plain_table, prices_text
-from remat.schedules.as_planned import as_planned
+from remat.job.pipeline import FAR, RangeReport, Report, Row, RunsAgain
+from remat.progress import took_text
+from remat.questions.memory import Offloaded, offloaded, pieces_of, reserved_beside, reserved_text
+from remat.questions.report import plain_table, prices_text
+from remat.ranges.curve import Curve
+from remat.schedules.derived import as_planned
+from remat.schedules.family import Family, sizes_text
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import bound_of
 from remat.schedules.simulation import Simulation
-from remat.screen.stages import took_text
+from remat.solved import infeasible_text
 from remat.solver.kept import kinds_text
 from remat.solver.result import Result
 
 if TYPE_CHECKING:
     from remat.rewriter.checking.check import Check
+
+
+# What to do about a run: no plan is needed, or its prices are not those of this hour.
+
+
+OFF = 0.1
+"""A measured overhead of the plan that is this far from the predicted one is told."""
+
+FASTER = 0.01
+"""A plan that takes this much less time than the unmodified step, with checkpoints, is told."""
+
+
+def advice_on_run(report: Report) -> tuple[str, ...]:
+    """Sentences for the screen and for ``--json``."""
+    needed = _no_plan(report.rows, report.result.budget_bytes)
+    return (*needed, *(_far_apart(report.rows) or _off(report.rows[-1])))
+
+
+def _no_plan(rows: tuple[Row, ...], budget_bytes: int) -> tuple[str, ...]:
+    unmodified, plan = rows[0], rows[-1]
+    if unmodified.peak_bytes > budget_bytes:
+        return ()
+    needs = f"the unmodified step needs {bytes_text(unmodified.peak_bytes)} and fits already"
+    if plan.overhead < -FASTER:
+        return (
+            f"{needs}, with checkpoints of its own. This plan computes less again: by prices it "
+            f"takes {percent_text(-plan.overhead)} less time",
+        )
+    return (f"{needs}: train without a plan",)
+
+
+def _far_apart(rows: tuple[Row, ...]) -> tuple[str, ...]:
+    """Of all rows: one that was measured in a slow spell says little."""
+    measured = [(row.measured_step_us, row.time_us) for row in rows if row.time_us]
+    ratios = [is_us / said_us for is_us, said_us in measured if is_us]
+    if not ratios or (max(ratios) >= 1 / FAR and min(ratios) <= FAR):
+        return ()
+    worst = max(ratios) if min(ratios) > FAR else min(ratios)
+    return (
+        f"steps took {worst:.2f} times as long as predicted: the machine was busy, now or when ops "
+        "were measured. On a quiet one, --measure-again measures them anew",
+    )
+
+
+def _off(plan: Row) -> tuple[str, ...]:
+    """Of the plan's overhead, where steps as such took about as long as predicted."""
+    measured = plan.measured_overhead
+    if measured is None or abs(measured - plan.overhead) < OFF:
+        return ()
+    return (
+        f"the clock said {percent_text(measured)} overhead where prices say "
+        f"{percent_text(plan.overhead)}: other programs that run meanwhile do that. Run it "
+        "again on a quiet machine before you rely on either",
+    )
+
 
 HELD_ROWS = 3
 OUTSIDE = "the loss and what is outside of modules"
@@ -224,3 +279,217 @@ def show_result(console: Console, graph: TrainingGraph, result: Result, again: R
     if result.message:
         table.add_row("note", Text(result.message))
     console.print(table)
+
+
+# What the command line prints with `--json`: plain bytes, microseconds and names.
+
+
+def report_json(report: Report) -> dict[str, Any]:
+    """The object that ``remat run --json`` prints."""
+    result, rows = report.result, {row.name: row for row in report.rows}
+    said = {
+        "status": result.status,
+        "solver": result.solver,
+        "budget_bytes": result.budget_bytes,
+        "model": report.graph.name,
+        "ops": len(report.graph.ops),
+        "device": report.graph.device,
+        "prices": report.graph.prices,
+        "price_notes": report.graph.notes,
+        "baseline": _row_json(rows["unmodified"]),
+        "chen_sqrt": _row_json(rows["chen_sqrt"]),
+        "plan": _row_json(rows["this plan"]) if "this plan" in rows else None,
+        "bound": bound_json(report.graph, result),
+        "message": result.message,
+        "pieces": msgspec.to_builtins(pieces_of(report.graph, result.schedule)),
+        "offload": msgspec.to_builtins(offloaded(report.graph, result.schedule)),
+        **again_json(result, report.again),
+        "check": check_json(report.check, result.budget_bytes) if report.check else None,
+        "unchecked": report.unchecked,
+        "shortage": report.shortage,
+        "advice": advice_on_run(report),
+        "failures": report.failures,
+        "seconds": {name: round(value, 3) for name, value in report.seconds.items()},
+    }
+    if result.schedule is None:
+        said |= infeasible_json(result)
+    return said
+
+
+def result_json(graph: TrainingGraph, result: Result, again: RunsAgain) -> dict[str, Any]:
+    """The object that ``remat solve --json`` prints."""
+    said: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(result, least_schedule=None))
+    said |= {"bound": bound_json(graph, result)} | again_json(result, again)
+    said |= {"offload": msgspec.to_builtins(offloaded(graph, result.schedule))}
+    said |= {"predicted_reserved": msgspec.to_builtins(reserved_beside(graph, result))}
+    return said if result.schedule else said | infeasible_json(result)
+
+
+def bound_json(graph: TrainingGraph, result: Result) -> dict[str, float | None]:
+    """The proven bound: in microseconds, as an overhead, and how far the plan is from it.
+
+    None stands for what is not proved.
+    """
+    overhead = bound_of(result.lower_bound_us, graph.time_us)
+    bound_us = None if overhead is None else result.lower_bound_us
+    return {"lower_bound_us": bound_us, "overhead": overhead, "gap": result.gap}
+
+
+def again_json(result: Result, again: RunsAgain) -> dict[str, Any]:
+    """What runs again, by kind of op and in attention; the floor; a simpler way if there is one."""
+    attention = result.attention
+    return {
+        "recomputed": [kind._asdict() for kind in again.kinds if kind.recomputed],
+        "attention": attention and {**msgspec.to_builtins(attention), "says": str(attention)},
+        "floor": msgspec.to_builtins(result.floor),
+        "every_n_layers": msgspec.to_builtins(again.simpler),
+    }
+
+
+def check_json(check: Check, budget_bytes: int) -> dict[str, Any]:
+    """What was equal, and how many gradients were."""
+    equal = {f"{name}_equal": bool(getattr(check, f"{name}_equal")) for name in CHECKED}
+    return {
+        **equal,
+        "gradients": check.gradients,
+        "gradients_total": check.gradients_total,
+        "unsteady": check.unsteady,
+        "advice": advice_of(check, budget_bytes),
+    }
+
+
+def checked_json(check: Check, budget_bytes: int, failures: list[str]) -> dict[str, Any]:
+    """The object that ``remat check --json`` prints."""
+    return {
+        "budget_bytes": budget_bytes,
+        "check": check_json(check, budget_bytes),
+        "baseline": {
+            "measured_peak_bytes": check.baseline_peak_bytes,
+            "reserved_bytes": check.baseline_reserved_bytes,
+            "measured_step_us": check.baseline_step_us,
+        },
+        "plan": {
+            "measured_peak_bytes": check.plan_peak_bytes,
+            "reserved_bytes": check.plan_reserved_bytes,
+            "measured_step_us": check.plan_step_us,
+            "measured_overhead": check.overhead,
+        },
+        "failures": failures,
+    }
+
+
+def infeasible_json(result: Result) -> dict[str, Any]:
+    """What there is to say where nothing fits."""
+    held = [
+        {"name": item.name, "size_bytes": item.size_bytes, "module": item.module}
+        for item in result.held_at_peak
+    ]
+    return {
+        "least_feasible_bytes": result.least_feasible_bytes,
+        "held_at_peak": held,
+        "error": {"type": "Infeasible", "message": infeasible_text(result)},
+    }
+
+
+def _row_json(row: Row) -> dict[str, Any]:
+    return {
+        "predicted_peak_bytes": row.peak_bytes,
+        "measured_peak_bytes": row.measured_peak_bytes,
+        "predicted_reserved": msgspec.to_builtins(row.reserved),
+        "reserved_bytes": row.reserved_bytes,
+        "predicted_step_us": row.time_us,
+        "measured_step_us": row.measured_step_us,
+        "overhead": row.overhead,
+        "measured_overhead": row.measured_overhead,
+    }
+
+
+# What verbs print of a plan for a range: the range, its certificate, schedules and curve.
+
+
+def show_range_report(console: Console, report: RangeReport) -> None:
+    """One screen: range and budget, the curve, schedules, certificate, what is equal."""
+    show_family(console, report.family, report.curve)
+    table = Table.grid(padding=(0, 2, 0, 0))
+    if report.check:
+        at = f" at {sizes_text(report.sizes)}" if report.sizes else ""
+        table.add_row("equal", Text(f"{equal_text(report.check)}{at}"))
+        for advice in advice_of(report.check, report.family.budget_bytes):
+            table.add_row("advice", Text(advice))
+    if report.unchecked:
+        table.add_row("not run", Text(report.unchecked))
+    table.add_row("took", took_text(report.seconds))
+    console.print(table)
+
+
+def show_family(console: Console, family: Family, curve: Curve) -> None:
+    """The curve of overheads against size, and what is proved of all sizes."""
+    ranges, budget = ", ".join(map(str, family.symbols)), bytes_text(family.budget_bytes)
+    console.print(Text.assemble((family.model, "bold"), f" over {ranges}, budget {budget}\n"))
+    console.print(_curve_table(curve))
+    console.print()
+    console.print(_certificate(family))
+
+
+def _curve_table(curve: Curve) -> Table:
+    table = plain_table("sizes", "schedule", "peak", "step", "overhead")
+    for point in curve.points:
+        table.add_row(
+            sizes_text(point.sizes),
+            str(point.member + 1),
+            bytes_text(point.peak_bytes),
+            time_text(point.time_us),
+            percent_text(point.overhead),
+        )
+    return table
+
+
+def _certificate(family: Family) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    peak = bytes_text(family.peak_bytes)
+    table.add_row(
+        "certificate", Text(f"no size needs more than {peak}, by the {family.certificate}")
+    )
+    bound, top = percent_text(family.top.lower_overhead), sizes_text(family.top.sizes)
+    table.add_row("lower bound", f"{bound} overhead at this budget at {top}")
+    off = percent_text(family.prices_error)
+    table.add_row("prices", f"of three sizes, fitted between; {off} off at the middle")
+    return table
+
+
+def range_json(family: Family, curve: Curve) -> dict[str, Any]:
+    """The entry ``range`` of the JSON object: symbols, certificate, schedules and curve."""
+    members = [
+        {
+            "sizes": member.sizes,
+            "corners": list(member.corners),
+            "peak_bytes": member.peak_bytes,
+            "overhead": member.overhead,
+            "lower_overhead": member.lower_overhead,
+        }
+        for member in family.members
+    ]
+    return {
+        "symbols": msgspec.to_builtins(family.symbols),
+        "budget_bytes": family.budget_bytes,
+        "peak_bytes": family.peak_bytes,
+        "certificate": family.certificate,
+        "prices_error": family.prices_error,
+        "schedules": members,
+        "curve": msgspec.to_builtins(curve.points),
+    }
+
+
+def range_report_json(report: RangeReport) -> dict[str, Any]:
+    """The object that verbs print with ``--dynamic`` and ``--json``."""
+    family = report.family
+    return {
+        "model": family.model,
+        "budget_bytes": family.budget_bytes,
+        "range": range_json(family, report.curve),
+        "sizes": report.sizes,
+        "check": check_json(report.check, family.budget_bytes) if report.check else None,
+        "unchecked": report.unchecked,
+        "failures": report.failures,
+        "seconds": {name: round(value, 3) for name, value in report.seconds.items()},
+    }

@@ -51,7 +51,7 @@ def use_arena(
     """
     from remat.rewriter.arena.arena import Arena
     from remat.rewriter.arena.library import arena_library
-    from remat.rewriter.arena.recorded_step import record_step, require_arena_fits
+    from remat.rewriter.arena.recording import record_step, require_arena_fits
 
     rewritten = require_arena_fits(module)
     # Compiled before a step runs, as there may be no compiler.

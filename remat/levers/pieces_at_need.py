@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from remat.budgets import Budget
 from remat.graph_capture.graph import TrainingGraph
-from remat.screen.stages import Stopwatch
+from remat.progress import Stopwatch
 from remat.solved import Solved
 from remat.solver.result import Result
 from remat.solver.stopping import DEFAULT_GAP
 
 if TYPE_CHECKING:
-    from remat.graph_capture.tracing.one_trace import Trace
+    from remat.graph_capture.tracing.trace import Trace
 
 
 class SolveFor(Protocol):

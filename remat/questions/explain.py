@@ -12,22 +12,17 @@ from typing import TypeVar
 from remat.budgets import unmodified
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
-from remat.infeasible import infeasible_text
-from remat.levers.worth import Lever, levers_of
-from remat.questions.against_greedy import against_greedy
 from remat.questions.explanation import Explanation
-from remat.questions.least_budget import least_budget
-from remat.questions.pieces import pieces_of
-from remat.questions.simple_rules import simple_rules
-from remat.questions.solved_options import PINS, asked_again, planned
-from remat.questions.why import why
-from remat.schedules.verdicts.forced import forced
-from remat.schedules.verdicts.peak_holders import peak_holders
+from remat.questions.levers import Lever, levers_of
+from remat.questions.memory import pieces_of
+from remat.questions.solved_options import PINS, asked_again, least_budget, planned
+from remat.questions.why import against_greedy, simple_rules, why
+from remat.schedules.verdicts.peak_holders import forced, peak_holders
+from remat.solved import infeasible_text
 from remat.solver import solve
-from remat.solver.budgets.worth import price_of_gib
-from remat.solver.clock import Clock
-from remat.solver.interrupts import is_interrupted, one_job
+from remat.solver.budgets.sweep import price_of_gib
 from remat.solver.result import Result
+from remat.solver.search import Clock, is_interrupted, one_job
 
 EACH_S = 10.0
 """Seconds that each further solve may take."""

@@ -10,28 +10,217 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from remat.formats import NO_BOUND, bytes_text, gap_text, percent_text
-from remat.levers.worth import Lever
-from remat.questions.against_greedy import AgainstGreedy
-from remat.questions.least_budget import LeastBudget
-from remat.questions.paragraphs import (
-    forced_text,
-    greedy_text,
-    least_text,
-    peak_text,
-    price_said,
-    rule_text,
-    why_text,
+from remat.formats import KIB, NO_BOUND, bytes_text, fine_time_text, gap_text, percent_text
+from remat.questions.levers import Lever
+from remat.questions.memory import InPieces
+from remat.questions.report import (
+    holders_table,
+    plain_table,
+    rendered,
+    short_line,
+    short_path,
+    short_target,
+    tensor_text,
 )
-from remat.questions.pieces import InPieces
-from remat.questions.simple_rules import Rule
+from remat.questions.solved_options import LeastBudget
 from remat.questions.sweep import price_json
-from remat.questions.tables import holders_table, plain_table, rendered
-from remat.questions.why import Why
+from remat.questions.why import AgainstGreedy, Rule, Turned, Why
 from remat.schedules.simulate import bound_of
-from remat.schedules.verdicts.forced import Forced
-from remat.schedules.verdicts.peak_holders import PeakHolders
-from remat.solver.budgets.price import GIB, GibPrice
+from remat.schedules.verdicts.grouping import FoldedRow
+from remat.schedules.verdicts.peak_holders import Forced, PeakHolders
+from remat.solver.budgets.front import GIB, GibPrice
+
+# Sentences of the screen of `explain`, each from one part of the answer.
+
+
+SAME = 1e-4
+"""Two steps whose times differ by less than this part are said to be equally long."""
+SHOWN = 3
+"""Most values that a sentence names."""
+
+
+def peak_text(held: PeakHolders) -> Text:
+    """Where the step is at its peak."""
+    again = f", run {held.run} of it" if held.run > 1 else ""
+    return Text(
+        f"The peak is reached in {held.phase or 'nothing'}, when {short_target(held.target)} of "
+        f"{_place_of_peak(held)} runs{again}."
+    )
+
+
+def _place_of_peak(held: PeakHolders) -> str:
+    return " ".join(part for part in (held.module, short_line(held.source)) if part) or held.op
+
+
+def least_text(least: LeastBudget, solver: str) -> str:
+    """The least budget known, the op that sets it, and what is proved."""
+    text, held = (
+        f"{bytes_text(least.least_bytes)} is the least peak that {solver} knows",
+        least.at_peak,
+    )
+    text += f"; {short_target(held.target)} of {_place_of_peak(held)} sets it, in {held.phase}"
+    biggest = ", ".join(
+        f"{short_target(row.first.target)} of {short_path(row.module) or 'the model'} "
+        f"{bytes_text(row.size_bytes)}"
+        for row in held.values[:SHOWN]
+    )
+    if biggest:
+        text += f", with {biggest} live"
+    if least.floor is not None:
+        place = least.floor.module or least.floor.name
+        text += (
+            f". Below {bytes_text(least.floor.size_bytes)}, set by {least.floor.name} of {place}, "
+            "outputs of the step would have to be made again"
+        )
+    if least.proved_bytes:
+        text += f". No schedule in captured order needs less than {bytes_text(least.proved_bytes)}"
+    return text
+
+
+def price_said(price: GibPrice, *, is_whole_gib: bool) -> str:
+    """What a step of more memory saves and of less memory costs, and why the step is that large."""
+    step = "1 GiB" if is_whole_gib else bytes_text(price.step_bytes)
+    why = "" if is_whole_gib else " (5 % of the peak; 1 GiB would be more than that)"
+    saved = (
+        "saves nothing"
+        if price.saved_us <= 0
+        else (f"saves {fine_time_text(price.saved_us)} a step ({percent_text(price.saved)})")
+    )
+    if price.cost_us is None or price.cost is None:
+        less = "with as much less no schedule is known"
+    elif price.cost_us <= 0:
+        less = "as much less costs nothing"
+    else:
+        less = f"as much less costs {fine_time_text(price.cost_us)} ({percent_text(price.cost)})"
+    return f"{step} more{why} {saved}; {less}"
+
+
+def forced_text(one: Forced) -> str:
+    """A reason that leaves no choice, how many ops it is for, and the bytes that they keep."""
+    ops = f"{one.ops} op" + ("s" if one.ops != 1 else "")
+    held = f", {bytes_text(one.kept_bytes)} kept" if one.kept_bytes >= KIB else ""
+    where = f" ({', '.join(map(short_path, one.places))})" if one.places else ""
+    return f"{one.reason}: {ops}{held}{where}" if one.ops else one.reason
+
+
+def rule_text(simple: Rule | None, nearest: Rule | None) -> str:
+    """Whether a simple rule would do as well; `nearest` is the fastest that fits."""
+    if simple is not None:
+        return (
+            f"{simple.says}: within 1 % of this plan, {percent_text(simple.overhead)} overhead at "
+            f"a peak of {bytes_text(simple.peak_bytes)}. Take that, it is simpler"
+        )
+    if nearest is None:
+        return "no simple rule fits this budget"
+    return (
+        f"none is within 1 % of this plan; the nearest that fits ({nearest.says}) is "
+        f"{percent_text(nearest.slower)} slower"
+    )
+
+
+def greedy_text(greedy: AgainstGreedy) -> str:
+    """By how much `cut` beats the best greedy plan, and where."""
+    best = greedy.best
+    if not greedy.cut.fits:
+        others = f"{best.solver} did" if best.fits else "no greedy solver did either"
+        return f"found nothing at this budget; {others}"
+    ours = f"cut {percent_text(greedy.cut.overhead)}"
+    if greedy.slower is None:
+        return f"{ours}; none of {', '.join(one.solver for one in greedy.tried)} finds a plan"
+    text = f"{ours}, best greedy ({best.solver}) {percent_text(best.overhead)}"
+    if greedy.slower < SAME:
+        return f"{text}: cut is not better here"
+    where = ", ".join(
+        f"{short_path(place.module) or 'the model'} {fine_time_text(place.extra_us)}"
+        for place in greedy.dearer
+    )
+    return f"{text}: cut's step is {percent_text(greedy.slower)} shorter" + (
+        f"; greedy recomputes more in {where}" if where else ""
+    )
+
+
+def why_text(one: Why, budget_bytes: int) -> str:
+    """Why a value is kept or recomputed, and what the other way would cost."""
+    row = one.row
+    place = " ".join(part for part in (row.module, short_line(row.source)) if part)
+    tensor = f"{row.dtype} {list(row.shape)}" if row.dtype else ""
+    facts = (
+        row.value, f"{short_target(row.target)} of {place or 'the model'}", tensor,
+        bytes_text(row.size_bytes),
+    )  # fmt: skip
+    head = ", ".join(fact for fact in facts if fact) + ": "
+    if row.verdict == "offload":
+        return head + _offloaded_text(one, budget_bytes)
+    if one.forced:
+        return f"{head}{row.verdict_text}; there is no choice: {one.forced}"
+    if row.verdict == "free":
+        return f"{head}not kept, and never made again: nothing in backward reads it"
+    if row.verdict == "recompute" or one.runs_us:
+        return head + _recomputed_text(one, budget_bytes)
+    return head + _kept_text(one)
+
+
+def _recomputed_text(one: Why, budget_bytes: int) -> str:
+    return (
+        f"{one.row.verdict_text}, {fine_time_text(one.runs_us)} a step; "
+        f"{_staying_text(one, budget_bytes)}. {_turned_text(one.turned)}"
+    )
+
+
+def _offloaded_text(one: Why, budget_bytes: int) -> str:
+    """What its copies cost as they stand, and what computing it again would."""
+    again = f", and is made again, {fine_time_text(one.runs_us)} a step" if one.runs_us else ""
+    other = f"It must not run again: {one.forced}" if one.forced else _turned_text(one.turned)
+    copying, running = fine_time_text(one.copying_us), fine_time_text(one.row.cost_us)
+    return (
+        f"goes to the host{again}, since copying costs {copying} a step here and recomputing "
+        f"{running}; {_staying_text(one, budget_bytes)}. {other}"
+    )
+
+
+def _staying_text(one: Why, budget_bytes: int) -> str:
+    peak, over_bytes = bytes_text(one.staying_bytes), one.staying_bytes - budget_bytes
+    over = f", {bytes_text(over_bytes)} over the budget" if over_bytes > 0 else ", which fits"
+    return f"if it stayed and nothing else changed, the peak would be {peak}{over}"
+
+
+def _kept_text(one: Why) -> str:
+    cost = fine_time_text(one.row.cost_us)
+    return f"kept; one run of its op takes {cost}. {_turned_text(one.turned)}"
+
+
+def _turned_text(turned: Turned | None) -> str:
+    """What a solve with the op pinned the other way found."""
+    if turned is None:
+        return ""
+    doing = "kept" if turned.pin == "keep" else "recomputed"
+    if not turned.fits:
+        return f"Solved again with it {doing}: no plan was found that fits"
+    if turned.extra_us > 0:
+        cost = f"the step takes {fine_time_text(turned.extra_us)} more"
+    elif turned.extra_us < 0:
+        cost = (
+            f"the step takes {fine_time_text(-turned.extra_us)} less, so this plan is not the best"
+        )
+    else:
+        cost = "the step takes as long"
+    text = f"Solved again with it {doing}: {cost}"
+    if turned.dropped:
+        text += f"; made again then, and not now: {_named(turned.dropped)}"
+    if turned.spared:
+        text += f"; made again now, and not then: {_named(turned.spared)}"
+    return text
+
+
+def _named(rows: tuple[FoldedRow, ...]) -> str:
+    said = [
+        f"{short_target(row.first.target)} of {short_path(row.module) or 'the model'}"
+        + (f" x{row.count}" if row.count > 1 else "")
+        + f" ({tensor_text(row)}, {bytes_text(row.size_bytes)})"
+        for row in rows[:SHOWN]
+    ]
+    more = len(rows) - SHOWN
+    return ", ".join(said) + (f" and {more} more" if more > 0 else "")
 
 
 class Explanation(msgspec.Struct, frozen=True):

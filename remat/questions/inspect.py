@@ -3,18 +3,186 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, Literal
 
+import msgspec
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from remat.formats import bytes_text, fine_time_text, percent_text, time_text
 from remat.graph_capture.errors import GlobError, option
 from remat.graph_capture.graph import TrainingGraph
-from remat.questions.inspection import By, Inspection
-from remat.schedules.as_planned import as_planned
+from remat.questions.report import (
+    plain_table,
+    rendered,
+    run_price_text,
+    short_line,
+    short_path,
+    short_target,
+    tensor_text,
+    verdict_text,
+)
+from remat.schedules.derived import as_planned
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
-from remat.schedules.verdicts.folding import FoldedRow, folded
-from remat.schedules.verdicts.grouping import grouped
-from remat.schedules.verdicts.peak_holders import peak_holders
-from remat.schedules.verdicts.rows import matching, value_rows
+from remat.schedules.verdicts.grouping import FoldedRow, folded, grouped
+from remat.schedules.verdicts.grouping import Group as Sums
+from remat.schedules.verdicts.peak_holders import PeakHolders, peak_holders
+from remat.schedules.verdicts.rows import ValueRow, matching, value_rows
 from remat.solver.result import Result
+
+# The answer of `inspect`: what a step holds and what a plan does with it, and its screen.
+
+
+WIDE = 110
+"""Columns of the screen from which each fact has a column of its own."""
+ROOMY = 76
+"""Columns of the screen from which the runs of a group are counted too."""
+TOP = 20
+"""Rows that are shown unless more are asked for."""
+
+By = Literal["value", "module", "op", "line"]
+"""What values are summed by; ``value`` for one row a value."""
+
+
+class Inspection(msgspec.Struct, frozen=True):
+    """The values of a step, largest first, and the verdicts of a schedule, if there is one.
+
+    Attributes
+    ----------
+    by : how `groups` are summed; ``value`` for no groups.
+    prices : how costs were obtained, as the graph says. budget_bytes : 0 without one.
+    time_us, overhead : of the schedule, from `simulate`; of every op once without one.
+    at_peak : who holds the peak, None without a schedule.
+    values : one row a value, after filters. rows : the same, identical layers folded.
+    """
+
+    model: str
+    device: str
+    prices: str
+    budget_bytes: int
+    time_us: float
+    overhead: float
+    by: By
+    at_peak: PeakHolders | None
+    values: tuple[ValueRow, ...]
+    rows: tuple[FoldedRow, ...]
+    groups: tuple[Sums, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The schedule's peak, 0 without one."""
+        return self.at_peak.peak_bytes if self.at_peak else 0
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain bytes, microseconds and names, for `--json`."""
+        return {**msgspec.to_builtins(self), "peak_bytes": self.peak_bytes}
+
+    def __str__(self) -> str:
+        return rendered(inspection_screen(self))
+
+    __repr__ = __str__
+
+
+def inspection_screen(found: Inspection, top: int = TOP, width: int = 100) -> RenderableType:
+    """What the step holds and what a plan does with it, the largest first."""
+    parts: list[RenderableType] = [_step_line(found), Text()]
+    if found.by == "value":
+        parts += [values_table(found.rows[:top], width), _marked(found)]
+        parts += [_left_out(len(found.rows), top)]
+    else:
+        parts += [groups_table(found, top, width), _left_out(len(found.groups), top)]
+    return Group(*parts)
+
+
+def _step_line(found: Inspection) -> Text:
+    line = Text.assemble((found.model, "bold"), f", {found.prices} on {found.device}")
+    if found.at_peak is None:
+        return line.append(f", {time_text(found.time_us)} a step with nothing recomputed")
+    budget = f" of {bytes_text(found.budget_bytes)}" if found.budget_bytes else ""
+    line.append(
+        f": peak {bytes_text(found.peak_bytes)}{budget}, {time_text(found.time_us)} a step, "
+        f"{percent_text(found.overhead)} overhead"
+    )
+    return line
+
+
+def _marked(found: Inspection) -> Text:
+    return Text("* live at the peak" if found.at_peak else "", style="dim")
+
+
+def _left_out(count: int, top: int) -> Text:
+    more = f"{count - top} smaller rows left out: {option('top', count)}" if count > top else ""
+    return Text(more, style="dim")
+
+
+def values_table(rows: Iterable[FoldedRow], width: int) -> Table:
+    """One line for each row; in a narrow terminal up to three lines, and fewer columns."""
+    return _wide_values(rows) if width >= WIDE else _narrow_values(rows)
+
+
+def _wide_values(rows: Iterable[FoldedRow]) -> Table:
+    table = plain_table("op", "layers", "verdict", "bytes", "one run", "dtype", "module", "line")
+    for i in (2, 5, 6, 7):
+        table.columns[i].justify = "left"
+    for row in rows:
+        table.add_row(
+            Text(short_target(row.first.target)),
+            f"x{row.count}" if row.count > 1 else "",
+            verdict_text(row),
+            bytes_text(row.size_bytes),
+            run_price_text(row),
+            Text(tensor_text(row)),
+            Text(short_path(row.module)),
+            Text(short_line(row.first.source)),
+        )
+    return table
+
+
+def _narrow_values(rows: Iterable[FoldedRow]) -> Table:
+    table = plain_table("op, module, tensor", "verdict", "bytes", "one run")
+    table.columns[1].justify = "left"
+    for row in rows:
+        count = f" x{row.count}" if row.count > 1 else ""
+        lines = [short_target(row.first.target) + count]
+        place = " ".join(
+            part for part in (short_path(row.module), short_line(row.first.source)) if part
+        )
+        lines += [f"  {line}" for line in (place, tensor_text(row)) if line]
+        cell = Text("\n").join([Text(lines[0]), *(Text(line, style="dim") for line in lines[1:])])
+        table.add_row(cell, verdict_text(row), bytes_text(row.size_bytes), run_price_text(row))
+    return table
+
+
+def groups_table(found: Inspection, top: int, width: int) -> Table:
+    """One line a group; without a plan only sizes and prices."""
+    if found.at_peak is None:
+        table = plain_table(found.by, "values", "bytes", "time")
+        for group in found.groups[:top]:
+            table.add_row(_group_name(group), str(group.values), *_sizes(group))
+        return table
+    runs = ("runs again",) if width >= ROOMY else ()
+    table = plain_table(found.by, "at peak", "kept", "again", *runs, "time again")
+    for group in found.groups[:top]:
+        figures = (group.at_peak_bytes, group.kept_bytes, group.recomputed_bytes)
+        table.add_row(
+            _group_name(group),
+            *(bytes_text(size) if size else "-" for size in figures),
+            *((str(group.runs_again) if group.runs_again else "-",) if runs else ()),
+            fine_time_text(group.recomputed_us) if group.runs_again else "-",
+        )
+    return table
+
+
+def _sizes(group: Sums) -> tuple[str, str]:
+    return bytes_text(group.size_bytes), fine_time_text(group.cost_us)
+
+
+def _group_name(group: Sums) -> Text:
+    return Text(
+        short_path(short_line(group.name)) + (f" x{group.count}" if group.count > 1 else "")
+    )
 
 
 def inspect(

@@ -7,15 +7,13 @@ from collections.abc import Iterator
 import msgspec
 
 from remat.formats import bytes_text, percent_text
-from remat.graph_capture.derived.eager import as_eager
+from remat.graph_capture.eager_step import as_eager
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
+from remat.solver.policies.template import Blocks, module_blocks, nth_blocks, template_sequence
 from remat.solver.problem import Problem
 from remat.solver.result import Result
-from remat.solver.sequence import schedule_of
-from remat.solver.templates.every_n_layers import nth_blocks
-from remat.solver.templates.module_blocks import Blocks, module_blocks
-from remat.solver.templates.template import template_sequence
+from remat.solver.state import schedule_of
 
 CLOSE = 0.01
 """How much slower than the plan, as a fraction, still counts as the same."""

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
+from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
-from remat.solver import TABLE, option_names
-from remat.solver.result import Result
+from remat.schedules.verdicts.peak_holders import PeakHolders, peak_holders
+from remat.solver import TABLE, option_names, solve
+from remat.solver.budgets.sweep import least_peak
+from remat.solver.result import Holding, Result
 
 PINS = ("keep", "recompute")
 """Options that every solver takes."""
@@ -37,3 +43,49 @@ def planned(result: Result) -> Schedule:
     """The schedule of a result that has one."""
     assert result.schedule is not None, "checked before: nothing fits"
     return result.schedule
+
+
+# The least budget that is known to suffice, and the op that keeps it from being smaller.
+
+
+class LeastBudget(msgspec.Struct, frozen=True):
+    """The least peak known, and the op that sets it.
+
+    Attributes
+    ----------
+    least_bytes : peak of the schedule behind it.
+    at_peak : who holds it: the op that runs then sets it.
+    floor : op and bytes below which an output of the step would have to be computed twice. None
+        where it was not looked for.
+    proved_bytes : a proved bound on the peak of any schedule; 0 where none was proved.
+    """
+
+    least_bytes: int
+    at_peak: PeakHolders
+    floor: Holding | None
+    proved_bytes: int
+
+
+def least_budget(
+    graph: TrainingGraph, plan: Schedule, asked: Mapping[str, Any], time_limit_s: float
+) -> LeastBudget:
+    """The least peak that the solver knows for a graph, or that of `plan` if it is lower.
+
+    Nothing fits into 0 bytes, so the result of that solve names the least budget. A plan with
+    copies can be below: the search for the least knows none. `asked` : solver, options and pins.
+    """
+    named = solve(graph, 0, time_limit_s=time_limit_s, **asked)
+    schedule: Schedule | None = named.least_schedule
+    # With pins the schedule is one of another graph, that with twins: look for one of this graph.
+    if schedule is None or schedule.graph_hash != graph.hash:
+        schedule = least_peak(graph, time_limit_s, **asked).schedule
+    held = peak_holders(graph, schedule) if schedule is not None else None
+    of_plan = peak_holders(graph, plan)
+    if held is None or of_plan.peak_bytes < held.peak_bytes:
+        held = of_plan
+    return LeastBudget(
+        least_bytes=held.peak_bytes,
+        at_peak=held,
+        floor=named.floor,
+        proved_bytes=named.least_bound_bytes,
+    )

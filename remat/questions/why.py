@@ -11,17 +11,27 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+import remat.solver as solvers
+from remat.graph_capture.eager_step import as_eager
 from remat.graph_capture.errors import option
 from remat.graph_capture.graph import Op, TrainingGraph
+from remat.questions.layer_checkpoints import CLOSE, EveryNth, candidates
 from remat.questions.solved_options import PINS, asked_again, pins_of, planned
-from remat.schedules.as_planned import as_planned
+from remat.schedules.derived import as_planned
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
-from remat.schedules.verdicts.folding import FoldedRow, folded
+from remat.schedules.verdicts.grouping import (
+    FoldedRow,
+    Indices,
+    boxes,
+    folded,
+    split_indices,
+    written,
+)
+from remat.schedules.verdicts.peak_holders import staying
 from remat.schedules.verdicts.rows import ValueRow, matching, value_rows
-from remat.schedules.verdicts.staying import staying
-from remat.solver.pins.globs import Pins, why_not_again
-from remat.solver.pins.pinned import solve_for_pins
+from remat.solver.reductions.globs import Pins, why_not_again
+from remat.solver.reductions.pins import solve_for_pins
 from remat.solver.result import Result
 
 MOST = 3
@@ -158,3 +168,180 @@ def _changes(
 
 def _largest(rows: Sequence[ValueRow]) -> tuple[FoldedRow, ...]:
     return tuple(sorted(folded(rows), key=lambda row: (-row.size_bytes, -row.cost_us)))
+
+
+# How much faster the plan of `cut` is than greedy plans, and in which modules.
+
+
+GREEDY = ("msps", "dtr", "largest", "chen_greedy")
+"""Solvers that decide step by step and never look back: three that evict, and one by segments."""
+PLACES = 3
+"""Most modules that are named."""
+
+
+class Tried(msgspec.Struct, frozen=True):
+    """One solver at the budget; `fits` is False where it found nothing."""
+
+    solver: str
+    fits: bool
+    overhead: float
+    wall_s: float
+
+
+class Elsewhere(msgspec.Struct, frozen=True):
+    """A module, and how much more time the greedy plan spends on recomputing there than `cut`'s.
+
+    `extra_us` is below 0 where it spends less.
+    """
+
+    module: str
+    extra_us: float
+
+
+class AgainstGreedy(msgspec.Struct, frozen=True):
+    """`cut` and the best greedy plan at one budget.
+
+    Attributes
+    ----------
+    cut : its outcome. tried : outcomes of greedy solvers, the best first. slower : time of the
+        best greedy plan over that of `cut`, minus one; None where either found nothing.
+    places : modules, equal layers folded, where the best greedy plan spends most in excess.
+    """
+
+    cut: Tried
+    tried: tuple[Tried, ...]
+    slower: float | None
+    places: tuple[Elsewhere, ...]
+
+    @property
+    def best(self) -> Tried:
+        """The best greedy outcome."""
+        return self.tried[0]
+
+    @property
+    def dearer(self) -> tuple[Elsewhere, ...]:
+        """The places where the greedy plan spends more."""
+        return tuple(place for place in self.places if place.extra_us > 0)
+
+
+def against_greedy(
+    graph: TrainingGraph, budget_bytes: int, *, each_s: float = 10.0
+) -> AgainstGreedy:
+    """Solve with `cut`, and with each of `GREEDY`.
+
+    `cut` has `each_s` seconds, the greedy solvers have as many together. One that has no time
+    left is not tried; the first always is.
+    """
+    cut = solvers.solve(graph, budget_bytes, "cut", time_limit_s=each_s)
+    found: list[Result] = []
+    for name in GREEDY:
+        left_s = each_s - sum(one.wall_s for one in found)
+        if left_s > 0 or not found:
+            found.append(solvers.solve(graph, budget_bytes, name, time_limit_s=left_s))
+    found.sort(key=lambda one: (one.schedule is None, one.time_us))
+    best = found[0]
+    slower, places = None, tuple[Elsewhere, ...]()
+    if cut.schedule is not None and best.schedule is not None:
+        slower = best.time_us / cut.time_us - 1
+        places = _places(graph, cut.schedule, best.schedule)
+    return AgainstGreedy(_tried(cut), tuple(map(_tried, found)), slower, places)
+
+
+def _tried(result: Result) -> Tried:
+    return Tried(result.solver, result.schedule is not None, result.overhead, result.wall_s)
+
+
+def _places(graph: TrainingGraph, cut: Schedule, greedy: Schedule) -> tuple[Elsewhere, ...]:
+    """The modules where the greedy plan recomputes most in excess, the most first."""
+    ours, theirs = _spent(graph, cut), _spent(graph, greedy)
+    extra_us = {name: theirs[name] - ours[name] for name in ours}
+    found = [Elsewhere(name, us) for name, us in extra_us.items() if us]
+    return tuple(sorted(found, key=lambda one: -one.extra_us)[:PLACES])
+
+
+def _spent(graph: TrainingGraph, schedule: Schedule) -> dict[str, float]:
+    """Time of recomputations by module; modules whose paths differ in indices alone are one."""
+    runs = schedule.computations()
+    places: dict[str, set[Indices]] = {}
+    spent_us: dict[str, float] = {}
+    for op in graph.ops:
+        pattern, indices = split_indices(op.module)
+        places.setdefault(pattern, set()).add(indices)
+        spent_us[pattern] = spent_us.get(pattern, 0.0) + (runs[op.name] - 1) * op.cost_us
+    return {
+        ", ".join(written(pattern, box) for box in boxes(places[pattern])): us
+        for pattern, us in spent_us.items()
+    }
+
+
+# Whether a rule that people write by hand would do as well as a plan.
+
+
+RULES = {
+    "full": "checkpoint every layer",
+    "selective": "recompute the core of each attention",
+    "keep_attention_output": "checkpoint every layer, keeping attention's output",
+    "norms_and_activations": "recompute normalisations and activations",
+}
+"""Solvers of the table that carry out a rule, and what the rule says."""
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """One rule on this graph; figures from `simulate`.
+
+    Attributes
+    ----------
+    name : of the solver. says : what to do. peak_bytes : of its schedule, or the lowest known
+        where none fits; 0 where that is not known. slower : than the plan, as a fraction of the
+        plan's time; below 0 where it is faster.
+    """
+
+    name: str
+    says: str
+    fits: bool
+    peak_bytes: int
+    overhead: float
+    slower: float
+
+    @property
+    def is_close(self) -> bool:
+        """Whether it fits and is within 1 % of the plan's time."""
+        return self.fits and self.slower <= CLOSE
+
+
+def simple_rules(graph: TrainingGraph, result: Result) -> tuple[Rule, ...]:
+    """Each rule at the budget of a result that has a schedule: those that fit first, by time.
+
+    Peaks are those of a step that frees what it no longer reads, with masks as eager has them.
+    """
+    rules = [_by_solver(graph, result, name) for name in RULES]
+    layers = _every_nth(graph, result)
+    if layers is not None:
+        rules.append(layers)
+    return tuple(sorted(rules, key=lambda rule: (not rule.fits, rule.slower, rule.peak_bytes)))
+
+
+def _by_solver(graph: TrainingGraph, result: Result, name: str) -> Rule:
+    found = solvers.solve(as_eager(graph), result.budget_bytes, name)
+    slower = found.time_us / result.time_us - 1 if found.schedule and result.time_us else 0.0
+    return Rule(
+        name, RULES[name], found.schedule is not None, found.peak_bytes, found.overhead, slower
+    )
+
+
+def _every_nth(graph: TrainingGraph, result: Result) -> Rule | None:
+    """The fastest n that fits, else the one of the lowest peak; None where no layer repeats."""
+    found = list(candidates(graph, result.time_us))
+    if not found:
+        return None
+    fitting = [one for one in found if one.peak_bytes <= result.budget_bytes]
+    best = min(fitting, key=lambda one: (one.time_us, one.peak_bytes), default=None)
+    shown = best or min(found, key=lambda one: one.peak_bytes)
+    return Rule(
+        "every_n_layers", _text(shown), best is not None, shown.peak_bytes, shown.overhead,
+        shown.slower,
+    )  # fmt: skip
+
+
+def _text(one: EveryNth) -> str:
+    return f"checkpoint {one.which} of {one.where}"

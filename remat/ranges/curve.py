@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import msgspec
 
 import remat.solver as solvers
+from remat.budgets import parse_budget
 from remat.formats import bytes_text, percent_text, time_text
 from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.shapes.ranged_graph import RangedGraph
-from remat.schedules.family import Family, sizes_text
-from remat.schedules.over_range import carried
+from remat.graph_capture.sizes.ranged_graph import RangedGraph
+from remat.schedules.family import Family, carried, sizes_text
 from remat.schedules.simulate import simulate
-from remat.solver.ranges.reach import Reach
+from remat.solver.reductions.sizes import Reach, plan_family
+from remat.solver.result import Result
 
 SIZES = 10
 """Sizes of a curve that names none."""
@@ -125,3 +126,37 @@ def _point_row(point: CurvePoint) -> str:
         f"  {sizes_text(point.sizes)} | {bytes_text(point.peak_bytes)} | "
         f"{time_text(point.time_us)} | {percent_text(point.overhead)} | {planned}"
     )
+
+
+# From a graph over a range and a budget to a family of schedules.
+
+
+CUT_PART = 0.25
+"""Of the time limit: what each schedule but that of the largest sizes may take at most. There are
+up to eight, so that together they take at most twice as long as that."""
+
+
+def solve_over(
+    graph: RangedGraph,
+    budget: str | SupportsIndex,
+    solver: str = "auto",
+    time_limit_s: float = 60.0,
+    **options: Any,
+) -> Family:
+    """A family of schedules within `budget` at every size of the range of `graph`.
+
+    Per cents are of the unmodified peak at the largest sizes, and ``min`` is the least peak known
+    there. Parameters and errors else as of `remat.solve`.
+
+    Raises
+    ------
+    TooLargeError : nothing fits at the largest sizes; it names the largest sizes that fit.
+    """
+    asked, bounding = parse_budget(budget), graph.bounding(graph.symbols)
+    top = asked.solve(bounding, solver, time_limit_s=time_limit_s, **options)
+
+    def solve_part(part: TrainingGraph, budget_bytes: int) -> Result:
+        limit_s = CUT_PART * time_limit_s
+        return solvers.solve(part, budget_bytes, solver, time_limit_s=limit_s, **options)
+
+    return plan_family(graph, top.budget_bytes, solve_part, top)

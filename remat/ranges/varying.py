@@ -2,20 +2,181 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
-from collections.abc import Hashable, Mapping
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, cast
 
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.shapes.ranges import Dynamic, Symbol
-from remat.graph_capture.shapes.signature import places_in
+from remat.graph_capture.errors import CaptureError, DifferenceError, TooLargeError
+from remat.graph_capture.sizes.signature import places_in
+from remat.graph_capture.sizes.symbols import Dynamic, RangeError, Symbol
 from remat.graph_capture.tracing.recipe import autocast_state
 from remat.graph_capture.tracing.signature import Signature, tensor_facts
-from remat.ranges.learned import LEAST, At, LearnedSizes, Shapes
+from remat.rewriter.user_module.ranged import RangedModule
+
+# Which sizes of batches vary: learned from the batches of a run, or named by the user.
+#
+# Places whose sizes were equal in all batches have one name, as lengths of tokens and of targets. A
+# place that had one size so far is fixed, unless it follows one that the user has named: sizes that
+# are equal may be equal by chance, so there are several ways to follow, and a model shows which is
+# its own. What the next batch shows otherwise is learned from it.
+
+
+Shapes = tuple[tuple[int, ...] | None, ...]
+"""Of each leaf of a batch; None for one that is no tensor, or whose sizes stay as they are."""
+At = tuple[int, int]
+"""A leaf and a dimension."""
+LEAST = 2
+"""Torch runs other ops for sizes of 0 and 1, so that no range holds them."""
+Follows = Callable[[At, At], bool]
+WAYS: tuple[Follows, ...] = (
+    lambda at, named: at[0] != named[0] and at[1] == named[1],
+    lambda at, named: at[0] != named[0],
+    lambda at, named: True,
+    lambda at, named: False,
+)
+"""Which places of one size follow a named one, the likeliest first: the same dimension of other
+tensors, any dimension of them, or also one of the same tensor; and none."""
+GROWTH = 2
+"""How many times the size that was the largest a range reaches once it has to be extended."""
+
+
+@dataclass
+class LearnedSizes:
+    """The sizes of batches of one kind.
+
+    Attributes
+    ----------
+    names : of places, for symbols: ``tokens_1``. given : symbols that the user has named, by place;
+        None to learn them. upto : the largest size at a place, where the user says so.
+    told : batches that something was learned from. planned : ranges of plans, by symbol.
+    unfit : why sizes of this kind cannot vary within one plan; empty where they can.
+    """
+
+    names: Mapping[At, str]
+    given: Mapping[At, Symbol] | None = None
+    upto: Mapping[At, int] = field(default_factory=dict[At, int])
+    told: list[Shapes] = field(default_factory=list[Shapes])
+    planned: dict[str, Symbol] = field(default_factory=dict[str, Symbol])
+    unfit: str = ""
+    _groups: dict[At, str] = field(default_factory=dict[At, str])
+    _way: int = 0
+
+    def learn(self, shapes: Shapes) -> bool:
+        """Take note of a batch; return whether other places vary than was thought before."""
+        if self.given is not None:
+            self._groups = {at: symbol.name for at, symbol in self.given.items()}
+            return False
+        if self.told and self._is_as_known(shapes):
+            return False
+        before = self._groups
+        self.told.append(shapes)
+        self._groups = self._grouped()
+        return self._groups != before
+
+    def follow_otherwise(self) -> bool:
+        """Have other places follow those that the user named; False where no way is left."""
+        if self.given is not None:
+            return False
+        before = self._groups
+        while self._groups == before and self._way < len(WAYS) - 1:
+            self._way += 1
+            self._groups = self._grouped()
+        return self._groups != before
+
+    def follow_as_at_first(self) -> None:
+        """Have other places follow in the likeliest way, as no other one was better."""
+        if self.given is None:
+            self._way = 0
+            self._groups = self._grouped()
+
+    def symbols_at(self, shapes: Shapes) -> dict[At, str]:
+        """The symbol of each place that varies, but for sizes that no range holds.
+
+        These are 0, 1 and what is no multiple of a step that the user has named.
+        """
+        if self.unfit:
+            return {}
+        return {at: name for at, name in self._groups.items() if self._may_vary(at, shapes)}
+
+    def _may_vary(self, at: At, shapes: Shapes) -> bool:
+        step = self.given[at].multiple if self.given else 1
+        size = _size(shapes, at)
+        return size >= LEAST * step and size % step == 0
+
+    def ranges_for(self, shapes: Shapes) -> tuple[dict[str, Symbol], bool]:
+        """Ranges that hold a batch, and whether their ends are guesses of what may come."""
+        found: dict[str, Symbol] = {}
+        is_guess = False
+        for at, name in self.symbols_at(shapes).items():
+            if name not in found:
+                found[name], guessed = self._range(at, name, shapes)
+                is_guess |= guessed
+        return found, is_guess
+
+    def _range(self, at: At, name: str, shapes: Shapes) -> tuple[Symbol, bool]:
+        size, before = _size(shapes, at), self.planned.get(name)
+        named = self.given[at] if self.given else Symbol(name, LEAST, 0)
+        low, multiple = min(named.low, size), named.multiple
+        seen = [_size(one, at) for one in self.told]
+        upto = max(self.upto.get(one, 0) for one, own in self._groups.items() if own == name)
+        high = max(size, named.high, upto // multiple * multiple, *seen)
+        if before is None:
+            return Symbol(name, low, max(high, low + multiple), multiple), False
+        low = min(low, before.low)
+        if size <= before.high:
+            return Symbol(name, low, before.high, multiple), False
+        return Symbol(name, low, max(high, GROWTH * before.high), multiple), True
+
+    def _is_as_known(self, shapes: Shapes) -> bool:
+        groups: dict[str, int] = {}
+        for at in _all_places(shapes):
+            name, size = self._groups.get(at), _size(shapes, at)
+            if name is None and size != _size(self.told[0], at):
+                return False
+            if name is not None and groups.setdefault(name, size) != size:
+                return False
+        return True
+
+    def _grouped(self) -> dict[At, str]:
+        """Places that have varied, or that the user says do, those of equal sizes by one name."""
+        places = _all_places(self.told[0])
+        sizes = {at: tuple(_size(one, at) for one in self.told) for at in places}
+        first: dict[tuple[int, ...], str] = {}
+        found: dict[At, str] = {}
+        for at in places:
+            has_varied = len(set(sizes[at])) > 1
+            named = at if at in self.upto else self._followed(at, sizes, has_varied=has_varied)
+            if named is not None or has_varied:
+                group = (*sizes[at], self.upto[named] if named else 0)
+                found[at] = first.setdefault(group, self.names[named or at])
+        return found
+
+    def _followed(
+        self, at: At, sizes: Mapping[At, tuple[int, ...]], *, has_varied: bool
+    ) -> At | None:
+        """The place that the user named and that another one goes with."""
+        equal = [one for one in self.upto if sizes.get(one) == sizes[at]]
+        if not has_varied:
+            equal = [one for one in equal if WAYS[self._way](at, one)]
+        return min(equal, key=lambda one: one[1] != at[1], default=None)
+
+
+def _all_places(shapes: Shapes) -> Sequence[At]:
+    return [(i, dim) for i, shape in enumerate(shapes) if shape for dim in range(len(shape))]
+
+
+def _size(shapes: Shapes, at: At) -> int:
+    shape = shapes[at[0]]
+    assert shape is not None
+    return shape[at[1]]
+
 
 Asked = Dynamic | Literal["auto"]
 Upto = Mapping[str | int, Any]
@@ -179,3 +340,109 @@ def _argument_names(model: nn.Module) -> dict[str, str]:
 
 def _identifier(name: str, dim: int) -> str:
     return f"{re.sub(r'[^0-9A-Za-z]+', '_', name).strip('_')}_{dim}"
+
+
+# One plan of a cache for a range: as wide as the model, the budget and the batch allow.
+
+
+MOST_PARTS = 4
+"""Of a range in which a guard changes its answer more often, sizes have a plan each."""
+MOST_NARROWED = 8
+"""How often a range is narrowed to what a guard allows, before sizes have a plan each."""
+
+
+def planned_over(
+    sizes: VaryingSizes, batch: Any, make: Callable[..., RangedModule]
+) -> RangedModule | None:
+    """A plan for a range that holds a batch; None where its sizes need a plan each.
+
+    Parameters
+    ----------
+    make : `rematerialize_over` of this batch; takes the ranges.
+
+    Raises
+    ------
+    TooLargeError : not even the batch fits; or what the user has said is to come does not.
+    """
+    why, too_large = "", None
+    while True:
+        try:
+            planned, failed = _within_guards(sizes.wanted(batch), batch, make)
+        except TooLargeError as error:
+            planned, failed, too_large = None, "", too_large or error
+        if planned is not None:
+            sizes.planned(batch, type(planned)._remat_family.symbols)
+            return planned
+        why = why or failed
+        if not (failed or too_large) or not sizes.follow_otherwise(batch):
+            break
+    if too_large is not None:
+        sizes.follow_as_at_first(batch)
+        raise too_large
+    if why:
+        sizes.cannot_vary(batch, why)
+        warnings.warn(
+            f"sizes of batches cannot vary within one plan, so that each has its own: {why}",
+            stacklevel=9,
+        )
+    return None
+
+
+def _within_guards(
+    wanted: Wanted, batch: Any, make: Callable[..., RangedModule]
+) -> tuple[RangedModule | None, str]:
+    """A plan for the ranges that are wanted, or parts of them; else None, and why not.
+
+    One that gives other bits than eager, as the check finds, is not wanted.
+    """
+    dynamic, why = wanted.dynamic, ""
+    for _ in range(MOST_NARROWED):
+        if dynamic is None:
+            break
+        try:
+            return make(dynamic, as_far_as_fits=wanted.is_guess), ""
+        except DifferenceError as error:
+            # At any size the model asks for what it knows at one, and runs other ops for it.
+            return None, str(error)
+        except CaptureError as error:
+            why = str(error)
+            is_range = isinstance(error, RangeError)
+            dynamic = _with_part(dynamic, error, batch) if is_range else None
+    return None, why
+
+
+def _with_part(dynamic: Dynamic, error: RangeError, batch: Any) -> Dynamic | None:
+    """The ranges with that part of one in which a guard answers as it does for the batch."""
+    size = _size_of(dynamic, error.symbol, batch)
+    part = next(((low, high) for low, high in error.parts if low <= size <= high), None)
+    if part is None or part[0] == part[1] or len(error.parts) > MOST_PARTS:
+        return None
+    narrowed: Any = copy.deepcopy(dict(dynamic))
+    is_other = False
+    for dims in narrowed.values():
+        for dim, (name, low, high, multiple) in dims.items():
+            if name == error.symbol:
+                is_other |= (low, high) != part
+                dims[dim] = (name, *part, multiple)
+    return narrowed if is_other else None
+
+
+def _size_of(dynamic: Dynamic, symbol: str, batch: Any) -> int:
+    leaves, names = pytree.tree_leaves(batch), Signature(batch).names
+    return next(
+        leaves[names.index(str(leaf))].shape[dim]
+        for leaf, dims in dynamic.items()
+        for dim, entry in dims.items()
+        if entry[0] == symbol
+    )
+
+
+def is_within(plan: nn.Module, other: nn.Module) -> bool:
+    """Whether all sizes that one plan serves are served by another one."""
+    if not isinstance(plan, RangedModule) or not isinstance(other, RangedModule):
+        return False
+    ranges = {one.name: one for one in type(other)._remat_family.symbols}
+    return all(
+        one.name in ranges and ranges[one.name].low <= one.low and one.high <= ranges[one.name].high
+        for one in type(plan)._remat_family.symbols
+    )

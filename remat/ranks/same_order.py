@@ -8,16 +8,79 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
-from remat.graph_capture.over_ranks.collectives import collectives_in, groups_of
-from remat.graph_capture.over_ranks.fake_group import is_fake
-from remat.ranks.required_group import resolved
+import torch.distributed as dist
+from torch import fx, nn
+
+from remat.graph_capture.distributed.collectives import collectives_in, groups_of
+from remat.graph_capture.distributed.fake_group import is_fake
+from remat.graph_capture.errors import AgreementError
+from remat.graph_capture.joint.nodes import Places, target_name
 from remat.ranks.together import Together
 from remat.rewriter.plans import loading
 from remat.rewriter.rewriting import rewrite as rewrite_alone
 from remat.rewriter.user_module.module import RematModule
+
+# Models with collectives: all ranks that take part must plan together.
+
+
+PASS_A_GROUP = (
+    "pass a group that has them all, such as group=torch.distributed.group.WORLD, and call on each "
+    "of them"
+)
+ONE_RANK = "{what} is for one rank. Use remat.rematerialize(model, args, budget=..., group=...)"
+
+
+def require_group(
+    joint: fx.GraphModule, group: dist.ProcessGroup | None, way: str = PASS_A_GROUP
+) -> None:
+    """Refuse a step whose collectives need ranks that do not plan with this one.
+
+    By itself, a rank cannot tell the others that it has failed or runs no check, and they would
+    wait for it in the first collective.
+
+    Parameters
+    ----------
+    way : what to do.
+
+    Raises
+    ------
+    AgreementError : names the collective, its place, and the group to pass.
+    """
+    together = set() if group is None else set(dist.get_process_group_ranks(group))
+    for node in collectives_in(joint):
+        ranks = ranks_of(groups_of([node]))
+        if len(ranks) > 1 and not together.issuperset(ranks):
+            module, line = Places(joint.graph).of(node)
+            raise AgreementError(
+                f"{target_name(node)} of module {module or '(root)'} ({line or 'unknown line'}) "
+                f"needs ranks {', '.join(map(str, ranks))}, which must plan together, or some "
+                f"would wait for others that have failed: {way}"
+            )
+
+
+def refuse_fake(group: dist.ProcessGroup | None) -> None:
+    """Raise `AgreementError` for torch's fake group, in which there are no other ranks."""
+    if group is not None and is_fake(group):
+        raise AgreementError(
+            "the group is torch's fake one, whose collectives move nothing, so nothing can be "
+            "trained or checked: plan there by remat.capture and remat.solve, and rewrite on ranks"
+        )
+
+
+def ranks_of(groups: tuple[Any, ...]) -> list[int]:
+    """All ranks of some groups, which are given by name or as they are."""
+    found = [dist.get_process_group_ranks(resolved(group)) for group in groups]
+    return sorted(set().union(*found))
+
+
+def resolved(group: Any) -> dist.ProcessGroup:
+    """A group as it is, or by its name."""
+    named: Any = dist.distributed_c10d
+    return named._resolve_process_group(group) if isinstance(group, str) else group
+
 
 Given = ParamSpec("Given")
 Made = TypeVar("Made")
@@ -58,3 +121,17 @@ def _agreed(make: Callable[Given, Made], what: str) -> Callable[Given, Made]:
 
 rewrite = _agreed(rewrite_alone, "remat.rewrite")
 load = _agreed(loading.load, "remat.load")
+
+
+# Which steps ranks compare with eager: those with collectives in forward compare the same.
+
+
+def agree_on_audits(ranks: Together, modules: Iterable[nn.Module]) -> None:
+    """Let ranks audit steps in which they meet, if all of them are to; else let none of them.
+
+    Ranks that follow one plan run it equally often, so they need to agree only once.
+    """
+    audits = [type(m)._remat_audit for m in modules if isinstance(m, RematModule)]
+    is_agreed = ranks.all_say("audit", all(audit is not None for audit in audits))
+    for audit in filter(None, audits):
+        audit.is_agreed = is_agreed

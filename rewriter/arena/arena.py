@@ -12,7 +12,7 @@ import numpy as np
 from remat.rewriter.arena.library import Counts, arena_library
 from remat.rewriter.arena.recording import Requests
 from remat.rewriter.arena.step_memory import Phase, StepMemory
-from remat.rewriter.graphs.boxed import Boxed
+from remat.rewriter.graphs.codegen import Boxed
 from remat.schedules.layout import Layout, check_layout
 
 PATIENCE = 64

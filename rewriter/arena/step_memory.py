@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Protocol
 
-from remat.rewriter.graphs.boxed import Boxed
+from remat.rewriter.graphs.codegen import Boxed
 
 Phase = Literal["forward", "backward"]
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 import threading
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -23,23 +24,105 @@ import torch
 from torch import fx, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from remat.graph_capture.devices.device_table import CPU
-from remat.graph_capture.devices.free_memory import is_out_of_memory
+from remat.formats import bytes_text
+from remat.graph_capture.devices.memory import is_out_of_memory
+from remat.graph_capture.devices.table import CPU
+from remat.graph_capture.distributed.collectives import any_rank_says, collectives_in
+from remat.graph_capture.eager_step import as_unmodified
 from remat.graph_capture.errors import AuditError, NotComparedError
-from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.graph import Links, TrainingGraph
 from remat.graph_capture.joint.nodes import is_custom, target_name
-from remat.graph_capture.over_ranks.collectives import any_rank_says, collectives_in
-from remat.rewriter.checking.audit_room import why_no_room
-from remat.rewriter.checking.before_forward import BeforeForward, device_of
-from remat.rewriter.checking.forward_outcomes import ForwardOutcomes
-from remat.rewriter.checking.other_threads import others_may_draw
-from remat.rewriter.checking.outcomes import Outcome, Repeats, compared, compared_nearly
-from remat.rewriter.checking.rounded_otherwise import moved_by_rounding
-from remat.rewriter.checking.tolerance import tolerance_of
-from remat.rewriter.checking.unordered_sums import InOneOrder, add_in_no_order
+from remat.graph_capture.python_state.reached import is_users_module
+from remat.rewriter.checking.forward_outcomes import BeforeForward, ForwardOutcomes, device_of
+from remat.rewriter.checking.outcomes import (
+    Outcome,
+    Repeats,
+    compared,
+    compared_nearly,
+    tolerance_of,
+)
+from remat.rewriter.checking.rounding import InOneOrder, add_in_no_order, moved_by_rounding
 from remat.rewriter.compiled import CompiledStep
 from remat.rewriter.guards.forward import Guards
+from remat.schedules.derived import as_planned, whole
+from remat.schedules.kept_in_forward import end_of_forward, forward_alone
 from remat.schedules.schedule import Schedule
+from remat.schedules.simulate import simulate
+
+# Whether the model's own forward has room beside what is resident in a planned step.
+
+
+SMALL_BYTES = 16 * 1024
+"""What is not looked at: in models of a few kilobytes, roundings and the states of random streams
+would decide."""
+
+
+def why_no_room(
+    graph: TrainingGraph,
+    schedule: Schedule,
+    links: Links | None,
+    kept_bytes: int,
+    *,
+    is_block: bool,
+    results_bytes: int = 0,
+) -> str:
+    """Why forward alone, which keeps nothing, would raise a step's peak; empty where it does not.
+
+    Parameters
+    ----------
+    graph, schedule, links : of the plan. kept_bytes : of the state that is put back afterwards.
+    is_block : whether the plan is for a part of a model. What others keep is in memory beside its
+        forward, as it is beside the planned forward: only that peak is then known to fit.
+    results_bytes : of what is held beside the planned step too.
+    """
+    need_bytes = simulate(*forward_alone(as_unmodified(whole(graph)))).peak_bytes + kept_bytes
+    planned = simulate(graph, schedule, links)
+    most_bytes = max(planned.peak_bytes, schedule.budget_bytes)
+    if planned.peak_bytes + results_bytes > most_bytes + SMALL_BYTES:
+        return f"its results take {bytes_text(results_bytes)} beside the planned step"
+    if is_block:
+        end = end_of_forward(as_planned(graph, schedule), schedule)
+        most_bytes = max(planned.live_bytes[:end], default=0)
+    if need_bytes <= most_bytes + SMALL_BYTES:
+        return ""
+    return (
+        f"the model's own forward takes {bytes_text(need_bytes)}, and there is room for "
+        f"{bytes_text(most_bytes)}"
+    )
+
+
+# Threads beside this one, which may draw from torch's random streams at any moment.
+
+
+_FOR_OTHERS = "concurrent.futures"
+"""Its threads run what they are given."""
+
+
+def others_may_draw() -> bool:
+    """Whether a thread of the user's is alive; those that libraries have do not draw."""
+    here = threading.current_thread()
+    return any(_is_users(one) for one in threading.enumerate() if one is not here)
+
+
+def _is_users(thread: threading.Thread) -> bool:
+    run: Any = getattr(thread, "_target", None) or type(thread).run
+    module = getattr(run, "__module__", None) or ""
+    if module.startswith(_FOR_OTHERS):
+        return not _is_idle(thread, run)
+    return is_users_module(module)
+
+
+def _is_idle(thread: threading.Thread, run: Any) -> bool:
+    """Whether a pool's thread waits for work, which only a thread that runs could give it.
+
+    Pools outlive their use: torch's compiler and this package's own links to files have some.
+    """
+    frame = sys._current_frames().get(thread.ident or 0)
+    if frame is None or frame.f_code is not getattr(run, "__code__", None):  # within what it runs
+        return False
+    queue = frame.f_locals.get("work_queue")
+    return queue is not None and queue.empty()
+
 
 Audits = Literal["none", "first", "step", "block"]
 """What is compared: nothing; the first step alone; steps; or forwards of a part of a model, which

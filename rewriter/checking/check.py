@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import msgspec
@@ -16,42 +16,82 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from remat.graph_capture.devices.device_table import CPU, allocated_on
 from remat.graph_capture.devices.here import meter_of
-from remat.graph_capture.devices.meter import Meter, Run, StepMemory, have_agreed, least_agreed
+from remat.graph_capture.devices.meter import (
+    Meter,
+    Run,
+    StepMemory,
+    Watch,
+    have_agreed,
+    least_agreed,
+)
 from remat.graph_capture.devices.placement import resolved_device
-from remat.graph_capture.devices.watch import Watch
+from remat.graph_capture.devices.table import CPU, allocated_on
 from remat.graph_capture.graph import Optimizer
-from remat.graph_capture.python_state.ran import CodeThatRan
+from remat.graph_capture.python_state.executed_code import CodeThatRan
 from remat.graph_capture.python_state.watch import python_state_kept
-from remat.graph_capture.tracing.records import leaves_in
+from remat.graph_capture.tracing.outputs import leaves_in
 from remat.graph_capture.tracing.resident import resident_bytes
+from remat.graph_capture.tracing.restore import untouched
 from remat.graph_capture.tracing.step_module import (
     LossFunction,
     apply_loss,
     with_loss,
     without_own_hooks,
 )
-from remat.graph_capture.tracing.untouched import untouched
 from remat.rewriter.checking.elsewhere import Elsewhere
-from remat.rewriter.checking.first_other_op import first_other_line
 from remat.rewriter.checking.outcomes import (
+    STREAM,
     Outcome,
+    OwnBatch,
     Repeats,
+    Rounding,
+    StepState,
     compared,
     compared_nearly,
     distance,
     not_repeated,
+    own_parameters,
+    rounding_of,
+    tolerance_of,
 )
-from remat.rewriter.checking.outside_autocast import outside_autocast
-from remat.rewriter.checking.rounded_otherwise import moved_by_rounding
-from remat.rewriter.checking.step_state import STREAM, OwnBatch, StepState, own_parameters
-from remat.rewriter.checking.tolerance import Rounding, rounding_of, tolerance_of
-from remat.rewriter.checking.unordered_sums import InOneOrder, sums_in_no_order
+from remat.rewriter.checking.rounding import (
+    InOneOrder,
+    first_other_line,
+    moved_by_rounding,
+    sums_in_no_order,
+)
 from remat.rewriter.guards.forward import constants_of
-from remat.rewriter.user_module.module import RematModule
-from remat.rewriter.user_module.shared_state import SharedState
+from remat.rewriter.user_module.module import RematModule, SharedState
 from remat.rewriter.user_module.unplanned import as_before
+
+# Backward as a training loop runs it: outside of the region of autocast in which forward ran.
+
+
+_T: Any = torch
+
+
+@contextlib.contextmanager
+def outside_autocast(device: str) -> Generator[None]:
+    """Leave all open regions of autocast for a while, though the caller is within them.
+
+    A region that opens meanwhile is the outermost one, so that what it has cast goes when it ends,
+    as in what a checkpoint runs again. `torch.autocast(enabled=False)` would be a region itself.
+    """
+    depth = _T.autocast_increment_nesting() - 1
+    _T.autocast_decrement_nesting()
+    before = torch.is_autocast_enabled(device)
+    for _ in range(depth):
+        _T.autocast_decrement_nesting()
+    torch.clear_autocast_cache()
+    torch.set_autocast_enabled(device, False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, before)
+        for _ in range(depth):
+            _T.autocast_increment_nesting()
+
 
 MOST_EAGER = 8
 """Runs of eager on a CUDA device, before a result that none of them gives is called another."""

@@ -19,13 +19,12 @@ from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
-from remat.graph_capture.derived.saved_elsewhere import LEAST_BYTES
-from remat.graph_capture.devices.device_table import CPU
 from remat.graph_capture.devices.meter import Run
+from remat.graph_capture.devices.table import CPU
+from remat.graph_capture.distributed.dtensors import is_distributed, local_part
+from remat.graph_capture.eager_step import LEAST_BYTES
 from remat.graph_capture.errors import NotComparedError, TierError
-from remat.graph_capture.over_ranks.dtensors import is_distributed, local_part
-from remat.graph_capture.unnamed_files.files import HOST_FOLDER, File, Folder
-from remat.graph_capture.unnamed_files.host_folder import host_folder
+from remat.graph_capture.spill_files import HOST_FOLDER, File, Folder, host_folder
 from remat.rewriter.tiers.handles import Shown
 
 Read = Callable[[], Tensor]

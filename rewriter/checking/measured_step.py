@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from remat.graph_capture.devices.cpu_meter import CpuMeter
-from remat.graph_capture.devices.device_table import CPU, allocated_on
+from remat.graph_capture.devices.cpu import CpuMeter
+from remat.graph_capture.devices.memory_events import measure_live
 from remat.graph_capture.devices.placement import resolved_device
+from remat.graph_capture.devices.table import CPU, allocated_on
 from remat.graph_capture.errors import DeviceError
 from remat.graph_capture.graph import Optimizer
-from remat.graph_capture.memory_events import measure_live
 from remat.graph_capture.tracing.resident import resident_bytes
+from remat.graph_capture.tracing.restore import untouched
 from remat.graph_capture.tracing.step_module import LossFunction
-from remat.graph_capture.tracing.untouched import untouched
 from remat.rewriter.checking.check import plan_run
-from remat.rewriter.checking.step_state import OwnBatch, StepState, own_parameters
+from remat.rewriter.checking.outcomes import OwnBatch, StepState, own_parameters
 from remat.rewriter.user_module.unplanned import as_before
 from remat.schedules.report.facts import MeasuredStep
 

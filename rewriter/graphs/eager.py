@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from remat.graph_capture.distributed.collectives import waited_for, waits_for
 from remat.graph_capture.graph import DELIVER, UPDATE, Op
-from remat.graph_capture.in_place.as_one import STEP_METAS, AsOne, JoinedOp
-from remat.graph_capture.joint.batch_norm import AGAIN
 from remat.graph_capture.joint.build import SAVE_RNG, STATISTICS, TANGENTS, Joint
+from remat.graph_capture.joint.exact_ops import AGAIN
+from remat.graph_capture.joint.in_place_ops import STEP_METAS, AsOne, JoinedOp
 from remat.graph_capture.joint.nodes import (
     drawn_on,
     draws_randomness,
@@ -19,11 +20,9 @@ from remat.graph_capture.joint.nodes import (
     is_getitem,
     tensors_of,
 )
-from remat.graph_capture.over_ranks.collectives import waited_for, waits_for
 from remat.rewriter.graphs.emitter import Demand, Demanded, Emitter
-from remat.rewriter.graphs.handed_over import hand_over
-from remat.rewriter.graphs.rng import draw_noting, run_with_rng_state
-from remat.rewriter.graphs.rng_states import save_rng_state
+from remat.rewriter.graphs.gradients import hand_over
+from remat.rewriter.graphs.rng import draw_noting, run_with_rng_state, save_rng_state
 
 RNG_STATE = "rng_state_"
 

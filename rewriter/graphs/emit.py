@@ -2,21 +2,86 @@
 
 from __future__ import annotations
 
-from torch import fx
+from typing import Any
+
+import torch
+from torch import Tensor, fx
 from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
 
+from remat.graph_capture.distributed.dtensors import is_beside_local_part
 from remat.graph_capture.joint.build import Joint
-from remat.graph_capture.shapes.environment import Environment
-from remat.rewriter.graphs.copied_writes import copy_times
-from remat.rewriter.graphs.copies import Moving, MovingEmitter, written_by
+from remat.graph_capture.joint.nodes import is_tangent
+from remat.graph_capture.sizes.trace_over_sizes import Environment
+from remat.rewriter.graphs.copies import Moving, MovingEmitter, copy_times, written_by
 from remat.rewriter.graphs.eager import EagerEmitter
 from remat.rewriter.graphs.emitter import Demand, as_module, emit_both
-from remat.rewriter.graphs.fewer_views import leave_out_views
-from remat.rewriter.graphs.floats import FloatSource, read_floats
-from remat.rewriter.graphs.gradient_strides import take_as_they_come
-from remat.rewriter.graphs.sizes import read_sizes
+from remat.rewriter.graphs.gradients import take_as_they_come
+from remat.rewriter.graphs.step_inputs import FloatSource, read_floats, read_sizes
 from remat.rewriter.tiers.tier import Tier
-from remat.schedules.schedule import Schedule
+from remat.schedules.kept_in_forward import end_of_forward
+from remat.schedules.schedule import Compute, Schedule
+
+# Views of views that a graph can do without.
+#
+# Autograd's backward formulas transpose what forward transposed, and reshape what it reshaped. In
+# C++ a view costs next to nothing; from Python each is a call. If a view has the geometry of a
+# tensor that it goes back to, it is that tensor. A reshape of a reshape is one reshape.
+
+
+aten = torch.ops.aten
+
+_RESHAPES = (aten.view.default, aten._unsafe_view.default)
+_VIEWS = (*_RESHAPES, aten.t.default, aten.transpose.int, aten.permute.default)
+
+
+def leave_out_views(graph: fx.Graph) -> None:
+    """Replace the reads of needless views in place; what the graph returns stays as it is."""
+    returned = set(graph.find_nodes(op="output")[0].all_input_nodes)
+    for node in list(graph.nodes):
+        if not _is_view(node) or node in returned:
+            continue
+        same = _same_before(node)
+        if same is not None:
+            node.replace_all_uses_with(same)
+        else:
+            _skip_reshape(node)
+    for node in reversed(list(graph.nodes)):
+        if _is_view(node) and not node.users:
+            graph.erase_node(node)
+
+
+def _is_view(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in _VIEWS
+
+
+def _source(node: fx.Node) -> fx.Node:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def _geometry(node: fx.Node) -> tuple[Any, ...]:
+    tensor: Tensor = node.meta["val"]
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def _same_before(node: fx.Node) -> fx.Node | None:
+    """The nearest tensor that the view goes back to and equals, if there is one."""
+    wanted, source = _geometry(node), _source(node)
+    while _geometry(source) != wanted:
+        if not _is_view(source):
+            return None
+        source = _source(source)
+    return source
+
+
+def _skip_reshape(node: fx.Node) -> None:
+    """Let a reshape of a reshape read what the first one reads, if the result is the same."""
+    while node.target in _RESHAPES and _source(node).target in _RESHAPES:
+        base = _source(_source(node))
+        if not base.meta["val"].is_contiguous():
+            return
+        node.update_arg(0, base)
 
 
 def emit(
@@ -66,3 +131,26 @@ def emit(
     if env:
         read_sizes(forward, backward, env)
     return as_module(joint, forward), as_module(joint, backward)
+
+
+# Which inputs of a step backward reads to make values again, by their places.
+#
+# Eager has saved what was made of them. So it does not notice, and need not, if they change before
+# backward: an input buffer that the next batch is copied into, a weight that is changed by
+# ``.data``.
+
+
+def read_again(joint: Joint, schedule: Schedule) -> tuple[int, ...]:
+    """Places of the inputs that ops of forward read which run in backward; parameters first."""
+    graph, end = joint.graph, end_of_forward(joint.graph, schedule)
+    again = {step.op for step in schedule.steps[end:] if isinstance(step, Compute)}
+    ops = [graph.ops[graph.op_index[name]] for name in again]
+    values = {value for op in ops if op.phase == "forward" for value in op.inputs}
+    read = {joint.base_of_value.get(value) for value in values}
+    return tuple(i for i, node in enumerate(_inputs(joint)) if node in read)
+
+
+def _inputs(joint: Joint) -> list[fx.Node]:
+    """The inputs' nodes; of a DTensor, that of its local part alone."""
+    given = joint.module.graph.find_nodes(op="placeholder")
+    return [n for n in given if not is_tangent(n) and not is_beside_local_part(n.meta.get("desc"))]

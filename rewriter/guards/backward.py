@@ -9,17 +9,19 @@ terms in another order; and a checkpoint around a step that writes to buffers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd, config
 
 from remat.graph_capture.errors import RewriteError
-from remat.graph_capture.tracing.records import leaves_in
-from remat.graph_capture.tracing.side_effects.checkpointed import is_inside_checkpoint
-from remat.rewriter.graphs.gradient_facts import GradientFacts
-from remat.rewriter.guards.left_whole import LeftWhole
+from remat.graph_capture.tracing.outputs import leaves_in
+from remat.graph_capture.tracing.step_module import is_inside_checkpoint
+from remat.rewriter.graphs.gradients import GradientFacts
+from remat.rewriter.guards.live_state import LeftWhole
 from remat.rewriter.guards.unchanged import ReadAgain
 
 COMPILED_NODE = "CompiledFunctionBackward"
@@ -188,3 +190,70 @@ def refuse_checkpoint(model: nn.Module, facts: GradientFacts) -> None:
             "written them again, which eager does. Call it without the checkpoint: the plan "
             "decides what is computed again"
         )
+
+
+# Compiled autograd makes one graph of a whole backward, and loses the order of a plan.
+
+
+def refuse_compiled_autograd() -> None:
+    """Refuse a forward whose backward would not be run as it was planned.
+
+    Raises
+    ------
+    RewriteError : compiled autograd is switched on.
+    """
+    if config.compiled_autograd or compiled_autograd.compiled_autograd_enabled:
+        raise RewriteError(
+            "compiled autograd is on, which compiles backward anew as a part of its own graph: the "
+            "order of a plan is lost there, and with it the peak. Leave out "
+            "torch._dynamo.config.compiled_autograd = True, or compile without a budget"
+        )
+
+
+# Forwards whose backward is still to come: what they have saved is held until then.
+#
+# Where torch.compile breaks a model into several graphs, each finds held what the open forwards of
+# the others have saved. Dynamo's numbers of frames say neither that two graphs belong to one model
+# nor that a graph is called twice, so forwards are counted as they run.
+
+
+class _Open:
+    """One forward of a graph. It lives as long as the autograd node of its results."""
+
+    def __init__(self, graph: Hashable, number: int) -> None:
+        self.graph, self.number = graph, number
+
+
+class OpenForwards:
+    """The forwards that are open, in the order in which they ran.
+
+    A forward is closed by its backward, or when nothing can reach its results any more. After a
+    backward with ``retain_graph=True`` it counts as closed, though what it saved is still there.
+    """
+
+    def __init__(self) -> None:
+        self._open: weakref.WeakSet[_Open] = weakref.WeakSet()
+        self._number = 0
+
+    def graphs(self) -> list[Any]:
+        """The graphs of the open forwards, the earliest first."""
+        return [one.graph for one in sorted(self._open, key=lambda one: one.number)]
+
+    def watch(self, graph: Hashable, output: Any) -> None:
+        """Count the forward of `graph` that has returned `output` as open."""
+        node = next(filter(None, map(compiled_node, pytree.tree_leaves(output))), None)
+        if node is None:
+            return
+        self._number += 1
+        one = _Open(graph, self._number)
+        self._open.add(one)
+        node.register_hook(_closing(one, self._open))
+
+
+def _closing(one: _Open, among: weakref.WeakSet[_Open]) -> Callable[..., None]:
+    """A hook for an autograd node. It closes `one`, and keeps it alive as long as the node."""
+
+    def close(*_: Any) -> None:
+        among.discard(one)
+
+    return close

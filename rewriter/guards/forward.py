@@ -7,14 +7,16 @@ without a sign.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
+from remat.graph_capture.distributed.dtensors import is_distributed, placed
 from remat.graph_capture.errors import RewriteError, StateChangedError
 from remat.graph_capture.joint.provenance import path_in_model
-from remat.graph_capture.over_ranks.dtensors import is_distributed, placed
 from remat.graph_capture.python_state.module_hooks import (
     BACKWARD_HOOKS,
     FORWARD_HOOKS,
@@ -22,23 +24,166 @@ from remat.graph_capture.python_state.module_hooks import (
     hooked_modules,
 )
 from remat.graph_capture.python_state.tensor_attributes import first_other, kept_attributes
-from remat.graph_capture.python_state.watch import Change, PythonState
-from remat.graph_capture.refuse import (
-    Hooked,
-    distributed_message,
-    hook_tables,
-    unheard_hook,
+from remat.graph_capture.python_state.watch import (
+    Change,
+    ObjectNames,
+    PythonState,
+    Watched,
+    WatchedDicts,
+    same_facts,
 )
+from remat.graph_capture.refusals import Hooked, distributed_message, hook_tables, unheard_hook
+from remat.graph_capture.tracing.attribute_writes import Settled, out_of_step, short
 from remat.graph_capture.tracing.recipe import Recipe, autocast_state
-from remat.graph_capture.tracing.side_effects.carried import Settled, out_of_step, short
+from remat.graph_capture.tracing.resident import tied_places
+from remat.graph_capture.tracing.signature import Signature
 from remat.graph_capture.tracing.step_module import LossFunction, with_loss
-from remat.graph_capture.tracing.ties import tied_places
-from remat.rewriter.guards.leaves import FlatBatches
-from remat.rewriter.guards.left_whole import LeftWhole
-from remat.rewriter.guards.live_state import LiveState, named_state
-from remat.rewriter.guards.same_objects import same_objects
-from remat.rewriter.guards.settings import first_difference, settings
-from remat.rewriter.guards.shared_memory import first_other_identity, first_shared
+from remat.rewriter.guards.live_state import LeftWhole, LiveState, named_state
+from remat.rewriter.guards.unchanged import first_other_identity, first_shared
+
+# The leaves of a batch, without a walk where it is made of tensors and numbers alone.
+
+
+_LEAVES = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str})
+"""Types that hold no other leaves. Of other types torch's walk knows."""
+
+
+class FlatBatches:
+    """Batches whose arguments are leaves themselves, as most are: no lists, no dictionaries.
+
+    Parameters
+    ----------
+    signature : of the batch at capture.
+    """
+
+    def __init__(self, signature: Signature) -> None:
+        self._spec = signature.spec
+        args, kwargs, target = signature.spec.children()
+        parts = [*args.children(), *kwargs.children(), target]
+        self._is_flat = all(part.is_leaf() for part in parts)
+        self._args, self._names = args.num_children, list(kwargs.context or ())
+
+    def leaves(self, batch: Any) -> tuple[list[Any], pytree.TreeSpec]:
+        """The leaves of (args, kwargs, target), and how they are put together."""
+        args, kwargs, target = batch
+        if self._is_flat and len(args) == self._args and list(kwargs) == self._names:
+            leaves = [*args, *kwargs.values(), target]
+            if _LEAVES.issuperset(map(type, leaves)):
+                return leaves, self._spec
+        return pytree.tree_flatten(batch)
+
+    def tree(self, leaves: list[Any]) -> Any:
+        """(args, kwargs, target) of such leaves."""
+        return pytree.tree_unflatten(leaves, self._spec)
+
+
+# Whether a model is made of the very objects that were looked at, with the same facts: quickly.
+#
+# A step that has passed all guards is followed by one that has the same modules, parameters and
+# buffers in the same places. Then a few comparisons of many objects at once take the place of the
+# guards of them, which would take longer than a hundred small ops. Where it is not true, the guards
+# look closely.
+
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+def same_objects(
+    model: nn.Module,
+    state: Sequence[Tensor],
+    modes: Sequence[tuple[str, nn.Module, bool]],
+    hooks: Sequence[tuple[str, nn.Module, str, dict[Any, Any]]],
+) -> Callable[[], bool]:
+    """A function that is true while all is as it is now.
+
+    Parameters
+    ----------
+    state : parameters and buffers of the model. modes, hooks : as of `Guards`; no hooks are there.
+    """
+    if not all(_is_plain(tensor) for tensor in state):
+        return lambda: False  # what C++ compares is made for plain tensors
+    names = ObjectNames()
+    tables = [getattr(m, name) for m in model.modules() for name in _TABLES]
+    empty = tuple(table for table in tables if not table)
+    empty += tuple(registered for _, _, _, registered in hooks)
+    watched = [*_namespaces(model, modes, names), *_filled(tables, names)]
+    places, facts = (
+        WatchedDicts(watched, names),
+        same_facts(list({id(t): t for t in state}.values())),
+    )
+    return lambda: not any(empty) and places.hold() and facts()
+
+
+def _namespaces(
+    model: nn.Module, modes: Sequence[tuple[str, nn.Module, bool]], names: ObjectNames
+) -> list[Watched]:
+    """Each module's own, with its tables and its mode."""
+    of_mode = {id(module): mode for _, module, mode in modes}
+    watched: list[Watched] = []
+    for module in model.modules():
+        own = vars(module)
+        terms = [f"{names(own)}[{name!r}] is {names(getattr(module, name))}" for name in _TABLES]
+        if id(module) in of_mode:
+            terms.append(f"{names(own)}['training'] is {of_mode[id(module)]}")
+        watched.append((own, terms))
+    return watched
+
+
+def _filled(tables: Sequence[dict[str, Any]], names: ObjectNames) -> list[Watched]:
+    """The tables that are not empty, with all that is in them."""
+    return [
+        (
+            table,
+            [f"len({names(table)}) == {len(table)}"]
+            + [f"{names(table)}[{names(key)}] is {names(item)}" for key, item in table.items()],
+        )
+        for table in tables
+        if table
+    ]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+
+
+# Settings of torch, other than autocast, that decide which ops a model runs.
+
+
+Settings = tuple[Any, ...]
+
+_NAMES = (
+    "torch.backends.mkldnn.enabled",
+    "torch.backends.cudnn.enabled",
+    "torch.backends.cuda.flash_sdp_enabled()",
+    "torch.backends.cuda.mem_efficient_sdp_enabled()",
+    "torch.backends.cuda.math_sdp_enabled()",
+    "torch.get_default_dtype()",
+    "torch.are_deterministic_algorithms_enabled()",
+    "torch.is_autocast_cache_enabled()",
+)
+
+
+def settings() -> Settings:
+    """The values of the settings now, in the order of `_NAMES`."""
+    return (
+        torch._C._get_mkldnn_enabled(),
+        torch._C._get_cudnn_enabled(),
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch.get_default_dtype(),
+        torch._C._get_deterministic_algorithms(),
+        torch.is_autocast_cache_enabled(),
+    )
+
+
+def first_difference(before: Settings, now: Settings) -> tuple[str, Any, Any]:
+    """The first setting that differs: its name and both values."""
+    for name, was, found in zip(_NAMES, before, now, strict=True):
+        if was != found:
+            return name, was, found
+    raise AssertionError("no setting differs")
+
 
 MOST_LOOKS = 8
 """How often a quick test of the model is made: not for one whose objects change at each step."""

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from remat.graph_capture.errors import StateChangedError
+
 Slot = tuple[str, nn.Module, str]
 """Path, module and name."""
 
@@ -68,3 +70,66 @@ def _children(module: nn.Module) -> tuple[Any, ...]:
 def _held(module: nn.Module) -> tuple[str, ...]:
     """Names of the module's own parameters and buffers."""
     return (*module._parameters, *module._buffers)
+
+
+# Parameters that FSDP2 was told to leave whole after backward, and that an optimizer then changed.
+#
+# With ``set_reshard_after_backward(False)`` the next forward gathers nothing. That is meant for
+# batches whose gradients are summed. Over a step of the optimizer, which changes the shards,
+# forward would go on with the old parameters, without a sign.
+
+
+Versions = list[tuple[int, int]]
+"""How often each parameter and its part on this rank were written to."""
+
+
+class LeftWhole:
+    """Watches the FSDP2 groups of one rewritten module, if it is sharded.
+
+    Every rank has the same flags and updates, so that all raise, or none.
+    """
+
+    def __init__(self) -> None:
+        self._groups: list[Any] = []
+        self._kept: list[tuple[Any, Versions]] = []
+
+    def require_fresh(self, module: nn.Module) -> None:
+        """Raise `StateChangedError` if forward would read parameters from before an update."""
+        self._groups = _groups_of(module)
+        for group, versions in self._kept:
+            if _versions(group) != versions:
+                raise StateChangedError(
+                    f"set_reshard_after_backward(False) left the parameters of "
+                    f"{type(module).__name__} whole while their shards were updated, so forward "
+                    "would run on those from before: call set_reshard_after_backward(True) before "
+                    "the last backward of each optimizer step"
+                )
+
+    def note_backward(self) -> None:
+        """Note which groups are to be left whole, as backward begins."""
+        kept = [group for group in self._groups if not group.reshard_after_backward]
+        self._kept = [(group, _versions(group)) for group in kept]
+
+    def note_sharded(self) -> None:
+        """Forget groups that went back to shards after all: the next forward gathers them anew.
+
+        Schedules of pipelines leave them whole in each backward, and shard them at the end of a
+        step.
+        """
+        self._kept = [(group, versions) for group, versions in self._kept if not group.is_sharded]
+
+
+def _groups_of(module: nn.Module) -> list[Any]:
+    """The groups of parameters that FSDP2 gathers for the module; none if it is not sharded."""
+    state_of = getattr(module, "_get_fsdp_state", None)
+    if state_of is None:
+        return []
+    state = state_of()
+    several = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; one before
+    found = [state._fsdp_param_group] if several is None else several
+    return [group for group in found if group is not None]
+
+
+def _versions(group: Any) -> Versions:
+    parameters = [one.sharded_param for one in group.fsdp_params]
+    return [(p._version, p._local_tensor._version) for p in parameters]

@@ -6,10 +6,10 @@ import torch
 from torch import fx
 from torch._inductor import test_operators
 
+from remat.graph_capture.distributed.collectives import waits_for
 from remat.graph_capture.graph import Op
 from remat.graph_capture.joint.build import TANGENTS
 from remat.graph_capture.joint.nodes import is_getitem
-from remat.graph_capture.over_ranks.collectives import waits_for
 from remat.rewriter.graphs.emitter import Demand, Emitter, as_module, emit_both
 from remat.rewriter.inductor.graph import FusedJoint
 from remat.rewriter.inductor.nodes import is_generated, is_inlined, is_view

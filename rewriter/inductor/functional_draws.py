@@ -19,8 +19,7 @@ from torch import Tensor, fx
 
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.joint.nodes import argument, drawn_on, draws_randomness, is_getitem
-from remat.rewriter.graphs.rng import run_with_rng_state
-from remat.rewriter.graphs.rng_states import save_rng_state, set_rng_state
+from remat.rewriter.graphs.rng import run_with_rng_state, save_rng_state, set_rng_state
 
 _library = torch.library.Library("remat", "FRAGMENT")
 STATE = "random_state_"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._inductor import inductor_prims
+from torch._ops import HigherOrderOperator
 
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.nodes import (
@@ -18,6 +22,7 @@ from remat.graph_capture.joint.nodes import (
     storage_key,
     tensors_of,
 )
+from remat.rewriter.torch_compat import loses_gradients
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -110,3 +115,186 @@ def data_dependent_message(name: str, sizes: Sequence[Any]) -> str:
 def _is_symbol(size: Any) -> bool:
     """Whether a size is not known. A symbol whose number a guard has fixed is known."""
     return isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None
+
+
+# Graphs that a node of Inductor's joint graph runs: branches, regions, bodies of loops.
+#
+# Most are computed as they stand, as one call. Three kinds are refused, since torch itself gives
+# them wrong gradients: branches that draw, whose backward draws other numbers, in eager too; nested
+# compile regions, of which torch 2.13 made gradients that were off by half; and an
+# `autograd.Function` that writes to what it returns, whose backward torch 2.11 leaves out.
+
+
+def subgraphs(node: fx.Node) -> Iterator[fx.Graph]:
+    """The graphs that `node` is given, without those inside of these."""
+    owner = node.graph.owning_module
+    for source in node.all_input_nodes:
+        if source.op == "get_attr" and owner is not None:
+            module: object = attrgetter(str(source.target))(owner)
+            if isinstance(module, fx.GraphModule):
+                yield module.graph
+
+
+def refuse_regions(graph: fx.Graph) -> None:
+    """Raise `CaptureError` for a nested compile region in a graph of dynamo's.
+
+    Inductor partitions the graph of a region by itself, before the one that it is part of.
+    """
+    for node in graph.nodes:
+        if node.target is torch.ops.higher_order.invoke_subgraph:
+            raise CaptureError(
+                f"{_where(node)} calls a nested compile region, of which torch makes wrong "
+                "gradients: leave out torch.compiler.nested_compile_region under this backend"
+            )
+
+
+def refuse_lost_gradients(graph: fx.Graph) -> None:
+    """Raise `CaptureError` for a function whose backward torch has left out of a graph of dynamo's.
+
+    torch 2.11 returns all that a function's forward makes. Of two results that are one tensor, such
+    as what was written to in place, it differentiates none.
+    """
+    if not loses_gradients():
+        return
+    for node in graph.nodes:
+        if node.target is torch.ops.higher_order.autograd_function_apply and _writes_result(node):
+            raise CaptureError(
+                f"{_where(node)} calls an autograd.Function whose forward writes in place to what "
+                "it returns, and torch 2.11 leaves out its gradient: return a new tensor from it "
+                "(y = x.clone().mul(2), not .mul_(2)), for collectives use those of "
+                "torch.distributed._functional_collectives; or take torch 2.12 or later; or keep "
+                "the function out of the graph by torch.compiler.disable"
+            )
+        if isinstance(node.target, HigherOrderOperator):
+            for inner in subgraphs(node):
+                refuse_lost_gradients(inner)
+
+
+def _writes_result(node: fx.Node) -> bool:
+    """Whether a result that is used of a function is, as a tensor, another of its results too."""
+    body = next(subgraphs(node))
+    (returned,) = body.find_nodes(op="output")
+    results: Any = returned.args[0]
+    values = [getattr(one, "meta", {}).get("example_value") for one in results[0]]
+    made = Counter(id(value) for value in values if value is not None)
+    used = [user.args[1] for user in node.users if user.target is operator.getitem]
+    return any(made[id(value)] > 1 for i, value in enumerate(values) if i in used)
+
+
+def refuse_drawing(graph: fx.Graph) -> None:
+    """Raise `CaptureError` for a node that runs a graph which draws."""
+    for node in graph.nodes:
+        if isinstance(node.target, HigherOrderOperator) and any(
+            map(_draws_inside, subgraphs(node))
+        ):
+            raise CaptureError(
+                f"a graph that {node.target.name()} runs draws random numbers ({_where(node)}), "
+                "and its backward draws others, in eager too: draw before it, and pass what was "
+                "drawn as an operand"
+            )
+
+
+def _where(node: fx.Node) -> str:
+    module, source = place_of(node)
+    return ", ".join(filter(None, (module, source))) or "an unknown line"
+
+
+def _draws_inside(graph: fx.Graph) -> bool:
+    return any(
+        draws_randomness(node)
+        or node.target in DRAWS
+        or node.target == SEEDS
+        or any(map(_draws_inside, subgraphs(node)))
+        for node in graph.nodes
+    )
+
+
+# Masks that backward reads, kept as bytes: Inductor's C++ writes bool an order slower than uint8.
+#
+# Its C++ stores vectors of bool lane by lane, and compares vectors of bytes lane by lane. To make a
+# mask a float, and the float a byte, takes one instruction each. On an AVX-512 machine, comparing
+# and storing a mask of 524,288 elements took 6.4 ms as bool and 0.3 ms as a float made a uint8.
+# Both take a byte an element, and the gradients are the same.
+#
+# The joint graph is changed before it is planned, so that the byte is what a plan keeps.
+
+
+LEAST_ELEMENTS = 1024
+"""Smaller masks stay as they are: their time does not matter."""
+_CONVERT = torch.ops.prims.convert_element_type.default
+_IS_SET = torch.ops.aten.ne.Scalar
+
+
+def keep_masks_as_bytes(gm: fx.GraphModule, n_outputs: int) -> int:
+    """Keep each mask that forward makes and backward reads as a byte, which its readers compare.
+
+    The joint graph is changed in place. Its first `n_outputs` results are forward's. Each reader
+    compares the byte, as a float, by itself: so the byte is kept, not the comparison.
+
+    Returns
+    -------
+    How many masks there are.
+    """
+    forward = _makers(gm.graph.find_nodes(op="output")[0].args[0][:n_outputs])  # pyright: ignore
+    masks = [
+        node
+        for node in gm.graph.nodes
+        if node in forward and _is_mask(node) and _is_read_beyond(node, forward)
+    ]
+    for node in masks:
+        _through_bytes(node)
+    gm.recompile()
+    return len(masks)
+
+
+def _makers(results: Sequence[Any]) -> set[fx.Node]:
+    """The results and all that they are made of."""
+    found: set[fx.Node] = set()
+    stack = [result for result in results if isinstance(result, fx.Node)]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
+
+
+def _is_mask(node: fx.Node) -> bool:
+    tensor = node.meta.get("val")
+    return (
+        isinstance(tensor, Tensor)
+        and tensor.dtype == torch.bool
+        and tensor.device.type == "cpu"
+        and tensor.numel() >= LEAST_ELEMENTS
+        and is_inlined(node)
+        and not is_view(node)
+    )
+
+
+def _is_read_beyond(node: fx.Node, forward: set[fx.Node]) -> bool:
+    """Whether backward reads the node, directly or through views."""
+    return any(
+        _is_read_beyond(user, forward) if is_view(user) else user not in forward
+        for user in node.users
+    )
+
+
+def _through_bytes(node: fx.Node) -> None:
+    users = [user for user in node.users if user.op != "output"]
+    graph = node.graph
+    with graph.inserting_after(node):
+        number = _made(graph, node, _CONVERT, (node, torch.float32))
+    with graph.inserting_after(number):
+        byte = _made(graph, node, _CONVERT, (number, torch.uint8))
+    for user in users:
+        with graph.inserting_before(user):
+            read = _made(graph, node, _CONVERT, (byte, torch.float32))
+            user.replace_input_with(node, _made(graph, node, _IS_SET, (read, 0)))
+
+
+def _made(graph: fx.Graph, node: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
+    """A call with the facts of its result; its place in the user's code is that of `node`."""
+    made = graph.call_function(target, args)
+    made.meta = {**node.meta, "val": target(args[0].meta["val"], args[1])}
+    made.meta.pop("tensor_meta", None)
+    return made

@@ -9,40 +9,140 @@ prices. It emits schedules of the graph, and replays the peaks of their code.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch._functorch.config as functorch_config
-from torch import fx
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-from remat.graph_capture.devices.device_table import allocated_on
 from remat.graph_capture.devices.placement import device_holding
+from remat.graph_capture.devices.table import allocated_on
 from remat.graph_capture.graph import Resident, TrainingGraph
-from remat.graph_capture.joint.nodes import copy_of, is_tangent
-from remat.graph_capture.joint.refuse_ops import refuse_sparse
-from remat.graph_capture.prices.price_cache import Price
+from remat.graph_capture.joint.nodes import (
+    copy_of,
+    draws_randomness,
+    is_custom,
+    is_tangent,
+    mutates,
+    storage_key,
+)
+from remat.graph_capture.prices.cache import Price
+from remat.graph_capture.refusals import refuse_sparse
 from remat.graph_capture.tracing.resident import storage_bytes
 from remat.rewriter.inductor.choices import calls_in_order
 from remat.rewriter.inductor.emit import emit_fused
 from remat.rewriter.inductor.graph import FusedJoint, build_fused
-from remat.rewriter.inductor.masks import keep_masks_as_bytes
-from remat.rewriter.inductor.nodes import place_of
-from remat.rewriter.inductor.overwritten import (
-    n_written_by_caller,
-    overwritten_inputs,
-    read_from_copies,
+from remat.rewriter.inductor.nodes import (
+    SEEDS,
+    is_view,
+    keep_masks_as_bytes,
+    place_of,
+    refuse_drawing,
 )
 from remat.rewriter.inductor.prices import CallPrices, price_fused
 from remat.rewriter.inductor.replay import Replay, StepBytes, replay
-from remat.rewriter.inductor.subgraphs import refuse_drawing
-from remat.rewriter.inductor.torchs_cut import is_right
 from remat.schedules.schedule import Schedule
+
+# Inputs that a step overwrites: what it reads of them is read before that, or from a copy.
+#
+# Inductor's joint graph writes to inputs at its end, or leaves it to the caller. It reads them
+# where it likes: backward may read an input again, and then finds what forward has written. Torch's
+# own cut of such a graph gives wrong gradients, without a word. So every reader is given a copy
+# that forward makes, before the graph is planned. Where only forward reads, the copy is inlined and
+# costs nothing.
+
+
+_COPY = torch.ops.aten.clone.default
+
+
+def overwritten_inputs(gm: fx.GraphModule) -> list[fx.Node]:
+    """Inputs that the graph writes to, or whose new value it returns for the caller to write.
+
+    So are those that share a storage with one of them.
+    """
+    inputs = [n for n in gm.graph.find_nodes(op="placeholder") if not is_tangent(n)]
+    written = {node.args[0] for node in gm.graph.nodes if mutates(node)}
+    by_caller = {getattr(said, "mutated_input", None) for said in _descriptions(gm)} - {None}
+    found = {n for n in inputs if n in written or n.meta.get("desc") in by_caller}
+    storages = {_storage_of(n) for n in found}
+    return [n for n in inputs if n in found or _storage_of(n) in storages]
+
+
+def n_written_by_caller(gm: fx.GraphModule) -> int:
+    """How many results of forward are new values of inputs; they come before all others."""
+    return sum(hasattr(said, "mutated_input") for said in _descriptions(gm))
+
+
+def read_from_copies(gm: fx.GraphModule, overwritten: Sequence[fx.Node]) -> list[fx.Node]:
+    """Let the readers of overwritten inputs read copies, which are returned; changed in place."""
+    copies: list[fx.Node] = []
+    inputs = gm.graph.find_nodes(op="placeholder")
+    for node in overwritten:
+        readers = [u for u in node.users if not (mutates(u) and u.args[0] is node)]
+        if not readers or not isinstance(node.meta.get("val"), Tensor):
+            continue
+        with gm.graph.inserting_after(copies[-1] if copies else inputs[-1]):
+            copy = gm.graph.call_function(_COPY, (node,))
+        copy.meta = {**readers[0].meta, "val": torch.empty_like(node.meta["val"])}
+        copy.meta.pop("tensor_meta", None)
+        for reader in readers:
+            reader.replace_input_with(node, copy)
+        copies.append(copy)
+    gm.recompile()
+    return copies
+
+
+def _descriptions(gm: fx.GraphModule) -> Sequence[Any]:
+    """AOTAutograd's word for what each result of the joint graph is."""
+    return gm.graph.output_node().meta.get("desc") or ()
+
+
+def _storage_of(node: fx.Node) -> int | None:
+    value = node.meta.get("val")
+    return storage_key(value) if isinstance(value, Tensor) else None
+
+
+# Whether torch's own cut of a joint graph computes the step's gradients.
+#
+# It does not look at what an input holds when backward reads it again, nor at whether an op that it
+# computes again does the same a second time.
+
+
+def is_right(
+    forward: fx.GraphModule, backward: fx.GraphModule, n_outputs: int, overwritten: Iterable[str]
+) -> bool:
+    """Whether backward reads no overwritten input, and runs nothing again that must run once.
+
+    Parameters
+    ----------
+    n_outputs : how many results of forward are not saved for backward.
+    overwritten : names of the inputs that the step overwrites.
+    """
+    once = {node.name for node in forward.graph.nodes if _runs_once(node)}
+    again = any(_runs_once(node) and node.name in once for node in backward.graph.nodes)
+    saved = pytree.tree_leaves(forward.graph.output_node().args[0])[n_outputs:]
+    read = {_viewed(node).name for node in saved if isinstance(node, fx.Node)}
+    return not again and read.isdisjoint(overwritten)
+
+
+def _runs_once(node: fx.Node) -> bool:
+    return node.target == SEEDS or draws_randomness(node) or is_custom(node)
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """What a node is a view of."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
 
 CONFIG: dict[str, Any] = {"layout_optimization": False, "fx_graph_remote_cache": False}
 """Inductor's configuration for a step of ours.

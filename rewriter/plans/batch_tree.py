@@ -21,7 +21,7 @@ import msgspec
 import torch.utils._pytree as pytree
 
 from remat.graph_capture.errors import PlanError, TextError
-from remat.graph_capture.files.json_text import decoded
+from remat.graph_capture.files import decoded
 
 PROTOCOL = 1
 MOST_DEPTH = 100

@@ -2,33 +2,232 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
+import msgspec
+import torch
+import torch.utils._pytree as pytree
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.export.pt2_archive import PT2ArchiveWriter
 
 from remat.graph_capture.devices.placement import resolved_device
-from remat.graph_capture.errors import PlanError
-from remat.graph_capture.refuse import refuse_module
-from remat.graph_capture.shapes.signature import RangedSignature, refuse_beside_ranges
-from remat.graph_capture.tracing.given import require_switches
+from remat.graph_capture.errors import ArchiveError, CaptureError, PlanError
+from remat.graph_capture.files import archived, read_contents, replaced, write_contents
+from remat.graph_capture.refusals import refuse_module
+from remat.graph_capture.sizes.at_sizes import ranged_graph_of
+from remat.graph_capture.sizes.ranged_graph import RangedGraph
+from remat.graph_capture.sizes.signature import RangedSignature, refuse_beside_ranges
+from remat.graph_capture.sizes.symbols import Place, as_symbol
+from remat.graph_capture.tracing.recipe import Recipe, keep_recipe, require_switches
 from remat.graph_capture.tracing.step_module import LossFunction
-from remat.rewriter.graphs.in_pieces import trace_in_pieces
-from remat.rewriter.plans.archive import read_plan
+from remat.graph_capture.tracing.trace import trace_recipe
+from remat.rewriter.checking.audit import of_steps
 from remat.rewriter.plans.facts import (
+    make_plan,
     recipe_from,
+    require_fit,
+    signature_from,
     under_autocast,
 )
-from remat.rewriter.plans.fit import require_fit
-from remat.rewriter.plans.making import make_plan
-from remat.rewriter.plans.over_range import load_over_range, plan_over_range
-from remat.rewriter.rewriting import rewrite
-from remat.rewriter.user_module.module import RematModule
-from remat.rewriter.user_module.ranged import RangedModule
-from remat.rewriter.user_module.shared_state import SharedState
-from remat.schedules.judged_plan import judge_plan
-from remat.schedules.plan import Plan
+from remat.rewriter.rewriting import rewrite, trace_in_pieces
+from remat.rewriter.user_module.module import RematModule, SharedState
+from remat.rewriter.user_module.ranged import RangedModule, make_ranged
+from remat.schedules.family import Family, carried
+from remat.schedules.plan import AGAIN, Plan, RangeFacts, judge_family, judge_plan
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+
+# Plan files on disk: JSON, or one extra file in a ``.pt2`` archive of `torch.export`.
+
+
+ARCHIVE = ".pt2"
+EXTRA_FILE = "remat_plan.json"
+"""The plan's name among the `extra_files` of `torch.export.save`."""
+_RECORD = f"extra/{EXTRA_FILE}"
+
+
+class _Deferring(io.RawIOBase):
+    """A file that tells of a failure when it is asked, and not when it is written to.
+
+    torch's writer of archives writes their end when it is destroyed. An error there, from C++, ends
+    the process. And there is one if the disk is full, or the file was closed after the first error.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__()
+        self._file = file
+        self._lost: OSError | ValueError | None = None
+
+    def writable(self) -> bool:
+        """Yes."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write, or do nothing once a write has failed."""
+        if self._lost is None:
+            try:
+                self._file.write(data)
+            except (OSError, ValueError) as error:  # a closed file is a ValueError
+                self._lost = error
+        return len(data)
+
+    def seekable(self) -> bool:
+        """Yes, since torch asks for it, for the one call of `seek` below."""
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        """Do nothing: torch rewinds a file once all is written, and a pipe has no way back."""
+        return offset
+
+    def raise_lost(self) -> None:
+        """Raise what a write raised, if one did."""
+        if self._lost is not None:
+            raise self._lost
+
+
+def save_plan(plan: Plan, path: str | Path, program: ExportedProgram | None = None) -> None:
+    """Keep a plan as a file.
+
+    Parameters
+    ----------
+    path : the file. A name that ends in ``.pt2`` gets an archive, any other name JSON.
+    program : of `torch.export.export`, to be kept in the same archive. Without one, the archive
+        holds only the plan: no weights and no program.
+
+    Raises
+    ------
+    PlanError : a program is given for a file that is no archive.
+    FileError : the file cannot be written; an old one is as it was.
+    """
+    path = Path(path)
+    if path.suffix != ARCHIVE:
+        if program is not None:
+            raise PlanError(f"{path} holds no program: name the file with {ARCHIVE} to keep both")
+        write_contents(path, plan.to_json() + b"\n")
+    elif program is not None:
+        with replaced(path) as out:
+            deferring: Any = _Deferring(out)  # torch declares less than it takes
+            extra = {EXTRA_FILE: plan.to_json().decode()}
+            torch.export.save(program, deferring, extra_files=extra)
+            deferring.raise_lost()
+    else:
+        packed = io.BytesIO()
+        with PT2ArchiveWriter(packed) as archive:
+            archive.write_bytes(_RECORD, plan.to_json())
+        write_contents(path, packed.getvalue())
+
+
+def read_plan(path: str | Path) -> Plan:
+    """Read a plan from a JSON file or a ``.pt2`` archive.
+
+    Raises
+    ------
+    PlanError : the file is no plan, is cut short, or the archive holds none.
+    FileError : the file cannot be read.
+    """
+    path = Path(path)
+    data = read_contents(path) if path.suffix != ARCHIVE else _from_archive(path)
+    return Plan.from_json(data, str(path))
+
+
+def _from_archive(path: Path) -> bytes:
+    try:
+        found = archived(path, _RECORD)
+    except ArchiveError as error:
+        raise PlanError(
+            f"{path} is no {ARCHIVE} archive, or is cut short ({error}). {AGAIN}"
+        ) from error
+    if found is None:
+        raise PlanError(
+            f"{path} holds no plan: put it there with remat.save_plan(plan, path, program), or "
+            f"torch.export.save(program, path, extra_files={{{EXTRA_FILE!r}: ...}})"
+        )
+    return found
+
+
+# Plans for a range of sizes: made of a module, and rewritten to.
+
+
+def plan_over_range(kind: type[RangedModule]) -> Plan:
+    """The plan of a module for a range of sizes.
+
+    Raises
+    ------
+    PlanError : the prices of its graph are not at hand; or its batch holds what a file cannot.
+    """
+    members, family, graph = kind._remat_members, kind._remat_family, kind._remat_graph
+    if graph is None:
+        raise PlanError(
+            f"the graph behind this plan of {family.model} is not at hand: rewrite with it, "
+            "remat.rewrite(model, family, over=graph)"
+        )
+    recipe = members.first._remat_guards.recipe
+    places = members.signature.places
+    return plan_of_family(kind._remat_original_module, recipe, places, family, graph)
+
+
+def plan_of_family(
+    model: nn.Module, recipe: Recipe, places: tuple[Place, ...], family: Family, graph: RangedGraph
+) -> Plan:
+    """The plan of a family for a model as it was traced, with the graph that it was made for."""
+    top = graph.bounding(graph.symbols)
+    schedule = carried(family.top.schedule, top)
+    plan = make_plan(model, recipe, schedule, None, top)
+    return msgspec.structs.replace(plan, over=RangeFacts(places, family, graph))
+
+
+def load_over_range(
+    plan: Plan, over: RangeFacts, model: nn.Module, loss_fn: LossFunction | None, *,
+    audit: bool = True,
+) -> RangedModule:  # fmt: skip
+    """Rewrite `model` to a kept plan for a range, which fits it. Nothing is measured or solved.
+
+    Raises
+    ------
+    PlanError : the plan was edited; or the model has other values, or values of other sizes.
+    """
+    judge_family(over)
+    with under_autocast(plan.autocast):
+        recipe = recipe_from(plan, loss_fn, resolved_device(None, model))
+        traced = trace_recipe(model, dataclasses.replace(recipe, signature=_ranged(plan, over)))
+        found = ranged_graph_of(traced, lambda one: one.graph)
+    known = over.graph
+    if (found.extents, found.batch_bytes) != (known.extents, known.batch_bytes):
+        raise PlanError(
+            f"the plan does not fit: values of {plan.model} have other sizes than those that it "
+            "was made for. Make it again with remat.rematerialize(..., dynamic=...)"
+        )
+    keep_recipe(model, over.family.traced_hash, traced.recipe)
+    return make_ranged(model, over.family, traced, over.graph, audit=of_steps(audit))
+
+
+def _ranged(plan: Plan, over: RangeFacts) -> RangedSignature:
+    """The signature of the batches of a kept range.
+
+    Raises
+    ------
+    PlanError : the places in the file are not those of its batch.
+    """
+    plain = signature_from(plan.batch)
+    batch = plain.example(FakeTensorMode())
+    leaves = pytree.tree_leaves(batch)
+    try:
+        symbols = tuple(
+            as_symbol((s.name, s.low, s.high, s.multiple), "the range", 0)
+            for s in over.family.symbols
+        )
+        sizes = {one.symbol: leaves[one.leaf].shape[one.dim] for one in over.places}
+        hints = {symbol.name: sizes[symbol.name] for symbol in symbols}
+        return RangedSignature(batch, symbols, over.places, hints)
+    except (IndexError, AttributeError, KeyError, CaptureError) as error:
+        raise PlanError(f"the range in the plan file cannot be read ({error})") from error
 
 
 def plan_of(module: nn.Module) -> Plan:

@@ -7,13 +7,11 @@ from typing import Any
 
 from torch import fx, nn
 
+from remat.graph_capture.distributed.collectives import collectives_in
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.joint.nodes import draws_randomness
-from remat.graph_capture.over_ranks.collectives import collectives_in
 from remat.rewriter.split_backward.cut import split_graph
-from remat.rewriter.split_backward.split_graphs import SplitGraphs
-from remat.rewriter.split_backward.waiting import SplitCode
-from remat.rewriter.split_backward.weights_queue import StepSplit, WeightsQueue
+from remat.rewriter.split_backward.waiting import SplitCode, SplitGraphs, StepSplit, WeightsQueue
 from remat.rewriter.user_module.module import RematModule
 from remat.rewriter.user_module.ranged import RangedModule
 

@@ -9,17 +9,71 @@ the first leaves nothing to wait for.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
 
 from remat.graph_capture.errors import RewriteError
-from remat.rewriter.gradients.expected_backward import ExpectedBackward
-from remat.rewriter.graphs.boxed import Boxed, compile_boxed, compile_in_steps
-from remat.rewriter.split_backward.accumulating import accumulate
-from remat.rewriter.split_backward.split_graphs import SplitGraphs
+from remat.rewriter.graphs.codegen import Boxed, compile_boxed, compile_in_steps
+from remat.rewriter.graphs.handing_over import ExpectedBackward
+from remat.rewriter.split_backward.dependencies import SplitBytes
+
+# Adds gradients to ``.grad`` as eager does: by autograd's own node of each parameter.
+#
+# So hooks on parameters run, a wrapper for ranks sees its gradients, sums are made in place, and
+# the first gradient becomes ``.grad`` itself where eager would take it.
+
+
+def accumulate(parameters: Sequence[Tensor], gradients: list[Tensor]) -> None:
+    """Add a gradient to each parameter; the list is empty afterwards."""
+    with torch.enable_grad():
+        root = _Given.apply(gradients, *parameters)
+    torch.autograd.backward(root, root.detach())
+
+
+class _Given(torch.autograd.Function):
+    """Has gradients that are there already, in a list that it lets go of."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return torch.empty(0, device=parameters[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        given = tuple(ctx.gradients)
+        ctx.gradients.clear()
+        return None, *given
+
+
+# The two parts of a backward graph, apart from how they are cut: to run them needs no solver.
+
+
+@dataclass(frozen=True)
+class SplitGraphs:
+    """The two parts of a backward graph.
+
+    Attributes
+    ----------
+    inputs : I. It takes what backward takes, and returns backward's results, None in the places of
+        weights, then what it carries to W.
+    weights : W. It takes what is carried, and hands over gradients where `hand_over` marks it.
+    n_results : of backward. places : of the results that W makes.
+    live : bytes of both, of one microbatch.
+    reads_tangents : whether W reads a gradient that backward is given.
+    """
+
+    inputs: fx.GraphModule
+    weights: fx.GraphModule
+    n_results: int
+    places: tuple[int, ...]
+    live: SplitBytes
+    reads_tangents: bool
+
 
 _expected: ExpectedBackward[SplitRun] = ExpectedBackward()
 _C: Any = torch._C
@@ -138,3 +192,66 @@ def _emptied(found: dict[int, Tensor]) -> list[Tensor]:
     gradients = list(found.values())
     found.clear()
     return gradients
+
+
+# What waits between the two parts of backward, over the rewritten blocks of one stage.
+
+
+class WeightsQueue:
+    """W of the blocks whose backward has run, until a runner takes it."""
+
+    def __init__(self) -> None:
+        self._left: list[Waiting] = []
+
+    def leave(self, waiting: Waiting) -> None:
+        """Keep what waits until it is taken."""
+        self._left.append(waiting)
+
+    def take(self) -> Callable[[], None]:
+        """What runs W of all that waits now, once."""
+        left, self._left = self._left, []
+
+        def finish() -> None:
+            while left:
+                left.pop(0).finish()
+
+        return finish
+
+    def require_taken(self, what: str) -> None:
+        """Raise `RewriteError` if gradients of weights of an earlier backward would be lost."""
+        if self._left:
+            kind = self._left[0].code.kind
+            self._left = []
+            raise RewriteError(
+                f"{what}, and gradients of weights of the rewritten {kind} were not added yet: "
+                "call dw_builder()() after each backward, as PipelineStage(..., dw_builder=...) "
+                "does, or call together() first to train without a pipeline"
+            )
+
+
+class StepSplit:
+    """How one rewritten block begins a forward whose backward is split."""
+
+    def __init__(self, code: SplitCode, queue: WeightsQueue) -> None:
+        self.code, self.queue = code, queue
+
+    def begin(self, state: list[Tensor], used: list[Tensor]) -> tuple[list[Tensor], SplitRun]:
+        """The state for the compiled step, and what its backward is told to be.
+
+        Parameters
+        ----------
+        state : parameters and buffers. used : the same, without those that get no gradient.
+
+        Raises
+        ------
+        RewriteError : gradients of an earlier backward were not added, or DDP runs around it.
+        """
+        if DistributedDataParallel._get_active_ddp_module() is not None:
+            raise RewriteError(
+                f"DistributedDataParallel would reduce the gradients of {self.code.kind} before "
+                "those of its weights are made, in the second part of its backward: wrap it by "
+                "torch.distributed.fsdp.fully_shard, which pipelines reduce at the end of a step"
+            )
+        self.queue.require_taken("another forward begins")
+        run = SplitRun(self.code, state, self.queue.leave)
+        return run.as_inputs(used), run

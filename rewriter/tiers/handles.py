@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from remat.graph_capture.unnamed_files.endings import Ending
+from remat.graph_capture.spill_files import Ending
 
 HANDLE_BYTES = 8
 

@@ -10,11 +10,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from remat.graph_capture.devices.device_table import is_cuda
+from remat.graph_capture.devices.table import is_cuda
 from remat.graph_capture.errors import TierError
-from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.links import Links
-from remat.rewriter.tiers.places import HostPlaces, host_places
+from remat.graph_capture.graph import Links, TrainingGraph
+from remat.rewriter.tiers.file_tier import HostPlaces, host_places
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulation import Simulation
 

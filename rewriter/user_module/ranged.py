@@ -9,19 +9,16 @@ import torch
 from torch import nn
 
 from remat.graph_capture.errors import RewriteError, SignatureError
-from remat.graph_capture.shapes.ranged_graph import RangedGraph
-from remat.graph_capture.shapes.signature import RangedSignature
-from remat.graph_capture.tracing.one_trace import Trace
+from remat.graph_capture.sizes.ranged_graph import RangedGraph
+from remat.graph_capture.sizes.signature import RangedSignature
 from remat.graph_capture.tracing.recipe import Recipe
-from remat.graph_capture.tracing.trace import trace_recipe
+from remat.graph_capture.tracing.trace import Trace, trace_recipe
 from remat.rewriter.checking.audit import Audit, Audits
 from remat.rewriter.compiled import compile_step, copy_to_compile
-from remat.rewriter.guards.leaves import FlatBatches
-from remat.rewriter.user_module.module import RematModule, in_modes, make_module
+from remat.rewriter.guards.forward import FlatBatches
+from remat.rewriter.user_module.module import RematModule, SharedState, in_modes, make_module
 from remat.rewriter.user_module.own_forward import class_of_user
-from remat.rewriter.user_module.shared_state import SharedState
-from remat.schedules.family import Family
-from remat.schedules.over_range import carried
+from remat.schedules.family import Family, carried
 
 
 class Members:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from remat.graph_capture.tracing.records import leaves_in
+from remat.graph_capture.tracing.outputs import leaves_in
 from remat.rewriter.checking.audit import audits_paused
 from remat.rewriter.guards.backward import OnlyLooks, is_of_a_plan
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import msgspec
 
-from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.links import LINK_NAMES, LINK_TITLES
+from remat.graph_capture.graph import LINK_NAMES, LINK_TITLES, TrainingGraph
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulation import Simulation
 from remat.schedules.views.palette import ROLES

@@ -11,10 +11,10 @@ from collections import Counter
 
 from remat.formats import bytes_text, time_text
 from remat.graph_capture.graph import Op, TrainingGraph
-from remat.schedules.as_planned import as_planned
+from remat.schedules.derived import as_planned
 from remat.schedules.schedule import Schedule
-from remat.schedules.views.module_groups import layer_of
 from remat.schedules.views.palette import ROLES
+from remat.schedules.views.timeline import layer_of
 
 HEAD = (
     "  rankdir=TB;",

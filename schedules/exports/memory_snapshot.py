@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from remat.graph_capture.graph import Op, TrainingGraph
-from remat.schedules.as_planned import as_planned
-from remat.schedules.schedule import Compute, Schedule, brought, dropped
-from remat.schedules.update_workspaces import workspaces_of_updates
+from remat.schedules.derived import as_planned
+from remat.schedules.schedule import Compute, Schedule, brought, dropped, workspaces_of_updates
 from remat.schedules.views.timeline import timeline
 
 BASE = 0x7F00_0000_0000

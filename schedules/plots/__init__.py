@@ -6,13 +6,8 @@ Colours are those of `remat.schedules.views.palette`.
 
 from __future__ import annotations
 
-from remat.schedules.plots.convergence import draw_convergence
-from remat.schedules.plots.front import draw_front
-from remat.schedules.plots.layout import draw_layout
-from remat.schedules.plots.live_bytes import draw_live_bytes
-from remat.schedules.plots.peak_values import draw_peak_values
-from remat.schedules.plots.predicted_measured import draw_predicted_measured
-from remat.schedules.plots.ribbon import draw_ribbon
+from remat.schedules.plots.curves import draw_convergence, draw_front, draw_predicted_measured
+from remat.schedules.plots.memory import draw_layout, draw_live_bytes, draw_peak_values, draw_ribbon
 
 __all__ = [
     "draw_convergence",

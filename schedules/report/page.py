@@ -1,25 +1,462 @@
-"""One page that holds all it needs: style, script, plotting library, data. No network.
-
-The page needs hovering and zooming, so it embeds a JavaScript library; `plots/` draws with
-matplotlib on an ``ax`` that the user arranges and prints. Both take their colours from
-`views/palette.py`. Tables are HTML and need no script. A content policy in the page forbids it
-every request.
-"""
+"""The data of the page, made of what is known of a plan. Its form is in `columns`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from importlib import resources
 from typing import NamedTuple
 
 import msgspec
 
-from remat.formats import NO_BOUND, bytes_text, gap_text, percent_text, time_text
-from remat.schedules.report.arena import arena_picture
-from remat.schedules.report.columns import Page, Summary
-from remat.schedules.report.copies import copies_picture
-from remat.schedules.report.facts import Facts
-from remat.schedules.report.tables import steps, tables
-from remat.schedules.simulate import bound_of
+from remat.formats import NO_BOUND, bytes_text, gap_text, percent_text, proved_text, time_text
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.plots.memory import band_colours
+from remat.schedules.report.facts import Alternative, Facts
+from remat.schedules.report.svg import arena_picture, copies_picture
+from remat.schedules.simulate import bound_of, gap_of, simulate
+from remat.schedules.verdicts.grouping import FoldedRow, folded
+from remat.schedules.verdicts.rows import ValueRow, value_rows
+from remat.schedules.views.palette import KINDS, ROLES, cycled
+from remat.schedules.views.ribbon import Span, ribbon
+from remat.schedules.views.timeline import (
+    OUTSIDE,
+    By,
+    Floats,
+    Timeline,
+    live_bands,
+    place_of,
+    timeline,
+)
+
+# The form of the page's data: columns of plain numbers and names, each text once.
+#
+# The page's charts are drawn from one JSON object of this form. Tests compare it with `simulate`.
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """The figures of the plan, each from `simulate`, and of the step that it replaces."""
+
+    peak_bytes: int
+    time_us: float
+    overhead: float
+    budget_bytes: int
+    lower_bound_us: float
+    gap: float | None
+    unmodified_peak_bytes: int
+    unmodified_time_us: float
+    resident_bytes: int
+    workspace_at_peak_bytes: int
+    runs: int
+    runs_again: int
+    again_us: float
+    measured_peak_bytes: int | None = None
+    measured_time_us: float | None = None
+    stall_us: float = 0.0
+
+
+class Texts(msgspec.Struct, frozen=True):
+    """Each text once, and where it is used."""
+
+    texts: list[str]
+    index: list[int]
+
+
+class Ops(msgspec.Struct, frozen=True):
+    """Ops in captured order, a column a fact; `backward` is 0 or 1."""
+
+    name: list[str]
+    target: Texts
+    module: Texts
+    source: Texts
+    cost_us: list[float]
+    backward: list[int]
+
+
+class Values(msgspec.Struct, frozen=True):
+    """Values that ops make; `producer` is an index into the ops."""
+
+    name: list[str]
+    size_bytes: list[int]
+    producer: list[int]
+    kind: Texts
+    shape: Texts
+
+
+class Runs(msgspec.Struct, frozen=True):
+    """Runs in order: which op, and what is live meanwhile. `again` is 1 if the op ran before.
+
+    `edges` are where runs begin, and where the last one ends: one entry more than there are runs.
+    """
+
+    op: list[int]
+    edges: list[float]
+    live_bytes: list[int]
+    again: list[int]
+
+
+class Stays(msgspec.Struct, frozen=True):
+    """Value `value` is live from run `begin` to before run `end`."""
+
+    value: list[int]
+    begin: list[int]
+    end: list[int]
+
+
+class Band(msgspec.Struct, frozen=True):
+    """One band of the timeline. Its bytes at a run are the sum of `changes` up to that run.
+
+    Changes are mostly 0, which is short: the page of a step of 6,000 ops has 1.9 MB.
+    """
+
+    name: str
+    colour: str
+    changes: list[int]
+
+
+class Curve(msgspec.Struct, frozen=True):
+    """Bytes live from each moment on."""
+
+    edges: list[float]
+    live_bytes: list[int]
+
+
+class RibbonRows(msgspec.Struct, frozen=True):
+    """Titles of rows, and spans in them, each as three numbers: row, begin, end."""
+
+    titles: list[str]
+    spans: dict[str, list[int]]
+
+
+class Page(msgspec.Struct, frozen=True):
+    """All that the page's script draws; `bound_name` says whose bounds the fronts have."""
+
+    model: str
+    axis: str
+    summary: Summary
+    peak_run: int
+    forward_runs: int
+    ops: Ops
+    values: Values
+    runs: Runs
+    stays: Stays
+    bands: dict[str, list[Band]]
+    unmodified: Curve
+    measured: Curve | None
+    ribbon: RibbonRows
+    rules: list[Alternative]
+    fronts: dict[str, list[Alternative]]
+    colours: dict[str, str]
+    bound_name: str = "bound"
+
+
+DIGITS = 6
+"""Digits of times in ms after the point, which is to the nanosecond."""
+
+
+def page_data(facts: Facts) -> Page:
+    """The data of the page of a plan.
+
+    Raises
+    ------
+    ScheduleError : a schedule was not made for its graph, or is invalid.
+    """
+    line = timeline(facts.graph, facts.schedule)
+    eager = timeline(facts.unmodified_graph, facts.unmodified_schedule)
+    colours = cycled([name for name, _ in facts.fronts])
+    return Page(
+        model=facts.graph.name,
+        axis=line.axis_title,
+        summary=summary_of(facts, line, eager),
+        peak_run=line.peak_run,
+        forward_runs=line.forward_runs,
+        ops=_ops(facts.graph),
+        values=_values(facts.graph),
+        runs=_runs(line),
+        stays=_stays(line),
+        bands={by: _bands(line, by) for by in ("kind", "module")},
+        unmodified=Curve(_rounded(eager.edges), eager.live_bytes.tolist()),
+        measured=_measured(facts, line),
+        ribbon=_ribbon(line),
+        rules=list(facts.rules),
+        fronts={name: list(points) for name, points in facts.fronts},
+        colours=ROLES | {f"front {name}": colour for name, colour in colours.items()},
+        bound_name=facts.bound_name,
+    )
+
+
+def summary_of(facts: Facts, line: Timeline, eager: Timeline) -> Summary:
+    """The figures of the plan."""
+    found, bound_us = line.simulation, facts.lower_bound_us
+    return Summary(
+        peak_bytes=found.peak_bytes,
+        time_us=found.time_us,
+        overhead=found.overhead,
+        budget_bytes=facts.budget_bytes,
+        lower_bound_us=bound_us,
+        gap=gap_of(found.time_us, bound_us),
+        unmodified_peak_bytes=eager.simulation.peak_bytes,
+        unmodified_time_us=eager.simulation.time_us,
+        resident_bytes=facts.graph.resident.total_bytes,
+        workspace_at_peak_bytes=found.workspace_at_peak_bytes,
+        runs=len(line),
+        runs_again=int(line.again.sum()),
+        again_us=found.time_us - found.stall_us - facts.graph.time_us,
+        stall_us=found.stall_us,
+        measured_peak_bytes=facts.measured.peak_bytes if facts.measured else None,
+        measured_time_us=facts.measured.time_us if facts.measured else None,
+    )
+
+
+def _texts(texts: Iterable[str]) -> Texts:
+    places: dict[str, int] = {}
+    index = [places.setdefault(text, len(places)) for text in texts]
+    return Texts(list(places), index)
+
+
+def _ops(graph: TrainingGraph) -> Ops:
+    return Ops(
+        name=[op.name for op in graph.ops],
+        target=_texts(op.target for op in graph.ops),
+        module=_texts(op.module for op in graph.ops),
+        source=_texts(op.source for op in graph.ops),
+        cost_us=[round(op.cost_us, 3) for op in graph.ops],
+        backward=[int(op.phase == "backward") for op in graph.ops],
+    )
+
+
+def _values(graph: TrainingGraph) -> Values:
+    made = [value for value in graph.values if value.producer]
+    return Values(
+        name=[value.name for value in made],
+        size_bytes=[value.size_bytes for value in made],
+        producer=[graph.op_index[value.producer] for value in made],
+        kind=_texts(value.kind for value in made),
+        shape=_texts(f"{value.dtype}{list(value.shape)}" for value in made),
+    )
+
+
+def _rounded(edges: Floats) -> list[float]:
+    return [round(edge, DIGITS) for edge in edges.tolist()]
+
+
+def _runs(line: Timeline) -> Runs:
+    return Runs(
+        op=line.ops.tolist(),
+        edges=_rounded(line.edges),
+        live_bytes=line.live_bytes.tolist(),
+        again=[int(again) for again in line.again],
+    )
+
+
+def _stays(line: Timeline) -> Stays:
+    made = [value.name for value in line.graph.values if value.producer]
+    place = {name: i for i, name in enumerate(made)}
+    stays = line.residences
+    return Stays(
+        value=[place[stay.value] for stay in stays],
+        begin=[stay.begin for stay in stays],
+        end=[stay.end for stay in stays],
+    )
+
+
+def _bands(line: Timeline, by: By) -> list[Band]:
+    bands = {name: curve for name, curve in live_bands(line, by).items() if curve.any()}
+    colours = band_colours(list(bands), by)
+    return [
+        Band(name, colours.get(name, KINDS["resident"]), _changes(curve.tolist()))
+        for name, curve in bands.items()
+    ]
+
+
+def _changes(curve: list[int]) -> list[int]:
+    return [after - before for before, after in zip([0, *curve], curve, strict=False)]
+
+
+def _measured(facts: Facts, line: Timeline) -> Curve | None:
+    """The measured curve, over the length of the predicted step."""
+    step = facts.measured
+    if step is None or not len(step.moments):
+        return None
+    moments = step.moments * (line.edges[-1] / step.moments[-1])
+    return Curve(_rounded(moments), step.live_bytes.tolist())
+
+
+def _ribbon(line: Timeline) -> RibbonRows:
+    picture = ribbon(line)
+    kinds = ("holds", "holds_most", "forward", "backward", "recompute")
+    return RibbonRows(list(picture.titles), {kind: _flat(getattr(picture, kind)) for kind in kinds})
+
+
+def _flat(spans: tuple[Span, ...]) -> list[int]:
+    return [number for span in spans for number in (span.row, span.begin, span.end)]
+
+
+# The tables of the page, as rows of text. They show without the page's script too.
+
+
+MOST_ROWS = 30
+NOTHING = "-"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table. The first column names the row; columns in `numbers` are aligned right."""
+
+    name: str
+    caption: str
+    headers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    numbers: tuple[int, ...] = ()
+
+
+def tables(facts: Facts, summary: Summary) -> list[Table]:
+    """The tables, in the order of the page, without those that have no rows."""
+    rows = value_rows(facts.graph, facts.schedule)
+    made = (
+        at_peak(facts, rows), kept(rows), to_the_host(rows), computed_again(facts),
+        alternatives(facts, summary),
+    )  # fmt: skip
+    return [table for table in made if table.rows]
+
+
+def steps(summary: Summary) -> Table:
+    """The unmodified step and the plan, and what was measured."""
+    rows = [
+        ("unmodified", summary.unmodified_peak_bytes, summary.unmodified_time_us, None),
+        ("this plan", summary.peak_bytes, summary.time_us, summary.overhead),
+        ("this plan, measured", summary.measured_peak_bytes, summary.measured_time_us, None),
+    ]
+    texts = tuple(
+        (
+            name,
+            bytes_text(peak),
+            *(_or_nothing(time_us, time_text), _or_nothing(more, percent_text)),
+        )
+        for name, peak, time_us, more in rows
+        if peak is not None
+    )
+    return Table("steps", "The step", ("schedule", "peak", "time", "overhead"), texts, (1, 2, 3))
+
+
+def _or_nothing(figure: float | None, text: Callable[[float], str]) -> str:
+    return NOTHING if figure is None else text(figure)
+
+
+def at_peak(facts: Facts, rows: Sequence[ValueRow]) -> Table:
+    """What is live at the peak, equal layers folded."""
+    graph = facts.graph
+    found = simulate(graph, facts.schedule)
+    caption = (
+        f"Live at the peak: {len(found.held_at_peak)} values beside "
+        f"{bytes_text(graph.resident.total_bytes)} resident and "
+        f"{bytes_text(found.workspace_at_peak_bytes)} of workspace"
+    )
+    return _of_values("peak", caption, [row for row in rows if row.at_peak])
+
+
+def to_the_host(rows: Sequence[ValueRow]) -> Table:
+    """What is copied to the host, equal layers folded."""
+    chosen = [row for row in rows if row.verdict == "offload"]
+    size_bytes = sum(row.size_bytes for row in chosen)
+    caption = f"Copied to the host: {len(chosen)} values, {bytes_text(size_bytes)}"
+    return _of_values("host", caption, chosen)
+
+
+def kept(rows: Sequence[ValueRow]) -> Table:
+    """What forward keeps for backward, equal layers folded."""
+    chosen = [row for row in rows if row.verdict == "keep"]
+    size_bytes = sum(row.size_bytes for row in chosen)
+    caption = f"Kept from forward for backward: {len(chosen)} values, {bytes_text(size_bytes)}"
+    return _of_values("kept", caption, chosen)
+
+
+def _of_values(name: str, caption: str, rows: Sequence[ValueRow]) -> Table:
+    """One row for equal layers, most bytes first."""
+    found = sorted(folded(rows), key=lambda row: -row.size_bytes)
+    rest = found[MOST_ROWS:]
+    if rest:
+        rest_bytes = sum(row.size_bytes for row in rest)
+        caption += f"; not shown: {len(rest)} smaller rows, {bytes_text(rest_bytes)}"
+    headers = ("module", "values", "size", "together", "kind", "shape", "op", "line")
+    return Table(name, caption, headers, tuple(map(_value_row, found[:MOST_ROWS])), (1, 2, 3))
+
+
+def _value_row(row: FoldedRow) -> tuple[str, ...]:
+    first = row.first
+    return (
+        row.module or OUTSIDE,
+        str(row.count),
+        bytes_text(first.size_bytes),
+        bytes_text(row.size_bytes),
+        first.kind,
+        f"{first.dtype}{list(first.shape)}",
+        first.target,
+        first.source,
+    )
+
+
+def computed_again(facts: Facts) -> Table:
+    """What is computed again, summed over the same place in all layers."""
+    graph, runs = facts.graph, facts.schedule.computations()
+    groups: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    for op in graph.ops:
+        more = runs[op.name] - 1
+        if more > 0:
+            key = place_of(op.module), op.target
+            groups.setdefault(key, []).append((more, more * op.cost_us))
+    ranked = sorted(groups.items(), key=lambda group: -sum(us for _, us in group[1]))
+    rows = [
+        (
+            place,
+            target,
+            str(len(found)),
+            str(sum(more for more, _ in found)),
+            time_text(sum(us for _, us in found)),
+        )
+        for (place, target), found in ranked[:MOST_ROWS]
+    ]
+    ops = sum(len(found) for found in groups.values())
+    spent_us = sum(us for found in groups.values() for _, us in found)
+    caption = f"Computed again: {ops} ops, {time_text(spent_us)} more than once each"
+    headers = ("module", "op", "ops", "further runs", "time of these")
+    return Table("again", caption, headers, tuple(rows), (2, 3, 4))
+
+
+def alternatives(facts: Facts, summary: Summary) -> Table:
+    """Other schedules of the step."""
+    base_us = facts.graph.base_us
+    points = [*facts.rules, *(point for _, curve in facts.fronts for point in curve)]
+    rows = [_point_row(point, summary.budget_bytes, base_us) for point in _ranked(points)]
+    headers = ("schedule", "budget", "peak", "time", "overhead", facts.bound_name, "fits yours")
+    caption = "Other schedules of this step, by peak"
+    return Table("others", caption, headers, tuple(rows[:MOST_ROWS]), (1, 2, 3, 4, 5))
+
+
+def _ranked(points: Iterable[Alternative]) -> list[Alternative]:
+    return sorted(points, key=lambda point: (-point.peak_bytes, point.time_us))
+
+
+def _point_row(point: Alternative, budget_bytes: int, base_us: float) -> tuple[str, ...]:
+    fits = "yes" if point.peak_bytes <= budget_bytes else "no"
+    return (
+        point.name,
+        bytes_text(point.budget_bytes) if point.budget_bytes else NOTHING,
+        bytes_text(point.peak_bytes),
+        time_text(point.time_us),
+        percent_text(point.overhead),
+        proved_text(bound_of(point.lower_bound_us, base_us)),
+        fits if budget_bytes else NOTHING,
+    )
+
+
+# One page that holds all it needs: style, script, plotting library, data. No network.
+#
+# The page needs hovering and zooming, so it embeds a JavaScript library; `plots/` draws with
+# matplotlib on an ``ax`` that the user arranges and prints. Both take their colours from
+# `views/palette.py`. Tables are HTML and need no script. A content policy in the page forbids it
+# every request.
+
 
 LIBRARY = "vendor/echarts.common.min.js"
 SCRIPTS = ("text", "run_chart", "memory", "ribbon", "front", "start")

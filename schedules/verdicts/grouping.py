@@ -3,16 +3,82 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.schedules.schedule import Schedule
-from remat.schedules.verdicts.index_ranges import Indices, boxes, inside, split_indices, written
 from remat.schedules.verdicts.rows import ValueRow
+
+# Module paths that differ only in their indices, written as one: ``layers.0-11``.
+
+
+INDEX = "#"
+"""What stands for an index in the pattern of a path."""
+DASH = "\u2013"
+
+Indices = tuple[int, ...]
+T = TypeVar("T")
+
+
+def split_indices(module: str) -> tuple[str, Indices]:
+    """The pattern of a path and its indices: ``a.#.b`` and ``(3,)`` of ``a.3.b``."""
+    parts = module.split(".")
+    pattern = ".".join(INDEX if part.isdecimal() else part for part in parts)
+    return pattern, tuple(int(part) for part in parts if part.isdecimal())
+
+
+def boxes(indices: Iterable[Indices]) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Part a set of index tuples, all of one length, into products of sets of indices.
+
+    A set that is a product, such as ``stages.0-3.0-1``, stays whole. Otherwise outer indices with
+    the same inner indices stand together.
+    """
+    whole = sorted(set(indices))
+    if whole == [()]:
+        yield ()
+        return
+    tails: dict[int, list[Indices]] = {}
+    for first, *rest in whole:
+        tails.setdefault(first, []).append(tuple(rest))
+    firsts: dict[tuple[Indices, ...], list[int]] = {}
+    for first, inner in tails.items():
+        firsts.setdefault(tuple(inner), []).append(first)
+    for inner, outer in firsts.items():
+        for box in boxes(inner):
+            yield (tuple(outer), *box)
+
+
+def inside(by_index: Mapping[Indices, T], box: tuple[tuple[int, ...], ...]) -> list[T]:
+    """What stands at the indices of a product, in order."""
+    return [
+        one
+        for indices, one in by_index.items()
+        if all(index in part for index, part in zip(indices, box, strict=True))
+    ]
+
+
+def written(pattern: str, box: tuple[tuple[int, ...], ...]) -> str:
+    """The path of a product: ``stages.0-3.0-1.conv1``."""
+    parts = iter(box)
+    return ".".join(
+        ranges_text(next(parts)) if part == INDEX else part for part in pattern.split(".")
+    )
+
+
+def ranges_text(indices: tuple[int, ...]) -> str:
+    """``0-5``, ``0,2,4``, ``0-2,5`` of rising indices."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}{DASH}{run[-1]}" for run in runs)
+
 
 By = Literal["module", "op", "line"]
 WITHOUT = {"module": "(no module)", "op": "(no op)", "line": "(no line)"}
@@ -127,4 +193,76 @@ def _group(name: str, parts: Sequence[_Sums]) -> Group:
         cost_us=sum(part.cost_us for part in parts),
         recomputed_us=sum(part.recomputed_us for part in parts),
         **whole,
+    )
+
+
+# Rows of equal layers folded to one: ``layers.0-11, x12``.
+
+
+class FoldedRow(msgspec.Struct, frozen=True):
+    """Rows that differ only in their names and in the indices of their module path.
+
+    Attributes
+    ----------
+    module : with ranges for indices. count : how many rows. first : the first of them.
+    size_bytes, cost_us : summed over the rows, one copy and one run each.
+    recomputed_us : of all runs after the first. values : their names.
+    """
+
+    module: str
+    count: int
+    first: ValueRow
+    size_bytes: int
+    cost_us: float
+    recomputed_us: float
+    values: tuple[str, ...]
+
+
+def folded(rows: Sequence[ValueRow]) -> tuple[FoldedRow, ...]:
+    """Fold rows of equal layers: the same op, phase, verdict, size, shape and source line.
+
+    The n-th value of an op in one layer folds with the n-th in the others. Prices may differ,
+    since a folded row holds their sum. Folded rows come in the order of their first rows.
+    """
+    alike: dict[Hashable, dict[Indices, ValueRow]] = {}
+    for row, ordinal in zip(rows, _ordinals(rows), strict=True):
+        pattern, indices = split_indices(row.module)
+        alike.setdefault((pattern, ordinal, *_facts(row)), {})[indices] = row
+    found = [one for by_index in alike.values() for one in _folded_rows(by_index)]
+    place = {row.value: i for i, row in enumerate(rows)}
+    return tuple(sorted(found, key=lambda one: place[one.first.value]))
+
+
+def _ordinals(rows: Iterable[ValueRow]) -> list[int]:
+    """For each row: how many rows before it have the same op and place in the same module."""
+    seen: Counter[tuple[str, ...]] = Counter()
+    ordinals: list[int] = []
+    for row in rows:
+        key = (row.module, row.target, row.phase, row.source, str(row.shape))
+        ordinals.append(seen[key])
+        seen[key] += 1
+    return ordinals
+
+
+def _facts(row: ValueRow) -> tuple[Hashable, ...]:
+    return (
+        row.target, row.phase, row.kind, row.verdict, row.again, row.size_bytes, row.dtype,
+        row.shape, row.source, row.at_peak, row.price,
+    )  # fmt: skip
+
+
+def _folded_rows(by_index: dict[Indices, ValueRow]) -> list[FoldedRow]:
+    pattern, _ = split_indices(next(iter(by_index.values())).module)
+    return [_folded_row(written(pattern, box), inside(by_index, box)) for box in boxes(by_index)]
+
+
+def _folded_row(module: str, rows: Sequence[ValueRow]) -> FoldedRow:
+    return FoldedRow(
+        module=module,
+        count=len(rows),
+        first=rows[0],
+        size_bytes=sum(row.size_bytes for row in rows),
+        cost_us=sum(row.cost_us for row in rows),
+        recomputed_us=sum(row.again * row.cost_us for row in rows),
+        values=tuple(row.value for row in rows),
     )

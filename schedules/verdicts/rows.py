@@ -13,7 +13,7 @@ import msgspec
 
 from remat.graph_capture.errors import GlobError
 from remat.graph_capture.graph import Op, TrainingGraph, Value
-from remat.schedules.as_planned import as_planned
+from remat.schedules.derived import as_planned
 from remat.schedules.kept_in_forward import live_after_forward
 from remat.schedules.schedule import Compute, Offload, Schedule, brought, dropped
 from remat.schedules.simulate import simulate

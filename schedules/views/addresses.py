@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.as_planned import as_planned
-from remat.schedules.buffers import BufferKind, Buffers, Ints, buffers_of
-from remat.schedules.layout import Layout, check_layout
+from remat.schedules.derived import as_planned
+from remat.schedules.layout import BufferKind, Buffers, Ints, Layout, buffers_of, check_layout
 from remat.schedules.schedule import Schedule
 
 ROWS, COLUMNS = 256, 1024

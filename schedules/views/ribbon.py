@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from remat.schedules.views.module_groups import rows_of_ops
-from remat.schedules.views.timeline import Ints, Timeline
+from remat.schedules.views.timeline import Ints, Timeline, rows_of_ops
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,16 @@ Everything that draws or exports a schedule reads a `Timeline`. Bytes and times 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from remat.graph_capture.graph import Op, TrainingGraph
-from remat.schedules.as_planned import as_planned
+from remat.schedules.derived import as_planned
 from remat.schedules.kept_in_forward import end_of_forward
 from remat.schedules.schedule import Compute, Schedule, brought, dropped
 from remat.schedules.simulate import simulate
@@ -136,3 +138,121 @@ def timeline(graph: TrainingGraph, schedule: Schedule) -> Timeline:
         live_bytes=np.array(simulation.live_bytes, dtype=np.int64)[steps],
         again=again,
     )
+
+
+# Groups of modules that a picture has room for: by layer, or by place in any layer.
+
+
+OUTSIDE = "(outside modules)"
+FEW, MANY = 4, 150
+"""With fewer rows than `FEW` a picture says little. More than `MANY` cannot be told apart."""
+
+
+def layer_of(module: str) -> str:
+    """The path up to its first index: ``blocks.3`` of ``blocks.3.attn.qkv``."""
+    parts = module.split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: i + 1])
+    return module or OUTSIDE
+
+
+def place_of(module: str) -> str:
+    """The place in any layer: ``blocks.*.attn`` of ``blocks.3.attn.qkv``."""
+    parts = ["*" if part.isdigit() else part for part in module.split(".")]
+    end = parts.index("*") + 2 if "*" in parts else len(parts)
+    return ".".join(parts[:end]) or OUTSIDE
+
+
+def rows_of_ops(graph: TrainingGraph) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Titles of rows in captured order, and the row of each op.
+
+    A row is a layer. If that gives too few rows, it is a module; if that does too, a forward op.
+    If there are too many rows, neighbours are merged.
+    """
+
+    def module(i: int) -> str:
+        return graph.ops[i].module
+
+    ways: tuple[Callable[[int], str], ...] = (
+        lambda i: layer_of(module(i)),
+        lambda i: module(i) or OUTSIDE,
+    )
+    for way in ways:
+        names = [way(i) for i in range(len(graph.ops))]
+        titles = list(dict.fromkeys(names))
+        if len(titles) >= FEW:
+            return _merged(titles, [titles.index(name) for name in names])
+    return _by_forward_op(graph)
+
+
+def _by_forward_op(graph: TrainingGraph) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """One row a forward op. An op of backward is in the row of a forward value that it reads."""
+    producer = {v: i for i, op in enumerate(graph.ops[: graph.n_forward]) for v in op.outputs}
+    rows: list[int] = []
+    for i, op in enumerate(graph.ops):
+        read = [producer[name] for name in op.inputs if name in producer]
+        rows.append(i if i < graph.n_forward else max(read, default=rows[-1] if rows else 0))
+    return _merged([op.name for op in graph.ops[: max(graph.n_forward, 1)]], rows)
+
+
+def _merged(titles: Sequence[str], rows: Sequence[int]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    size = -(-len(titles) // MANY)
+    if size <= 1:
+        return tuple(titles), tuple(rows)
+    firsts = range(0, len(titles), size)
+    lasts = [min(first + size, len(titles)) - 1 for first in firsts]
+    merged = [
+        titles[first] if first == last else f"{titles[first]} to {titles[last]}"
+        for first, last in zip(firsts, lasts, strict=True)
+    ]
+    return tuple(merged), tuple(row // size for row in rows)
+
+
+# Live bytes through the step, taken apart: by what the bytes are for, or by module.
+
+
+By = Literal["kind", "module"]
+
+RESIDENT, WORKSPACE, OTHERS = "resident", "workspace", "others"
+MOST = 6
+"""How many modules have a band of their own: as many as the palette has colours for."""
+
+
+def live_bands(line: Timeline, by: By = "kind") -> dict[str, Ints]:
+    """Bytes live during each run, [runs], by name; at each run they sum to `line.live_bytes`.
+
+    ``resident`` comes first: no schedule changes it. ``workspace`` comes last: what the op takes
+    while it runs, and the second copy of a value that it makes again. Between them are the kinds
+    of values, or the modules that make them, largest first.
+    """
+    groups = _groups(line.graph, by)
+    curves = _curves(line, groups)
+    resident = np.full(len(line), line.graph.resident.total_bytes, dtype=np.int64)
+    held = sum(curves.values(), resident)
+    ranked = sorted(curves, key=lambda name: -int(curves[name].sum()))
+    bands = {RESIDENT: resident} | {name: curves[name] for name in ranked[:MOST]}
+    if ranked[MOST:]:
+        bands[OTHERS] = sum((curves[name] for name in ranked[MOST:]), np.zeros_like(resident))
+    # The workspace is what no value accounts for, so the bands cannot but sum to the simulator's.
+    return bands | {WORKSPACE: line.live_bytes - held}
+
+
+def _groups(graph: TrainingGraph, by: By) -> Mapping[str, str]:
+    """The group of each value that an op makes."""
+    made = [value for value in graph.values if value.producer]
+    if by == "kind":
+        return {value.name: value.kind for value in made}
+    module = {op.name: op.module for op in graph.ops}
+    return {value.name: place_of(module[value.producer]) for value in made}
+
+
+def _curves(line: Timeline, groups: Mapping[str, str]) -> dict[str, Ints]:
+    changes: dict[str, Ints] = {}
+    for stay in line.residences:
+        group = groups[stay.value]
+        change = changes.setdefault(group, np.zeros(len(line) + 1, dtype=np.int64))
+        size_bytes = line.graph.value_by_name[stay.value].size_bytes
+        change[stay.begin] += size_bytes
+        change[stay.end] -= size_bytes
+    return {group: np.cumsum(change)[:-1] for group, change in changes.items()}

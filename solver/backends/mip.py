@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from remat.graph_capture.errors import SolverError
-from remat.solver.backends.apart import ChildEndedError, OverdueError, ended_after, run_apart
+from remat.solver.backends.processes import ChildEndedError, OverdueError, ended_after, run_apart
 
 Backend = Literal["mathopt", "pulp"]
 BACKENDS: tuple[Backend, ...] = ("mathopt", "pulp")

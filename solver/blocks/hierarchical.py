@@ -23,9 +23,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from remat.graph_capture.derived.kept_with import kept_with
 from remat.graph_capture.errors import SolverError
-from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.graph import TrainingGraph, kept_with
 from remat.solver.blocks.knapsack import Layer, choices_in_place, compose, stages_of_block
 from remat.solver.blocks.options import BlockOption, Options, block_graph, block_options
 from remat.solver.blocks.repeated import Block, Reads, Shape, find_blocks, shape_of

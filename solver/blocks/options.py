@@ -27,8 +27,7 @@ from remat.solver.bounds.cut_program import CutProgram, expand
 from remat.solver.local_search.repair import Repair
 from remat.solver.problem import Problem, largest_working_set_bytes
 from remat.solver.search import Search
-from remat.solver.stage import recomputed_in
-from remat.solver.state import State
+from remat.solver.state import State, recomputed_in
 from remat.solver.stopping import BLOCK_NODES
 from remat.solver.store_all import store_all_state
 

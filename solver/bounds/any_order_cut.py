@@ -26,9 +26,8 @@ from remat.graph_capture.graph import Op, TrainingGraph
 from remat.solver.backends.mip import Limits
 from remat.solver.bounds.cut_program import COST_SCALE, CutProgram
 from remat.solver.bounds.least_peak import effort_for, least_peak_bound_bytes
-from remat.solver.clock import Clock
-from remat.solver.ordering import predecessors
-from remat.solver.problem import Problem
+from remat.solver.problem import Problem, predecessors
+from remat.solver.search import Clock
 from remat.solver.stopping import ANY_ORDER_NODES, RELAXED
 
 PLACES = 6

@@ -16,11 +16,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from remat.solver.backends.mip import Limits
-from remat.solver.bounds.cut_program import CutProgram, CutSolution, expand
-from remat.solver.bounds.stage_rows import add_stage_row
+from remat.solver.bounds.cut_program import CutProgram, CutSolution, add_stage_row, expand
 from remat.solver.problem import Problem
-from remat.solver.stage import fullest_op
-from remat.solver.state import State
+from remat.solver.state import State, fullest_op
 
 PLACES = 30
 """Stages over the budget that are looked at for the next cut."""

@@ -22,16 +22,58 @@ import msgspec
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.as_planned import fastest_us
+from remat.schedules.derived import fastest_us
+from remat.schedules.simulate import simulate
 from remat.solver import solve
-from remat.solver.budgets.front import Front, Point
-from remat.solver.budgets.spread import PINS, keeping_all_bytes, spread
-from remat.solver.clock import Clock
-from remat.solver.interrupts import is_interrupted, note_interrupt, one_job
+from remat.solver.budgets.front import Front, GibPrice, Point, checked_step
 from remat.solver.problem import Problem, least_needed_bytes
-from remat.solver.result import INTERRUPTED, Result, judged
-from remat.solver.stopping import NAMING, ONE_BUDGET
+from remat.solver.result import INTERRUPTED, Result, at_least_budget, judged
+from remat.solver.search import Clock, is_interrupted, note_interrupt, one_job
+from remat.solver.stopping import FIRST_SOLVE, NAMING, ONE_BUDGET, SECOND_SOLVE
+from remat.solver.store_all import StoreAll
 from remat.solver.table import make_solver
+
+# Budgets of a sweep that names none: evenly from the least peak known to the unmodified one.
+
+
+PINS = ("keep", "recompute")
+
+
+def spread(
+    graph: TrainingGraph,
+    count: int,
+    unmodified_bytes: int = 0,
+    *,
+    time_limit_s: float = 60.0,
+    **options: object,
+) -> tuple[list[int], list[Result]]:
+    """`count` budgets, evenly from the least peak that ``auto`` knows to the unmodified one.
+
+    The same for each solver; and the outcome at the least, if it is at hand. `unmodified_bytes`
+    is as in `sweep`, `time_limit_s` for naming the least peak. Of `options` only the pins are
+    heeded.
+
+    Raises
+    ------
+    SolverError : `count` is below 1.
+    """
+    if count < 1:
+        raise SolverError(f"budgets must be 1 or more in number, not {count}")
+    high_bytes = unmodified_bytes or keeping_all_bytes(graph)
+    pins: dict[str, Any] = {name: options[name] for name in PINS if name in options}
+    lost = solve(graph, 0, time_limit_s=time_limit_s, **pins)
+    least_bytes = lost.least_feasible_bytes or least_needed_bytes(Problem.of(graph))
+    room_bytes = max(high_bytes - least_bytes, 0)
+    parts = range(count) if count > 1 else [1]
+    asked = {high_bytes - room_bytes + room_bytes * k // max(count - 1, 1) for k in parts}
+    least = at_least_budget(graph, lost)
+    return sorted(asked), [] if least is None else [least]
+
+
+def keeping_all_bytes(graph: TrainingGraph) -> int:
+    """Peak of the step that keeps everything."""
+    return simulate(graph, StoreAll().schedule(graph)).peak_bytes
+
 
 BUDGETS = 12
 """Budgets of a sweep that names none."""
@@ -254,3 +296,76 @@ def _adopting(
         message=own.message if better is own else "",
     )
     return msgspec.structs.replace(adopted, floor=own.floor)
+
+
+# What memory is worth near one budget: the least that will do, and the price of a GiB.
+
+
+def least_peak(
+    graph: TrainingGraph,
+    time_limit_s: float = 60.0,
+    *,
+    solver: str = "auto",
+    **options: Any,
+) -> Result:
+    """The outcome at the least peak that `solver` knows: the least budget to ask for.
+
+    If none is named, the infeasible result that says so. The least peak is one that was
+    found, not one that is proved to be least.
+    """
+    clock = Clock(time_limit_s)
+    first_s = FIRST_SOLVE.of(time_limit_s)
+    with one_job():
+        named = solve(graph, 0, solver, time_limit_s=first_s, **options)
+        if named.schedule is not None or not named.least_feasible_bytes:
+            return named
+        at_hand = at_least_budget(graph, named)
+        if is_interrupted() and at_hand is not None:
+            return msgspec.structs.replace(at_hand, message=named.message)
+        left_s = SECOND_SOLVE.of(clock.left_s, time_limit_s)
+        found = solve(graph, named.least_feasible_bytes, solver, time_limit_s=left_s, **options)
+    if found.schedule is not None or at_hand is None:
+        return found
+    bound_us = min(max(found.lower_bound_us, at_hand.lower_bound_us), at_hand.time_us)
+    return msgspec.structs.replace(
+        at_hand, lower_bound_us=bound_us, wall_s=named.wall_s + found.wall_s, message=found.message
+    )
+
+
+def price_of_gib(
+    graph: TrainingGraph,
+    result: Result,
+    *,
+    solver: str = "auto",
+    step_bytes: int = 0,
+    time_limit_s: float = 60.0,
+    **options: Any,
+) -> GibPrice:
+    """What a GiB more than the budget of `result` would save, and one less would cost.
+
+    Each takes a solve with `time_limit_s`, unless the answer is known without. `step_bytes` 0
+    stands for one GiB, or 5 % of the peak if that is less. If the smaller budget turns up a
+    faster schedule, that counts at every budget.
+
+    Raises
+    ------
+    SolverError : `result` has no schedule; a negative `step_bytes`.
+    """
+    if result.schedule is None:
+        raise SolverError(
+            f"nothing fits {result.budget_bytes} bytes, so memory has no price there: ask at "
+            f"{result.least_feasible_bytes or 'more'} bytes"
+        )
+    step_bytes = checked_step(step_bytes, result.peak_bytes)
+    low_bytes = max(result.budget_bytes - step_bytes, 0)
+    more = less = result
+    if not is_ideal(graph, result):
+        above_bytes = result.budget_bytes + step_bytes
+        more = solve(graph, above_bytes, solver, time_limit_s=time_limit_s, **options)
+    if result.peak_bytes > low_bytes:
+        less = solve(graph, low_bytes, solver, time_limit_s=time_limit_s, **options)
+    times_us = [r.time_us for r in (result, less) if r.schedule is not None]
+    here_us = min(times_us)
+    more_us = min(here_us, more.time_us) if more.schedule is not None else here_us
+    less_us = less.time_us if less.schedule is not None else None
+    return GibPrice(result.budget_bytes, step_bytes, here_us, more_us, less_us)

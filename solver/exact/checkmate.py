@@ -18,16 +18,320 @@ The formulation is in `staged_program`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.schedule import Schedule
-from remat.solver.backends.mip import BACKENDS, Answer, Backend, Limits, satisfies, solve_program
+from remat.schedules.schedule import Compute, Free, Schedule, Step
+from remat.solver.backends.mip import (
+    BACKENDS,
+    Answer,
+    Backend,
+    Limits,
+    MixedProgram,
+    satisfies,
+    solve_program,
+)
 from remat.solver.cuts.cut import Cut
-from remat.solver.exact.staged_program import StagedProgram, point_of, steps_of_point
+from remat.solver.problem import Problem
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
+from remat.solver.state import State
+
+# The R-S-U-FREE program of Checkmate, generalised; solved by `checkmate`.
+#
+# A row is one sweep over ops 0..t-1 in captured order within stage t; the last sweep of a stage
+# ends with the first run of op t. A stage has `passes` sweeps.
+#
+# Names here, and letters in Jain et al. 2020: runs[row, op] is R, carried[row, v] is S,
+# live_bytes[row, op] is U, freed[row, op, v] is FREE. made[row, v] has no letter. It keeps a value
+# from counting twice when its op runs again for another output.
+
+
+COST_SCALE = 1e4
+"""The time of the step in the program's units. HiGHS's tolerances are absolute, so it is scaled."""
+MEMORY_SCALE = 1e3
+"""The budget in the program's units, scaled for the same reason."""
+
+Terms = list[tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sweep: of stage `stage`, over ops 0..stage-1 and, if `is_last`, op `stage`."""
+
+    index: int
+    stage: int
+    is_last: bool
+
+
+@dataclass(slots=True)
+class StagedProgram:
+    """Variables, constraints and objective; every index by (row, ...)."""
+
+    problem: Problem
+    budget_bytes: int
+    passes: int
+    program: MixedProgram = field(default_factory=MixedProgram)
+    rows: list[Row] = field(default_factory=list[Row])
+    users: list[list[int]] = field(default_factory=list[list[int]])
+    runs: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+    carried: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+    made: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+    freed: dict[tuple[int, int, int], int] = field(default_factory=dict[tuple[int, int, int], int])
+    live_bytes: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+    cost_unit_us: float = 1.0
+    unit_bytes: float = 1.0
+
+    def __post_init__(self) -> None:
+        problem = self.problem
+        self.cost_unit_us = sum(problem.cost_us) / COST_SCALE or 1.0
+        self.unit_bytes = max(self.budget_bytes - problem.resident_bytes, 1) / MEMORY_SCALE
+        self.users = [[] for _ in range(problem.n_values)]
+        for op, inputs in enumerate(problem.inputs):
+            for v in inputs:
+                self.users[v].append(op)
+        for stage in range(problem.n_ops + 1):
+            for sweep in range(self.passes):
+                self.rows.append(Row(len(self.rows), stage, sweep == self.passes - 1))
+        for row in self.rows:
+            self._variables(row)
+        for row in self.rows:
+            self._inputs_are_there(row)
+            self._carried_was_there(row)
+            self._made_where_new(row)
+            self._freed_after_last_use(row)
+            self._memory(row)
+
+    def slots(self, row: Row) -> range:
+        """The ops that may run in `row`, in order."""
+        n = self.problem.n_ops
+        return range(row.stage + 1 if row.is_last and row.stage < n else row.stage)
+
+    def values_before(self, stage: int) -> list[int]:
+        """Values first made before `stage`."""
+        return [v for v in range(self.problem.n_values) if self.problem.producer[v] < stage]
+
+    def values_at(self, op: int) -> tuple[int, ...]:
+        """Values that may be freed right after `op` ran."""
+        return (*self.problem.inputs[op], *self.problem.outputs[op])
+
+    def hazards(self, row: Row, op: int, v: int) -> list[int]:
+        """Ops after `op` in `row` that read v, the first run of its stage included."""
+        found = [user for user in self.users[v] if op < user < len(self.slots(row))]
+        extra = row.is_last and row.stage < self.problem.n_ops and op < row.stage
+        if extra and v in self.problem.needs[row.stage] and row.stage not in found:
+            found.append(row.stage)
+        return found
+
+    def _variables(self, row: Row) -> None:
+        """runs in {0, 1}, 1 for op t itself, 0 for pinned ops; carried in {0, 1}; rest >= 0."""
+        problem, add = self.problem, self.program.variable
+        for op in self.slots(row):
+            is_first = op == row.stage
+            upper = 0.0 if problem.pinned[op] and not is_first else 1.0
+            cost = 0.0 if is_first else problem.cost_us[op] / self.cost_unit_us
+            low = 1.0 if is_first else 0.0
+            self.runs[row.index, op] = add(cost, lower=low, upper=upper, integer=True)
+            self.live_bytes[row.index, op] = add(upper=MEMORY_SCALE * 2)
+            for v in problem.outputs[op]:
+                self.made[row.index, v] = add()
+            for v in self._freeable(row, op):
+                self.freed[row.index, op, v] = add()
+        for v in self.values_before(row.stage):
+            is_held = v in problem.held and row.stage >= problem.n_forward
+            low = 1.0 if is_held else 0.0
+            self.carried[row.index, v] = add(lower=low, integer=True)
+
+    def _freeable(self, row: Row, op: int) -> tuple[int, ...]:
+        if op == row.stage:
+            return ()
+        return self.values_at(op)
+
+    def presence(self, row: Row, v: int) -> Terms:
+        """carried[row, v] + runs[row, producer of v]."""
+        keys = [
+            self.carried.get((row.index, v)),
+            self.runs.get((row.index, self.problem.producer[v])),
+        ]
+        return [(key, 1.0) for key in keys if key is not None]
+
+    def _inputs_are_there(self, row: Row) -> None:
+        """runs[row, op] <= carried[row, u] + runs[row, producer of u], u in inputs of op."""
+        for op in self.slots(row):
+            reads = self.problem.needs[op] if op == row.stage else self.problem.inputs[op]
+            for u in reads:
+                terms = [*self.presence(row, u), (self.runs[row.index, op], -1.0)]
+                self.program.row(terms, lower=0.0)
+
+    def _carried_was_there(self, row: Row) -> None:
+        """carried[row + 1, v] <= carried[row, v] + runs[row, producer of v]; 1 at the end."""
+        following = row.index + 1
+        if following == len(self.rows):
+            for v in self.problem.needs[self.problem.n_ops]:
+                self.program.row(self.presence(row, v), lower=1.0)
+            return
+        for v in self.values_before(self.rows[following].stage):
+            terms = [*self.presence(row, v), (self.carried[following, v], -1.0)]
+            self.program.row(terms, lower=0.0)
+
+    def _made_where_new(self, row: Row) -> None:
+        """made[row, v] >= runs[row, producer of v] - carried[row, v]."""
+        for op in self.slots(row):
+            for v in self.problem.outputs[op]:
+                terms = [(self.made[row.index, v], 1.0), (self.runs[row.index, op], -1.0)]
+                if (row.index, v) in self.carried:
+                    terms.append((self.carried[row.index, v], 1.0))
+                self.program.row(terms, lower=0.0)
+
+    def _freed_after_last_use(self, row: Row) -> None:
+        """freed[row, op, v] <= runs[row, op], 1 - carried[row + 1, v], 1 - runs[row, later]."""
+        for op in self.slots(row):
+            for v in self._freeable(row, op):
+                index = self.freed[row.index, op, v]
+                self.program.row([(index, 1.0), (self.runs[row.index, op], -1.0)], upper=0.0)
+                for other in self._blockers(row, op, v):
+                    self.program.row([(index, 1.0), (other, 1.0)], upper=1.0)
+                if self._is_end_output(row, v):
+                    self.program.upper[index] = 0.0
+
+    def _is_end_output(self, row: Row, v: int) -> bool:
+        at_end = row.index + 1 == len(self.rows)
+        return at_end and v in self.problem.needs[self.problem.n_ops]
+
+    def _blockers(self, row: Row, op: int, v: int) -> list[int]:
+        following = self.carried.get((row.index + 1, v))
+        later = [self.runs[row.index, user] for user in self.hazards(row, op, v)]
+        return later if following is None else [*later, following]
+
+    def _memory(self, row: Row) -> None:
+        """live_bytes after op = before + sum made - sum freed; before + op's own <= budget.
+
+        Before the first op: sum of carried[row, v].
+        """
+        problem, size = self.problem, self._scaled
+        before: Terms = [
+            (self.carried[row.index, v], size(problem.size_bytes[v]))
+            for v in self.values_before(row.stage)
+        ]
+        room = size(self.budget_bytes - problem.resident_bytes)
+        for op in self.slots(row):
+            own = size(problem.output_bytes[op] + problem.workspace_bytes[op])
+            run = self.runs[row.index, op]
+            self.program.row([*before, (run, own)], upper=room)
+            after: Terms = [(self.live_bytes[row.index, op], -1.0), *before]
+            after += [
+                (self.made[row.index, v], size(problem.size_bytes[v])) for v in problem.outputs[op]
+            ]
+            after += [
+                (self.freed[row.index, op, v], -size(problem.size_bytes[v]))
+                for v in self._freeable(row, op)
+            ]
+            self.program.row(after, lower=0.0, upper=0.0)
+            before = [(self.live_bytes[row.index, op], 1.0)]
+
+    def _scaled(self, count_bytes: int) -> float:
+        return count_bytes / self.unit_bytes
+
+    def extra_time(self, *, lower_us: float, upper_us: float) -> None:
+        """Bound the objective: time beyond one run of each op."""
+        slack = 1e-6
+        terms = [(i, cost) for i, cost in enumerate(self.program.objective) if cost]
+        self.program.row(
+            terms,
+            lower=max(lower_us, 0.0) / self.cost_unit_us * (1 - slack),
+            upper=upper_us / self.cost_unit_us * (1 + slack) + slack,
+        )
+
+
+def point_of(made: StagedProgram, graph: TrainingGraph, schedule: Schedule) -> list[float]:
+    """The variables' values for a schedule that runs no op twice in a stage."""
+    problem = made.problem
+    recomputed = _recomputed_by_stage(graph, schedule)
+    state = State.from_recomputed(problem, recomputed)
+    point = [0.0] * len(made.program.lower)
+    for row in made.rows:
+        again = {*recomputed[row.stage], row.stage} if row.is_last else set[int]()
+        for op in made.slots(row):
+            point[made.runs[row.index, op]] = float(op in again)
+        for v in made.values_before(row.stage):
+            point[made.carried[row.index, v]] = float(state.rows[row.stage][v])
+    for row in made.rows:
+        _complete(made, row, point)
+    return point
+
+
+def _recomputed_by_stage(graph: TrainingGraph, schedule: Schedule) -> list[list[int]]:
+    stages: list[list[int]] = [[]]
+    for step in schedule.steps:
+        if isinstance(step, Compute):
+            op = graph.op_index[step.op]
+            if op == len(stages) - 1:
+                stages.append([])
+            else:
+                stages[-1].append(op)
+    return stages
+
+
+def _complete(made: StagedProgram, row: Row, point: list[float]) -> None:
+    """Fill in made, freed and live_bytes of `row` from runs and carried."""
+    sizes = made.problem.size_bytes
+    live = sum(sizes[v] for v in made.values_before(row.stage) if point[made.carried[row.index, v]])
+    for op in made.slots(row):
+        does_run = point[made.runs[row.index, op]]
+        for v in made.problem.outputs[op]:
+            there = made.carried.get((row.index, v))
+            is_new = does_run > 0 and not (there is not None and point[there])
+            point[made.made[row.index, v]] = float(is_new)
+            live += sizes[v] * is_new
+        for v in made.values_at(op) if op != row.stage else ():
+            index = made.freed[row.index, op, v]
+            if does_run and made.program.upper[index] and not _is_blocked(made, row, op, v, point):
+                point[index] = 1.0
+                live -= sizes[v]
+        point[made.live_bytes[row.index, op]] = live / made.unit_bytes
+
+
+def _is_blocked(made: StagedProgram, row: Row, op: int, v: int, point: list[float]) -> bool:
+    later = (made.runs[row.index, user] for user in made.hazards(row, op, v))
+    following = made.carried.get((row.index + 1, v))
+    return any(point[i] for i in later) or (following is not None and point[following] > 0)
+
+
+def steps_of_point(made: StagedProgram, values: list[float]) -> list[Step]:
+    """The schedule that the values of runs and carried describe."""
+    problem, steps, live = made.problem, list[Step](), dict[int, None]()
+    for row in made.rows:
+        ran = [op for op in made.slots(row) if values[made.runs[row.index, op]] > 0.5]
+        spare = [v for v in live if not _is_needed_after(made, row, -1, v, ran, values)]
+        _free(problem, spare, live, steps)
+        for op in ran:
+            if all(v in live for v in problem.outputs[op]) and op != row.stage:
+                continue
+            steps.append(Compute(problem.graph.ops[op].name))
+            live.update(dict.fromkeys(problem.outputs[op]))
+            spare = [v for v in live if not _is_needed_after(made, row, op, v, ran, values)]
+            _free(problem, spare, live, steps)
+    return steps
+
+
+def _is_needed_after(
+    made: StagedProgram, row: Row, op: int, v: int, ran: list[int], values: list[float]
+) -> bool:
+    """Whether v is carried past `row` or read in it after `op`."""
+    following = made.carried.get((row.index + 1, v))
+    if following is not None and values[following] > 0.5:
+        return True
+    if row.index + 1 == len(made.rows) and v in made.problem.needs[made.problem.n_ops]:
+        return True
+    return any(user in ran for user in made.hazards(row, op, v))
+
+
+def _free(problem: Problem, spare: list[int], live: dict[int, None], steps: list[Step]) -> None:
+    for v in spare:
+        del live[v]
+        steps.append(Free(problem.names[v]))
+
 
 PASSES = ((8, 4), (12, 3), (24, 2))
 """Sweeps a stage has by default, by the most ops of the graph."""

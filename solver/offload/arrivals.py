@@ -15,12 +15,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.links import Links
+from remat.graph_capture.graph import Links, TrainingGraph
 from remat.schedules.schedule import Compute, Step
 from remat.solver.problem import Problem
-from remat.solver.stage import emit
-from remat.solver.state import State
+from remat.solver.state import State, emit
 
 Bytes = npt.NDArray[np.int64]
 

@@ -23,21 +23,346 @@ that a copy needs room while it is in flight.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import product
 from typing import ClassVar
 
-from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.links import Links
-from remat.solver.bounds.cut_program import CutProgram
-from remat.solver.offload.climbing import climb_hosted
-from remat.solver.offload.joint_search import JointSearch
-from remat.solver.offload.scope import can_copy, require_no_homes, without_links
-from remat.solver.options import options_of
+import msgspec
+import numpy as np
+
+from remat.graph_capture.graph import Links, TrainingGraph
+from remat.schedules.schedule import Compute, Fetch, Offload, Schedule
+from remat.solver.backends.mip import Limits
+from remat.solver.bounds.cut_program import COST_SCALE, CutProgram, CutSolution, expand
+from remat.solver.bounds.lazy_cuts import AT_A_CUT, FAR
+from remat.solver.cuts.cut import candidate_cuts
+from remat.solver.offload.arrivals import hosting, movable
+from remat.solver.offload.joint_cut import JointCut
+from remat.solver.offload.with_copies import WEIGHINGS, Hosted, Weighing, flight_of, offer_state
+from remat.solver.problem import Problem, largest_working_set_bytes
+from remat.solver.reductions.copies import can_copy, require_no_homes, without_links
 from remat.solver.result import INTERRUPTED, Result, renamed
 from remat.solver.search import Listener, Search
-from remat.solver.stopping import ALONE, DEFAULT_GAP, RELAXED
+from remat.solver.state import State, UnreachableError
+from remat.solver.stopping import ALONE, BEST_CUT, CLIMBED, DEFAULT_GAP, JOINT_NODES, RELAXED
 from remat.solver.store_all import store_all_state
-from remat.solver.table import make_solver
+from remat.solver.table import make_solver, options_of
+
+# A climb over the sets of hosted ops, from the best schedule known.
+#
+# Where one cut says little, as on convolutional nets, its point hosts the wrong values. The climb
+# takes the runs of the best schedule as they are. It lets one more op arrive instead of running
+# again, or one less, or one for another, and repairs and places what comes of it. The first step
+# that is faster is taken. It ends where none is, or after so many trials.
+
+
+ADDED, CHANGED = 25, 6
+"""Ops that are tried to be hosted as well; and of those and of the hosted, to be changed."""
+
+Ops = frozenset[int]
+
+
+@dataclass(slots=True)
+class _Climb:
+    search: Search
+    links: Links
+    gap: float
+    can_move: list[bool]
+    trials: int = 0
+
+    def run(self) -> None:
+        """Step up until nothing is faster, the gap is closed, or the trials are used up."""
+        while self.search.is_open(self.gap) and self._step():
+            pass
+
+    def _step(self) -> bool:
+        """The first trial that is faster than the best schedule; False where none is."""
+        best, before_us = self.search.best, self.search.best_key[0]
+        assert best is not None
+        runs = arrivals_and_runs(self.search.problem, best)
+        hosted, spilled = hosted_ops(self.search), spilled_values(best)
+        for one, ops in product(WEIGHINGS, list(self._near(hosted, runs))):
+            if self.trials >= CLIMBED.at(self.search.problem.n_ops) or self.search.out_of_time():
+                return False
+            self.trials += 1
+            self._try(Hosted(ops, spilled), runs, one)
+            if self.search.best_key[0] < before_us:
+                return True
+        return False
+
+    def _try(self, hosted: Hosted, runs: list[list[int]], one: Weighing) -> None:
+        problem = hosting(self.search.problem, hosted.ops, self.links, price=one.price)
+        try:
+            state = State.from_recomputed(problem, runs)
+        except UnreachableError:  # an op that must run once arrives no longer
+            return
+        offer_state(self.search, state, hosted, self.links, one.power)
+
+    def _near(self, hosted: Ops, runs: list[list[int]]) -> Iterator[Ops]:
+        """Sets to try: one op more, one less, one for another; what saves most a byte first."""
+        more, less = self._worth_hosting(hosted, runs), sorted(hosted)
+        yield from (hosted | {op} for op in more[:ADDED])
+        yield from (hosted - {op} for op in less)
+        for op in less[:CHANGED]:
+            yield from (hosted - {op} | {other} for other in more[:CHANGED])
+
+    def _worth_hosting(self, hosted: Ops, runs: list[list[int]]) -> list[int]:
+        problem, again_us = self.search.problem, dict[int, float]()
+        for op in (op for stage in runs for op in stage):
+            again_us[op] = again_us.get(op, 0.0) + problem.cost_us[op]
+        can = [
+            op for op in again_us
+            if op not in hosted and problem.output_bytes[op]
+            and all(self.can_move[v] for v in problem.outputs[op])
+        ]  # fmt: skip
+        return sorted(can, key=lambda op: (-again_us[op] / problem.output_bytes[op], op))
+
+
+def climb_hosted(search: Search, links: Links, gap: float) -> None:
+    """Offer what a climb from the best schedule of `search` comes to; there must be one."""
+    search.say("other values below the device")
+    _Climb(search, links, gap, movable(search.problem)).run()
+
+
+def hosted_ops(search: Search) -> Ops:
+    """Ops whose values the best schedule fetches."""
+    assert search.best is not None
+    producer = dict(zip(search.problem.names, search.problem.producer, strict=True))
+    return frozenset(
+        producer[step.value]
+        for step in search.best.steps
+        if isinstance(step, Fetch) and step.to == "device"
+    )
+
+
+def spilled_values(schedule: Schedule) -> frozenset[str]:
+    """Values that a schedule brings to NVMe."""
+    return frozenset(
+        step.value for step in schedule.steps if isinstance(step, Offload) and step.to == "nvme"
+    )
+
+
+def arrivals_and_runs(problem: Problem, schedule: Schedule) -> list[list[int]]:
+    """By stage the ops that run again, and those whose values are first read after a fetch.
+
+    A fetch is issued early; when it must have arrived is what counts. First runs must be in the
+    problem's order.
+    """
+    index = problem.graph.op_index
+    producer = dict(zip(problem.names, problem.producer, strict=True))
+    stages: list[list[int]] = [[] for _ in range(problem.n_ops + 1)]
+    following, waiting = 0, dict[str, None]()
+    for step in schedule.steps:
+        if isinstance(step, Fetch) and step.to == "device":
+            waiting[step.value] = None
+        elif isinstance(step, Compute):
+            op = index[step.op]
+            arrived = [v for v in problem.graph.ops[op].inputs if v in waiting]
+            for v in arrived:
+                del waiting[v]
+            stages[following] += [producer[v] for v in arrived]
+            if op == following:
+                following += 1
+            else:
+                stages[following].append(op)
+    stages[problem.n_ops] += [producer[v] for v in waiting]
+    return [list(dict.fromkeys(stage)) for stage in stages]
+
+
+# Bounds and starts from programs of cuts with copies, cut by cut.
+#
+# The first cut is the one whose relaxed program says most. Its program gives a bound, and its point
+# a start; programs of less room give more starts, since one cut does not see how full the other
+# stages are. A further cut goes where the stage's peak and the bytes in flight there exceed the
+# budget most: the peak alone, of a schedule whose copies take no time, hardly ever asks for one.
+
+
+LEAST_SHARE = 4096
+"""A start copies no value below this part of the peak: 1 MiB of 4 GiB takes longer to begin than to
+copy, and thousands of small copies shorten no step."""
+PARTS = (1.0, 0.98, 0.95, 0.9, 0.85, 0.75)
+"""Parts of the room above the largest working set at which the program is solved for starts."""
+HOST_PARTS = (1.0, 0.9, 0.75)
+"""Parts of the host's room that are filled with what stays there, where NVMe takes the rest: what
+is on its way to NVMe or back needs room too."""
+
+
+@dataclass(slots=True)
+class JointSearch:
+    """Raises the bound of `search` and offers it schedules.
+
+    Attributes
+    ----------
+    plain : the state that keeps all. gap : of `search`, to which to work.
+    cuts : ops at which there is a cut, in order of addition.
+    crowded : by stage, bytes over the budget, with those in flight, of the last start in all the
+        room; None before there was one.
+    """
+
+    search: Search
+    plain: State
+    links: Links
+    gap: float
+    cuts: list[int] = field(default_factory=list[int])
+    crowded: np.ndarray | None = None
+    least_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.least_bytes = int(self.plain.peak_bytes.max(initial=0)) // LEAST_SHARE
+
+    def begin(self) -> bool:
+        """Choose the first cut; False where what must be live somewhere exceeds the budget."""
+        self.search.say("choosing where to cut")
+        best: tuple[float, int] | None = None
+        for t in candidate_cuts(self.search, self.plain):
+            if best is not None and self.search.out_of_time():
+                break
+            found = self._program((t,)).relaxed(BEST_CUT.of(self.search.left_s))
+            if found.bound_us == float("inf"):
+                self.search.proved_infeasible = True
+                self.search.message = f"what must be live while {self._name(t)} runs is more"
+                return False
+            self.search.raise_bound(found.bound_us)
+            if best is None or found.bound_us > best[0]:
+                best = found.bound_us, t
+        assert best is not None
+        self.cuts = [best[1]]
+        return True
+
+    def prove(self) -> None:
+        """Raise the bound by the program of all cuts so far."""
+        self.search.say(f"{len(self.cuts)} cuts, the last at {self._name(self.cuts[-1])}")
+        found = self._program(tuple(sorted(self.cuts))).solve(self._limits())
+        if found.bound_us == float("inf"):
+            self.search.proved_infeasible = True
+        else:
+            self.search.raise_bound(found.bound_us)
+
+    def take_starts(self) -> None:
+        """Offer schedules from the program at less and less room.
+
+        NVMe may be too slow for what the program brings there: starts without it follow.
+        """
+        is_first = len(self.cuts) == 1
+        parts = PARTS if is_first else PARTS[: 1 if self.search.is_large else 2]
+        for links, part in product(self._ways_down(), parts):
+            if self.search.is_open(self.gap):
+                self._take_start(part, links)
+
+    def add_cut(self) -> bool:
+        """Cut where it is most crowded; return whether there was such a place."""
+        if self.crowded is None:
+            return False
+        n_ops = self.search.problem.n_ops
+        distance = np.abs(np.arange(n_ops)[:, None] - np.array(self.cuts)[None, :]).min(axis=1)
+        over = self.crowded[:n_ops].astype(float)
+        over = np.where(over > 0, over * np.clip(distance, AT_A_CUT, FAR), over)
+        place = int(np.argmax(over))
+        if over[place] <= 0 or place in self.cuts:
+            return False
+        self.cuts.append(place)
+        return True
+
+    def _ways_down(self) -> Iterator[Links]:
+        yield self.links
+        if self.links.nvme_bytes:
+            yield msgspec.structs.replace(self.links, write=None, read=None, nvme_bytes=0)
+
+    def _take_start(self, part: float, links: Links) -> None:
+        search = self.search
+        search.say(f"a start for {part:.0%} of the room")
+        made = self._program(tuple(sorted(self.cuts)), part, links)
+        found = made.solve(self._limits())
+        if found.values is None:
+            return
+        producer = search.problem.producer
+        ops = frozenset(producer[v] for v in made.copied(found.values, made.fetched))
+        if part == PARTS[0] and links is self.links:
+            self._note_crowded(found, ops)
+        if not self._offer(found, ops, links):
+            # What must run once, and the program carries past the cut, may be too much elsewhere.
+            self._offer(found, ops | self._pinned(), links)
+
+    def _note_crowded(self, found: CutSolution, ops: frozenset[int]) -> None:
+        state = self._state(found, ops, WEIGHINGS[0])
+        if state is not None:
+            over = state.peak_bytes - self.search.budget_bytes
+            self.crowded = over + flight_of(state, ops, self.links)
+
+    def _offer(self, found: CutSolution, ops: frozenset[int], links: Links) -> bool:
+        """Whether a point in which `ops` arrive was repaired; offers what it comes to."""
+        is_repaired = False
+        for one in WEIGHINGS[:1] if self.search.is_large else WEIGHINGS:
+            state = self._state(found, ops, one)
+            if state is None:
+                continue
+            for spilled in self._spilled(ops, links):
+                done = offer_state(self.search, state, Hosted(ops, spilled), links, one.power)
+                is_repaired = is_repaired or done
+        return is_repaired
+
+    def _spilled(self, ops: frozenset[int], links: Links) -> Iterator[frozenset[str]]:
+        """Ways to share what `ops` make between host and NVMe.
+
+        What is made first is needed last: it has the longest time to go down and to come up.
+        """
+        problem, room_bytes = self.search.problem, links.nvme_bytes
+        values = [v for op in sorted(ops) for v in problem.outputs[op]]
+        seen: set[int] = set()
+        for part in HOST_PARTS:
+            over_bytes = sum(problem.size_bytes[v] for v in values)
+            over_bytes -= int(part * links.host_bytes)
+            ends = np.cumsum([problem.size_bytes[v] for v in values])
+            count = int(np.searchsorted(ends, over_bytes)) + 1 if over_bytes > 0 else 0
+            count = min(count, int(np.searchsorted(ends, room_bytes, side="right")))
+            if count not in seen:
+                seen.add(count)
+                yield frozenset(problem.names[v] for v in values[:count])
+
+    def _pinned(self) -> set[int]:
+        """Ops that must run once, and whose values may leave."""
+        problem, can_move = self.search.problem, movable(self.search.problem)
+        return {
+            op
+            for op in range(problem.n_ops)
+            if problem.pinned[op]
+            and problem.output_bytes[op] >= max(self.least_bytes, 1)
+            and all(can_move[v] for v in problem.outputs[op])
+        }
+
+    def _state(self, found: CutSolution, ops: frozenset[int], one: Weighing) -> State | None:
+        """The point of a program as a state in which `ops` arrive."""
+        problem = hosting(self.search.problem, ops, self.links, price=one.price)
+        try:
+            return State.from_recomputed(problem, expand(found, problem))
+        except UnreachableError:  # a fraction of a value whose op must run once
+            return None
+
+    def _program(
+        self, cuts: tuple[int, ...], part: float = 1.0, starting: Links | None = None
+    ) -> JointCut:
+        """A bound; or, over the links `starting`, a start in part of the room."""
+        search, budget_bytes = self.search, self.search.budget_bytes
+        if starting is not None:
+            least_bytes = largest_working_set_bytes(search.problem) + search.problem.resident_bytes
+            budget_bytes = least_bytes + int(part * max(budget_bytes - least_bytes, 0))
+        return JointCut(
+            search.problem, cuts, budget_bytes, links=starting or self.links,
+            is_start=starting is not None, least_bytes=max(self.least_bytes, 1),
+        )  # fmt: skip
+
+    def _limits(self) -> Limits:
+        """Node limits alone, so that the same program gives the same point on every machine."""
+        return Limits(
+            time_limit_s=RELAXED.of(self.search.left_s),
+            absolute_gap=self.gap / 4 * COST_SCALE,
+            node_limit=JOINT_NODES.most,
+        )
+
+    def _name(self, t: int) -> str:
+        return self.search.graph.ops[t].name
+
 
 FEW_OPS, WIDE = 300, 5e-3
 """On graphs of more ops, hosted sets are climbed over for a gap above this alone: that takes tens

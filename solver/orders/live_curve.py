@@ -15,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from remat.solver.ordering import predecessors
-from remat.solver.problem import Problem
+from remat.solver.problem import Problem, predecessors
 
 Bytes = npt.NDArray[np.int64]
 

@@ -13,8 +13,190 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from remat.solver.policies.evicted import Neighbourhood
 from remat.solver.problem import Problem
+
+# What has been evicted around a value: the cost to which its own eviction would add.
+#
+# Also called: evicted neighbourhood e*, equivalence classes of evicted storages.
+# Paper: M. Kirisame et al., "Dynamic Tensor Rematerialization", ICLR 2021,
+# https://arxiv.org/abs/2006.09616.
+# Solves: for each value the summed cost of the evicted values that it would need, or that
+# would need it, to be made again. `EvictedReach` follows paths of evicted values and is exact.
+# `EvictedClasses` joins evicted neighbours into classes by union-find. A recomputation takes
+# the value's cost off its class, and the class stays joined (the paper's splitting
+# approximation). Each output of an op counts the op's whole cost.
+# Cost: an eviction updates the values beside its class, or walks the evicted paths around.
+
+
+Costs = npt.NDArray[np.float64]
+Links = tuple[tuple[int, ...], ...]
+
+
+class Neighbourhood(Protocol):
+    """Costs of evicted neighbourhoods, kept up to date.
+
+    Attributes
+    ----------
+    cost_us : of each value's neighbourhood, without the value itself. It may be only a lower
+        bound for values that are not evicted, until `refresh` is called.
+    """
+
+    cost_us: Costs
+
+    def add(self, v: int) -> None:
+        """Value v has been evicted."""
+        ...
+
+    def remove(self, v: int) -> None:
+        """Value v is no longer evicted."""
+        ...
+
+    def refresh(self, v: int) -> bool:
+        """Make ``cost_us[v]`` exact; return whether it already was."""
+        ...
+
+
+def links(problem: Problem) -> tuple[Links, Links]:
+    """For each value those its op reads, and those made by the ops that read it."""
+    below = tuple(problem.inputs[op] for op in problem.producer)
+    above: list[list[int]] = [[] for _ in range(problem.n_values)]
+    for op in range(problem.n_ops):
+        for v in problem.inputs[op]:
+            above[v] += problem.outputs[op]
+    return below, tuple(tuple(dict.fromkeys(values)) for values in above)
+
+
+class EvictedClasses:
+    """Classes of evicted values; `cost_us` sums those that touch a value, each once."""
+
+    def __init__(self, problem: Problem) -> None:
+        below, above = links(problem)
+        self.beside: Links = tuple(
+            tuple(dict.fromkeys((*low, *high))) for low, high in zip(below, above, strict=True)
+        )
+        self.own_us = [problem.cost_us[op] for op in problem.producer]
+        self.cost_us: Costs = np.zeros(problem.n_values)
+        self._node = [-1] * problem.n_values
+        self._parent: list[int] = []
+        self._class_us: list[float] = []
+        self._touched: list[dict[int, int]] = []
+        """For the root of a class: neighbours of its members, with the number of links to each."""
+
+    def refresh(self, v: int) -> bool:
+        """Always up to date."""
+        return True
+
+    def add(self, v: int) -> None:
+        """Put v into a class of its own and join those of its evicted neighbours."""
+        node = len(self._parent)
+        self._node[v] = node
+        self._parent.append(node)
+        self._class_us.append(self.own_us[v])
+        self._touched.append(dict.fromkeys(self.beside[v], 1))
+        for u in self.beside[v]:
+            self.cost_us[u] += self.own_us[v]
+        for u in self.beside[v]:
+            if self._node[u] >= 0:
+                self._join(self._find(self._node[u]), self._find(node))
+
+    def remove(self, v: int) -> None:
+        """Take v's cost off its class."""
+        root = self._find(self._node[v])
+        self._node[v] = -1
+        touched = self._touched[root]
+        self.cost_us[_keys(touched)] -= self.own_us[v]
+        self._class_us[root] -= self.own_us[v]
+        for u in self.beside[v]:
+            touched[u] -= 1
+            if not touched[u]:
+                del touched[u]
+                self.cost_us[u] -= self._class_us[root]
+
+    def _find(self, node: int) -> int:
+        while self._parent[node] != node:
+            self._parent[node] = node = self._parent[self._parent[node]]
+        return node
+
+    def _join(self, one: int, other: int) -> None:
+        if one == other:
+            return
+        if len(self._touched[one]) < len(self._touched[other]):
+            one, other = other, one
+        large, small = self._touched[one], self._touched[other]
+        self.cost_us[_keys(large)] += self._class_us[other]
+        self.cost_us[_keys(small)] += self._class_us[one]
+        for u, count in small.items():
+            if u in large:
+                self.cost_us[u] -= self._class_us[one] + self._class_us[other]
+            large[u] = large.get(u, 0) + count
+        self._parent[other] = one
+        self._class_us[one] += self._class_us[other]
+        self._touched[other] = {}
+
+
+def _keys(touched: dict[int, int]) -> npt.NDArray[np.int64]:
+    return np.fromiter(touched, np.int64, len(touched))
+
+
+class EvictedReach:
+    """Evicted values on paths of evicted ones, from a value down to sources and up to uses.
+
+    Sums are cached. A change forgets the sums of the values at the ends of paths through it.
+    """
+
+    def __init__(self, problem: Problem, *, ancestors_only: bool = False) -> None:
+        below, above = links(problem)
+        self.own_us = [problem.cost_us[op] for op in problem.producer]
+        self.cost_us: Costs = np.zeros(problem.n_values)
+        self._ways: tuple[Links, ...] = (below,) if ancestors_only else (below, above)
+        self._back: tuple[Links, ...] = (above,) if ancestors_only else (above, below)
+        self._evicted = bytearray(problem.n_values)
+        self._exact = bytearray(b"\1") * problem.n_values
+
+    def add(self, v: int) -> None:
+        """Count v in the neighbourhoods around it."""
+        self._evicted[v] = 1
+        self._forget(v)
+
+    def remove(self, v: int) -> None:
+        """Count v and what is reached through it no more."""
+        self._forget(v)
+        self._evicted[v] = 0
+
+    def refresh(self, v: int) -> bool:
+        """Sum v's neighbourhood again, if a change has reached it."""
+        if self._exact[v]:
+            return True
+        self._exact[v] = 1
+        found: set[int] = set()
+        for links_of in self._ways:
+            found.update(self._walk(v, links_of)[0])
+        self.cost_us[v] = sum(self.own_us[u] for u in sorted(found))
+        return False
+
+    def _forget(self, v: int) -> None:
+        self._exact[v] = 0
+        self.cost_us[v] = 0.0
+        for links_of in self._back:
+            for u in (u for part in self._walk(v, links_of) for u in part):
+                self._exact[u] = 0
+                self.cost_us[u] = 0.0
+
+    def _walk(self, v: int, links_of: Links) -> tuple[Sequence[int], Sequence[int]]:
+        """Evicted values on paths from v, and the others at which the paths end."""
+        inside: list[int] = []
+        ends: list[int] = []
+        seen = {v}
+        waiting = [v]
+        while waiting:
+            for u in links_of[waiting.pop()]:
+                if u not in seen:
+                    seen.add(u)
+                    (inside if self._evicted[u] else ends).append(u)
+                    if self._evicted[u]:
+                        waiting.append(u)
+        return inside, ends
+
 
 Scores = npt.NDArray[np.float64]
 Values = npt.NDArray[np.int64]

@@ -21,18 +21,381 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
 from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver.local_search.repair import fill
+from remat.solver.problem import Problem
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
-from remat.solver.segments.lower_set_family import ForwardGraph, all_lower_sets, pruned_lower_sets
-from remat.solver.segments.lower_set_program import SegmentTable, SequenceProgram
-from remat.solver.segments.segmented import NO_SEGMENT, segmented_state
-from remat.solver.state import State
+from remat.solver.segments.chen_sqrt import NO_SEGMENT, segmented_state
+from remat.solver.state import State, recomputed_in
 from remat.solver.store_all import store_all_state
+
+# Lower sets of the forward graph: all of them, or the family of Kusumoto et al. 2019.
+#
+# A lower set holds with each op every op that it reads from. The graph here is that of the
+# forward ops that backward may run again, by position in captured order; what comes from
+# pinned ops, and what the caller holds, stays in any case and is left out. Lower sets are
+# integers, bit p for position p. The paper is named in `lower_set`.
+
+
+Flags = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class ForwardGraph:
+    """The forward ops that backward may run again.
+
+    Attributes
+    ----------
+    ops : their ids, ascending; a position is an index into it. fixed : 1 for values that
+        always stay, or are made in backward. below : positions that each position reads.
+    """
+
+    problem: Problem
+    ops: tuple[int, ...]
+    fixed: bytes
+    below: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, problem: Problem) -> ForwardGraph:
+        """All that backward reads and that may be made again, with what that reads in turn."""
+        made_in_forward = range(problem.n_forward)
+        fixed = bytes(
+            problem.pinned[op] or v in problem.held or op not in made_in_forward
+            for v, op in enumerate(problem.producer)
+        )
+        roots = dict.fromkeys(
+            v for stage in range(problem.n_forward, problem.n_ops + 1) for v in problem.needs[stage]
+        )
+        again = recomputed_in(problem, fixed, list(roots), problem.n_ops, own_needs=False)
+        ops = tuple(sorted(again))
+        position = {op: p for p, op in enumerate(ops)}
+        reads = ([v for v in problem.inputs[op] if not fixed[v]] for op in ops)
+        below = tuple(
+            tuple(dict.fromkeys(position[problem.producer[v]] for v in values)) for values in reads
+        )
+        return cls(problem, ops, fixed, below)
+
+    @property
+    def everything(self) -> int:
+        """The lower set of all positions."""
+        return (1 << len(self.ops)) - 1
+
+    @cached_property
+    def readers(self) -> tuple[tuple[int, ...], ...]:
+        """For each value the positions that read it."""
+        found: list[list[int]] = [[] for _ in range(self.problem.n_values)]
+        for p, op in enumerate(self.ops):
+            for v in self.problem.inputs[op]:
+                found[v].append(p)
+        return tuple(tuple(positions) for positions in found)
+
+    @cached_property
+    def read_in_backward(self) -> frozenset[int]:
+        """Values that backward, or the end of the step, reads."""
+        stages = self.problem.needs[self.problem.n_forward :]
+        return frozenset(v for needed in stages for v in needed)
+
+    def loose_outputs(self, position: int) -> list[int]:
+        """Outputs of a position's op that do not always stay."""
+        return [v for v in self.problem.outputs[self.ops[position]] if not self.fixed[v]]
+
+    def always_bytes(self) -> int:
+        """Resident bytes, and values of forward that stay whatever the lower sets."""
+        problem = self.problem
+        return problem.resident_bytes + sum(
+            problem.size_bytes[v]
+            for v, op in enumerate(problem.producer)
+            if op < problem.n_forward
+            and self.fixed[v]
+            and (v in problem.held or v in self.read_in_backward or self.readers[v])
+        )
+
+
+def all_lower_sets(graph: ForwardGraph, most: int) -> list[int] | None:
+    """Every lower set, the empty one first, by size; None where there are more than `most`."""
+    needs = [sum(1 << q for q in below) for below in graph.below]
+    found = {0: None}
+    waiting = [0]
+    while waiting:
+        following: dict[int, None] = {}
+        for mask in waiting:
+            for p, need in enumerate(needs):
+                if not mask >> p & 1 and not need & ~mask:
+                    following[mask | 1 << p] = None
+            if len(found) + len(following) > most:
+                return None
+        found.update(following)
+        waiting = list(following)
+    return _by_size(found)
+
+
+def pruned_lower_sets(graph: ForwardGraph, most: int) -> list[int]:
+    """Each position with all it depends on, and the prefixes; at most `most`, by size.
+
+    Of too many, those of the fewest boundary bytes are taken, evenly spread over sizes.
+    """
+    found = {0: None, graph.everything: None}
+    closed: list[int] = []
+    for p, below in enumerate(graph.below):
+        mask = 1 << p
+        for q in below:
+            mask |= closed[q]
+        closed.append(mask)
+        found[mask] = found[(2 << p) - 1] = None
+    return _thinned(graph, _by_size(found), most)
+
+
+def _by_size(masks: dict[int, None]) -> list[int]:
+    return sorted(masks, key=lambda mask: (mask.bit_count(), mask))
+
+
+def _thinned(graph: ForwardGraph, masks: list[int], most: int) -> list[int]:
+    inner = masks[1:-1]
+    groups = max(most - 2, 1)
+    if len(inner) <= groups:
+        return masks
+    boundary = boundary_bytes(graph, inner)
+    edges = [len(inner) * i // groups for i in range(groups + 1)]
+    spread = (range(low, high) for low, high in pairwise(edges))
+    chosen = [min(group, key=lambda i: (boundary[i], i)) for group in spread]
+    return [masks[0], *(inner[i] for i in chosen), masks[-1]]
+
+
+def boundary_bytes(graph: ForwardGraph, masks: Sequence[int]) -> list[int]:
+    """For each lower set the bytes that positions outside of it read from it."""
+    pairs = [
+        (v, p, q)
+        for p in range(len(graph.ops))
+        for v in graph.loose_outputs(p)
+        for q in graph.readers[v]
+    ]
+    values, made, read = np.array(pairs, np.int64).reshape(-1, 3).T
+    sizes = np.array(graph.problem.size_bytes, np.int64)
+    found: list[int] = []
+    for mask in masks:
+        row = bits_of(mask, len(graph.ops))
+        crossing = np.unique(values[row[made] & ~row[read]])
+        found.append(int(sizes[crossing].sum()))
+    return found
+
+
+def bits_of(mask: int, count: int) -> Flags:
+    """Whether each of `count` positions is in the lower set."""
+    packed = np.frombuffer(mask.to_bytes((count + 7) // 8, "little"), np.uint8)
+    return np.unpackbits(packed, count=count, bitorder="little").astype(np.bool_)
+
+
+# Dynamic programming over sequences of lower sets, with labels of time and memory.
+#
+# A sequence cuts the forward ops that may run again into segments. What a segment costs
+# depends on its two ends alone, so a table over pairs of lower sets holds all of it. A label
+# at a lower set says: this much time for the segments so far, this many bytes that stay.
+# The paper is named in `lower_set`.
+
+
+Numbers = npt.NDArray[np.float64]
+"""Microseconds or bytes: whole numbers of bytes are exact up to 2⁵³."""
+Indices = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class SegmentTable:
+    """What the segment from one lower set to a larger one costs; entries [larger, smaller].
+
+    Attributes
+    ----------
+    masks : the lower sets, from the empty one to the one of all, by size.
+    follows : whether the smaller is within the larger. overhead_us : time of running the
+        segment again, 0 for the last. kept_bytes : that the segment adds to what stays.
+    needed_bytes : during the segment's part of backward, beyond what stays of earlier ones.
+    """
+
+    masks: list[int]
+    follows: Flags
+    overhead_us: Numbers
+    kept_bytes: Numbers
+    needed_bytes: Numbers
+
+    @classmethod
+    def of(cls, graph: ForwardGraph, masks: list[int]) -> SegmentTable:
+        """Fill in the table, all lower sets at once."""
+        member = np.array([bits_of(mask, len(graph.ops)) for mask in masks]).T.copy()
+        again, kept = _contents(graph, member)
+        outside = (~member).astype(np.float64)
+        cost_us = np.array([graph.problem.cost_us[op] for op in graph.ops])
+        overhead_us = (again * cost_us[:, None]).T @ outside
+        overhead_us[-1] = 0.0
+        inside = member.astype(np.float64)
+        sizes = inside.sum(axis=0)
+        return cls(
+            masks=masks,
+            follows=(inside.T @ inside == sizes[None, :]) & (sizes[:, None] > sizes[None, :]),
+            overhead_us=overhead_us,
+            kept_bytes=kept.T @ outside,
+            needed_bytes=_needed_bytes(graph, member) + graph.always_bytes(),
+        )
+
+
+def _contents(graph: ForwardGraph, member: Flags) -> tuple[Flags, Numbers]:
+    """By position and lower set: whether it runs again, and the bytes of it that stay.
+
+    A value stays if a position outside the lower set reads it. What runs again does not
+    depend on where the segment began: a chain of values that do not stay cannot leave it.
+    """
+    again = np.zeros_like(member)
+    kept = np.zeros(member.shape)
+    for p in reversed(range(len(graph.ops))):
+        for v in graph.loose_outputs(p):
+            stays = np.zeros_like(member[p])
+            wanted = np.full_like(member[p], v in graph.read_in_backward)
+            for q in graph.readers[v]:
+                stays |= ~member[q]
+                wanted |= again[q]
+            again[p] |= member[p] & ~stays & wanted
+            kept[p] += graph.problem.size_bytes[v] * (stays & member[p])
+    return again, kept
+
+
+def _needed_bytes(graph: ForwardGraph, member: Flags) -> Numbers:
+    """Most bytes while backward reads a segment: what it has yet to read of it, and its own."""
+    problem, reads, last = graph.problem, list[tuple[int, int]](), dict[int, int]()
+    position = {v: p for p in range(len(graph.ops)) for v in graph.loose_outputs(p)}
+    for t in range(problem.n_forward, problem.n_ops + 1):
+        for v in problem.needs[t]:
+            if v in position:
+                reads.append((position[v], t))
+                last[v] = t
+    values = sorted(last, key=lambda v: (last[v], v))
+    places = np.array([position[v] for v in values], np.int64)
+    sizes = np.array([problem.size_bytes[v] for v in values], np.float64)
+    readers, stages = np.array(reads, np.int64).reshape(-1, 2).T
+    later = np.searchsorted(np.array([last[v] for v in values], np.int64), stages)
+    own = np.array(_own_bytes(problem), np.float64)[stages]
+    found = np.zeros((member.shape[1], member.shape[1]))
+    for i in range(member.shape[1]):
+        segment = member & ~member[:, i : i + 1]
+        unread = np.cumsum((segment[places] * sizes[:, None])[::-1], axis=0)[::-1]
+        needed = np.where(segment[readers], unread[later] + own[:, None], 0.0)
+        found[:, i] = needed.max(axis=0, initial=0.0)
+    return found
+
+
+def _own_bytes(problem: Problem) -> list[int]:
+    """Bytes of backward's own values while each stage runs, its op's outputs included."""
+    last = [0] * problem.n_values
+    for t, needed in enumerate(problem.needs):
+        for v in needed:
+            last[v] = t
+    change = [0] * (problem.n_ops + 2)
+    for v, op in enumerate(problem.producer):
+        if problem.n_forward <= op < last[v]:
+            change[op + 1] += problem.size_bytes[v]
+            change[last[v] + 1] -= problem.size_bytes[v]
+    live, found = 0, list[int]()
+    for t in range(problem.n_ops + 1):
+        live += change[t]
+        own = problem.output_bytes[t] + problem.workspace_bytes[t] if t < problem.n_ops else 0
+        found.append(live + own)
+    return found
+
+
+@dataclass(slots=True)
+class Labels:
+    """Labels of one run of the program, in one array each; label 0 is the empty set's.
+
+    Attributes
+    ----------
+    owner : index of the label's lower set. parent : the label it was made from.
+    time_us, kept_bytes : of the segments so far. count : labels in use.
+    """
+
+    owner: Indices
+    parent: Indices
+    time_us: Numbers
+    kept_bytes: Numbers
+    count: int = 1
+
+    @classmethod
+    def room_for(cls, most: int) -> Labels:
+        """Arrays for `most` labels beside the first."""
+        return cls(
+            np.zeros(most + 1, np.int64),
+            np.zeros(most + 1, np.int64),
+            np.zeros(most + 1),
+            np.zeros(most + 1),
+        )
+
+    def add(self, owner: int, parent: Indices, time_us: Numbers, kept_bytes: Numbers) -> None:
+        """Append labels of one lower set."""
+        part = slice(self.count, self.count + len(parent))
+        self.owner[part], self.parent[part] = owner, parent
+        self.time_us[part], self.kept_bytes[part] = time_us, kept_bytes
+        self.count += len(parent)
+
+
+@dataclass(slots=True)
+class SequenceProgram:
+    """Finds the fastest sequence of lower sets under a limit.
+
+    Attributes
+    ----------
+    table : of the segments. most_labels : kept at a lower set; where there are more, ones
+        evenly spread from the fastest to the leanest. was_thinned : whether that happened.
+    """
+
+    table: SegmentTable
+    most_labels: int
+    was_thinned: bool = field(default=False, init=False)
+
+    def fastest(self, limit_bytes: float) -> tuple[float, tuple[int, ...]] | None:
+        """Time run again and the lower sets, None where no sequence is within the limit."""
+        table, last = self.table, len(self.table.masks) - 1
+        labels = Labels.room_for(len(table.masks) * self.most_labels)
+        for j in range(1, last + 1):
+            self._extend(labels, j, limit_bytes)
+        ends = np.flatnonzero(labels.owner[: labels.count] == last)
+        if last == 0 or not ends.size:
+            return (0.0, ()) if last == 0 else None
+        label = int(ends[0])
+        found_us, sequence = float(labels.time_us[label]), list[int]()
+        while label:
+            sequence.append(table.masks[int(labels.owner[label])])
+            label = int(labels.parent[label])
+        return found_us, tuple(reversed(sequence))
+
+    def _extend(self, labels: Labels, j: int, limit_bytes: float) -> None:
+        """Labels at lower set j from those at every smaller one within it."""
+        table, owner = self.table, labels.owner[: labels.count]
+        within = labels.kept_bytes[: labels.count] + table.needed_bytes[j][owner] <= limit_bytes
+        usable = np.flatnonzero(table.follows[j][owner] & within)
+        if not usable.size:
+            return
+        before = owner[usable]
+        time_us = labels.time_us[usable] + table.overhead_us[j][before]
+        kept_bytes = labels.kept_bytes[usable] + table.kept_bytes[j][before]
+        chosen = self._undominated(time_us, kept_bytes)
+        labels.add(j, usable[chosen], time_us[chosen], kept_bytes[chosen])
+
+    def _undominated(self, time_us: Numbers, kept_bytes: Numbers) -> Indices:
+        """Labels that no other beats in both, the fastest first."""
+        order = np.lexsort((kept_bytes, time_us))
+        least = np.minimum.accumulate(kept_bytes[order])
+        is_better = np.concatenate(([True], least[1:] < least[:-1]))
+        front = order[is_better]
+        if len(front) <= self.most_labels:
+            return front
+        self.was_thinned = True
+        return front[np.linspace(0, len(front) - 1, self.most_labels).astype(np.int64)]
+
 
 Family = Literal["auto", "exact", "approximate"]
 APPROXIMATE_SETS = 150

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import networkx as nx
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("remat", "graph_capture", "solver", "schedules", "rewriter")
 
@@ -33,6 +35,22 @@ def arrows(root: Path = ROOT) -> list[Arrow]:
     """All imports, of the packages' own modules and of others, in the order of the files."""
     found = sources(root)
     return [arrow for name, path in found.items() for arrow in _arrows_of(name, path, found)]
+
+
+def circles(found: list[Arrow], *, with_annotations: bool = False) -> set[frozenset[str]]:
+    """Sets of modules that import each other, one by way of another.
+
+    Parameters
+    ----------
+    with_annotations : also count what is imported for annotations alone.
+    """
+    known = {arrow.importer for arrow in found}
+    graph = nx.DiGraph(
+        (arrow.importer, arrow.imported)
+        for arrow in found
+        if arrow.imported in known and (with_annotations or not arrow.is_annotation)
+    )
+    return {frozenset(part) for part in nx.strongly_connected_components(graph) if len(part) > 1}
 
 
 def _arrows_of(importer: str, path: Path, known: dict[str, Path]) -> Iterator[Arrow]:

@@ -8,31 +8,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-import networkx as nx
 import pytest
 
-from tests.architecture.import_graph import PACKAGES, Arrow, arrows, sources
+from tests.architecture.import_graph import PACKAGES, Arrow, arrows, circles, sources
 from tests.paths import ROOT
 from tests.rows import each_nth
 
-BY_ANNOTATIONS = {frozenset({"remat.graph_capture.graph", "remat.graph_capture.graph_rules"})}
-"""Rules of graphs name the graph, and only there: the one circle that is allowed."""
 ROW = re.compile(r"^\| `(\w+)/` \| `(remat[.\w]*)` \| .* \| ([^|]+) \|$", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
 def found() -> list[Arrow]:
     return arrows()
-
-
-def circles(found: list[Arrow], *, with_annotations: bool = False) -> set[frozenset[str]]:
-    known = {arrow.importer for arrow in found}
-    graph = nx.DiGraph(
-        (arrow.importer, arrow.imported)
-        for arrow in found
-        if arrow.imported in known and (with_annotations or not arrow.is_annotation)
-    )
-    return {frozenset(part) for part in nx.strongly_connected_components(graph) if len(part) > 1}
 
 
 RUNNING = (
@@ -51,8 +38,8 @@ def test_no_circle_of_imports_not_even_late(found: list[Arrow]) -> None:
     assert circles(found) == set()
 
 
-def test_one_circle_by_annotations(found: list[Arrow]) -> None:
-    assert circles(found, with_annotations=True) == BY_ANNOTATIONS
+def test_no_circle_by_annotations(found: list[Arrow]) -> None:
+    assert circles(found, with_annotations=True) == set()
 
 
 @pytest.mark.parametrize("indent", each_nth(2, ["def late() -> None:\n    ", ""]))
@@ -99,7 +86,7 @@ def test_only_the_public_face_imports_the_public_face(found: list[Arrow]) -> Non
         for arrow in found
         if arrow.imported in face and any(is_in(arrow.importer, package) for package in below)
     }
-    assert used <= {"remat.formats", "remat.html_figures"}
+    assert used <= {"remat.formats"}
     assert not [
         a
         for a in found

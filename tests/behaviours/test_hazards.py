@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from remat.graph_capture import capture
+from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.errors import CaptureError, RewriteError
-from remat.graph_capture.memory_events import measure_peak
 from remat.rewriter import RematModule, rewrite
 from remat.schedules.simulate import simulate
 from tests.behaviours.behaviours import Fails

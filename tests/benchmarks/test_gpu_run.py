@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from benchmarks.gpu import compiled, copies, device, steps
-from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.links import Links
-from remat.rewriter.tiers.places import host_places
+from remat.graph_capture.graph import Links, TrainingGraph
+from remat.rewriter.tiers.file_tier import host_places
 from remat.rewriter.tiers.stream_tier import StreamTier
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulation import Simulation

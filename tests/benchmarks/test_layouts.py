@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.layouts import is_close, placed, twice
-from remat.schedules.buffers import buffers_of
+from remat.schedules.layout import buffers_of
 from remat.solver import make_solver
 from tests.solver.graphs.random_graphs import gpt_like
 

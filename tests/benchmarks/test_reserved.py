@@ -11,8 +11,8 @@ from benchmarks.reserved.allocators import reserved_by, retries_by, stitched_byt
 from benchmarks.reserved.recorded import recorded, several
 from benchmarks.reserved.table import one_budget_lines, recorded_lines, share_lines
 from benchmarks.solvers import Results
-from remat.schedules.allocator.settings import MIB
-from remat.schedules.buffers import Buffers
+from remat.schedules.caching_allocator import MIB
+from remat.schedules.layout import Buffers
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from remat.solver import solve

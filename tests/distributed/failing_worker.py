@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import remat
 from remat.compile import backend
+from remat.graph_capture.devices.memory_events import measure_rank_peak
 from remat.graph_capture.errors import BudgetError, RewriteError
-from remat.graph_capture.memory_events import measure_rank_peak
 from remat.graph_capture.prices import pricing
 from remat.graph_capture.tracing.resident import storage_bytes
 from tests.distributed.launch import join, leave

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import remat
 from remat.compile.search import PlanSearch
-from remat.graph_capture.memory_events import measure_rank_peak
+from remat.graph_capture.devices.memory_events import measure_rank_peak
 from remat.graph_capture.tracing.resident import storage_bytes
 from remat.rewriter.inductor import partition
 from remat.rewriter.inductor.partition import Partitioner

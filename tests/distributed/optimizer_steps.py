@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from remat.graph_capture.over_ranks.dtensors import local_part
+from remat.graph_capture.distributed.dtensors import local_part
 
 Values = dict[str, Tensor]
 

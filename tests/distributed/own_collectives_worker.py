@@ -18,7 +18,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import remat
 from remat.graph_capture.devices.here import meter_of
-from remat.graph_capture.over_ranks.measuring import measured_rank_links
+from remat.graph_capture.distributed.prices import measured_rank_links
 from tests.distributed.context_models import GatheredKeys, Rotated, Ulysses, stacked
 from tests.distributed.failing_worker import Found, Reduced, run_cases, said, worst
 from tests.distributed.parallel_models import same, trained

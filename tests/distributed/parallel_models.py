@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional
 
-from remat.graph_capture.over_ranks.dtensors import local_part
+from remat.graph_capture.distributed.dtensors import local_part
 
 WIDTH, ROWS, LAYERS = 64, 256, 3
 LR = 1e-3

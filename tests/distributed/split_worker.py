@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import remat
+from remat.cluster.stepping import RingStage
 from remat.rewriter.split_backward.splitting import SplitBackward, split_backward
-from remat.rewriter.stages.receive_ring import RingStage
 from remat.rewriter.user_module.module import RematModule
 from tests.distributed.launch import join, leave
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import remat
-from remat.graph_capture.memory_events import measure_rank_peak
+from remat.graph_capture.devices.memory_events import measure_rank_peak
 from remat.graph_capture.tracing.resident import storage_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[2]))

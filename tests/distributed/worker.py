@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import remat
-from remat.graph_capture.memory_events import RUNS, measure_rank_peak
+from remat.graph_capture.devices.memory_events import RUNS, measure_rank_peak
 from remat.graph_capture.tracing.resident import storage_bytes
 from remat.ranks.together import Together
 

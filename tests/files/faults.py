@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from remat.cli.main import app
+from remat.graph_capture import files as contents
 from remat.graph_capture.errors import FileError
-from remat.graph_capture.files import contents
 
 FULL = os.strerror(errno.ENOSPC)
 OLD = b"what was there"

@@ -17,19 +17,17 @@ from typing import Any, NamedTuple
 import remat
 from benchmarks.cells.instance_format import graph_of, read_instance
 from remat.graph_capture.errors import LayoutError, RematError
-from remat.graph_capture.files.contents import read_contents
+from remat.graph_capture.files import read_contents
 from remat.graph_capture.graph import Resident
-from remat.graph_capture.prices.op_work import Work
-from remat.graph_capture.prices.price_cache import WholeStep
-from remat.graph_capture.prices.profile import Profile, ProfiledOp, as_profile
-from remat.job.kept_plans import read_kept, schedule_in
-from remat.job.opened import captured, open_plan
+from remat.graph_capture.prices.cache import WholeStep
+from remat.graph_capture.prices.profile import Profile, ProfiledOp, Work, as_profile
+from remat.job.opened import captured, open_plan, read_kept, schedule_in
 from remat.job.request import NO_BUDGET, Request
 from remat.placed import arena_text
+from remat.progress import Stopwatch
 from remat.questions.report import fronts_in
 from remat.rewriter.plans.facts import signature_from
-from remat.schedules.buffers import buffers_of
-from remat.schedules.layout import Layout, check_layout
+from remat.schedules.layout import Layout, buffers_of, check_layout
 from remat.schedules.plan import (
     Autocast,
     BatchSignature,
@@ -42,7 +40,6 @@ from remat.schedules.plan import (
 )
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
-from remat.screen.stages import Stopwatch
 from tests.solver.graphs.random_graphs import gpt_like
 
 ERRORS = RematError

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import remat
-from remat.graph_capture.files import contents
+from remat.graph_capture import files as contents
 from tests.files.faults import CALLS, OLD, names_in, require_unharmed, verb
 from tests.files.kinds import GRAPH, SOLVER, plan
 
@@ -91,7 +91,7 @@ def test_nothing_is_left_of_a_process_that_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_bytes(OLD)
     code = (
-        "import os, signal\nfrom remat.graph_capture.files.contents import replaced\n"
+        "import os, signal\nfrom remat.graph_capture.files import replaced\n"
         f"with replaced({str(path)!r}) as out:\n"
         "    out.write(b'half'); out.flush(); os.kill(os.getpid(), signal.SIGKILL)\n"
     )

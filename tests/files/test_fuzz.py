@@ -17,8 +17,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from remat.graph_capture.prices.price_cache import Price, PriceCache, WholeStep
-from remat.screen.terminal import MOST_WORD, in_one_line
+from remat.graph_capture.prices.cache import Price, PriceCache, WholeStep
+from remat.progress import MOST_WORD, in_one_line
 from tests.files.damage import TO_BYTES, TO_JSON
 from tests.files.kinds import ERRORS, FileKind, archive, kinds, plan
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from remat.graph_capture.files import kept_files, locked
-from remat.graph_capture.prices.price_cache import Price, PriceCache
+from remat.graph_capture import files as locked
+from remat.graph_capture import kept_files
+from remat.graph_capture.prices.cache import Price, PriceCache
 from tests.files.faults import CALLS, FULL, fail_once, names_in
 
 SAVES, WORKERS = 10, 4

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import remat
 from remat.budgets import unmodified
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.in_place.sums import WRITES
+from remat.graph_capture.joint.in_place_writes import WRITES
 
 WIDTH = 8
 

@@ -9,7 +9,7 @@ import torch
 
 import remat
 from remat.graph_capture import TrainingGraph, capture
-from remat.graph_capture.devices.cuda_meter import PROBE
+from remat.graph_capture.devices.cuda import PROBE
 from remat.graph_capture.devices.here import meter_of
 from remat.job.factory import Loaded, load
 from remat.rewriter import Check, check, rewrite

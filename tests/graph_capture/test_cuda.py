@@ -14,23 +14,24 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from remat.graph_capture import capture, refuse, trace
-from remat.graph_capture.devices import cuda_meter
-from remat.graph_capture.devices.cuda_meter import CudaMeter
-from remat.graph_capture.devices.device_table import (
+from remat.graph_capture import capture, trace
+from remat.graph_capture import refusals as refuse
+from remat.graph_capture.devices import cuda as cuda_meter
+from remat.graph_capture.devices.cuda import CudaMeter
+from remat.graph_capture.devices.memory_events import RegionMemory
+from remat.graph_capture.devices.placement import check_placement, resolved_device
+from remat.graph_capture.devices.table import (
     ALLOCATION_BYTES,
     allocated_on,
     check_device,
     table_name,
 )
-from remat.graph_capture.devices.placement import check_placement, resolved_device
 from remat.graph_capture.errors import CaptureError, DeviceError, ProfileError
-from remat.graph_capture.joint import batch_norm
-from remat.graph_capture.joint.refuse_ops import cudnn_rnn_message
-from remat.graph_capture.memory_events import RegionMemory
-from remat.graph_capture.prices import op_prices, pricing
+from remat.graph_capture.joint import exact_ops as batch_norm
+from remat.graph_capture.prices import pricing
+from remat.graph_capture.prices import pricing as op_prices
 from remat.graph_capture.prices.profile import Profile
-from remat.graph_capture.refuse import refuse_module
+from remat.graph_capture.refusals import cudnn_rnn_message, refuse_module
 from remat.graph_capture.tracing import signature
 from remat.rewriter import check, rewrite
 from tests.fake_cuda import TITLE, FakeCuda, cuda
@@ -278,7 +279,7 @@ def test_batch_norms_without_statistics_too(by_cudnn: None) -> None:
 def test_what_a_kernel_trusts_comes_from_its_own_op(
     by_cudnn: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from remat.graph_capture.prices import sample_inputs
+    from remat.graph_capture.prices import op_times as sample_inputs
 
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
     taken: list[str] = []

@@ -15,12 +15,7 @@ from torch.nn import functional
 
 import remat
 from remat.graph_capture import capture, trace
-from remat.graph_capture.devices.device_table import (
-    ALLOCATION_BYTES,
-    GB,
-    device_table,
-    modelled_device,
-)
+from remat.graph_capture.devices.table import ALLOCATION_BYTES, GB, device_table, modelled_device
 from remat.graph_capture.errors import CaptureError, DeviceError, RewriteError, ScheduleError
 from remat.graph_capture.graph import TrainingGraph
 from remat.rewriter import check, rewrite
@@ -194,7 +189,7 @@ def test_fake_cuda_tensors_are_refused_before_autograd_sees_them() -> None:
 
 
 def test_the_table_is_plain_json_of_known_keys() -> None:
-    from remat.graph_capture.devices.device_table import TABLE
+    from remat.graph_capture.devices.table import TABLE
 
     shown = json.loads(TABLE.read_text())
     assert msgspec.to_builtins(device_table()) == shown

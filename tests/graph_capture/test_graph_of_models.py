@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from remat.graph_capture import TrainingGraph, capture, trace
-from remat.graph_capture.derived.eager import as_eager
+from remat.graph_capture.eager_step import as_eager
 from remat.rewriter import check, rewrite
 from remat.schedules.simulate import simulate
 from tests.models import BATCH, MODELS, WIDTH, make

@@ -13,11 +13,17 @@ import msgspec
 import pytest
 import torch
 
-from remat.graph_capture.devices import cuda_links, file_links
-from remat.graph_capture.devices.cuda_links import pinned_pair
-from remat.graph_capture.devices.device_table import device_table
+from remat.graph_capture.devices import cuda as cuda_links
+from remat.graph_capture.devices import file_links
+from remat.graph_capture.devices.cuda import pinned_pair
 from remat.graph_capture.devices.file_links import FileMeter, file_pair
-from remat.graph_capture.devices.link_speeds import (
+from remat.graph_capture.devices.memory import AUTO_SHARE, LowerTiers, lower_tiers
+from remat.graph_capture.devices.table import device_table
+from remat.graph_capture.errors import BudgetError, FileError, ProfileError, TierError
+from remat.graph_capture.graph import Links
+from remat.graph_capture.prices import measuring as link_prices
+from remat.graph_capture.prices.cache import PriceCache
+from remat.graph_capture.prices.link_speeds import (
     PINNED,
     PLANNED_SHARE,
     LinkPair,
@@ -27,15 +33,9 @@ from remat.graph_capture.devices.link_speeds import (
     fitted,
     speed_of,
 )
-from remat.graph_capture.devices.lower_tiers import AUTO_SHARE, LowerTiers, lower_tiers
-from remat.graph_capture.errors import BudgetError, FileError, ProfileError, TierError
-from remat.graph_capture.links import Links
-from remat.graph_capture.prices import link_prices
-from remat.graph_capture.prices.link_prices import links_below, relinked
-from remat.graph_capture.prices.price_cache import PriceCache
+from remat.graph_capture.prices.measuring import links_below, relinked
 from remat.graph_capture.prices.profile import Profile
-from remat.graph_capture.unnamed_files.files import Folder
-from remat.graph_capture.unnamed_files.host_folder import host_folder, require_writable
+from remat.graph_capture.spill_files import Folder, host_folder, require_writable
 from tests.copying import copying_chain
 from tests.fake_cuda import TITLE, FakeCuda, cuda
 from tests.fixed_prices import CLOCKED, LINK, patched
@@ -110,7 +110,7 @@ def test_what_is_asked_of_a_cpu_is_free_where_its_files_are(
 def test_what_is_asked_of_a_cuda_device_is_free_memory(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from remat.graph_capture.devices import lower_tiers as module
+    from remat.graph_capture.devices import memory as module
 
     monkeypatch.setattr(module, "free_bytes", lambda _: 100)
     assert lower_tiers("auto", None, "cuda:0") == LowerTiers(90)

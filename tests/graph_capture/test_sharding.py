@@ -8,8 +8,8 @@ import pytest
 
 import remat
 from remat.budgets import unmodified
-from remat.graph_capture.derived.communication import COPY_IN, GATHER, REDUCE, RESHARD, UNSHARD
-from remat.graph_capture.derived.sharding import UNTIMED, Sharding, element_bytes
+from remat.graph_capture.distributed.sharded_step import COPY_IN, GATHER, REDUCE, RESHARD, UNSHARD
+from remat.graph_capture.distributed.sharding import UNTIMED, Sharding, element_bytes
 from remat.graph_capture.errors import CaptureError, DeviceError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.tracing.trace import trace

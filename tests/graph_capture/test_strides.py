@@ -15,8 +15,8 @@ from torch.nn import functional
 import remat
 from remat.graph_capture import capture
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.tracing import true_strides
-from remat.graph_capture.tracing.true_strides import RULES, fake_with_true_strides
+from remat.graph_capture.tracing import fake_tensors as true_strides
+from remat.graph_capture.tracing.fake_tensors import RULES, fake_with_true_strides
 from remat.schedules.plan import Prediction
 
 aten = torch.ops.aten

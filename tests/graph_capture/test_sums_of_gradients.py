@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from remat.budgets import unmodified
 from remat.graph_capture import capture
 from remat.graph_capture.graph import WRITES_FIRST, TrainingGraph
-from remat.graph_capture.in_place.sums import WRITES
+from remat.graph_capture.joint.in_place_writes import WRITES
 from remat.rewriter import check, rewrite
 from remat.schedules.simulate import simulate
 from tests.steps import schedule_of

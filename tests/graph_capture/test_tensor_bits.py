@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from remat.graph_capture.joint.tensor_bits import bits_of
+from remat.graph_capture.joint.nodes import bits_of
 from remat.rewriter.checking.outcomes import same
 
 TENSORS = {

@@ -7,7 +7,7 @@ import msgspec
 from remat.graph_capture import trace
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.joint.build import TANGENTS
-from remat.graph_capture.tracing.one_trace import Trace
+from remat.graph_capture.tracing.trace import Trace
 from tests.models import make
 
 

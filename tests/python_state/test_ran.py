@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from remat.graph_capture.errors import StateChangedError
-from remat.graph_capture.python_state import reachable
-from remat.graph_capture.python_state.ran import CodeThatRan
+from remat.graph_capture.python_state import walk as reachable
+from remat.graph_capture.python_state.executed_code import CodeThatRan
 from remat.graph_capture.python_state.watch import PythonState
 from remat.graph_capture.tracing.trace import trace
 from tests.python_state.kinds import KINDS

@@ -10,10 +10,15 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from remat.graph_capture.python_state import watched_dicts
-from remat.graph_capture.python_state.compiled_test import ObjectNames
-from remat.graph_capture.python_state.guard_tree import same_facts, unwritten, versions_tell
-from remat.graph_capture.python_state.watched_dicts import CALLS_A_TREE, WatchedDicts
+from remat.graph_capture.python_state import watch as watched_dicts
+from remat.graph_capture.python_state.watch import (
+    CALLS_A_TREE,
+    ObjectNames,
+    WatchedDicts,
+    same_facts,
+    unwritten,
+    versions_tell,
+)
 
 Dicts = list[dict[str, Any]]
 

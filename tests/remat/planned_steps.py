@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import remat
 from remat import several_shapes
-from remat.graph_capture.memory_events import RegionMemory, measure_regions
+from remat.graph_capture.devices.memory_events import RegionMemory, measure_regions
 from remat.graph_capture.tracing.resident import storage_bytes
 from remat.rewriter.arena.step_memory import StepMemory
 

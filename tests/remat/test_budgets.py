@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from remat.budgets import Budget, auto_bytes, parse_budget
-from remat.graph_capture.devices.free_memory import free_bytes
+from remat.graph_capture.devices.memory import free_bytes
 from remat.graph_capture.errors import BudgetError
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from remat.checks import failures
-from remat.differences import cause_text
+from remat.checks import cause_text, failures
 from remat.graph_capture.errors import RewriteError
 from remat.rewriter.checking import check as checking
-from remat.rewriter.inductor import compiler, decomposed
+from remat.rewriter.inductor import compiler
+from remat.rewriter.inductor import compiler as decomposed
 
 WIDTH = 8
 

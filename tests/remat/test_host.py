@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from remat.graph_capture.devices.link_speeds import PLANNED_SHARE
 from remat.graph_capture.errors import (
     BudgetError,
     CaptureError,
@@ -19,6 +18,7 @@ from remat.graph_capture.errors import (
     RewriteError,
     SolverError,
 )
+from remat.graph_capture.prices.link_speeds import PLANNED_SHARE
 from tests.fixed_prices import LINK
 
 GIB = 1 << 30

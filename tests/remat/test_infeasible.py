@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from remat.infeasible import infeasible_text
+from remat.solved import infeasible_text
 from remat.solver import Result, make_solver, solve
 from remat.solver.result import naming_the_limit
 from tests.rows import rows

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
 import remat
 from remat.budgets import unmodified
 from remat.graph_capture import Trace, price, trace
-from remat.graph_capture.derived.own_checkpoints import CPU_STATE_BYTES
+from remat.graph_capture.eager_step import CPU_STATE_BYTES
 from remat.graph_capture.graph import TrainingGraph
 from remat.rewriter import check, rewrite
 from remat.solver import solve

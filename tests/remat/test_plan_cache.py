@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import remat
 from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError, SolverError
-from remat.graph_capture.unnamed_files.files import HOST_FOLDER
+from remat.graph_capture.spill_files import HOST_FOLDER
 from remat.schedules.schedule import Schedule
 from remat.several_shapes import PlanCache, plans_of
 from tests.behaviours.trainee import read_again

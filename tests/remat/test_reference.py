@@ -19,10 +19,10 @@ from torch import Tensor, nn
 import remat
 from remat import checks
 from remat.budgets import saved_elsewhere, unmodified
-from remat.graph_capture.devices.cpu_meter import CpuMeter
+from remat.graph_capture.devices.cpu import CpuMeter
+from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.devices.meter import Run, StepMemory
 from remat.graph_capture.errors import RewriteError
-from remat.graph_capture.memory_events import measure_peak
 from remat.graph_capture.prices import step_time
 from remat.graph_capture.prices.step_time import LEFT_OUT
 from remat.reference import Reference

@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import remat
 from examples.gpt import GPT, Sizes
+from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.errors import CaptureError, PlanError, RewriteError
-from remat.graph_capture.memory_events import measure_peak
 from remat.schedules.simulate import simulate
 from tests.limits import AMPLE_S
 from tests.models import make

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import remat
+from remat.graph_capture.devices.memory_events import measure_peak, measure_regions
 from remat.graph_capture.errors import RewriteError, ScheduleError
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.memory_events import measure_peak, measure_regions
 from remat.schedules.kept_in_forward import kept_occurrences, live_after_forward
 from remat.schedules.schedule import Schedule
 from tests.models import MODELS, make

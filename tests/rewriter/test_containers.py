@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import remat
 from remat.graph_capture.errors import CaptureError, SignatureError
-from remat.graph_capture.tracing.paths import leaves_with_paths
+from remat.graph_capture.tracing.signature import leaves_with_paths
 
 
 @dataclasses.dataclass

@@ -20,7 +20,7 @@ from remat.graph_capture.errors import (
     StateChangedError,
 )
 from remat.rewriter.user_module.ranged import RangedModule
-from remat.schedules.over_range import carried
+from remat.schedules.family import carried
 from tests.beside_eager import most_live_bytes, same_bits
 from tests.sized_models import SIZED, Sized, gpt
 

@@ -16,10 +16,9 @@ from remat.rewriter.user_module.module import RematModule
 from remat.schedules.schedule import Compute, Schedule
 from remat.schedules.simulate import simulate
 from remat.solver import solve
-from remat.solver.ordering import Order, for_graph, is_allowed, predecessors, reordered
 from remat.solver.orders.reorder import lowest_order
-from remat.solver.problem import Problem
-from remat.solver.sequence import schedule_of
+from remat.solver.problem import Order, Problem, for_graph, is_allowed, predecessors, reordered
+from remat.solver.state import schedule_of
 from tests.limits import AMPLE_S
 from tests.models import make
 from tests.rows import each_nth

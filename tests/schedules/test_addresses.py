@@ -14,9 +14,8 @@ import remat
 from remat.formats import bytes_text
 from remat.graph_capture.errors import LayoutError
 from remat.questions.report import page_facts, report
-from remat.schedules.buffers import Buffers, buffers_of
-from remat.schedules.layout import Layout
-from remat.schedules.report.arena import HEIGHT, WIDTH, arena_picture
+from remat.schedules.layout import Buffers, Layout, buffers_of
+from remat.schedules.report.svg import HEIGHT, WIDTH, arena_picture
 from remat.schedules.views.addresses import MOST_BOXES, MOST_MERGED, ROWS, Addresses, addresses
 from remat.solver import solve
 from tests.schedules.conftest import Planned

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from remat.graph_capture.errors import LayoutError, ScheduleError
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
-from remat.schedules.buffers import BufferKind, Buffers, buffers_of
+from remat.schedules.layout import BufferKind, Buffers, buffers_of
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule
 from remat.schedules.simulate import simulate
 from remat.solver import solve

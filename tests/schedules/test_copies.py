@@ -8,7 +8,7 @@ from typing import Any
 from remat.questions.report import page_facts, report
 from remat.schedules.exports.chrome_trace import LINK_LANES, chrome_trace, trace_file
 from remat.schedules.exports.memory_snapshot import memory_snapshot
-from remat.schedules.report.copies import LANE, WIDTH, copies_picture
+from remat.schedules.report.svg import COPIES_WIDTH, LANE, copies_picture
 from remat.schedules.simulate import simulate
 from remat.solver import solve
 from tests.copying import copying_chain, copying_result, copying_schedule
@@ -72,10 +72,13 @@ def test_the_page_has_lanes_waits_and_a_band() -> None:
     ]  # fmt: skip
     down, _, waits = picture.lanes
     (bar,) = down.bars
-    assert (bar.x, bar.width) == (round(WIDTH * 5 / 44), round(WIDTH * 15 / 44) - bar.x)
+    assert (bar.x, bar.width) == (
+        round(COPIES_WIDTH * 5 / 44),
+        round(COPIES_WIDTH * 15 / 44) - bar.x,
+    )
     assert bar.title == "a, 0.1 KiB in 10.0 us"
     (wait,) = waits.bars
-    assert (wait.x, wait.title) == (round(WIDTH * 34 / 44), "9.0 us for a")
+    assert (wait.x, wait.title) == (round(COPIES_WIDTH * 34 / 44), "9.0 us for a")
     (band,) = picture.bands
     assert (band.name, band.most) == ("on the host", "0.1 KiB")
     assert band.y > waits.y + LANE

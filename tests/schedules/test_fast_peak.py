@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 import remat
-from remat.graph_capture.shapes.bytes_over import BytesOver
-from remat.graph_capture.shapes.ranges import Symbol, points
-from remat.schedules.fast_peak import FastPeak
-from remat.schedules.over_range import carried
+from remat.graph_capture.sizes.ranged_graph import BytesOver
+from remat.graph_capture.sizes.symbols import Symbol, points
+from remat.schedules.family import FastPeak, carried
 from tests.ranged_graphs import chain
 
 

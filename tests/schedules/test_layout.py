@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remat.graph_capture.errors import LayoutError
-from remat.schedules.buffers import Buffers
-from remat.schedules.layout import Layout, alignment_on, check_layout
+from remat.schedules.layout import Buffers, Layout, alignment_on, check_layout
 
 BUFFERS = Buffers.of_arrays([4, 8, 4, 6], [0, 0, 2, 3], [2, 4, 4, 5])
 """Two live from the start; the third takes the room of the first, the fourth is on its own at 4."""

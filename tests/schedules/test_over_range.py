@@ -10,9 +10,9 @@ import pytest
 import remat
 from remat.graph_capture.errors import ScheduleError, SolverError
 from remat.graph_capture.graph import Op, TrainingGraph, Value
-from remat.graph_capture.shapes.ranged_graph import Extent, RangedGraph
-from remat.graph_capture.shapes.ranges import Symbol, points
-from remat.schedules.over_range import carried, peak_over
+from remat.graph_capture.sizes.ranged_graph import Extent, RangedGraph
+from remat.graph_capture.sizes.symbols import Symbol, points
+from remat.schedules.family import carried, peak_over
 from remat.schedules.schedule import Compute, Free, Schedule
 
 

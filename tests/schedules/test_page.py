@@ -17,8 +17,7 @@ from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import TrainingGraph
 from remat.questions.report import page_facts, report
 from remat.questions.sweep import sweep
-from remat.schedules.report.data import page_data
-from remat.schedules.report.page import script_safe
+from remat.schedules.report.page import page_data, script_safe
 from remat.schedules.simulate import simulate
 from remat.schedules.views.timeline import timeline
 from remat.solver import Result, solve

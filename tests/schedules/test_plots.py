@@ -13,7 +13,7 @@ import pytest
 from remat.graph_capture.errors import GraphError, LayoutError
 from remat.placed import place
 from remat.questions.sweep import sweep
-from remat.schedules.buffers import buffers_of
+from remat.schedules.layout import buffers_of
 from remat.schedules.plots import (
     draw_convergence,
     draw_front,

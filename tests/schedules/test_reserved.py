@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
-from remat.schedules.allocator.settings import MIB, AllocatorSettings
-from remat.schedules.buffers import Buffers, buffers_of
+from remat.schedules.caching_allocator import MIB, AllocatorSettings
+from remat.schedules.layout import Buffers, buffers_of
 from remat.schedules.reserved import DEFAULT, EXPANDABLE, reserved_of, retries_within, taken_for
 from remat.schedules.schedule import Compute, Free, Schedule
 from remat.schedules.simulate import simulate

@@ -10,10 +10,15 @@ from hypothesis import strategies as st
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.schedule import Compute, Fetch
 from remat.schedules.simulate import simulate
-from remat.schedules.views.live_bands import live_bands
-from remat.schedules.views.module_groups import MANY, layer_of, place_of, rows_of_ops
 from remat.schedules.views.ribbon import Span, ribbon
-from remat.schedules.views.timeline import timeline
+from remat.schedules.views.timeline import (
+    MANY,
+    layer_of,
+    live_bands,
+    place_of,
+    rows_of_ops,
+    timeline,
+)
 from remat.solver import solve
 from tests.links import with_links
 from tests.schedules.conftest import Planned

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 
 from remat.graph_capture.graph import UPDATE, Op, Resident, TrainingGraph, Value
-from remat.schedules.buffers import buffers_of
-from remat.schedules.schedule import Compute, Free, Schedule
+from remat.schedules.layout import buffers_of
+from remat.schedules.schedule import Compute, Free, Schedule, update_workspaces
 from remat.schedules.simulate import simulate
-from remat.schedules.update_workspaces import update_workspaces
 from remat.solver import solve
-from remat.solver.levers.late_order import without_rule
+from remat.solver.reductions.updates import without_rule
 
 
 def step(gradients_bytes: int = 90) -> TrainingGraph:

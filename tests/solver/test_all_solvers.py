@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Compute, Schedule
 from remat.solver import Result, option_names, solve
-from remat.solver.budgets.spread import spread
-from remat.solver.budgets.sweep import sweep
+from remat.solver.budgets.sweep import spread, sweep
 from remat.solver.problem import Problem
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S

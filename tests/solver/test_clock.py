@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from remat.solver.clock import Clock
+from remat.solver.search import Clock
 
 
 def test_what_has_passed_is_no_longer_left() -> None:

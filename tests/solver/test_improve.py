@@ -10,9 +10,9 @@ import pytest
 
 from remat.graph_capture.errors import SolverError
 from remat.solver import Progress, make_solver, solve
+from remat.solver.auto import Improvement
 from remat.solver.bounds.windows import Windows
 from remat.solver.cuts.cut import begin
-from remat.solver.improve import Improvement
 from remat.solver.search import Search
 from remat.solver.store_all import store_all_state
 from tests.limits import AMPLE_S

@@ -12,12 +12,9 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.questions import compare as comparing
 from remat.solver import solve
 from remat.solver.budgets import sweep as sweeping
-from remat.solver.budgets.sweep import sweep
-from remat.solver.budgets.worth import least_peak
-from remat.solver.clock import Clock
-from remat.solver.interrupts import is_interrupted, note_interrupt, one_job
+from remat.solver.budgets.sweep import least_peak, sweep
 from remat.solver.result import INTERRUPTED
-from remat.solver.search import Progress
+from remat.solver.search import Clock, Progress, is_interrupted, note_interrupt, one_job
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
 from tests.solver.graphs.random_graphs import gpt_like

@@ -6,7 +6,7 @@ import pickle
 
 import msgspec
 
-from remat.graph_capture.derived.kept_with import PREFIX, kept_with
+from remat.graph_capture.graph import PREFIX, kept_with
 from remat.solver import solve
 from remat.solver.problem import Problem
 from tests.solver.graphs.traced_gpt import traced_gpt

@@ -15,7 +15,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
 from remat.solver import solve
 from remat.solver.backends import mip
-from remat.solver.backends.apart import OverdueError
+from remat.solver.backends.processes import OverdueError
 from remat.solver.search import MANY_OPS, Search
 from remat.solver.store_all import store_all_state
 from tests.graphs import peak_bytes_of

@@ -12,10 +12,8 @@ from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.schedule import Compute, Schedule
 from remat.schedules.simulate import simulate
 from remat.solver import solve
-from remat.solver.ordering import is_allowed, predecessors, reordered
-from remat.solver.problem import Problem
-from remat.solver.sequence import recomputed_by_stage, schedule_of
-from remat.solver.state import State
+from remat.solver.problem import Problem, is_allowed, predecessors, reordered
+from remat.solver.state import State, recomputed_by_stage, schedule_of
 from tests.solver.graphs.captured_order import keeps_order
 from tests.solver.graphs.random_graphs import training_graphs
 

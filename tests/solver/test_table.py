@@ -16,9 +16,8 @@ from remat.compile.options import CompileOptions
 from remat.graph_capture.errors import SolverError
 from remat.job.request import Request
 from remat.solver import TABLE, make_solver, solve, solver_class
-from remat.solver.options import NO_OPTIONS
 from remat.solver.stopping import DEFAULT_GAP
-from remat.solver.table import NEEDS_LINKS
+from remat.solver.table import NEEDS_LINKS, NO_OPTIONS
 from tests.links import with_links
 from tests.solver.graphs.random_graphs import chain
 

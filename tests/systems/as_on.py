@@ -138,7 +138,7 @@ def main() -> None:
     if system != "linux":
         become(system)
     from remat.cli.main import main as run_verb
-    from remat.graph_capture.devices import free_memory
+    from remat.graph_capture.devices import memory as free_memory
     from tests.fixed_prices import REPLACED, patched
 
     free_memory.VM_STAT = ("printf", VM_STAT)

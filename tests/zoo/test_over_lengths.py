@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import remat
-from remat.schedules.over_range import carried
+from remat.schedules.family import carried
 from tests.zoo.case import Case
 from tests.zoo.catalogue import ZOO
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from remat.cluster.plan_file import ClusterFile, read_cluster_plan, require_world
 from remat.graph_capture.errors import PlanError
-from remat.graph_capture.files.contents import read_contents
-from remat.schedules.pipeline.cluster_plan import ClusterFile, read_cluster_plan, require_world
+from remat.graph_capture.files import read_contents
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

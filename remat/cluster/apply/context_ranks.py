@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,27 +11,230 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from remat.cluster.apply.by_token import (
-    ChangedPlaces,
-    is_by_token,
-    require_block_by_token,
-    require_loss_by_token,
-)
 from remat.cluster.apply.cluster_mesh import CP
-from remat.graph_capture.cluster.heads_over_ranks import WAY_OUT, HeadsOverRanks
-from remat.graph_capture.cluster.on_rank import SEQUENCE
-from remat.graph_capture.errors import CaptureError, PlanError
-from remat.graph_capture.tracing.step_module import apply_loss
-from remat.rewriter.stages.border import Arrival, Before, Behind, arrival_of
-from remat.rewriter.stages.sequence_part import (
+from remat.cluster.capture.rank_graph import SEQUENCE
+from remat.cluster.capture.watching import (
+    HEADS,
+    TOKENS,
+    WAY_OUT,
+    AttentionMode,
+    HeadsOverRanks,
+    require_shared,
+)
+from remat.cluster.model_part import (
+    Arrival,
+    Before,
+    Behind,
     PartOfBefore,
     SequencePart,
+    arrival_of,
     cut_dimension,
 )
-from remat.rewriter.user_module.block_shells import shell_with
+from remat.graph_capture.errors import CaptureError, PlanError
+from remat.graph_capture.tracing.step_module import apply_loss
+from remat.rewriter.user_module.own_forward import shell_with
 
 if TYPE_CHECKING:
     from remat.cluster.apply.asked import Applied
+
+
+# Whether what runs outside of attention treats each token by itself, wherever it stands.
+#
+# Context parallel ranks run it on their own tokens, which begin in the middle of a sequence. That
+# is the same only if a token's result depends neither on other tokens nor on its place. Two
+# experiments with drawn numbers show it: half of the tokens are drawn anew, and all of them change
+# places. Attention is left out of them: in its place each token has a result of its own query, key
+# and value.
+
+
+Parts = list[tuple[Tensor, int]]
+"""Tensors that were made, each with the dimension that counts tokens."""
+
+
+@dataclass
+class _OwnAttention(AttentionMode):
+    """In the place of attention; keeps queries and keys, in which positions show most."""
+
+    ranks: int
+    seen: Parts = field(default_factory=list[tuple[Tensor, int]])
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
+        """A number for each token, of its own query, key and value."""
+        require_shared(query, key, given.get("attn_mask"), self.ranks)
+        self.seen += [(query, TOKENS), (key, TOKENS)]
+        copies = query.shape[HEADS] // key.shape[HEADS]
+        key, value = (t.repeat_interleave(copies, HEADS) for t in (key, value))
+        return value * (1 + query.mean(-1, keepdim=True) + key.mean(-1, keepdim=True))
+
+
+@dataclass(frozen=True)
+class ChangedPlaces:
+    """Another order of a rank's tokens: each of its parts is turned by half.
+
+    Tensor parallel ranks may share the tokens of a border, and have all of them elsewhere.
+
+    Attributes
+    ----------
+    own : tokens of the border on this rank.
+    """
+
+    own: int
+
+    def of(self, tensor: Tensor, dim: int) -> Tensor:
+        """The tensor in that order, along a dimension that counts tokens."""
+        if tensor.shape[dim] <= 1:
+            return tensor
+        parts = tensor.unflatten(dim, (-1, self.own))
+        return parts.roll(max(self.own // 2, 1), dim + 1).flatten(dim, dim + 1)
+
+    def half_kept(self, batch: Tensor) -> Tensor:
+        """The second half of each part of a batch's tokens turned round."""
+        parts, middle = batch.unflatten(SEQUENCE, (-1, self.own)), self.own // 2
+        changed = parts[:, :, middle:].flip(SEQUENCE + 1)
+        whole = torch.cat([parts[:, :, :middle], changed], SEQUENCE + 1)
+        return whole.flatten(SEQUENCE, SEQUENCE + 1)
+
+
+def require_block_by_token(
+    path: str, block: nn.Module, given: Arrival, cut: Mapping[int, int], ranks: int
+) -> None:
+    """Raise `CaptureError` for a block that context parallel ranks cannot run on their own tokens.
+
+    Parameters
+    ----------
+    given : to the block, for the rank's tokens. cut : dimensions that count tokens, by the id of an
+        argument.
+    """
+    border = drawn(given.border, 1)
+    places = ChangedPlaces(border.shape[SEQUENCE])
+
+    def run(x: Tensor, *, turned: bool = False) -> Parts:
+        def other(leaf: Any) -> Any:
+            return places.of(leaf, cut[id(leaf)]) if turned and id(leaf) in cut else leaf
+
+        args, kwargs = pytree.tree_map(other, (given.args_, given.kwargs))
+        attention = _OwnAttention(ranks)
+        with torch.no_grad(), attention:
+            result = block(x, *args, **kwargs)
+        return [*attention.seen, (result, SEQUENCE)]
+
+    with _evaluating(block):
+        why = _why_not_by_token(run, border, places)
+    if why:
+        raise CaptureError(
+            f"block {path} {why}, and context parallel ranks run it on their own tokens: "
+            "give it positions as an argument, one for each token that it reads, and let "
+            f"torch.nn.functional.scaled_dot_product_attention alone mix tokens; or {WAY_OUT}"
+        )
+
+
+def require_loss_by_token(
+    loss_of: Callable[[Tensor, Any], Tensor], border: Tensor, target: Any,
+    has_tokens: Callable[[object], bool],
+) -> None:  # fmt: skip
+    """Raise `CaptureError` for a loss that is no mean over tokens, each with its own target.
+
+    Parameters
+    ----------
+    loss_of : of a border and the target of the rank's tokens. has_tokens : whether a tensor of the
+        target is of [batch, tokens, ...].
+    """
+    border = drawn(border, 1)
+    places = ChangedPlaces(border.shape[SEQUENCE])
+
+    def run(x: Tensor, *, turned: bool = False) -> Parts:
+        def other(leaf: Any) -> Any:
+            return places.of(leaf, SEQUENCE) if turned and has_tokens(leaf) else leaf
+
+        x = x.detach().requires_grad_()
+        loss = loss_of(x, pytree.tree_map(other, target))
+        return [(torch.autograd.grad(loss, x)[0], SEQUENCE)]
+
+    why = _why_not_by_token(run, border, places)
+    if why:
+        raise CaptureError(
+            f"the loss {why}, and context parallel ranks compute it of their own tokens: let it be "
+            "a mean over tokens, each with a target of its own that was shifted before; or "
+            f"{WAY_OUT}"
+        )
+
+
+def is_by_token(
+    model: nn.Module, border_of: Callable[[Any], Tensor], args: Any,
+    has_tokens: Callable[[object], bool], places: ChangedPlaces,
+) -> bool:  # fmt: skip
+    """Whether what runs before the blocks treats each token by itself.
+
+    Parameters
+    ----------
+    args : the rank's tokens of a batch.
+    """
+
+    def run(batch: Any) -> Tensor:
+        with torch.no_grad():
+            return border_of(batch)
+
+    def changed(change: Callable[[Tensor], Tensor]) -> Any:
+        return pytree.tree_map(lambda leaf: change(leaf) if has_tokens(leaf) else leaf, args)
+
+    with _evaluating(model):
+        usual = run(args)
+        turned = run(changed(lambda t: places.of(t, SEQUENCE)))
+        other = run(changed(places.half_kept))
+    kept = slice(0, places.own // 2)
+    return _alike(places.of(usual, SEQUENCE), turned) and _alike(usual[:, kept], other[:, kept])
+
+
+def drawn(like: Tensor, seed: int) -> Tensor:
+    """Numbers in the shape of a border, drawn apart from the user's."""
+    stream = torch.Generator().manual_seed(seed)
+    made = torch.randn(like.shape, generator=stream)
+    return made.to(device=like.device, dtype=like.dtype)
+
+
+def _why_not_by_token(run: Callable[..., Parts], x: Tensor, places: ChangedPlaces) -> str:
+    usual = run(x)
+    middle = x.shape[SEQUENCE] // 2
+    for own in (slice(0, middle), slice(middle, None)):
+        other = drawn(x, 2)
+        other[:, own] = x[:, own]
+        for (a, dim), (b, _) in zip(usual, run(other), strict=True):
+            a, b = (_of_tokens(t, dim, places.own, own) for t in (a, b))
+            if not _alike(a, b):
+                return "mixes tokens outside of attention"
+    turned = run(places.of(x, SEQUENCE), turned=True)
+    for (a, dim), (b, _) in zip(usual, turned, strict=True):
+        if not _alike(places.of(a, dim), b):
+            return "depends on where a token stands"
+    return ""
+
+
+def _of_tokens(tensor: Tensor, dim: int, own: int, kept: slice) -> Tensor:
+    """What belongs to some tokens of each part."""
+    return tensor.unflatten(dim, (-1, own)).transpose(0, dim + 1)[kept]
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    """Equal but for rounding: a product's rows may be summed in another order elsewhere."""
+    eps, size = torch.finfo(a.dtype).eps, a.float().abs()
+    room = 2 * eps * size + max(eps / 8, 1e-5) * size.max()
+    return bool(((a.float() - b.float()).abs() <= room).all())
+
+
+@contextlib.contextmanager
+def _evaluating(block: nn.Module) -> Generator[None]:
+    """Without dropout, whose draws differ from call to call."""
+    trained = [module for module in block.modules() if module.training]
+    for module in trained:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in trained:
+            module.training = True
 
 
 @dataclass(frozen=True)
@@ -56,7 +260,7 @@ class FirstCall:
         return 1
 
 
-def part_of(asked: Applied) -> SequencePart:
+def tokens_of_rank(asked: Applied) -> SequencePart:
     """The tokens that this rank has."""
     ranks = asked.mesh[CP]
     return SequencePart(asked.plan.seq, ranks.get_local_rank(), ranks.size())
@@ -69,7 +273,7 @@ def with_own_loss(asked: Applied) -> Applied:
     ------
     PlanError : the target, or the batch, is not of whole sequences.
     """
-    part = part_of(asked)
+    part = tokens_of_rank(asked)
     for what, given in (("the microbatch in args", asked.args), ("target", asked.target)):
         leaves = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
         wrong = next((leaf for leaf in leaves if not part.counts_tokens(leaf)), None)

@@ -12,15 +12,22 @@ from remat.cluster.apply.asked import Applied
 from remat.cluster.apply.context_ranks import (
     FirstCall,
     first_call,
-    part_of,
     require_own_loss,
+    tokens_of_rank,
 )
 from remat.cluster.apply.whole_chain import WholeChain
+from remat.cluster.model_part import (
+    Arrival,
+    Before,
+    Behind,
+    ModelPart,
+    StageRun,
+    arrival_of,
+    model_part,
+)
+from remat.cluster.plan_file import ClusterFile
+from remat.graph_capture.distributed.dtensors import local_part
 from remat.graph_capture.errors import CaptureError, PlanError
-from remat.graph_capture.over_ranks.dtensors import local_part
-from remat.rewriter.stages.border import Arrival, Before, Behind, arrival_of
-from remat.rewriter.stages.model_part import ModelPart, StageRun, model_part
-from remat.schedules.pipeline.cluster_plan import ClusterFile
 
 
 class Cutter:
@@ -28,7 +35,7 @@ class Cutter:
 
     def __init__(self, chain: WholeChain, asked: Applied, args: tuple[Any, ...]) -> None:
         self.chain, self.asked, self.args = chain, asked, args
-        self.tokens = part_of(asked)
+        self.tokens = tokens_of_rank(asked)
         blocks = list(chain.blocks.values())
         self.before: Callable[..., Arrival] = Before(chain.model, blocks[0])
         own = self.tokens.of(args) if asked.shares_tokens else args

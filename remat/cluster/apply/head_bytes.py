@@ -2,19 +2,68 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from remat.cluster.apply.block_bytes import BlockBytes
-from remat.cluster.apply.stage_blocks import figures_of, with_own_sizes
-from remat.graph_capture.cluster.rank_graph import border_value, planned_graph
-from remat.graph_capture.derived.eager import as_eager
+from remat.cluster.apply.asked import (
+    Applied,
+    require_split,
+    shard_over_data_ranks,
+    split_over_tensor_ranks,
+)
+from remat.cluster.apply.cluster_mesh import TP
+from remat.cluster.apply.context_ranks import FirstCall, blocks_over_ranks, with_own_loss
+from remat.cluster.apply.cutting import Cutter
+from remat.cluster.apply.stage_blocks import (
+    StageBlocks,
+    choose,
+    figures_of,
+    traced_blocks,
+    with_own_sizes,
+)
+from remat.cluster.apply.whole_chain import WholeChain, materialize_modules, values_digest
+from remat.cluster.capture.rank_graph import border_value, planned_graph
+from remat.cluster.model_part import Arrival, Behind, ModelPart
+from remat.graph_capture.distributed.dtensors import local_part
+from remat.graph_capture.eager_step import as_eager
+from remat.graph_capture.tracing.mixed_precision import inputs_cast, parameters_cast
 from remat.graph_capture.tracing.trace import trace
-from remat.rewriter.stages.border import Arrival, Behind
+from remat.rewriter.split_backward.dependencies import SplitBytes
 from remat.solver.store_all import StoreAll
+
+# What a block, or an end of the model, takes on a rank: the units of a stage's peak.
+
+
+@dataclass(frozen=True)
+class BlockBytes:
+    """Of one block: saved for each open microbatch, needed beside that, and gradients.
+
+    Attributes
+    ----------
+    split : where gradients of weights are made apart, what the parts of backward have live.
+    unsummed : gradients of one microbatch that wait for the end of its backward, beside the sum of
+        those before it.
+    """
+
+    saved: int
+    need: int
+    gradients: int
+    split: SplitBytes | None = None
+    unsummed: int = 0
+
+    @property
+    def held(self) -> int:
+        """What one microbatch holds until the gradients of weights."""
+        return 0 if self.split is None else self.split.held
+
+
+NO_BYTES = BlockBytes(0, 0, 0)
+BEFORE = "before the blocks"
 
 
 class _Head(nn.Module):
@@ -43,3 +92,133 @@ def head_bytes(
     gradients = sum(value.size_bytes for value in graph.values if value.kind == "gradient")
     own = sum(p.numel() * p.element_size() for p in head.parameters() if p.requires_grad)
     return BlockBytes(found.saved_bytes, found.need_bytes, min(own, gradients))
+
+
+# The stages of this rank, with blocks that follow their place's schedule.
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Of this rank's modules.
+
+    Attributes
+    ----------
+    gradients : whole, by block, and before the blocks. behind : of what follows the blocks.
+    gathered : of the parameters that `fully_shard` gathers; 0 where they are whole anyway.
+    arriving : of the border, before it is cut to the rank's tokens.
+    """
+
+    gradients: dict[str, int]
+    behind: BlockBytes
+    gathered: int
+    arriving: int
+
+
+@dataclass(frozen=True)
+class RankParts:
+    """The stages of this rank.
+
+    Attributes
+    ----------
+    chosen : the blocks of all of them. given : to the first block. args : a microbatch.
+    values : a digest of the weights, before they were split.
+    """
+
+    asked: Applied
+    modules: tuple[ModelPart, ...]
+    chosen: StageBlocks
+    given: Arrival
+    args: tuple[Any, ...]
+    bytes: RankBytes
+    values: str
+
+    @property
+    def digest(self) -> str:
+        """The same on ranks whose blocks follow the same schedules."""
+        steps = [f"{path} {one.steps}" for path, one in self.chosen.schedules.items()]
+        return hashlib.sha256("\n".join(steps).encode()).hexdigest()
+
+    @property
+    def overhead(self) -> dict[str, float]:
+        """Recomputation over the work of each block, by path."""
+        chosen = self.chosen
+        times = {path: one.graph.time_us for path, one in chosen.traced.items()}
+        return {path: chosen.options[path].extra_us / time for path, time in times.items()}
+
+    @property
+    def checks(self) -> tuple[str, ...]:
+        """What was compared, in words."""
+        schedules = {one.steps for one in self.chosen.schedules.values()}
+        return (
+            "plan and model are the same on all ranks",
+            f"{len(schedules)} distinct schedules of {len(self.chosen.traced)} blocks have eager's "
+            "bits",
+        )
+
+    def shard(self) -> None:
+        """Wrap modules by `fully_shard`, if the plan or the policy asks for it."""
+        asked = self.asked
+        for part in self.modules if asked.is_sharded else ():
+            blocks = part._remat_run.blocks
+            shard_over_data_ranks(part, blocks, asked.plan, asked.mesh, asked.mp_policy)
+
+
+def rank_parts(chain: WholeChain, asked: Applied, *, eager: bool = False) -> RankParts:
+    """The stages of this rank, each block rewritten.
+
+    Parameters
+    ----------
+    eager : leave blocks as they are, to compare with.
+
+    Raises
+    ------
+    PlanError, CaptureError, RewriteError : as of `remat.parallelize`.
+    """
+    asked = with_own_loss(asked) if asked.shares_tokens else asked
+    own = {path: chain.blocks[path] for i in asked.stages for path in asked.layers[i]}
+    args, _ = inputs_cast(asked.args, {}, asked.cast)
+    ends = chain.before | (chain.behind if asked.has_last else {})
+    materialize_modules(ends | own, asked.materialize)
+    values = values_digest(ends | own)
+    cutter = Cutter(chain, asked, args)
+    ranks = asked.mesh[TP]
+    if ranks.size() > 1:
+        split_over_tensor_ranks({**chain.before, **chain.behind, **own}, ranks, asked.tp_plan)
+        require_split(own, ranks.size())
+    with parameters_cast(chain.model, asked.cast):
+        arrival = cutter.arrival()
+        given = arrival.given
+        own = blocks_over_ranks(own, arrival, asked) if asked.shares_tokens else own
+        first = next(iter(chain.blocks))
+        has_gradient = any(p.requires_grad for m in chain.before.values() for p in m.parameters())
+        chosen = traced_blocks(own, asked.plan, given, first, has_input_gradient=has_gradient)
+        choose(chosen, asked.plan, asked.rank, asked.in_flight)
+        replaced = own if eager else chosen.rewritten()
+        cutter.try_behind(given)
+        sizes = _bytes_of(chain, asked, cutter, arrival, own)
+    modules = tuple(cutter.part(i, replaced, given) for i in asked.stages)
+    return RankParts(asked, modules, chosen, given, args, sizes, values)
+
+
+def _bytes_of(
+    chain: WholeChain, asked: Applied, cutter: Cutter, call: FirstCall, own: Mapping[str, nn.Module]
+) -> RankBytes:
+    given, border = call.given, local_part(call.given.border)
+    behind = NO_BYTES
+    if asked.has_last:
+        behind = head_bytes(chain.behind, cutter.behind, given, asked.loss_fn, asked.target)
+    held = {path: _parameter_bytes({path: block}) for path, block in own.items()}
+    before = _parameter_bytes(chain.before)
+    gathered = sum(held.values()) + behind.gradients + before * (0 in asked.stages)
+    gradients = {path: size * asked.widening for path, size in (held | {BEFORE: before}).items()}
+    # `fully_shard` sums them in a wider dtype when all of a stage's backward is done.
+    unsummed = behind.gradients if asked.widening > 1 else 0
+    behind = replace(behind, gradients=behind.gradients * asked.widening, unsummed=unsummed)
+    arriving = call.times_border * border.numel() * border.element_size()
+    return RankBytes(gradients, behind, gathered * asked.is_sharded, arriving)
+
+
+def _parameter_bytes(modules: Mapping[str, nn.Module]) -> int:
+    """As they are computed with: on tensor parallel ranks of the local parts."""
+    trained = [p for m in modules.values() for p in m.parameters() if p.requires_grad]
+    return sum(local_part(p).numel() * p.element_size() for p in trained)

@@ -6,32 +6,171 @@ All that runs is torch's: `parallelize_module`, `fully_shard` and the schedules 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.pipelining.schedules import get_schedule_class
 
-from remat.cluster.apply.applicable import check_plan, plan_digest, schedule_name
-from remat.cluster.apply.asked import Applied
-from remat.cluster.apply.cluster_mesh import opened_plan
-from remat.cluster.apply.materializing import Materialize, values_digest
-from remat.cluster.apply.parts_of_rank import RankParts, rank_parts
-from remat.cluster.apply.running import runner_of
-from remat.cluster.apply.split_modules import TensorPlan
+from remat.cluster.apply.asked import Applied, TensorPlan
+from remat.cluster.apply.cluster_mesh import DIMENSIONS, PP, degrees_of, opened_plan
+from remat.cluster.apply.head_bytes import RankParts, rank_parts
+from remat.cluster.apply.running import ZERO_BUBBLE, one_stage_rings, rings_of
 from remat.cluster.apply.stage_peak import peak_of_rank
-from remat.cluster.apply.whole_chain import whole_chain
-from remat.graph_capture.errors import PlanError
-from remat.ranks.required_group import refuse_fake
+from remat.cluster.apply.whole_chain import Materialize, values_digest, whole_chain
+from remat.cluster.judged import ONE_STAGE, torch_order
+from remat.cluster.plan_file import MAKE_AGAIN, ClusterFile, require_world
+from remat.cluster.stepping import PipelineStep, PlainStep, RingStage, StepRunner, loss_itself
+from remat.graph_capture.errors import PlanError, ScheduleError
+from remat.graph_capture.tracing.fake_tensors import has_storage
+from remat.ranks.same_order import refuse_fake
 from remat.ranks.together import Together
-from remat.rewriter.stages.stepping import PipelineStep, StepRunner
-from remat.schedules.pipeline.cluster_plan import ClusterFile
+from remat.rewriter.split_backward.splitting import split_backward
+from remat.rewriter.user_module.module import SharedState
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from remat.cluster.apply.head_bytes import RankParts
+
+
+# What is looked at before a plan for a cluster is applied: versions, degrees, words.
+
+
+def check_plan(
+    plan: ClusterFile, mesh: DeviceMesh, model: nn.Module, tp_plan: TensorPlan | None,
+    schedule: str, materialize: Materialize | None,
+) -> None:  # fmt: skip
+    """Raise `PlanError` for what cannot be applied here."""
+    if plan.versions.torch != str(torch.__version__):
+        raise PlanError(
+            f"the plan is for torch {plan.versions.torch}, and this is {torch.__version__}. "
+            f"{MAKE_AGAIN}"
+        )
+    _check_mesh(plan, mesh)
+    if materialize is not None and not callable(materialize):
+        raise PlanError(
+            f"materialize is {type(materialize).__name__}: pass a function of a path and a module, "
+            "such as lambda path, module: load(path, module.to_empty(device='cuda'))"
+        )
+    _check_model(model, is_materialized=materialize is not None)
+    tp = plan.parallelism.tensor_parallel_degree
+    if tp > 1 and not tp_plan:
+        raise PlanError(
+            f"the plan is for {tp} tensor parallel ranks, and no tp_plan says which layers they "
+            "share: pass tp_plan, such as {'layers.*.up': ColwiseParallel(), ...}"
+        )
+    _check_schedule(plan, schedule)
+
+
+def schedule_name(plan: ClusterFile, schedule: str) -> str:
+    """The schedule that is run: what is asked for, or the plan's."""
+    return schedule or plan.parallelism.pipeline_parallel_schedule
+
+
+def plan_digest(plan: ClusterFile, schedule: str) -> str:
+    """The same on ranks that apply the same plan."""
+    return hashlib.sha256(plan.to_json() + schedule.encode()).hexdigest()
+
+
+def _check_mesh(plan: ClusterFile, mesh: DeviceMesh) -> None:
+    require_world(plan, mesh.size())
+    wanted = degrees_of(plan)
+    names = mesh.mesh_dim_names or ()
+    found = {name: mesh.size(i) for i, name in enumerate(names)}
+    if tuple(names) != DIMENSIONS or found != wanted:
+        raise PlanError(
+            f"the mesh is {found}, and the plan's {wanted}: make it by remat.cluster_mesh(plan)"
+        )
+
+
+def _check_model(model: nn.Module, *, is_materialized: bool) -> None:
+    if any(isinstance(module, SharedState) for module in model.modules()):
+        raise PlanError(
+            "a part of this model follows a plan already: parallelize the original model"
+        )
+    if not has_storage(model) and not is_materialized:
+        raise PlanError(
+            f"this {type(model).__name__} is on the meta device and cannot train: pass "
+            "materialize=, a function that gives a module of it storage and values, or build it "
+            "with storage on each rank, with the same seed"
+        )
+
+
+def _check_schedule(plan: ClusterFile, schedule: str) -> None:
+    pp = plan.parallelism.pipeline_parallel_degree
+    if pp == 1:
+        return
+    if plan.microbatches < pp:
+        raise PlanError(
+            f"{plan.microbatches} microbatches are fewer than {pp} stages, which then wait for "
+            f"each other: plan again with a larger --batch, or --pp {plan.microbatches}"
+        )
+    name = schedule_name(plan, schedule)
+    if (name in ONE_STAGE) != (plan.chunks == 1):
+        raise PlanError(
+            f"schedule {name} is not for {plan.chunks} stages on each rank, as the plan has: "
+            f"choose {', '.join(ONE_STAGE)} for one, and plan others with --chunks 2 or more"
+        )
+    try:
+        torch_order(name, pp, plan.microbatches, plan.chunks)
+    except ScheduleError as error:
+        raise PlanError(str(error)) from error
+
+
+# The runner of a rank's step: a schedule of torch's over its stages, or a plain loop.
+
+
+def runner_of(parts: RankParts) -> StepRunner:
+    """What runs a step of the parts, which are wrapped."""
+    plan, name = parts.asked.plan, parts.asked.schedule
+    if parts.asked.mesh[PP].size() == 1:
+        return PlainStep(parts.modules[0], plan.microbatches, reduce_each=plan.gradients == "each")
+    stages = [_stage_of_torch(parts, i) for i in range(len(parts.modules))]
+    kind: Any = get_schedule_class(name)
+    is_one = name in ONE_STAGE
+    schedule = kind(
+        stages[0] if is_one else stages, n_microbatches=plan.microbatches, loss_fn=loss_itself
+    )
+    for stage in stages:
+        stage.input_buffers, stage.gradient_buffers = _rings(parts, stage, schedule)
+    return PipelineStep(schedule, stages)
+
+
+def _stage_of_torch(parts: RankParts, at: int) -> RingStage:
+    asked, border = parts.asked, parts.given.border
+    index, stages = asked.stages[at], len(asked.layers)
+    # Torch would otherwise run a forward and a backward to learn these.
+    received = torch.empty_like(border, device="meta").requires_grad_()
+    loss = torch.empty((), dtype=torch.float32, device="meta")
+    # A rewritten block is one autograd node: torch would run all of it for I, and again for W.
+    is_split = asked.schedule in ZERO_BUBBLE and parts.chosen.is_rewritten
+    split = split_backward(parts.modules[at]) if is_split else None
+    made = RingStage(
+        parts.modules[at], index, stages, border.device,
+        input_args=parts.args if index == 0 else (received,),
+        output_args=(loss if index == stages - 1 else received,), group=asked.mesh.get_group(PP),
+        dw_builder=None if split is None else split.dw_builder,
+    )  # fmt: skip
+    if split is not None:
+        made.split = split.live
+    return made
+
+
+def _rings(parts: RankParts, stage: RingStage, schedule: Any) -> tuple[int, int]:
+    m, name = parts.asked.plan.microbatches, parts.asked.schedule
+    if name in ONE_STAGE:
+        return one_stage_rings(name, stage.stage_index, stage.num_stages, m)
+    actions = schedule.pipeline_order_with_comms[stage.group_rank]
+    keeps = name in ZERO_BUBBLE and stage.dw_builder is None
+    return rings_of(actions, stage.stage_index, m, keeps_inputs=keeps)
+
 
 WHAT = "remat.parallelize"
 

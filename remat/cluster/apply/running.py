@@ -1,63 +1,69 @@
-"""The runner of a rank's step: a schedule of torch's over its stages, or a plain loop."""
+"""Which stages a rank has under a schedule of torch's, and what that does with microbatches."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-import torch
-from torch.distributed.pipelining.schedules import get_schedule_class
+from remat.cluster.judged import torch_order
+from remat.cluster.pipeline import StageCosts, replay_pipeline
+from remat.cluster.stepping import ring_size
 
-from remat.cluster.apply.cluster_mesh import PP
-from remat.cluster.apply.rank_orders import ZERO_BUBBLE, one_stage_rings, rings_of
-from remat.cluster.torch_orders import ONE_STAGE
-from remat.rewriter.split_backward.splitting import split_backward
-from remat.rewriter.stages.receive_ring import RingStage
-from remat.rewriter.stages.stepping import PipelineStep, PlainStep, StepRunner, loss_itself
-
-if TYPE_CHECKING:
-    from remat.cluster.apply.parts_of_rank import RankParts
-
-
-def runner_of(parts: RankParts) -> StepRunner:
-    """What runs a step of the parts, which are wrapped."""
-    plan, name = parts.asked.plan, parts.asked.schedule
-    if parts.asked.mesh[PP].size() == 1:
-        return PlainStep(parts.modules[0], plan.microbatches, reduce_each=plan.gradients == "each")
-    stages = [_stage_of_torch(parts, i) for i in range(len(parts.modules))]
-    kind: Any = get_schedule_class(name)
-    is_one = name in ONE_STAGE
-    schedule = kind(
-        stages[0] if is_one else stages, n_microbatches=plan.microbatches, loss_fn=loss_itself
-    )
-    for stage in stages:
-        stage.input_buffers, stage.gradient_buffers = _rings(parts, stage, schedule)
-    return PipelineStep(schedule, stages)
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+"""The first rank has the first stage and the last one, and so on inwards."""
+ZERO_BUBBLE = ("InterleavedZeroBubble", *V_SHAPED)
+"""Gradients of weights are made apart from those of inputs."""
+LEAST_GRADIENTS = 2
+"""Receive buffers: a gradient may still be on its way while the next one arrives."""
 
 
-def _stage_of_torch(parts: RankParts, at: int) -> RingStage:
-    asked, border = parts.asked, parts.given.border
-    index, stages = asked.stages[at], len(asked.layers)
-    # Torch would otherwise run a forward and a backward to learn these.
-    received = torch.empty_like(border, device="meta").requires_grad_()
-    loss = torch.empty((), dtype=torch.float32, device="meta")
-    # A rewritten block is one autograd node: torch would run all of it for I, and again for W.
-    is_split = asked.schedule in ZERO_BUBBLE and parts.chosen.is_rewritten
-    split = split_backward(parts.modules[at]) if is_split else None
-    made = RingStage(
-        parts.modules[at], index, stages, border.device,
-        input_args=parts.args if index == 0 else (received,),
-        output_args=(loss if index == stages - 1 else received,), group=asked.mesh.get_group(PP),
-        dw_builder=None if split is None else split.dw_builder,
-    )  # fmt: skip
-    if split is not None:
-        made.split = split.live
-    return made
+def stages_of_rank(name: str, rank: int, ranks: int, chunks: int) -> tuple[int, ...]:
+    """The stages of a rank, in the order of the model."""
+    if name in V_SHAPED:
+        return rank, 2 * ranks - 1 - rank
+    return tuple(rank + chunk * ranks for chunk in range(chunks))
 
 
-def _rings(parts: RankParts, stage: RingStage, schedule: Any) -> tuple[int, int]:
-    m, name = parts.asked.plan.microbatches, parts.asked.schedule
-    if name in ONE_STAGE:
-        return one_stage_rings(name, stage.stage_index, stage.num_stages, m)
-    actions = schedule.pipeline_order_with_comms[stage.group_rank]
-    keeps = name in ZERO_BUBBLE and stage.dw_builder is None
-    return rings_of(actions, stage.stage_index, m, keeps_inputs=keeps)
+def chunks_open(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[int, ...]:
+    """The most forwards of its stages that each rank has open at once."""
+    order = torch_order(name, ranks, microbatches, chunks)
+    replay = replay_pipeline(order, [StageCosts(1.0, 1.0, 1.0)] * (ranks * chunks))
+    return tuple(rank.most_open for rank in replay.ranks)
+
+
+def one_stage_rings(name: str, stage: int, stages: int, microbatches: int) -> tuple[int, int]:
+    """Receive buffers for inputs and for gradients, of a schedule with one stage a rank."""
+    in_flight = microbatches if name == "GPipe" else min(microbatches, stages - stage)
+    return in_flight, min(microbatches, LEAST_GRADIENTS)
+
+
+def rings_of(
+    actions: Sequence[Any], stage: int, microbatches: int, *, keeps_inputs: bool
+) -> tuple[int, int]:
+    """The same, of what a rank's schedule runs, transfers included.
+
+    Parameters
+    ----------
+    actions : of torch's `pipeline_order_with_comms`. keeps_inputs : whether inputs stay with their
+        microbatch, as where torch makes a gradient of inputs apart and adds it to what is there.
+    """
+    flat = [action for one in actions for action in (one.sub_actions or (one,))]
+    inputs = _spans(flat, stage, microbatches, ("RECV_F", "F"))
+    gradients = _spans(flat, stage, microbatches, ("RECV_B", "B", "I"))
+    sizes = ring_size(inputs), max(ring_size(gradients), LEAST_GRADIENTS)
+    return (microbatches if keeps_inputs else sizes[0]), min(sizes[1], microbatches)
+
+
+def _spans(
+    actions: Sequence[Any], stage: int, microbatches: int, begins: tuple[str, ...]
+) -> Iterable[tuple[int, int]]:
+    """From what first touches a microbatch's buffer to the last action that may read it."""
+    for microbatch in range(microbatches):
+        at = {
+            action.computation_type.value: i
+            for i, action in enumerate(actions)
+            if (action.stage_index, action.microbatch_index) == (stage, microbatch)
+        }
+        first = min(at[kind] for kind in begins if kind in at)
+        last = max(at[kind] for kind in ("B", "I", "W", "SEND_B") if kind in at)
+        yield first, last

@@ -18,25 +18,23 @@ import torch
 from torch import nn
 
 from remat.checks import Batch, require_equal
+from remat.cluster.capture.rank_graph import border_value, planned_graph
+from remat.cluster.model_part import Arrival
+from remat.cluster.parts import EqualBlocks, Limit, Part, PartOption, part_of
+from remat.cluster.pipeline import ACTIVATIONS, RUNNING
+from remat.cluster.plan_file import ClusterFile, StageFacts
 from remat.formats import bytes_text
-from remat.graph_capture.cluster.rank_graph import border_value, planned_graph
-from remat.graph_capture.devices.device_links import links_between_ranks
+from remat.graph_capture.devices.table import links_between_ranks
+from remat.graph_capture.distributed.collectives import is_collective_target
 from remat.graph_capture.errors import CaptureError, PlanError
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.over_ranks.collectives import is_collective_target
-from remat.graph_capture.prices.modelled import price_modelled
-from remat.graph_capture.prices.workspaces import measured_workspaces
-from remat.graph_capture.tracing.one_trace import Trace
-from remat.graph_capture.tracing.trace import trace
+from remat.graph_capture.prices.pricing import measured_workspaces
+from remat.graph_capture.prices.roofline import price_modelled
+from remat.graph_capture.tracing.trace import Trace, trace
 from remat.rewriter.rewriting import module_for
-from remat.rewriter.stages.border import Arrival
-from remat.schedules.pipeline.cluster_plan import ClusterFile, StageFacts
-from remat.schedules.pipeline.holders import ACTIVATIONS, RUNNING
 from remat.schedules.schedule import Compute, Schedule
 from remat.schedules.simulate import simulate
 from remat.solver.blocks.options import TURN
-from remat.solver.cluster.equal_blocks import EqualBlocks, Limit
-from remat.solver.cluster.parts import Part, PartOption, part_of
 from remat.solver.problem import Problem
 from remat.solver.state import State
 
@@ -178,7 +176,7 @@ def _picked(part: Part, plan: ClusterFile, number: int, n: int, flight: float) -
     # What the blocks' recomputation decides.
     moving = stage.held_bytes[ACTIVATIONS] + stage.held_bytes[RUNNING]
     fixed = sum(stage.held_bytes.values()) - moving
-    room = plan.budget_bytes - fixed - _saved_by_ends(plan, stage)
+    room = plan.budget_bytes - fixed - _saved_by_ends_of(plan, stage)
     table = EqualBlocks(part.options, sum(plan.layers_per_stage))
     try:
         limit = Limit(np.array([room]), flight)
@@ -193,7 +191,7 @@ def _picked(part: Part, plan: ClusterFile, number: int, n: int, flight: float) -
     return [part.options[i] for i in sorted(chosen, reverse=True) for _ in range(chosen[i])]
 
 
-def _saved_by_ends(plan: ClusterFile, stage: StageFacts) -> int:
+def _saved_by_ends_of(plan: ClusterFile, stage: StageFacts) -> int:
     """What the plan's embedding and head save, in bytes: all that its blocks do not."""
     by_blocks = sum(count * _figures(plan, i).saved_bytes for i, count in stage.schedules.items())
     saved = int(stage.microbatches_in_flight * by_blocks)

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from remat.cluster.apply.block_bytes import BEFORE, NO_BYTES, BlockBytes
-from remat.cluster.torch_orders import ONE_STAGE, torch_order
-from remat.graph_capture.over_ranks.dtensors import local_part
-from remat.schedules.pipeline.actions import PipelineAction, RankOrder
+from remat.cluster.apply.head_bytes import BEFORE, NO_BYTES, BlockBytes
+from remat.cluster.judged import ONE_STAGE, torch_order
+from remat.cluster.pipeline import PipelineAction, RankOrder
+from remat.graph_capture.distributed.dtensors import local_part
 
 if TYPE_CHECKING:
-    from remat.cluster.apply.parts_of_rank import RankParts
-    from remat.rewriter.stages.receive_ring import RingStage
+    from remat.cluster.apply.head_bytes import RankParts
+    from remat.cluster.stepping import RingStage
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
+from remat.cluster.mesh import Asked
 from remat.cluster.planning import plan_cluster
 from remat.cluster.request import ClusterRequest
-from remat.solver.cluster.mesh import Asked
 from tests.distributed.launch import Found, ranks
 
 pytestmark = pytest.mark.slow

@@ -20,9 +20,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import remat
 from remat.cluster.apply import parallelize as face
-from remat.cluster.apply.parts_of_rank import rank_parts
-from remat.graph_capture.memory_events import measure_regions
-from remat.graph_capture.over_ranks.dtensors import local_part
+from remat.cluster.apply.head_bytes import rank_parts
+from remat.graph_capture.devices.memory_events import measure_regions
+from remat.graph_capture.distributed.dtensors import local_part
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from tests.distributed.context.models import (

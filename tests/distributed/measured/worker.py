@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 import remat
-from remat.graph_capture.memory_events import measure_peak
-from remat.graph_capture.unnamed_files.files import HOST_FOLDER
+from remat.graph_capture.devices.memory_events import measure_peak
+from remat.graph_capture.spill_files import HOST_FOLDER
 from tests.distributed.launch import join, leave
 from tests.fixed_prices import REPLACED, patched
 

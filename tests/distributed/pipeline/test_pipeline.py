@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from remat.cli.main import app
+from remat.cluster.mesh import Asked
 from remat.cluster.planning import plan_cluster
 from remat.cluster.request import ClusterRequest
-from remat.solver.cluster.mesh import Asked
 from tests.distributed.launch import Found, ranks, torchrun
 
 LIMIT_S = 600

@@ -23,9 +23,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 import remat
 from remat.cluster.apply import parallelize as face
 from remat.cluster.apply.cluster_mesh import opened_plan
-from remat.cluster.apply.parts_of_rank import rank_parts
-from remat.graph_capture.memory_events import measure_regions
-from remat.schedules.pipeline.cluster_plan import ClusterFile
+from remat.cluster.apply.head_bytes import rank_parts
+from remat.cluster.plan_file import ClusterFile
+from remat.graph_capture.devices.memory_events import measure_regions
 from remat.schedules.plan import Versions
 
 sys.path.insert(0, str(Path(__file__).parents[3]))

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from remat.graph_capture.cluster.chain import ChainModel, chain_of
-from remat.graph_capture.cluster.rank_graph import runs_split
-from remat.graph_capture.cluster.watching import watch
+from remat.cluster.capture.chain import ChainModel, chain_of
+from remat.cluster.capture.rank_graph import runs_split
+from remat.cluster.capture.watching import watch
+from remat.graph_capture.distributed.fake_group import FakeGroups, fake_ranks
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.over_ranks.fake_group import FakeGroups, fake_ranks
 from tests.graph_capture.cluster import chains
 
 

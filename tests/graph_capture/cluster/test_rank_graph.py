@@ -9,17 +9,13 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 
-from remat.graph_capture.cluster.chain import chain_of
-from remat.graph_capture.cluster.rank_graph import (
-    BORDER,
-    behind_graph_on_rank,
-    block_graph_on_rank,
-)
-from remat.graph_capture.cluster.watching import watch
-from remat.graph_capture.devices.device_links import stated_links
+from remat.cluster.capture.chain import chain_of
+from remat.cluster.capture.rank_graph import BORDER, behind_graph_on_rank, block_graph_on_rank
+from remat.cluster.capture.watching import watch
+from remat.graph_capture.devices.table import stated_links
+from remat.graph_capture.distributed.fake_group import FakeGroups, fake_ranks
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.over_ranks.fake_group import FakeGroups, fake_ranks
 from tests.graph_capture.cluster import chains
 
 LINKS = stated_links("h100", 8)

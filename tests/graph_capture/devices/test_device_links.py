@@ -8,13 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from remat.graph_capture.devices.device_links import (
+from remat.graph_capture.devices.rank_links import Measured, RankLinks
+from remat.graph_capture.devices.table import (
+    device_table,
     links_between_ranks,
     read_rank_links,
     stated_links,
 )
-from remat.graph_capture.devices.device_table import device_table
-from remat.graph_capture.devices.rank_links import Measured, RankLinks
 from remat.graph_capture.errors import DeviceError
 from remat.graph_capture.prices.profile import Profile
 

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from remat.graph_capture.devices import watch as watch_module
-from remat.graph_capture.devices.watch import Watch
+from remat.graph_capture.devices import meter as watch_module
+from remat.graph_capture.devices.meter import Watch
 
 
 @pytest.mark.parametrize(

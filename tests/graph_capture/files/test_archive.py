@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from remat.graph_capture import files as archive
 from remat.graph_capture.errors import ArchiveError, FileError
-from remat.graph_capture.files import archive
-from remat.graph_capture.files.archive import archived
+from remat.graph_capture.files import archived
 
 WANTED = "extra/plan.json"
 PLAIN = {"a/archive_format": b"pt2", f"a/{WANTED}": b"{}"}

@@ -15,14 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from remat.graph_capture import files as contents
 from remat.graph_capture.errors import FileError, RematError
-from remat.graph_capture.files import contents
-from remat.graph_capture.files.contents import (
-    check_writable,
-    read_contents,
-    replaced,
-    write_contents,
-)
+from remat.graph_capture.files import check_writable, read_contents, replaced, write_contents
 
 OLD, NEW = b"old", b"new" * 10_000
 LIMIT_BYTES = 1000
@@ -138,7 +133,7 @@ def test_standard_output_is_written_where_it_leads(
     tmp_path: Path, place: str, is_file: bool
 ) -> None:
     code = (
-        "import sys; from remat.graph_capture.files.contents import *\n"
+        "import sys; from remat.graph_capture.files import *\n"
         f"check_writable(Path({place!r})); write_contents({place!r}, b'whole')"
     )
     out = tmp_path / "out"

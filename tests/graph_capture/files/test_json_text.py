@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from remat.graph_capture.errors import ShapeError, TextError
-from remat.graph_capture.files.json_text import decoded
+from remat.graph_capture.files import decoded
 
 
 class Sample(msgspec.Struct):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from remat.graph_capture.errors import TextError
-from remat.graph_capture.files.kept_files import KeptFiles
+from remat.graph_capture.kept_files import KeptFiles
 
 FILES = KeptFiles("things", "they are made again", "things", most_files=3, most_bytes=100)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from remat.graph_capture import trace
-from remat.graph_capture.joint.dropout import DROPOUT, DROPOUT_BACKWARD, scale_of_eager
+from remat.graph_capture.joint.exact_ops import DROPOUT, DROPOUT_BACKWARD, scale_of_eager
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,

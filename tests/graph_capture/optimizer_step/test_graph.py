@@ -7,8 +7,8 @@ import pytest
 
 from remat.graph_capture.errors import GraphError
 from remat.graph_capture.graph import Op, TrainingGraph, Value
-from remat.graph_capture.optimizer_step.graph import GroupPlace, StepShape, optimizer_step
-from remat.graph_capture.optimizer_step.update import Update
+from remat.whole_step.graph import GroupPlace, StepShape, optimizer_step
+from remat.whole_step.microbatch import Update
 from tests.links import links
 from tests.solver.whole_step.hand_steps import layered
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.optimizer_step.microbatch import Group
-from remat.graph_capture.optimizer_step.update import HOST_GB_S, StateKind, Update
+from remat.whole_step.microbatch import HOST_GB_S, Group, StateKind, Update
 
 HALF = Group("half", trained=1_000_000, parameter_bytes=2_000_000, gradient_bytes=2_000_000,
              item_bytes=2)  # fmt: skip

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import remat
 from remat.graph_capture.devices.here import meter_of
 from remat.graph_capture.devices.rank_links import RankLinks
+from remat.graph_capture.distributed.collectives import RETURNED, is_collective_target
+from remat.graph_capture.distributed.fake_group import fake_ranks
 from remat.graph_capture.errors import AgreementError
-from remat.graph_capture.over_ranks.collectives import RETURNED, is_collective_target
-from remat.graph_capture.over_ranks.fake_group import fake_ranks
 from tests.distributed.parallel_models import ROWS, parallelised, sequence_parallel, tensor_parallel
 
 CHEAP = RankLinks(1e5, 1e5, 0.0, 0.0, 0.0, 1.0, "as fast as can be")

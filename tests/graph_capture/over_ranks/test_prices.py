@@ -12,13 +12,12 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from remat.graph_capture.devices.device_links import links_between_ranks
 from remat.graph_capture.devices.rank_links import RankLinks, Traffic
+from remat.graph_capture.devices.table import links_between_ranks
+from remat.graph_capture.distributed.collectives import collectives_in
+from remat.graph_capture.distributed.fake_group import FakeGroups, fake_ranks
+from remat.graph_capture.distributed.prices import RANKS_OF_NODE, links_of_step, traffic_of
 from remat.graph_capture.errors import ProfileError
-from remat.graph_capture.over_ranks.collectives import collectives_in
-from remat.graph_capture.over_ranks.fake_group import FakeGroups, fake_ranks
-from remat.graph_capture.over_ranks.prices import RANKS_OF_NODE, links_of_step
-from remat.graph_capture.over_ranks.traffic import traffic_of
 from remat.graph_capture.prices.profile import Profile
 
 LINKS = RankLinks(100.0, 10.0, 20.0, 40.0, 4.0, 1.25, "made up")

@@ -14,10 +14,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import remat
+from remat.graph_capture.distributed.fake_group import NeedsOtherRanksError, alone, fake_ranks
+from remat.graph_capture.distributed.refusals import refuse_draw
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.over_ranks.alone import NeedsOtherRanksError, alone
-from remat.graph_capture.over_ranks.fake_group import fake_ranks
-from remat.graph_capture.over_ranks.refusals import refuse_draw
 from tests.distributed.parallel_models import parallelised, tensor_parallel
 from tests.paths import ROOT
 

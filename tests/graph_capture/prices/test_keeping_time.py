@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.prices.booking import booked, costs_of
-from remat.graph_capture.prices.keeping_time import LEAST, forwards, less_for_kept
-from remat.graph_capture.prices.price_cache import WholeStep
+from remat.graph_capture.prices.cache import WholeStep
+from remat.graph_capture.prices.step_time import LEAST, booked, costs_of, forwards, less_for_kept
 from tests.graph_capture.traced_models import at_100_us, traced
 
 NAMES = ["plain", "dropout", "batch_norm_in_place_relu", "tied_weights", "logits_without_loss"]

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from remat.graph_capture.capturing import capture
-from remat.graph_capture.devices.cpu_meter import CpuMeter
-from remat.graph_capture.prices.op_times import times_us
-from remat.graph_capture.prices.sample_inputs import sample_arguments
+from remat.graph_capture.devices.cpu import CpuMeter
+from remat.graph_capture.prices.op_times import sample_arguments, times_us
 from remat.graph_capture.tracing.trace import trace
 
 ROWS, WIDTH, BAGS = 5, 16, 30

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from remat.graph_capture.devices.cpu_meter import CpuMeter
+from remat.graph_capture.devices.cpu import CpuMeter
 from remat.graph_capture.devices.meter import Run
 from remat.graph_capture.prices.op_times import times_us
 

@@ -13,13 +13,15 @@ import torch
 from torch import fx, nn
 
 from remat.graph_capture import trace
-from remat.graph_capture.devices.cpu_meter import CpuMeter
-from remat.graph_capture.memory_events import measure_peak, measure_regions
-from remat.graph_capture.prices import op_prices, price_cache, pricing
-from remat.graph_capture.prices.op_prices import SAVE_RNG_KEY
-from remat.graph_capture.prices.op_work import FUSED_ATTENTION, flops_of, moved_bytes
-from remat.graph_capture.prices.price_cache import Price, PriceCache
-from remat.graph_capture.prices.sample_inputs import sample_arguments
+from remat.graph_capture.devices.cpu import CpuMeter
+from remat.graph_capture.devices.memory_events import measure_peak, measure_regions
+from remat.graph_capture.prices import cache as price_cache
+from remat.graph_capture.prices import pricing
+from remat.graph_capture.prices import pricing as op_prices
+from remat.graph_capture.prices.cache import Price, PriceCache
+from remat.graph_capture.prices.op_times import sample_arguments
+from remat.graph_capture.prices.pricing import SAVE_RNG_KEY
+from remat.graph_capture.prices.profile import FUSED_ATTENTION, flops_of, moved_bytes
 from tests.models import make
 
 pytestmark = pytest.mark.usefixtures("clocked")
@@ -237,7 +239,7 @@ def test_a_head_of_keys_is_read_by_all_its_queries() -> None:
 def test_measuring_writes_nothing_and_leaves_the_environment_alone() -> None:
     script = (
         "import os, torch\n"
-        "from remat.graph_capture.memory_events import measure_peak\n"
+        "from remat.graph_capture.devices.memory_events import measure_peak\n"
         "assert measure_peak(lambda: torch.ones(1000)) >= 4000\n"
         "assert 'KINETO_LOG_LEVEL' not in os.environ\n"
     )

@@ -15,15 +15,14 @@ from torch import nn
 
 import remat
 from remat.graph_capture import capture, trace
-from remat.graph_capture.devices.device_table import Efficiency, modelled_device
+from remat.graph_capture.devices.table import Efficiency, modelled_device
 from remat.graph_capture.errors import DeviceError, ProfileError
 from remat.graph_capture.graph import DELIVER
 from remat.graph_capture.joint.nodes import target_name
 from remat.graph_capture.prices import step_time
-from remat.graph_capture.prices.op_work import Work, work_of
-from remat.graph_capture.prices.price_cache import WholeStep
+from remat.graph_capture.prices.cache import WholeStep
 from remat.graph_capture.prices.pricing import examples
-from remat.graph_capture.prices.profile import Profile, ProfiledOp
+from remat.graph_capture.prices.profile import Profile, ProfiledOp, Work, work_of
 from remat.graph_capture.prices.roofline import Roofline
 
 pytestmark = pytest.mark.usefixtures("clocked")

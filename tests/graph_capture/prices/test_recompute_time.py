@@ -10,13 +10,20 @@ import torch
 from torch import Tensor
 
 from remat.graph_capture import trace
+from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.joint.nodes import copy_of
-from remat.graph_capture.memory_events import measure_peak
-from remat.graph_capture.prices.booking import booked, costs_of, with_costs
-from remat.graph_capture.prices.keeping_time import Costs
-from remat.graph_capture.prices.price_cache import WholeStep
-from remat.graph_capture.prices.recompute_time import LEAST, MOST, as_recomputed, recomputing
-from remat.graph_capture.tracing.one_trace import Trace
+from remat.graph_capture.prices.cache import WholeStep
+from remat.graph_capture.prices.step_time import (
+    LEAST_OF_RECOMPUTING,
+    MOST,
+    Costs,
+    as_recomputed,
+    booked,
+    costs_of,
+    recomputing,
+    with_costs,
+)
+from remat.graph_capture.tracing.trace import Trace
 from tests.graph_capture.traced_models import at_100_us, traced
 
 EXACT = ["plain", "batch_norm_in_place_relu", "tied_weights", "logits_without_loss"]
@@ -94,7 +101,7 @@ def test_a_clock_that_is_far_off_does_not_count_in_full() -> None:
     def taking(again_us: float, priced_us: float = 400.0) -> Costs:
         return as_recomputed(graph, costs, again_us, priced_us)
 
-    assert taking(0.0) == taking(LEAST * 400.0)
+    assert taking(0.0) == taking(LEAST_OF_RECOMPUTING * 400.0)
     assert taking(1e9) == taking(MOST * 400.0)
     assert taking(0.0, 0.0) == costs
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from remat.graph_capture import trace
-from remat.graph_capture.devices.cpu_meter import CpuMeter
+from remat.graph_capture.devices.cpu import CpuMeter
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.prices import op_times, pricing, step_time
-from remat.graph_capture.prices.price_cache import PriceCache
+from remat.graph_capture.prices.cache import PriceCache
 from tests.models import make
 from tests.paths import ROOT
 
@@ -25,7 +25,7 @@ SOON_S = 600.0
 KILLED = """
 import os, signal
 from remat.graph_capture import trace
-from remat.graph_capture.devices.cpu_meter import CpuMeter
+from remat.graph_capture.devices.cpu import CpuMeter
 from remat.graph_capture.prices import op_times, pricing
 from tests.models import make
 measured, op_times.KEEP_S, ops = CpuMeter.median_us, 0.0, []
@@ -135,7 +135,7 @@ def test_times_taken_before_a_kill_are_found_by_the_next_run(
         timed.append(sum(map(len, begun.values())))
         return measured(*args, begun=begun, **options)
 
-    monkeypatch.setattr("remat.graph_capture.prices.op_prices.times_us", noted)
+    monkeypatch.setattr("remat.graph_capture.prices.pricing.times_us", noted)
     model, args, *_ = make("plain")
     pricing.price(trace(model, args))
     assert timed == [5]

@@ -13,14 +13,13 @@ from torch import fx
 
 import remat
 from remat.graph_capture import trace
-from remat.graph_capture.devices.cpu_meter import CpuMeter
+from remat.graph_capture.devices.cpu import CpuMeter
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.joint.build import TANGENTS
 from remat.graph_capture.joint.nodes import copy_of
 from remat.graph_capture.prices import op_times, pricing, step_time
-from remat.graph_capture.prices.booking import costs_of
-from remat.graph_capture.prices.keeping_time import less_for_kept
-from remat.graph_capture.prices.price_cache import PriceCache, WholeStep
+from remat.graph_capture.prices.cache import PriceCache, WholeStep
+from remat.graph_capture.prices.step_time import costs_of, less_for_kept
 from remat.schedules.simulate import simulate
 from tests.models import make
 

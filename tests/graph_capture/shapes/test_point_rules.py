@@ -10,9 +10,8 @@ import msgspec
 import pytest
 
 from remat.graph_capture.errors import GraphError
-from remat.graph_capture.shapes.price_points import PricePoint
-from remat.graph_capture.shapes.ranged_graph import RangedGraph
-from remat.graph_capture.shapes.workspaces import WorkspacePoint
+from remat.graph_capture.sizes.prices import PricePoint, WorkspacePoint
+from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from tests.ranged_graphs import chain
 
 Edit = Callable[[Any], Any]

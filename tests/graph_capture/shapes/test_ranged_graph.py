@@ -12,9 +12,8 @@ from torch import Tensor, nn
 import remat
 from remat.graph_capture.errors import CaptureError, GraphError, SignatureError
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.shapes.guards import RangeError
-from remat.graph_capture.shapes.ranged_graph import RangedGraph, structure_of
-from remat.graph_capture.shapes.ranges import Symbol, generic_sizes
+from remat.graph_capture.sizes.ranged_graph import RangedGraph, structure_of
+from remat.graph_capture.sizes.symbols import RangeError, Symbol, generic_sizes
 from tests.rows import rows
 from tests.sized_models import SIZED, resnet
 

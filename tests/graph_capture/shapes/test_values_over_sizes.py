@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.shapes import environment
+from remat.graph_capture.sizes import trace_over_sizes as environment
 from remat.graph_capture.tracing.trace import trace
 
 WIDTH = 4

@@ -5,8 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.shapes.workspaces import WorkspacePoint, Workspaces, off_lines
-from remat.graph_capture.shapes.workspaces_of_range import WorkspacesOfRange
+from remat.graph_capture.sizes.prices import (
+    WorkspacePoint,
+    Workspaces,
+    WorkspacesOfRange,
+    off_lines,
+)
 from tests.ranged_graphs import chain
 
 GRAPH = chain("64*n", layers=2)

@@ -6,7 +6,7 @@ import msgspec
 
 import remat
 from remat.graph_capture.capturing import price_for, workspaces_by
-from remat.graph_capture.prices.workspaces import measured_workspaces
+from remat.graph_capture.prices.pricing import measured_workspaces
 from tests.graph_capture.traced_models import traced
 from tests.models import make
 

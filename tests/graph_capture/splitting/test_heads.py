@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from remat.graph_capture.capturing import capture
+from remat.graph_capture.chunking import same_bits as kept_bits
+from remat.graph_capture.chunking.regions import find_regions
+from remat.graph_capture.chunking.same_bits import gives_eagers_bits
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.prices import kept_bits
-from remat.graph_capture.splitting.regions import find_regions
-from remat.graph_capture.splitting.same_bits import gives_eagers_bits
 from remat.graph_capture.tracing.trace import trace
-from remat.schedules.as_planned import with_choices
+from remat.schedules.derived import with_choices
 from tests.graph_capture.splitting.language_models import (
     SPLIT,
     LanguageModel,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from remat.graph_capture.capturing import capture
-from remat.graph_capture.prices import kept_bits
-from remat.graph_capture.splitting.regions import Found
+from remat.graph_capture.chunking import same_bits as kept_bits
+from remat.graph_capture.chunking.regions import Found
 from tests.graph_capture.splitting.language_models import LanguageModel, batch, made, plain
 
 

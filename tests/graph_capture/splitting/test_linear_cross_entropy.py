@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from remat.graph_capture.splitting.head_loss import blocks
-from remat.graph_capture.splitting.linear_cross_entropy import (
+from remat.graph_capture.chunking.head_ops import (
     CLASSES_MULTIPLE,
     FORWARD,
     INPUT,
     INPUT_AND_WEIGHT,
     SMOOTHED,
     WEIGHT,
+    blocks,
 )
 
 SHAPES = tuple(

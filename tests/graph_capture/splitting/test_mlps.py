@@ -9,15 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from remat.graph_capture.capturing import capture
+from remat.graph_capture.chunking import mlp as activations
+from remat.graph_capture.chunking.mlp import ACTIVATIONS, Mlp, find_mlps, has_equal_blocks
+from remat.graph_capture.chunking.regions import AND, find_regions
+from remat.graph_capture.chunking.same_bits import gives_eagers_bits
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.splitting import activations
-from remat.graph_capture.splitting.activations import ACTIVATIONS, has_equal_blocks
-from remat.graph_capture.splitting.finding_mlps import find_mlps
-from remat.graph_capture.splitting.mlps import Mlp
-from remat.graph_capture.splitting.regions import AND, find_regions
-from remat.graph_capture.splitting.same_bits import gives_eagers_bits
 from remat.graph_capture.tracing.trace import trace
-from remat.schedules.as_planned import with_choices
+from remat.schedules.derived import with_choices
 from tests.graph_capture.splitting.mlp_models import MLPS, WIDTH, Block, Blocks, batch, made
 from tests.rows import each_nth
 

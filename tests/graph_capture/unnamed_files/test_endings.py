@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from remat.graph_capture.unnamed_files.endings import Closer
+from remat.graph_capture.spill_files import Closer
 from tests.paths import ROOT
 
 

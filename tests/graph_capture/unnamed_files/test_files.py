@@ -15,9 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remat.graph_capture.errors import TierError
-from remat.graph_capture.unnamed_files.files import CHUNK_BYTES, HOST_FOLDER, File, Folder
-from remat.graph_capture.unnamed_files.host_folder import host_folder
-from remat.graph_capture.unnamed_files.shared_file import BLOCK_BYTES
+from remat.graph_capture.spill_files import (
+    BLOCK_BYTES,
+    CHUNK_BYTES,
+    HOST_FOLDER,
+    File,
+    Folder,
+    host_folder,
+)
 from tests.limits import AMPLE_S
 from tests.rewriter.tiers.plans import is_clean
 

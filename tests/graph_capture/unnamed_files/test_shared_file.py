@@ -9,9 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.graph_capture.unnamed_files.files import File, Folder
-from remat.graph_capture.unnamed_files.host_folder import host_folder
-from remat.graph_capture.unnamed_files.shared_file import BLOCK_BYTES
+from remat.graph_capture.spill_files import BLOCK_BYTES, File, Folder, host_folder
 from tests.rewriter.tiers.plans import is_clean
 
 MANY = 3000

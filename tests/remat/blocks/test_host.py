@@ -19,7 +19,7 @@ import remat
 from examples.gpt import GPT, Sizes
 from remat.blocks.rematerialized import block_plan
 from remat.graph_capture.errors import BudgetError, FileError, TierError
-from remat.graph_capture.unnamed_files.files import HOST_FOLDER, File, Folder
+from remat.graph_capture.spill_files import HOST_FOLDER, File, Folder
 from remat.schedules.schedule import Offload
 from tests.block_models import Stack, rows
 from tests.fixed_prices import REPLACED, patched

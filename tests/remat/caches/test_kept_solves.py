@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import remat
 from remat.budgets import parse_budget
-from remat.caches import kept_solves
-from remat.caches.kept_solves import FILES, KeptSolve, keep_solve, kept_solve
+from remat.caches import known_plans as kept_solves
+from remat.caches.known_plans import FILES, KeptSolve, keep_solve, kept_solve
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver import solve
 from remat.solver.result import Result

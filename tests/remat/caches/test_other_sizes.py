@@ -13,10 +13,10 @@ from remat.budgets import unmodified
 from remat.caches.cached_plan import Wishes
 from remat.caches.known_plans import KnownPlans
 from remat.graph_capture.errors import AuditError, ScheduleError
-from remat.graph_capture.prices.workspaces import Sized
+from remat.graph_capture.prices.pricing import Sized
 from remat.graph_capture.tracing.trace import trace
 from remat.rewriter.checking.audit import Audit
-from remat.schedules.over_range import carried
+from remat.schedules.family import carried
 from remat.schedules.schedule import Schedule
 from remat.several_shapes import plans_of
 from tests.graph_capture.splitting.language_models import made

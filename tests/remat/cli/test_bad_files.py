@@ -108,7 +108,7 @@ def test_what_was_there_survives_a_full_disk(
 
     out = tmp_path / "out"
     out.write_bytes(b"old")
-    monkeypatch.setattr("remat.graph_capture.files.contents.os.fsync", full)
+    monkeypatch.setattr("remat.graph_capture.files.os.fsync", full)
     there = sorted(one.name for one in tmp_path.iterdir())
     assert refusal(words, files) == f"{out} cannot be written: No space left on device"
     assert out.read_bytes() == b"old"

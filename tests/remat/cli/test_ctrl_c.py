@@ -15,14 +15,12 @@ from typing import Any
 
 import pytest
 
+from remat import progress as stages
 from remat.cli.entry import ended_by_ctrl_c
-from remat.cli.interrupting import interrupts_noted
-from remat.cli.session import STOPPED
+from remat.cli.session import STOPPED, interrupts_noted
 from remat.job import fit, pipeline
 from remat.questions import explain
-from remat.screen import stages
-from remat.solver.interrupts import is_interrupted, one_job
-from remat.solver.search import Progress
+from remat.solver.search import Progress, is_interrupted, one_job
 from tests.paths import ROOT
 from tests.remat.cli.conftest import Remat
 

@@ -10,14 +10,13 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from remat.cli.sweep import asked_hosts
+from remat.cli.answers import asked_hosts
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
-from remat.job.json_report import result_json
 from remat.job.pipeline import runs_again
 from remat.job.request import Request
-from remat.job.screen import show_result
-from remat.levers.offloaded import offloaded
+from remat.job.screen import result_json, show_result
+from remat.questions.memory import offloaded
 from tests.copying import copying_chain, copying_result
 from tests.files.kinds import plan
 from tests.fixed_prices import CLOCKED, LINK, patched
@@ -169,7 +168,7 @@ def test_doctor_says_which_links_it_knows(
     remat: Remat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from remat.graph_capture.devices import file_links
-    from remat.graph_capture.prices import link_prices
+    from remat.graph_capture.prices import measuring as link_prices
 
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
     monkeypatch.setenv("REMAT_OFFLOAD", str(tmp_path))

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from remat.cli.session import Session
-from remat.cli.warned import each_warning_once
-from remat.solver.interrupts import note_interrupt, one_job
+from remat.cli.session import Session, each_warning_once
+from remat.solver.search import note_interrupt, one_job
 from tests.remat.cli.conftest import Remat
 
 

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from remat.cluster.apply.by_token import (
+from remat.cluster.apply.context_ranks import (
     ChangedPlaces,
     is_by_token,
     require_block_by_token,
     require_loss_by_token,
 )
+from remat.cluster.model_part import Arrival, SequencePart, cut_dimension
 from remat.graph_capture.errors import CaptureError
-from remat.rewriter.stages.border import Arrival
-from remat.rewriter.stages.sequence_part import SequencePart, cut_dimension
 from tests.distributed.context.models import (
     VOCAB,
     WIDTH,

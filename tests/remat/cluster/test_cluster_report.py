@@ -11,15 +11,14 @@ import pytest
 from typer.testing import CliRunner
 
 from remat.cli.main import app
-from remat.cluster.cluster_screen import page_of
+from remat.cluster.command import page_of
 from remat.cluster.judged import replay_of
+from remat.cluster.mesh import Asked
+from remat.cluster.pictures import bytes_picture, mesh_picture, rank_of, shown, timeline_picture
+from remat.cluster.plan_file import ClusterFile, read_cluster_plan
 from remat.cluster.planning import plan_cluster
 from remat.cluster.request import ClusterRequest
 from remat.graph_capture.errors import PlanError
-from remat.schedules.pipeline.cluster_plan import ClusterFile, read_cluster_plan
-from remat.schedules.pipeline.mesh_picture import mesh_picture, rank_of, shown
-from remat.schedules.pipeline.step_pictures import bytes_picture, timeline_picture
-from remat.solver.cluster.mesh import Asked
 
 SMALL = "tests.graph_capture.cluster.chains:small_llama"
 

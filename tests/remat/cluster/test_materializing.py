@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from remat.cluster.apply.materializing import materialize_modules, values_digest
+from remat.cluster.apply.whole_chain import materialize_modules, values_digest
 from remat.graph_capture.errors import PlanError
 
 

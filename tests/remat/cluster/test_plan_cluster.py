@@ -10,13 +10,13 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from remat.cli.main import app
+from remat.cluster.mesh import Asked, Degrees, Mesh
+from remat.cluster.pipeline import FOR_WEIGHTS
+from remat.cluster.plan_file import ClusterFile, read_cluster_plan
 from remat.cluster.planning import modelled_notes, plan_cluster
 from remat.cluster.request import ClusterRequest
 from remat.graph_capture.errors import PlanError
-from remat.schedules.pipeline.cluster_plan import ClusterFile, read_cluster_plan
-from remat.schedules.pipeline.holders import FOR_WEIGHTS
 from remat.schedules.simulate import simulate
-from remat.solver.cluster.mesh import Asked, Degrees, Mesh
 
 CHAINS = "tests.graph_capture.cluster.chains"
 SMALL = f"{CHAINS}:small_llama"

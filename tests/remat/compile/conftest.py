@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from remat.compile import report
+from remat.compile import place as report
 
 
 @pytest.fixture(autouse=True)

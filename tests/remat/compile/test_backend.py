@@ -16,10 +16,10 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 import remat
 from remat.compile import shared_budget
-from remat.compile.report import CompiledPlan
+from remat.compile.place import CompiledPlan
 from remat.compile.search import PlanSearch
+from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.errors import BudgetError, SolverError
-from remat.graph_capture.memory_events import measure_peak
 from remat.rewriter.inductor.lowering import ReplayError
 from remat.rewriter.inductor.partition import FusedStep
 from tests.limits import AMPLE_S

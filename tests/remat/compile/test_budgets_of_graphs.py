@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from remat.graph_capture.memory_events import measure_peak
+from remat.graph_capture.devices.memory_events import measure_peak
 from tests.limits import AMPLE_S
 
 pytestmark = pytest.mark.slow

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import remat
+from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.errors import BudgetError, SolverError
-from remat.graph_capture.memory_events import measure_peak
 from tests.limits import AMPLE_S
 
 FEW = {"replays": 4, "solver": "cut", "time_limit_s": AMPLE_S}

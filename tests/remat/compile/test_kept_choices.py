@@ -18,7 +18,7 @@ import remat.solver as solvers
 from remat.compile import kept_choices
 from remat.compile.kept_choices import FOLDER, KeptChoice, keep_choice, kept_choice
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.prices.price_cache import Price, PriceCache
+from remat.graph_capture.prices.cache import Price, PriceCache
 from remat.rewriter.inductor.replay import Replay
 from remat.schedules.simulate import simulate
 from tests.files.faults import CALLS, FULL, fail_once

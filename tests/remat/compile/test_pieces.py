@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import remat
 from remat.budgets import parse_budget
-from remat.graph_capture.memory_events import measure_peak
+from remat.graph_capture.devices.memory_events import measure_peak
 
 WIDTH = 512
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from remat.compile.shared_budget import SharedBudget, forget_graphs, shared_budget
-from remat.compile.whole_model import WholeModel
+from remat.compile.shared_budget import SharedBudget, WholeModel, forget_graphs, shared_budget
 from remat.graph_capture.errors import BudgetError
 from remat.rewriter.inductor.replay import Replay
 

@@ -13,10 +13,10 @@ from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 
 import remat
+from remat.compile.backend import SizeTable
 from remat.compile.one_shape import has_symbols, numbered, symbols_of
-from remat.compile.size_table import SizeTable
+from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.errors import BudgetError
-from remat.graph_capture.memory_events import measure_peak
 from tests.limits import AMPLE_S
 
 OPTIONS = {"replays": 4, "solver": "cut", "time_limit_s": AMPLE_S, "budget": "70%"}

@@ -23,8 +23,8 @@ from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 import remat
 import remat.solver as solvers
 from remat.compile import start
-from remat.compile.report import CompiledPlan
-from remat.graph_capture.memory_events import measure_peak
+from remat.compile.place import CompiledPlan
+from remat.graph_capture.devices.memory_events import measure_peak
 from remat.rewriter.inductor import lowering
 from remat.rewriter.inductor.prices import CallPrices
 from tests.paths import ROOT

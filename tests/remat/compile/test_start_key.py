@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._inductor import config as inductor_config
 
-from remat.compile import start_key as key_file
+from remat.compile import start as key_file
 from remat.compile.options import read_options
-from remat.compile.start_key import start_key
+from remat.compile.start import start_key
 from tests.paths import ROOT
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from remat.budgets import unmodified
-from remat.job.advice import advice_on_run
-from remat.job.pipeline import Report, RunsAgain
-from remat.job.rows import Row, rows_as_run
+from remat.job.pipeline import Report, Row, RunsAgain, rows_as_run
+from remat.job.screen import advice_on_run
 from remat.rewriter.checking.check import Check
 from remat.solver import solve
 from tests.solver.graphs.random_graphs import chain

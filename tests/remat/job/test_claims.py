@@ -18,14 +18,13 @@ import remat
 from remat.budgets import unmodified_step
 from remat.formats import NO_BOUND, bytes_text, percent_text
 from remat.graph_capture.graph import TrainingGraph
-from remat.job.json_report import report_json
 from remat.job.pipeline import Report, planned_report
 from remat.job.request import Request
-from remat.job.screen import show_run
-from remat.schedules.as_planned import as_planned
+from remat.job.screen import report_json, show_run
+from remat.progress import Stopwatch
+from remat.schedules.derived import as_planned
 from remat.schedules.reserved import reserved_of
 from remat.schedules.simulate import simulate
-from remat.screen.stages import Stopwatch
 from remat.solver.result import Result
 from remat.solver.table import NEEDS_LINKS, TABLE, TAKE_PIECES
 

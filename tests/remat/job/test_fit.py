@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 import remat
-from remat.graph_capture.derived.between_sizes import graph_at, is_same_step
 from remat.graph_capture.errors import BudgetError, FactoryError, SolverError
 from remat.job import fit as fitting
+from remat.job.fit import Range, graph_at, is_same_step, largest
 from remat.job.fitted import Fit
-from remat.job.size_search import Range, largest
 from remat.solver.result import Result
 from tests.limits import AMPLE_S
 

@@ -13,10 +13,8 @@ from torch import nn
 import remat
 from remat.budgets import unmodified
 from remat.formats import percent_text
-from remat.job.json_report import bound_json
-from remat.job.pipeline import Report, RunsAgain
-from remat.job.rows import Row
-from remat.job.screen import show_result, show_run
+from remat.job.pipeline import Report, Row, RunsAgain
+from remat.job.screen import bound_json, show_result, show_run
 from remat.schedules.reserved import Reserved, Taken
 from remat.schedules.simulate import simulate
 from remat.solver.budgets.front import Front, Point

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import remat
+from remat import checks as by_tolerance
+from remat.graph_capture.chunking.regions import Found
 from remat.graph_capture.errors import BudgetError, named_as_flags
-from remat.graph_capture.splitting.regions import Found
-from remat.levers import by_tolerance
 
 WORDS, WIDTH, TOKENS = 4096, 16, 256
 BUDGET = "2MiB"
@@ -43,7 +43,7 @@ def other_bits_on_two_threads(monkeypatch: pytest.MonkeyPatch) -> Generator[None
         return torch.get_num_threads() == 1
 
     monkeypatch.setattr(by_tolerance, "gives_eagers_bits", has_them)
-    monkeypatch.setattr("remat.graph_capture.prices.kept_bits.gives_eagers_bits", has_them)
+    monkeypatch.setattr("remat.graph_capture.chunking.same_bits.gives_eagers_bits", has_them)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     yield

@@ -6,12 +6,17 @@ import msgspec
 import pytest
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.levers.offloaded import SLOWER, offloaded
-from remat.levers.without import without_copies, without_recomputation
-from remat.levers.worth import OFFLOAD, RECOMPUTATION, levers_of
+from remat.questions.levers import (
+    OFFLOAD,
+    RECOMPUTATION,
+    levers_of,
+    without_copies,
+    without_recomputation,
+)
+from remat.questions.memory import SLOWER, offloaded
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule
 from remat.schedules.simulate import simulate
-from remat.schedules.verdicts.staying import staying
+from remat.schedules.verdicts.peak_holders import staying
 from remat.solver import solve
 from tests.copying import BUDGET_BYTES, copying_chain, copying_result, copying_schedule
 

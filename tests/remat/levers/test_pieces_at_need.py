@@ -12,11 +12,11 @@ from remat.budgets import parse_budget
 from remat.graph_capture import trace
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.prices import pricing
-from remat.graph_capture.tracing.one_trace import Trace
+from remat.graph_capture.tracing.trace import Trace
 from remat.levers.pieces_at_need import may_wait, solved_at_need
-from remat.schedules.as_planned import whole
+from remat.progress import Stopwatch
+from remat.schedules.derived import whole
 from remat.schedules.schedule import Pieces
-from remat.screen.stages import Stopwatch
 from remat.solved import Solved
 from remat.solver import Result, solve
 from tests.graph_capture.splitting.language_models import made

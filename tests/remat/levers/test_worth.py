@@ -11,9 +11,16 @@ from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
 from remat.graph_capture.prices.pricing import price
 from remat.graph_capture.tracing.trace import trace
 from remat.levers.handed_over import planned_hand_over
-from remat.levers.without import without_pieces, without_recomputation, without_updates
-from remat.levers.worth import RECOMPUTATION, UPDATES, Lever, levers_of
-from remat.schedules.as_planned import as_planned, whole
+from remat.questions.levers import (
+    RECOMPUTATION,
+    UPDATES,
+    Lever,
+    levers_of,
+    without_pieces,
+    without_recomputation,
+    without_updates,
+)
+from remat.schedules.derived import as_planned, whole
 from remat.schedules.schedule import Compute, Free, Schedule
 from remat.schedules.simulate import simulate
 from remat.solver import solve

@@ -11,7 +11,7 @@ import pytest
 import remat
 from remat.formats import bytes_text, percent_text
 from remat.graph_capture.errors import SolverError
-from remat.questions.budget_slider import BudgetSlider
+from remat.questions.sweep import BudgetSlider
 from tests.limits import AMPLE_S
 from tests.solver.graphs.random_graphs import chain
 

@@ -8,7 +8,7 @@ import pytest
 
 import remat
 from remat.graph_capture.errors import BudgetError, SolverError
-from remat.questions.comparison import THIS_PLAN, UNMODIFIED, Comparison
+from remat.questions.compare import THIS_PLAN, UNMODIFIED, Comparison
 from remat.solver import solve
 from remat.solver.result import Result
 from tests.limits import AMPLE_S

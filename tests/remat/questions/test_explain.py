@@ -11,14 +11,10 @@ import pytest
 import remat
 from remat.graph_capture.errors import BudgetError, GlobError
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
-from remat.questions.against_greedy import against_greedy
-from remat.questions.explanation import Explanation, sentences
-from remat.questions.paragraphs import why_text
-from remat.questions.simple_rules import simple_rules
-from remat.questions.why import why
+from remat.questions.explanation import Explanation, sentences, why_text
+from remat.questions.why import against_greedy, simple_rules, why
 from remat.schedules.schedule import Compute, Free, Schedule
-from remat.schedules.verdicts.forced import DRAWS, HANDED_OVER, forced
-from remat.schedules.verdicts.staying import staying
+from remat.schedules.verdicts.peak_holders import DRAWS, HANDED_OVER, forced, staying
 from remat.solver import solve
 from remat.solver.result import Result, judged
 from tests.copying import copying_chain, copying_result

@@ -11,9 +11,15 @@ import remat
 from remat.graph_capture.errors import GlobError
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule
-from remat.schedules.verdicts.folding import folded
-from remat.schedules.verdicts.grouping import By, grouped
-from remat.schedules.verdicts.index_ranges import boxes, ranges_text, split_indices, written
+from remat.schedules.verdicts.grouping import (
+    By,
+    boxes,
+    folded,
+    grouped,
+    ranges_text,
+    split_indices,
+    written,
+)
 from remat.schedules.verdicts.peak_holders import peak_holders
 from remat.schedules.verdicts.rows import matching, value_rows
 from tests.links import with_links

@@ -5,16 +5,14 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from remat.graph_capture.derived.eager import as_eager
+from remat.graph_capture.eager_step import as_eager
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.questions.layer_checkpoints import _ordinal, every_n_layers
 from remat.schedules.simulate import simulate
 from remat.solver import solve
+from remat.solver.policies.template import module_blocks, nth_blocks, template_sequence
 from remat.solver.problem import Problem
-from remat.solver.sequence import schedule_of
-from remat.solver.templates.every_n_layers import nth_blocks
-from remat.solver.templates.module_blocks import module_blocks
-from remat.solver.templates.template import template_sequence
+from remat.solver.state import schedule_of
 from tests.solver.graphs.traced_gpt import LAYERS, traced_gpt
 
 

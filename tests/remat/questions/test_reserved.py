@@ -12,14 +12,14 @@ from torch import nn
 
 import remat
 from remat.budgets import unmodified, unmodified_step
-from remat.graph_capture.devices.device_table import GB, Device, device_table
+from remat.graph_capture.devices.table import GB, Device, device_table
 from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import TrainingGraph
 from remat.job.pipeline import planned_report
 from remat.job.request import Request
-from remat.questions.reserved import reserved_beside, reserved_text, shortage_text
+from remat.progress import Stopwatch
+from remat.questions.memory import reserved_beside, reserved_text, shortage_text
 from remat.schedules.reserved import Reserved, Taken, reserved_of
-from remat.screen.stages import Stopwatch
 from tests.limits import AMPLE_S
 from tests.solver.graphs.random_graphs import gpt_like
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from remat.graph_capture.shapes.ranges import Symbol
-from remat.ranges.learned import At, LearnedSizes, Shapes
+from remat.graph_capture.sizes.symbols import Symbol
+from remat.ranges.varying import At, LearnedSizes, Shapes
 
 NAMES = {(i, dim): f"{name}_{dim}" for i, name in enumerate(("x", "y")) for dim in range(2)}
 

@@ -15,8 +15,8 @@ from rich import progress
 from torch import Tensor, nn
 
 import remat
+from remat.progress import LoggedStopwatch, Stopwatch, TerminalStopwatch, stopwatch_of_call
 from remat.schedules.schedule import Offload
-from remat.screen.stages import LoggedStopwatch, Stopwatch, TerminalStopwatch, stopwatch_of_call
 from remat.solved import at_hand_text
 from tests.steps import schedule_of
 

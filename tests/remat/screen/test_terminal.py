@@ -12,12 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from remat.cli.main import app
-from remat.screen.terminal import (
-    LEAST_COLUMNS,
-    MOST_WORD,
-    in_one_line,
-    json_text,
-)
+from remat.progress import LEAST_COLUMNS, MOST_WORD, in_one_line, json_text
 from tests.files.hostile import TERMINAL, plan_with_names
 from tests.rows import rows
 

@@ -18,8 +18,7 @@ import remat
 from remat.graph_capture.errors import ArenaError
 from remat.rewriter import check
 from remat.rewriter.arena.arena import Arena
-from remat.rewriter.arena.building import built_library
-from remat.rewriter.arena.library import Counts, arena_library
+from remat.rewriter.arena.library import Counts, arena_library, built_library
 from tests.models import MODELS, make
 from tests.rewriter.arena.steps_in_arena import (
     in_arena,

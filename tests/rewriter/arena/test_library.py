@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from remat.graph_capture.errors import ArenaError
-from remat.rewriter.arena import building
+from remat.rewriter.arena import library as building
 from remat.rewriter.arena.library import ArenaLibrary, Counts, arena_library
 from remat.rewriter.arena.recording import requests_of
 from tests.rewriter.arena.steps_in_arena import needs_compiler

@@ -19,15 +19,12 @@ from torch.utils.flop_counter import FlopCounterMode
 import remat
 from examples.gpt import GPT, Sizes
 from remat.graph_capture import price, trace
+from remat.graph_capture.devices.memory_events import measure_live
 from remat.graph_capture.errors import AuditError, RewriteError
-from remat.graph_capture.memory_events import measure_live
 from remat.graph_capture.tracing.resident import resident_bytes
 from remat.rewriter import RematModule, rewrite
-from remat.rewriter.checking.audit import is_audited
-from remat.rewriter.checking.audit_room import why_no_room
-from remat.rewriter.checking.fingerprints import PIECE_BYTES, fingerprint
-from remat.rewriter.checking.forward_outcomes import ForwardOutcomes
-from remat.rewriter.checking.other_threads import others_may_draw
+from remat.rewriter.checking.audit import is_audited, others_may_draw, why_no_room
+from remat.rewriter.checking.forward_outcomes import PIECE_BYTES, ForwardOutcomes, fingerprint
 from tests.behaviours.trainee import Trainee, differences
 from tests.models import MODELS, make
 from tests.rows import each_nth

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import remat
 from remat.budgets import saved_elsewhere, unmodified
+from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.errors import NotComparedError
-from remat.graph_capture.memory_events import measure_peak
 from remat.rewriter.checking.check import Check, check
 from remat.rewriter.checking.elsewhere import Elsewhere
 from tests.models import MODELS, make

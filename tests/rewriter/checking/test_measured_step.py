@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 import remat
-from remat.graph_capture.memory_events import measure_live, measure_peak
+from remat.graph_capture.devices.memory_events import measure_live, measure_peak
 from remat.rewriter.checking.measured_step import measured_step
 from tests.limits import AMPLE_S
 from tests.models import batch, mlp

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import remat
 from remat.rewriter.checking.outcomes import compared_nearly
-from remat.rewriter.checking.rounded_otherwise import RoundedOtherwise, moved_by_rounding
+from remat.rewriter.checking.rounding import RoundedOtherwise, moved_by_rounding
 from tests.limits import AMPLE_S
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import remat
 from remat.graph_capture.errors import RewriteError
-from remat.rewriter.checking.unordered_sums import sums_in_no_order
+from remat.rewriter.checking.rounding import sums_in_no_order
 from tests.threads import torch_threads
 
 NODES, EDGES, WIDTH = 256, 2048, 32

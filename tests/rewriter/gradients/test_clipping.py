@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_value_ as limited
 from torch.optim import SGD
 
 import remat
-from remat.rewriter.gradients.clipping import ClippingWatch
+from remat.rewriter.graphs.updating import ClippingWatch
 from tests.models import make
 
 

@@ -18,9 +18,9 @@ from examples.gpt import GPT, Sizes
 from remat import solver
 from remat.budgets import unmodified
 from remat.graph_capture import capture, price, trace
-from remat.graph_capture.derived.eager import as_eager
+from remat.graph_capture.devices.memory_events import measure_peak
+from remat.graph_capture.eager_step import as_eager
 from remat.graph_capture.graph import DELIVER
-from remat.graph_capture.memory_events import measure_peak
 from remat.rewriter import RematModule, check, load, plan_of, rewrite, save_plan
 from remat.schedules.simulate import simulate
 from tests.limits import AMPLE_S

@@ -12,16 +12,16 @@ from torch.optim import SGD, Optimizer
 
 from remat.graph_capture import trace
 from remat.graph_capture.errors import ScheduleError
-from remat.graph_capture.gradients.hand_over import HandOver
 from remat.graph_capture.graph import UPDATE
-from remat.graph_capture.tracing.one_trace import Trace
+from remat.graph_capture.joint.hand_over import HandOver
+from remat.graph_capture.tracing.trace import Trace
 from remat.rewriter import RematModule, rewrite
-from remat.rewriter.gradients.updating import Updates
+from remat.rewriter.graphs.updating import Updates
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
-from remat.solver.levers.late_order import late_sequence
 from remat.solver.problem import Problem
-from remat.solver.sequence import schedule_of
+from remat.solver.reductions.updates import late_sequence
+from remat.solver.state import schedule_of
 from tests.behaviours.behaviours import Fails
 from tests.models import make
 

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 import remat
 from remat.graph_capture.errors import RandomStreamError
-from remat.graph_capture.joint.dropout import DROPOUT
+from remat.graph_capture.joint.exact_ops import DROPOUT
 from remat.rewriter.graphs import rng
 from remat.rewriter.graphs.rng import (
     draw_noting,
     form_with_generator,
     run_with_rng_state,
+    save_rng_state,
 )
-from remat.rewriter.graphs.rng_states import save_rng_state
 from tests.limits import AMPLE_S
 from tests.paths import ROOT
 
@@ -131,7 +131,7 @@ def test_two_threads_with_a_plan_each_are_never_refused() -> None:
 
 WAITING = """
 import gc, threading, time
-from remat.rewriter.graphs.rng_states import save_rng_state, set_rng_state
+from remat.rewriter.graphs.rng import save_rng_state, set_rng_state
 
 def work():
     for _ in range(200):

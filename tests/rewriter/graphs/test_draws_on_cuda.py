@@ -14,8 +14,7 @@ from torch import Tensor
 
 from remat.graph_capture.errors import RandomStreamError
 from remat.rewriter.graphs import rng
-from remat.rewriter.graphs.rng import draw_noting, run_with_rng_state
-from remat.rewriter.graphs.rng_states import save_rng_state, set_rng_state
+from remat.rewriter.graphs.rng import draw_noting, run_with_rng_state, save_rng_state, set_rng_state
 from tests.fake_cuda import FakeCuda, cuda
 
 __all__ = ["cuda"]

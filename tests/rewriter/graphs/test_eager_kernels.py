@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from remat.graph_capture import price, trace
-from remat.graph_capture.tracing.kernels import kernels_of_eager
+from remat.graph_capture.tracing.fake_tensors import kernels_of_eager
 from remat.rewriter import check, rewrite
 from remat.solver import solve
 from tests.rows import rows

@@ -13,15 +13,15 @@ from torch import nn
 
 import remat
 from remat.budgets import unmodified
-from remat.graph_capture.derived.sharding import Sharding
+from remat.graph_capture.chunking import same_bits as kept_bits
+from remat.graph_capture.distributed.sharding import Sharding
 from remat.graph_capture.errors import CaptureError, RewriteError, ScheduleError
-from remat.graph_capture.prices import kept_bits
-from remat.rewriter.checking.tolerance import SPLIT_FLOAT32
-from remat.schedules.as_planned import in_pieces
+from remat.rewriter.checking.outcomes import SPLIT_FLOAT32
+from remat.schedules.derived import in_pieces
 from remat.schedules.schedule import Pieces
 from remat.schedules.simulate import simulate
 from remat.solver import solve
-from remat.solver.levers.in_pieces import named
+from remat.solver.reductions.chunked_regions import named
 from tests.graph_capture.splitting.language_models import (
     N_CLASSES,
     SPLIT,

@@ -10,10 +10,10 @@ import torch
 
 import remat
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.as_planned import in_pieces
+from remat.schedules.derived import in_pieces
 from remat.schedules.schedule import Pieces
 from remat.solver import solve
-from remat.solver.levers.in_pieces import named
+from remat.solver.reductions.chunked_regions import named
 from tests.graph_capture.splitting.mlp_models import MLPS, WIDTH, Block, Blocks, made
 from tests.rewriter.graphs.least_in_pieces import require_lower_peak
 from tests.rows import each_nth

@@ -17,7 +17,7 @@ from remat.rewriter.guards.unchanged import (
     LINE_BYTES,
     WHOLE_STEPS,
     ReadAgain,
-    _added_on_device,  # pyright: ignore[reportPrivateUsage]
+    _added_on_device,
 )
 
 WIDTH, ROWS = 16, 8

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from remat.graph_capture import trace
 from remat.rewriter.graphs.emit import emit
-from remat.rewriter.inductor.decomposed import decomposed
+from remat.rewriter.inductor.compiler import decomposed
 from tests.steps import schedule_of
 
 NORMS = {

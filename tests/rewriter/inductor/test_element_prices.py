@@ -12,16 +12,9 @@ from torch._inductor import inductor_prims
 
 import remat
 from remat.compile.search import Candidate, PlanSearch
-from remat.graph_capture.prices.price_cache import PriceCache
-from remat.rewriter.inductor import element_prices
-from remat.rewriter.inductor.element_prices import (
-    BYTE,
-    DRAW,
-    ELEMENTS,
-    KEY,
-    slow_part,
-    us_per_element,
-)
+from remat.graph_capture.prices.cache import PriceCache
+from remat.rewriter.inductor import prices as element_prices
+from remat.rewriter.inductor.prices import BYTE, DRAW, ELEMENTS, KEY, slow_part, us_per_element
 
 pytestmark = pytest.mark.usefixtures("clocked")
 

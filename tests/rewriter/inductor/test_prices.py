@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from remat.graph_capture.graph import Resident, TrainingGraph
 from remat.graph_capture.joint.build import TANGENTS
-from remat.graph_capture.prices.price_cache import Price
+from remat.graph_capture.prices.cache import Price
 from remat.rewriter.inductor.graph import build_fused
 from remat.rewriter.inductor.prices import LEAST_ELEMENTS, NEAR, price_fused
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import remat
 import remat.one_call
-from remat.graph_capture.derived.sharding import Sharding
+from remat.graph_capture.devices.memory_events import measure_peak
+from remat.graph_capture.distributed.sharding import Sharding
 from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError
-from remat.graph_capture.memory_events import measure_peak
 from remat.rewriter.checking.outcomes import compared_nearly
 from remat.rewriter.inductor import compiler as inductor_compiler
 from tests.limits import AMPLE_S

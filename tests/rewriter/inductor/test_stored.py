@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import remat
+from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.graph import Resident
-from remat.graph_capture.memory_events import measure_peak
 from remat.rewriter.inductor.graph import build_fused
 
 STEPS, WIDTH = 9, 128

@@ -25,8 +25,7 @@ from torch.nn import functional
 
 from remat.rewriter.inductor import lowering as inductor_lowering
 from remat.rewriter.inductor.choices import calls_in_order
-from remat.rewriter.inductor.lowering import Event, Lowered, lower
-from remat.rewriter.inductor.unwritten import kernels_unwritten
+from remat.rewriter.inductor.lowering import Event, Lowered, kernels_unwritten, lower
 
 SQUARE = (64, 64)
 

@@ -12,8 +12,8 @@ from torch import nn
 
 import remat
 from remat.graph_capture.errors import RematError, RewriteError, SignatureError
-from remat.graph_capture.shapes.ranged_graph import RangedGraph
-from remat.graph_capture.shapes.ranges import corner
+from remat.graph_capture.sizes.ranged_graph import RangedGraph
+from remat.graph_capture.sizes.symbols import corner
 from tests.beside_eager import most_live_bytes, same_bits
 from tests.sized_models import SIZED, Sized, gpt
 

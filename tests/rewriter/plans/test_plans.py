@@ -26,8 +26,7 @@ from remat.graph_capture.errors import (
     RewriteError,
     ScheduleError,
 )
-from remat.rewriter.plans.archive import EXTRA_FILE, read_plan, save_plan
-from remat.rewriter.plans.loading import load, plan_of
+from remat.rewriter.plans.loading import EXTRA_FILE, load, plan_of, read_plan, save_plan
 from remat.schedules.plan import KIND, Plan
 from tests.models import make
 from tests.rows import each_nth

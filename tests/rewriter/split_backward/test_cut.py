@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
-from remat.rewriter.graphs.boxed import compile_boxed, compile_in_steps
+from remat.cluster.parts import is_product
+from remat.rewriter.graphs.codegen import compile_boxed, compile_in_steps
 from remat.rewriter.split_backward.cut import split_graph
 from remat.rewriter.split_backward.dependencies import is_heavy, is_mark
-from remat.rewriter.split_backward.split_graphs import SplitGraphs
-from remat.solver.cluster.weights_later import is_product
+from remat.rewriter.split_backward.waiting import SplitGraphs
 from tests.rewriter.split_backward.made_backward import Backward, N, at_random
 
 aten = torch.ops.aten

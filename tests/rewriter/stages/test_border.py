@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from remat.cluster.model_part import Before, Behind, arrival_of, beside_blocks
 from remat.graph_capture.errors import CaptureError
-from remat.rewriter.stages.border import Before, Behind, arrival_of
-from remat.rewriter.stages.model_part import beside_blocks
 
 
 class Block(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from remat.rewriter.stages.receive_ring import ring_size
+from remat.cluster.stepping import ring_size
 
 
 def clash(spans: list[tuple[int, int]], size: int) -> bool:

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from remat.rewriter.tiers import pinned, stream_tier
+from remat.rewriter.tiers import stream_tier
+from remat.rewriter.tiers import stream_tier as pinned
 
 Work = Callable[[], Any]
 

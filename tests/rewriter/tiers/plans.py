@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from remat.graph_capture import capture
 from remat.graph_capture.graph import TrainingGraph
 from remat.rewriter import RematModule, rewrite
-from remat.rewriter.tiers.copying import link_thread
+from remat.rewriter.tiers.file_tier import link_thread
 from remat.schedules.schedule import Schedule
 from tests.links import with_links
 from tests.models import BATCH, WIDTH, make

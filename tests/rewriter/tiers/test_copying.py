@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from remat.graph_capture.errors import TierError
-from remat.graph_capture.unnamed_files.endings import Ending
-from remat.rewriter.tiers.copying import LinkThread, link_thread
+from remat.graph_capture.spill_files import Ending
+from remat.rewriter.tiers.file_tier import LinkThread, link_thread
 from tests.limits import AMPLE_S
 
 
@@ -43,7 +43,7 @@ def test_a_copy_waits_for_one_over_another_link() -> None:
 
 ENDS_AMID_COPIES = """
 import torch
-from remat.rewriter.tiers.copying import link_thread
+from remat.rewriter.tiers.file_tier import link_thread
 
 def copied(x):
     for _ in range(2000):

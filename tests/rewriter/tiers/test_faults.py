@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from remat.graph_capture.errors import TierError
-from remat.graph_capture.unnamed_files.files import HOST_FOLDER, File
+from remat.graph_capture.spill_files import HOST_FOLDER, File
 from remat.rewriter import RematModule, check
 from tests.limits import AMPLE_S
 from tests.paths import ROOT

@@ -15,7 +15,7 @@ from remat.rewriter import check, rewrite
 from remat.schedules.schedule import Offload
 from remat.schedules.simulate import simulate
 from remat.solver import solve
-from remat.solver.bounds.floor import floor_above
+from remat.solver.bounds.least_peak import floor_above
 from remat.solver.problem import Problem
 from tests.graphs import UNLIMITED_BYTES
 from tests.limits import AMPLE_S

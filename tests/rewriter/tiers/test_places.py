@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from remat.graph_capture.graph import Op, TrainingGraph, Value
-from remat.rewriter.tiers.places import PAGE_BYTES, HostPlaces, host_places
+from remat.rewriter.tiers.file_tier import PAGE_BYTES, HostPlaces, host_places
 from remat.schedules.schedule import Fetch, Free, Offload, Schedule, Step
 
 STAYS = st.lists(

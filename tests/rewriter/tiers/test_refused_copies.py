@@ -12,11 +12,11 @@ from torch import nn
 
 import remat
 from remat.graph_capture import capture
+from remat.graph_capture import spill_files as files
 from remat.graph_capture.errors import PlanError, RematError, RewriteError, ScheduleError, TierError
-from remat.graph_capture.unnamed_files import files
 from remat.rewriter import rewrite
 from remat.rewriter.compiled import refuse_copies
-from remat.rewriter.graphs.copied_writes import CopyTimes, copy_times
+from remat.rewriter.graphs.copies import CopyTimes, copy_times
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 from remat.schedules.simulate import simulate
 from tests.links import links, with_links

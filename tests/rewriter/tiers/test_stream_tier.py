@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from remat.graph_capture.errors import TierError
-from remat.rewriter.tiers import pinned
-from remat.rewriter.tiers.places import HostPlaces
+from remat.rewriter.tiers import stream_tier as pinned
+from remat.rewriter.tiers.file_tier import HostPlaces
 from remat.rewriter.tiers.stream_tier import Arriving, StreamTier, _whole
 from tests.links import links
 from tests.rewriter.tiers.lazy_streams import LazyMachine

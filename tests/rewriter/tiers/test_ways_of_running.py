@@ -15,12 +15,12 @@ from torch import Tensor, nn
 import remat
 from examples.gpt import GPT, Sizes
 from remat.graph_capture import capturing
+from remat.graph_capture import spill_files as files
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.unnamed_files import files
 from remat.rewriter import check, rewrite
 from remat.rewriter.tiers import stream_tier
 from remat.rewriter.tiers import tier as tiers
-from remat.rewriter.tiers.places import host_places
+from remat.rewriter.tiers.file_tier import host_places
 from remat.schedules.schedule import Offload, Schedule
 from remat.schedules.simulate import simulate
 from tests.links import links, with_links

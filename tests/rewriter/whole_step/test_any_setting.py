@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from remat.graph_capture.memory_events import measure_regions
-from remat.graph_capture.unnamed_files.files import HOST_FOLDER
-from remat.levers.step_request import StepRequest
-from remat.levers.whole_step_here import StepHere
+from remat.graph_capture.devices.memory_events import measure_regions
+from remat.graph_capture.spill_files import HOST_FOLDER
 from remat.schedules.schedule import Compute
-from remat.solver.whole_step.named_systems import full_recompute
-from remat.solver.whole_step.planned_step import PlannedStep, StepTask, planned_step
-from remat.solver.whole_step.setting import Pass, Setting
+from remat.whole_step.entry import StepRequest
+from remat.whole_step.on_this_device import StepHere
+from remat.whole_step.planned_step import PlannedStep, StepTask, planned_step
+from remat.whole_step.setting import Pass, Setting, full_recompute
 from tests.rewriter.whole_step.loops import Training, chain, gpt, same
 
 COUNT, STEPS, AMPLE_BYTES = 3, 3, 1 << 24

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from remat.graph_capture.errors import RematError, RewriteError, TierError
-from remat.graph_capture.unnamed_files.files import HOST_FOLDER, File
-from remat.rewriter.whole_step import running
-from remat.rewriter.whole_step.step import WholeStep
+from remat.graph_capture.spill_files import HOST_FOLDER, File
+from remat.whole_step import running
+from remat.whole_step.step import WholeStep
 from tests.rewriter.tiers.plans import is_clean
 from tests.rewriter.whole_step.loops import Training, chain, same
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from remat.graph_capture.unnamed_files.files import File, Folder
-from remat.rewriter.whole_step.held import Held
+from remat.graph_capture.spill_files import File, Folder
+from remat.whole_step.residents import Held
 
 LATE_S = 0.2
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from remat.graph_capture.devices.memory_events import measure_regions
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.memory_events import measure_regions
-from remat.graph_capture.unnamed_files.files import HOST_FOLDER
-from remat.rewriter.whole_step.step import WholeStep
+from remat.graph_capture.spill_files import HOST_FOLDER
 from remat.schedules.simulate import simulate
+from remat.whole_step.step import WholeStep
 from tests.rewriter.whole_step.loops import (
     Training,
     chain,

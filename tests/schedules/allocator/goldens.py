@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from remat.schedules.allocator.replay import Replayed
-from remat.schedules.allocator.settings import MIB, UNLIMITED_BYTES, AllocatorSettings
+from remat.schedules.caching_allocator import MIB, UNLIMITED_BYTES, AllocatorSettings
+from remat.schedules.reserved import Replayed
 from tests.schedules.allocator import torch_library
 from tests.schedules.allocator.traces import SETTINGS, random_trace, step_traces
 

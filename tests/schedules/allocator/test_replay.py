@@ -7,10 +7,9 @@ import random
 
 import pytest
 
-from remat.schedules.allocator.caching_allocator import CachingAllocator
-from remat.schedules.allocator.replay import EMPTY_CACHE, Replayed, replay, trace_of_steps
-from remat.schedules.allocator.settings import MIB, AllocatorSettings
-from remat.schedules.buffers import Buffers
+from remat.schedules.caching_allocator import MIB, AllocatorSettings, CachingAllocator
+from remat.schedules.layout import Buffers
+from remat.schedules.reserved import EMPTY_CACHE, Replayed, replay, trace_of_steps
 from tests.schedules.allocator.goldens import Golden, goldens
 from tests.schedules.allocator.traces import SETTINGS, random_trace
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from remat.schedules.allocator.replay import replay
+from remat.schedules.reserved import replay
 from tests.schedules.allocator import torch_library
 from tests.schedules.allocator.traces import SETTINGS, random_traces, step_traces
 

@@ -20,8 +20,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from remat.schedules.allocator.replay import Replayed
-from remat.schedules.allocator.settings import LARGE_SEGMENT_BYTES, MIB, AllocatorSettings
+from remat.schedules.caching_allocator import LARGE_SEGMENT_BYTES, MIB, AllocatorSettings
+from remat.schedules.reserved import Replayed
 
 VARIABLE = "REMAT_CUDA_TORCH"
 SOURCES = Path(__file__).parent / "made_up_cuda"

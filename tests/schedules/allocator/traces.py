@@ -6,9 +6,9 @@ import itertools
 import random
 from collections.abc import Iterator
 
-from remat.schedules.allocator.replay import EMPTY_CACHE, trace_of_steps
-from remat.schedules.allocator.settings import MIB, UNLIMITED_BYTES, AllocatorSettings
-from remat.schedules.buffers import buffers_of
+from remat.schedules.caching_allocator import MIB, UNLIMITED_BYTES, AllocatorSettings
+from remat.schedules.layout import buffers_of
+from remat.schedules.reserved import EMPTY_CACHE, trace_of_steps
 from remat.schedules.schedule import Schedule
 from remat.solver import solve
 from tests.graphs import peak_bytes_of

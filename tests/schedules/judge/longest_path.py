@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.links import LinkName, Links, Tier
+from remat.graph_capture.graph import LinkName, Links, Tier, TrainingGraph
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Step
 
 WAYS: dict[tuple[type, Tier], tuple[Tier, LinkName]] = {

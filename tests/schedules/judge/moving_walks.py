@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import random
 
-from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
-from remat.graph_capture.links import TIERS, Link, Links, Tier
+from remat.graph_capture.graph import TIERS, Link, Links, Op, Resident, Tier, TrainingGraph, Value
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Step
 
 BELOW: dict[Tier, Tier] = {"device": "host", "host": "nvme"}

@@ -7,8 +7,7 @@ import random
 import msgspec
 import pytest
 
-from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.links import Links
+from remat.graph_capture.graph import Links, TrainingGraph
 from remat.schedules.schedule import Free, Schedule, Step
 from remat.schedules.simulate import simulate
 from remat.schedules.simulation import Simulation

@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from remat.graph_capture.errors import ScheduleError
-from remat.graph_capture.graph import Op, TrainingGraph, Value
-from remat.graph_capture.links import Link, Links
+from remat.graph_capture.graph import Link, Links, Op, TrainingGraph, Value
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 from remat.schedules.simulate import simulate
 from remat.schedules.simulation import Simulation

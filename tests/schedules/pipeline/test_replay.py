@@ -6,11 +6,16 @@ import random
 
 import pytest
 
-from remat.cluster.torch_orders import torch_order
+from remat.cluster.judged import torch_order
+from remat.cluster.pipeline import (
+    PipelineAction,
+    RankOrder,
+    StageCosts,
+    parse_order,
+    replay_pipeline,
+)
+from remat.cluster.stages import chunks_in_flight, flights
 from remat.graph_capture.errors import ScheduleError
-from remat.schedules.pipeline.actions import PipelineAction, RankOrder, parse_order
-from remat.schedules.pipeline.replay import StageCosts, replay_pipeline
-from remat.solver.cluster.in_flight import chunks_in_flight, flights
 
 SEVEN = {
     "GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2, "InterleavedZeroBubble": 2,

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from remat.graph_capture.errors import SolverError
-from remat.solver.backends import apart
-from remat.solver.backends.apart import OverdueError, end_idle, ended_after, run_apart
+from remat.solver.backends import processes as apart
+from remat.solver.backends.processes import OverdueError, end_idle, ended_after, run_apart
 from tests.paths import ROOT
 
 LONG_S = 900.0
@@ -25,7 +25,7 @@ SOON_S = 600.0
 
 def script(code: str) -> subprocess.CompletedProcess[bytes]:
     """Run `code`; over once each process that holds its standard error has ended."""
-    begin = "import os, signal, sys, time\nfrom remat.solver.backends.apart import run_apart\n"
+    begin = "import os, signal, sys, time\nfrom remat.solver.backends.processes import run_apart\n"
     return subprocess.run(
         [sys.executable, "-c", begin + code], check=False, capture_output=True, timeout=SOON_S
     )
@@ -109,7 +109,7 @@ def test_calls_in_threads_have_a_process_each() -> None:
 def test_a_script_ends_in_order_while_a_call_is_at_work() -> None:
     began_s = time.monotonic()
     ran = script(
-        "from remat.solver.backends.background import Task\n"
+        "from remat.solver.backends.processes import Task\n"
         f"Task(lambda: run_apart(time.sleep, {LONG_S}))\n"
         "time.sleep(0.5); print('the end')\n"
     )

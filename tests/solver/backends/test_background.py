@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from remat.solver.backends import background
-from remat.solver.backends.background import Task
+from remat.solver.backends import processes as background
+from remat.solver.backends.processes import Task
 
 LONG_S = 600.0
 """So long that a test that waits it out has failed."""
@@ -224,7 +224,7 @@ def test_a_stop_that_is_not_heard_is_repeated(held: Held) -> None:
 def test_the_end_of_the_interpreter_stops_what_runs_and_waits_for_it() -> None:
     code = (
         "import threading, time\n"
-        "from remat.solver.backends.background import Task\n"
+        "from remat.solver.backends.processes import Task\n"
         "ended = threading.Event()\n"
         "def work():\n"
         "    ended.wait(60)\n"

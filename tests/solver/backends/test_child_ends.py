@@ -14,8 +14,8 @@ import pytest
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
 from remat.solver import solve
-from remat.solver.backends.apart import end_idle, run_apart
 from remat.solver.backends.mip import LATE, Limits, MixedProgram, solve_program
+from remat.solver.backends.processes import end_idle, run_apart
 from tests.graphs import peak_bytes_of
 from tests.killed_process import kill_the_first
 from tests.limits import AMPLE_S
@@ -74,7 +74,7 @@ def test_cbc_that_dies_costs_its_program_alone(monkeypatch: pytest.MonkeyPatch) 
 def test_a_file_of_the_working_folder_does_not_enter_the_process(tmp_path: Path, name: str) -> None:
     (tmp_path / f"{name}.py").write_text("raise SystemExit('the file of the user')\n")
     begin = (
-        "import sys; from remat.solver.backends.apart import run_apart; "
+        "import sys; from remat.solver.backends.processes import run_apart; "
         f"sys.path.insert(0, {str(tmp_path)!r}); sys.path.insert(0, ''); "
         f"import os; os.chdir({str(tmp_path)!r}); print(run_apart(abs, -1))"
     )

@@ -10,8 +10,7 @@ import pytest
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Compute, Fetch, Offload
-from remat.solver.blocks.copied_options import with_copied
-from remat.solver.blocks.given_blocks import GivenBlocks, Span
+from remat.solver.blocks.given_blocks import GivenBlocks, Span, with_copied
 from remat.solver.blocks.knapsack import BlockChoice, compose
 from remat.solver.blocks.options import Below, BlockOption, Options, block_graph, block_options
 from remat.solver.blocks.repeated import Reads, find_blocks

@@ -10,8 +10,13 @@ import pytest
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
 from remat.solver import Result, solve
-from remat.solver.bounds.floor import LEAST_BOUND, floor_above, floor_text
-from remat.solver.bounds.least_peak import effort_for, floor_of
+from remat.solver.bounds.least_peak import (
+    LEAST_BOUND,
+    effort_for,
+    floor_above,
+    floor_of,
+    floor_text,
+)
 from remat.solver.problem import Problem
 from remat.solver.stopping import REGRESSION
 from tests.limits import AMPLE_S

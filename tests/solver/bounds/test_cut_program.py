@@ -9,8 +9,7 @@ import pytest
 
 from remat.solver.bounds.cut_program import CutProgram, expand
 from remat.solver.problem import Problem
-from remat.solver.stage import UnreachableError
-from remat.solver.state import State
+from remat.solver.state import State, UnreachableError
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
 from tests.rows import rows

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.solver import solve
 from remat.solver.backends.mip import Limits
-from remat.solver.bounds.cut_program import CutProgram
+from remat.solver.bounds.cut_program import CutProgram, add_stage_row
 from remat.solver.bounds.lazy_cuts import LazyCuts
-from remat.solver.bounds.stage_rows import add_stage_row
 from remat.solver.problem import Problem
 from tests.graphs import peak_bytes_of
 from tests.rows import rows

@@ -18,14 +18,11 @@ from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver import Result, solve
 from remat.solver.budgets import sweep as sweeping
-from remat.solver.budgets.front import Front
-from remat.solver.budgets.price import GIB
-from remat.solver.budgets.spread import spread
-from remat.solver.budgets.sweep import merged, sweep
-from remat.solver.budgets.worth import least_peak, price_of_gib
+from remat.solver.budgets.front import GIB, Front
+from remat.solver.budgets.sweep import least_peak, merged, price_of_gib, spread, sweep
 from remat.solver.cuts.cut import Cut
-from remat.solver.interrupts import note_interrupt, one_job
 from remat.solver.problem import Problem, least_needed_bytes
+from remat.solver.search import note_interrupt, one_job
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S, LateClock
 from tests.solver.checks import check_front

@@ -15,21 +15,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from remat.baselines.chain import Action, find_chain, ops_of_actions
+from remat.baselines.revolve import (
+    binomial_actions,
+    least_read,
+    mixed_actions,
+    mixed_table,
+    stored_states,
+)
+from remat.baselines.rotor import ChainRuns, RotorChain, solve_rotor
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Fetch, Offload
 from remat.schedules.simulate import simulate
 from remat.solver import Result, make_solver, solve
-from remat.solver.chains.binomial import (
-    binomial_actions,
-    mixed_actions,
-    mixed_table,
-)
-from remat.solver.chains.chain import Action, find_chain, ops_of_actions
-from remat.solver.chains.disk import least_read, stored_states
-from remat.solver.chains.places import articulation_points, kept_values
-from remat.solver.chains.rotor_table import ChainModel, ChainRuns, solve_rotor
 from remat.solver.problem import Problem
+from remat.solver.segments.chen_sqrt import articulation_points, kept_values
 from tests.links import with_links
 from tests.paths import ROOT
 from tests.solver.graphs.captured_order import keeps_order
@@ -147,14 +148,14 @@ def test_states_read_least_are_those_on_disk() -> None:
     )
 
 
-def rotor_model(instance: dict[str, Any]) -> ChainModel:
+def rotor_model(instance: dict[str, Any]) -> RotorChain:
     """As rotor counts: the loss is a stage of no cost; beside what is saved, backward holds the
     gradient of its stage's input; gradients that wait while forward runs again are not counted.
     """
     times = (*map(float, instance["fw"]), 0.0)
     entry, saved = (*instance["cw"], 0), (*instance["cbw"][1:], 0)
     runs = ChainRuns(times, times, times, entry[1:], saved, saved)
-    return ChainModel(
+    return RotorChain(
         entry_bytes=entry[:-1],
         saved_bytes=saved,
         pending_bytes=(0,) * len(saved),

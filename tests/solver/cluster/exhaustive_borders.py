@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from remat.solver.cluster.parts import PartOption
+from remat.cluster.parts import PartOption
 
 
 def exhaustive_time_us(times_us: npt.NDArray[np.float64], layers: int, microbatches: int) -> float:

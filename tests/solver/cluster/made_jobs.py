@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from remat.graph_capture.cluster.chain_shape import Place
-from remat.graph_capture.devices.device_links import stated_links
-from remat.solver.cluster.job import Cluster, Job, Weights
-from remat.solver.cluster.parts import Part, PartOption, PartWork
-from remat.solver.cluster.weights_later import WeightsLater
+from remat.cluster.capture.chain_shape import Place
+from remat.cluster.mesh import Cluster, Job, Weights
+from remat.cluster.parts import Part, PartOption, PartWork, WeightsLater
+from remat.graph_capture.devices.table import stated_links
 
 RATE = 989.4e6 * 0.7
 

@@ -14,15 +14,14 @@ from typing import NamedTuple
 
 import msgspec
 
+from remat.cluster.capture.chain_shape import Place
 from remat.cluster.kept_parts import KeptParts
+from remat.cluster.mesh import Asked, Cluster, Job, Parts, all_degrees, all_states
 from remat.cluster.opened_chain import Chains, job_of
+from remat.cluster.parts import Part, PartWork
+from remat.cluster.planner import ClusterPlan, ClusterSearch
 from remat.cluster.request import ClusterRequest
-from remat.graph_capture.cluster.chain_shape import Place
-from remat.graph_capture.over_ranks.fake_group import fake_ranks
-from remat.solver.cluster.job import Cluster, Job, Parts
-from remat.solver.cluster.mesh import Asked, all_degrees, all_states
-from remat.solver.cluster.parts import Part, PartWork
-from remat.solver.cluster.planner import ClusterPlan, ClusterSearch
+from remat.graph_capture.distributed.fake_group import fake_ranks
 
 FOLDER = Path(__file__).with_name("stored")
 MODELS = "benchmarks.cluster_models"

@@ -7,8 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from remat.solver.cluster.equal_blocks import EqualBlocks, Limit
-from remat.solver.cluster.parts import PartOption
+from remat.cluster.parts import EqualBlocks, Limit, PartOption
 from tests.solver.cluster.exhaustive_borders import exhaustive_extra_us
 
 

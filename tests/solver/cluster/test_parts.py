@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from remat.cluster.parts import Part, PartOption, part_of, schedule_of_option
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
-from remat.solver.cluster.parts import Part, PartOption, part_of, schedule_of_option
 
 STORED = Path(__file__).with_name("gpt_175b_block_tp8.json")
 MIB = 2**20

@@ -7,9 +7,8 @@ import math
 import msgspec
 import pytest
 
-from remat.graph_capture.cluster.chain_shape import Place
-from remat.schedules.pipeline.holders import FOR_WEIGHTS
-from remat.solver.cluster.mesh import (
+from remat.cluster.capture.chain_shape import Place
+from remat.cluster.mesh import (
     SCHEDULES,
     Asked,
     Mesh,
@@ -18,8 +17,9 @@ from remat.solver.cluster.mesh import (
     even_layers,
     places_of_blocks,
 )
-from remat.solver.cluster.parts import Part
-from remat.solver.cluster.planner import ClusterPlan, ClusterSearch
+from remat.cluster.parts import Part
+from remat.cluster.pipeline import FOR_WEIGHTS
+from remat.cluster.planner import ClusterPlan, ClusterSearch
 from tests.solver.cluster.made_jobs import MadeParts, made_cluster, made_job
 
 

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from remat.solver.cluster.stage_borders import best_borders
+from remat.cluster.planner import best_borders
 from tests.solver.cluster.exhaustive_borders import exhaustive_time_us
 
 

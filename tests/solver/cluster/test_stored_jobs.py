@@ -10,10 +10,10 @@ from functools import cache
 import msgspec
 import pytest
 
+from remat.cluster.mesh import Asked, all_degrees, all_states
+from remat.cluster.parts import Part, part_of
+from remat.cluster.planner import ClusterPlan, ClusterSearch
 from remat.graph_capture.graph import TrainingGraph
-from remat.solver.cluster.mesh import Asked, all_degrees, all_states
-from remat.solver.cluster.parts import Part, part_of
-from remat.solver.cluster.planner import ClusterPlan, ClusterSearch
 from tests.solver.cluster.stored_jobs import BLOCK_128K, FOLDER, FromFile, all_plans, stored_job
 
 

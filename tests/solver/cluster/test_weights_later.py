@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from remat.cluster.parts import WeightsLater, is_product, part_of, weights_later
 from remat.graph_capture.graph import Op, TrainingGraph, Value
-from remat.solver.cluster.parts import part_of
-from remat.solver.cluster.weights_later import WeightsLater, is_product, weights_later
 
 STORED = Path(__file__).with_name("gpt_175b_block_tp8.json")
 MM = "aten.mm.default"

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.narrow.drawn import narrow_graph
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
-from remat.solver.cuts.from_above import POWERS, take_from_above
+from remat.solver.cuts.starts import POWERS, take_from_above
 from remat.solver.local_search.repair import Repair
 from remat.solver.problem import Problem
 from remat.solver.search import Search

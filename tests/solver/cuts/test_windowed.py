@@ -7,7 +7,7 @@ import pytest
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver import solve
-from remat.solver.cuts.windowed import begin_windows
+from remat.solver.cuts.cut import begin_windows
 from remat.solver.search import Search
 from remat.solver.store_all import store_all_state
 from tests.limits import AMPLE_S

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
+from remat.baselines.lp_rounding import LpRounding, rounded_state
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.simulate import simulate
 from remat.solver import Progress, solve
-from remat.solver.exact.lp_rounding import LpRounding, rounded_state
 from remat.solver.problem import Problem
 from remat.solver.segments.chen_sqrt import chen_state
 from tests.graphs import graph_from_nodes, peak_bytes_of, tiny_cases

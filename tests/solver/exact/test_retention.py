@@ -10,21 +10,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.graph_capture.errors import SolverError
-from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.simulate import simulate
-from remat.solver import Progress, solve
-from remat.solver.cuts.cut import Cut
-from remat.solver.exact import retention_model
-from remat.solver.exact.retention import Retention, start_of
-from remat.solver.exact.retention_events import (
+from remat.baselines import retention as retention_model
+from remat.baselines.retention import (
+    Retention,
+    RetentionEffort,
+    RetentionModel,
+    RetentionOutcome,
     Stages,
     event_of,
     sequence_of_stages,
     stage_of,
     stages_of_runs,
+    start_of,
 )
-from remat.solver.exact.retention_model import RetentionEffort, RetentionModel, RetentionOutcome
+from remat.graph_capture.errors import SolverError
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.simulate import simulate
+from remat.solver import Progress, solve
+from remat.solver.cuts.cut import Cut
 from remat.solver.search import Search
 from tests.graphs import graph_from_nodes, peak_bytes_of, tiny_cases
 from tests.limits import AMPLE_S

@@ -10,8 +10,8 @@ from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.schedule import Compute, Free, Schedule
 from remat.schedules.simulate import simulate
 from remat.solver import solve
+from remat.solver.policies.template import unavoidable
 from remat.solver.problem import Problem
-from remat.solver.templates.template import unavoidable
 from tests.graphs import peak_bytes_of
 
 LAYERS = 3

@@ -8,7 +8,7 @@ import random
 import numpy as np
 from hypothesis import strategies as st
 
-from remat.schedules.buffers import Buffers
+from remat.schedules.layout import Buffers
 from remat.solver.layout.boxes import Boxes, Ints
 
 

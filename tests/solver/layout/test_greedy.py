@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.schedules.buffers import Buffers
+from remat.schedules.layout import Buffers
 from remat.solver.layout import greedy as greedy_placements
-from remat.solver.layout.box_orders import box_orders
 from remat.solver.layout.boxes import Boxes, Ints
-from remat.solver.layout.greedy import greedy, place_in_order
-from remat.solver.layout.insertion_annealing import insertion_annealing, stacked
+from remat.solver.layout.greedy import box_orders, greedy, place_in_order
+from remat.solver.layout.improvement import insertion_annealing, stacked
 from tests.solver.layout.random_boxes import cut_rectangle, overlaps, random_buffers, some_buffers
 
 HOLES = Boxes.of(Buffers.of_arrays([4, 1, 2, 1, 2], [0, 0, 0, 0, 1], [1, 2, 1, 2, 2]), 1)

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.schedules.buffers import Buffers
+from remat.schedules.layout import Buffers
 from remat.solver.layout.boxes import Boxes
 from remat.solver.layout.greedy import greedy
-from remat.solver.layout.guided_ejection import MOST_PRICE, guided_ejection
+from remat.solver.layout.improvement import MOST_PRICE, guided_ejection
 from tests.solver.layout.random_boxes import cut_rectangle, overlaps, some_buffers
 
 

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from remat.graph_capture.errors import LayoutError
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.buffers import Buffers, buffers_of
-from remat.schedules.layout import check_layout
+from remat.schedules.layout import Buffers, buffers_of, check_layout
 from remat.solver import solve
-from remat.solver.layout import placing, searching
+from remat.solver.layout import placing
+from remat.solver.layout import placing as searching
 from remat.solver.layout.placing import place
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from remat.solver.layout import searching
-from remat.solver.layout.box_orders import box_orders
+from remat.solver.layout import placing as searching
 from remat.solver.layout.boxes import Boxes
-from remat.solver.layout.searching import LEAST_STARTS, STARTS, Searches
+from remat.solver.layout.greedy import box_orders
+from remat.solver.layout.placing import LEAST_STARTS, STARTS, Searches
 from tests.solver.layout.random_boxes import cut_rectangle, overlaps
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.as_planned import as_planned, fastest_us, in_pieces
+from remat.schedules.derived import as_planned, fastest_us, in_pieces
 from remat.schedules.schedule import Pieces
 from remat.schedules.simulate import simulate
 from remat.solver import Result, solve
 from remat.solver.budgets.sweep import sweep
-from remat.solver.levers.in_pieces import solve_in_pieces
+from remat.solver.reductions.chunked_regions import solve_in_pieces
 from remat.solver.result import judged
 from tests.limits import AMPLE_S
 from tests.solver.graphs.region_graph import MIB, region_graph

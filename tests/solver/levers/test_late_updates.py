@@ -9,12 +9,17 @@ from remat.graph_capture.graph import DELIVER, UPDATE, Op, TrainingGraph, Value
 from remat.schedules.schedule import Compute, Schedule
 from remat.schedules.simulate import simulate
 from remat.solver import solve
-from remat.solver.levers import late_updates
-from remat.solver.levers.late_order import late_sequence, with_updates_behind, without_rule
-from remat.solver.levers.late_updates import has_updates, solve_with_updates
 from remat.solver.problem import Problem
+from remat.solver.reductions import updates as late_updates
+from remat.solver.reductions.updates import (
+    has_updates,
+    late_sequence,
+    solve_with_updates,
+    with_updates_behind,
+    without_rule,
+)
 from remat.solver.result import Result, judged
-from remat.solver.sequence import ops_of, schedule_of
+from remat.solver.state import ops_of, schedule_of
 
 
 def step(b_bytes: int = 100) -> TrainingGraph:

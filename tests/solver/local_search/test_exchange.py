@@ -8,9 +8,8 @@ import pytest
 
 from remat.schedules.simulate import simulate
 from remat.solver import solve
-from remat.solver.local_search import exchange as module
-from remat.solver.local_search.exchange import exchange, take_exchanges
-from remat.solver.local_search.repair import Repair, fill
+from remat.solver.local_search import repair as module
+from remat.solver.local_search.repair import Repair, exchange, fill, take_exchanges
 from remat.solver.search import Search
 from remat.solver.state import State
 from remat.solver.stopping import Work

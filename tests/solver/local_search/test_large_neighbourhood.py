@@ -10,7 +10,7 @@ import pytest
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
 from remat.solver import solve
-from remat.solver.local_search.large_neighbourhood import LargeNeighbourhoods, runs_by_stage
+from remat.solver.local_search.neighbourhoods import LargeNeighbourhoods, runs_by_stage
 from remat.solver.search import Search
 from tests.graphs import peak_bytes_of
 from tests.solver.graphs.random_graphs import gpt_like

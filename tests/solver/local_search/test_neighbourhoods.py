@@ -12,11 +12,19 @@ from hypothesis import strategies as st
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.simulate import simulate
 from remat.solver import solve
-from remat.solver.local_search.event_search import Running, Tried, TryLimits, solve_events
-from remat.solver.local_search.events import EventBuilder, EventProgram, Runs, candidate_stages
-from remat.solver.local_search.large_neighbourhood import runs_by_stage, sequence_of_runs
+from remat.solver.local_search.events import (
+    EventBuilder,
+    EventProgram,
+    Running,
+    Runs,
+    Tried,
+    TryLimits,
+    candidate_stages,
+    solve_events,
+)
+from remat.solver.local_search.neighbourhoods import runs_by_stage, sequence_of_runs
 from remat.solver.problem import Problem
-from remat.solver.sequence import schedule_of
+from remat.solver.state import schedule_of
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
 from tests.rows import each_nth

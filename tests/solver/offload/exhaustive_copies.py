@@ -14,8 +14,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
-from remat.graph_capture.links import Link, Links
+from remat.graph_capture.graph import Link, Links, Op, Resident, TrainingGraph, Value
 from remat.solver.problem import Problem, working_set_bytes
 from tests.links import with_links
 

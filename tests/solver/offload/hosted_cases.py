@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.links import Link, Links
+from remat.graph_capture.graph import Link, Links, TrainingGraph
 from remat.solver.local_search.repair import Repair
 from remat.solver.offload.arrivals import Base, base_of, hosting
 from remat.solver.problem import Problem

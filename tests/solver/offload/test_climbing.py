@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from remat.graph_capture.links import Link, Links
+from remat.graph_capture.graph import Link, Links
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule
 from remat.schedules.simulate import simulate
 from remat.solver import solve
-from remat.solver.offload.climbing import arrivals_and_runs, climb_hosted, hosted_ops
+from remat.solver.offload.joint import arrivals_and_runs, climb_hosted, hosted_ops
 from remat.solver.problem import Problem
 from remat.solver.search import Search
 from tests.graphs import peak_bytes_of

@@ -6,13 +6,11 @@ import functools
 import itertools
 import random
 
-from remat.graph_capture.graph import Op, TrainingGraph, Value
-from remat.graph_capture.links import Link, Links
+from remat.graph_capture.graph import Link, Links, Op, TrainingGraph, Value
 from remat.schedules.schedule import Offload
 from remat.schedules.simulate import simulate
-from remat.solver.offload.copy_order import in_better_order
-from remat.solver.offload.placing import Placed, place_copies
-from remat.solver.offload.trips import order_of_making
+from remat.solver.offload.placing import Placed, order_of_making, place_copies
+from remat.solver.offload.with_copies import in_better_order
 from remat.solver.search import Search
 from tests.links import with_links
 from tests.solver.offload.hosted_cases import HostedCase, hosted_base, many_cases

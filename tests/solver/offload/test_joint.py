@@ -10,14 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.links import Link, Links
+from remat.graph_capture.graph import Link, Links, TrainingGraph
 from remat.schedules.simulate import simulate
 from remat.schedules.simulation import Simulation
 from remat.solver import Progress, Result, solve
 from remat.solver.auto import Auto
-from remat.solver.budgets.spread import spread
-from remat.solver.budgets.sweep import sweep
+from remat.solver.budgets.sweep import spread, sweep
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
 from tests.links import links, with_links

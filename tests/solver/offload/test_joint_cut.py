@@ -7,8 +7,7 @@ import random
 
 import pytest
 
-from remat.graph_capture.graph import Op, TrainingGraph, Value
-from remat.graph_capture.links import Link, Links
+from remat.graph_capture.graph import Link, Links, Op, TrainingGraph, Value
 from remat.solver import solve
 from remat.solver.backends.mip import Limits
 from remat.solver.offload.joint_cut import JointCut

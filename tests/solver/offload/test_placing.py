@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from remat.graph_capture.errors import SolverError
-from remat.graph_capture.graph import Op, TrainingGraph, Value
-from remat.graph_capture.links import Link, Links
+from remat.graph_capture.graph import Link, Links, Op, TrainingGraph, Value
 from remat.schedules.schedule import Compute, Fetch, Free, Offload
 from remat.schedules.simulate import simulate
 from remat.solver.offload.arrivals import Base

@@ -7,15 +7,21 @@ import functools
 import msgspec
 import pytest
 
+from remat.baselines.layer_fractions import LayerFractions, Layers
+from remat.baselines.offload_policies import (
+    CopyChoice,
+    Delta,
+    Fraction,
+    Saved,
+    hidden,
+    is_cheap,
+    largest_of,
+    price,
+)
 from remat.graph_capture.errors import SolverError
-from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.links import Links
+from remat.graph_capture.graph import Links, TrainingGraph
 from remat.schedules.schedule import Offload, Schedule
 from remat.solver import Result, make_solver, solve
-from remat.solver.offload.delta import Delta, hidden, price
-from remat.solver.offload.fraction import Fraction, is_cheap, largest_of
-from remat.solver.offload.layer_fractions import LayerFractions, Layers
-from remat.solver.offload.released import Choice, Saved
 from remat.solver.problem import Problem
 from remat.solver.table import NEEDS_LINKS
 from tests.graphs import peak_bytes_of
@@ -243,7 +249,7 @@ def test_layer_fractions_keep_to_their_shares() -> None:
 def test_a_choice_that_hosts_an_output_of_an_op_and_remakes_another_brings_both() -> None:
     graph = graph_of("gpt")
     saved = saved_of(graph, links())
-    assert saved.base(Choice(frozenset(), frozenset(saved.values))) is not None
-    base = saved.base(Choice(frozenset(saved.large)))
+    assert saved.base(CopyChoice(frozenset(), frozenset(saved.values))) is not None
+    base = saved.base(CopyChoice(frozenset(saved.large)))
     assert base is not None
     assert {a.value for a in base.absences} <= {saved.problem.names[v] for v in saved.large}

@@ -6,13 +6,12 @@ import msgspec
 import pytest
 
 from remat.graph_capture.errors import ScheduleError, SolverError
-from remat.graph_capture.graph import UPDATE, Choice, Op, Region, TrainingGraph, Value
-from remat.graph_capture.links import Link, Links
+from remat.graph_capture.graph import UPDATE, Choice, Link, Links, Op, Region, TrainingGraph, Value
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 from remat.schedules.simulate import simulate
 from remat.solver import solve
-from remat.solver.levers.late_order import late_steps
 from remat.solver.problem import Problem
+from remat.solver.reductions.updates import late_steps
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
 from tests.links import links, with_links

@@ -17,11 +17,10 @@ from remat.schedules.schedule import Compute, Schedule
 from remat.schedules.simulate import simulate
 from remat.solver import Progress, Result, solve
 from remat.solver.auto import Auto
-from remat.solver.clock import Clock
 from remat.solver.cuts.cut import Cut
 from remat.solver.exact.exhaustive import Exhaustive
-from remat.solver.orders.attempts import Share
-from remat.solver.orders.free_order import FreeOrder
+from remat.solver.orders.free_order import FreeOrder, Share
+from remat.solver.search import Clock
 from tests.graphs import graph_from_nodes, peak_bytes_of, tiny_cases
 from tests.limits import AMPLE_S, LateClock
 from tests.paths import BENCH

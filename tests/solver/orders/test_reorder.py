@@ -25,11 +25,9 @@ from remat.solver.bounds.any_order_cut import (
 from remat.solver.bounds.cut_program import CutProgram
 from remat.solver.cuts.cut import Cut, best_cut
 from remat.solver.exact.exhaustive import Exhaustive
-from remat.solver.ordering import is_allowed, reordered
-from remat.solver.orders.list_order import list_orders
 from remat.solver.orders.live_curve import LiveCurve, OpFacts
-from remat.solver.orders.reorder import better_order, lowest_order
-from remat.solver.problem import Problem
+from remat.solver.orders.reorder import better_order, list_orders, lowest_order
+from remat.solver.problem import Problem, is_allowed, reordered
 from remat.solver.search import Search
 from remat.solver.store_all import store_all_state
 from tests.graphs import graph_from_nodes, peak_bytes_of, tiny_cases

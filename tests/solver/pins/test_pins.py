@@ -15,10 +15,9 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Compute, Free, Schedule
 from remat.schedules.simulate import simulate
 from remat.solver import Result, solve
-from remat.solver.pins.globs import Pins
-from remat.solver.pins.pinned import kept_graph
-from remat.solver.pins.twins import TWIN, with_twins
 from remat.solver.problem import Problem
+from remat.solver.reductions.globs import Pins
+from remat.solver.reductions.pins import TWIN, kept_graph, with_twins
 from tests.graphs import with_modules
 from tests.limits import AMPLE_S
 from tests.rows import rows

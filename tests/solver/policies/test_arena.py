@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.solver.policies.arena import HOLE, Arena, Fit, cheapest_window
+from remat.baselines.evictions import HOLE, Arena, Fit, cheapest_window
 from remat.solver.policies.eviction import ByteCount
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from remat.solver.policies.evicted import EvictedClasses, EvictedReach, links
+from remat.solver.policies.eviction import EvictedClasses, EvictedReach, links
 from remat.solver.problem import Problem
 from tests.solver.graphs.random_graphs import random_graph
 

@@ -9,20 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from remat.baselines.evictions import CoopPolicy, DtePolicy, LruPolicy
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.simulate import simulate
 from remat.solver import make_solver, solve
-from remat.solver.policies.coop import CoopPolicy
-from remat.solver.policies.dte import DtePolicy
-from remat.solver.policies.dtr import Dtr, DtrPolicy, neighbourhood
 from remat.solver.policies.eviction import Books, Policy
-from remat.solver.policies.largest import LargestPolicy
-from remat.solver.policies.lru import LruPolicy
-from remat.solver.policies.msps import MspsPolicy
 from remat.solver.policies.online import NoRoomError, OnlineRun
+from remat.solver.policies.policies import Dtr, DtrPolicy, LargestPolicy, MspsPolicy, neighbourhood
 from remat.solver.problem import Problem
-from remat.solver.sequence import schedule_of
+from remat.solver.state import schedule_of
 from tests.limits import AMPLE_S
 from tests.rows import rows
 from tests.solver.graphs.captured_order import keeps_order

@@ -7,10 +7,9 @@ import pytest
 
 import remat
 from remat.graph_capture.errors import BudgetError, SignatureError, TooLargeError
-from remat.graph_capture.shapes.ranged_graph import RangedGraph
-from remat.graph_capture.shapes.ranges import Symbol, points
-from remat.schedules.family import Family
-from remat.schedules.over_range import carried
+from remat.graph_capture.sizes.ranged_graph import RangedGraph
+from remat.graph_capture.sizes.symbols import Symbol, points
+from remat.schedules.family import Family, carried
 from remat.schedules.simulation import Simulation
 from tests.ranged_graphs import chain
 

@@ -12,9 +12,16 @@ from remat.graph_capture.errors import SolverError
 from remat.schedules.simulate import simulate
 from remat.solver import Progress, solve
 from remat.solver.problem import Problem
-from remat.solver.segments.lower_set import Family, LowerSet, lower_set_state
-from remat.solver.segments.lower_set_family import ForwardGraph, all_lower_sets, pruned_lower_sets
-from remat.solver.segments.lower_set_program import SegmentTable, SequenceProgram
+from remat.solver.segments.lower_set import (
+    Family,
+    ForwardGraph,
+    LowerSet,
+    SegmentTable,
+    SequenceProgram,
+    all_lower_sets,
+    lower_set_state,
+    pruned_lower_sets,
+)
 from remat.solver.store_all import store_all_state
 from tests.graphs import peak_bytes_of
 from tests.solver.graphs.random_graphs import chain, gpt_like, random_graph, resnet_like, unet_like

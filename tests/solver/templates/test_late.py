@@ -7,8 +7,8 @@ import pytest
 
 from remat.schedules.simulate import simulate
 from remat.solver import Result, make_solver, solve
+from remat.solver.policies.late import RULES, by_a_simple_rule
 from remat.solver.result import at_least_budget, known_to_do
-from remat.solver.templates.late import RULES, by_a_simple_rule
 from tests.limits import AMPLE_S
 from tests.solver.graphs.random_graphs import gpt_like
 

@@ -7,15 +7,14 @@ import random
 import msgspec
 import pytest
 
+from remat.baselines.torch_budget import store_all_saved_bytes
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.simulate import simulate
 from remat.solver import make_solver, solve
-from remat.solver.attention_core import is_fused_attention, op_kind
+from remat.solver.kept import is_fused_attention, op_kind
+from remat.solver.policies.template import NO_BLOCK, module_blocks, read_in_backward, unavoidable
 from remat.solver.problem import Problem
-from remat.solver.templates.module_blocks import NO_BLOCK, module_blocks
-from remat.solver.templates.template import read_in_backward, unavoidable
-from remat.solver.templates.torch_knapsack import store_all_saved_bytes
 from tests.graphs import peak_bytes_of
 from tests.solver.graphs.random_graphs import chain, random_graph
 from tests.solver.graphs.traced_gpt import (

@@ -9,16 +9,22 @@ import random
 
 import pytest
 
+from remat.baselines.torch_budget import (
+    KnapsackTable,
+    Partition,
+    banned_ops,
+    cheapest_saved,
+    greedy_knapsack,
+    ilp_knapsack,
+    store_all_saved_bytes,
+)
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.simulate import simulate
 from remat.solver import solve
-from remat.solver.attention_core import op_kind
+from remat.solver.kept import op_kind
+from remat.solver.policies.template import Template, read_in_backward, template_sequence
 from remat.solver.problem import Problem
-from remat.solver.sequence import schedule_of
-from remat.solver.templates.knapsack import KnapsackTable, greedy_knapsack, ilp_knapsack
-from remat.solver.templates.min_cut import cheapest_saved
-from remat.solver.templates.template import Template, read_in_backward, template_sequence
-from remat.solver.templates.torch_knapsack import Partition, banned_ops, store_all_saved_bytes
+from remat.solver.state import schedule_of
 from tests.graphs import peak_bytes_of
 from tests.paths import ROOT
 from tests.solver.graphs.random_graphs import random_graph

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import random
 
-from remat.graph_capture.graph import Resident
-from remat.graph_capture.links import Link, Links
-from remat.graph_capture.optimizer_step.microbatch import Group, Layer, LayerOption, Microbatch
-from remat.graph_capture.optimizer_step.update import Update
-from remat.solver.whole_step.planned_step import StepTask
-from remat.solver.whole_step.setting import Pass, Setting
+from remat.graph_capture.graph import Link, Links, Resident
+from remat.whole_step.microbatch import Group, Layer, LayerOption, Microbatch, Update
+from remat.whole_step.planned_step import StepTask
+from remat.whole_step.setting import Pass, Setting
 
 WEIGHT_BYTES, TRAINED, BETWEEN_BYTES = 100, 50, 10
 """Of each group, its numbers in two bytes each, and what goes from layer to layer."""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from remat.graph_capture.graph import Resident
-from remat.graph_capture.links import Link, Links
-from remat.graph_capture.optimizer_step.microbatch import Group, Layer, LayerOption, Microbatch
-from remat.graph_capture.optimizer_step.update import Update
-from remat.solver.whole_step.planned_step import PlannedStep, StepTask, planned_step
-from remat.solver.whole_step.setting import Pass, Setting
+from remat.graph_capture.graph import Link, Links, Resident
+from remat.whole_step.microbatch import Group, Layer, LayerOption, Microbatch, Update
+from remat.whole_step.planned_step import PlannedStep, StepTask, planned_step
+from remat.whole_step.setting import Pass, Setting
 
 TOKENS, PARAMETERS, LAYERS = 4096, 218_112_000, 64
 FLOPS_PER_US = 100e6

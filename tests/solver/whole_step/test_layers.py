@@ -8,12 +8,12 @@ from torch import nn
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.optimizer_step.update import Update
 from remat.schedules.simulate import simulate
 from remat.solver import solve
-from remat.solver.whole_step.layers import microbatch_of
-from remat.solver.whole_step.planned_step import PlannedStep, StepTask, planned_step
-from remat.solver.whole_step.setting import Pass, Setting
+from remat.whole_step.layers import microbatch_of
+from remat.whole_step.microbatch import Update
+from remat.whole_step.planned_step import PlannedStep, StepTask, planned_step
+from remat.whole_step.setting import Pass, Setting
 from tests.graphs import UNLIMITED_BYTES
 from tests.links import links
 from tests.solver.whole_step.llama import captured, small_llama

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.optimizer_step.update import ParameterUpdate, Update
 from remat.schedules.schedule import Compute, Fetch
-from remat.solver.whole_step.layers import microbatch_of
-from remat.solver.whole_step.op_by_op import op_by_op
-from remat.solver.whole_step.planned_step import PlannedStep, StepTask, planned_step
-from remat.solver.whole_step.setting import Pass, Setting
+from remat.whole_step.layers import microbatch_of
+from remat.whole_step.microbatch import ParameterUpdate, Update
+from remat.whole_step.op_writer import op_by_op
+from remat.whole_step.planned_step import PlannedStep, StepTask, planned_step
+from remat.whole_step.setting import Pass, Setting
 from tests.graphs import UNLIMITED_BYTES
 from tests.links import links
 from tests.solver.whole_step.llama import captured, small_llama

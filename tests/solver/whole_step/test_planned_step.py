@@ -6,10 +6,14 @@ import msgspec
 import pytest
 
 from remat.schedules.schedule import Compute
-from remat.solver.whole_step.planned_step import PlannedStep, Short, planned_step
-from remat.solver.whole_step.residence import Residence
-from remat.solver.whole_step.setting import Pass, Setting
-from remat.solver.whole_step.steps import host_peak_bytes
+from remat.whole_step.planned_step import (
+    PlannedStep,
+    Residence,
+    Short,
+    host_peak_bytes,
+    planned_step,
+)
+from remat.whole_step.setting import Pass, Setting
 from tests.solver.whole_step.hand_steps import (
     BACKWARD_US,
     FORWARD_US,

@@ -6,11 +6,9 @@ import msgspec
 import pytest
 
 from remat.graph_capture.errors import SolverError
-from remat.solver.whole_step.named_systems import DELAYED, NAMED_SYSTEMS, named_system
-from remat.solver.whole_step.planned_step import PlannedStep, Short
-from remat.solver.whole_step.setting import Pass, Setting
-from remat.solver.whole_step.starts import orders
-from remat.solver.whole_step.whole_step import least_step_us, plan_whole_step
+from remat.whole_step.planned_step import PlannedStep, Short
+from remat.whole_step.search import least_step_us, orders, plan_whole_step
+from remat.whole_step.setting import DELAYED, NAMED_SYSTEMS, Pass, Setting, named_system
 from tests.solver.whole_step.hand_steps import layered, task_of
 
 FOUR = layered(4)

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import remat as api
-from remat.schedules.buffers import buffers_of
-from remat.schedules.layout import Layout, check_layout
+from remat.schedules.layout import Layout, buffers_of, check_layout
 from remat.schedules.plan import Plan
 from tests.remat.cli.conftest import Remat
 from tests.rows import each_nth

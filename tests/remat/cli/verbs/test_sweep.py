@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 import remat as api
-from remat.cli.sweep import asked_budgets
+from remat.cli.answers import asked_budgets
 from remat.graph_capture.errors import BudgetError, SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.questions.sweep import price_text
-from remat.solver.budgets.front import Front
-from remat.solver.budgets.price import GibPrice
+from remat.solver.budgets.front import Front, GibPrice
 from tests.graphs import with_modules
 from tests.models import make
 from tests.remat.cli.conftest import Remat

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from remat import checks
+from remat import progress as stages
 from remat.job import pipeline
-from remat.screen import stages
 from remat.solver import Progress
 from tests.remat.cli.conftest import Remat
 

@@ -1,0 +1,391 @@
+"""A linear head with its cross-entropy in pieces, so that all logits are never live at once.
+
+Outputs are cut, sums never, so that each number is made by eager's kernel over eager's sum. Blocks
+of rows serve the loss and the gradient of the head's input. The gradient of its weight sums over
+rows, so it is cut by classes. A block of classes needs two numbers of each row that the whole row
+decides: its maximum and the logarithm of its sum. Forward returns them.
+
+With label smoothing, the gradient of a row's logits hangs on the sum of all of its terms, and in 16
+bits the kernel's own sum is not in what it returns. Then blocks of classes are cut out of blocks of
+whole rows. That makes the logits once more for each block of classes.
+
+`INPUT_AND_WEIGHT` sums the weight's gradient over blocks of rows instead. It makes the logits once
+where the exact pair makes them twice, and its sum has another order.
+
+Chunked losses: Liger Kernel (P.-L. Hsu et al., 2024, https://arxiv.org/abs/2410.10989), Cut Your
+Losses (E. Wijmans et al., 2024, https://arxiv.org/abs/2411.09009). Both sum in another order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# A linear layer and its cross-entropy loss: their numbers, and logits by rows or by classes.
+
+
+@dataclass(frozen=True)
+class HeadLoss:
+    """One head and its loss.
+
+    Attributes
+    ----------
+    x : (n, d). weight : (classes, d). bias : (classes,) or None. target : (m,).
+    class_weight : (classes,) or None.
+    grid : where the loss takes a part of the logits' rows, these as a grid, which is sliced from
+        `start` to `stop`; empty where it takes all. dtype : of the loss.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    class_weight: Tensor | None
+    grid: Sequence[int]
+    start: Sequence[int]
+    stop: Sequence[int]
+    dtype: torch.dtype
+    reduction: int
+    ignore_index: int
+    pieces: int
+
+    @property
+    def n_classes(self) -> int:
+        """Rows of the weight."""
+        return self.weight.shape[0]
+
+    @functools.cached_property
+    def chosen(self) -> Tensor | None:
+        """The rows of the logits that the loss takes, ascending; None for all.
+
+        On the CPU whatever the device is, so that nothing waits for a GPU.
+        """
+        if not self.grid:
+            return None
+        rows = torch.arange(self.x.shape[0]).view(*self.grid)
+        for dim, (a, b) in enumerate(zip(self.start, self.stop, strict=True)):
+            rows = rows.narrow(dim, a, b - a)
+        return rows.reshape(-1)
+
+    @functools.cached_property
+    def chosen_here(self) -> Tensor | None:
+        """`chosen` on the device of the head."""
+        return None if self.chosen is None else self.chosen.to(self.x.device)
+
+    def row_blocks(self) -> Iterator[Rows]:
+        """Blocks of rows of the logits, with the rows of the loss among them."""
+        for a, b in blocks(self.x.shape[0], self.pieces):
+            if self.chosen is None:
+                yield Rows(a, b, a, b, None)
+            else:
+                low, high = torch.searchsorted(self.chosen, torch.tensor([a, b])).tolist()
+                inside = (self.chosen[low:high] - a).to(self.x.device)
+                yield Rows(a, b, low, high, inside)
+
+    def logits(self, rows: Rows) -> Tensor:
+        """Logits of those of the block's rows that the loss takes, in the dtype of the loss."""
+        x = self.x[rows.a : rows.b]
+        return self._taken(_product(x, self.weight, self.bias), rows.inside)
+
+    def class_logits(self, a: int, b: int) -> Tensor:
+        """Logits of all rows that the loss takes, for the classes from `a` to `b`."""
+        bias = None if self.bias is None else self.bias[a:b]
+        return self._taken(_product(self.x, self.weight[a:b], bias), self.chosen_here)
+
+    def _taken(self, logits: Tensor, chosen: Tensor | None) -> Tensor:
+        if chosen is not None:
+            logits = logits.index_select(0, chosen)
+        return logits.to(self.dtype)
+
+    def weighted(self, of_rows: Tensor) -> Tensor:
+        """Numbers of rows by classes, or of rows alone, times the weights of classes if any."""
+        return of_rows if self.class_weight is None else of_rows * self.class_weight.view(1, -1)
+
+    def whole_rows(self, gradient: Tensor, a: int, b: int, chosen: Tensor | None) -> Tensor:
+        """`gradient` of the logits that the loss takes, as one of rows a..b - 1, in x's dtype.
+
+        Rows that the loss leaves out have none.
+        """
+        gradient = gradient.to(self.x.dtype)
+        if chosen is None:
+            return gradient
+        whole = gradient.new_zeros(b - a, gradient.shape[1])
+        return whole.index_copy_(0, chosen, gradient)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows a..b - 1 of the logits, of which `inside` are rows low..high - 1 of the loss."""
+
+    a: int
+    b: int
+    low: int
+    high: int
+    inside: Tensor | None
+
+    @property
+    def of_loss(self) -> slice:
+        """Where the block's rows are among those of the loss."""
+        return slice(self.low, self.high)
+
+
+def blocks(n: int, pieces: int, multiple: int = 1) -> list[tuple[int, int]]:
+    """At most `pieces` ranges of 0..n - 1, of a multiple of `multiple` each, but for the last."""
+    step = max(-(-n // (pieces * multiple)) * multiple, 1)
+    return [(a, min(a + step, n)) for a in range(0, n, step)]
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
+
+
+# The gradient of a head's logits, by blocks of rows and by blocks of classes, to eager's bits.
+
+
+aten = torch.ops.aten
+
+
+class OfLoss(NamedTuple):
+    """What backward hands to the loss.
+
+    Attributes
+    ----------
+    gradient : of the loss. total : its total weight. row_term : with label smoothing, the gradient
+        of each row's sum of logarithms, (m, 1); None without.
+    """
+
+    gradient: Tensor
+    total: Tensor
+    row_term: Tensor | None
+
+
+def rows_gradient(one: HeadLoss, of: OfLoss, rows: Rows) -> Tensor:
+    """The gradient of a block of rows of the logits, in x's dtype."""
+    log_p = aten._log_softmax(one.logits(rows), 1, False)
+    of_log_p = _nll_backward(one, of, log_p, rows.of_loss)
+    if of.row_term is not None:
+        of_log_p.add_(one.weighted(of.row_term[rows.of_loss]))
+    made = aten._log_softmax_backward_data(of_log_p, log_p, 1, one.dtype)
+    del log_p, of_log_p
+    return one.whole_rows(made, rows.a, rows.b, rows.inside)
+
+
+def _nll_backward(one: HeadLoss, of: OfLoss, log_p: Tensor, rows: slice) -> Tensor:
+    handed = of.gradient[rows] if of.gradient.dim() else of.gradient
+    return aten.nll_loss_backward(
+        handed, log_p, one.target[rows], one.class_weight, one.reduction, one.ignore_index, of.total
+    )
+
+
+def class_blocks(
+    one: HeadLoss, of: OfLoss, top: Tensor, log_sum: Tensor
+) -> Callable[[int, int], Tensor]:
+    """From a range of classes to their part of the gradient of all rows, in x's dtype."""
+    if cuts_classes_out_of_rows(one.dtype, of.row_term):
+        return _cut_out_of_rows(one, of)
+    return _of_classes(one, of, top, log_sum)
+
+
+def cuts_classes_out_of_rows(dtype: torch.dtype, row_term: object) -> bool:
+    """Whether an exact block of classes needs whole rows: with smoothing, or a loss in 16 bits."""
+    return row_term is not None or dtype.itemsize < torch.float32.itemsize
+
+
+def _cut_out_of_rows(one: HeadLoss, of: OfLoss) -> Callable[[int, int], Tensor]:
+    def block(a: int, b: int) -> Tensor:
+        made = one.x.new_empty(one.x.shape[0], b - a)
+        for rows in one.row_blocks():
+            made[rows.a : rows.b] = rows_gradient(one, of, rows)[:, a:b]
+        return made
+
+    return block
+
+
+def _of_classes(
+    one: HeadLoss, of: OfLoss, top: Tensor, log_sum: Tensor
+) -> Callable[[int, int], Tensor]:
+    of_rows = top, log_sum, _row_sums(one, of, top)
+    every = torch.arange(len(one.target), device=one.x.device)
+
+    def block(a: int, b: int) -> Tensor:
+        made = _class_gradients(one, a, b, of_rows, every)
+        return one.whole_rows(made, 0, one.x.shape[0], one.chosen_here).contiguous()
+
+    return block
+
+
+def _row_sums(one: HeadLoss, of: OfLoss, like: Tensor) -> Tensor:
+    """The sum of each row of the loss's gradient: that of the target, as no other class has one."""
+    sums = torch.empty_like(like)
+    at = torch.where(one.target != one.ignore_index, one.target, 0).unsqueeze(1)
+    for a, b in blocks(len(one.target), one.pieces):
+        rows = slice(a, b)
+        # Only the shape of the logarithms is read.
+        log_p = like[rows].expand(-1, one.n_classes)
+        sums[rows] = _nll_backward(one, of, log_p, rows).gather(1, at[rows])
+    return sums
+
+
+def _class_gradients(
+    one: HeadLoss, a: int, b: int, of_rows: tuple[Tensor, Tensor, Tensor], every: Tensor
+) -> Tensor:
+    """The gradient of the logits of classes a..b - 1, for all rows that the loss takes."""
+    top, log_sum, row_sums = of_rows
+    n_block = b - a
+    # One column more holds what a row's sum has outside of this block.
+    log_p = torch.zeros(len(top), n_block + 1, dtype=one.dtype, device=top.device)
+    log_p[:, :n_block] = one.class_logits(a, b)
+    log_p[:, :n_block].sub_(top).sub_(log_sum)
+    at = torch.where((one.target >= a) & (one.target < b), one.target - a, n_block)
+    of_log_p = torch.zeros_like(log_p)
+    of_log_p[every, at] = row_sums[:, 0]
+    return aten._log_softmax_backward_data(of_log_p, log_p, 1, one.dtype)[:, :n_block]
+
+
+NONE, MEAN, SUM = 0, 1, 2
+"""Reductions, as torch numbers them."""
+NO_CLASS = -1
+"""The target of a row that the loss ignores, where a loss has only the class 0."""
+CLASSES_MULTIPLE = 64
+"""Blocks of classes are multiples of it, so that each begins at a line of the caches."""
+
+_HEAD = "Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight"
+_FACTS = "int[] grid, int[] start, int[] stop, ScalarType dtype, int reduction, int ignore_index"
+_SAVED = "Tensor total_weight, Tensor top, Tensor log_sum, Tensor? row_term"
+_READ = f"Tensor gradient, {_HEAD}, {_SAVED}, {_FACTS}, int pieces"
+_library = torch.library.Library("remat", "FRAGMENT")
+_library.define(
+    f"linear_cross_entropy({_HEAD}, {_FACTS}, int pieces)"
+    " -> (Tensor loss, Tensor total_weight, Tensor top, Tensor log_sum)"
+)
+_library.define(
+    f"linear_cross_entropy_smoothed({_HEAD}, {_FACTS}, int pieces) -> (Tensor loss, "
+    "Tensor total_weight, Tensor top, Tensor log_sum, Tensor row_sum)"
+)
+_library.define(f"linear_cross_entropy_input({_READ}) -> Tensor")
+_library.define(
+    f"linear_cross_entropy_weight({_READ}) -> (Tensor weight_gradient, Tensor bias_gradient)"
+)
+_library.define(
+    f"linear_cross_entropy_both({_READ})"
+    " -> (Tensor input_gradient, Tensor weight_gradient, Tensor bias_gradient)"
+)
+
+
+def _opened(given: tuple[Any, ...]) -> tuple[HeadLoss, OfLoss, Tensor, Tensor]:
+    """What an op of backward is given: the head, the loss's gradient, and what forward saved."""
+    gradient, total, top, log_sum, row_term = given[0], *given[6:10]
+    return HeadLoss(*given[1:6], *given[10:]), OfLoss(gradient, total, row_term), top, log_sum
+
+
+@torch.library.impl(_library, "linear_cross_entropy", "CompositeExplicitAutograd")
+def linear_cross_entropy(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``(loss, total weight, maximum, logarithm of the sum)``, the last two a number a row."""
+    return _losses(HeadLoss(*given), None)
+
+
+@torch.library.impl(_library, "linear_cross_entropy_smoothed", "CompositeExplicitAutograd")
+def linear_cross_entropy_smoothed(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The same, and the sum of each row's logarithms, weighted where classes are: label smoothing.
+
+    What becomes of those sums is up to the step that the op stands in.
+    """
+    one = HeadLoss(*given)
+    row_sums = torch.empty(len(one.target), dtype=one.dtype, device=one.x.device)
+    return *_losses(one, row_sums), row_sums
+
+
+def _losses(one: HeadLoss, row_sums: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    target = one.target
+    picked = torch.empty(len(target), 1, dtype=one.dtype, device=one.x.device)
+    top, log_sum = torch.empty_like(picked), torch.empty_like(picked)
+    is_counted = target != one.ignore_index
+    safe = torch.where(is_counted, target, 0).unsqueeze(1)
+    for rows in one.row_blocks():
+        logits = one.logits(rows)
+        top[rows.of_loss] = logits.amax(1, keepdim=True)
+        log_p = aten._log_softmax(logits, 1, False)
+        del logits
+        picked[rows.of_loss] = log_p.gather(1, safe[rows.of_loss])
+        # At the maximum, the logarithm of p is 0 less that of the sum, exactly.
+        log_sum[rows.of_loss] = log_p.amax(1, keepdim=True).neg_()
+        if row_sums is not None:
+            row_sums[rows.of_loss] = one.weighted(log_p).sum([1])
+        del log_p
+    return *_reduced(one, picked, is_counted), top, log_sum
+
+
+def _reduced(one: HeadLoss, picked: Tensor, is_counted: Tensor) -> tuple[Tensor, Tensor]:
+    """``(loss, total weight)`` of rows with these logarithms: by eager's kernel, of one class.
+
+    That class is 0, and may be the one that the user's loss ignores.
+    """
+    target = torch.where(is_counted, 0, NO_CLASS)
+    if one.class_weight is None:
+        return aten.nll_loss_forward(picked, target, None, one.reduction, NO_CLASS)
+    of_row = one.class_weight[torch.where(is_counted, one.target, 0)].unsqueeze(1)
+
+    def summed(of_rows: Tensor, reduction: int = SUM) -> Tensor:
+        return aten.nll_loss_forward(of_rows, target, None, reduction, NO_CLASS)[0]
+
+    weighted = picked * of_row
+    if one.reduction == NONE:
+        return summed(weighted, NONE), picked.new_zeros(())
+    loss, total = summed(weighted), summed(of_row.neg())
+    return (loss / total if one.reduction == MEAN else loss), total
+
+
+@torch.library.impl(_library, "linear_cross_entropy_input", "CompositeExplicitAutograd")
+def linear_cross_entropy_input(*given: Any) -> Tensor:
+    """The gradient of x, by blocks of rows."""
+    one, of, _, _ = _opened(given)
+    made = torch.empty_like(one.x)
+    for rows in one.row_blocks():
+        of_logits = rows_gradient(one, of, rows)
+        torch.mm(of_logits, one.weight, out=made[rows.a : rows.b])
+        del of_logits
+    return made
+
+
+@torch.library.impl(_library, "linear_cross_entropy_weight", "CompositeExplicitAutograd")
+def linear_cross_entropy_weight(*given: Any) -> tuple[Tensor, Tensor]:
+    """The gradients of weight and bias, by blocks of classes; the second is empty without bias."""
+    one, of, top, log_sum = _opened(given)
+    of_weight = torch.empty_like(one.weight)
+    of_bias = one.weight.new_empty((0,) if one.bias is None else (1, one.n_classes))
+    block = class_blocks(one, of, top, log_sum)
+    for a, b in blocks(one.n_classes, one.pieces, CLASSES_MULTIPLE):
+        made = block(a, b)
+        torch.mm(made.t(), one.x, out=of_weight[a:b])
+        if one.bias is not None:
+            of_bias[:, a:b] = made.sum([0], True)
+        del made
+    return of_weight, of_bias
+
+
+@torch.library.impl(_library, "linear_cross_entropy_both", "CompositeExplicitAutograd")
+def linear_cross_entropy_both(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, weight and bias by blocks of rows; the last two summed over blocks."""
+    one, of, _, _ = _opened(given)
+    of_x, of_weight = torch.empty_like(one.x), torch.zeros_like(one.weight)
+    of_bias = one.weight.new_zeros((0,) if one.bias is None else (1, one.n_classes))
+    for rows in one.row_blocks():
+        of_logits = rows_gradient(one, of, rows)
+        torch.mm(of_logits, one.weight, out=of_x[rows.a : rows.b])
+        of_weight.addmm_(of_logits.t(), one.x[rows.a : rows.b])
+        if one.bias is not None:
+            of_bias += of_logits.sum([0], True)
+        del of_logits
+    return of_x, of_weight, of_bias
+
+
+FORWARD = torch.ops.remat.linear_cross_entropy.default
+SMOOTHED = torch.ops.remat.linear_cross_entropy_smoothed.default
+INPUT = torch.ops.remat.linear_cross_entropy_input.default
+WEIGHT = torch.ops.remat.linear_cross_entropy_weight.default
+INPUT_AND_WEIGHT = torch.ops.remat.linear_cross_entropy_both.default

@@ -1,0 +1,379 @@
+"""Finds MLPs in a joint graph: linear layers with a pointwise function between, and backward.
+
+Which nodes have the hidden dimension decides what belongs to one. Everything that reads one of them
+must be known, else the MLP is none that can run in pieces. So one with dropout after its activation
+is not taken: its mask would have to be drawn in pieces.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from remat.graph_capture.chunking.linear_layers import (
+    Linear,
+    NoMlpError,
+    aliases_of,
+    behind_transposes,
+    linear_above,
+    linear_below,
+    linear_of,
+    readers_of,
+    sources_of,
+    the_only,
+)
+
+# The pointwise functions between the layers of an MLP that may run in pieces.
+#
+# On a CPU, a kernel takes most elements of a tensor by vectors, and the rest, at the end of what
+# each thread is given, one by one. Some functions give other last bits that way: in float32, GELU
+# and SiLU do. What falls among the rest hangs on the number of elements, so a block may differ from
+# the whole in a few of them. Data that is made for a comparison might not show that.
+
+
+aten = torch.ops.aten
+
+VECTOR_ELEMENTS = 64
+"""A multiple of what any CPU's vectorized loop takes at once: two vectors of 64 bytes."""
+GRAIN_ELEMENTS = 1 << 15
+"""From so many elements a thread on, torch gives each of its threads a part (`GRAIN_SIZE`)."""
+COMPARED = 1 << 20
+"""Elements that show whether a function has other bits one by one."""
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A pointwise function and its derivative, as eager calls them.
+
+    Attributes
+    ----------
+    of_result : whether backward reads the function's result, and not what it was given.
+    more : further arguments of backward. options : keyword arguments of both.
+    """
+
+    forward: Any
+    backward: Any
+    of_result: bool = False
+    more: tuple[Any, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Its value at x."""
+        return self.forward(x, **self.options)
+
+    def gradient(self, of_result: Tensor, read: Tensor) -> Tensor:
+        """The gradient of what it was given, from that of its result."""
+        return self.backward(of_result, read, *self.more, **self.options)
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": Activation(aten.gelu.default, aten.gelu_backward.default),
+    "gelu_tanh": Activation(
+        aten.gelu.default, aten.gelu_backward.default, options={"approximate": "tanh"}
+    ),
+    "relu": Activation(aten.relu.default, aten.threshold_backward.default, True, (0,)),
+    "silu": Activation(aten.silu.default, aten.silu_backward.default),
+    "tanh": Activation(aten.tanh.default, aten.tanh_backward.default, True),
+    "sigmoid": Activation(aten.sigmoid.default, aten.sigmoid_backward.default, True),
+}
+
+
+def activation_of(node: fx.Node) -> str | None:
+    """The name of the activation that a node is; None for any other node."""
+    for name, one in ACTIVATIONS.items():
+        if node.target is one.forward and len(node.args) == 1 and _options(node) == one.options:
+            return name
+    return None
+
+
+def is_gradient_of(name: str, node: fx.Node) -> bool:
+    """Whether a node is the backward of the activation of that name."""
+    one = ACTIVATIONS[name]
+    return (
+        node.target is one.backward
+        and tuple(node.args[2:]) == one.more
+        and _options(node) == one.options
+    )
+
+
+def _options(node: fx.Node) -> dict[str, Any]:
+    """Keyword arguments, without those that say what is so by default."""
+    return {key: value for key, value in node.kwargs.items() if value != "none"}
+
+
+def has_equal_blocks(name: str, like: Tensor, sizes: list[int]) -> bool:
+    """Whether no element hangs on how many there are: in tensors of these `sizes` as `like` is."""
+    if like.device.type != "cpu" or _is_the_same_one_by_one(name, like.dtype):
+        return True
+    return all(_fills_vectors(size) for size in sizes)
+
+
+@functools.cache
+def _is_the_same_one_by_one(name: str, dtype: torch.dtype) -> bool:
+    """Whether function and derivative have the same bits by vectors and one by one, on this CPU.
+
+    A tensor with gaps is read one by one.
+    """
+    one, generator = ACTIVATIONS[name], torch.Generator().manual_seed(0)
+    x, of_result = (torch.randn(COMPARED, 2, generator=generator).to(dtype)[:, 0] for _ in range(2))
+    if dtype.itemsize == 2:
+        # All of its values that are finite and more: NaNs are compared by none.
+        every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
+        x[: len(every)] = torch.where(every.isfinite(), every, 0)
+    close, of_close = x.contiguous(), of_result.contiguous()
+    result = one(close)
+    if not torch.equal(one(x), result):
+        return False
+    read = x if not one.of_result else torch.stack([result, result], 1)[:, 0]
+    made = one.gradient(of_result, read)
+    expected = one.gradient(of_close, result if one.of_result else close)
+    return torch.equal(made, expected)
+
+
+def _fills_vectors(size: int) -> bool:
+    """Whether each thread is given a multiple of what is taken by vectors."""
+    most = torch.get_num_threads()
+    counts = [most] if size >= most * GRAIN_ELEMENTS else range(1, most + 1)
+    return size % VECTOR_ELEMENTS == 0 and all(
+        -(-size // count) % VECTOR_ELEMENTS == 0 for count in counts
+    )
+
+
+# An MLP of a joint graph: its layers, and the nodes of its forward and its backward.
+
+
+HIDDEN, HIDDEN_GATED = 3, 6
+"""Tensors of the hidden activation's size that backward of a whole MLP has live at once: what went
+into the function, and two gradients; with a gate also what it and up return, and another one."""
+
+
+@dataclass
+class Gradients:
+    """The nodes of a linear layer's gradients, None where nobody needs one."""
+
+    x: fx.Node | None = None
+    weight: fx.Node | None = None
+    bias: fx.Node | None = None
+
+    def all(self) -> list[fx.Node]:
+        """Those that are needed."""
+        return [node for node in (self.x, self.weight, self.bias) if node is not None]
+
+
+@dataclass
+class Mlp:
+    """One MLP, and the nodes that its forward and its backward consist of.
+
+    Attributes
+    ----------
+    activation : a name of `ACTIVATIONS`. gate : the layer before it. up : the one whose result it
+        is multiplied with, if any. down : the last layer.
+    gradient : what backward hands to the product of `down`, (rows, out).
+    of_gate, of_up : gradients of these layers. of_down : that of the last weight; not of what the
+        layer is given, which is hidden, nor of its bias, which reads nothing hidden.
+    forward, backward : nodes that only serve these, each before those that read it.
+    """
+
+    activation: str
+    gate: Linear
+    up: Linear | None
+    down: Linear
+    gradient: fx.Node
+    of_gate: Gradients
+    of_up: Gradients
+    of_down: Gradients
+    forward: list[fx.Node] = field(default_factory=list[fx.Node])
+    backward: list[fx.Node] = field(default_factory=list[fx.Node])
+
+    @property
+    def name(self) -> str:
+        """The name of the product of the last layer."""
+        return self.down.product.name
+
+    @property
+    def ends(self) -> list[fx.Node]:
+        """The nodes whose results others read, forward first."""
+        grads = (*self.of_gate.all(), *self.of_up.all(), *self.of_down.all())
+        return [self.down.product, *grads]
+
+    @property
+    def transient_bytes(self) -> int:
+        """The most that hidden tensors take in backward, whole."""
+        held = HIDDEN if self.up is None else HIDDEN_GATED
+        value: Tensor = self.gate.product.meta["val"]
+        return held * value.nbytes
+
+
+def find_mlps(graph: fx.Graph) -> list[Mlp]:
+    """The MLPs of a joint graph that can run in pieces; no node is of two of them."""
+    found: list[Mlp] = []
+    taken: set[fx.Node] = set()
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        activation = activation_of(node)
+        if activation is None:
+            continue
+        try:
+            mlp = _mlp_of(node, activation, order)
+        except NoMlpError:
+            continue
+        if taken.isdisjoint((*mlp.forward, *mlp.backward)):
+            taken.update((*mlp.forward, *mlp.backward))
+            found.append(mlp)
+    return found
+
+
+def _mlp_of(function: fx.Node, activation: str, order: dict[fx.Node, int]) -> Mlp:
+    gate = linear_above(function.args[0])
+    inner, up, down = function, None, linear_below(function)
+    if down is None:
+        inner, up = _gating(function, gate)
+        down = linear_below(inner)
+    if down is None:
+        raise NoMlpError
+    of_function = _gradient_of(function, activation, gate)
+    hidden, handed = [gate.product, function, of_function], of_function
+    if up is not None:
+        handed = the_only(n for n in sources_of(of_function.args[0]) if n.target is aten.mul.Tensor)
+        hidden += [up.product, inner, handed]
+    of_inner = _product_above(handed, down)
+    hidden.append(of_inner)
+    of_up = Gradients()
+    if up is not None:
+        _require_factors(handed, of_inner, up.product)
+        of_up_product = _other_factor(of_inner, handed, function)
+        hidden.append(of_up_product)
+        of_up = _gradients(up, of_up_product)
+    gradient: Any = of_inner.args[0]
+    of_gate, of_down = _gradients(gate, of_function), _weight_gradient(inner, gradient)
+    made = Mlp(activation, gate, up, down, gradient, of_gate, of_up, of_down)
+    _collect(made, hidden, order)
+    return made
+
+
+def _gradient_of(function: fx.Node, activation: str, gate: Linear) -> fx.Node:
+    """The node of the activation's backward."""
+    of_result = ACTIVATIONS[activation].of_result
+    made = the_only(
+        user
+        for user in dict.fromkeys((*readers_of(function), *readers_of(gate.product)))
+        if is_gradient_of(activation, user)
+    )
+    if sources_of(made.args[1])[-1] is not (function if of_result else gate.product):
+        raise NoMlpError
+    return made
+
+
+def _collect(mlp: Mlp, hidden: list[fx.Node], order: dict[fx.Node, int]) -> None:
+    """Set the nodes of forward and backward, if all that read hidden tensors are among them."""
+    if mlp.of_gate.weight is None and mlp.of_down.weight is None:
+        raise NoMlpError
+    if _trains_a_bias_alone(mlp.of_gate) or _trains_a_bias_alone(mlp.of_up):
+        raise NoMlpError
+    width = mlp.gate.product.meta["val"].shape[-1]
+    names = [one for node in hidden for one in aliases_of(node)]
+    if any(one.meta["val"].shape[-1] != width for one in names):
+        raise NoMlpError
+    turned = [u for one in names for u in one.users if u.target is aten.t.default]
+    own, ends = dict.fromkeys((*names, *turned)), mlp.ends
+    if any(user not in own and user not in ends for one in own for user in one.users):
+        raise NoMlpError
+    every = sorted({*own, *ends, *_turned(mlp)}, key=order.__getitem__)
+    after = order[mlp.down.product]
+    mlp.forward = [one for one in every if order[one] <= after]
+    mlp.backward = [one for one in every if order[one] > after]
+
+
+def _trains_a_bias_alone(of: Gradients) -> bool:
+    return of.bias is not None and of.weight is None
+
+
+def _gating(function: fx.Node, gate: Linear) -> tuple[fx.Node, Linear]:
+    """The product of the activation with another layer of the same input, and that layer."""
+    for user in function.users:
+        if user.target is not aten.mul.Tensor or user.args[0] is user.args[1]:
+            continue
+        other: Any = user.args[1] if user.args[0] is function else user.args[0]
+        if not isinstance(other, fx.Node):
+            continue
+        up = linear_of(sources_of(other)[-1])
+        if up is not None and _is_beside(up, gate):
+            return user, up
+    raise NoMlpError
+
+
+def _is_beside(up: Linear, gate: Linear) -> bool:
+    """Whether both layers read the same rows, and have as many results."""
+    same = sources_of(up.x)[-1] is sources_of(gate.x)[-1] and up.product is not gate.product
+    shapes = [(one.x.meta["val"].shape, one.product.meta["val"].shape) for one in (up, gate)]
+    return same and shapes[0] == shapes[1]
+
+
+def _product_above(handed: fx.Node, down: Linear) -> fx.Node:
+    """The product that makes the gradient of what the last layer is given."""
+    for arg in handed.args[:2]:
+        source = sources_of(arg)[-1]
+        if source.target is aten.mm.default and behind_transposes(source.args[1]) is down.weight:
+            return source
+    raise NoMlpError
+
+
+def _require_factors(product: fx.Node, first: fx.Node, second: fx.Node) -> None:
+    """Require that a node multiplies two others."""
+    if {sources_of(arg)[-1] for arg in product.args} != {first, second}:
+        raise NoMlpError
+
+
+def _other_factor(of_inner: fx.Node, handed: fx.Node, function: fx.Node) -> fx.Node:
+    """The gradient of what up returns: that of the product, times the activation."""
+    made = the_only(
+        user
+        for user in readers_of(of_inner)
+        if user is not handed and user.target is aten.mul.Tensor
+    )
+    _require_factors(made, of_inner, function)
+    return made
+
+
+def _weight_gradient(inner: fx.Node, gradient: fx.Node) -> Gradients:
+    """The gradient of the last weight, which sums over all rows."""
+    for user in readers_of(inner):
+        if user.target is aten.mm.default and _is_transpose_of(user.args[0], gradient):
+            return Gradients(weight=user)
+    return Gradients()
+
+
+def _turned(mlp: Mlp) -> list[fx.Node]:
+    """The transpose that the last weight's gradient reads, if nothing else does."""
+    product = mlp.of_down.weight
+    turned: Any = product.args[0] if product is not None else None
+    return [turned] if turned is not None and len(turned.users) == 1 else []
+
+
+def _is_transpose_of(node: Any, of: fx.Node) -> bool:
+    return isinstance(node, fx.Node) and node.target is aten.t.default and node.args[0] is of
+
+
+def _gradients(layer: Linear, of_product: fx.Node) -> Gradients:
+    """The gradients of a layer from that of its result."""
+    made = Gradients()
+    for one in aliases_of(of_product):
+        for user in one.users:
+            if user.target is aten.mm.default and user.args[0] is one:
+                if behind_transposes(user.args[1]) is not layer.weight or made.x is not None:
+                    raise NoMlpError
+                made.x = user
+            elif user.target is aten.sum.dim_IntList and list(user.args[1:]) == [[0], True]:
+                made.bias = user
+            elif user.target is aten.t.default:
+                made.weight = the_only(iter(user.users))
+                read = made.weight.args
+                if made.weight.target is not aten.mm.default or read[0] is not user:
+                    raise NoMlpError
+                if sources_of(read[1])[-1] is not sources_of(layer.x)[-1]:
+                    raise NoMlpError
+    return made

@@ -1,0 +1,226 @@
+"""An MLP in pieces, so that its whole hidden activation is never live.
+
+Outputs are cut, sums never, so that each number is made by eager's kernel over eager's sum. Blocks
+of rows serve the output and the gradient of the input, which sum over the hidden dimension. The
+gradients of the weights sum over rows, so they are cut along the hidden dimension. Backward makes
+the hidden activation and its gradient once in each orientation: that is two products more than
+where it is made again once, and three more than where it is kept; with a gate three and five.
+
+An MLP is ``down(f(gate(x)))``, or ``down(f(gate(x)) * up(x))`` with a gate (N. Shazeer, 2020,
+https://arxiv.org/abs/2002.05202). Blocks of rows of MLPs: Blockwise Parallel Transformer (H. Liu
+and P. Abbeel, 2023, https://arxiv.org/abs/2305.19370), which sums the weights' gradients over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from remat.graph_capture.chunking.head_ops import blocks
+from remat.graph_capture.chunking.mlp import ACTIVATIONS
+
+COLUMNS_MULTIPLE = 64
+"""Blocks of hidden columns are multiples of it, so that each begins at a line of the caches."""
+ALL = slice(None)
+
+_MLP = (
+    "Tensor x, Tensor weight, Tensor? bias, Tensor? up_weight, Tensor? up_bias, Tensor down_weight"
+)
+_BACK = f"Tensor gradient, {_MLP}, str activation, int pieces"
+_library = torch.library.Library("remat", "FRAGMENT")
+_library.define(f"mlp({_MLP}, Tensor? down_bias, str activation, int pieces) -> Tensor")
+_library.define(f"mlp_input({_BACK}) -> Tensor")
+_library.define(f"mlp_gated_input({_BACK}) -> (Tensor of_gate, Tensor of_up)")
+_library.define(
+    f"mlp_weights({_BACK.removesuffix(', int pieces')}, bool[] wanted, int pieces) -> (Tensor "
+    "weight, Tensor bias, Tensor up_weight, Tensor up_bias, Tensor down_weight)"
+)
+Taken = Callable[[Tensor], Any]
+"""Takes a block of the gradient, which lives no longer."""
+
+
+@dataclass(frozen=True)
+class SplitMlp:
+    """One MLP.
+
+    Attributes
+    ----------
+    x : (n, d). weight, up_weight : (h, d); the second is None without a gate.
+    bias, up_bias : (h,) or None. down_weight : (d_out, h). activation : a name of `ACTIVATIONS`.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    up_weight: Tensor | None
+    up_bias: Tensor | None
+    down_weight: Tensor
+    activation: str
+    pieces: int
+
+    def rows(self) -> list[slice]:
+        """Blocks of rows."""
+        return [slice(a, b) for a, b in blocks(self.x.shape[0], self.pieces)]
+
+    def columns(self) -> list[slice]:
+        """Blocks of the hidden dimension."""
+        cut = blocks(self.weight.shape[0], self.pieces, COLUMNS_MULTIPLE)
+        return [slice(a, b) for a, b in cut]
+
+    def inner(self, rows: slice) -> Tensor:
+        """What the last layer is given, for some rows."""
+        result = ACTIVATIONS[self.activation](self._gate(rows, ALL))
+        return result if self.up_weight is None else result * self._up(rows, ALL)
+
+    def _gate(self, rows: slice, columns: slice) -> Tensor:
+        return _part_of_layer(self.x[rows], self.weight, self.bias, columns)
+
+    def _up(self, rows: slice, columns: slice) -> Tensor:
+        assert self.up_weight is not None
+        return _part_of_layer(self.x[rows], self.up_weight, self.up_bias, columns)
+
+    def backward(
+        self, gradient: Tensor, rows: slice, columns: slice,
+        use_gate: Taken, use_up: Taken, use_inner: Taken | None = None,
+    ) -> None:  # fmt: skip
+        """Make a block of the gradients of what gate and up return, and of what down is given.
+
+        Parameters
+        ----------
+        gradient : of the output, (n, d_out). use_gate, use_up, use_inner : take them; the last
+            takes the activation itself, if anyone asks for it.
+        """
+        if self.up_weight is not None:
+            self._gated_backward(gradient, rows, columns, use_gate, use_up, use_inner)
+            return
+        function = ACTIVATIONS[self.activation]
+        read = self._gate(rows, columns)
+        if function.of_result:
+            read = function(read)
+        if use_inner:
+            use_inner(read if function.of_result else function(read))
+        made = torch.mm(gradient[rows], self.down_weight[:, columns])
+        use_gate(function.gradient(made, read))
+
+    def _gated_backward(
+        self, gradient: Tensor, rows: slice, columns: slice,
+        use_gate: Taken, use_up: Taken, use_inner: Taken | None,
+    ) -> None:  # fmt: skip
+        function = ACTIVATIONS[self.activation]
+        read = self._gate(rows, columns)
+        result = function(read)
+        if function.of_result:
+            read = result
+        up = self._up(rows, columns) if use_inner else None
+        if use_inner and up is not None:
+            use_inner(result * up)
+        made = torch.mm(gradient[rows], self.down_weight[:, columns])
+        use_up(made * result)
+        del result
+        made = made * (self._up(rows, columns) if up is None else up)
+        del up
+        use_gate(function.gradient(made, read))
+
+
+def _part_of_layer(x: Tensor, weight: Tensor, bias: Tensor | None, columns: slice) -> Tensor:
+    transposed = weight[columns].t()
+    return torch.mm(x, transposed) if bias is None else torch.addmm(bias[columns], x, transposed)
+
+
+@torch.library.impl(_library, "mlp", "CompositeExplicitAutograd")
+def mlp(*given: Any) -> Tensor:
+    """The output, by blocks of rows."""
+    down_bias, one = given[6], SplitMlp(*given[:6], *given[7:])
+    made = one.x.new_empty(one.x.shape[0], one.down_weight.shape[0])
+    down = one.down_weight.t()
+    for rows in one.rows():
+        if down_bias is None:
+            torch.mm(one.inner(rows), down, out=made[rows])
+        else:
+            torch.addmm(down_bias, one.inner(rows), down, out=made[rows])
+    return made
+
+
+@torch.library.impl(_library, "mlp_input", "CompositeExplicitAutograd")
+def mlp_input(gradient: Tensor, *given: Any) -> Tensor:
+    """The gradient of x, by blocks of rows."""
+    return _of_input(gradient, SplitMlp(*given))[0]
+
+
+@torch.library.impl(_library, "mlp_gated_input", "CompositeExplicitAutograd")
+def mlp_gated_input(gradient: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    """The two terms of the gradient of x, by blocks of rows: through the gate, and through up."""
+    return _of_input(gradient, SplitMlp(*given))
+
+
+def _of_input(gradient: Tensor, one: SplitMlp) -> tuple[Tensor, Tensor]:
+    of_gate = torch.empty_like(one.x)
+    of_up = of_gate if one.up_weight is None else torch.empty_like(one.x)
+    for rows in one.rows():
+
+        def use_gate(made: Tensor, rows: slice = rows) -> None:
+            torch.mm(made, one.weight, out=of_gate[rows])
+
+        def use_up(made: Tensor, rows: slice = rows) -> None:
+            assert one.up_weight is not None
+            torch.mm(made, one.up_weight, out=of_up[rows])
+
+        one.backward(gradient, rows, ALL, use_gate, use_up)
+    return of_gate, of_up
+
+
+@torch.library.impl(_library, "mlp_weights", "CompositeExplicitAutograd")
+def mlp_weights(gradient: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    """The gradients of weights and biases, by blocks of the hidden dimension.
+
+    Those that are not wanted have no elements.
+    """
+    wanted, one = given[7], SplitMlp(*given[:7], *given[8:])
+    made = _Gradients(one, gradient, wanted)
+    for columns in one.columns():
+        made.add(columns)
+    return made.weight, made.bias, made.up_weight, made.up_bias, made.down_weight
+
+
+class _Gradients:
+    """The gradients of weights and biases, block by block."""
+
+    def __init__(self, one: SplitMlp, gradient: Tensor, wanted: list[bool]) -> None:
+        self.one, self.of_output = one, gradient
+        of_weight, of_bias = one.weight.shape, (1, one.weight.shape[0])
+        shapes = of_weight, of_bias, of_weight, of_bias, one.down_weight.shape
+        self.weight, self.bias, self.up_weight, self.up_bias, self.down_weight = (
+            one.weight.new_empty(shape if is_wanted else (0,))
+            for shape, is_wanted in zip(shapes, wanted, strict=True)
+        )
+
+    def add(self, columns: slice) -> None:
+        """Make the block of these columns of the hidden dimension."""
+
+        def use_gate(made: Tensor) -> None:
+            self._add(made, columns, self.weight, self.bias)
+
+        def use_up(made: Tensor) -> None:
+            self._add(made, columns, self.up_weight, self.up_bias)
+
+        def use_inner(made: Tensor) -> None:
+            torch.mm(self.of_output.t(), made, out=self.down_weight[:, columns])
+
+        inner = use_inner if self.down_weight.numel() else None
+        self.one.backward(self.of_output, ALL, columns, use_gate, use_up, inner)
+
+    def _add(self, made: Tensor, columns: slice, weight: Tensor, bias: Tensor) -> None:
+        if weight.numel():
+            torch.mm(made.t(), self.one.x, out=weight[columns])
+        if bias.numel():
+            bias[:, columns] = made.sum([0], True)
+
+
+MLP = torch.ops.remat.mlp.default
+MLP_INPUT = torch.ops.remat.mlp_input.default
+MLP_GATED_INPUT = torch.ops.remat.mlp_gated_input.default
+MLP_WEIGHTS = torch.ops.remat.mlp_weights.default

@@ -1,0 +1,222 @@
+"""The kinds of regions that may run in pieces: heads with their losses, and MLPs."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from remat.graph_capture.chunking.head import Head, find_heads, loss_results
+from remat.graph_capture.chunking.head_ops import FORWARD, INPUT, INPUT_AND_WEIGHT, SMOOTHED, WEIGHT
+from remat.graph_capture.chunking.linear_layers import erase_left, picked, take_place, take_places
+from remat.graph_capture.chunking.mlp import Mlp, find_mlps
+from remat.graph_capture.chunking.mlp_ops import MLP, MLP_GATED_INPUT, MLP_INPUT, MLP_WEIGHTS
+from remat.graph_capture.errors import ScheduleError
+
+# Puts our ops in the place of a head and its loss in a joint graph.
+
+
+def replace_head(head: Head, pieces: int, is_exact: bool) -> list[fx.Node]:
+    """Put ops that run in `pieces` in the place of `head`; returns them, forward first."""
+    target, class_weight, reduction, ignore_index = head.loss.args[1:5]
+    read = (head.x, head.weight, head.bias, target, class_weight)
+    facts = (
+        head.grid, head.start, head.stop, head.softmax.meta["val"].dtype, reduction, ignore_index,
+        pieces,
+    )  # fmt: skip
+    made = [_forward(head, (*read, *facts))]
+    saved = [picked(made[0], i, f"{head.softmax.name}_{name}") for i, name in SAVED.items()]
+    row_term = head.smoothing.row_term if head.smoothing else None
+    backward = (head.gradient, *read, head.total_weight, *saved, row_term, *facts)
+    for op, name, gradients in _backward_ops(head, is_exact):
+        made.append(_backward(head, op, f"{head.softmax.name}_{name}", backward, gradients))
+    graph = head.loss.graph
+    erase_left(graph, reversed([*head.forward, *head.backward]))
+    return made
+
+
+SAVED = {2: "top", 3: "log_sum"}
+"""Results of forward that backward reads, by their place."""
+
+Gradients = tuple[fx.Node | None, ...]
+
+
+def _backward_ops(head: Head, is_exact: bool) -> list[tuple[Any, str, Gradients]]:
+    """Each op of backward: its name, and the nodes whose places its results take."""
+    if not is_exact and head.of_x is not None and head.of_weight is not None:
+        results = (head.of_x, head.of_weight, head.of_bias)
+        return [(INPUT_AND_WEIGHT, "gradients", results)]
+    ops: list[tuple[Any, str, Gradients]] = []
+    if head.of_x is not None:
+        ops.append((INPUT, "of_input", (head.of_x,)))
+    if head.of_weight is not None:
+        ops.append((WEIGHT, "of_weight", (head.of_weight, head.of_bias)))
+    return ops
+
+
+def _forward(head: Head, args: tuple[Any, ...]) -> fx.Node:
+    graph, results = head.loss.graph, loss_results(head.loss)
+    with graph.inserting_before(head.loss):
+        op = SMOOTHED if head.smoothing else FORWARD
+        node = graph.create_node("call_function", op, args, {}, f"{head.softmax.name}_in_pieces")
+    loss, total = head.loss.meta["val"]
+    log_p: Tensor = head.softmax.meta["val"]
+    with log_p.fake_mode:  # pyright: ignore
+        a_row = [torch.empty(len(log_p), 1, dtype=log_p.dtype, device=log_p.device) for _ in SAVED]
+    # Results of the loss that nobody picks have no storage of their own in the trace.
+    values = [loss, total, *a_row]
+    if head.smoothing:
+        results[len(values)] = head.smoothing.row_sum
+        values.append(head.smoothing.row_sum.meta["val"])
+    node.meta = {**head.product.meta, "val": tuple(values)}
+    for i, old in results.items():
+        take_place(old, picked(node, i, old.name, before=head.loss))
+    if head.total_weight in results.values():
+        head.total_weight = next(user for user in node.users if user.args[1] == 1)
+    return node
+
+
+def _backward(
+    head: Head, op: Any, name: str, args: tuple[Any, ...], gradients: Gradients
+) -> fx.Node:
+    wanted = [node for node in gradients if node is not None]
+    order = {node: i for i, node in enumerate(head.loss.graph.nodes)}
+    first = min(wanted, key=order.__getitem__)
+    graph = first.graph
+    with graph.inserting_before(first):
+        node = graph.create_node("call_function", op, args, {}, name)
+    node.meta = dict(first.meta)
+    if op is INPUT:
+        take_place(wanted[0], node)
+        return node
+    node.meta["val"] = tuple(_value_of(head, gradient) for gradient in gradients)
+    take_places(node, gradients)
+    return node
+
+
+def _value_of(head: Head, gradient: fx.Node | None) -> Tensor:
+    """The traced value of a result; one without elements where there is no such gradient."""
+    if gradient is not None:
+        return gradient.meta["val"]
+    weight: Tensor = head.weight.meta["val"]
+    with weight.fake_mode:  # pyright: ignore
+        return torch.empty(0, dtype=weight.dtype, device=weight.device)
+
+
+# Puts our ops in the place of an MLP in a joint graph.
+
+
+def replace_mlp(mlp: Mlp, pieces: int) -> list[fx.Node]:
+    """Put ops that run in `pieces` in the place of `mlp`; returns them, forward first."""
+    up_weight, up_bias = (mlp.up.weight, mlp.up.bias) if mlp.up else (None, None)
+    gate, down = mlp.gate, mlp.down
+    read = gate.x, gate.weight, gate.bias, up_weight, up_bias, down.weight
+    graph = down.product.graph
+    # A part that was replaced before has left others in the places of these, under their names.
+    standing = {node.name: node for node in graph.nodes}
+    read = tuple(node and standing[node.name] for node in read)
+    gradient = standing[mlp.gradient.name]
+    made = [_node_before(down.product, MLP, mlp.name, (*read, down.bias, mlp.activation, pieces))]
+    made[0].meta = dict(down.product.meta)
+    take_place(down.product, made[0])
+    ends = [*mlp.of_gate.all(), *mlp.of_up.all(), *mlp.of_down.all()]
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    first = min(ends, key=order.__getitem__)
+    # The input's gradient comes first: it reads the weights, whose updates wait for it.
+    given = (gradient, *read, mlp.activation)
+    made += [
+        _node_before(first, op, f"{made[0].name}_{name}", (*given, *more, pieces))
+        for op, name, more in _ops_of_backward(mlp)
+    ]
+    for node in made[1:]:
+        _take_places(mlp, node)
+    erase_left(graph, reversed([*mlp.forward, *mlp.backward]))
+    return made
+
+
+def results_of(mlp: Mlp, op: Any) -> list[fx.Node | None]:
+    """The nodes whose places the results of an op take; for a number that there is none, None."""
+    if op is MLP_WEIGHTS:
+        gate, up = mlp.of_gate, mlp.of_up
+        return [gate.weight, gate.bias, up.weight, up.bias, mlp.of_down.weight]
+    return [mlp.of_gate.x] if op is MLP_INPUT else [mlp.of_gate.x, mlp.of_up.x]
+
+
+def _ops_of_backward(mlp: Mlp) -> list[tuple[Any, str, tuple[Any, ...]]]:
+    ops: list[tuple[Any, str, tuple[Any, ...]]] = []
+    of_input = MLP_INPUT if mlp.up is None else MLP_GATED_INPUT
+    if any(results_of(mlp, of_input)):
+        ops.append((of_input, "of_input", ()))
+    wanted = [node is not None for node in results_of(mlp, MLP_WEIGHTS)]
+    if any(wanted):
+        ops.append((MLP_WEIGHTS, "of_weights", (wanted,)))
+    return ops
+
+
+def _node_before(before: fx.Node, op: Any, name: str, args: tuple[Any, ...]) -> fx.Node:
+    graph = before.graph
+    with graph.inserting_before(before):
+        return graph.create_node("call_function", op, args, {}, name)
+
+
+def _take_places(mlp: Mlp, node: fx.Node) -> None:
+    old = results_of(mlp, node.target)
+    wanted = [one for one in old if one is not None]
+    node.meta = dict(wanted[0].meta)
+    if node.target is MLP_INPUT:
+        take_place(wanted[0], node)
+        return
+    node.meta["val"] = tuple(_values(mlp, node.target, old))
+    take_places(node, old)
+
+
+def _values(mlp: Mlp, op: Any, old: Sequence[fx.Node | None]) -> list[Tensor]:
+    """The traced values of results: those in whose place they are.
+
+    A gradient that nobody needs has no elements if it is of a weight, and those of x if it is one
+    of its terms.
+    """
+    like: Tensor = mlp.gate.weight.meta["val"] if op is MLP_WEIGHTS else mlp.gate.x.meta["val"]
+    with like.fake_mode:  # pyright: ignore
+        none = torch.empty(
+            0 if op is MLP_WEIGHTS else like.shape, dtype=like.dtype, device=like.device
+        )
+    return [none if one is None else one.meta["val"] for one in old]
+
+
+Part = Head | Mlp
+"""What runs in pieces by itself. A region has one or more, which run in the same number."""
+
+
+def find_parts(graph: fx.Graph, names: Container[str] | None = None) -> list[Part]:
+    """The parts of these names, or all; heads first. An MLP that ends in a head is none."""
+    heads = find_heads(graph)[0]
+    of_heads = {node for head in heads for node in (*head.forward, *head.backward)}
+    mlps = [one for one in find_mlps(graph) if of_heads.isdisjoint((*one.forward, *one.backward))]
+    return [one for one in (*heads, *mlps) if names is None or one.name in names]
+
+
+def replace_part(part: Part, pieces: int, is_exact: bool) -> list[fx.Node]:
+    """Put ops that run in `pieces` in the place of `part`; returns them, forward first."""
+    if isinstance(part, Head):
+        return replace_head(part, pieces, is_exact)
+    return replace_mlp(part, pieces)
+
+
+def split_parts(graph: fx.Graph, pieces: Iterable[tuple[str, int, bool]]) -> None:
+    """Let parts run in pieces: those of these names, how many, and whether exactly.
+
+    Raises
+    ------
+    ScheduleError : the step has no part of such a name.
+    """
+    wanted = {name: (count, is_exact) for name, count, is_exact in pieces}
+    for part in find_parts(graph, frozenset(wanted)) if wanted else []:
+        replace_part(part, *wanted.pop(part.name))
+    if wanted:
+        raise ScheduleError(
+            f"this plan runs {', '.join(wanted)} in pieces, and the step has no linear head with "
+            "its loss, and no MLP, of that name any more: plan again"
+        )

@@ -1,0 +1,254 @@
+"""Whether parts in pieces give eager's bits on the device at hand, at the shapes at hand.
+
+Kernels for a block of rows may sum in another order than those for all rows. Which a library takes
+hangs on shapes and on the device, so both ways run here once, on made data, and are compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from remat.graph_capture.chunking.head import Head
+from remat.graph_capture.chunking.head_ops import blocks
+from remat.graph_capture.chunking.linear_layers import identity_of
+from remat.graph_capture.chunking.mlp import Mlp, has_equal_blocks
+from remat.graph_capture.chunking.mlp_ops import COLUMNS_MULTIPLE
+from remat.graph_capture.chunking.regions import Found, IsExact
+from remat.graph_capture.chunking.replace import Part
+from remat.graph_capture.devices.meter import Meter
+from remat.graph_capture.prices.cache import PriceCache
+from remat.graph_capture.prices.op_times import price_key
+
+# Random data for what a part reads, to compare it whole and in pieces.
+
+
+IGNORED_PART = 0.1
+"""Of the made targets: rows that the loss ignores."""
+
+
+def made_inputs(part: Part, seed: int) -> dict[fx.Node, Tensor]:
+    """Random data for what `part` reads. The user's random stream stays where it is."""
+    at: Tensor = part.ends[0].meta["val"]
+    with torch.random.fork_rng([at.device] if at.is_cuda else []):
+        torch.manual_seed(seed)
+        return _of_head(part) if isinstance(part, Head) else _of_mlp(part)
+
+
+def _of_mlp(mlp: Mlp) -> dict[fx.Node, Tensor]:
+    layers = (mlp.gate, mlp.down, *([mlp.up] if mlp.up else []))
+    weights = (node for one in layers for node in (one.weight, one.bias))
+    made = {node: _normal(node) for node in (mlp.gradient, *weights) if node is not None}
+    x = _normal(mlp.gate.x)
+    return made | {one.x: x for one in layers if one is not mlp.down} | _other_names_of_x(mlp, x)
+
+
+def _other_names_of_x(mlp: Mlp, x: Tensor) -> dict[fx.Node, Tensor]:
+    """What the gradients of the first weights read: x, by nodes of their own perhaps."""
+    products = [one.weight for one in (mlp.of_gate, mlp.of_up) if one.weight is not None]
+    read = [node for product in products for node in product.all_input_nodes]
+    own = {*mlp.forward, *mlp.backward}
+    return {node: x for node in read if node not in own}
+
+
+def _of_head(head: Head) -> dict[fx.Node, Tensor]:
+    target: Any = head.loss.args[1]
+    at: Tensor = target.meta["val"]
+    row_term = head.smoothing.row_term if head.smoothing else None
+    read = (head.x, head.weight, head.bias, head.gradient, row_term)
+    made = {node: _normal(node) for node in read if node is not None}
+    chosen = torch.randint(head.weight.meta["val"].shape[0], at.shape, device=at.device)
+    is_ignored = torch.rand(at.shape, device=at.device) < IGNORED_PART
+    made[target] = chosen.masked_fill_(is_ignored, cast("int", head.loss.args[4]))
+    class_weight = head.loss.args[2]
+    if isinstance(class_weight, fx.Node):
+        # Several nodes of the head read the same constant by nodes of their own.
+        same = [class_weight, *_constants_alike(head, class_weight)]
+        made |= dict.fromkeys(same, _normal(class_weight).abs())
+    return made
+
+
+def _constants_alike(head: Head, constant: fx.Node) -> list[fx.Node]:
+    """Nodes that the head reads and that stand for the same tensor."""
+    read = (one for node in (*head.forward, *head.backward) for one in node.all_input_nodes)
+    return [one for one in read if identity_of(one) == identity_of(constant)]
+
+
+def _normal(node: fx.Node) -> Tensor:
+    like: Tensor = node.meta["val"]
+    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    return made.normal_()
+
+
+SEEN_NUMBERS, MOST_DRAWS = 1 << 22, 16
+"""In 16 bits so many logits, or hidden activations, are compared, in at most so many draws."""
+
+_Key = tuple[str, str, str, int, bool, int]
+_known: dict[_Key, bool] = {}
+"""What was found in this process, by graph in pieces, device, region, pieces, how and threads."""
+
+
+def gives_eagers_bits(found: Found) -> bool | None:
+    """Whether parts in the pieces that they are set to give the same bits as their own nodes.
+
+    It takes the memory of four times the logits, or what an MLP holds. Where that runs out, the
+    answer is None. Of parts that are alike, one is compared.
+    """
+    alike = {likeness(*pair): pair for pair in zip(found.parts, found.nodes, strict=True)}
+    try:
+        return all(_are_same_bits(*pair) for pair in alike.values())
+    except RuntimeError as error:  # of CUDA's allocator too
+        if "memory" not in str(error):
+            raise
+        if found.is_asked:
+            warnings.warn(
+                f"whether {found.name} in {found.pieces} pieces gives eager's bits is unknown, as "
+                "memory ran out: it stays whole",
+                stacklevel=2,
+            )
+        return None
+
+
+def likeness(part: Part, nodes: Sequence[fx.Node]) -> str:
+    """What decides which kernels run, whole and in pieces: shapes, strides, dtypes and scalars."""
+    return "\n".join(price_key(node) for node in (*part.forward, *part.backward, *nodes))
+
+
+def note_bits(found: Found, is_same: bool) -> None:
+    """Keep in this process whether a region in the pieces that it is set to gives eager's bits."""
+    device = str(found.parts[0].ends[0].meta["val"].device)
+    facts = found.joint.graph.hash, device, found.name, found.pieces, found.is_exact
+    _known[_fact(*facts)] = is_same
+
+
+def is_known_to_give_them(graph_hash: str, device: str, region: str, pieces: int) -> bool:
+    """Whether this process has found that a region in exact pieces gives eager's bits.
+
+    `graph_hash` is that of the graph in pieces, which a plan is held to. It names no other graph,
+    so a plan that was edited is compared too.
+    """
+    return _known.get(_fact(graph_hash, device, region, pieces, True), False)
+
+
+def _fact(graph_hash: str, device: str, region: str, pieces: int, is_exact: bool) -> _Key:
+    return graph_hash, device, region, pieces, is_exact, torch.get_num_threads()
+
+
+def _are_same_bits(part: Part, nodes: Sequence[fx.Node]) -> bool:
+    if isinstance(part, Mlp) and not _has_equal_blocks(part, cast("int", nodes[0].args[-1])):
+        return False
+    return all(_are_same_once(part, nodes, seed) for seed in range(_draws(part)))
+
+
+def _draws(part: Part) -> int:
+    """How often to compare: another order of sums seldom shows in 16 bits of few numbers."""
+    like: Tensor = (part.gate.product if isinstance(part, Mlp) else part.product).meta["val"]
+    if like.dtype.itemsize >= torch.float32.itemsize:
+        return 1
+    return min(max(SEEN_NUMBERS // max(like.numel(), 1), 1), MOST_DRAWS)
+
+
+def _are_same_once(part: Part, nodes: Sequence[fx.Node], seed: int) -> bool:
+    made = made_inputs(part, seed)
+    expected = _run_captured(part, [*part.forward, *part.backward], dict(made))
+    found = _run_pieces(nodes, dict(made))
+    return all(torch.equal(value, found[name]) for name, value in expected.items() if name in found)
+
+
+def _has_equal_blocks(mlp: Mlp, pieces: int) -> bool:
+    """Whether no element of the hidden activation hangs on how large its block is."""
+    like: Tensor = mlp.gate.product.meta["val"]
+    rows, columns = like.shape
+    sizes = {(b - a) * columns for a, b in blocks(rows, pieces)}
+    sizes |= {(b - a) * rows for a, b in blocks(columns, pieces, COLUMNS_MULTIPLE)}
+    return has_equal_blocks(mlp.activation, like, [rows * columns, *sizes])
+
+
+def _run_captured(
+    part: Part, nodes: Sequence[fx.Node], known: dict[fx.Node, Tensor]
+) -> dict[str, Tensor]:
+    """Run nodes of the captured graph with what they read; their results by name."""
+    results = _Results(known)
+    order = {node: i for i, node in enumerate(nodes[0].graph.nodes)}
+    for node in sorted(nodes, key=order.__getitem__):
+        results[node]
+    return {node.name: results[node] for node in part.ends}
+
+
+class _Results(dict[fx.Node, Any]):
+    """By node, each computed when first asked for.
+
+    No function that calls itself: one refers to itself, so that what it has seen would live on
+    until Python collects garbage.
+    """
+
+    def __missing__(self, node: fx.Node) -> Any:
+        target: Any = node.target
+        args = fx.map_arg(node.args, self.__getitem__)
+        self[node] = target(*args, **fx.map_arg(node.kwargs, self.__getitem__))
+        return self[node]
+
+
+def _run_pieces(nodes: Sequence[fx.Node], known: dict[fx.Node, Tensor]) -> dict[str, Tensor]:
+    """Run the ops of ours on the same data; their results by name."""
+    data = {node.name: tensor for node, tensor in known.items()}
+    for node in nodes:
+        target: Any = node.target
+        result = target(*fx.map_arg(node.args, lambda read: data[read.name]))
+        if isinstance(result, Tensor):
+            data[node.name] = result
+        else:
+            for user in node.users:
+                data[user.name] = result[cast("int", user.args[1])]
+    return data
+
+
+# Whether pieces give eager's bits, kept on disk beside prices.
+#
+# To compare them takes as long as a few runs of the region. The answer hangs on the device, its
+# settings and torch's version, by which the file is named, and on shapes and dtypes.
+
+
+def kept_bits(meter: Meter, cache: PriceCache | None = None) -> IsExact:
+    """`gives_eagers_bits` on the device of `meter`, asked once for each region and number of
+    pieces.
+
+    Parameters
+    ----------
+    cache : of the device; None for the one on disk.
+    """
+    kept = cache or PriceCache.of(meter)
+
+    def has_them(found: Found) -> bool:
+        key = _digest_of(found)
+        if key not in kept.bits:
+            answer = gives_eagers_bits(found)
+            if answer is None:
+                return False
+            kept.bits[key] = answer
+            kept.save()
+        note_bits(found, kept.bits[key])
+        return kept.bits[key]
+
+    return has_them
+
+
+def _digest_of(found: Found) -> str:
+    """A digest of what decides which kernels run, whole and in pieces."""
+    parts = [
+        f"{SEEN_NUMBERS} logits in {MOST_DRAWS} draws",
+        torch.backends.cpu.get_cpu_capability(),
+        torch.get_float32_matmul_precision(),
+        str(torch.are_deterministic_algorithms_enabled()),
+        str(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled),
+        os.environ.get("MKL_CBWR", ""),
+    ]
+    alike = (likeness(*pair) for pair in zip(found.parts, found.nodes, strict=True))
+    parts += dict.fromkeys(alike)
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()

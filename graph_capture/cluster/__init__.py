@@ -1,1 +1,0 @@
-"""Blocks of a model as one rank of a cluster runs them."""

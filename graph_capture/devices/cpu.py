@@ -1,0 +1,138 @@
+"""How a CPU is measured: by its clock, and by the profiler's allocation events.
+
+A CPU has no counter of its own for memory, and modes that watch tensors miss workspaces. Its name,
+by which kept prices are told apart, stands here too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import platform
+import statistics
+import time
+from collections.abc import Generator, Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from remat.graph_capture.devices.memory_events import RegionMemory, measure_peak, measure_regions
+from remat.graph_capture.devices.meter import PASSES, Run, StepMemory, Watch, median_of
+from remat.graph_capture.devices.table import CPU
+
+TRIED_S, QUIET = 0.05, 0.02
+"""Seconds for which a core is tried, and the part of them that others may have had it."""
+OFTEN, APART_S = 9, 0.1
+"""Times and pause of `CpuMeter.often_us`: over a slow spell of the core, of some seconds."""
+CACHE_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
+USUAL_CACHE_BYTES = 1 << 20
+"""Taken for the second-level cache where the system does not say its size."""
+_SHIFTS = {"K": 10, "M": 20}
+
+
+def cpu_title() -> str:
+    """The title of this machine's CPU: its model and its thread count, by which prices differ."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
+        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+        model = names[0] if names else model
+    return f"{model}, {torch.get_num_threads()} threads"
+
+
+class CpuMeter:
+    """The CPU."""
+
+    def __init__(self) -> None:
+        self.passes = PASSES
+        self.device, self.title = CPU, cpu_title()
+        self.cache_bytes = _cache_bytes()
+
+    @functools.cached_property
+    def _others(self) -> Tensor:
+        """Data that fills the cache."""
+        return torch.zeros(2 * self.cache_bytes, dtype=torch.uint8)
+
+    @property
+    def settings(self) -> str:
+        """None that is known."""
+        return ""
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """None beside torch's."""
+        return {}
+
+    @contextlib.contextmanager
+    def quiet(self) -> Generator[None]:
+        """No gradients, no autocast, the random stream kept."""
+        with torch.no_grad(), torch.autocast(CPU, enabled=False), torch.random.fork_rng([]):
+            yield
+
+    def is_quiet(self) -> bool:
+        """Whether this thread has a core to itself, for as long as it is tried."""
+        watch, end_s = Watch(), time.perf_counter() + TRIED_S
+        while time.perf_counter() < end_s:
+            pass
+        return watch.away <= QUIET
+
+    def settle(self) -> None:
+        """Nothing: a CPU's clock is not ours to settle."""
+
+    def median_us(self, run: Run, moved_bytes: int = 0) -> float:
+        """The median of 1 to 8 runs, each of which finds the core's cache full of other data."""
+        del moved_bytes
+
+        # As after a few ops of a step. An op that finds its data where it left them is a fifth
+        # cheaper, in an LSTM or a U-Net, than the same op computed again in a step.
+        def timed_us() -> float:
+            self._others.add_(1)
+            return self.step_us(run)
+
+        return median_of(timed_us, self.passes)
+
+    def often_us(self, *runs: Run) -> list[float]:
+        """The median of many `median_us` of each, for numbers that later prices are made of.
+
+        They are measured in turn, so that a slow spell is one of all.
+        """
+        found: list[list[float]] = []
+        for _ in range(OFTEN):
+            found.append([self.median_us(run) for run in runs])
+            time.sleep(APART_S)
+        return [statistics.median(times) for times in zip(*found, strict=True)]
+
+    def regions(self, regions: Iterable[Run]) -> list[RegionMemory]:
+        """As `measure_regions`."""
+        return measure_regions(regions)
+
+    def step_us(self, run: Run) -> float:
+        """By the clock, without what others had of the core."""
+        watch = Watch()
+        result = run()
+        taken_us = watch.taken_us
+        del result
+        return taken_us
+
+    def step_memory(self, run: Run) -> StepMemory:
+        """As `measure_peak`."""
+        return StepMemory(measure_peak(run))
+
+    def library_bytes(self) -> int:
+        """None that is known."""
+        return 0
+
+    def rng_state(self) -> Tensor:
+        """As `torch.get_rng_state`."""
+        return torch.get_rng_state()
+
+
+def _cache_bytes() -> int:
+    """Size of the second-level cache of a core."""
+    try:
+        text = CACHE_SIZE.read_text(encoding="utf-8").strip()
+    except OSError:
+        return USUAL_CACHE_BYTES
+    return int(text[:-1]) << _SHIFTS[text[-1]]

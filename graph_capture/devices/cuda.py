@@ -1,0 +1,305 @@
+"""How a CUDA device is measured: by events of its stream, and by the counters of its allocator.
+
+An op costs the longer of two times. One is the device's, between two events that are queued while
+it still sleeps, so that no gap of the host counts. The other is the host's, to queue the op. A step
+of large ops runs at the first, one of small ops at the second.
+
+An op is timed once the device has worked for a while and two times in a row agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Generator, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from remat.graph_capture.devices.memory_events import RegionMemory, without_garbage
+from remat.graph_capture.devices.meter import Run, StepMemory, median_of
+from remat.graph_capture.devices.table import CPU, CUDA
+from remat.graph_capture.prices.link_speeds import GB_PER_US, PINNED, LinkPair, speed_of
+
+SETTLE_S = 0.3
+"""The device works for so long before the first op is timed, so that its clocks have risen."""
+SETTLED, MOST_WARM_UPS = 0.05, 10
+"""An op is warm once two runs in a row differ by no more than this part, or after so many runs."""
+CYCLES_PER_US, MOST_SLEEP_US = 2_000, 10_000
+"""The first is more than a microsecond has at the clocks of today's devices."""
+PROBE = 64
+"""Rows and columns of the product that makes cuBLAS allocate what it keeps."""
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+class CudaMeter:
+    """One CUDA device.
+
+    Parameters
+    ----------
+    device : with its index, such as ``cuda:0``.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.title = torch.cuda.get_device_name(device)
+        self.passes = 1
+        self.cache_bytes = int(torch.cuda.get_device_properties(device).L2_cache_size)
+        self._cache: Tensor | None = None
+
+    @property
+    def settings(self) -> str:
+        """What changes the kernels that run, or how fast they are."""
+        cudnn = torch.backends.cudnn
+        return (
+            f"cuda {torch.version.cuda} matmul {torch.get_float32_matmul_precision()} "
+            f"cudnn {cudnn.enabled:d}{cudnn.benchmark:d}{cudnn.deterministic:d}"
+            f"{cudnn.allow_tf32:d} exact {torch.are_deterministic_algorithms_enabled():d}"
+        )
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Of CUDA's runtime, cuDNN and the driver."""
+        return {
+            "cuda": str(torch.version.cuda),
+            "cudnn": str(torch.backends.cudnn.version()),
+            "driver": _driver_version(),
+        }
+
+    @contextlib.contextmanager
+    def quiet(self) -> Generator[None]:
+        """No gradients, no autocast, the random streams of the CPU and of the device kept."""
+        index = torch.device(self.device).index
+        with (
+            torch.no_grad(),
+            torch.autocast(CPU, enabled=False),
+            torch.autocast(CUDA, enabled=False),
+            torch.random.fork_rng([index]),
+        ):
+            yield
+
+    def is_quiet(self) -> bool:
+        """False: how busy it was is not known of its times, so none are in doubt."""
+        return False
+
+    def settle(self) -> None:
+        """Write to the device's cache over and over, until its clocks have risen."""
+        end = time.perf_counter() + SETTLE_S
+        while time.perf_counter() < end:
+            self._flush()
+            torch.cuda.synchronize(self.device)
+
+    def median_us(self, run: Run, moved_bytes: int = 0) -> float:
+        """The longer of the medians of what the device and what the host take.
+
+        An op whose inputs and outputs would fit into the L2 cache finds it full of other data.
+        """
+        is_flushed = moved_bytes < self.cache_bytes
+        with torch.cuda.device(self.device):
+            host_us = median_of(lambda: self._host_us(run))
+            self._warm_up(run, is_flushed, host_us)
+            return max(host_us, median_of(lambda: self._device_us(run, is_flushed, host_us)))
+
+    def often_us(self, *runs: Run) -> list[float]:
+        """As `median_us` of each, with caches that are full of other data."""
+        return [self.median_us(run) for run in runs]
+
+    def regions(self, regions: Iterable[Run]) -> list[RegionMemory]:
+        """By the bytes asked of the allocator.
+
+        The blocks that it gives depend on what was freed before. The callables have run before,
+        so that what cuBLAS and cuDNN keep is there already.
+        """
+        found: list[RegionMemory] = []
+        with without_garbage():
+            for region in regions:
+                torch.cuda.reset_peak_memory_stats(self.device)
+                before_bytes = self._requested_bytes("current")
+                kept = region()
+                peak_bytes = self._requested_bytes("peak") - before_bytes
+                found.append(
+                    RegionMemory(peak_bytes, self._requested_bytes("current") - before_bytes)
+                )
+                del kept, region
+        return found
+
+    def step_us(self, run: Run) -> float:
+        """Between two events on the current stream."""
+        with torch.cuda.device(self.device):
+            torch.cuda.synchronize()
+            return self._between_events_us(run)
+
+    def step_memory(self, run: Run) -> StepMemory:
+        """By ``max_memory_allocated``, from an allocator that holds nothing in reserve.
+
+        Its blocks may be larger than what was asked for: that is told as ``rounding_bytes``.
+        """
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before_bytes = torch.cuda.memory_allocated(self.device)
+        before_asked_bytes = self._requested_bytes("current")
+        with without_garbage():
+            result = run()
+        del result
+        peak_bytes = torch.cuda.max_memory_allocated(self.device) - before_bytes
+        asked_bytes = self._requested_bytes("peak") - before_asked_bytes
+        reserved_bytes = torch.cuda.max_memory_reserved(self.device) - before_bytes
+        return StepMemory(
+            peak_bytes, max(0, peak_bytes - asked_bytes), max(0, reserved_bytes - peak_bytes)
+        )
+
+    def library_bytes(self) -> int:
+        """What cuBLAS and cuBLASLt keep: for the thread of forward, and for that of backward.
+
+        Products with a bias are cuBLASLt's. The checkpoint has the first of them run in both
+        threads; it would stop before the last.
+        """
+        with torch.cuda.device(self.device), torch.enable_grad():
+            torch.cuda.synchronize()
+            torch._C._cuda_clearCublasWorkspaces()
+            before_bytes = torch.cuda.memory_allocated()
+            probe = torch.ones(PROBE, PROBE, device=self.device, requires_grad=True)
+            bias = torch.ones(PROBE, device=self.device)
+            checkpoint(_products, probe, bias, use_reentrant=False).sum().backward()
+            del probe, bias
+            return torch.cuda.memory_allocated() - before_bytes
+
+    def rng_state(self) -> Tensor:
+        """As `torch.cuda.get_rng_state`: a tensor on the CPU."""
+        return torch.cuda.get_rng_state(self.device)
+
+    def _requested_bytes(self, which: str) -> int:
+        return int(torch.cuda.memory_stats(self.device)[f"requested_bytes.all.{which}"])
+
+    def _host_us(self, run: Run) -> float:
+        """What the host takes to queue `run` on an idle device."""
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        result = run()
+        end = time.perf_counter()
+        del result
+        return 1e6 * (end - start)
+
+    def _warm_up(self, run: Run, is_flushed: bool, host_us: float) -> None:
+        last_us = float("inf")
+        for _ in range(MOST_WARM_UPS):
+            now_us = self._device_us(run, is_flushed, host_us)
+            if abs(now_us - last_us) <= SETTLED * last_us < float("inf"):
+                return
+            last_us = now_us
+
+    def _device_us(self, run: Run, is_flushed: bool, host_us: float) -> float:
+        if is_flushed:
+            self._flush()
+        torch.cuda._sleep(int(CYCLES_PER_US * min(2 * host_us, MOST_SLEEP_US)))
+        return self._between_events_us(run)
+
+    def _between_events_us(self, run: Run) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        result: Any = run()
+        end.record()
+        end.synchronize()
+        del result
+        return 1e3 * start.elapsed_time(end)
+
+    def _flush(self) -> None:
+        """Fill the L2 cache with data that no op reads."""
+        if self._cache is None:
+            size_bytes = max(self.cache_bytes, 1)
+            self._cache = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+        self._cache.zero_()
+
+
+def _products(x: Tensor, bias: Tensor) -> Tensor:
+    return functional.linear(functional.linear(x, x, bias), x, bias)
+
+
+def _driver_version() -> str:
+    """What the driver's own file says; ``unknown`` where there is none."""
+    if not DRIVER.exists():
+        return "unknown"
+    found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", DRIVER.read_text(encoding="utf-8"))
+    return found.group() if found else "unknown"
+
+
+# How fast a CUDA device copies to and from pinned memory of its host, and to memory that is not.
+#
+# Copies go over two streams, one each way, and are timed by events of these.
+
+
+SIZES = tuple(1 << shift for shift in (16, 20, 24, 26, 28))
+"""64 KiB to 256 MiB."""
+REPEATS = 10
+
+
+class Copying(NamedTuple):
+    """Copies of `source` to `target` on a stream."""
+
+    stream: torch.cuda.Stream
+    target: Tensor
+    source: Tensor
+
+
+class Row(NamedTuple):
+    """Microseconds of one copy of a size, by case."""
+
+    down: float
+    up: float
+    both_down: float
+    both_up: float
+    pageable: float
+
+
+def pinned_pair(device: str) -> LinkPair:
+    """Both ways between a CUDA device and pinned memory."""
+    with torch.cuda.device(device):
+        rows = {size: copies_us(device, size) for size in SIZES}
+    by_size = {
+        case: {size: getattr(row, case) for size, row in rows.items()} for case in Row._fields
+    }
+    largest = SIZES[-1]
+    return LinkPair(
+        speed_of(by_size["down"], by_size["both_down"]),
+        speed_of(by_size["up"], by_size["both_up"]),
+        PINNED,
+        largest / by_size["pageable"][largest] / GB_PER_US,
+    )
+
+
+def copies_us(device: str, size_bytes: int) -> Row:
+    """Copies of one size, each way alone and both at once."""
+    below, above = torch.cuda.Stream(), torch.cuda.Stream()
+    on_device = [torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    pinned = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    pageable = torch.empty(size_bytes, dtype=torch.uint8)
+    down = Copying(below, pinned[0], on_device[0])
+    up = Copying(above, on_device[1], pinned[1])
+    copy_us((down, up))  # the first ones pay for the streams
+    both_down_us, both_up_us = copy_us((down, up))
+    return Row(
+        copy_us((down,))[0], copy_us((up,))[0], both_down_us, both_up_us,
+        copy_us((Copying(below, pageable, on_device[0]),))[0],
+    )  # fmt: skip
+
+
+def copy_us(jobs: Sequence[Copying]) -> list[float]:
+    """Microseconds of one copy of each job, all jobs at once."""
+    torch.cuda.synchronize()
+    spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    for job in jobs:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(job.stream):
+            start.record()
+            for _ in range(REPEATS):
+                job.target.copy_(job.source, non_blocking=True)
+            end.record()
+        spans.append((start, end))
+    torch.cuda.synchronize()
+    return [1e3 * start.elapsed_time(end) / REPEATS for start, end in spans]

@@ -1,0 +1,317 @@
+"""How much memory is free: for the machine, for the container, and for this process.
+
+The least of these counts. A container ends a process that takes more than its limit; a limit of the
+process (``ulimit -v``, ``ulimit -d``) and torch's own share of a CUDA device make an allocation
+fail.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, SupportsIndex
+
+from remat.graph_capture.devices.table import CPU, is_cuda, is_in_table, whole_bytes, written_bytes
+from remat.graph_capture.errors import BudgetError, option
+from remat.graph_capture.spill_files import free_on_drive_bytes, host_folder, require_writable
+
+MEMINFO = Path("/proc/meminfo")
+STATUS = Path("/proc/self/status")
+CGROUP_OF_SELF = Path("/proc/self/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
+VM_STAT = ("/usr/bin/vm_stat",)
+"""Says it on macOS."""
+KIB = 1024
+SHORT = (
+    "can't allocate memory", "not enough memory", "out of memory", "bad_alloc",
+    "can't start new thread", "Resource temporarily unavailable",
+)  # fmt: skip
+"""What a `RuntimeError` says where memory ran out; a new thread needs room for its stack."""
+
+
+def free_bytes(device: str = CPU) -> int:
+    """Bytes that new work may take on a device of this machine.
+
+    On a CPU, without swapping, within the limits of each control group that the process is in and
+    within its own. On a CUDA device, what torch's allocator holds unused counts as free.
+
+    Raises
+    ------
+    BudgetError : the device is not here, or the system does not say what is free.
+    """
+    if is_cuda(device):
+        return _free_on_cuda(device)
+    return max(0, min(_free_on_the_machine(), *free_within_limits()))
+
+
+def free_within_limits() -> list[int]:
+    """What each limit on this process leaves, in bytes; endless if there is none."""
+    return [1 << 62, *_free_in_cgroups(), *_free_of_the_process()]
+
+
+def _free_on_the_machine() -> int:
+    for asked in (_free_on_linux, _free_on_windows, _free_on_macos, _free_by_sysconf):
+        found = asked()
+        if found is not None:
+            return found
+    raise BudgetError("budget 'auto': this system does not say what memory is free; give a size")
+
+
+def _free_on_linux() -> int | None:
+    return _field(MEMINFO, "MemAvailable")
+
+
+class _WindowsMemory(ctypes.Structure):
+    """``MEMORYSTATUSEX``: two words of 32 bits, then seven of 64."""
+
+    _fields_ = (
+        ("length", ctypes.c_uint32),
+        ("load", ctypes.c_uint32),
+        ("total", ctypes.c_uint64),
+        ("available", ctypes.c_uint64),
+        ("others", ctypes.c_uint64 * 5),
+    )
+
+
+def _free_on_windows() -> int | None:
+    if sys.platform != "win32":
+        return None
+    found = _WindowsMemory(length=ctypes.sizeof(_WindowsMemory))
+    if not ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(found)):
+        return None
+    return int(found.available)
+
+
+def _free_on_macos() -> int | None:
+    """Pages that are free, or are taken back from files before anything is swapped out."""
+    if sys.platform != "darwin":
+        return None
+    try:
+        told = subprocess.run(VM_STAT, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    size = re.search(r"page size of (\d+) bytes", told)
+    pages = re.findall(r"^Pages (?:free|inactive|speculative): +(\d+)\.", told, re.MULTILINE)
+    return sum(map(int, pages)) * int(size[1]) if size and pages else None
+
+
+def _free_by_sysconf() -> int | None:
+    pages = "SC_AVPHYS_PAGES"
+    if pages not in getattr(os, "sysconf_names", ()):
+        return None
+    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _free_of_the_process() -> Iterator[int]:
+    """What is left of the limits that ``ulimit -v`` and ``ulimit -d`` set."""
+    try:
+        import resource
+    except ImportError:  # no such limits on this system
+        return
+    for limit, used in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        most_bytes = resource.getrlimit(limit)[0]
+        used_bytes = _field(STATUS, used)
+        if most_bytes != resource.RLIM_INFINITY and used_bytes is not None:
+            yield most_bytes - used_bytes
+
+
+def _free_in_cgroups() -> Iterator[int]:
+    """What is left in the process's control groups and all above them, of either version."""
+    try:
+        lines = CGROUP_OF_SELF.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield from _left_in(CGROUPS, path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+            yield from _left_in(CGROUPS / "memory", path, *names)
+
+
+def _left_in(root: Path, path: str, limit: str, usage: str, cached: str) -> Iterator[int]:
+    """Within a container the root shows its own group, whatever path it has outside."""
+    group = root / path.lstrip("/")
+    for folder in (root, *(root / part for part in _parts_of(group, root))):
+        most_bytes, used_bytes = _number(folder / limit), _number(folder / usage)
+        if most_bytes is not None and used_bytes is not None:
+            # Pages of files that nobody uses are given back before the limit is held to be hit.
+            yield most_bytes - used_bytes + (_stat(folder / "memory.stat", cached) or 0)
+
+
+def _parts_of(group: Path, root: Path) -> list[Path]:
+    return [one for one in (group, *group.parents) if one != root and root in one.parents]
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file; None where it is not there, or says ``max``."""
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+def _stat(path: Path, name: str) -> int | None:
+    try:
+        found = re.search(rf"^{name} (\d+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) if found else None
+
+
+def _field(path: Path, name: str) -> int | None:
+    """A field in kB of a file in /proc, in bytes; None where it is not there."""
+    try:
+        found = re.search(rf"^{name}:\s+(\d+) kB", path.read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) * KIB if found else None
+
+
+def _free_on_cuda(device: str) -> int:
+    """The least of what the device has, and of what torch lets this process take of it."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise BudgetError(f"budget 'auto': {device} is not here to say what is free; give a size")
+    reserved_bytes = torch.cuda.memory_reserved(device)
+    unused_bytes = reserved_bytes - torch.cuda.memory_allocated(device)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    part = torch.cuda.get_per_process_memory_fraction(device)
+    own_bytes = int(part * total_bytes) - reserved_bytes
+    return max(0, min(free_bytes, own_bytes)) + unused_bytes
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, in Python, in torch, on a device or in the system."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and any(said in str(error) for said in SHORT)
+
+
+# How much memory below the device a plan may use: `host="120GiB"`, `nvme="/mnt/nvme:200GiB"`.
+#
+# What is asked of a device of this machine must be there: memory that is free, a folder that can be
+# written. A device of the table may be in any machine.
+
+
+AUTO, AUTO_SHARE = "auto", 0.9
+"""Of what is free; the rest is for others."""
+HOST_FORMS = "120GiB, 64GB or auto"
+NVME_FORM = "/mnt/nvme:200GiB"
+
+
+class LowerTiers(NamedTuple):
+    """Room below a device, and the folder of files on NVMe; 0 bytes there without one."""
+
+    host_bytes: int
+    nvme_bytes: int = 0
+    nvme_path: str = ""
+
+
+def lower_tiers(
+    host: str | SupportsIndex | None, nvme: str | None, device: str, *, is_here: bool | None = None
+) -> LowerTiers | None:
+    """What is asked for in bytes, looked at on this machine; None where nothing is asked for.
+
+    Parameters
+    ----------
+    is_here : whether `device` is of this machine; None for any that the table does not have.
+
+    Raises
+    ------
+    BudgetError : a size cannot be read, is 0 or less, or is more than there is.
+    FileError : the folder is not there, or cannot be written.
+    TierError : it takes files, and the system cannot keep values in them.
+    """
+    if host is None and nvme is None:
+        return None
+    if host is None:
+        raise BudgetError(
+            f"{option('nvme', nvme)} lies below the host, and what goes there passes through it: "
+            f"give {option('host', '16GiB')} too"
+        )
+    is_here = not is_in_table(device) if is_here is None else is_here
+    if is_here and device == CPU:
+        require_writable(host_folder())
+    below = _Machine(device, is_here)
+    host_bytes = below.size_bytes(host, "host", HOST_FORMS, host_folder())
+    if nvme is None:
+        return LowerTiers(host_bytes)
+    folder, size = _folder_and_size(nvme)
+    if is_here:
+        require_writable(folder, "nvme")
+    return LowerTiers(host_bytes, below.size_bytes(size, "nvme", NVME_FORM, folder), folder)
+
+
+def _folder_and_size(nvme: str) -> tuple[str, str]:
+    """Both parts of ``/mnt/nvme:200GiB``."""
+    if not isinstance(nvme, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise BudgetError(f"nvme {nvme!r} names no folder: write it like {NVME_FORM}")
+    folder, parted, size = nvme.rpartition(":")
+    if not parted and nvme[:1] in "/.~":
+        raise BudgetError(f"nvme {nvme!r} names no size: write it like {NVME_FORM}")
+    if not folder:
+        raise BudgetError(f"nvme {nvme!r} names no folder: write it like {NVME_FORM}")
+    return folder, size
+
+
+class _Machine(NamedTuple):
+    """The machine that a device is in."""
+
+    device: str
+    is_here: bool
+
+    def size_bytes(self, given: str | SupportsIndex, what: str, forms: str, folder: str) -> int:
+        """A size in bytes, no more than the machine has if it is this one."""
+        if isinstance(given, str) and given.strip().lower() == AUTO:
+            return self._auto_bytes(what, forms, folder)
+        if isinstance(given, str):
+            size_bytes = written_bytes(given.strip(), what, forms)
+        else:
+            size_bytes = whole_bytes(given, what, forms)
+        if size_bytes <= 0:
+            raise BudgetError(
+                f"{what} {given!r} leaves nothing to use: give a positive size, or leave it out"
+            )
+        free = self._free_bytes(what, folder) if self.is_here else size_bytes
+        if size_bytes > free:
+            auto = AUTO if what == "host" else f"{folder}:{AUTO}"
+            raise BudgetError(
+                f"{what} {given!r} is more than the {_shown(free)} that are free "
+                f"{self._where(what, folder)}: give less, or {auto}"
+            )
+        return size_bytes
+
+    def _auto_bytes(self, what: str, forms: str, folder: str) -> int:
+        if not self.is_here:
+            raise BudgetError(
+                f"{what} 'auto' is what this machine has free, and {self.device} is not here: "
+                f"give a size, such as {forms.partition(',')[0]}"
+            )
+        return int(self._free_bytes(what, folder) * AUTO_SHARE)
+
+    def _free_bytes(self, what: str, folder: str) -> int:
+        """Bytes that are free in a tier."""
+        is_memory = what == "host" and is_cuda(self.device)
+        return free_bytes(CPU) if is_memory else free_on_drive_bytes(folder)
+
+    def _where(self, what: str, folder: str) -> str:
+        is_memory = what == "host" and is_cuda(self.device)
+        return "in the memory of this machine" if is_memory else f"in {folder}"
+
+
+def _shown(size_bytes: int) -> str:
+    from remat.formats import bytes_text
+
+    return bytes_text(size_bytes)

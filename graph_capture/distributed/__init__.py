@@ -1,0 +1,1 @@
+"""One rank of many: collectives, DTensors, and the steps that FSDP and DDP make of a graph."""

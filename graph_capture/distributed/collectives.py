@@ -1,0 +1,307 @@
+"""Ops in which other ranks take part: functional collectives, and what waits for them.
+
+Each rank must run the same ones as the others, as often and in the same order, or all wait for
+ever. So ranks follow one plan (`remat/ranks/`), which may run one again where that pays; one that
+makes an output of the step runs once. What one rank does by itself, such as pricing, runs stand-ins
+for them.
+
+A trace has a result twice: as the collective returns it, and as it is once somebody has waited for
+it. Both are one storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+from torch._C._distributed_c10d import FakeWork, ProcessGroup, Work
+from torch._ops import OpOverloadPacket
+from torch.autograd import Function
+from torch.distributed._functional_collectives import REDUCE_OP_TO_STR
+
+from remat.graph_capture.graph import Op
+from remat.graph_capture.joint.nodes import tensors_of
+
+PINNED = "other ranks take part in it"
+RETURNED = f"it makes an output of the step, and {PINNED}"
+NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "symm_mem")
+_WAIT = "wait_tensor"
+_THROUGH_A_BUFFER = ("all_gather_into_tensor", "reduce_scatter_tensor")
+
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
+"""Shape, strides, dtype and device."""
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether the node waits for the result of a collective, and returns it."""
+    return _namespace(node) in NAMESPACES and op_name(node) == _WAIT
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether other ranks must run the op of the node too."""
+    return _namespace(node) in NAMESPACES and op_name(node) != _WAIT
+
+
+def waits_for(node: fx.Node) -> list[fx.Node]:
+    """The nodes that wait for what `node` returns, a collective or one of its results.
+
+    Code that waits for what torch has waited for already does so twice: in the order of the waits.
+    """
+    waits = [user for user in node.users if is_wait(user)]
+    return [one for wait in waits for one in (wait, *waits_for(wait))]
+
+
+def waited_for(node: fx.Node) -> fx.Node:
+    """What a node waits for; any other node itself."""
+    while is_wait(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def collectives_in(gm: fx.GraphModule) -> list[fx.Node]:
+    """The collectives of a graph, in their order."""
+    return [node for node in gm.graph.nodes if is_collective(node)]
+
+
+def with_returned_pinned(
+    ops: Iterable[Op], node_of_op: Mapping[str, fx.Node], ends: Collection[str]
+) -> tuple[Op, ...]:
+    """`ops`, of which the collectives that make a value of `ends`, the outputs, run once."""
+
+    def is_returned(op: Op) -> bool:
+        node = node_of_op.get(op.name)
+        return node is not None and is_collective(node) and not set(ends).isdisjoint(op.outputs)
+
+    return tuple(
+        msgspec.structs.replace(op, pinned=op.pinned or RETURNED) if is_returned(op) else op
+        for op in ops
+    )
+
+
+def is_collective_target(target: str) -> bool:
+    """Whether the target of an op of a graph, such as ``aten.mm.default``, is a collective."""
+    space, _, name = target.partition(".")
+    return space in NAMESPACES and name.partition(".")[0] != _WAIT
+
+
+def groups_of(nodes: Iterable[fx.Node]) -> tuple[Any, ...]:
+    """The distinct groups of some collectives, by name or as they are, in their order."""
+    named = (_group_of(node) for node in nodes)
+    return tuple(dict.fromkeys(group for group in named if group is not None))
+
+
+def _group_of(node: fx.Node) -> Any:
+    parameters = _overload(node)._schema.arguments
+    names = [parameter.name for parameter in parameters]
+    if "group_name" not in names:
+        return None
+    at = names.index("group_name")
+    return node.args[at] if at < len(node.args) else node.kwargs.get("group_name")
+
+
+def any_rank_says(collectives: Iterable[fx.Node], said: bool, device: str) -> bool:
+    """Whether one of the ranks says so that these collectives bring together. All must ask."""
+    flag = torch.tensor(int(said), device=device)
+    named: Any = dist.distributed_c10d
+    for group in groups_of(collectives):
+        whole = named._resolve_process_group(group) if isinstance(group, str) else group
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=whole)
+    return bool(flag.item())
+
+
+def on_this_rank(node: fx.Node) -> Callable[..., Any]:
+    """What runs the op of `node` without other ranks: a collective's results are made up."""
+    target = node.target
+    assert callable(target)
+    if not is_collective(node):
+        return target
+    made = _layouts(node), _copied_bytes(node)
+    return lambda *_args, **_kwargs: _made_up(*made)
+
+
+def without_other_ranks(gm: fx.GraphModule) -> fx.GraphModule:
+    """`gm` itself, its collectives replaced by stand-ins that take the same memory."""
+    for node in collectives_in(gm):
+        made = _layouts(node), _copied_bytes(node)
+        node.target, node.args, node.kwargs = _made_up, made, {}
+    gm.recompile()
+    return gm
+
+
+def op_name(node: fx.Node) -> str:
+    """``all_reduce`` and the like."""
+    return str(getattr(_overload(node), "_opname", ""))
+
+
+def _namespace(node: fx.Node) -> str:
+    return str(getattr(_overload(node), "namespace", "")) if node.op == "call_function" else ""
+
+
+def _overload(node: fx.Node) -> Any:
+    """The op itself: dynamo's graphs call the packet of its overloads."""
+    target = node.target
+    return getattr(target, "default", target) if isinstance(target, OpOverloadPacket) else target
+
+
+def _layouts(node: fx.Node) -> Any:
+    """The layout of each result, in a list where the op returns several."""
+    found = [None if t is None else _layout(t) for t in tensors_of(node)]
+    return found if isinstance(node.meta.get("val"), (tuple, list)) else found[0]
+
+
+def _layout(tensor: Tensor) -> Layout:
+    return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device
+
+
+def _copied_bytes(node: fx.Node) -> int:
+    """What gloo copies meanwhile, on a CPU: it gathers, scatters and coalesces in one buffer."""
+    made = [t for t in tensors_of(node) if t is not None]
+    if any(t.device.type != "cpu" for t in made):
+        return 0
+    read = [t for source in node.all_input_nodes for t in tensors_of(source) if t is not None]
+    name = op_name(node)
+    whole = read if name.startswith("reduce_scatter") else made
+    is_copied = name.startswith(_THROUGH_A_BUFFER) or name.endswith("coalesced")
+    return sum(t.nbytes for t in whole) if is_copied else 0
+
+
+def _made_up(layouts: Any, copied_bytes: int) -> Any:
+    """Zeros of the given layouts; meanwhile a buffer is there too."""
+    made = [_zeros(*one) for one in layouts] if isinstance(layouts, list) else _zeros(*layouts)
+    buffer = torch.empty(copied_bytes, dtype=torch.uint8)
+    del buffer
+    return made
+
+
+def _zeros(shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
+
+
+# Collectives that write to their arguments, as `dist.all_reduce` does, in functional form.
+#
+# They write beside autograd, which does not differentiate them. So does the form here, a functional
+# collective and a copy, as it runs where autograd is over. The work that they return is done
+# already.
+
+
+NAMESPACE = "c10d"
+NAMES = {
+    "allreduce_": "all_reduce",
+    "broadcast_": "broadcast",
+    "_allgather_base_": "all_gather_into_tensor",
+    "_reduce_scatter_base_": "reduce_scatter_tensor",
+}
+"""Of the ops that have a functional form here: what users call them by."""
+
+
+def run_functionally(func: Any, args: tuple[Any, ...]) -> Any:
+    """The results of an op of `NAMES`, run by a functional collective; None for an unknown sum."""
+    form = _FORMS[func._opname]
+    return form(*args)
+
+
+def _all_reduce(tensors: list[Tensor], group: Any, op: Any, *_: Any) -> Any:
+    name = _reduction(op)
+    if not name:
+        return None
+    for tensor in tensors:
+        _write(tensor, _ops().all_reduce(tensor, name, _group_name(group)))
+    return tensors, _done()
+
+
+def _broadcast(tensors: list[Tensor], group: Any, root: int, *_: Any) -> Any:
+    for tensor in tensors:
+        _write(tensor, _ops().broadcast(tensor, root, _group_name(group)))
+    return tensors, _done()
+
+
+def _all_gather(output: Tensor, given: Tensor, group: Any, *_: Any) -> Any:
+    _write(output, _ops().all_gather_into_tensor(given, _group_size(group), _group_name(group)))
+    return output, _done()
+
+
+def _reduce_scatter(output: Tensor, given: Tensor, group: Any, op: Any, *_: Any) -> Any:
+    name = _reduction(op)
+    if not name:
+        return None
+    _write(
+        output, _ops().reduce_scatter_tensor(given, name, _group_size(group), _group_name(group))
+    )
+    return output, _done()
+
+
+_FORMS: dict[str, Callable[..., Any]] = {
+    "allreduce_": _all_reduce,
+    "broadcast_": _broadcast,
+    "_allgather_base_": _all_gather,
+    "_reduce_scatter_base_": _reduce_scatter,
+}
+
+
+def _ops() -> Any:
+    return torch.ops._c10d_functional
+
+
+def _write(tensor: Tensor, found: Any) -> None:
+    tensor.copy_(_ops().wait_tensor(found).view(tensor.shape))
+
+
+def _group(boxed: Any) -> dist.ProcessGroup:
+    return ProcessGroup.unbox(boxed) if not isinstance(boxed, ProcessGroup) else boxed
+
+
+def _group_name(boxed: Any) -> str:
+    return _group(boxed).group_name
+
+
+def _group_size(boxed: Any) -> int:
+    return _group(boxed).size()
+
+
+def _reduction(boxed: Any) -> str:
+    """How functional collectives call a way to reduce; empty for one that they lack."""
+    number = int(boxed.op())
+    known: dict[Any, str] = dict(REDUCE_OP_TO_STR)
+    return next((name for op, name in known.items() if int(op) == number), "")
+
+
+def _done() -> Any:
+    return Work.boxed(FakeWork())
+
+
+# Tensors that a collective still sends, as tensor parallel layers return: they are waited for.
+#
+# Eager waits where the first op reads one. A step that is traced or compiled takes plain tensors:
+# torch 2.11 fails at others, and later releases wait op by op.
+
+
+_SENT = "AsyncCollectiveTensor"
+
+
+class _Arrived(Function):
+    """The tensor that has arrived; its gradient is that of the one that was sent."""
+
+    @staticmethod
+    def forward(ctx: Any, sent: Any) -> Tensor:
+        # Another object, as autograd notes its history on it.
+        return sent.trigger_wait().detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def is_sent(leaf: object) -> bool:
+    """Whether a collective may still write to it."""
+    # Told by the name, as importing the class takes long.
+    return type(leaf).__name__ == _SENT
+
+
+def arrived(tree: Any) -> Any:
+    """The tree with each such tensor as a plain one, once it has arrived."""
+    return pytree.tree_map(lambda leaf: _Arrived.apply(leaf) if is_sent(leaf) else leaf, tree)

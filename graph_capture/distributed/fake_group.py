@@ -1,0 +1,133 @@
+"""Ranks that are not there: torch's fake process group, in which collectives do nothing.
+
+One process then traces what one rank of a thousand runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch._C import DispatchKey
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from remat.graph_capture.distributed.collectives import is_collective_target
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.joint.nodes import TORCHS_NAMESPACES
+
+BACKEND = "fake"
+WORLD = 4096
+"""Ranks of the fake world. It has no threads and no memory of its own."""
+
+
+class FakeGroups:
+    """Groups of the fake world, made when first asked for."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], Any] = {}
+
+    def group(self, ranks: int, apart: int = 1) -> Any:
+        """The group of rank 0 with so many ranks, of which neighbours lie so far apart."""
+        key = ranks, apart
+        if key not in self._known:
+            self._known[key] = dist.new_group([apart * i for i in range(ranks)])
+        return self._known[key]
+
+    def has(self, named: tuple[Any, ...]) -> bool:
+        """Whether groups were made here, given as a graph names them."""
+        return {group.group_name for group in self._known.values()}.issuperset(named)
+
+
+@contextlib.contextmanager
+def fake_ranks(world_size: int = WORLD) -> Generator[FakeGroups]:
+    """In the block this process is rank 0 of so many.
+
+    Raises
+    ------
+    CaptureError : this process has a process group already.
+    """
+    # Registers the backend that does nothing.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise CaptureError(
+            "a cluster is planned over a fake process group, and this process has a real one: "
+            "plan in a process of its own, or before init_process_group"
+        )
+    dist.init_process_group(BACKEND, rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield FakeGroups()
+    finally:
+        dist.destroy_process_group()
+
+
+def is_fake(group: dist.ProcessGroup) -> bool:
+    """Whether a group is torch's fake one, in which there are no other ranks."""
+    return dist.get_backend(group) == BACKEND
+
+
+# One rank that runs ops by itself, where no other would answer a collective.
+
+
+_C: Any = torch._C
+ALIASES = ("CompositeExplicitAutograd", "CompositeImplicitAutograd")
+"""Under which a kernel for several devices is registered."""
+Result = TypeVar("Result")
+
+
+class NeedsOtherRanksError(RuntimeError):
+    """An op was run alone that communicates with other ranks."""
+
+
+class _Alone(TorchDispatchMode):
+    """Fails where a collective would wait for other ranks, also inside of an op of somebody's."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run `func` unless it is a collective."""
+        if is_collective_target(str(func)):
+            raise NeedsOtherRanksError(f"{func} waits for other ranks, and one is priced alone")
+        key = _kernel_of(func, pytree.tree_leaves((args, kwargs)))
+        if key is None:
+            return func(*args, **(kwargs or {}))
+        # The mode is off in here. On again, it sees what the kernel of somebody's op runs.
+        with self:
+            return func._op_dk(key, *args, **(kwargs or {}))
+
+
+def _kernel_of(func: Any, read: list[Any]) -> DispatchKey | None:
+    """Where the kernel of an op is that is not torch's; None of torch's, and of one without.
+
+    An op of `torch.library.custom_op` has one for all devices under an alias. To call another key
+    than that of the registration ends the process.
+    """
+    tensors = [leaf for leaf in read if isinstance(leaf, Tensor)]
+    if not isinstance(func, OpOverload) or func.namespace in TORCHS_NAMESPACES or not tensors:
+        return None
+    own = "CUDA" if any(tensor.is_cuda for tensor in tensors) else "CPU"
+    for key in (own, *ALIASES):
+        if _C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
+            return getattr(DispatchKey, key)
+    return None
+
+
+def alone(run: Callable[[], Result]) -> Result:
+    """What `run` returns, which is run on one rank: whatever is timed ran so once before.
+
+    Raises
+    ------
+    NeedsOtherRanksError : it holds a collective. The rank would have waited for ever.
+    """
+    with _Alone():
+        return run()

@@ -1,0 +1,353 @@
+"""The step of one rank: with what DDP or FSDP2 adds to it, buckets, gathered buffers and shards.
+
+The time of communication is not predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import msgspec
+
+from remat.graph_capture.distributed.sharding import (
+    UNTIMED,
+    ParameterGroup,
+    Sharding,
+    Unit,
+    ops_by_block,
+    unit_of_op,
+    with_units,
+    wrapped_groups,
+)
+from remat.graph_capture.graph import Op, Phase, TrainingGraph, Value
+
+# Ops that stand for what wrappers of data parallelism do, and the buffers that they make.
+#
+# When a wrapper communicates is fixed, so it is part of the graph, not of the schedule. Each is an
+# op, pinned where it stands. Its buffer is a value, read by the op that lets go of it. As
+# workspaces of the ops beside them, buffers were wrong wherever an op of forward runs again in
+# backward. Solvers see these as any op; the knapsack over blocks is told what they hold live.
+
+
+GATHER, UNSHARD, RESHARD = "remat.all_gather", "remat.unshard", "remat.reshard"
+COPY_IN, REDUCE = "remat.copy_in", "remat.reduce_scatter"
+BEFORE_BLOCK, BEHIND_BLOCK = (GATHER, UNSHARD), (RESHARD, COPY_IN, REDUCE)
+"""What runs right before a block's forward or backward, and right after."""
+COMMUNICATION = (*BEFORE_BLOCK, *BEHIND_BLOCK)
+
+GLOO_COPIES = 1
+"""Copies of a whole buffer that gloo makes while it gathers or reduces. CPUs use gloo."""
+
+
+def copies_on(device: str) -> int:
+    """Copies of a buffer that a collective makes on a device."""
+    return GLOO_COPIES if device == "cpu" else 0
+
+
+def communication_op(
+    target: str,
+    phase: Phase,
+    module: str,
+    inputs: tuple[str, ...],
+    made: tuple[Value, ...] = (),
+    workspace_bytes: int = 0,
+    place: str | None = None,
+) -> tuple[Op, tuple[Value, ...]]:
+    """An op of its own name, and the values that it makes.
+
+    Parameters
+    ----------
+    module : where it runs. place : what it is for, which its name tells; None for the module.
+    """
+    name = f"{target.removeprefix('remat.')}_{phase}_{module if place is None else place}"
+    values = tuple(msgspec.structs.replace(value, producer=name) for value in made)
+    op = Op(
+        name, target, phase, inputs, tuple(value.name for value in values),
+        workspace_bytes=workspace_bytes, module=module, price="estimated",
+        pinned="all ranks take part in it",
+    )  # fmt: skip
+    return op, values
+
+
+# The step under DDP whose gradients are views of its buckets (``gradient_as_bucket_view=True``).
+#
+# A gradient is copied into its bucket as soon as autograd has it, and freed. Buckets are resident.
+#
+# Source: `torch.nn.parallel.DistributedDataParallel` of torch 2.13, read and measured. Li et al.,
+# PyTorch Distributed, 2020, https://arxiv.org/abs/2006.15704.
+
+
+def into_buckets(graph: TrainingGraph, nodes: Sequence[Unit]) -> TrainingGraph:
+    """`graph` with gradients that go into buckets.
+
+    Parameters
+    ----------
+    nodes : blocks that are one autograd node each, which holds its gradients until it ends.
+    """
+    gradients = {
+        name
+        for name in graph.outputs
+        if graph.value_by_name[name].kind == "gradient" and graph.value_by_name[name].producer
+    }
+    return msgspec.structs.replace(
+        graph,
+        ops=tuple(_with_copies(graph, nodes, gradients)),
+        outputs=tuple(name for name in graph.outputs if name not in gradients),
+        notes=(*graph.notes, UNTIMED),
+    )
+
+
+def _with_copies(graph: TrainingGraph, nodes: Sequence[Unit], gradients: set[str]) -> Iterator[Op]:
+    node_of = unit_of_op(nodes)
+    made: list[str] = []
+    for i, op in enumerate(graph.ops):
+        yield op
+        made.extend(name for name in op.outputs if name in gradients)
+        k = node_of.get(i, -1)
+        is_inside = k >= 0 and i != nodes[k].back_stop - 1
+        if made and not is_inside:
+            module = "" if k < 0 else nodes[k].path
+            place = op.name if k < 0 else module
+            yield communication_op(COPY_IN, "backward", module, tuple(made), place=place)[0]
+            made = []
+
+
+# The timeline of FSDP2's buffers over the ops of a step, and that of its `replicate`.
+#
+# FSDP2 gathers a module's parameters right before its forward and its backward, and reduces its
+# gradients right after. What it does with the parameters after forward is `reshard_after_forward`.
+# With a mixed precision policy shards are cast, then gathered; gradients are copied into a buffer
+# of the reduced dtype, and their part is put back into that of the parameters.
+#
+# Not counted: custom collectives, shards along other dimensions than the first, gradients that are
+# accumulated in another dtype. Where the loss is computed outside the model, the last buffer is
+# freed a little earlier than here.
+#
+# Source: `torch.distributed.fsdp._fully_shard` of torch 2.13, read and measured.
+
+
+Kept = Literal["whole", "part", "none"]
+"""What is left of gathered parameters after forward: all, a part over fewer ranks, or nothing."""
+
+
+class FsdpStep:
+    """A step with what FSDP2 adds to it."""
+
+    def __init__(self, graph: TrainingGraph, units: Sequence[Unit], sharding: Sharding) -> None:
+        self.given, self.units, self.sharding = graph, units, sharding
+        self.unit_of = unit_of_op(units)
+        self.groups, self.root = wrapped_groups(graph, units, sharding)
+        self.values: list[Value] = []
+        self.lasting: list[str] = []
+        self.copies = copies_on(graph.device)
+        self.is_copy = sharding.kind == "replicate"
+        self.is_offloaded = sharding.cpu_offload and graph.device != "cpu"
+
+    def graph(self) -> TrainingGraph:
+        """The step of one rank: gradients leave it as shards."""
+        reduced = {v.name for group in (*self.groups, self.root) for v in group.gradients}
+        ops = (*self._forward(), *self._backward())
+        kept = tuple(name for name in self.given.outputs if name not in reduced)
+        return msgspec.structs.replace(
+            self.given,
+            ops=ops,
+            values=(*self.given.values, *self.values),
+            outputs=(*kept, *self.lasting),
+            notes=(*self.given.notes, UNTIMED),
+        )
+
+    def _kept(self, group: ParameterGroup) -> Kept:
+        """What `reshard_after_forward` leaves of a group; by default the root stays whole."""
+        how = self.sharding.reshard_after_forward
+        if self.is_copy or how is False or (how is None and group is self.root):
+            return "whole"
+        return "none" if how in (None, True, self.sharding.shard_ranks) else "part"
+
+    def _forward(self) -> Iterator[Op]:
+        """A gathered buffer outlives its block until the next one has been gathered."""
+        yield from self._whole(self.root, "")
+        last = self.root
+        for i, op in enumerate(self.given.ops[: self.given.n_forward]):
+            k = self.unit_of.get(i, -1)
+            if k >= 0 and i == self.units[k].start:
+                yield from self._whole(self.groups[k], f"gathered_forward_{last.path}")
+                last = self.groups[k]
+            yield op
+            if k >= 0 and i == self.units[k].stop - 1:
+                yield from self._after_forward(self.groups[k], "")
+        yield from self._after_forward(self.root, f"gathered_forward_{last.path}")
+
+    def _whole(self, group: ParameterGroup, freed: str) -> Iterator[Op]:
+        """Parameters of `group` for its forward; `freed` is a buffer that is let go of then."""
+        if self.is_copy:
+            made = Value(f"unsharded_forward_{group.path}", group.parameters_bytes)
+            yield self._op(UNSHARD, "forward", group.path, (), made)
+            return
+        yield self._gather(group, "forward", freed)
+        yield self._unshard(group, "forward")
+
+    def _after_forward(self, group: ParameterGroup, buffer: str) -> Iterator[Op]:
+        """What is left of a group's parameters; with the root's, the last buffer goes."""
+        kept = self._kept(group)
+        freed = () if kept == "whole" else (f"unsharded_forward_{group.path}",)
+        if buffer and not self.is_copy:
+            freed = (*freed, buffer)
+        if not freed:
+            return
+        part: tuple[Value, ...] = ()
+        if kept == "part":
+            part = (Value(f"part_{group.path}", group.gathered_bytes // self._members),)
+        yield self._op(RESHARD, "forward", group.path, freed, *part)
+
+    def _backward(self) -> Iterator[Op]:
+        """Each block's parameters are gathered when the backward before it begins."""
+        reduced: tuple[str, ...] = ()
+        yield self.given.ops[self.given.n_forward]
+        if self._kept(self.root) != "whole":
+            yield from (self._gather(self.root, "backward"), self._unshard(self.root, "backward"))
+        is_gathered_again = any(self._kept(group) != "whole" for group in self.groups)
+        if is_gathered_again:
+            yield self._gather(self.groups[-1], "backward", module="")
+        for i in range(self.given.n_forward + 1, len(self.given.ops)):
+            k = self.unit_of.get(i, -1)
+            if is_gathered_again and k >= 0 and i == self.units[k].back_start:
+                yield self._unshard(self.groups[k], "backward")
+                if k:
+                    yield self._gather(self.groups[k - 1], "backward", module=self.groups[k].path)
+            yield self.given.ops[i]
+            if k >= 0 and i == self.units[k].back_stop - 1:
+                yield from self._after_backward(self.groups[k], reduced)
+                reduced = self._buffer_of(self.groups[k])
+        yield from self._after_backward(self.root, reduced)
+
+    def _after_backward(self, group: ParameterGroup, reduced: tuple[str, ...]) -> Iterator[Op]:
+        """Parameters go back to shards, then the buffer of the reduction before, then this one's.
+
+        Gradients are copied into one buffer, then freed, then summed over the ranks.
+        """
+        phase = "forward" if self._kept(group) == "whole" else "backward"
+        freed = (f"unsharded_{phase}_{group.path}", *reduced)
+        yield self._op(RESHARD, "backward", group.path, freed)
+        if not group.gradients:
+            return
+        input_bytes, held_bytes = group.reduced_bytes(self.sharding)
+        names = tuple(value.name for value in group.gradients)
+        (buffer,) = self._buffer_of(group)
+        yield self._op(COPY_IN, "backward", group.path, names, Value(buffer, input_bytes))
+        yield self._reduce(group, input_bytes, held_bytes)
+
+    def _reduce(self, group: ParameterGroup, input_bytes: int, held_bytes: int) -> Op:
+        """Sum over the ranks, then put this rank's part into the dtype that is held.
+
+        Where replicas sum it again in another dtype, torch keeps that part until backward ends.
+        """
+        part_bytes = input_bytes // self.sharding.shard_ranks
+        copies_bytes = self.copies * input_bytes if self.sharding.shard_ranks > 1 else 0
+        is_cast = part_bytes != held_bytes
+        shards = Value(f"gradient_shards_{group.path}", held_bytes, kind="gradient")
+        made, beside_bytes = (shards,), copies_bytes
+        if is_cast and (self.sharding.replicas > 1 or self.is_copy):
+            made = (shards, Value(f"reduced_part_{group.path}", part_bytes))
+            beside_bytes = max(copies_bytes - held_bytes, 0)
+        elif is_cast:
+            beside_bytes = max(copies_bytes + part_bytes - held_bytes, part_bytes)
+        if self.is_offloaded:
+            made, beside_bytes = made[1:], beside_bytes + held_bytes
+        self.lasting.extend(value.name for value in made)
+        reads = self._buffer_of(group)
+        return self._op(REDUCE, "backward", group.path, reads, *made, workspace_bytes=beside_bytes)
+
+    def _gather(
+        self, group: ParameterGroup, phase: Phase, freed: str = "", module: str | None = None
+    ) -> Op:
+        """Gather the parameters of `group` into one buffer.
+
+        Parameters
+        ----------
+        freed : a buffer that is let go of then. module : where it runs; None for the group's.
+        """
+        beside_bytes = self.copies * group.gathered_bytes
+        if self.sharding.param_dtype:  # what is sent is cast first
+            is_part = phase == "backward" and self._kept(group) == "part"
+            members = self._members if is_part else self.sharding.shard_ranks
+            beside_bytes += group.gathered_bytes // members
+        if self.is_offloaded:
+            beside_bytes += group.shard_bytes
+        return self._op(
+            GATHER, phase, group.path if module is None else module, (freed,) if freed else (),
+            Value(f"gathered_{phase}_{group.path}", group.gathered_bytes),
+            workspace_bytes=beside_bytes, place=group.path,
+        )  # fmt: skip
+
+    @property
+    def _members(self) -> int:
+        """Ranks over which parameters are sharded between forward and backward, by a number."""
+        return int(self.sharding.reshard_after_forward or 1)
+
+    def _unshard(self, group: ParameterGroup, phase: Phase) -> Op:
+        """Copy from the buffer into the parameters; a part kept since forward is let go of."""
+        read = (f"gathered_{phase}_{group.path}",)
+        if phase == "backward" and self._kept(group) == "part":
+            read = (*read, f"part_{group.path}")
+        made = Value(f"unsharded_{phase}_{group.path}", group.gathered_bytes)
+        return self._op(UNSHARD, phase, group.path, read, made)
+
+    def _buffer_of(self, group: ParameterGroup) -> tuple[str, ...]:
+        return (f"reduced_{group.path}",) if group.gradients else ()
+
+    def _op(
+        self,
+        target: str,
+        phase: Phase,
+        module: str,
+        inputs: tuple[str, ...],
+        *made: Value,
+        workspace_bytes: int = 0,
+        place: str | None = None,
+    ) -> Op:
+        op, values = communication_op(target, phase, module, inputs, made, workspace_bytes, place)
+        self.values.extend(values)
+        return op
+
+
+def sharded(
+    graph: TrainingGraph, units: Sequence[Unit], sharding: Sharding, *, is_eager: bool = False
+) -> TrainingGraph:
+    """`graph` as it runs on one rank, where each unit is wrapped by itself, then the model.
+
+    Parameters
+    ----------
+    graph : with `resident` counted for the sharding already, see `resident_bytes`.
+    units : as of `with_units`, in the order of forward.
+    is_eager : whether units run op by op, so that each gradient leaves backward by itself.
+    """
+    if sharding.kind in ("fsdp2", "replicate"):
+        return FsdpStep(graph, units, sharding).graph()
+    if sharding.bucket_views:
+        return into_buckets(graph, () if is_eager else units)
+    return graph
+
+
+def on_one_rank(
+    graph: TrainingGraph, sharding: Sharding, *, is_rewritten: bool = False
+) -> TrainingGraph:
+    """The step of one rank, with blocks found by the module paths of ops.
+
+    Parameters
+    ----------
+    is_rewritten : whether the whole step is to be one autograd node, which hands all its gradients
+        over at its end. DDP's buckets then stand beside all of them, views or not.
+
+    Raises
+    ------
+    CaptureError : the glob of blocks matches no module, or they cannot run as units.
+    """
+    if sharding.kind == "none":
+        return graph
+    if sharding.has_buckets and (is_rewritten or not sharding.bucket_views):
+        return msgspec.structs.replace(graph, notes=(*graph.notes, UNTIMED))
+    if not sharding.blocks:
+        return sharded(graph, (), sharding)
+    found = with_units(graph, ops_by_block(graph, sharding.blocks))
+    return sharded(*found, sharding, is_eager=True)

@@ -1,0 +1,280 @@
+"""The step as eager runs it, where its memory differs from that of the captured graph.
+
+The prediction of the unmodified step is made of it. How long variables hold values is on the values
+(`Value.held_until`). Not predicted: temporaries of kernels that a trace takes apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+
+import msgspec
+
+from remat.graph_capture.distributed.sharding import element_bytes
+from remat.graph_capture.graph import WRITES_FIRST, Op, TrainingGraph, Value
+
+# What checkpoints of the user's own do in eager, as ops of the graph of the unmodified step.
+
+
+DROPOUTS = ("aten.native_dropout.default", "remat.dropout.default")
+MASK = 1
+"""The place of its mask among a dropout's results."""
+STATE = "remat.state_of_checkpoint"
+CPU_STATE_BYTES = 5056
+"""What `torch.get_rng_state()` takes. That of a CUDA device is kept on the host, by eager too."""
+
+
+def with_own_checkpoints(graph: TrainingGraph, values: dict[str, Value]) -> Iterator[Op]:
+    """The ops of a step, those that checkpoints cover as eager runs them there.
+
+    Each checkpoint keeps the state of the random stream where it begins, from then until backward
+    is through with it. Its ops may run again, and need no states of their own.
+
+    Parameters
+    ----------
+    values : by name, which are changed with the ops.
+    """
+    begun: set[int] = set()
+    until = _last_readers(graph)
+    for op in graph.ops:
+        if not op.checkpoint:
+            yield op
+            continue
+        for name in op.inputs:
+            if values[name].kind == "rng_state":
+                values[name] = msgspec.structs.replace(values[name], size_bytes=0)
+        op = msgspec.structs.replace(op, pinned="")
+        if graph.device != "cpu":
+            yield op
+            continue
+        if op.checkpoint not in begun:
+            begun.add(op.checkpoint)
+            state = _state_kept(op.checkpoint, until.get(op.checkpoint, ""))
+            values[state.name] = state
+            yield Op(state.name, STATE, "forward", (), (state.name,), price=op.price)
+            op = msgspec.structs.replace(op, inputs=(*op.inputs, state.name))
+        yield from _masked_apart(op, values)
+
+
+def _last_readers(graph: TrainingGraph) -> dict[int, str]:
+    """For each checkpoint the op of backward that is the last to read what it made."""
+    made = {name: op.checkpoint for op in graph.ops if op.checkpoint for name in op.outputs}
+    return {
+        made[name]: op.name
+        for op in graph.ops
+        if op.phase == "backward"
+        for name in op.inputs
+        if name in made
+    }
+
+
+def _state_kept(checkpoint: int, until: str) -> Value:
+    name, size = f"state_of_checkpoint_{checkpoint}", CPU_STATE_BYTES
+    return Value(name, size, name, "rng_state", "uint8", (size,), held_until=until)
+
+
+def _masked_apart(op: Op, values: dict[str, Value]) -> Iterator[Op]:
+    """A dropout as the two ops that it is on a CPU: a mask is drawn, then multiplied by.
+
+    Where backward wants the mask alone, a second run stops between them.
+    """
+    if op.target not in DROPOUTS or len(op.outputs) != MASK + 1:
+        yield op
+        return
+    result, mask = op.outputs
+    yield msgspec.structs.replace(op, outputs=(mask,))
+    name = f"{op.name}_masked"
+    values[result] = msgspec.structs.replace(values[result], producer=name)
+    yield Op(
+        name, "aten.mul.Tensor", "forward", (op.inputs[0], mask), (result,),
+        price=op.price, checkpoint=op.checkpoint, module=op.module, source=op.source,
+    )  # fmt: skip
+
+
+AS_EAGER = "room as eager takes it"
+"""Among the inputs of a graph whose sizes are those of `as_unmodified`."""
+
+
+def as_eager(graph: TrainingGraph) -> TrainingGraph:
+    """`graph` with the sizes of values that the unmodified module has.
+
+    On a CPU, eager dropout keeps a mask of the input's dtype, and a trace one of a byte an
+    element. Autograd adds a gradient to a view in a new tensor. No other difference is known.
+    """
+    values = _with_wide_masks(graph)
+    ops = tuple(_summing_apart(graph, op) for op in graph.ops)
+    if values == graph.values and ops == graph.ops:  # the same, with what solvers found about it
+        return graph
+    return msgspec.structs.replace(graph, values=values, ops=ops)
+
+
+def as_unmodified(graph: TrainingGraph) -> TrainingGraph:
+    """`as_eager`, for the step in which ops run when eager runs them, and no others."""
+    return with_eagers_writes(as_eager(graph))
+
+
+def with_eagers_writes(eager: TrainingGraph) -> TrainingGraph:
+    """A graph of `as_eager`, for the step in which ops run when eager runs them.
+
+    What eager writes over another value takes no room of its own, and holds that value. What the
+    user's checkpoints cover may run again, from a state of the random stream that each keeps.
+    """
+    values = {value.name: value for value in eager.values}
+    ops = tuple(with_own_checkpoints(eager, values))
+    _write_over(eager, values)
+    if tuple(values.values()) == eager.values and ops == eager.ops:
+        return eager
+    # Another hash, so that no schedule is replayed on the sizes of the other graph.
+    return msgspec.structs.replace(
+        eager, ops=ops, values=tuple(values.values()), inputs=(*eager.inputs, AS_EAGER)
+    )
+
+
+def _write_over(graph: TrainingGraph, values: dict[str, Value]) -> None:
+    """Let the storage of what is written over be held as long as what is written there."""
+    index = graph.op_index
+    last_use = {name: op.name for op in graph.ops for name in (*op.inputs, *op.outputs)}
+    age = {value.name: i for i, value in enumerate(graph.values)}
+    for value in graph.values:
+        root = value
+        # A file may name what is not there, or go round in a circle.
+        while age.get(root.written_over, len(age)) < age[root.name]:
+            root = values[root.written_over]
+        if root is value:
+            continue
+        values[value.name] = msgspec.structs.replace(values[value.name], size_bytes=0)
+        until = [values[root.name].held_until, last_use.get(value.name, ""), value.held_until]
+        last = max(until, key=lambda name: index.get(name, -1))
+        if root.producer:
+            values[root.name] = msgspec.structs.replace(values[root.name], held_until=last)
+
+
+def _with_wide_masks(graph: TrainingGraph) -> tuple[Value, ...]:
+    if graph.device != "cpu":
+        return graph.values
+    dropouts = [op for op in graph.ops if op.target in DROPOUTS]
+    wider = {op.outputs[MASK]: _mask_bytes(graph, op) for op in dropouts if len(op.outputs) > MASK}
+    return tuple(
+        msgspec.structs.replace(v, size_bytes=wider[v.name]) if v.name in wider else v
+        for v in graph.values
+    )
+
+
+def _summing_apart(graph: TrainingGraph, op: Op) -> Op:
+    """An op that writes a sum where eager makes a new tensor takes as much room as that one."""
+    if op.pinned != WRITES_FIRST:
+        return op
+    size_bytes = graph.value_by_name[op.inputs[0]].size_bytes
+    return msgspec.structs.replace(op, workspace_bytes=op.workspace_bytes + size_bytes)
+
+
+def _mask_bytes(graph: TrainingGraph, dropout: Op) -> int:
+    result, mask = (graph.value_by_name[name] for name in dropout.outputs[:2])
+    return math.prod(mask.shape) * element_bytes(result.dtype)
+
+
+# The step as eager runs it while what it saves for backward is kept off the device.
+#
+# A check runs it so where the unmodified step is larger than the budget
+# (`rewriter/checking/elsewhere.py`). What forward makes leaves the device with its last use in
+# forward, and comes back for each node of autograd that reads it. Not predicted: variables that
+# hold it longer in forward, which a trace does not tell from autograd.
+
+
+LEAST_BYTES = 1024
+"""What is smaller stays on the device."""
+_BACK = "remat.back"
+_TANGENTS = "remat.tangents"
+"""The op that opens backward, and no node of autograd."""
+_OFTEN = 2
+"""A node of autograd runs an op so often at most, as that of a product, which has two gradients."""
+
+
+def with_saved_elsewhere(graph: TrainingGraph) -> tuple[TrainingGraph, int]:
+    """`graph` with what eager saves kept elsewhere, and the bytes of that.
+
+    What the user's checkpoints cover, and what these read, stays: they keep it in Python.
+    """
+    moved = {value.name: value for value in _moved(graph)}
+    made: list[Value] = []
+    ops: list[Op] = []
+    for together in _nodes(graph):
+        back = _back(together, moved)
+        made += back.values()
+        ops += _reading_back(together, back)
+    backward = {op.name for op in graph.ops if op.phase != "forward"}
+    values = (*(_let_go(value, moved, backward) for value in graph.values), *made)
+    changed = msgspec.structs.replace(graph, ops=tuple(ops), values=values)
+    return changed, sum(value.size_bytes for value in moved.values())
+
+
+def _nodes(graph: TrainingGraph) -> Iterator[list[Op]]:
+    """The ops in turn, those together that may be one node of autograd.
+
+    Such a node has all that it saved for as long as it runs. Which ops it consists of is not known,
+    but that they have one line in one module.
+    """
+    together: list[Op] = []
+    runs: Counter[str] = Counter()
+    for op in graph.ops:
+        is_alike = together and _line_of(together[0]) == _line_of(op) and runs[op.target] < _OFTEN
+        if together and not is_alike:
+            yield together
+            together, runs = [], Counter()
+        together.append(op)
+        runs[op.target] += 1
+    if together:
+        yield together
+
+
+def _line_of(op: Op) -> tuple[str, ...]:
+    return op.phase, op.module, op.source, _TANGENTS if op.target == _TANGENTS else ""
+
+
+def _moved(graph: TrainingGraph) -> Iterator[Value]:
+    forward = {name for op in graph.ops if op.phase == "forward" for name in op.outputs}
+    read = {name for op in graph.ops if op.phase == "backward" for name in op.inputs}
+    covered = (op for op in graph.ops if op.checkpoint)
+    stays = {name for op in covered for name in (*op.inputs, *op.outputs)}
+    stays.update(graph.outputs, graph.forward_outputs)
+    for value in graph.values:
+        is_saved = value.name in forward and value.name in read and value.name not in stays
+        if is_saved and value.size_bytes >= LEAST_BYTES:
+            yield value
+
+
+def _let_go(value: Value, moved: dict[str, Value], backward: set[str]) -> Value:
+    if value.name not in moved or value.held_until not in backward:
+        return value
+    return msgspec.structs.replace(value, held_until="")
+
+
+def _back(together: list[Op], moved: dict[str, Value]) -> dict[str, Value]:
+    """For what the ops of one group read of what was moved: the values that come back for them."""
+    first = together[0]
+    if first.phase != "backward" or first.target == _TANGENTS:
+        return {}
+    return {
+        name: msgspec.structs.replace(
+            moved[name], name=f"{name} for {first.name}", producer=_op_name(first, name),
+            held_until=together[-1].name, written_over="",
+        )
+        for name in dict.fromkeys(name for op in together for name in op.inputs if name in moved)
+    }  # fmt: skip
+
+
+def _reading_back(together: list[Op], back: dict[str, Value]) -> Iterator[Op]:
+    """The ops of a group, after those that bring back what they read."""
+    for value in back.values():
+        yield Op(
+            name=value.producer, target=_BACK, phase="backward", inputs=(), outputs=(value.name,)
+        )
+    for op in together:
+        inputs = tuple(back[name].name if name in back else name for name in op.inputs)
+        yield msgspec.structs.replace(op, inputs=inputs)
+
+
+def _op_name(first: Op, name: str) -> str:
+    return f"{name} comes back for {first.name}"

@@ -1,0 +1,364 @@
+"""What files hold: read whole within a limit, and written so that the old file survives a failure.
+
+All files of remat go through here: graphs, plans, profiles, fronts, reports and exports. What the
+system refuses, such as a full disk, becomes one `FileError` with the name and the cause.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import errno
+import os
+import secrets
+import stat
+import time
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Generator
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO, TypeVar
+
+import msgspec
+from filelock import FileLock, Timeout
+
+from remat.graph_capture.errors import ArchiveError, FileError, ShapeError, TextError
+
+MOST_FILE_BYTES = 1 << 30
+"""Of a file that is read whole. A graph of 100,000 ops takes a twentieth of it."""
+CHUNK_BYTES = 1 << 20
+OPEN_FILES = "/proc/self/fd"
+NO_NAMELESS = errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL
+"""What file systems and old kernels answer that know no files without a name."""
+IN_USE = 5, 32
+"""Windows: access denied, and a sharing violation. It says either of a file that is open."""
+WAITS_S = (0.01, 0.05, 0.2, 0.5)
+"""Readers have a file for milliseconds."""
+
+
+def read_contents(path: str | Path) -> bytes:
+    """All bytes of a file, or of a pipe.
+
+    Raises
+    ------
+    FileError : it is missing, no file, not readable, or larger than `MOST_FILE_BYTES`.
+    """
+    _require_name(path)
+    parts, size_bytes = list[bytes](), 0
+    try:
+        with open(path, "rb") as file:
+            # In parts, since a device such as /dev/zero has no end and says no size.
+            while part := file.read(CHUNK_BYTES):
+                parts.append(part)
+                size_bytes += len(part)
+                if size_bytes > MOST_FILE_BYTES:
+                    raise FileError(
+                        f"{path} is larger than {MOST_FILE_BYTES} bytes, which no file of remat "
+                        "is: name another"
+                    )
+    except OSError as error:
+        raise _told(error, f"{path}") from error
+    return b"".join(parts)
+
+
+def write_contents(path: str | Path, data: bytes) -> None:
+    """Write a file as `replaced` does.
+
+    Raises
+    ------
+    FileError : it cannot be written; the old file is as it was.
+    """
+    with replaced(path) as out:
+        out.write(data)
+
+
+@contextlib.contextmanager
+def replaced(path: str | Path) -> Generator[BinaryIO]:
+    """A new file, which takes the place of `path` if the block ends without an error.
+
+    It is written beside the old one, and has its mode and owner. Symbolic links are followed. Pipes
+    and devices, ``/dev/stdout`` among them, are written to as they are. Of several hard links, only
+    the one that is named gets the new file.
+
+    Raises
+    ------
+    FileError : it cannot be written; the old file is as it was.
+    """
+    _require_name(path)
+    try:
+        if _is_stream(path):
+            with open(path, "wb") as out:
+                yield out
+        else:
+            with _beside(Path(os.path.realpath(path))) as out:
+                yield out
+    except OSError as error:
+        raise _told(error, f"{path} cannot be written") from error
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a file that cannot be written, before work is done for it.
+
+    Raises
+    ------
+    FileError : its folder is not there or not writable, it is write-protected, or is a folder.
+    """
+    _require_name(path)
+    try:
+        if path.is_dir():
+            raise FileError(f"{path} is a folder: name a file in it")
+        if not path.parent.is_dir():
+            raise FileError(
+                f"{path.parent}: No such folder, so {path.name} cannot be written there"
+            )
+        if _is_stream(path):
+            return
+        target = Path(os.path.realpath(path))
+        is_protected = target.exists() and not os.access(target, os.W_OK)
+    except OSError as error:
+        raise _told(error, f"{path} cannot be written") from error
+    if not os.access(target.parent, os.W_OK):
+        raise FileError(f"{path} cannot be written: {target.parent} is not writable for you")
+    if is_protected:
+        raise FileError(f"{path} cannot be written: it is write-protected")
+
+
+def _is_stream(path: str | Path) -> bool:
+    """Whether it is a pipe or a device, or stands for an open file."""
+    folder = os.path.realpath(os.path.dirname(path))
+    # /dev/stdout leads to whatever standard output is. That may be a file; its name is no new one.
+    if folder == "/dev" or folder.startswith("/proc/"):
+        return True
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return False
+    return not stat.S_ISREG(mode)
+
+
+@contextlib.contextmanager
+def _beside(target: Path) -> Generator[BinaryIO]:
+    old = target.stat() if target.exists() else None
+    if old and not os.access(target, os.W_OK):
+        # Its folder would allow to replace it. But who protected it meant that nobody writes it.
+        raise PermissionError("it is write-protected")
+    # Not named after the target, whose name may be as long as the file system allows.
+    fresh = target.with_name(f".remat-{secrets.token_hex(8)}.tmp")
+    handle, is_named = _fresh_file(fresh)
+    try:
+        with os.fdopen(handle, "wb") as out:
+            if old:
+                _take_over(out.fileno(), old)
+            yield out
+            out.flush()
+            # Some file systems notice a full disk only here.
+            os.fsync(out.fileno())
+            if not is_named:
+                # With a folder given, Python follows the link to the open file; else it links that.
+                os.link(f"{OPEN_FILES}/{out.fileno()}", fresh, src_dir_fd=out.fileno())
+        _put_in_place(fresh, target)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def _put_in_place(fresh: Path, target: Path) -> None:
+    """Replace the old file, once nobody has it open: Windows replaces no file that is read."""
+    for wait_s in WAITS_S:
+        try:
+            os.replace(fresh, target)
+        except PermissionError as error:
+            if getattr(error, "winerror", None) not in IN_USE:
+                raise
+            time.sleep(wait_s)
+        else:
+            return
+    os.replace(fresh, target)
+
+
+def _fresh_file(fresh: Path) -> tuple[int, bool]:
+    """A new file to write to, and whether it has its name already.
+
+    Where the system can, it has none until it is whole: nothing is left of it after a kill.
+    """
+    nameless = getattr(os, "O_TMPFILE", 0)
+    if nameless and os.path.isdir(OPEN_FILES):
+        try:
+            return os.open(fresh.parent, nameless | os.O_WRONLY, 0o666), False
+        except OSError as error:
+            if error.errno not in NO_NAMELESS:
+                raise
+    return os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), True
+
+
+def _take_over(handle: int, old: os.stat_result) -> None:
+    """Mode and owner of the file that is replaced."""
+    now = os.fstat(handle)
+    if (now.st_uid, now.st_gid) != (old.st_uid, old.st_gid):
+        # Only root may give a file away. The file of another, in a folder of both, becomes ours.
+        with contextlib.suppress(PermissionError):
+            os.fchown(handle, old.st_uid, old.st_gid)
+    if hasattr(os, "fchmod"):  # else only that it is write-protected, and then it stays
+        os.fchmod(handle, stat.S_IMODE(old.st_mode))
+
+
+def _told(error: OSError, what: str) -> FileError:
+    """The error in one line; a `FileError` as it is."""
+    return (
+        error if isinstance(error, FileError) else FileError(f"{what}: {error.strerror or error}")
+    )
+
+
+def _require_name(path: str | Path) -> None:
+    """Raise `FileError` for a name that no system takes, which Python says by a `ValueError`."""
+    if "\0" in os.fspath(path):
+        raise FileError(f"{os.fspath(path)!r} is no name of a file: it has a NUL")
+
+
+# JSON of files, decoded to the kind that is wanted, or refused in one line.
+#
+# Files come from anywhere: cut short, edited, of another kind, or made to do harm. So all decoding
+# of files goes through here, and no error of the decoder goes further.
+
+
+Kind = TypeVar("Kind")
+
+MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+def decoded(data: bytes | str, kind: type[Kind]) -> Kind:
+    """The value in a JSON text.
+
+    Raises
+    ------
+    TextError : it is not JSON, or too deep to be read. ShapeError : it is JSON of another kind.
+    RematError : what the kind itself raises of its fields.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise ShapeError(str(error)) from error
+    except msgspec.DecodeError as error:
+        raise TextError(_cause(data, str(error))) from error
+    except UnicodeError as error:
+        raise TextError(_cause(data, f"it is not UTF-8: {error}")) from error
+    except RecursionError as error:
+        raise TextError("it is nested too deeply to be read") from error
+
+
+def _cause(data: bytes | str, said: str) -> str:
+    """What the decoder said, or what a person would call it."""
+    start = data[:3].encode("utf-8", "replace") if isinstance(data, str) else data[:3]
+    if not data.strip():
+        return f"{said}: it is empty"
+    if start.startswith(MARKS):
+        return "it begins with a byte order mark: save it as UTF-8 without one"
+    return said
+
+
+# One process at a time: what is read, merged and written again loses nothing of the others'.
+
+
+WAIT_S = 10.0
+"""A save takes milliseconds. One that was stopped in the middle must not stop all others."""
+NO_LOCKS = errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF
+"""What file systems answer that have no locks."""
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Generator[None]:
+    """Hold a file against other processes and threads that do so too, by a lock beside it.
+
+    The system lets go of the lock of a process that dies. Where a file system has no locks, or one
+    is held for too long, the block runs without.
+
+    Raises
+    ------
+    OSError : the lock cannot be made, as in a folder that cannot be written.
+    """
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(FileLock(path.with_name(f"{path.name}.lock"), timeout=WAIT_S))
+        except OSError as error:
+            # Of filelock's own, `Timeout` is an OSError too.
+            if not isinstance(error, Timeout) and error.errno not in NO_LOCKS:
+                raise
+        yield
+
+
+# One member of a zip archive, read after the whole archive was judged.
+#
+# Archives of `torch.export` come from anywhere too. So sizes and names of all members are looked at
+# in the directory of the archive, and nothing is unpacked but the one member that is wanted. No
+# code of torch is involved: its readers unpickle what they find.
+
+
+MOST_RATIO = 100
+"""Bytes of all members to bytes of the file. torch packs nothing; a packed plan stays below 30."""
+FORMAT = "archive_format", b"pt2"
+"""A member of every archive of `torch.export`, and what it holds."""
+_BROKEN = (
+    zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError,
+    OverflowError,
+)  # fmt: skip
+"""What `zipfile` raises for a broken file, one that is encrypted, or one packed in another way."""
+
+
+def archived(path: Path, name: str) -> bytes | None:
+    """A member of a ``.pt2`` archive, by its name below the archive's root; None without one.
+
+    Raises
+    ------
+    ArchiveError : it is no such archive, is cut short, or is not what `torch.export` writes.
+    FileError : it cannot be read.
+    """
+    try:
+        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+            size_bytes = file.seek(0, 2)
+            members = archive.infolist()
+            _check_sizes(members, size_bytes)
+            root = _checked_root(members)
+            if _read(archive, members, f"{root}/{FORMAT[0]}") != FORMAT[1]:
+                raise ArchiveError(f"it has no {FORMAT[0]} that says {FORMAT[1].decode()}")
+            return _read(archive, members, f"{root}/{name}")
+    except OSError as error:
+        raise FileError(f"{path}: {error.strerror or error}") from error
+    except _BROKEN as error:
+        raise ArchiveError(str(error) or type(error).__name__) from error
+
+
+def _check_sizes(members: list[zipfile.ZipInfo], file_bytes: int) -> None:
+    """Raise `ArchiveError` if unpacking would give more than the file can hold in earnest."""
+    unpacked_bytes = sum(member.file_size for member in members)
+    if unpacked_bytes > MOST_RATIO * file_bytes:
+        raise ArchiveError(
+            f"it says that it unpacks to {unpacked_bytes} bytes, from a file of {file_bytes}"
+        )
+
+
+def _checked_root(members: list[zipfile.ZipInfo]) -> str:
+    """The folder that all members are in; raises `ArchiveError` for a name out of place."""
+    names = [member.orig_filename for member in members]
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ArchiveError(f"it has two members {twice[0]!r}")
+    roots = {name.partition("/")[0] for name in names}
+    for name in names:
+        parts = PurePosixPath(name).parts
+        if len(parts) < 2 or parts[0] == "/" or ".." in parts or not name.isprintable():
+            raise ArchiveError(f"it has a member of the name {name!r}")
+        if "\\" in name or "//" in name:
+            raise ArchiveError(f"it has a member of the name {name!r}")
+    if len(roots) != 1:
+        raise ArchiveError(f"its members are in {len(roots)} folders, not in one")
+    return roots.pop()
+
+
+def _read(archive: zipfile.ZipFile, members: list[zipfile.ZipInfo], name: str) -> bytes | None:
+    """What a member holds, up to the size that it says."""
+    member = next((member for member in members if member.orig_filename == name), None)
+    if member is None:
+        return None
+    if member.file_size > MOST_FILE_BYTES:
+        raise ArchiveError(f"its {name} is larger than {MOST_FILE_BYTES} bytes")
+    return archive.read(member)

@@ -1,1 +1,0 @@
-"""Files: read whole and within limits, decoded or refused in one line, and replaced at once."""

@@ -1,1 +1,0 @@
-"""Gradients: in which layout autograd keeps them, and when they are handed over."""

@@ -1,1 +1,0 @@
-"""Which ops of a joint graph write in place, as eager's do."""

@@ -1,0 +1,247 @@
+"""Values that depend on nothing but code are known while a trace holds no values.
+
+Libraries make positions and masks by `torch.arange` and its like, and look at them: transformers
+asks of positions whether they count up, and leaves the mask away if they do. Such values are the
+same at each step, so code that branches on them takes eager's way. So are answers that hold at all
+sizes of a range. Values that depend on the batch, parameters, buffers or random numbers are
+unknown. Where code looks at those, the arguments that they come from are named.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from remat.graph_capture.distributed.collectives import NAMESPACES
+from remat.graph_capture.joint.nodes import bits_of
+from remat.graph_capture.joint.provenance import BesideTrace
+from remat.graph_capture.python_state.executed_code import unrecorded
+from remat.graph_capture.sizes.values_over_sizes import Formula, Range, answer
+
+RANDOM = "a random number"
+"""Among what the values that code looks at come from."""
+
+MOST_ELEMENTS = 1 << 20
+"""Of a tensor whose values are kept: more would make tracing slow, and nobody branches on them."""
+
+_UNFILLED = ("empty", "new_empty")
+"""Ops whose results hold whatever memory held, by how their names begin."""
+
+_CLONE = torch.ops.aten.clone.default
+_LIFTED = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+_LOOKS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+_MODEL = ""
+"""The source of what parameters and buffers have a part in."""
+
+
+class KnownValues(BesideTrace):
+    """Runs ops on known values too, beside the trace, and answers code that looks at them.
+
+    Parameters
+    ----------
+    batch : names of its leaves, each with its leaf. over : the sizes that vary, if there are any.
+
+    Attributes
+    ----------
+    failure : what was raised when code first looked at unknown values.
+    read : the arguments that those values come from, and `RANDOM` if numbers were drawn; empty
+        if parameters or buffers have a part in them.
+    """
+
+    def __init__(self, batch: Iterable[tuple[str, Any]] = (), over: Range | None = None) -> None:
+        super().__init__()
+        self._over = over
+        self._values = WeakTensorKeyDictionary()
+        self._formulas = WeakTensorKeyDictionary()
+        self._lost: dict[int, frozenset[str]] = {}
+        self._sources = WeakTensorKeyDictionary()
+        self.failure: Exception | None = None
+        self.read: tuple[str, ...] = ()
+        self._digest, self._has_looked = hashlib.blake2b(), False
+        for name, leaf in batch:
+            if isinstance(leaf, Tensor):
+                self._sources[leaf] = frozenset([name])
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Trace `func`, and compute its result where all that it reads is known."""
+        given = kwargs or {}
+        if not isinstance(func, OpOverload):
+            return func(*args, **given)
+        inputs = _tensors_in((args, given))
+        if func in _LIFTED and type(inputs[0]) is Tensor:
+            # `torch.tensor` makes a tensor with values, and hands it over to the trace.
+            self._values[inputs[0]] = _run(_CLONE, (inputs[0],), {})
+        if not _repeats(func) or not all(map(self._is_known, inputs)):
+            return self._unknown(func, args, given, inputs)
+        has_symbols = any(isinstance(n, torch.SymInt) for n in pytree.tree_leaves((args, given)))
+        if has_symbols or any(one in self._formulas for one in inputs):
+            return self._over_sizes(func, args, given, inputs)
+        real_args, real_given = pytree.tree_map_only(Tensor, self._values.get, (args, given))
+        if torch.Tag.data_dependent_output in func.tags:
+            self._has_looked = True
+            return _run(func, real_args, real_given)
+        traced = unrecorded(func, *args, **given)
+        if all(map(_can_be_kept, _tensors_in(traced))):
+            self._keep(traced, _run(func, real_args, real_given))
+        else:
+            self._forget_written(func, args, given, frozenset([_MODEL]))
+        return traced
+
+    @property
+    def looked_at(self) -> bytes:
+        """The same for two runs whose code looked at the same values; empty if it did not look.
+
+        All known values count, as code may look at one that comes from another.
+        """
+        return self._digest.digest() if self._has_looked else b""
+
+    def _over_sizes(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor]
+    ) -> Any:
+        """Trace `func`, whose results depend on sizes; or answer code that looks at them."""
+        is_view = any(one.alias_info is not None for one in func._schema.returns)
+        of_values = any(one not in self._formulas for one in inputs)
+        if self._over is None or func._schema.is_mutable or (is_view and of_values):
+            return self._unknown(func, args, kwargs, inputs)
+        known_args, known = pytree.tree_map_only(Tensor, self._as_known, (args, kwargs))
+        base = self._formulas.get(inputs[0]) if is_view else None
+        formula = Formula(func, known_args, known, base=base)
+        if torch.Tag.data_dependent_output in func.tags:
+            found = answer(formula, self._over, _run)
+            if found is None:
+                return self._unknown(func, args, kwargs, inputs)
+            self._has_looked = True
+            self._digest.update(repr(found).encode())
+            return found
+        traced = unrecorded(func, *args, **kwargs)
+        for i, tensor in enumerate(_tensors_in(traced)):
+            self._formulas[tensor] = dataclasses.replace(formula, item=i, numbers=[])
+        return traced
+
+    def _as_known(self, tensor: Tensor) -> Any:
+        """Its formula; or its values, in a copy, since later ops may write to them."""
+        formula = self._formulas.get(tensor)
+        return self._values[tensor].clone() if formula is None else formula
+
+    def _unknown(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor]
+    ) -> Any:
+        """Trace `func`, and note which arguments its results come from."""
+        sources = self._sources_of(func, inputs)
+        self._forget_written(func, args, kwargs, sources)
+        try:
+            traced = unrecorded(func, *args, **kwargs)
+        except Exception as error:  # raised again; it is only noted here
+            if self.failure is None and any(tag in func.tags for tag in _LOOKS):
+                self.failure = error
+                self.read = () if _MODEL in sources else tuple(sorted(sources))
+            raise
+        for tensor in _tensors_in(traced):
+            self._sources[tensor] = sources
+        return traced
+
+    def _sources_of(self, func: OpOverload, inputs: list[Tensor]) -> frozenset[str]:
+        """Where the values that an op gives come from, as far as they are not known."""
+        found = frozenset([RANDOM] if _is_random(func) else [])
+        for tensor in inputs:
+            if not self._is_known(tensor):
+                found |= self._sources_of_one(tensor)
+        return found or frozenset([_MODEL])
+
+    def _sources_of_one(self, tensor: Tensor) -> frozenset[str]:
+        real, formula = self._values.get(tensor), self._formulas.get(tensor)
+        if formula is not None and formula.root.lost:
+            return formula.root.lost
+        if real is not None:  # known once, and written to since
+            return self._lost[_storage(real)]
+        found: frozenset[str] | None = self._sources.get(tensor)
+        return frozenset([_MODEL]) if found is None else found
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        if (formula := self._formulas.get(tensor)) is not None:
+            return not formula.root.lost
+        real = self._values.get(tensor)
+        return real is not None and _storage(real) not in self._lost
+
+    def _keep(self, traced: Any, real: Any) -> None:
+        for tensor, value in zip(_tensors_in(traced), _tensors_in(real), strict=True):
+            self._values[tensor] = value
+            self._digest.update(_bits_of(value))
+            if isinstance(tensor, FunctionalTensor):
+                self._values[tensor.elem] = value  # what `tolist` reads
+
+    def _forget_written(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        sources: frozenset[str],
+    ) -> None:
+        """Forget all views of what an op writes to with values that are not known."""
+        if func.namespace in NAMESPACES:  # whose schemas do not say what they write to
+            self._lose(_tensors_in((args, kwargs)), sources)
+        if not func._schema.is_mutable:
+            return
+        named = {one.name: value for one, value in zip(func._schema.arguments, args, strict=False)}
+        for one in func._schema.arguments:
+            if one.alias_info is not None and one.alias_info.is_write:
+                self._lose(_tensors_in((named | kwargs).get(one.name)), sources)
+
+    def _lose(self, tensors: Iterable[Tensor], sources: frozenset[str]) -> None:
+        for tensor in tensors:
+            if (real := self._values.get(tensor)) is not None:
+                self._lost[_storage(real)] = sources
+            if (formula := self._formulas.get(tensor)) is not None:
+                formula.root.lost = sources
+
+
+def _repeats(func: OpOverload) -> bool:
+    """Whether the same arguments give the same values, each time."""
+    name = func._schema.name.partition("::")[2]
+    if func.namespace in NAMESPACES:  # by itself, a rank would wait for the others
+        return False
+    return not _is_random(func) and not name.startswith(_UNFILLED)
+
+
+def _is_random(func: OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _can_be_kept(traced: Tensor) -> bool:
+    return traced.numel() <= MOST_ELEMENTS and not traced.is_meta
+
+
+def _bits_of(tensor: Tensor) -> bytes:
+    with _disable_current_modes(), torch.no_grad():
+        if tensor.layout is not torch.strided:
+            return repr(tensor).encode()
+        return bits_of(tensor).cpu().numpy().tobytes()
+
+
+def _run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with _disable_current_modes(), torch.no_grad():
+        return func(*args, **kwargs)
+
+
+def _tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,279 @@
+"""Dropout as eager computes it on a CPU, to the last bit and in about its time.
+
+A trace replaces dropout by `aten.native_dropout`, which scales by 1 / (1 - p) rounded
+from double precision. Eager divides in the tensor's own precision, which for some p
+(0.04, 0.15, 0.45, ...) is another float32, and for most p another bfloat16 in backward.
+The nodes are changed here to ops that scale as eager does.
+
+The mask stays one byte an element, where eager keeps a whole float. So even the plan that keeps
+everything needs less than the unmodified step, whose prediction takes eager's size
+(`derived/eager.py`).
+
+The mask is read as uint8, since kernels for a CPU convert bool much slower. For 512 x 768 elements
+on an AVX-512 machine, the product with bool takes 0.44 ms, and making a float of the bool first
+0.07. So `aten.native_dropout_backward` took 0.56 ms, the op here takes 0.22, and eager's product
+0.17.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._prims_common import make_contiguous_strides_for, suggest_memory_format
+
+from remat.graph_capture.joint.nodes import erase_unread
+
+aten = torch.ops.aten
+
+
+_dropout_library = torch.library.Library("remat", "DEF")
+_dropout_library.define(
+    "dropout(Tensor x, float p, float scale, *, Generator? generator=None) -> (Tensor, Tensor)",
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+_dropout_library.define("dropout_backward(Tensor gradient, Tensor mask, float scale) -> Tensor")
+
+
+@torch.library.impl(_dropout_library, "dropout", "CompositeExplicitAutograd")
+def dropout_as_eager(
+    x: Tensor, p: float, scale: float, *, generator: torch.Generator | None = None
+) -> tuple[Tensor, Tensor]:
+    """``(result, mask)`` of dropout on a CPU; draws what eager draws."""
+    mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
+    return _dropped(x, mask, scale), mask
+
+
+@torch.library.impl(_dropout_library, "dropout_backward", "CompositeExplicitAutograd")
+def dropout_backward_as_eager(gradient: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """The gradient of dropout's input."""
+    return _dropped(gradient, mask, scale)
+
+
+def _dropped(x: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """`x` times eager's noise, in the storage of the noise if that is laid out as the product."""
+    noise = mask.view(torch.uint8).to(x.dtype).mul_(scale)
+    return noise.mul_(x) if _has_layout_of_product(noise, x) else x.mul(noise)
+
+
+def _has_layout_of_product(noise: Tensor, x: Tensor) -> bool:
+    """Whether `noise` is laid out as `x * noise` would be.
+
+    A product's strides along dimensions of one element are not always those of its factors.
+    """
+    if noise.stride() != x.stride():
+        return False
+    return 1 not in x.shape or x.stride() == make_contiguous_strides_for(x.shape)
+
+
+DROPOUT = torch.ops.remat.dropout.default
+DROPOUT_BACKWARD = torch.ops.remat.dropout_backward.default
+
+
+def scale_of_eager(p: float, dtype: torch.dtype) -> float:
+    """What eager multiplies a kept element by."""
+    return torch.ones(1, dtype=dtype).div_(1 - p).item()
+
+
+def make_dropout_exact(gm: fx.GraphModule) -> None:
+    """Change the dropout nodes of a joint graph on a CPU, and their backward, to eager's."""
+    for node in gm.graph.find_nodes(op="call_function", target=aten.native_dropout.default):
+        x, p = node.args[0], node.args[1]
+        value = x.meta["val"] if isinstance(x, fx.Node) else None
+        if not isinstance(value, Tensor) or value.device.type != "cpu":
+            continue
+        if not isinstance(p, float) or not 0 < p < 1:
+            continue
+        scale = scale_of_eager(p, value.dtype)
+        node.target = DROPOUT
+        node.args = (x, p, scale)
+        _change_backward(node, scale)
+
+
+def _change_backward(dropout: fx.Node, scale: float) -> None:
+    """Change every backward node that reads the mask of `dropout` to one that scales by `scale`."""
+    masks: list[fx.Node] = [user for user in dropout.users if user.args[1] == 1]
+    while masks:
+        for user in list(masks.pop().users):
+            if user.target is aten.native_dropout_backward.default:
+                args: tuple[Any, ...] = (*user.args[:2], scale)
+                user.target, user.args = DROPOUT_BACKWARD, args
+            elif user.target is aten.detach.default:
+                masks.append(user)
+
+
+# The weights of classes under label smoothing, summed in eager's order.
+#
+# A mean with label smoothing divides by the sum of the weights of all targets. Eager picks the
+# targets that count and sums their weights. A trace cannot know how many there are, so torch sums
+# zeros for the others among them, which rounds otherwise (`cross_entropy_loss_label_smoothing` in
+# torch's `LossNLL.cpp`). The node is changed here to an op that sums as eager does.
+
+
+_SAME_NUMBERS = (
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.clone.default,
+)  # fmt: skip
+
+_library = torch.library.Library("remat", "FRAGMENT")
+_library.define("sum_of_class_weights(Tensor weight, Tensor target, int ignore_index) -> Tensor")
+
+
+@torch.library.impl(_library, "sum_of_class_weights", "CompositeExplicitAutograd")
+def sum_of_class_weights(weight: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    """The sum of the weights of those targets that are not ignored."""
+    return weight.gather(0, target.masked_select(target != ignore_index)).sum()
+
+
+@torch.library.impl(_library, "sum_of_class_weights", "Meta")
+def _of_no_dimension(weight: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    return weight.new_empty(())
+
+
+def make_class_weights_exact(gm: fx.GraphModule) -> None:
+    """Change the sums of class weights of a joint graph to eager's."""
+    for node in gm.graph.find_nodes(op="call_function", target=aten.sum.default):
+        facts = _summed_weights(node)
+        if facts is not None:
+            read = node.all_input_nodes
+            node.target, node.args = torch.ops.remat.sum_of_class_weights.default, facts
+            erase_unread(*read)
+
+
+def _summed_weights(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
+    """Weights, targets and the ignored one, where a node sums the weights of all targets."""
+    counted = _called(node.args[0], aten.masked_fill.Scalar)
+    picked = _called(counted.args[0], aten.gather.default) if counted else None
+    safe = _called(picked.args[2], aten.masked_fill.Scalar) if picked else None
+    if counted is None or picked is None or safe is None or len(node.args) > 1 or node.kwargs:
+        return None
+    is_ignored = _called(safe.args[1], aten.eq.Scalar)
+    facts: Any = picked.args[0], safe.args[0], is_ignored.args[1] if is_ignored else None
+    is_same = is_ignored is not None and is_ignored.args[0] is safe.args[0]
+    is_same = is_same and _called(counted.args[1], aten.eq.Scalar) is is_ignored
+    is_filled = counted.args[2] == safe.args[2] == picked.args[1] == 0
+    return facts if is_same and is_filled else None
+
+
+def _called(node: Any, target: Any) -> fx.Node | None:
+    """The node, behind changes of its shape, if it calls `target`."""
+    while isinstance(node, fx.Node) and node.target in _SAME_NUMBERS:
+        node = node.args[0]
+    return node if isinstance(node, fx.Node) and node.target is target else None
+
+
+# Batch norm in training: whose kernels it runs, and how it runs again.
+#
+# A trace has `aten.native_batch_norm` whatever eager runs. On a CUDA device eager takes cuDNN's
+# kernels where torch's own choice falls on them, and their last bits differ. Such nodes are changed
+# here, with their backward, to the op that makes that choice when it runs.
+
+
+_library.define(
+    "batch_norm(Tensor x, Tensor weight, Tensor bias, float momentum, float eps)"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.impl(_library, "batch_norm", "CompositeExplicitAutograd")
+def batch_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, momentum: float, eps: float
+) -> tuple[Tensor, ...]:
+    """``(result, mean, inverse deviation, reserve)`` by the kernels of `CHOSEN`."""
+    mean, variance = torch.zeros_like(weight), torch.ones_like(weight)
+    return aten._batch_norm_with_update(x, weight, bias, mean, variance, momentum, eps)
+
+
+WITHOUT_STATISTICS = torch.ops.remat.batch_norm.default
+TRACED = aten._native_batch_norm_legit_functional.default
+TRACED_WITHOUT_STATISTICS = aten._native_batch_norm_legit.no_stats
+TRACED_BACKWARD = aten.native_batch_norm_backward.default
+CHOSEN = aten._batch_norm_with_update_functional.default
+CHOSEN_BACKWARD = aten.batch_norm_backward.default
+MEAN, RESERVE = 1, 3
+"""Places among the results."""
+
+AGAIN: dict[Any, tuple[Any, int]] = {
+    TRACED: (TRACED_WITHOUT_STATISTICS, 3),
+    CHOSEN: (WITHOUT_STATISTICS, 4),
+}
+"""For an op that also returns new running statistics: the op that computes the rest of it, and how
+many results both have before the statistics."""
+
+
+def makes_statistics(node: fx.Node) -> bool:
+    """Whether the node also returns new running statistics, which may be made only once."""
+    return node.target is CHOSEN or (node.target is TRACED and bool(node.args[5]))
+
+
+def run_by_kernels_of_eager(gm: fx.GraphModule) -> None:
+    """Change the batch norms of a joint graph that eager runs by cuDNN, and their backward."""
+    for node in gm.graph.find_nodes(op="call_function", target=TRACED):
+        x, weight, bias, mean, variance, training, momentum, eps = node.args
+        if training and is_by_cudnn(node, (x, weight, bias, mean, variance), eps):
+            _change(node, CHOSEN, (x, weight, bias, mean, variance, momentum, eps))
+    for node in gm.graph.find_nodes(op="call_function", target=TRACED_WITHOUT_STATISTICS):
+        x, weight, bias, training, momentum, eps = node.args
+        if training and is_by_cudnn(node, (x, weight, bias, None, None), eps):
+            _change(node, WITHOUT_STATISTICS, (x, weight, bias, momentum, eps))
+
+
+def is_by_cudnn(node: fx.Node, read: tuple[Any, ...], eps: Any) -> bool:
+    """Whether eager runs the node by cuDNN.
+
+    Parameters
+    ----------
+    read : nodes of the input, weight, bias, running mean and running variance, or None.
+    """
+    x, weight, bias, mean, variance = (
+        arg.meta["val"] if isinstance(arg, fx.Node) else None for arg in read
+    )
+    if x is None or not x.is_cuda or weight is None or bias is None:
+        return False
+    if not x.is_contiguous(memory_format=suggest_memory_format(x)):
+        return False
+    statistics = (weight if mean is None else mean, weight if variance is None else variance)
+    backend = torch._C._select_batch_norm_backend(  # pyright: ignore
+        x, weight, bias, *statistics, True, eps
+    )
+    return backend == torch._C._BatchNormBackend.Cudnn  # pyright: ignore
+
+
+def reserved(x: Tensor) -> Tensor:
+    """What cuDNN's forward reserves for its backward, like the traced `x` without data."""
+    size_bytes = 0
+    if x.is_cuda:
+        size_bytes = torch._C._get_cudnn_batch_norm_reserve_space_size(x, True)  # pyright: ignore
+    return x.new_empty(size_bytes, dtype=torch.uint8)
+
+
+def _change(node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
+    """Give `node` the op `target`, which returns the reserve before the new statistics."""
+    node.target, node.args = target, args
+    for picked in list(node.users):
+        index = picked.args[1]
+        assert isinstance(index, int)
+        picked.args = (node, index + (index >= RESERVE))
+    before = node.meta["val"]
+    reserve = reserved(args[0].meta["val"])
+    node.meta["val"] = (*before[:RESERVE], reserve, *before[RESERVE:])
+    with node.graph.inserting_after(node):
+        kept = node.graph.call_function(operator.getitem, (node, RESERVE))
+    kept.meta = {**node.meta, "val": reserve}
+    for backward in list(_backward_of(node)):
+        *read, _, eps, mask = backward.args
+        backward.target = CHOSEN_BACKWARD
+        backward.args = (*read, True, eps, mask, kept)
+
+
+def _backward_of(node: fx.Node) -> Iterator[fx.Node]:
+    """Backward nodes that read the mean that `node` has saved."""
+    left = [user for user in node.users if user.args[1] == MEAN]
+    while left:
+        for user in left.pop().users:
+            if user.target is TRACED_BACKWARD:
+                yield user
+            elif user.target is aten.detach.default:
+                left.append(user)

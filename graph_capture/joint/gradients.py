@@ -1,0 +1,308 @@
+"""Gradients that are handed over as they are made, to be added to those of earlier batches.
+
+Eager's autograd adds each gradient to ``.grad`` as soon as backward has made it, and lets go of it
+(`AccumulateGrad`). A step that returned all of them together would hold them to its end, beside
+those that they are added to. So a step that accumulates has an op for it, `DELIVER`: after it,
+nothing needs the gradient any more. Without accumulation there is nothing to gain: ``.grad`` is
+then the gradient itself, and stays.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._functorch._aot_autograd.schemas import OutputType, ViewAndMutationMeta
+
+from remat.graph_capture.graph import DELIVER, UPDATE, Op
+from remat.graph_capture.joint.eager_memory import MADE_AS
+from remat.graph_capture.joint.nodes import MADE_IN_FORWARD, is_tangent, is_view, storage_key
+from remat.graph_capture.joint.provenance import path_in_model
+from remat.graph_capture.joint.values import Values
+
+PARTS = 256
+"""Updates wait for others until their gradients are this part of all: each place costs a call.
+
+Gradients that are only added wait for none, so that no step needs more than eager, which adds each
+as soon as it is made.
+"""
+
+_ALIASES_OF_INPUTS = (OutputType.alias_of_input, OutputType.is_input)
+
+
+def can_hand_over(metadata: ViewAndMutationMeta) -> bool:
+    """Whether a step's gradients can be handed over one by one.
+
+    The step is then given views of what it differentiates. That cannot be where it writes to one of
+    them, or returns a part of one.
+    """
+    inputs = metadata.input_info
+    written = any(
+        one.requires_grad and (one.mutates_data or one.mutates_metadata) for one in inputs
+    )
+    returned = any(
+        one.output_type in _ALIASES_OF_INPUTS
+        and one.base_idx is not None
+        and inputs[one.base_idx].requires_grad
+        for one in metadata.output_info
+    )
+    return not written and not returned
+
+
+def of_parameters(gm: fx.GraphModule, num_forward_outputs: int) -> dict[int, fx.Node]:
+    """The gradients of parameters in a joint graph: by place, the node of the parameter.
+
+    A place is the index among the results of backward.
+    """
+    nodes = gm.graph.find_nodes(op="placeholder")
+    parameters = {
+        node.meta["desc"]: node
+        for node in nodes
+        if type(node.meta.get("desc")).__name__ == "ParamAOTInput"
+    }
+    described = gm.graph.output_node().meta["desc"][num_forward_outputs:]
+    grad_of = (getattr(what, "grad_of", None) for what in described)
+    return {place: parameters[what] for place, what in enumerate(grad_of) if what in parameters}
+
+
+@dataclass
+class Deliveries:
+    """Adds the ops that hand over gradients, or that update parameters.
+
+    Attributes
+    ----------
+    gradients : the results of backward.
+    parameters : by place, the parameters of those that may be handed over.
+    updated : bytes that an update of each parameter takes, by its name, if they are updated at
+        once. Then only their gradients are handed over.
+    is_added : whether they are added to what ``.grad`` holds; autograd then copies none.
+    of_op : for each op that hands over, the places of its gradients.
+    """
+
+    gradients: Sequence[Any]
+    parameters: Mapping[int, fx.Node]
+    updated: Mapping[str, int] = field(default_factory=dict[str, int])
+    is_added: bool = True
+    of_op: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+
+    def returned(self) -> list[Any]:
+        """The gradients that are not handed over but returned at the end."""
+        handed = {place for places in self.of_op.values() for place in places}
+        return [g for place, g in enumerate(self.gradients) if place not in handed]
+
+    def added_to(self, ops: Sequence[Op], values: Values) -> list[Op]:
+        """`ops` of backward, and behind them the ops that hand over what they make."""
+        made = self._made_by_ops(values)
+        least_bytes = _sum_bytes(values, made.values()) / PARTS if self.updated else 0
+        last_read = {name: i for i, op in enumerate(ops) for name in op.inputs}
+        final = self._final_at(ops, values, made, last_read)
+        found: list[Op] = []
+        waiting: list[int] = []
+        for i, op in enumerate(ops):
+            found.append(op)
+            waiting += final.get(i, ())
+            held = tuple(dict.fromkeys(made[place] for place in waiting))
+            is_large = i in final and _sum_bytes(values, held) >= least_bytes
+            if waiting and (is_large or i == len(ops) - 1):
+                shared = [name for name in held if last_read.get(name, 0) > i]
+                found.append(self._op(op, values, held, waiting, shared))
+                waiting = []
+        return found
+
+    def _made_by_ops(self, values: Values) -> dict[int, str]:
+        """By place: the value of each gradient that an op makes."""
+        found: dict[int, str] = {}
+        for place, parameter in self.parameters.items():
+            if self.updated and _parameter_name(parameter) not in self.updated:
+                continue
+            node = self.gradients[place]
+            value = values.by_name.get(values.of(node)) if isinstance(node, fx.Node) else None
+            if value is not None and value.producer and value.kind != "tangent":
+                found[place] = value.name
+        return found
+
+    def _final_at(
+        self, ops: Sequence[Op], values: Values, made: dict[int, str], last_read: dict[str, int]
+    ) -> dict[int, list[int]]:
+        """For the index of each op: places that are final behind it.
+
+        What forward has made is final as backward begins. A parameter is updated when all of
+        backward has read it.
+        """
+        index = {op.name: i for i, op in enumerate(ops)}
+        final: dict[int, list[int]] = {}
+        for place, name in made.items():
+            written = values.written["backward"].get(name, name)
+            at = index.get(values.by_name[written].producer, 0)
+            if self.updated:
+                at = max(at, last_read.get(values.of(self.parameters[place]), 0))
+            final.setdefault(at, []).append(place)
+        return final
+
+    def _op(
+        self,
+        behind: Op,
+        values: Values,
+        held: Sequence[str],
+        places: Sequence[int],
+        shared: Sequence[str],
+    ) -> Op:
+        """An op behind another; ops behind it read the gradients `shared`, too."""
+        target, pinned = DELIVER, "it adds to what .grad holds"
+        read = (*held, *values.writes_before(held, "backward"))
+        workspace_bytes = 0
+        if self.updated:
+            target, pinned = UPDATE, "it updates parameters"
+            read += tuple(dict.fromkeys(values.of(self.parameters[place]) for place in places))
+            workspace_bytes = self._update_bytes(values, places, shared)
+        name = f"{target.removeprefix('remat.')}_{held[-1]}"
+        self.of_op[name] = tuple(places)
+        return Op(
+            name, target, "backward", read, (), workspace_bytes=workspace_bytes, pinned=pinned,
+            module=behind.module, source=behind.source,
+        )  # fmt: skip
+
+    def _update_bytes(self, values: Values, places: Sequence[int], shared: Sequence[str]) -> int:
+        """What the updates take beside the gradients, at most: they come one after another.
+
+        Autograd copies a gradient that others read, unless it adds it to what is there. Once it is
+        added, it is let go of, before its parameter is updated.
+        """
+        took = {place: self.updated[_parameter_name(self.parameters[place])] for place in places}
+        if not self.is_added:
+            return _sum_bytes(values, shared) + max(took.values())
+        name_of = {place: values.of(self.gradients[place]) for place in places}
+        n_places = Counter(name_of.values())
+        let_go = {
+            place: _sum_bytes(values, [name])
+            for place, name in name_of.items()
+            if n_places[name] == 1 and name not in shared
+        }
+        return max(max(0, took[place] - let_go.get(place, 0)) for place in places)
+
+
+def _parameter_name(parameter: fx.Node) -> str:
+    return path_in_model(str(parameter.meta["desc"].target))
+
+
+def _sum_bytes(values: Values, names: Iterable[str]) -> int:
+    return sum(values.by_name[name].size_bytes for name in names)
+
+
+# Gradients that autograd would copy are copied inside the step.
+#
+# Autograd keeps a gradient only if nothing else holds it, as where two parameters are added up and
+# so have the same, and if it is laid out as the parameter is (`AccumulateGrad`, the "gradient
+# layout contract"). It copies it otherwise. Eager copies each as soon as backward has made it. A
+# compiled step hands over all gradients at its end, so that copies would come on top of the peak.
+# Here the copy is an op of the step, right after the gradient. What a copy does not free is copied
+# where eager copies it: after all that the formula of one op of forward makes.
+
+
+_library = torch.library.Library("remat", "FRAGMENT")
+_library.define("laid_out(Tensor x, int[] strides) -> Tensor")
+
+
+@torch.library.impl(_library, "laid_out", "CompositeExplicitAutograd")
+def laid_out(x: Tensor, strides: Sequence[int]) -> Tensor:
+    """A copy of `x` with those strides."""
+    return x.new_empty_strided(x.shape, strides).copy_(x)
+
+
+LAID_OUT = torch.ops.remat.laid_out.default
+
+
+def lay_out_gradients(
+    gm: fx.GraphModule, num_forward_outputs: int, handed_over: Collection[int] = ()
+) -> None:
+    """Copy the gradients of parameters in a joint graph that autograd would copy.
+
+    Parameters
+    ----------
+    handed_over : places of gradients that autograd adds to others, and copies itself if it must.
+    """
+    end = gm.graph.output_node()
+    given: Any = end.args[0]
+    results = list(given)
+    inputs = gm.graph.find_nodes(op="placeholder")
+    parameter = {
+        node.meta["desc"]: node
+        for node in inputs
+        if type(node.meta.get("desc")).__name__ == "ParamAOTInput"
+    }
+    taken = {
+        storage_key(node.meta["val"])
+        for node in inputs
+        if _is_strided(node.meta.get("val")) and not is_tangent(node)
+    }
+    for i in range(num_forward_outputs, len(results)):
+        node, what = results[i], end.meta["desc"][i]
+        like = parameter.get(getattr(what, "grad_of", None))
+        is_own = i - num_forward_outputs not in handed_over and isinstance(node, fx.Node)
+        if not is_own or like is None or not _is_strided(node.meta["val"]):
+            continue  # others are refused elsewhere
+        key = storage_key(node.meta["val"])
+        if key in taken or not _autograd_keeps(node.meta["val"], like.meta["val"]):
+            results[i] = _laid_out_copy(gm, node, like)
+        taken.add(key)
+    if results != list(given):
+        end.args = (tuple(results),)
+        gm.recompile()
+
+
+def _is_strided(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided
+
+
+def _autograd_keeps(gradient: Tensor, parameter: Tensor) -> bool:
+    """Whether autograd keeps a gradient of such strides."""
+    strides = zip(gradient.shape, gradient.stride(), _strides_for(parameter), strict=True)
+    return all(size == 1 or own == wanted for size, own, wanted in strides)
+
+
+def _strides_for(parameter: Tensor) -> Sequence[int]:
+    """Strides that autograd keeps: the parameter's, or contiguous ones if these have gaps."""
+    if torch.ops.aten.is_non_overlapping_and_dense.default(parameter):
+        return parameter.stride()
+    return torch.empty(parameter.shape, device="meta").stride()
+
+
+def _laid_out_copy(gm: fx.GraphModule, node: fx.Node, parameter: fx.Node) -> fx.Node:
+    value, strides = node.meta["val"], _strides_for(parameter.meta["val"])
+    last = _before_copy(node, parameter)
+    with gm.graph.inserting_after(last):
+        copy = gm.graph.call_function(LAID_OUT, (node, list(strides)))
+    copy.meta = {**node.meta, "val": value.new_empty_strided(value.shape, strides)}
+    copy.meta.pop(MADE_IN_FORWARD, None)  # autograd copies it in backward, whoever made it
+    if MADE_AS in last.meta:  # what eager lets go of before the next node is gone when it copies
+        copy.meta[MADE_AS] = last.meta[MADE_AS] + 1
+    return copy
+
+
+def _before_copy(gradient: fx.Node, parameter: fx.Node) -> fx.Node:
+    """The node after which a gradient is copied: itself, if the copy frees what it is a copy of.
+
+    Else it is the last one that autograd makes before eager copies: right after the backward of
+    the op that reads the parameter. Ops of forward are numbered, and autograd goes down.
+    """
+    source = gradient
+    while is_view(source):
+        source = source.all_input_nodes[0]
+    if not is_tangent(source) and len(source.users) < 2:
+        return gradient
+    read_at = min(
+        (n for user in parameter.users if (n := _sequence_of(user)) is not None), default=0
+    )
+    last = gradient
+    while last.next.op == "call_function" and (_sequence_of(last.next) or 0) >= read_at > 0:
+        last = last.next
+    return last
+
+
+def _sequence_of(node: fx.Node) -> int | None:
+    """Of the op of forward that the node stands for, or whose backward made it."""
+    return node.meta.get("seq_nr")

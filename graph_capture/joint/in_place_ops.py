@@ -1,0 +1,387 @@
+"""A tensor that is made only to be written to is made and written to by one op.
+
+The gradient of an element that was picked is zeros with that element put there: of `gather`, of an
+index, of `topk`, `sort` or `max`. Eager writes into the zeros. A trace has an op that makes them
+and an op that makes a copy of them with the element, so that both are there while it runs. As one
+op the two take what eager takes, and may run again.
+
+So it is done where nothing else reads what is written to. Either it was made of equal numbers or
+of none, and then any op may write there that has a form in place; or eager has run that form. And
+nothing else runs in between, or eager holds meanwhile what the first ops read, so that none of it
+is held for longer than in eager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+from torch._ops import OpOverload
+from torch.utils.flop_counter import flop_registry
+
+from remat.graph_capture.graph import JOINED
+from remat.graph_capture.joint.eager_memory import is_held_past
+from remat.graph_capture.joint.in_place_writes import (
+    InPlace,
+    Write,
+    as_written,
+    has_own_storage,
+    in_place_form,
+    is_laid_out_as,
+    is_made_for_writes,
+    only_write,
+    reads_of,
+    written_by_eager,
+)
+from remat.graph_capture.joint.nodes import (
+    draws_randomness,
+    erase_unread,
+    is_getitem,
+    is_view,
+    mutates,
+    storage_key,
+    target_name,
+    tensors_of,
+)
+
+# Several nodes of a trace as one op: a tensor is made, and then written to in place.
+#
+# The node of such an op has one argument a step, ``(args, kwargs)``: what the step is called with.
+# A text of `made_by` stands there for what an earlier step has made, as the code that fx writes of
+# a graph can hold it.
+
+
+MADE = "remat.made_by_step_"
+STEP_METAS = "remat_step_metas"
+"""On the meta of a node that runs several ops as one: the meta of the node behind each."""
+
+
+@dataclass(frozen=True)
+class JoinedOp:
+    """One op, as the trace has it and as it runs.
+
+    Attributes
+    ----------
+    op : of the trace, which writes to nothing.
+    in_place : what runs instead, if that writes to the first argument.
+    is_whole : nothing runs, as the first argument was written to already: it is the result.
+    """
+
+    op: Any
+    in_place: Any = None
+    is_whole: bool = False
+
+    @property
+    def is_view(self) -> bool:
+        """Whether it only shows its first argument."""
+        schema = getattr(self.op, "_schema", None)  # one of a list of views is picked without
+        return schema is None or any(r.alias_info is not None for r in schema.returns)
+
+
+@dataclass(frozen=True)
+class AsOne:
+    """The target of a node that runs several ops as one."""
+
+    steps: tuple[JoinedOp, ...]
+
+    def __call__(self, *calls: Any) -> Any:
+        """Run each step, in place where it may be; the result of the last one."""
+        return self.carried_out(calls, lambda _, step, args, kwargs: _carry_out(step, args, kwargs))
+
+    def carried_out(
+        self,
+        calls: Sequence[Any],
+        run: Callable[[int, JoinedOp, tuple[Any, ...], dict[str, Any]], Any],
+    ) -> Any:
+        """Have `run` carry out each step, given its index and its arguments; the last result."""
+        made: list[Any] = []
+        for i, (step, (args, kwargs)) in enumerate(zip(self.steps, calls, strict=True)):
+            # What is written to, and a part of it, are arguments of their own, never in a list.
+            given = tuple(made[int(a.removeprefix(MADE))] if _is_made(a) else a for a in args)
+            made.append(run(i, step, given, dict(kwargs)))
+        return made[-1]
+
+    @property
+    def __name__(self) -> str:
+        """The names of its ops, but for views and for what only follows a write to a part."""
+        named = (step.op for step in self.steps if not (step.is_view or step.is_whole))
+        return JOINED.join(map(str, named))
+
+
+def made_by(step: int) -> str:
+    """What stands among arguments for the result of the step of that index."""
+    return f"{MADE}{step}"
+
+
+def _is_made(argument: Any) -> bool:
+    return isinstance(argument, str) and argument.startswith(MADE)
+
+
+def ops_of(node: fx.Node) -> tuple[str, ...]:
+    """The names of all ops of the node, views among them; most often it is one."""
+    if isinstance(node.target, AsOne):
+        return tuple(str(step.op) for step in node.target.steps)
+    return (target_name(node),)
+
+
+def calls_of(node: fx.Node) -> tuple[Any, ...]:
+    """What each of `ops_of` is called with."""
+    return node.args if isinstance(node.target, AsOne) else ((node.args, node.kwargs),)
+
+
+def _carry_out(step: JoinedOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0] if step.is_whole else (step.in_place or step.op)(*args, **kwargs)
+
+
+def join(members: Sequence[fx.Node], steps: Sequence[JoinedOp]) -> None:
+    """Let the last of `members` do what all of them do, and erase the others.
+
+    Parameters
+    ----------
+    members : in the order of the graph. Nothing else reads any of them but the last.
+    steps : what each of them does.
+    """
+    index = {node: i for i, node in enumerate(members)}
+    *others, last = members
+
+    def given(node: fx.Node) -> tuple[Any, Any]:
+        call = tuple(node.args), tuple(node.kwargs.items())
+        return pytree.tree_map_only(
+            fx.Node, lambda one: made_by(index[one]) if one in index else one, call
+        )
+
+    calls = tuple(map(given, members))
+    last.meta[STEP_METAS] = [dict(node.meta) for node in members]
+    last.target, last.args, last.kwargs = AsOne(tuple(steps)), calls, {}
+    for node in reversed(others):
+        node.graph.erase_node(node)
+
+
+def join_writes(graph: fx.Graph, in_forward: Collection[fx.Node], sums: InPlace) -> None:
+    """Change each tensor of `graph` that is made only to be written to, and its writes, to one op.
+
+    Parameters
+    ----------
+    in_forward : the nodes of forward. sums : those that are added up in place otherwise.
+    """
+    apart = {*sums.targets, *sums.before}
+    apart.update(node for scattered in sums.scattered.values() for node in scattered)
+    for node in list(graph.nodes):
+        begins = node.op == "call_function" and node not in apart and node not in sums.begins
+        if begins and _may_begin(node):
+            writes = list(_writes_after(node, in_forward, apart))
+            if writes:
+                _join(node, writes)
+
+
+def _may_begin(node: fx.Node) -> bool:
+    """Whether it makes one tensor, by an op whose price does not hang on what it computes."""
+    if not _is_plain(node) or is_getitem(node) or not has_own_storage(node):
+        return False
+    return getattr(node.target, "overloadpacket", None) not in flop_registry
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether it is an op of torch's that neither draws nor has effects."""
+    target = node.target
+    is_aten = isinstance(target, OpOverload) and target.namespace == "aten"
+    return is_aten and not draws_randomness(node) and not mutates(node)
+
+
+def _writes_after(
+    node: fx.Node, in_forward: Collection[fx.Node], apart: set[fx.Node]
+) -> Iterator[Write]:
+    """The writes to what `node` makes, one after the other, that may run as one op with it."""
+    is_empty = is_made_for_writes(node)
+    before, tensor = node, as_written(node)
+    members = [node]
+    form = _any_form if is_empty else written_by_eager
+    while (write := only_write(tensor, form, _is_eagers)) is not None:
+        is_alike = _is_plain(write.node) and (write.node in in_forward) == (node in in_forward)
+        if not is_alike or not apart.isdisjoint((write.node, write.result)):
+            return
+        is_free = before is node and is_empty and _reads_no_more(node, write)
+        runs_on = is_free or _runs_next(before, write.node, in_forward)
+        if not runs_on and not _is_held_anyway(members, write):
+            return
+        yield write
+        members += [write.node, *write.scattered]
+        before = tensor = write.result
+        tensor = as_written(tensor)
+
+
+def _any_form(node: fx.Node) -> Any:
+    """The op in place that does what `node` does, if it takes the same arguments.
+
+    Of an op that computes each element from those at its place, as a sum with zeros does, eager's
+    own form counts: where it makes another tensor, the unmodified step has both.
+    """
+    if torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        return written_by_eager(node)
+    op = in_place_form(node)
+    if op is None or torch.Tag.inplace_view in op.tags or not _is_plain(node) or is_view(node):
+        return None
+    names = [argument.name for argument in op._schema.arguments]
+    same = names == [argument.name for argument in node.target._schema.arguments]  # pyright: ignore
+    return op if same else None
+
+
+def _is_eagers(node: fx.Node) -> bool:
+    """Whether eager writes in place there, whatever else it reads."""
+    return written_by_eager(node) is not None
+
+
+def _reads_no_more(node: fx.Node, write: Write) -> bool:
+    """Whether `node` reads nothing that the write does not read as well."""
+    return _storages_read(node) <= _storages_read(write.node)
+
+
+def _is_held_anyway(members: Collection[fx.Node], write: Write) -> bool:
+    """Whether eager holds until `write` what `members` read, so that they may run as late."""
+    own = {key for member in members for key in _storages_of(member)}
+    own |= _storages_read(write.node)
+    read = (one for member in members for one in member.all_input_nodes)
+    return all(is_held_past(n, write.node) for n in read if not _storages_of(n) <= own)
+
+
+def _storages_of(node: fx.Node) -> set[int]:
+    return {storage_key(tensor) for tensor in tensors_of(node) if tensor is not None}
+
+
+def _storages_read(node: fx.Node) -> set[int]:
+    return {key for read in node.all_input_nodes for key in _storages_of(read)}
+
+
+def _runs_next(before: fx.Node, node: fx.Node, in_forward: Collection[fx.Node]) -> bool:
+    """Whether no op of the same phase runs between the two. What makes no storage is no op."""
+    between = before.next
+    while between is not node:
+        if between.op == "call_function" and (between in in_forward) == (node in in_forward):
+            known = _storages_read(between)
+            made = (t for t in tensors_of(between) if t is not None)
+            if any(storage_key(tensor) not in known for tensor in made):
+                return False
+        between = between.next
+    return True
+
+
+def _join(node: fx.Node, writes: list[Write]) -> None:
+    steps: dict[fx.Node, JoinedOp] = {}
+    tensor = node
+    for write in writes:
+        steps[write.node] = JoinedOp(write.node.target, in_place=write.target)
+        steps |= {one: JoinedOp(one.target, is_whole=True) for one in write.scattered}
+    result = writes[-1].result
+    members = {node, *steps}
+    for tensor in (node, *(write.result for write in writes[:-1])):
+        members |= reads_of(tensor)[1]
+    erase_unread(*(one for one in members if not one.users))
+    order = [one for one in _from(node, result) if one in members]
+    join(order, [steps.get(one) or JoinedOp(one.target) for one in order])
+
+
+def _from(node: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
+    """The nodes of a graph from one to another."""
+    while node is not last:
+        yield node
+        node = node.next
+    yield last
+
+
+# What a write in place reads, without the copies that a trace adds or makes others wait for.
+#
+# A write that autograd records goes backward in a copy of the gradient: eager copies the written
+# part of that out of it, and then writes there. A trace would copy the whole once more, as the part
+# is read in between. The part is the same in the gradient itself, which eager holds meanwhile, so
+# it is read from there, and nothing but writes reads the copy.
+#
+# And where eager copies the conjugate of a tensor into another, a trace makes that conjugate first.
+
+
+aten = torch.ops.aten
+
+_OF_ANY_LAYOUT = frozenset(
+    {
+        aten.slice.Tensor, aten.select.int, aten.diagonal.default, aten.transpose.int,
+        aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim, aten.t.default,
+        aten.alias.default,
+    }
+)  # fmt: skip
+"""Views that show the same numbers however their tensor is laid out."""
+
+
+def read_past_copies(graph: fx.Graph) -> None:
+    """Let the nodes of `graph` read what was copied instead of the copy, where eager has both."""
+    for copy in graph.find_nodes(op="call_function", target=aten.copy.default):
+        _copy_conjugate_at_once(copy)
+        written = copy.args[1]
+        if isinstance(written, fx.Node) and _is_copy_of(copy, written):
+            for read in list(_reads_before_write(copy, written)):
+                _read_from(read, copy, written)
+
+
+def _copy_conjugate_at_once(copy: fx.Node) -> None:
+    made = copy.args[1]
+    if not isinstance(made, fx.Node) or made.target is not aten.clone.default or made.kwargs:
+        return
+    (source,) = made.all_input_nodes
+    value = source.meta["val"]
+    if (value.is_conj() or value.is_neg()) and list(made.users) == [copy]:
+        copy.replace_input_with(made, source)
+        erase_unread(made)
+
+
+def _is_copy_of(copy: fx.Node, written: fx.Node) -> bool:
+    """Whether the two have the same numbers, and a device in common."""
+    a, b = copy.meta["val"], written.meta["val"]
+    same = (a.dtype, a.shape, a.device) == (b.dtype, b.shape, b.device)
+    return same and not (b.is_conj() or b.is_neg())
+
+
+def _reads_before_write(copy: fx.Node, written: fx.Node) -> Iterator[fx.Node]:
+    """Views of `copy` of which a part is copied before eager writes to it and lets `written` go."""
+    readers = reads_of(copy)[0]
+    writes = [node for node in readers if written_by_eager(node) is not None]
+    if len(writes) != 1 or not is_held_past(written, writes[0]):
+        return
+    for node in readers:
+        is_packed = node.kwargs.get("memory_format") is torch.contiguous_format
+        if node.target is aten.clone.default and is_packed and node < writes[0]:
+            yield node
+
+
+def _read_from(reader: fx.Node, copy: fx.Node, written: fx.Node) -> None:
+    """Let `reader` read the view of `written` that it has of `copy`, if there is one."""
+    (view,) = reader.all_input_nodes
+    as_copy = _has_same_places(copy, written)
+    shown: Any = view
+    while shown is not copy:
+        if not is_view(shown) or not (as_copy or shown.target in _OF_ANY_LAYOUT):
+            return
+        shown = shown.args[0]
+    with reader.graph.inserting_before(reader):
+        reader.replace_input_with(view, _shown_in(view, copy, written))
+    erase_unread(view)
+
+
+def _has_same_places(copy: fx.Node, written: fx.Node) -> bool:
+    a, b = copy.meta["val"], written.meta["val"]
+    return is_laid_out_as(copy, written) and a.storage_offset() == b.storage_offset()
+
+
+def _shown_in(view: Any, copy: fx.Node, written: fx.Node) -> fx.Node:
+    """`view`, a view of `copy`, as one of `written`."""
+    if view is copy:
+        return written
+    source, *more = view.args
+    args = (_shown_in(source, copy, written), *more)
+    node = view.graph.call_function(view.target, args, dict(view.kwargs))
+    node.meta = dict(view.meta)
+    values = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], (args, dict(view.kwargs)))
+    with values[0][0].fake_mode:
+        node.meta["val"] = view.target(*values[0], **values[1])
+    return node

@@ -1,0 +1,328 @@
+"""Writes that a trace has taken apart: an op on a tensor, and what puts its result back there.
+
+A trace is functional. Where eager writes to a part of a tensor, it has a view, an op that makes a
+new part, and a scatter that makes a new whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+
+from remat.graph_capture.graph import WRITES_FIRST
+from remat.graph_capture.joint.eager_memory import RECORDED_KEY, WRITTEN_KEY
+from remat.graph_capture.joint.nodes import is_alias_of_input, is_getitem, is_view, storage_key
+
+aten = torch.ops.aten
+
+_MAKES_EMPTY = frozenset(
+    f"{prefix}{name}{suffix}"
+    for name in ("zeros", "ones", "empty", "full")
+    for prefix, suffix in (("", ""), ("", "_like"), ("new_", ""))
+)
+_SCATTER_OF = {
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.select.int: aten.select_scatter.default,
+    aten.diagonal.default: aten.diagonal_scatter.default,
+    aten.as_strided.default: aten.as_strided_scatter.default,
+}
+
+InPlaceOf = Callable[[fx.Node], Any]
+"""The op that does in place what a node does; None if it may not."""
+
+
+@dataclass(frozen=True)
+class Write:
+    """A node that writes to a tensor, or to a view of it.
+
+    Attributes
+    ----------
+    node : what writes. target : the op that does so in place.
+    scattered : what puts the part that was written back into the whole.
+    """
+
+    node: fx.Node
+    target: Any
+    scattered: tuple[fx.Node, ...]
+
+    @property
+    def result(self) -> fx.Node:
+        """The whole tensor after the write."""
+        return self.scattered[-1] if self.scattered else self.node
+
+
+def op_called(node: fx.Node) -> str:
+    """The name of the node's op without namespace and overload; empty of what is no op."""
+    return getattr(node.target, "_opname", "")
+
+
+def in_place_form(node: fx.Node) -> Any:
+    """The op that does in place what `node` does, if there is one."""
+    packet = getattr(aten, f"{op_called(node)}_", None)
+    return getattr(packet, getattr(node.target, "_overloadname", ""), None)
+
+
+def is_made_for_writes(node: fx.Node) -> bool:
+    """Whether `node` makes a tensor of equal numbers, or of none."""
+    return op_called(node) in _MAKES_EMPTY
+
+
+def has_own_storage(node: fx.Node) -> bool:
+    """Whether `node` makes or picks a tensor with a storage of its own, which it fills."""
+    value = node.meta.get("val")
+    if node.op != "call_function" or not isinstance(value, Tensor):
+        return False
+    if value.layout != torch.strided:
+        return False
+    is_full = value.untyped_storage().nbytes() == value.numel() * value.itemsize
+    return is_full and not is_view(node) and not _is_of_split(node)
+
+
+def as_written(node: fx.Node) -> fx.Node:
+    """`node`, or the last of its views if each is all that reads the one before it."""
+    first = node
+    while len(node.users) == 1:
+        (user,) = node.users
+        if not is_view(user) or user.meta["val"].numel() != node.meta["val"].numel():
+            break
+        node = user
+        if not is_alias_of_input(node):
+            first = node
+    return first
+
+
+def only_write(
+    tensor: fx.Node, in_place: InPlaceOf, may_read_it: Callable[[fx.Node], bool] = lambda _: False
+) -> Write | None:
+    """The write to `tensor`, if that is all that reads it.
+
+    Parameters
+    ----------
+    may_read_it : whether a node that writes to a part may read other parts too.
+    """
+    readers, views = reads_of(tensor)
+    writers = [node for node in readers if in_place(node) is not None]
+    if len(writers) != 1:
+        return None
+    (node,) = writers
+    source: Any = node.args[0] if node.args else None
+    reads_it = [a for a in pytree.tree_leaves((node.args, node.kwargs)) if a in views]
+    if source not in views or not _has_numbers_of(node, source):
+        return None
+    if len(reads_it) > 1 and not (may_read_it(node) and all(one in node.args for one in reads_it)):
+        return None
+    scattered: list[fx.Node] = []
+    while not _is_all_of(source, tensor):
+        scatter = _scatter(scattered[-1] if scattered else node, source)
+        if scatter is None:
+            return None
+        scattered.append(scatter)
+        source = whole_of(source)
+    write = Write(node, in_place(node), tuple(scattered))
+    is_only = {node, *scattered} == set(readers) and is_laid_out_as(write.result, tensor)
+    return write if is_only else None
+
+
+def reads_of(tensor: fx.Node) -> tuple[dict[fx.Node, None], set[fx.Node]]:
+    """What reads `tensor` or a view of it; and these views, itself among them."""
+    views, readers = {tensor}, dict[fx.Node, None]()
+    waiting = [tensor]
+    while waiting:
+        for user in waiting.pop().users:
+            if is_view(user) or _is_split(user) or is_getitem(user):
+                views.add(user)
+                waiting.append(user)
+            else:
+                readers.setdefault(user)
+    return readers, views
+
+
+def whole_of(view: fx.Node) -> Any:
+    """What `view` is a view of."""
+    source = view.args[0]
+    return source.args[0] if is_getitem(view) and isinstance(source, fx.Node) else source
+
+
+def is_laid_out_as(one: fx.Node, other: Any) -> bool:
+    """Whether two tensors have the same dtype, sizes and strides."""
+    a, b = one.meta["val"], other.meta["val"]
+    return (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+
+
+def _has_numbers_of(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two tensors have the same dtype and sizes."""
+    a, b = one.meta["val"], other.meta["val"]
+    return (a.dtype, a.shape) == (b.dtype, b.shape)
+
+
+def _is_all_of(view: Any, tensor: Any) -> bool:
+    """Whether `view`, of the same storage as `tensor`, shows all of it as it is."""
+    if view is tensor:
+        return True
+    if not isinstance(view, fx.Node) or not isinstance(tensor, fx.Node):
+        return False
+    a, b = view.meta["val"], tensor.meta["val"]
+    is_as_it_is = (a.storage_offset(), a.is_conj(), a.is_neg()) == (
+        b.storage_offset(), b.is_conj(), b.is_neg(),
+    )  # fmt: skip
+    same = storage_key(a) == storage_key(b)
+    return same and is_as_it_is and is_laid_out_as(view, tensor)
+
+
+def _is_split(node: fx.Node) -> bool:
+    """Whether the op returns a list of views."""
+    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+    return len(returns) == 1 and returns[0].alias_info is not None and not is_view(node)
+
+
+def _is_of_split(node: fx.Node) -> bool:
+    """Whether `node` picks one of a list of views."""
+    return is_getitem(node) and _is_split(node.all_input_nodes[0])
+
+
+def _scatter(part: fx.Node, view: fx.Node) -> fx.Node | None:
+    """What puts `part`, written in the place of `view`, back into the whole."""
+    users = list(part.users)
+    if len(users) != 1 or len(users[0].args) < 2:
+        return None
+    # A trace makes the views of a tensor again once it was written to.
+    if not _is_all_of(users[0].args[0], whole_of(view)) or users[0].args[1] is not part:
+        return None
+    if is_getitem(view):
+        return users[0] if _is_put_there(users[0], view) else None
+    is_inverse = users[0].target is _SCATTER_OF.get(view.target)  # pyright: ignore
+    return users[0] if is_inverse and users[0].args[2:] == view.args[1:] else None
+
+
+def _is_put_there(scatter: fx.Node, view: fx.Node) -> bool:
+    """Whether a write to a part of a split is put back where `view` is."""
+    if scatter.target is not aten.slice_scatter.default or len(scatter.args) != 5:
+        return False
+    whole, (dim, start) = whole_of(view).meta["val"], scatter.args[2:4]
+    offset = whole.storage_offset() + start * whole.stride(dim)
+    return view.meta["val"].storage_offset() == offset
+
+
+# Sums that eager adds up in place, without recording it.
+#
+# They are gradients that a forward makes by chunks, and the gradients of what is used several
+# times, whose terms autograd's engine adds up in the first of them.
+#
+# A trace makes a new tensor of each addition, so that the sum is there twice while one runs. Of a
+# gradient as large as the head of a language model that is more than eager has. Such a sum is one
+# value here, and what writes to it an op without a storage of its own.
+#
+# The price is that none of these ops may run twice. So it is done where that costs nothing: where
+# what is written to was made for it, as zeros are, or is the first term of a sum; outside of what
+# autograd records; and where nothing reads the sum before it is done.
+
+
+BEGUN = "what follows writes to its result in place"
+WRITES = "it writes in place"
+_ADD = frozenset(
+    {"add", "sub", "addmm", "addbmm", "baddbmm", "addmv", "addr", "addcmul", "index_add"}
+)
+
+
+@dataclass
+class InPlace:
+    """The writes of a joint graph that stay in place.
+
+    Attributes
+    ----------
+    begins : the node that makes what is written to, and the tensor before the first write: itself,
+        or a view of it. Tensors after writes are laid out as that one.
+    targets : for each node that writes: the op that does so in place.
+    before : for each tensor after a write: the tensor before it, of the same storage.
+    scattered : what a trace makes of a write to a part: after the node that writes, these put the
+        part back into the whole.
+    """
+
+    begins: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
+    targets: dict[fx.Node, Any] = field(default_factory=dict[fx.Node, Any])
+    before: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
+    scattered: dict[fx.Node, tuple[fx.Node, ...]] = field(
+        default_factory=dict[fx.Node, tuple[fx.Node, ...]]
+    )
+
+    def why_pinned(self, write: fx.Node) -> str:
+        """That it writes in place, and whether eager does so.
+
+        To a view autograd's engine does not add, as the tensor that it shows is held beside it.
+        """
+        is_first = _is_sum_of_autograd(write) and is_view(write.all_input_nodes[0])
+        return WRITES_FIRST if is_first else WRITES
+
+    def last(self, first: fx.Node) -> fx.Node:
+        """The tensor after the last write to `first`."""
+        after = {before: node for node, before in self.before.items()}
+        while first in after:
+            first = after[first]
+        return first
+
+
+def writes_in_place(nodes: Sequence[fx.Node], in_forward: Collection[fx.Node]) -> InPlace:
+    """Find the sums among `nodes` that forward or autograd adds up in place."""
+    found = InPlace()
+    known: set[fx.Node] = set()
+    by_autograd = {n for n in nodes if n not in in_forward and _is_sum_of_autograd(n)}
+    for node in nodes:
+        if node not in known and has_own_storage(node):
+            first = node if is_getitem(node) else as_written(node)
+            writers = in_forward if node in in_forward else by_autograd
+            for before, write in _writes_to(first, writers):
+                if not (is_made_for_writes(node) or _adds_to_term(node, write.node)):
+                    break
+                found.begins[node] = first
+                found.targets[write.node] = write.target
+                found.before[write.result] = before
+                found.scattered[write.node] = write.scattered
+                known.update((write.node, *write.scattered))
+    return found
+
+
+def _writes_to(first: fx.Node, writers: Collection[fx.Node]) -> Iterator[tuple[fx.Node, Write]]:
+    """The writes to `first` by `writers`, one after the other, each with the tensor before it."""
+    while (write := only_write(first, _in_place)) is not None and write.node in writers:
+        yield first, write
+        first = write.result
+
+
+def _adds_to_term(node: fx.Node, write: fx.Node) -> bool:
+    """Whether `write` adds to what `node` has made, which autograd does not record."""
+    # torch 2.11 tells only of the sum, and not of its terms, that backward has made it.
+    is_recorded = WRITTEN_KEY not in _annotations(node)
+    return _is_sum_of_autograd(write) or (not is_recorded and op_called(write) in _ADD)
+
+
+def _annotations(node: fx.Node) -> Any:
+    return node.meta.get("custom", {})
+
+
+def _in_place(node: fx.Node) -> Any:
+    """The op that does in place what `node` does, if eager has run that one."""
+    if _is_sum_of_autograd(node):
+        return aten.add_.Tensor
+    return written_by_eager(node) if WRITTEN_KEY in _annotations(node) else None
+
+
+def written_by_eager(node: fx.Node) -> Any:
+    """The op in place that eager has run where the trace has `node`."""
+    op, said = in_place_form(node), _annotations(node)
+    written = said.get(WRITTEN_KEY, said.get(RECORDED_KEY))
+    return op if op is not None and str(op) == written else None
+
+
+def _is_sum_of_autograd(node: fx.Node) -> bool:
+    """Whether autograd's engine adds a term there, which it does in place if it records nothing.
+
+    The first term must be held by nothing else (`can_accumulate_inplace` of torch's
+    csrc/autograd/input_buffer.cpp); here all that reads it is the sum.
+    """
+    is_sum = node.meta.get("is_gradient_acc", False) and WRITTEN_KEY in _annotations(node)
+    return is_sum and node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs

@@ -1,0 +1,191 @@
+"""Results that are views of one tensor: each has a gradient of its own, as in eager.
+
+Where several results are views of one tensor, AOTAutograd returns that tensor, makes the views
+again outside the step, and has autograd add up their gradients there: more memory than eager takes,
+that no plan sees, and sums in another order. It makes an exception for views that came from one op,
+as from `unbind`: those it returns as they are. So such an op is put behind each of the views while
+the step is traced, and taken out of the graph again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+from torch._subclasses import FakeTensor
+
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.graph import CUSTOM, Phase
+from remat.graph_capture.joint.exact_ops import CHOSEN_BACKWARD
+from remat.graph_capture.joint.nodes import (
+    argument,
+    draws_randomness,
+    erase_unread,
+    is_custom,
+    is_tangent,
+    storage_key,
+    tensors_of,
+)
+from remat.graph_capture.joint.provenance import path_in_model
+
+aten = torch.ops.aten
+
+
+def views_told_apart(results: Any) -> Any:
+    """The results, with an op behind each of several views of one tensor of the graph."""
+    leaves, spec = pytree.tree_flatten(results)
+    distinct = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+    viewed = {storage_key(leaf) for leaf in distinct.values() if _is_view_of_result(leaf)}
+    sharing = Counter(storage_key(leaf) for leaf in distinct.values())
+    told = {
+        key: leaf.unsqueeze(0).unbind(0)[0]
+        for key, leaf in distinct.items()
+        if sharing[storage_key(leaf)] > 1 and storage_key(leaf) in viewed and not _is_base(leaf)
+    }
+    return pytree.tree_unflatten([told.get(id(leaf), leaf) for leaf in leaves], spec)
+
+
+def _is_view_of_result(leaf: Tensor) -> bool:
+    """Whether it is a view of what an op has made, and has a gradient."""
+    return leaf.requires_grad and leaf._base is not None and leaf._base.grad_fn is not None
+
+
+def _is_base(leaf: Tensor) -> bool:
+    """Whether it is what others are views of. What is detached from it is a view too."""
+    return leaf.requires_grad and leaf._base is None
+
+
+def take_out_of(graph: fx.Graph) -> None:
+    """Leave out the ops that `views_told_apart` has put in, and what backward does for them."""
+    for node in graph.find_nodes(op="call_function", target=aten.unbind.int):
+        made, picked = node.args[0], list(node.users)
+        if _is_one_row(made) and len(picked) == 1:
+            _replace(picked[0], made.args[0])
+            erase_unread(node)
+    copied: set[fx.Node] = set()
+    for node in graph.find_nodes(op="call_function", target=aten.stack.default):
+        stacked: Any = node.args[0]
+        for user in list(node.users) if len(stacked) == 1 and is_tangent(stacked[0]) else ():
+            if user.target is aten.squeeze.dim and user.args[1] == 0:
+                _replace(user, stacked[0])
+                copied.add(stacked[0])
+                erase_unread(node)
+    if copied:
+        _lay_out_again(graph, copied)
+
+
+def _is_one_row(node: Any) -> bool:
+    is_unsqueezed = isinstance(node, fx.Node) and node.target is aten.unsqueeze.default
+    return is_unsqueezed and node.args[1:] == (0,)
+
+
+def _replace(node: fx.Node, by: Any) -> None:
+    node.replace_all_uses_with(by)
+    node.graph.erase_node(node)
+
+
+def _lay_out_again(graph: fx.Graph, changed: set[fx.Node]) -> None:
+    """The facts of what is made of gradients that are no copies any more: their own strides."""
+    for node in graph.nodes:
+        if node.op != "call_function" or changed.isdisjoint(node.all_input_nodes):
+            continue
+        before: Any = node.meta["val"]
+        args, kwargs = pytree.tree_map_only(
+            fx.Node, lambda n: n.meta["val"], (node.args, node.kwargs)
+        )
+        try:
+            with _fake_mode_of(args):
+                now = node.target(*args, **kwargs)
+        except RuntimeError:  # no view in these strides: backward copies there, as eager does
+            continue
+        if _is_view(now, args) or not _is_alike(now, before):
+            node.meta["val"] = now
+            changed.add(node)
+
+
+def _fake_mode_of(args: tuple[Any, ...]) -> Any:
+    return next(t.fake_mode for t in pytree.tree_leaves(args) if isinstance(t, FakeTensor))
+
+
+def _is_view(made: Any, args: tuple[Any, ...]) -> bool:
+    read = {storage_key(t) for t in pytree.tree_leaves(args) if isinstance(t, Tensor)}
+    return any(storage_key(t) in read for t in pytree.tree_leaves(made) if isinstance(t, Tensor))
+
+
+def _is_alike(made: Any, before: Any) -> bool:
+    pairs = zip(pytree.tree_leaves(made), pytree.tree_leaves(before), strict=True)
+    return all(a.stride() == b.stride() for a, b in pairs if isinstance(a, Tensor))
+
+
+# Which ops must not run twice, and why.
+
+
+def why_pinned(
+    node: fx.Node,
+    phase: Phase,
+    inputs: Sequence[str],
+    overwritten: Mapping[str, str],
+    place: tuple[str, str],
+) -> str:
+    """Why the op of `node` must not run twice; empty if it may.
+
+    Parameters
+    ----------
+    inputs : values that it reads. overwritten : as of `overwritten_values`.
+    place : its module and its line.
+
+    Raises
+    ------
+    CaptureError : it reads in backward what forward overwrites.
+    """
+    for name in inputs:
+        if name in overwritten and phase == "forward":
+            return f"it reads {overwritten[name]}, which the step overwrites"
+        if name in overwritten:
+            module, source = place
+            raise CaptureError(
+                f"backward of module {module or '(root)'} ({source}) reads "
+                f"{overwritten[name]}, which forward overwrites. Give forward a copy: "
+                "x.clone() before the in-place change"
+            )
+    if argument(node, "generator") is not None:
+        return "it draws from a generator of its own"
+    if node.target is CHOSEN_BACKWARD:  # cuDNN's
+        return "it may write to what its forward has reserved for it"
+    if draws_randomness(node) and phase == "backward":
+        return "it draws random numbers in backward"
+    if all(t is None for t in tensors_of(node)):
+        return "it has effects only"
+    return why_custom(node)
+
+
+def why_custom(node: fx.Node) -> str:
+    """Why a custom op must not run twice unless the user asks for it; empty for other ops.
+
+    One that is tagged as drawing draws the same numbers again, from the state that was saved.
+    """
+    if not is_custom(node) or draws_randomness(node):
+        return ""
+    return f"{CUSTOM} may draw or act without a tag, unless recompute names its module"
+
+
+def overwritten_values(
+    nodes: Sequence[fx.Node], overwritten_inputs: Sequence[Any]
+) -> dict[str, str]:
+    """Resident values that the step overwrites, with the names that users know them by.
+
+    Parameters
+    ----------
+    overwritten_inputs : AOTAutograd's description of the input that each result of forward
+        overwrites, or None.
+    """
+    overwritten = {what for what in overwritten_inputs if what is not None}
+    return {
+        node.name: path_in_model(str(getattr(node.meta["desc"], "target", node.name)))
+        for node in nodes
+        if node.op == "placeholder" and node.meta.get("desc") in overwritten
+    }

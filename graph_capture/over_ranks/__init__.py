@@ -1,1 +1,0 @@
-"""What of a step concerns other ranks: collectives and what they take, and DTensors."""

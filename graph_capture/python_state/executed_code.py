@@ -1,0 +1,343 @@
+"""The names that all code in reach loads: of globals, of objects of each class, of anything."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import dis
+import os
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.autograd import graph
+
+from remat.graph_capture.python_state.library_objects import DATA, is_looked_into
+from remat.graph_capture.python_state.module_hooks import Names, names_of
+from remat.graph_capture.python_state.places import PLAIN
+from remat.graph_capture.python_state.reached import (
+    OF_DATA,
+    RUN_BY_TORCH,
+    STATE,
+    is_installed,
+    is_library,
+)
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+class LoadedNames:
+    """Names of the functions that a walk has come by.
+
+    Parameters
+    ----------
+    texts : that may name attributes.
+
+    Attributes
+    ----------
+    others : attributes of anything. global_names : of modules.
+    by_libraries : attributes of anything, by methods of objects that are looked into.
+    new, new_asking : names, and classes whose attributes code may ask for by any name (None: those
+        of anything), that were added. Who looks them up takes them out.
+    """
+
+    def __init__(self, texts: set[str]) -> None:
+        self.texts = texts
+        self.others: set[str] = set(RUN_BY_TORCH)
+        self.by_libraries: set[str] = set()
+        self.global_names: set[str] = set()
+        self.new: list[str] = []
+        self.new_asking: list[type | None] = []
+        self._own: dict[type, set[str]] = {}
+        self._heirs: dict[type, list[type]] = {}
+        self._methods: set[FunctionType] = set()
+        self._asking: set[type | None] = set()
+
+    def __len__(self) -> int:
+        own = sum(map(len, self._own.values()))
+        return len(self.others) + len(self.by_libraries) + len(self.texts) + own
+
+    def add_texts(self, texts: Iterable[str]) -> None:
+        """Add texts that may name an attribute."""
+        self._add_to(self.texts, texts)
+
+    def add_method(self, kind: type, function: FunctionType) -> None:
+        """Add a function that is a method of a class."""
+        names = names_of(function.__code__)
+        if kind not in self._own:
+            self._own[kind] = set()
+            for base in kind.__mro__[1:]:
+                self._heirs.setdefault(base, []).append(kind)
+        if is_looked_into(kind) and is_library(function.__module__):
+            self._add_to(self._own[kind], names.own - DATA)
+            self._add_to(self.by_libraries, names.others - DATA)
+            return
+        self._add_to(self._own[kind], names.own)
+        self._add_to(self.others, names.others)
+        self._methods.add(function)
+        if names.asks_own:
+            self._add_asking(kind)
+
+    def add(self, function: FunctionType) -> Names:
+        """Add any function, whose first argument may be of any class; its names."""
+        names = names_of(function.__code__)
+        self._add_to(self.others, names.others | names.own)
+        self.global_names |= names.global_names
+        if names.asks_others or (names.asks_own and function not in self._methods):
+            self._add_asking(None)
+        return names
+
+    def _add_to(self, known: set[str], names: Iterable[str]) -> None:
+        new = set(names) - known
+        known |= new
+        self.new += sorted(new)
+
+    def _add_asking(self, kind: type | None) -> None:
+        if kind not in self._asking:
+            self._asking.add(kind)
+            self.new_asking.append(kind)
+
+    def is_loaded_of(self, kind: type) -> Callable[[str], bool]:
+        """Whether code loads a name of objects of that class; methods of its bases do too."""
+        related = self._related(kind)
+        own = [self._own[one] for one in related if one in self._own]
+        sets = [self.others, self.texts, *own]
+        is_open = any(map(is_looked_into, kind.__mro__))
+        if is_open:
+            sets.append(self.by_libraries)
+        # What a module of torch has under such names is torch's to change, as an LSTM's weights.
+        hides = is_library(kind.__module__) and not is_open and not issubclass(kind, Tensor)
+
+        def is_loaded(name: str) -> bool:
+            is_out = name in STATE or (hides and name[:1] == "_")
+            return not is_out and any(name in one for one in sets)
+
+        return is_loaded
+
+    def is_asked_of(self, kind: type) -> Callable[[str, Any], bool]:
+        """Whether code may ask for a name of objects of that class that it puts together.
+
+        By a method's own first argument, or of what holds data. Of a library's objects numbers,
+        texts and the like count alone: what else they hold is seldom read so, and often changed.
+        """
+        is_own = not self._asking.isdisjoint(self._related(kind))
+        holds_data = kind.__module__ in OF_DATA or dataclasses.is_dataclass(kind)
+        is_asked = is_own or (None in self._asking and holds_data)
+        is_any_kind = not is_installed(sys.modules.get(kind.__module__))
+
+        def is_asked_for(name: str, value: Any) -> bool:
+            is_out = name in _OF_MODULES or name.startswith("_remat_")
+            return is_asked and not is_out and (is_any_kind or isinstance(value, PLAIN))
+
+        return is_asked_for
+
+    def named_for(self, kind: type) -> set[str]:
+        """All that code itself names of objects of that class."""
+        own = (self._own.get(one, ()) for one in self._related(kind))
+        named = self.others.union(*own) - STATE
+        return {name for name in named if name[0] != "_"} if is_library(kind.__module__) else named
+
+    def _related(self, kind: type) -> tuple[type, ...]:
+        return (*kind.__mro__, *self._heirs.get(kind, ()))
+
+
+def is_related(kind: type, asking: type | None) -> bool:
+    """Whether methods of a class may be those of objects of `kind`; None: code of any class."""
+    return asking is None or asking in kind.__mro__ or kind in asking.__mro__
+
+
+# Which code runs while a step is traced: what did not run has read nothing.
+#
+# Names alone say too much: a method of a common name makes all that it could read seem read. A step
+# whose values are as they were takes the same way through the same code, so what other code could
+# read is no concern of its plan.
+
+
+_BY_OTHER_THREADS = frozenset(
+    id(function.__code__)
+    for function in (
+        threading.Thread.start,
+        threading.Condition.notify,
+        threading.Condition.wait,
+        ThreadPoolExecutor.submit,
+    )
+)
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+_LAYERS = os.path.join(_TORCH, "nn", "")
+_OF_EACH_MODULE = os.path.join("modules", "module.py")
+_OURS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+_STANDARD = os.path.join(sysconfig.get_path("stdlib"), "")
+_DYNAMO = os.path.join(_TORCH, "_dynamo", "symbolic_convert.py")
+"""It reads code without running it."""
+_HOOKS_ARE_SET = (
+    torch.Tensor.register_hook.__code__,
+    graph.register_multi_grad_hook.__code__,
+    graph.saved_tensors_hooks.__init__.__code__,
+)
+_HOOKS_OF_NODES = frozenset({"register_hook", "register_prehook"})
+"""Methods that are not written in Python."""
+_OPS_OF_TORCH = frozenset({"aten", "prims", "prim"})
+
+Tracer = Callable[[FrameType, str, Any], None]
+
+
+class CodeThatRan:
+    """Code objects, by their identity: that compares faster than they do."""
+
+    def __init__(self) -> None:
+        self._codes: dict[int, CodeType] = {}
+        self._is_seen, self._goes_on = True, False
+        self._begins: Callable[[CodeType], None] | None = None
+        self._note = self._tracer()
+
+    def __contains__(self, code: CodeType | None) -> bool:
+        return id(code) in self._codes
+
+    @property
+    def is_all(self) -> bool:
+        """Whether this is all code that ran, as far as can be known."""
+        return self._is_seen and not any(map(runs_unseen, list(self._codes.values())))
+
+    @property
+    def can_be_seen(self) -> bool:
+        """Whether Python tells which code begins: not if a debugger or a coverage is told."""
+        return sys.gettrace() in (None, self._note)
+
+    @property
+    def count(self) -> int:
+        """How many have run so far."""
+        return len(self._codes)
+
+    def own_codes(self) -> list[CodeType]:
+        """Code of neither torch, Python's own library nor ours, all of which write for others."""
+        codes = list(self._codes.values())  # more may run meanwhile
+        return [code for code in codes if not _writes_for_others(code)]
+
+    def asks_identity(self) -> bool:
+        """Whether code of the user's, or of torch's layers, asks if two objects are one.
+
+        Whether one is None, or a constant, is no such question. True where nobody knows.
+        """
+        codes = list(self._codes.values())
+        theirs = [code for code in codes if _is_of_layer(code)]
+        return not self.is_all or any(map(_asks_identity, [*self.own_codes(), *theirs]))
+
+    @contextlib.contextmanager
+    def recorded(self) -> Generator[None]:
+        """Note the Python code that this thread begins to run: forward's, and what follows it.
+
+        What follows, a backward, is left out if it runs code of torch alone. A debugger, or a
+        test's coverage, has the only place for that: then nothing is known.
+        """
+        self.stop()
+        if not self.can_be_seen:
+            self._is_seen = False
+            yield
+            return
+        sys.settrace(self._note)
+        try:
+            yield
+        finally:
+            self._goes_on = True
+            self.stop()
+            if self._is_seen and self.may_run_in_backward():
+                self._goes_on = True
+                sys.settrace(self._note)
+
+    @contextlib.contextmanager
+    def told_to(self, begins: Callable[[CodeType], None]) -> Generator[None]:
+        """Call this with each code that is noted, before it runs for the first time."""
+        self._begins = begins
+        try:
+            yield
+        finally:
+            self._begins = None
+            self.stop()
+
+    def stop(self) -> None:
+        """Note no more."""
+        if sys.gettrace() is self._note:
+            sys.settrace(None)
+        elif self._goes_on:
+            # Python drops a tracer at a stack that is too deep, and code may set its own.
+            self._is_seen = False
+        self._goes_on = False
+
+    def may_run_in_backward(self) -> bool:
+        """Whether backward may run code of the user's: hooks, and functions of autograd."""
+        forwards = (getattr(kind.forward, "__code__", None) for kind in _functions_of_autograd())
+        if any(code in self for code in (*_HOOKS_ARE_SET, *forwards)):
+            return True
+        return any(
+            not _HOOKS_OF_NODES.isdisjoint(code.co_names)
+            and not code.co_filename.startswith(_TORCH)
+            for code in self._codes.values()
+        )
+
+    def _tracer(self) -> Tracer:
+        codes = self._codes
+
+        # Called for each frame; as it returns None, for no line in it.
+        def note(frame: FrameType, event: str, arg: Any) -> None:
+            code = frame.f_code
+            if id(code) not in codes:
+                codes[id(code)] = code
+                if self._begins is not None:
+                    self._begins(code)
+
+        note.is_ours = True  # pyright: ignore[reportFunctionMemberAccess]
+        return note
+
+
+def runs_unseen(code: CodeType) -> bool:
+    """Whether code lets other threads run code, or takes code apart that it does not run."""
+    return id(code) in _BY_OTHER_THREADS or code.co_filename == _DYNAMO
+
+
+def _is_of_layer(code: CodeType) -> bool:
+    """Whether it is of a layer of torch's, and not of the base class of all."""
+    file = code.co_filename
+    return file.startswith(_LAYERS) and not file.endswith(_OF_EACH_MODULE)
+
+
+def _asks_identity(code: CodeType) -> bool:
+    before = ""
+    for one in dis.get_instructions(code):
+        if one.opname == "IS_OP" and not before.startswith(("LOAD_CONST", "LOAD_GLOBAL")):
+            return True
+        before = one.opname if one.opname not in ("CACHE", "EXTENDED_ARG") else before
+    return False
+
+
+def _writes_for_others(code: CodeType) -> bool:
+    file = code.co_filename
+    is_standard = file.startswith((_STANDARD, "<frozen")) and "site-packages" not in file
+    is_of_dataclass = (file, code.co_name) == ("<string>", "__init__")
+    return is_standard or is_of_dataclass or file.startswith((_TORCH, _OURS))
+
+
+def _functions_of_autograd() -> Iterator[type[torch.autograd.Function]]:
+    waiting = [torch.autograd.Function]
+    while waiting:
+        kind = waiting.pop()
+        yield kind
+        waiting += kind.__subclasses__()
+
+
+def unrecorded(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Call an op, and note no code if it is torch's: to trace it takes thousands of calls."""
+    tracer = sys.gettrace()
+    if not hasattr(tracer, "is_ours") or op.namespace not in _OPS_OF_TORCH:
+        return op(*args, **kwargs)
+    sys.settrace(None)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        sys.settrace(tracer)

@@ -1,0 +1,1 @@
+"""Graphs over ranges of sizes: symbols, expressions, and what varies with them."""

@@ -1,0 +1,217 @@
+"""A trace for a range of sizes, as the trace at one size of it; and the graph over all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from torch import Tensor, fx
+
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.graph import Op, TrainingGraph, Value
+from remat.graph_capture.joint.nodes import is_tangent, result_bytes, tensors_of
+from remat.graph_capture.prices.profile import flops_of
+from remat.graph_capture.sizes.expressions import evaluated
+from remat.graph_capture.sizes.prices import WorkspacePoint, off_lines, point_of
+from remat.graph_capture.sizes.ranged_graph import Extent, RangedGraph, structure_of
+from remat.graph_capture.sizes.signature import RangedSignature
+from remat.graph_capture.sizes.symbols import Sizes, corner, spread
+from remat.graph_capture.sizes.trace_over_sizes import Environment, at_sizes
+from remat.graph_capture.tracing.resident import resident_of_batch
+from remat.graph_capture.tracing.trace import Trace, edit_traced, joint_of, num_forward_outputs
+
+# The shapes and bytes of a joint graph's values as expressions of the sizes that vary.
+
+
+Evaluated = tuple[Sizes, TrainingGraph]
+"""Sizes, and the graph that was built of the trace at these sizes."""
+
+
+def extents_of(
+    gm: fx.GraphModule, env: Environment, graphs: Sequence[Evaluated]
+) -> dict[str, Extent]:
+    """What varies of each value that varies.
+
+    Parameters
+    ----------
+    gm : the traced joint graph, with symbols. graphs : at some sizes, which the expressions are
+        held against.
+
+    Raises
+    ------
+    CaptureError : the shape of a value is not known as an expression, or not what it is at one of
+        these sizes. The message names the op.
+    """
+    traced = dict(_traced_values(gm, env))
+    found: dict[str, Extent] = {}
+    for same in zip(*(graph.values for _, graph in graphs), strict=True):
+        first = same[0]
+        if all((v.shape, v.size_bytes) == (first.shape, first.size_bytes) for v in same):
+            texts = traced.get(first.name)
+            is_write = not first.size_bytes and not first.shape  # stands for one, and is no tensor
+            if is_write or texts is None or _is_constant(texts):
+                continue
+        extent = traced.get(first.name) or traced.get(first.name.rpartition(".")[0])
+        if extent is None or not _holds_at(extent, same, graphs):
+            raise CaptureError(
+                f"how the shape of {first.name}, which {first.producer or 'the batch'} makes, "
+                "follows from the sizes that vary is not known: leave out of dynamic what it "
+                "depends on"
+            )
+        found[first.name] = extent
+    return found
+
+
+def _holds_at(extent: Extent, values: Sequence[Value], graphs: Sequence[Evaluated]) -> bool:
+    return all(
+        tuple(evaluated(text, sizes) for text in extent.shape) == value.shape
+        and evaluated(extent.size_bytes, sizes) == value.size_bytes
+        for value, (sizes, _) in zip(values, graphs, strict=True)
+    )
+
+
+def _is_constant(extent: Extent) -> bool:
+    return all(text.isdigit() for text in (*extent.shape, extent.size_bytes))
+
+
+def _traced_values(gm: fx.GraphModule, env: Environment) -> Iterator[tuple[str, Extent]]:
+    """Extents by the names that values of each node may have."""
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        several = isinstance(value, (tuple, list))
+        for i, tensor in enumerate(tensors_of(node)):
+            if isinstance(tensor, Tensor):
+                yield (f"{node.name}.{i}" if several else node.name), _extent(node, tensor, env)
+
+
+def _extent(node: fx.Node, tensor: Tensor, env: Environment) -> Extent:
+    shape = tuple(env.text(n) for n in tensor.shape)
+    size_bytes: Any = result_bytes(node, tensor)
+    if is_tangent(node):  # see `Values.add_tangents`
+        size_bytes = tensor.numel() * tensor.element_size()
+    return Extent(shape, env.text(size_bytes))
+
+
+Priced = Callable[[Trace], TrainingGraph]
+WorkspacesOf = Callable[[Trace, Collection[str]], Mapping[str, int]]
+MOST_SIZES = 16
+
+
+def trace_at(trace: Trace, sizes: Sizes) -> Trace:
+    """The trace of a range at one of its sizes. It can be priced, and not compiled.
+
+    Raises
+    ------
+    CaptureError : the step has other ops at these sizes.
+    """
+    env, signature = trace.env, trace.recipe.signature
+    assert env is not None
+    assert isinstance(signature, RangedSignature)
+    batch, device = signature.example_at(sizes), trace.recipe.device
+    recipe = dataclasses.replace(
+        trace.recipe,
+        signature=signature.at(sizes),
+        resident=resident_of_batch(trace.recipe.resident, batch, device),
+    )
+    gm = at_sizes(trace.descriptors.graph_module, env, sizes)
+    edit_traced(gm, recipe)
+    joint = joint_of(gm, num_forward_outputs(trace.descriptors), recipe, trace.repeats)
+    _require_same_structure(trace.graph, joint.graph, sizes)
+    return dataclasses.replace(trace, joint=joint, recipe=recipe, env=None, compiled=True)
+
+
+def ranged_graph_of(
+    trace: Trace, price: Priced, workspaces: WorkspacesOf | None = None
+) -> RangedGraph:
+    """The graph over the range of a trace, priced at its ends and its geometric middle.
+
+    Workspaces that follow no formula are measured at up to `MOST_SIZES` of each size, with the
+    others at their largest.
+
+    Parameters
+    ----------
+    price : asked for the largest sizes first.
+    workspaces : of the named ops of a trace; left out, none are measured beside prices.
+
+    Raises
+    ------
+    CaptureError : the step has other ops at some size, or a size follows in a way not known.
+    """
+    env, signature = trace.env, trace.recipe.signature
+    assert env is not None
+    assert isinstance(signature, RangedSignature)
+    corners = [corner(env.symbols, which) for which in ("low", "middle", "high")]
+    traces = [(sizes, trace_at(trace, sizes)) for sizes in corners]
+    graphs = [(sizes, one.graph) for sizes, one in traces]
+    extents = extents_of(trace.descriptors.graph_module, env, graphs)
+    ranged = RangedGraph(
+        base=graphs[-1][1],
+        symbols=env.symbols,
+        extents=extents,
+        inputs=signature.templates(),
+        batch_bytes=signature.bytes_of_leaves(),
+        guards=signature.guards,
+        traced_hash=trace.graph.hash,
+    )
+    for sizes, graph in graphs:
+        if ranged.at(**sizes) != graph:
+            raise CaptureError(
+                f"the step of {ranged.name} at {dict(sizes)} is not what follows from the range: "
+                "leave out of dynamic what is laid out unlike its batch"
+            )
+    priced = [price(one) for _, one in reversed(traces)][::-1]
+    base = msgspec.structs.replace(
+        ranged.base, device=priced[-1].device, resident=priced[-1].resident
+    )
+    points = tuple(
+        point_of(
+            sizes,
+            msgspec.structs.replace(one.graph, device=base.device),
+            by_price,
+            [_flops(one, op) for op in one.graph.ops],
+        )
+        for (sizes, one), by_price in zip(traces, priced, strict=True)
+    )
+    ranged = msgspec.structs.replace(ranged, base=base, points=points)
+    if workspaces is None:
+        return ranged
+    return _with_workspaces(trace, ranged, [graph for _, graph in graphs], workspaces)
+
+
+def _with_workspaces(
+    trace: Trace, ranged: RangedGraph, graphs: Sequence[TrainingGraph], workspaces: WorkspacesOf
+) -> RangedGraph:
+    """With the workspaces that follow no formula at further sizes."""
+    names = dict.fromkeys(off_lines(graphs, [one.workspace_bytes for one in ranged.points]))
+    if not names:
+        return ranged
+    high, index = corner(ranged.symbols, "high"), ranged.base.op_index
+    more: list[WorkspacePoint] = []
+    known = [one.sizes for one in ranged.points]
+    axes = [{**high, s.name: size} for s in ranged.symbols for size in spread(s, MOST_SIZES)]
+    for sizes in (sizes for sizes in axes if sizes not in known):
+        found = workspaces(trace_at(trace, sizes), names)
+        made = [op.workspace_bytes for op in ranged.at(**sizes).ops]
+        for name, workspace_bytes in found.items():
+            made[index[name]] = workspace_bytes
+        more.append(WorkspacePoint(sizes, tuple(made)))
+    return msgspec.structs.replace(ranged, workspaces=tuple(more))
+
+
+def _flops(trace: Trace, op: Op) -> int:
+    node = trace.joint.node_of_op.get(op.name)
+    return 0 if node is None else flops_of(node)
+
+
+def _require_same_structure(traced: TrainingGraph, graph: TrainingGraph, sizes: Sizes) -> None:
+    if structure_of(traced) == structure_of(graph):
+        return
+    pairs: Sequence[tuple[Op, Op]] = list(zip(traced.ops, graph.ops, strict=False))
+    op = next((b for a, b in pairs if (a.name, a.target) != (b.name, b.target)), graph.ops[-1])
+    place = ", ".join(part for part in (op.module, op.source) if part)
+    raise CaptureError(
+        f"at {dict(sizes)} the step of {graph.name} has other ops than elsewhere in the range, "
+        f"first {op.target} ({place or op.name}): capture a range without these sizes"
+    )

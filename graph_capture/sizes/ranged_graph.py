@@ -1,0 +1,334 @@
+"""A training graph for a range of sizes: the ops and values of one, with sizes as expressions.
+
+It has the same structure at all sizes of its range, so that the steps of a schedule carry over from
+one size to the next. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from remat.graph_capture.devices.table import counted_on
+from remat.graph_capture.errors import GraphError, ShapeError, TextError
+from remat.graph_capture.files import decoded
+from remat.graph_capture.graph import MOST_BYTES, TrainingGraph, Value, are_figures
+from remat.graph_capture.sizes.expressions import bounds_of, evaluated, never_falls
+from remat.graph_capture.sizes.prices import (
+    NOT_ON_DEVICE,
+    PricePoint,
+    PricesOfRange,
+    WorkspacePoint,
+    is_within,
+)
+from remat.graph_capture.sizes.symbols import Guard, Sizes, Symbol, corner, require_in_range
+
+# What holds of the points at which a range was measured, also of those in a file.
+
+
+def check_points(
+    n_ops: int,
+    symbols: Sequence[Symbol],
+    points: Sequence[PricePoint],
+    workspaces: Sequence[WorkspacePoint],
+) -> None:
+    """Raise `GraphError` unless each has a figure for each op, and the last price is at the top."""
+    for one in (*points, *workspaces):
+        if set(one.sizes) != {symbol.name for symbol in symbols}:
+            raise GraphError(f"a range was measured at {one.sizes}, which are not its sizes")
+        _require_figures(n_ops, one.sizes, one.workspace_bytes, MOST_BYTES)
+    for point in points:
+        _require_figures(n_ops, point.sizes, point.cost_us, math.inf)
+        _require_figures(n_ops, point.sizes, point.flops, math.inf)
+        _require_figures(n_ops, point.sizes, [0] * len(point.origins), math.inf)
+        # Extra bytes may be less than none: a GPU's random state is smaller than the CPU's.
+        kept = (*point.extra_bytes.values(), point.libraries_bytes)
+        if point.libraries_bytes < 0 or not all(abs(one) < MOST_BYTES for one in kept):
+            raise GraphError(f"bytes at {point.sizes} are negative, or too many")
+    if points and not is_within(corner(symbols, "high"), points[-1].sizes):
+        raise GraphError(f"a range was priced up to {points[-1].sizes}, and goes further")
+
+
+def _require_figures(
+    n_ops: int, sizes: dict[str, int], figures: Sequence[float], most: float
+) -> None:
+    if len(figures) != n_ops:
+        raise GraphError(f"at {sizes} there are figures of {len(figures)} ops, not of {n_ops}")
+    if not are_figures(*figures) or any(one >= most for one in figures):
+        raise GraphError(f"a figure at {sizes} is negative, or too large")
+
+
+RANGED_VERSION = 1
+SHOWN = 5
+"""Values that a range's text shows: the largest ones."""
+
+
+class Extent(msgspec.Struct, frozen=True):
+    """What varies of a value: its `shape`, each entry an expression, and its bytes."""
+
+    shape: tuple[str, ...]
+    size_bytes: str
+
+
+class RangedGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
+    """One training step for all sizes of a range.
+
+    Attributes
+    ----------
+    base : the step at the largest sizes. symbols : the sizes that vary, with their ranges.
+    extents : by name, values whose shape or bytes vary. inputs : lines of the signature, with the
+        sizes that vary in braces. batch_bytes : of the batch's tensors, each an expression.
+    guards : what the trace asks of the sizes; they hold at all sizes of the range.
+    points : the sizes at which ops were priced; none for an unpriced graph.
+    workspaces : further sizes at which workspaces were measured.
+    traced_hash : of the graph at the sizes that were traced with, by which it is traced again.
+    """
+
+    base: TrainingGraph
+    symbols: tuple[Symbol, ...]
+    extents: dict[str, Extent]
+    inputs: tuple[str, ...]
+    batch_bytes: tuple[str, ...]
+    guards: tuple[Guard, ...] = ()
+    points: tuple[PricePoint, ...] = ()
+    workspaces: tuple[WorkspacePoint, ...] = ()
+    traced_hash: str = ""
+    schema_version: int = RANGED_VERSION
+
+    def __post_init__(self) -> None:
+        if self.schema_version != RANGED_VERSION:
+            raise GraphError(
+                f"this file of a range has schema version {self.schema_version}, this release "
+                f"reads {RANGED_VERSION}: capture the model again"
+            )
+        check_points(len(self.base.ops), self.symbols, self.points, self.workspaces)
+
+    @property
+    def name(self) -> str:
+        """The model's class."""
+        return self.base.name
+
+    @property
+    def top(self) -> TrainingGraph:
+        """The graph at the largest sizes."""
+        return self.at(**corner(self.symbols, "high"))
+
+    def at(self, **sizes: int) -> TrainingGraph:
+        """The graph of the step at these sizes, as a capture at these sizes would be.
+
+        Costs are fitted between the sizes that were priced. Workspaces, and what kernels keep
+        beyond their results, are those at the next sizes that were measured, the larger ones, where
+        they follow no formula.
+
+        Raises
+        ------
+        SignatureError : a size is missing, unknown or out of its range.
+        """
+        point = require_in_range(self.symbols, sizes)
+        return self._graph(point, functools.cache(lambda text: evaluated(text, point)))
+
+    def bounding(self, part: Sequence[Symbol]) -> TrainingGraph:
+        """The graph at the largest sizes of a part of the range, with bytes that bound the part.
+
+        Batch, values and workspaces take at least what they take at any size of the part. So what
+        the judge says of a schedule's peak here, no size of the part exceeds. Costs are those of
+        the largest sizes.
+
+        Raises
+        ------
+        SignatureError : the part is not within the range.
+        """
+        low = require_in_range(self.symbols, corner(part, "low"))
+        high = require_in_range(self.symbols, corner(part, "high"))
+        if self.rising:
+            most = functools.cache(lambda text: evaluated(text, high))
+        else:
+            most = functools.cache(lambda text: bounds_of(text, low, high)[1])
+        return self._graph(high, most, is_bound=True)
+
+    def _graph(
+        self, point: Sizes, bytes_of: Callable[[str], int], *, is_bound: bool = False
+    ) -> TrainingGraph:
+        shape_of = functools.cache(lambda text: evaluated(text, point))
+        counted = counted_on(self.base.device)
+        graph = msgspec.structs.replace(
+            self.base,
+            values=tuple(self._value(value, shape_of, bytes_of) for value in self.base.values),
+            inputs=tuple(line.format(**point) for line in self.inputs),
+            resident=msgspec.structs.replace(
+                self.base.resident,
+                batch_bytes=sum(counted(bytes_of(text)) for text in self.batch_bytes),
+            ),
+        )
+        return self.prices.priced(graph, point, is_bound=is_bound) if self.points else graph
+
+    @functools.cached_property
+    def prices(self) -> PricesOfRange:
+        """The prices of ops at any size, from those at `points`."""
+        plain = msgspec.structs.replace(self, points=())
+        # They may be out of the range, where it is a part of the one that was priced.
+        graphs, more = (
+            [plain._graph(one.sizes, functools.partial(evaluated, sizes=one.sizes)) for one in each]
+            for each in (self.points, self.workspaces)
+        )
+        return PricesOfRange(self.points, graphs, self.workspaces, more)
+
+    def _value(
+        self, value: Value, shape_of: Callable[[str], int], bytes_of: Callable[[str], int]
+    ) -> Value:
+        extent = self.extents.get(value.name)
+        if extent is None:
+            return value
+        return msgspec.structs.replace(
+            value,
+            shape=tuple(map(shape_of, extent.shape)),
+            size_bytes=bytes_of(extent.size_bytes),
+        )
+
+    @functools.cached_property
+    def rising(self) -> bool:
+        """Whether no value and no batch takes more bytes where a size is smaller, by its form.
+
+        What was measured is taken so that it does not: see `bounding`.
+        """
+        return not self.not_rising()
+
+    def not_rising(self) -> tuple[str, ...]:
+        """Values whose bytes may fall where a size grows, as far as their form tells."""
+        least = corner(self.symbols, "low")
+        texts = {name: extent.size_bytes for name, extent in self.extents.items()}
+        texts |= {f"batch tensor {i}": text for i, text in enumerate(self.batch_bytes)}
+        known = {text: never_falls(text, least) for text in set(texts.values())}
+        return tuple(name for name, text in texts.items() if not known[text])
+
+    def size_text(self, name: str) -> str:
+        """Bytes of a value in terms of the sizes: ``4·seq·64·4 B``.
+
+        The last factor is the bytes of an element, where the bytes are those of all elements.
+        """
+        extent, value = self.extents.get(name), self.base.value_by_name[name]
+        if extent is None:
+            return f"{value.size_bytes} B"
+        point = corner(self.symbols, "high")
+        elements = functools.reduce(lambda n, text: n * evaluated(text, point), extent.shape, 1)
+        size_bytes = evaluated(extent.size_bytes, point)
+        if extent.shape and elements and size_bytes % elements == 0:
+            return "·".join([*map(_factor, extent.shape), str(size_bytes // elements)]) + " B"
+        return extent.size_bytes.replace("*", "·") + " B"
+
+    def to_json(self) -> bytes:
+        """Encode as JSON; `from_json` reads it back to an equal one."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, data: bytes | str) -> RangedGraph:
+        """Read what `to_json` has written.
+
+        Raises
+        ------
+        GraphError : the text is no graph over a range, or of another schema version.
+        """
+        try:
+            return decoded(data, cls)
+        except ShapeError as error:
+            raise GraphError(f"not a file of a range of this release: {error}") from error
+        except TextError as error:
+            raise GraphError(f"not a JSON file of a range: {error}") from error
+
+    def __str__(self) -> str:
+        made = [v for v in self.base.values if v.producer and v.name in self.extents]
+        largest = sorted(made, key=lambda value: -value.size_bytes)[:SHOWN]
+        lines = [f"  {value.name}: {self.size_text(value.name)}" for value in largest]
+        asked = [f"  {guard.text}" for guard in self.guards]
+        heads = [repr(self), "largest values:", *lines]
+        return "\n".join(heads + (["guards:", *asked] if asked else []))
+
+    def __repr__(self) -> str:
+        ranges = ", ".join(map(str, self.symbols))
+        return f"RangedGraph({ranges}; at the largest: {self.base!r})"
+
+
+def _factor(text: str) -> str:
+    return f"({text})" if any(sign in text for sign in "+-% ") else text.replace("*", "·")
+
+
+def structure_of(graph: TrainingGraph) -> tuple[Any, ...]:
+    """What two sizes of one step have in common: ops and values, without shapes and prices."""
+    ops = [(op.name, op.target, op.phase, op.inputs, op.outputs, op.pinned) for op in graph.ops]
+    values = [(value.name, value.producer, value.kind, value.dtype) for value in graph.values]
+    return ops, values, graph.forward_outputs, graph.outputs
+
+
+# Bytes of all values and workspaces at any sizes of a range, as arrays.
+#
+# They are those of `RangedGraph.bounding`, without a graph being made. Searches over sizes ask for
+# them at hundreds of points; what they find is judged on graphs.
+
+
+Ints = NDArray[np.int64]
+
+
+class PartBytes(NamedTuple):
+    """`values` : of each value in the graph's order. `workspaces` : of each op."""
+
+    values: Ints
+    workspaces: Ints
+    resident_bytes: int
+
+
+class BytesOver:
+    """Bytes of one graph over a range, for any part of it."""
+
+    def __init__(self, graph: RangedGraph) -> None:
+        self.graph = graph
+        named = [graph.extents.get(value.name) for value in graph.base.values]
+        texts = [
+            str(value.size_bytes) if extent is None else extent.size_bytes
+            for value, extent in zip(graph.base.values, named, strict=True)
+        ]
+        self._texts = list(dict.fromkeys(texts))
+        place = {text: i for i, text in enumerate(self._texts)}
+        self._which = np.array([place[text] for text in texts], dtype=np.int64)
+        self._index = {value.name: i for i, value in enumerate(graph.base.values)}
+        self._counted = counted_on(graph.base.device)
+        self._known: dict[tuple[Symbol, ...], PartBytes] = {}
+
+    def of(self, part: Sequence[Symbol]) -> PartBytes:
+        """What bounds the bytes at all sizes of a part."""
+        key = tuple(part)
+        if key not in self._known:
+            self._known[key] = self._of(key)
+        return self._known[key]
+
+    def _of(self, part: tuple[Symbol, ...]) -> PartBytes:
+        graph, high = self.graph, corner(part, "high")
+        # Of a graph that no price was taken of, sizes are as they are: see `RangedGraph.at`.
+        counted = self._counted if graph.points else int
+        distinct = [self._bytes(text, part) for text in self._texts]
+        plain = np.array(distinct, dtype=np.int64)[self._which]
+        values = np.array(list(map(counted, distinct)), dtype=np.int64)[self._which]
+        workspaces = np.array([op.workspace_bytes for op in graph.base.ops], dtype=np.int64)
+        libraries_bytes = graph.base.resident.libraries_bytes
+        if graph.points:
+            workspaces = graph.prices.workspaces_at(high, plain, is_bound=True)
+            libraries_bytes = graph.prices.libraries_at(high)
+            for name, extra in graph.prices.extra_at(high, plain, is_bound=True).items():
+                i = self._index[name]
+                values[i] = 0 if extra == NOT_ON_DEVICE else values[i] + extra
+        batch_bytes = sum(self._counted(self._bytes(text, part)) for text in graph.batch_bytes)
+        resident = msgspec.structs.replace(
+            graph.base.resident, batch_bytes=batch_bytes, libraries_bytes=libraries_bytes
+        )
+        return PartBytes(values, workspaces, resident.total_bytes)
+
+    def _bytes(self, text: str, part: tuple[Symbol, ...]) -> int:
+        high = corner(part, "high")
+        if self.graph.rising:
+            return evaluated(text, high)
+        return bounds_of(text, corner(part, "low"), high)[1]

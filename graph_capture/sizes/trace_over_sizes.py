@@ -1,0 +1,300 @@
+"""Torch's symbols for the sizes that vary, and the guards that a trace with them leaves.
+
+A size is a symbol times what it is a multiple of, so that nothing need be asked about remainders.
+The range of each symbol is told to torch before the trace. What then stays open, and is asked by
+torch or by the model, becomes a guard: it is noted with the op and the line that asked.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from types import FrameType
+from typing import Any, cast
+
+import sympy
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+from torch._dynamo.source import ConstantSource
+from torch._ops import OpOverload
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy.functions import Max
+from torch.utils._sympy.printers import PythonPrinter
+from torch.utils._sympy.value_ranges import bound_sympy
+
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.joint.nodes import storage_key, target_name
+from remat.graph_capture.joint.provenance import is_users, source_of
+from remat.graph_capture.sizes.expressions import FloatOfSizes, SizeArgument
+from remat.graph_capture.sizes.signature import RangedSignature
+from remat.graph_capture.sizes.symbols import Guard, Symbol, number_of_points, points
+from remat.graph_capture.tracing.signature import Signature
+
+MOST_POINTS = 1 << 14
+"""Sizes at which a question of the model's code is answered, to know that all give one answer."""
+
+
+class Environment:
+    """The symbols of one trace.
+
+    Attributes
+    ----------
+    shape_env : torch's. symbols : the sizes that vary. hints : the sizes that are traced with.
+    size : torch's symbolic size, by name.
+    """
+
+    def __init__(self, symbols: Sequence[Symbol], hints: Mapping[str, int]) -> None:
+        # As without symbols, a size that is data, or a value that code looks at, is refused.
+        self.shape_env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+        self.symbols, self.hints = tuple(symbols), dict(hints)
+        self._noted = _NotedGuards()
+        self.shape_env.guards = self._noted
+        self._named: dict[sympy.Symbol, sympy.Expr] = {}
+        self._whole: dict[sympy.Symbol, Any] = {}
+        self._multiple: dict[sympy.Symbol, Symbol] = {}
+        self._values: dict[tuple[Any, ...], dict[sympy.Expr, int]] = {}
+        self._texts: dict[sympy.Expr, str] = {}
+        self.size: dict[str, Any] = {}
+        for symbol in self.symbols:
+            self.size[symbol.name] = self._size_of(symbol)
+
+    def _size_of(self, symbol: Symbol) -> Any:
+        steps, source = self.hints[symbol.name] // symbol.multiple, ConstantSource(symbol.name)
+        made: Any = self.shape_env.create_symbol(steps, source, DimDynamic.DYNAMIC, None)
+        # The range may be a part of one that was traced, with sizes that are out of it.
+        least = min(symbol.low // symbol.multiple, steps)
+        most = max(symbol.high // symbol.multiple, steps)
+        self.shape_env.constrain_symbol_range(made, least, most)
+        named: Any = sympy.Symbol(symbol.name, integer=True, positive=True)
+        self._named[made] = named
+        self._multiple[made] = symbol
+        self._whole[made] = named / symbol.multiple
+        return self.shape_env.create_symintnode(made, hint=steps, source=source) * symbol.multiple
+
+    def value(self, number: Any, sizes: Mapping[str, int]) -> Any:
+        """A number of the trace at these sizes."""
+        if not isinstance(number, torch.SymInt):
+            return number
+        expr, point = number.node.expr, tuple(sizes.items())
+        known = self._values.setdefault(point, {})
+        if expr not in known:
+            at = {s: sizes[one.name] // one.multiple for s, one in self._multiple.items()}
+            known[expr] = int(expr.xreplace(at) if at else expr)
+        return known[expr]
+
+    def points_of(self, numbers: Iterable[Any]) -> list[dict[str, int]]:
+        """All sizes of the symbols in these numbers, the largest last; none if these are many."""
+        exprs = [number.node.expr for number in numbers if isinstance(number, torch.SymInt)]
+        found = {one for expr in exprs for one in expr.free_symbols}
+        symbols = [symbol for made, symbol in self._multiple.items() if made in found]
+        if number_of_points(symbols) > MOST_POINTS:
+            return []
+        return [{**self.hints, **sizes} for sizes in points(symbols)]
+
+    def text(self, number: Any) -> str:
+        """A number of the trace as an expression of sizes, see `shapes/expressions.py`."""
+        if not isinstance(number, torch.SymInt):
+            return str(number)
+        return self.text_of(number.node.expr)
+
+    def text_of(self, expr: Any) -> str:
+        """An expression of torch's in terms of named sizes."""
+        if expr not in self._texts:
+            self._texts[expr] = self._printed(self._without_max(expr))
+        return self._texts[expr]
+
+    def _without_max(self, expr: Any) -> Any:
+        """`expr` with the larger of two in their place, where the ranges tell which one it is."""
+        for one in expr.atoms(sympy.Max, Max):
+            for arg in one.args:
+                others = [other for other in one.args if other is not arg]
+                least = self._bounds(arg).lower
+                if all(self._bounds(other).upper <= least for other in others):
+                    return self._without_max(expr.xreplace({one: arg}))
+        return expr
+
+    def _bounds(self, expr: Any) -> Any:
+        return bound_sympy(expr, self.shape_env.var_to_range)
+
+    def _printed(self, expr: Any) -> str:
+        whole = sympy.expand(expr.xreplace(self._whole))
+        if not expr.atoms(sympy.Function) and _has_integers(whole):
+            return PythonPrinter().doprint(whole)
+        return self._with_multiples(
+            PythonPrinter().doprint(sympy.expand(expr.xreplace(self._named)))
+        )
+
+    def _with_multiples(self, printed: str) -> str:
+        """In steps of more than 1, torch's symbol is the number of steps."""
+        for symbol in self.symbols:
+            if symbol.multiple > 1:
+                steps = f"({symbol.name}//{symbol.multiple})"
+                printed = re.sub(rf"\b{symbol.name}\b", steps, printed)
+        return printed
+
+    def in_words(self, said: str) -> str:
+        """What torch says of the trace, with its symbols by the names of sizes."""
+        for made, symbol in self._multiple.items():
+            times = f"{symbol.multiple}*" if symbol.multiple > 1 else ""
+            said = re.sub(rf"(?:{re.escape(times)})?\b{made}\b", symbol.name, said)
+        ranges = " and ".join(map(str, self.symbols))
+        return (
+            f"{said}. The step was traced for {ranges}: a size that the model has written into it, "
+            "or that it asks more of, cannot vary so. Leave it out of dynamic, or narrow its range"
+        )
+
+    def guards(self) -> tuple[Guard, ...]:
+        """What the trace has asked of the sizes, each once."""
+        pairs = zip(self._noted, self._noted.places, strict=True)
+        found = (Guard(self.text_of(guard.expr), *place) for guard, place in pairs)
+        return tuple(dict.fromkeys(found))
+
+
+def environment_of(signature: Signature) -> Environment | None:
+    """Symbols for a trace of batches of a range; None for a signature of one size."""
+    if not isinstance(signature, RangedSignature):
+        return None
+    return Environment(signature.symbols, signature.hints)
+
+
+def _has_integers(expr: Any) -> bool:
+    return all(number.is_Integer for number in expr.atoms(sympy.Rational))
+
+
+class _NotedGuards(list[Any]):
+    """The guards of a `ShapeEnv`, each with the op and the line that asked for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[tuple[str, str]] = []
+
+    def append(self, item: Any) -> None:
+        super().append(item)
+        self.places.append(_who_asks())
+
+
+def _who_asks() -> tuple[str, str]:
+    """The op whose kernel is traced, and the innermost line of the user's that runs."""
+    frame: FrameType | None = sys._getframe(2)
+    op, line = "", ""
+    while frame is not None and not line:
+        func = frame.f_locals.get("func")
+        if not op and isinstance(func, OpOverload):
+            op = str(func)
+        if is_users(frame):
+            line = source_of(frame)
+        frame = frame.f_back
+    return op, line
+
+
+# A joint graph at given sizes, from one with symbols: the same ops, and numbers for the symbols.
+#
+# All that reads a joint graph then sees what a trace at these sizes would have: tensors of plain
+# shapes, of which those that share memory still do. The numbers that follow from the sizes are
+# `SizeArgument`s.
+
+
+SYMBOLIC = "remat_symbolic"
+"""Key of a node's meta: its traced value, with symbols."""
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_NO_NAMES: dict[str, Any] = {"__builtins__": {}, "max": max, "min": min}
+
+
+def at_sizes(gm: fx.GraphModule, env: Environment, sizes: Mapping[str, int]) -> fx.GraphModule:
+    """A copy of the joint graph `gm` with numbers in place of symbols.
+
+    Raises
+    ------
+    CaptureError : an op takes a number that is computed of sizes in a way that is not known here.
+    """
+    return _AtSizes(gm, env, sizes).copy()
+
+
+class _AtSizes:
+    def __init__(self, gm: fx.GraphModule, env: Environment, sizes: Mapping[str, int]) -> None:
+        self.gm, self.env, self.sizes = gm, env, sizes
+        self.copies: dict[fx.Node, fx.Node] = {}
+        self.storages: dict[int, Any] = {}
+
+    def copy(self) -> fx.GraphModule:
+        graph = fx.Graph()
+        for node in self.gm.graph.nodes:
+            if isinstance(node.meta.get("val"), _NUMBERS) and node.op != "output":
+                continue
+            args, kwargs = pytree.tree_map(self._argument, (tuple(node.args), dict(node.kwargs)))
+            copy = graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
+            copy.meta = dict(node.meta)
+            if "val" in node.meta:
+                copy.meta[SYMBOLIC] = node.meta["val"]
+                copy.meta["val"] = pytree.tree_map_only(Tensor, self._tensor, node.meta["val"])
+            self.copies[node] = copy
+        return fx.GraphModule(self.gm, graph)
+
+    def _argument(self, leaf: Any) -> Any:
+        if isinstance(leaf, fx.Node):
+            value = leaf.meta.get("val")
+            if not isinstance(value, _NUMBERS) or leaf.op == "output":
+                return self.copies[leaf]
+            return self._number(value, leaf)
+        return self._number(leaf, None) if isinstance(leaf, _NUMBERS) else leaf
+
+    def _number(self, value: Any, node: fx.Node | None) -> Any:
+        if isinstance(value, torch.SymInt):
+            number = self.env.value(value, self.sizes)
+            text = self.env.text(value)
+            return number if text.lstrip("-").isdigit() else SizeArgument(number, text)
+        if node is None or isinstance(value, torch.SymBool):
+            raise CaptureError(
+                f"an op takes {value}, which is made of sizes that vary, and no plan for a range "
+                "can make it again: leave those sizes out of dynamic"
+            )
+        bound: dict[str, Any] = {}
+        text = self._code(node, bound)
+        names = {**bound, **self.sizes}
+        return FloatOfSizes(float(eval(text, dict(_NO_NAMES), names)), text, bound)
+
+    def _code(self, leaf: Any, bound: dict[str, Any]) -> str:
+        """Python that computes what the trace has computed of sizes, by the same functions."""
+        if not isinstance(leaf, fx.Node):
+            return f"({leaf!r})"
+        value = leaf.meta.get("val")
+        if isinstance(value, torch.SymInt):
+            return f"({self.env.text(value)})"
+        if not isinstance(value, torch.SymFloat) or leaf.kwargs or not callable(leaf.target):
+            raise CaptureError(
+                f"{target_name(leaf)} computes a number of sizes that vary, and no plan for a "
+                "range can do so again: leave those sizes out of dynamic"
+            )
+        name = f"_f{len(bound)}"
+        bound[name] = leaf.target
+        return f"{name}({', '.join(self._code(arg, bound) for arg in leaf.args)})"
+
+    def _tensor(self, traced: Tensor) -> Tensor:
+        """`traced` at the sizes, in the storage of those that it shares one with."""
+        if traced.layout != torch.strided:
+            return traced
+        storage = traced.untyped_storage()
+        size_bytes: Any = storage.nbytes()
+        geometry = [*traced.shape, *traced.stride(), traced.storage_offset(), size_bytes]
+        if not any(isinstance(number, torch.SymInt) for number in geometry):
+            return traced
+        shape = [self.env.value(n, self.sizes) for n in traced.shape]
+        stride = [self.env.value(n, self.sizes) for n in traced.stride()]
+        offset = self.env.value(cast("Any", traced.storage_offset()), self.sizes)
+        mode: Any = getattr(traced, "fake_mode")  # noqa: B009
+        with mode, torch.no_grad():
+            key = storage_key(traced)
+            if key not in self.storages:
+                held = self.env.value(size_bytes, self.sizes)
+                is_symbolic = isinstance(size_bytes, torch.SymInt)
+                made = torch.empty(held, dtype=torch.uint8, device=traced.device)
+                self.storages[key] = made.untyped_storage() if is_symbolic else storage
+            view = torch.empty(0, dtype=traced.dtype, device=traced.device)
+            view.set_(self.storages[key], offset, shape, stride)
+        return view.requires_grad_(traced.requires_grad) if _may_need(traced) else view
+
+
+def _may_need(traced: Tensor) -> bool:
+    return traced.requires_grad and (traced.is_floating_point() or traced.is_complex())

@@ -1,0 +1,440 @@
+"""Files without a name, for values of a running step and for the meter of a folder.
+
+A file is opened without a name (``O_TMPFILE``, Linux), so no exception, no Ctrl-C and no
+``kill -9`` leaves one behind. Where a folder has no such files, as on a network file system, a file
+is unlinked right after it is opened. It is written and read past the page cache (``O_DIRECT``) if
+the folder takes that, as the cache would be memory that nobody planned for; else through it. The
+values of a step share one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import errno
+import mmap
+import os
+import platform
+import queue
+import shutil
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from remat.graph_capture.errors import FileError, TierError, option
+
+# What is told when an object has ended, by C code alone.
+#
+# Python raises Ctrl-C between two of its bytecodes. It drops what a callback raises, so a callback
+# that is written in Python may end before it has closed or noted anything. The callbacks here are
+# methods of C: they put the fact on a queue, and another thread, where Ctrl-C is never heard, or a
+# later call does the rest.
+
+
+Fact = TypeVar("Fact")
+
+
+class Ending(weakref.ref[Any], Generic[Fact]):
+    """Calls `hear`, a method of C, with itself when `thing` has ended; it has to live until then.
+
+    Attributes
+    ----------
+    fact : what it has to tell.
+    """
+
+    fact: Fact
+
+    def __new__(cls, thing: Any, hear: Callable[[Any], Any], fact: Fact) -> Ending[Fact]:
+        """A weak reference with a fact."""
+        self = super().__new__(cls, thing, hear)
+        self.fact = fact
+        return self
+
+    def __init__(self, thing: Any, hear: Callable[[Any], Any], fact: Fact) -> None:
+        """As `weakref.ref` takes them, which is told of no fact."""
+        super().__init__(thing, hear)  # pyright: ignore[reportCallIssue]
+
+
+class Closer:
+    """Closes the descriptor of each object that has ended, in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._ended: queue.SimpleQueue[Ending[int] | None] = queue.SimpleQueue()
+        self._open: dict[int, Ending[int]] = {}
+        self._thread = threading.Thread(target=self._run, name="remat-closing", daemon=True)
+        self._thread.start()
+
+    def watch(self, thing: Any, descriptor: int) -> None:
+        """Close `descriptor` once `thing` has ended; at the end of the process the system does."""
+        ending = Ending(thing, self._ended.put, descriptor)
+        self._open[id(ending)] = ending
+
+    def end(self) -> None:
+        """Close those whose objects have ended by now, and end the thread."""
+        self._ended.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (ending := self._ended.get()) is not None:
+            os.close(ending.fact)
+            del self._open[id(ending)], ending
+
+
+_closers: list[Closer] = []
+_starting = threading.Lock()
+
+
+def closer() -> Closer:
+    """The one of this process."""
+    with _starting:
+        if not _closers:
+            _closers.append(Closer())
+        return _closers[0]
+
+
+def _end() -> None:
+    """What ends later, in another function of `atexit`, the system closes."""
+    for one in _closers:
+        one.end()
+
+
+def _forget() -> None:
+    """A forked process has the thread of its parent in name only."""
+    global _starting
+    _starting = threading.Lock()
+    _closers.clear()
+
+
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_forget)
+atexit.register(_end)
+
+
+# One open file that many values lie in: a process may have few files open, often 1,024.
+#
+# Each value has a range of whole blocks. That a value has ended is noted by a method of C
+# (`endings.py`), and looked at when the next range is taken. The file is closed when no range of it
+# is left, so with the last value of a step.
+
+
+BLOCK_BYTES = 4096
+"""Direct reads and writes have multiples of it, from memory and at offsets that are such."""
+UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.ENOSYS)
+"""What systems answer that do not know a way of opening or writing."""
+
+Range = tuple[int, int]
+"""Where it begins, and where it ends, in bytes of the file."""
+
+
+class SharedFile:
+    """An open file, closed when nothing holds this object any more.
+
+    Attributes
+    ----------
+    descriptor : of the file. is_direct : whether it goes past the page cache.
+    size_bytes : of all ranges, and of the gaps between them.
+    """
+
+    def __init__(self, descriptor: int, is_direct: bool) -> None:
+        self.descriptor, self.is_direct = descriptor, is_direct
+        closer().watch(self, descriptor)
+        self.size_bytes, self._gaps = 0, list[Range]()
+        self._ended: queue.SimpleQueue[Ending[Range]] = queue.SimpleQueue()
+        self._held: dict[int, Ending[Range]] = {}
+        self._taking = threading.Lock()
+
+    def take(self, holder: Any, size_bytes: int) -> int:
+        """Where a free range of so many bytes begins; it is free again once `holder` has ended.
+
+        Raises
+        ------
+        OSError : the disk has no room for it.
+        """
+        size_bytes = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
+        with self._taking:
+            self._gather()
+            gaps = [gap for gap in self._gaps if gap[1] - gap[0] >= size_bytes]
+            if not gaps:
+                self._grow(size_bytes)
+                gaps = self._gaps[-1:] if size_bytes else [(0, 0)]
+            start, end = min(gaps, key=lambda gap: gap[1] - gap[0])
+            if size_bytes:
+                self._gaps.remove((start, end))
+                self._give_back((start + size_bytes, end))
+            ending = Ending(holder, self._ended.put, (start, start + size_bytes))
+            self._held[id(ending)] = ending
+        return start
+
+    def _gather(self) -> None:
+        """Take back the ranges whose holders have ended."""
+        while not self._ended.empty():
+            ending = self._ended.get()
+            del self._held[id(ending)]
+            self._give_back(ending.fact)
+
+    def _give_back(self, given: Range) -> None:
+        """Add a gap, as one with those that it touches."""
+        start, end = given
+        if start == end:
+            return
+        for gap in [gap for gap in self._gaps if gap[1] == start or gap[0] == end]:
+            self._gaps.remove(gap)
+            start, end = min(start, gap[0]), max(end, gap[1])
+        self._gaps.append((start, end))
+
+    def _grow(self, size_bytes: int) -> None:
+        """Have a last gap of so many bytes. A full disk is an error now, not amid a copy."""
+        end = self.size_bytes
+        at_end = (gap[1] - gap[0] for gap in self._gaps if gap[1] == end)
+        more_bytes = size_bytes - sum(at_end)
+        try:
+            if more_bytes:
+                os.posix_fallocate(self.descriptor, end, more_bytes)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+        self.size_bytes = end + more_bytes
+        self._give_back((end, self.size_bytes))
+
+
+HOST_FOLDER = "REMAT_OFFLOAD"
+"""The environment variable that names the folder of a CPU's host tier."""
+CHUNK_BYTES = 4 << 20
+"""One write or read. On an NVMe disk, larger ones were no faster."""
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_NAMELESS = getattr(os, "O_TMPFILE", 0)
+_CALLS = ("posix_fallocate", "preadv", "pwrite", "statvfs")
+"""What all of this is done by. Linux has them; Windows has none, and macOS not the first."""
+
+_of_thread = threading.local()
+
+
+def missing_calls() -> list[str]:
+    """The calls that this system lacks: where there are any, no value can be kept in a file."""
+    return [name for name in _CALLS if not hasattr(os, name)]
+
+
+def require_calls(tier: str) -> None:
+    """Raise `TierError` on a system that cannot keep values in files."""
+    if missing := missing_calls():
+        raise TierError(
+            f"plan without {tier}: it keeps values in files, which remat does on Linux alone "
+            f"({platform.system()} lacks os.{', os.'.join(missing)})"
+        )
+
+
+class Folder:
+    """A folder for nameless files, and the way in which it takes them.
+
+    Attributes
+    ----------
+    path : of the folder. is_direct : whether its files go past the page cache.
+    is_nameless : whether they never have a name.
+
+    Raises
+    ------
+    TierError : no file can be made there, or the system has no such files.
+    """
+
+    def __init__(self, path: str, tier: str) -> None:
+        require_calls(tier)
+        self.path, self.tier = path, tier
+        self.is_nameless, self.is_direct = bool(_NAMELESS), bool(_DIRECT)
+        self._open: Callable[[], SharedFile | None] = lambda: None
+        self._opening = threading.Lock()
+        try:
+            self._try_ways()
+        except OSError as error:
+            raise TierError(
+                f"values cannot be kept in {path}, the folder of the {tier} tier: "
+                f"{error.strerror or error}. {self._way_out}"
+            ) from error
+
+    def _try_ways(self) -> None:
+        """Take the first way in which a block can be written and read again."""
+        ways = [(nameless, direct) for nameless in (True, False) for direct in (True, False)]
+        for self.is_nameless, self.is_direct in ways:
+            if self.is_nameless > bool(_NAMELESS) or self.is_direct > bool(_DIRECT):
+                continue
+            try:
+                self._try_block()
+                return
+            except OSError as error:
+                is_last = (self.is_nameless, self.is_direct) == ways[-1]
+                if is_last or error.errno not in UNSUPPORTED:
+                    raise
+
+    def _try_block(self) -> None:
+        file, block = File(self, BLOCK_BYTES), memoryview(_bounce()[0])[:BLOCK_BYTES]
+        file.write_block(block, 0)
+        file.read_block(block, 0)
+
+    def require_room(self, size_bytes: int) -> None:
+        """Raise `TierError` if the file system has less than `size_bytes` free."""
+        found = os.statvfs(self.path)
+        free_bytes = found.f_bavail * found.f_frsize
+        if free_bytes < size_bytes:
+            raise TierError(
+                f"{self.path}, the folder of the {self.tier} tier, has {free_bytes} bytes free, "
+                f"and the plan keeps up to {size_bytes} there. {self._way_out}"
+            )
+
+    @property
+    def _way_out(self) -> str:
+        where = (
+            f"give {option('nvme')} another folder" if self.tier == "nvme" else f"set {HOST_FOLDER}"
+        )
+        return f"Make room or {where}, or solve without offloading"
+
+    def file(self) -> SharedFile:
+        """The file that values are in now: the one that is open, or a new one."""
+        with self._opening:
+            found = self._open()
+            if found is None or found.is_direct != self.is_direct:
+                found = SharedFile(self._new(), self.is_direct)
+                self._open = weakref.ref(found)
+            return found
+
+    def _new(self) -> int:
+        """A new file's descriptor."""
+        flags = os.O_RDWR | (_DIRECT if self.is_direct else 0)
+        if self.is_nameless:
+            return os.open(self.path, flags | _NAMELESS, 0o600)
+        descriptor, name = tempfile.mkstemp(prefix="remat-", dir=self.path)
+        try:
+            if not self.is_direct:
+                return descriptor
+            try:
+                return os.open(name, flags)
+            finally:
+                os.close(descriptor)
+        finally:
+            os.unlink(name)
+
+
+class File:
+    """The bytes of one value, in a file of a folder, while anything holds this object.
+
+    Raises
+    ------
+    OSError : no file can be opened, or the disk has no room for all of it.
+    """
+
+    def __init__(self, folder: Folder, size_bytes: int) -> None:
+        self.shared, self.size_bytes = folder.file(), size_bytes
+        self.is_direct, self.descriptor = self.shared.is_direct, self.shared.descriptor
+        self.start = self.shared.take(self, size_bytes)
+
+    def write_from(self, address: int) -> None:
+        """Fill the file from memory."""
+        for start, block, in_memory in self._blocks(address):
+            if in_memory:
+                ctypes.memmove(in_memory, address + start, min(len(block), self.left(start)))
+            self.write_block(block, start)
+
+    def read_to(self, address: int) -> None:
+        """Fill memory from the file."""
+        for start, block, in_memory in self._blocks(address):
+            self.read_block(block, start)
+            if in_memory:
+                ctypes.memmove(address + start, in_memory, min(len(block), self.left(start)))
+
+    def copy_to(self, other: File) -> None:
+        """Fill another file from this one."""
+        buffer = memoryview(_bounce()[0])
+        for start in range(0, self.size_bytes, CHUNK_BYTES):
+            size_bytes = min(CHUNK_BYTES, self.left(start))
+            self.read_block(buffer[: self.moved_bytes(size_bytes)], start)
+            other.write_block(buffer[: other.moved_bytes(size_bytes)], start)
+
+    def moved_bytes(self, size_bytes: int) -> int:
+        """What is written or read for so many bytes: whole blocks past the page cache."""
+        return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES if self.is_direct else size_bytes
+
+    def left(self, start: int) -> int:
+        """Bytes from `start` to the end."""
+        return self.size_bytes - start
+
+    def _blocks(self, address: int) -> Iterator[tuple[int, memoryview, int]]:
+        """Parts of the file: where each starts, what is written or read, and its address.
+
+        Memory goes through this thread's aligned buffer where it does not lie as a direct write
+        wants it; the address is 0 where it is used as it is.
+        """
+        bounce, aligned = _bounce()
+        for start in range(0, self.size_bytes, CHUNK_BYTES):
+            size_bytes = min(CHUNK_BYTES, self.left(start))
+            fits = address % BLOCK_BYTES == 0 and size_bytes % BLOCK_BYTES == 0
+            if self.is_direct and not fits:
+                yield start, memoryview(bounce)[: self.moved_bytes(size_bytes)], aligned
+            else:
+                memory: Any = (ctypes.c_char * size_bytes).from_address(address + start)
+                yield start, memoryview(memory).cast("B"), 0
+
+    def write_block(self, block: memoryview, start: int) -> None:
+        """Write all of `block`; the system may take a part at a time."""
+        while block:
+            done = os.pwrite(self.descriptor, block, self.start + start)
+            block, start = block[done:], start + done
+
+    def read_block(self, block: memoryview, start: int) -> None:
+        """Read until `block` is full."""
+        while block:
+            done = os.preadv(self.descriptor, [block], self.start + start)
+            if done == 0:
+                raise OSError(errno.EIO, "a file of values is shorter than what was written")
+            block, start = block[done:], start + done
+
+
+def _bounce() -> tuple[mmap.mmap, int]:
+    """This thread's buffer, aligned to a page, and its address."""
+    if not hasattr(_of_thread, "buffer"):
+        buffer = mmap.mmap(-1, CHUNK_BYTES)
+        _of_thread.buffer = buffer, ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    return _of_thread.buffer
+
+
+# The folders that such files are in, before anything is written.
+#
+# On a CPU, whose memory is the device's, files are the tier that plans call the host.
+
+
+def host_folder() -> str:
+    """The folder that is a CPU's host: that of `HOST_FOLDER`, or the system's temporary one."""
+    return os.environ.get(HOST_FOLDER) or tempfile.gettempdir()
+
+
+def require_writable(folder: str, tier: str = "host") -> None:
+    """Write a block there.
+
+    Raises
+    ------
+    FileError : there is no such folder, or it cannot be written.
+    TierError : the system cannot keep values in files.
+    """
+    require_calls(tier)
+    if not Path(folder).is_dir():
+        raise FileError(f"{folder} is no folder: name one on the drive that is to be used")
+    try:
+        Folder(folder, tier)
+    except TierError as error:
+        why = getattr(error.__cause__, "strerror", None) or error.__cause__
+        raise FileError(f"{folder} cannot be written ({why}): name a folder of your own") from error
+
+
+def free_on_drive_bytes(folder: str) -> int:
+    """Bytes that new files in `folder` may take.
+
+    Raises
+    ------
+    FileError : there is no such folder.
+    """
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError as error:
+        raise FileError(
+            f"{folder} is no folder ({error.strerror}): name one on the drive that is to be used"
+        ) from error

@@ -1,1 +1,0 @@
-"""Regions of a step that may run in pieces: found, replaced by ops of our own, priced."""

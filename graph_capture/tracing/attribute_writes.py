@@ -1,0 +1,469 @@
+"""What forward writes while it is traced: each run begins alike, and what it wrote is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.joint.nodes import draws_randomness, storage_key
+from remat.graph_capture.joint.provenance import line_of_user
+from remat.graph_capture.python_state.module_hooks import (
+    BACKWARD_HOOKS,
+    ModuleHooks,
+    are_alike,
+    holds_traced,
+    hooked_modules,
+    place_of_hooks,
+)
+from remat.graph_capture.python_state.places import (
+    MISSING,
+    PLAIN,
+    Entry,
+    Hidden,
+    Place,
+    Stream,
+    is_same,
+)
+from remat.graph_capture.python_state.tensor_attributes import Writer, other_threads
+from remat.graph_capture.python_state.watch import Change, Memo, PythonState, added_to_library
+from remat.graph_capture.refusals import hook_tables, registered_hook
+from remat.graph_capture.tracing.outputs import Repeats
+from remat.graph_capture.tracing.restore import ModuleAttributes, Written
+
+# What forward writes on modules: tensors that each step sets again, or a refusal.
+#
+# A mixture of experts keeps its auxiliary loss on an attribute, attention its weights. Such tensors
+# are results of the step beside its output, and are set after each step as eager sets them. A
+# number that forward reads and changes, as a counter, would need another graph at each step.
+
+
+@dataclass(frozen=True)
+class Carried:
+    """An attribute that each step sets: a tree of tensors and constants.
+
+    Attributes
+    ----------
+    path, name : of the module, and of its attribute. leaves : of the tree; None for each tensor.
+    is_read : whether forward reads the attribute too, so that it keeps something for later.
+    before : storages of the tensors that it held until now.
+    """
+
+    path: str
+    name: str
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+    tensors: int
+    is_read: bool
+    before: frozenset[int] = frozenset()
+
+    @property
+    def text(self) -> str:
+        """Its path in the model."""
+        return f"{self.path}.{self.name}".lstrip(".")
+
+    def put(self, module: nn.Module, tensors: list[Tensor]) -> None:
+        """Set it on its module, with the tensors of a step."""
+        given = iter(tensors)
+        leaves = [next(given) if is_tensor else leaf for is_tensor, leaf in self.leaves]
+        setattr(module, self.name, pytree.tree_unflatten(leaves, self.spec))
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A place that forward finds empty at its first call, and then leaves at a plain value.
+
+    Attributes
+    ----------
+    place : with what was there. value : what each step leaves there, as eager does.
+    """
+
+    place: Place | Hidden
+    value: Any
+
+    def put(self) -> None:
+        """Set it."""
+        self.place.put(self.value)
+
+    def is_first(self, now: Any) -> bool:
+        """Whether the place is as it was before the first call."""
+        return is_same(now, self.place.value)
+
+    def is_left(self, now: Any) -> bool:
+        """Whether the place is as each step leaves it."""
+        return is_same(now, self.value)
+
+
+def out_of_step(settled: Iterable[Settled]) -> tuple[Settled, Any] | None:
+    """The first place that is neither as before the first call nor as after it, and its value.
+
+    Hooks are to be as after it unless everything is as before: forward sets them only once.
+    """
+    found = [(one, one.place.now()) for one in settled]
+    if all(one.is_first(now) for one, now in found):
+        return None
+    for one, now in found:
+        may_be_first = not isinstance(one.place, ModuleHooks)
+        if not one.is_left(now) and not (may_be_first and one.is_first(now)):
+            return one, now
+    return None
+
+
+def short(value: Any) -> str:
+    """A value in a few words, for a message."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def state_guarded(
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    carried: Iterable[Carried],
+    traced: PythonState,
+) -> PythonState:
+    """Python's state as it is now, without what each step sets.
+
+    Parameters
+    ----------
+    traced : the state of a model of the same step, as it was traced.
+    """
+    state = PythonState(model, loss_fn, traced.ran_alone)
+    state.compare_as(traced)
+    state.asks_identity = traced.asks_identity
+    state.leave_out(places_of(model, carried))
+    state.compare_items_of(replace(place, value=place.now()) for place in traced.grown)
+    return state
+
+
+def places_of(model: nn.Module, carried: Iterable[Carried]) -> list[Entry]:
+    """Where these attributes are in a model."""
+    held = [(vars(model.get_submodule(one.path)), one) for one in carried]
+    return [Entry(one.text, space, one.name, space.get(one.name)) for space, one in held]
+
+
+def storages_in(leaves: Iterable[Any]) -> frozenset[int]:
+    """The storages of the tensors among these; a sparse tensor counts as its own."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return frozenset(storage_key(t) if t.layout is torch.strided else id(t) for t in tensors)
+
+
+_HELD_BY_TORCH = frozenset({"_parameters", "_buffers", "_modules"})
+"""AOTAutograd has its own tensors in the place of these while forward runs."""
+
+
+class ForwardWrites:
+    """Follows the runs of forward in one trace: each begins alike, and what it wrote is kept.
+
+    Attributes
+    ----------
+    carried, settled : what the last run has set. memos : what it has added to dictionaries of
+        libraries. No step adds it.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[..., Any] | None, state: PythonState
+    ) -> None:
+        self._kind, self._state = type(model).__name__, state
+        self._attributes = ModuleAttributes(model, but=_HELD_BY_TORCH)
+        self._hooked = list(hooked_modules(model, loss_fn))
+        self._hooks = [place_of_hooks(path, module) for path, module in self._hooked]
+        self.carried: list[Carried] = []
+        self.settled: list[Settled] = []
+        self.memos: list[Memo] = []
+        self._in_forward: set[str] = set()
+
+    def begin(self) -> None:
+        """Put back what an earlier run changed."""
+        self._attributes.restore()
+        self._state.restore()
+        for place in self._hooks:
+            place.put(place.value)
+
+    def end(self) -> list[Tensor]:
+        """The tensors that forward has set on attributes of modules.
+
+        Raises
+        ------
+        CaptureError : it has changed something that no step could set again.
+        """
+        tensors: list[Tensor] = []
+        earlier = self._plain_values()
+        self.carried, self.settled, self.memos = [], [], []
+        for written in self._attributes.written():
+            leaves, spec = pytree.tree_flatten(written.value)
+            is_read = self._state.reads(vars(written.module), written.name)
+            if is_read and _is_first_value(written.before, written.value):
+                self.settled.append(Settled(written.place, written.value))
+                continue
+            if not _can_be_set(leaves, is_read=is_read):
+                raise self._refused(written)
+            own = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            kept = [(isinstance(x, Tensor), None if isinstance(x, Tensor) else x) for x in leaves]
+            before = storages_in(pytree.tree_leaves(written.held))
+            self.carried.append(
+                Carried(written.path, written.name, spec, tuple(kept), len(own), is_read, before)
+            )
+            tensors += own
+        self._note_hooks()
+        self._require_nothing_else()
+        self._require_as_in(earlier)
+        return tensors
+
+    def _plain_values(self) -> dict[str, Any]:
+        """What is not a tensor of all that the last run has set, by what it is."""
+        values = {one.place.text: one.value for one in self.settled}
+        for one in self.carried:
+            items = enumerate(leaf for is_tensor, leaf in one.leaves if not is_tensor)
+            values |= {f"item {i} of {one.text}" if i else one.text: leaf for i, leaf in items}
+        return {text: value for text, value in values.items() if isinstance(value, PLAIN)}
+
+    def _require_as_in(self, earlier: dict[str, Any]) -> None:
+        """Refuse what is another value in each run of the same forward, as a clock's."""
+        now = self._plain_values()
+        for text in earlier.keys() & now.keys():
+            if not is_same(now[text], earlier[text]):
+                raise CaptureError(
+                    f"forward of {self._kind} sets {text} to {short(now[text])}, and to "
+                    f"{short(earlier[text])} when it is run again on the same batch: a step that "
+                    "follows a plan would set one value each time. Set it outside forward"
+                )
+
+    def _note_hooks(self) -> None:
+        """Hooks that forward itself has set on submodules, as a library may at its first call."""
+        if registered := registered_hook(hook_tables(self._hooked, BACKWARD_HOOKS)):
+            raise CaptureError(f"forward of {self._kind} sets a {registered}")
+        for place in self._hooks:
+            now = place.now()
+            if are_alike(now, place.value):
+                continue
+            if any(holds_traced(hook.function) for hook in now):
+                raise CaptureError(
+                    f"forward of {self._kind} sets a {place.text} that keeps a tensor of its "
+                    "batch: the next call would read it. Keep it on an attribute instead"
+                )
+            self.settled.append(Settled(place, now))
+
+    def require_that_backward_writes_nothing(self) -> None:
+        """Refuse a hook that forward has set on a tensor, and that changes something in backward.
+
+        It runs while the step is traced, and never again.
+        """
+        texts = {carried.text for carried in self.carried}
+        texts |= {settled.place.text for settled in self.settled}
+        late = [one.text for one in self._attributes.written() if one.text not in texts]
+        late += [
+            one.text
+            for one in self._state.changes()
+            if one.text not in self._in_forward
+            and self._state.writer(one.place, in_backward=True) is Writer.FORWARD
+        ]
+        if late:
+            raise CaptureError(
+                f"backward of {self._kind} changes {late[0]}, as by a hook that forward sets on a "
+                "tensor: a step that follows a plan would not call it. Set the hook on a parameter "
+                "outside forward, or return the tensor and set the hook on the result"
+            )
+
+    def _require_nothing_else(self) -> None:
+        texts = [carried.text for carried in self.carried]
+        texts += [settled.place.text for settled in self.settled]
+        changes = self._state.changes()
+        self._in_forward = {change.text for change in changes}
+        for change in changes:
+            if any(text in change.text for text in texts):
+                continue
+            if isinstance(change.place, (Hidden, Stream)):
+                raise CaptureError(_taken_text(self._kind, change.text))
+            if self._state.writer(change.place) is Writer.THREAD:
+                raise CaptureError(_beside_text(self._kind, change))
+            if _is_first_value(change.before, change.now) or _is_mode(change.place):
+                self.settled.append(Settled(change.place, change.now))
+            elif memo := added_to_library(change):
+                self.memos.append(memo)
+            else:
+                raise self._changed(change)
+
+    def _changed(self, change: Change) -> CaptureError:
+        return CaptureError(
+            f"forward of {self._kind} changes {change.text}: it was {short(change.before)} and is "
+            f"{short(change.now)} after it, and a step that follows a plan would not change it. Do "
+            "that outside forward, before each step; or, if only the first call does it, call the "
+            "model once on a batch first; or leave the module that does it to eager, and plan the "
+            "others, each by remat.rematerialize"
+            f"{'; or remove the hook that does it' * any(p.value for p in self._hooks)}"
+        )
+
+    def _refused(self, written: Written) -> CaptureError:
+        line = self._state.stores.get(written.name)
+        return CaptureError(
+            f"forward of {self._kind} sets attribute {written.text} to {short(written.value)}"
+            f"{f' ({line})' if line else ''}, and a step that follows a plan would not. Keep a "
+            "tensor there, which each step sets, or register a buffer, or set it outside forward"
+        )
+
+
+def _beside_text(kind: str, change: Change) -> str:
+    return (
+        f"another thread ({other_threads()}) changes {change.text}, which forward of {kind} may "
+        f"read: it was {short(change.before)} and is {short(change.now)} after it. A plan holds "
+        "for one value: end that thread before you plan and train, or read the value outside "
+        "forward"
+    )
+
+
+def _taken_text(kind: str, text: str) -> str:
+    return (
+        f"forward of {kind} takes the next item or number of {text}, or sets it, and a step that "
+        "follows a plan would have the same one each time. Take it outside forward and pass it in "
+        "as a tensor, or draw with torch"
+    )
+
+
+def _is_first_value(before: Any, now: Any) -> bool:
+    """Whether a place was empty and has a plain value now, as a flag that is set once has."""
+    is_plain = isinstance(now, PLAIN) and now is not None
+    return is_plain and (before is MISSING or before is None or before is False)
+
+
+def _is_mode(place: object) -> bool:
+    """Whether it is the mode of a module beside the model, such as a teacher of the loss."""
+    return isinstance(place, Entry) and place.key == "training" and "_modules" in place.space
+
+
+def _can_be_set(leaves: list[Any], *, is_read: bool) -> bool:
+    """Whether each step can set such a tree: tensors, or constants that forward never reads."""
+    tensors = [isinstance(leaf, Tensor) for leaf in leaves]
+    known = all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves)
+    return known and (any(tensors) or not is_read)
+
+
+# Whether forward does at its next call what it does at its first, given what the first has set.
+
+
+class Unread:
+    """Stands in an attribute that forward sets, to see whether it reads it before it does."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise CaptureError(f"what an earlier step left is read ({name})")
+
+
+def doubtful(
+    carried: Iterable[Carried],
+    results: int,
+    end: fx.Node,
+    repeats: Repeats | None,
+    constants: frozenset[int],
+) -> list[Carried]:
+    """Attributes that forward may read from an earlier step, and sets to something else.
+
+    That is what it sets from its batch, and what the graph reads as it was before. What depends on
+    neither batch, parameters nor random numbers, as a mask that is made at the first call, is the
+    same at each step.
+
+    Parameters
+    ----------
+    constants : storages of the tensors that the graph holds itself.
+    results : how many of the joint graph's are forward's, of which the carried tensors are last.
+    end : its output node. repeats : where the results repeat a tensor.
+    """
+    number = sum(one.tensors for one in carried)
+    if not number:
+        return []
+    described = _forward_results(end, results)
+    plain = [(what.idx, node) for what, node in described if hasattr(what, "idx")]
+    distinct = [node for _, node in sorted(plain, key=lambda pair: pair[0])]
+    nodes = (repeats.of_leaves(distinct) if repeats else distinct)[-number:]
+    found: list[Carried] = []
+    for one in carried:
+        own, nodes = nodes[: one.tensors], nodes[one.tensors :]
+        is_another = any(_depends_on_input(node) for node in own)
+        if one.is_read and (is_another or one.before & constants):
+            found.append(one)
+    return found
+
+
+def _forward_results(end: fx.Node, count: int) -> list[tuple[Any, Any]]:
+    outputs = end.args[0]
+    assert isinstance(outputs, (tuple, list))
+    return list(zip(end.meta["desc"][:count], outputs[:count], strict=True))
+
+
+def _depends_on_input(node: Any) -> bool:
+    stack, seen = [node], set[Any]()
+    while stack:
+        one = stack.pop()
+        if not isinstance(one, fx.Node) or one in seen:
+            continue
+        seen.add(one)
+        if one.op == "placeholder" or draws_randomness(one):
+            return True
+        stack.extend(one.all_input_nodes)
+    return False
+
+
+def is_same_graph(a: fx.GraphModule, b: fx.GraphModule) -> bool:
+    """Whether two traces have the same ops on the same values, numbers and tensors of their own."""
+    if len(a.graph.nodes) != len(b.graph.nodes):
+        return False
+    return all(_is_same_node(a, m, b, n) for m, n in zip(a.graph.nodes, b.graph.nodes, strict=True))
+
+
+def _is_same_node(a: fx.GraphModule, m: fx.Node, b: fx.GraphModule, n: fx.Node) -> bool:
+    if (m.op, m.name, str(m.target)) != (n.op, n.name, str(n.target)):
+        return False
+    if m.op == "get_attr":
+        return _is_same_constant(getattr(a, str(m.target)), getattr(b, str(n.target)))
+    # By their texts: nodes are named, and NaN is NaN.
+    return repr((m.args, m.kwargs)) == repr((n.args, n.kwargs))
+
+
+def _is_same_constant(one: Any, other: Any) -> bool:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one is other:
+        return one is other
+    same = (one.dtype, one.shape, one.layout) == (other.dtype, other.shape, other.layout)
+    return same and one.layout is torch.strided and torch.equal(one, other)
+
+
+# Forward that gives a tensor other data, by `tensor.data = other`: refused.
+#
+# A trace loses it without a word: only the stand-in of the tensor has the new data. Torch's own
+# `vector_to_parameters` sets data so, and code that averages weights does.
+
+
+class NoNewData(TorchFunctionMode):
+    """While forward is traced, refuse code that gives a tensor other data.
+
+    Raises
+    ------
+    CaptureError : names the line, and what works.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.set_data: Any = torch.Tensor.data.__set__  # pyright: ignore
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run `func`, unless it gives a tensor other data."""
+        line = line_of_user() if func == self.set_data else ""  # torch does so too, beside it
+        if line:
+            raise CaptureError(
+                f"forward of {self.kind} gives a tensor other data, by .data ={line}, and in a "
+                "step of a plan it would keep what it has. Write into the tensor instead: "
+                "tensor.data.copy_(other); or do it outside forward, before or after the step"
+            )
+        return func(*args, **(kwargs or {}))

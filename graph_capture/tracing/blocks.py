@@ -1,0 +1,343 @@
+"""How a model calls some of its submodules: the inputs of each, noted while it is traced."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+
+from remat.graph_capture.distributed.dtensors import is_distributed
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.graph import Op, Resident
+from remat.graph_capture.joint.build import TANGENTS, Joint
+from remat.graph_capture.joint.nodes import is_alias_of_input, is_tangent
+from remat.graph_capture.joint.provenance import path_in_model
+from remat.graph_capture.refusals import refuse_all_frozen, refuse_module, refuse_subclass
+from remat.graph_capture.tracing.recipe import Recipe, autocast_state
+from remat.graph_capture.tracing.signature import Signature
+
+SHOWN = 5
+"""Module paths that an error shows."""
+
+
+@dataclass
+class BlockCalls:
+    """What the blocks were called with in the last forward that was watched.
+
+    Attributes
+    ----------
+    blocks : by module path. signatures : of the calls of each block, in order.
+    autocast : the state at the call of each block.
+    """
+
+    blocks: dict[str, nn.Module]
+    signatures: dict[str, list[Signature]] = field(default_factory=dict[str, list[Signature]])
+    autocast: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def recipes(self) -> dict[str, Recipe]:
+        """How to trace each block by itself, in the order in which they ran.
+
+        Raises
+        ------
+        CaptureError : a block is not called once a step, or under an autocast of its own.
+        """
+        for path, block in self.blocks.items():
+            count = len(self.signatures.get(path, ()))
+            if count != 1:
+                raise CaptureError(
+                    f"block {path} ({type(block).__name__}) is called {count} times in a step, and "
+                    "a block's plan is for one call: narrow the pattern to blocks that are called "
+                    "once, or plan the whole model with remat.rematerialize"
+                )
+            if self.autocast[path] != autocast_state():
+                raise CaptureError(
+                    f"block {path} runs under an autocast that forward enters by itself: enter it "
+                    "around the whole step instead, as torch's documentation shows"
+                )
+        return {path: self._recipe(path, found[0]) for path, found in self.signatures.items()}
+
+    def _recipe(self, path: str, signature: Signature) -> Recipe:
+        name = type(self.blocks[path]).__name__
+        return Recipe(name, signature, None, Resident(), self.autocast[path])
+
+
+def matching_blocks(model: nn.Module, pattern: str, device: str) -> dict[str, nn.Module]:
+    """The submodules whose path matches a glob, by path; none lies inside another.
+
+    Of two that match, the outer one is the block. They are captured on `device`.
+
+    Raises
+    ------
+    CaptureError : the glob matches nothing; a block cannot be captured.
+    """
+    if not isinstance(pattern, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise CaptureError(
+            f"blocks are named by a glob, such as 'model.layers.*', not by a "
+            f"{type(pattern).__name__}: give it first, and the batch after it, as args=(...)"
+        )
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        inside = any(path.startswith(f"{outer}.") for outer in found)
+        if path and not inside and fnmatch.fnmatchcase(path, pattern):
+            found[path] = module
+    if not found:
+        raise CaptureError(_nothing_matched(model, pattern))
+    for path, block in found.items():
+        try:
+            refuse_module(block, device)
+            refuse_all_frozen(block)
+        except CaptureError as error:
+            raise CaptureError(f"block {path}: {error}").caused_by(error) from None
+    return found
+
+
+def _nothing_matched(model: nn.Module, pattern: str) -> str:
+    paths = [path for path, _ in model.named_modules() if path]
+    shown = ", ".join(paths[:SHOWN]) or "none"
+    more = f" and {len(paths) - SHOWN} more" if len(paths) > SHOWN else ""
+    return (
+        f"pattern '{pattern}' matches no submodule of {type(model).__name__}; these are {shown}"
+        f"{more}. Blocks are named by their paths, such as 'model.layers.*'"
+    )
+
+
+@contextlib.contextmanager
+def watching_calls(model: nn.Module, blocks: dict[str, nn.Module]) -> Generator[BlockCalls]:
+    """Note how forward calls `blocks` meanwhile; each call of the model starts anew."""
+    calls = BlockCalls(blocks)
+
+    def start() -> None:
+        calls.signatures.clear()
+        calls.autocast.clear()
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_told_first(model, lambda args, kwargs: start()))
+        for path, block in blocks.items():
+            stack.enter_context(_told_first(block, _noting(calls, path)))
+        yield calls
+
+
+def _noting(calls: BlockCalls, path: str) -> Callable[[Any, Any], None]:
+    def note(args: Any, kwargs: Any) -> None:
+        for leaf in filter(is_distributed, pytree.tree_leaves((args, kwargs))):
+            refuse_subclass(f"an argument of block {path}", leaf)
+        calls.signatures.setdefault(path, []).append(Signature((args, kwargs, None)))
+        calls.autocast[path] = autocast_state()
+
+    return note
+
+
+@contextlib.contextmanager
+def _told_first(module: nn.Module, tell: Callable[[Any, Any], None]) -> Generator[None]:
+    """Call `tell` with the arguments of each forward of `module`, before it runs."""
+    own = vars(module).get("forward")
+    run = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        tell(args, kwargs)
+        return run(*args, **kwargs)
+
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = own
+
+
+# A block's own training graph, found inside that of the whole model, node by node.
+#
+# A block that is compiled by itself sums gradients inside itself first. If the whole step has the
+# very ops of the block, wired alike and in the block's order, the bits are the same. Else the block
+# is refused, before anything runs. Scalars, constants and views are compared too, so two blocks
+# share one compiled step only if they compute the same of their own parameters.
+
+
+@dataclass
+class BlockMatch:
+    """Where a block is in the whole graph.
+
+    Attributes
+    ----------
+    op_of : op of the whole graph, by op of the block; without tangents.
+    value_of : value of the whole graph, by value of the block.
+    state_of : name of a parameter or buffer in the model, by its name in the block.
+    """
+
+    op_of: dict[str, str]
+    value_of: dict[str, str]
+    state_of: dict[str, str]
+
+
+@dataclass
+class _Matcher:
+    """Nodes of the block with those of the whole graph that they were found to be.
+
+    `trail` holds what the comparison at hand has bound, to take back if it fails.
+    """
+
+    block: Joint
+    whole: Joint
+    of_node: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
+    trail: list[fx.Node] = field(default_factory=list[fx.Node])
+    op_of: dict[str, str] = field(default_factory=dict[str, str])
+
+    def is_same_op(self, mine: Op, theirs: Op) -> bool:
+        """Whether two ops do the same to matching inputs; if so they match from now on."""
+        a, b = self.block.node_of_op.get(mine.name), self.whole.node_of_op.get(theirs.name)
+        if a is None or b is None:
+            is_same = mine.target == theirs.target
+        else:
+            self.trail.clear()
+            is_same = self._same_call(a, b)
+            if not is_same:
+                for node in self.trail:
+                    del self.of_node[node]
+        if is_same and len(mine.outputs) == len(theirs.outputs):
+            self.op_of[mine.name] = theirs.name
+            return True
+        return False
+
+    def _same_call(self, a: fx.Node, b: fx.Node) -> bool:
+        if a.op != b.op or a.target != b.target:
+            return False
+        mine, spec = pytree.tree_flatten((a.args, a.kwargs))
+        theirs, other_spec = pytree.tree_flatten((b.args, b.kwargs))
+        if spec != other_spec or not all(map(self._same_leaf, mine, theirs)):
+            return False
+        return self._bind(a, b)
+
+    def _same_leaf(self, a: Any, b: Any) -> bool:
+        if isinstance(a, fx.Node) and isinstance(b, fx.Node):
+            return self._same(a, b)
+        return type(a) is type(b) and a == b
+
+    def _same(self, a: fx.Node, b: fx.Node) -> bool:
+        """Whether two nodes stand for the same tensor. Views are followed to what they view."""
+        a, b = _behind_aliases(a), _behind_aliases(b)
+        if a in self.of_node:
+            return self.of_node[a] is b
+        if a.op == "placeholder":
+            return _looks_alike(a, b) and self._bind(a, b)
+        if a.op == "get_attr":
+            return b.op == "get_attr" and self._same_constant(a, b) and self._bind(a, b)
+        if a.name in self.block.node_of_op:
+            return False
+        return self._same_call(a, b)
+
+    def _same_constant(self, a: fx.Node, b: fx.Node) -> bool:
+        mine = getattr(self.block.module, str(a.target))
+        theirs = getattr(self.whole.module, str(b.target))
+        return mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+
+    def _bind(self, a: fx.Node, b: fx.Node) -> bool:
+        self.of_node[a] = b
+        self.trail.append(a)
+        return True
+
+
+def _behind_aliases(node: fx.Node) -> fx.Node:
+    while is_alias_of_input(node):
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        node = source
+    return node
+
+
+def _looks_alike(a: fx.Node, b: fx.Node) -> bool:
+    """Whether an input of the block and what the model gives it look alike.
+
+    A gradient may have other strides: it is made contiguous before the block's backward.
+    """
+    mine, theirs = a.meta.get("val"), b.meta.get("val")
+    if not isinstance(mine, Tensor) or not isinstance(theirs, Tensor):
+        return mine == theirs
+    alike = mine.shape == theirs.shape and mine.dtype == theirs.dtype
+    return alike and (is_tangent(a) or mine.stride() == theirs.stride())
+
+
+def match_block(block: Joint, whole: Joint, path: str) -> BlockMatch:
+    """Find the ops of `block`, traced by itself, among those of the model at `path`.
+
+    Raises
+    ------
+    CaptureError : inside the model it is not the same computation, in the same order.
+    """
+    matcher = _Matcher(block, whole)
+    _match_forward(matcher, path)
+    _match_backward(matcher, path)
+    value_of: dict[str, str] = {}
+    for op in block.graph.ops:
+        if op.name in matcher.op_of:
+            theirs = whole.graph.ops[whole.graph.op_index[matcher.op_of[op.name]]]
+            value_of.update(zip(op.outputs, theirs.outputs, strict=True))
+    state_of: dict[str, str] = {}
+    for mine, theirs in matcher.of_node.items():
+        if mine.op == "placeholder":
+            value_of[block.value_of_node[mine]] = whole.value_of_node[theirs]
+            if not is_tangent(mine) and (name := _state_name(mine)):
+                state_of[name] = _state_name(theirs)
+    return BlockMatch(matcher.op_of, value_of, state_of)
+
+
+def _state_name(node: fx.Node) -> str:
+    """Name of the parameter or buffer that a placeholder stands for; empty if it is neither."""
+    return path_in_model(str(getattr(node.meta.get("desc"), "target", "")))
+
+
+def is_inside(module: str, path: str) -> bool:
+    """Whether a module path is that of a block or of something in it."""
+    return module == path or module.startswith(f"{path}.")
+
+
+def _match_forward(matcher: _Matcher, path: str) -> None:
+    own, graph = matcher.block.graph, matcher.whole.graph
+    inside = [op for op in graph.ops[: graph.n_forward] if is_inside(op.module, path)]
+    if len(inside) != own.n_forward:
+        raise CaptureError(
+            f"block {path} runs {own.n_forward} ops in forward by itself and {len(inside)} in the "
+            "model, which calls parts of it from elsewhere: narrow the pattern to other blocks, "
+            "or plan the whole model with remat.rematerialize"
+        )
+    for mine, theirs in zip(own.ops[: own.n_forward], inside, strict=True):
+        if not matcher.is_same_op(mine, theirs):
+            raise CaptureError(
+                f"block {path} by itself runs {_op_text(mine)} in forward where the model runs "
+                f"{_op_text(theirs)}, though on the same inputs: its forward depends on something "
+                "that is no argument. Pass that as an argument, or plan the whole model with "
+                "remat.rematerialize"
+            )
+
+
+def _match_backward(matcher: _Matcher, path: str) -> None:
+    """Find the block's ops in the model's backward, where ops of others may stand between them."""
+    own, graph = matcher.block.graph, matcher.whole.graph
+    backward = iter(graph.ops[graph.n_forward :])
+    begun = False
+    for mine in own.ops[own.n_forward :]:
+        if mine.target == TANGENTS:
+            continue
+        for theirs in backward:
+            begun = begun or is_inside(theirs.module, path)
+            if begun and matcher.is_same_op(mine, theirs):
+                break
+        else:
+            raise CaptureError(
+                f"block {path} by itself runs {_op_text(mine)} in backward, and the model does not "
+                "have it there: gradients would be summed in another order, and their last bits "
+                "differ. That is so where an input of the block is used beside the block too. "
+                "Narrow the pattern, or plan the whole model with remat.rematerialize"
+            )
+
+
+def _op_text(op: Op) -> str:
+    place = ", ".join(part for part in (op.target, op.module, op.source) if part)
+    return f"op {op.name} ({place})"

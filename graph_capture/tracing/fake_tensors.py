@@ -1,0 +1,436 @@
+"""Fake tensors as the kernels of their device give them: laid out alike, statistics of their dtype.
+
+Some of torch's fake kernels state other strides than the kernels give. They were found in 2.13 and
+2.14 by comparing the calls of forward and backward of some 200 ops, on turned, sliced and
+channels-last tensors. A trace with false strides
+takes a view where eager copies, and fails when it runs.
+
+On a CPU they also give the statistics that norms save the dtype of the input. The kernels give them
+that of the weights: of bfloat16 inputs and float32 weights, as under autocast, twice the bytes.
+
+`RULES` mend those that are known: on a CPU all of them, on a CUDA device all but `CPU_ONLY`.
+Pricing compares the strides of each op that it runs with the traced ones, and refuses a difference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch._C import DispatchKey
+from torch._higher_order_ops import effects
+from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from remat.graph_capture.devices.table import CPU
+from remat.graph_capture.distributed.dtensors import is_distributed
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.joint.nodes import target_name, tensors_of
+
+aten = torch.ops.aten
+CONTIGUOUS = {"memory_format": torch.contiguous_format}
+
+Rule = Callable[..., Tensor]
+"""From an op's arguments to a tensor on ``meta``: results of its shape are laid out like it."""
+
+
+def fake_with_true_strides(shape_env: ShapeEnv | None = None) -> FakeTensorMode:
+    """A `FakeTensorMode` that gives the results of the ops in `RULES` their true strides.
+
+    Parameters
+    ----------
+    shape_env : of sizes that are symbols.
+    """
+    # No subclass: torch finds its rules of higher-order ops by the very type of the mode.
+    mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+    dispatch = mode.dispatch
+
+    def mended_dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.native_group_norm_backward.default:
+            # Its fake kernel takes views of the gradient, which fail for some strides.
+            args = (dispatch(aten.clone.default, types, args[:1], CONTIGUOUS), *args[1:])
+        found = _with_true_statistics(mode, func, args, dispatch(func, types, args, kwargs or {}))
+        rule = RULES.get(func)
+        if rule is None or not _holds(func, found):
+            return found
+        true = rule(*args)
+        if isinstance(found, tuple):
+            return tuple(_mended(mode, one, true) for one in cast("tuple[Any, ...]", found))
+        return _mended(mode, found, true)
+
+    mode.dispatch = mended_dispatch
+    return mode
+
+
+def _with_true_statistics(mode: FakeTensorMode, func: Any, args: Sequence[Any], found: Any) -> Any:
+    """The results of an op, `found`, with statistics of the dtype that its kernel gives them."""
+    if func not in _WEIGHTS or not isinstance(found, tuple) or args[0].device.type != CPU:
+        return found
+    results = cast("tuple[Any, ...]", found)
+    given = next((one for one in args[_WEIGHTS[func]] if isinstance(one, Tensor)), args[0])
+    wanted = [results[0], *(given for _ in results[1:])]
+    if func is _FUNCTIONAL:
+        wanted[3:] = args[3:5]  # new running statistics, as those that they replace
+    pairs = zip(results, wanted, strict=True)
+    return tuple(_of_dtype(mode, one, like) for one, like in pairs)
+
+
+def _of_dtype(mode: FakeTensorMode, found: Any, like: Any) -> Any:
+    if not isinstance(found, Tensor) or found.dtype == like.dtype:
+        return found
+    with mode:
+        return torch.empty_like(found, dtype=like.dtype)
+
+
+def _mended(mode: FakeTensorMode, found: Any, true: Tensor) -> Any:
+    """`found`, laid out as `true` if it has its shape."""
+    # Lengths first: entries of other dimensions, compared, would be taken for sizes that differ.
+    if not isinstance(found, Tensor) or found.dim() != true.dim() or found.shape != true.shape:
+        return found
+    if found.stride() == true.stride():
+        return found
+    with mode:
+        return torch.empty_strided(
+            found.shape, true.stride(), dtype=found.dtype, device=found.device
+        )
+
+
+def _holds(func: Any, found: Any) -> bool:
+    """Whether the rule of `func` is one of the device that its first result is on."""
+    first = found[0] if isinstance(found, tuple) else found
+    on_cpu = isinstance(first, Tensor) and first.device.type == CPU
+    return on_cpu or func not in CPU_ONLY
+
+
+def _contiguous(shape: Sequence[int]) -> Tensor:
+    return torch.empty(shape, device="meta")
+
+
+def _like_input(x: Tensor, *_: Any) -> Tensor:
+    """Contiguous, or channels last where `x` is."""
+    return _contiguous(x.shape).contiguous(memory_format=suggest_memory_format(x))
+
+
+def _like_second(_grad: Tensor, x: Tensor, *_: Any) -> Tensor:
+    return _like_input(x)
+
+
+def _rolled(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
+    """Two parts of `x` joined again: laid out as `x` if neither is empty."""
+    moves = [shift % x.shape[dim] for shift, dim in zip(shifts, dims, strict=False)]
+    return _like_input(x) if moves and all(moves) else _plain(x)
+
+
+def _padded(x: Tensor, padding: Sequence[int]) -> Tensor:
+    """Wider than `x` by a pair of numbers for each of its last dimensions, the last one first."""
+    shape = list(x.shape)
+    for place, (before, after) in enumerate(zip(padding[::2], padding[1::2], strict=True)):
+        shape[-1 - place] += before + after
+    return _contiguous(shape).contiguous(memory_format=suggest_memory_format(x))
+
+
+def _unpooled(x: Tensor, _indices: Tensor, size: Sequence[int]) -> Tensor:
+    shape = [*x.shape[:-2], *size]
+    return _contiguous(shape).contiguous(memory_format=suggest_memory_format(x))
+
+
+def _plain(x: Tensor, *_: Any) -> Tensor:
+    return _contiguous(x.shape)
+
+
+def _plain_second(_grad: Tensor, x: Tensor, *_: Any) -> Tensor:
+    return _plain(x)
+
+
+def _as_first(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x, device="meta")
+
+
+def _as_second(_grad: Tensor, x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x, device="meta")
+
+
+def _noisy(grad: Tensor, _x: Tensor, noise: Tensor, *_: Any) -> Tensor:
+    return _pointwise(noise, grad)
+
+
+def _exponential(grad: Tensor, *more: Any) -> Tensor:
+    return _pointwise(grad, more[4])
+
+
+def _pointwise(x: Tensor, y: Tensor, *_: Any) -> Tensor:
+    """As the iterator of pointwise ops lays out the result of these two."""
+    strides = compute_elementwise_output_strides(x.to("meta"), y.to("meta"))
+    return torch.empty_strided(x.shape, strides, device="meta")
+
+
+RULES: dict[Any, Rule] = {
+    aten.native_batch_norm.default: _like_input,
+    aten._native_batch_norm_legit.default: _like_input,
+    aten._native_batch_norm_legit.no_stats: _like_input,
+    aten._native_batch_norm_legit_functional.default: _like_input,
+    aten.native_batch_norm_backward.default: _like_second,
+    aten.native_layer_norm_backward.default: _plain,
+    aten._log_softmax_backward_data.default: _plain,
+    aten.log_sigmoid_forward.default: _plain,
+    aten.hardswish_backward.default: _pointwise,
+    aten.native_dropout_backward.default: _pointwise,
+    aten.roll.default: _rolled,
+    aten.mse_loss_backward.default: _plain_second,
+    aten.smooth_l1_loss_backward.default: _plain_second,
+    aten.huber_loss_backward.default: _plain_second,
+    aten.glu_backward.default: _plain_second,
+    aten.binary_cross_entropy.default: _as_first,
+    aten.binary_cross_entropy_backward.default: _as_second,
+    aten.channel_shuffle.default: _like_input,
+    aten.softplus_backward.default: _pointwise,
+    aten.hardtanh_backward.default: _pointwise,
+    aten.hardsigmoid_backward.default: _pointwise,
+    aten.logit_backward.default: _pointwise,
+    aten.elu_backward.default: _exponential,
+    aten.rrelu_with_noise_backward.default: _noisy,
+    aten.reflection_pad2d_backward.default: _like_second,
+    aten.replication_pad2d_backward.default: _like_second,
+    aten.max_unpool2d.default: _unpooled,
+    aten.reflection_pad3d.default: _padded,
+    aten.replication_pad3d.default: _padded,
+    aten.reflection_pad3d_backward.default: _like_second,
+    aten.replication_pad3d_backward.default: _like_second,
+    aten.native_group_norm.default: _like_input,
+    aten.native_group_norm_backward.default: _like_second,
+}
+
+
+CPU_ONLY = {
+    aten.native_batch_norm.default,
+    aten._native_batch_norm_legit.default,
+    aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_functional.default,
+    aten.native_group_norm.default,
+    aten.native_dropout_backward.default,
+    aten.log_sigmoid_forward.default,
+    aten.roll.default,
+    aten.reflection_pad2d_backward.default,
+    aten.replication_pad2d_backward.default,
+    aten.max_unpool2d.default,
+    aten.reflection_pad3d.default,
+    aten.replication_pad3d.default,
+    aten.reflection_pad3d_backward.default,
+    aten.replication_pad3d_backward.default,
+    aten.channel_shuffle.default,
+}
+"""Ops whose fake kernels state the strides of CUDA's kernels."""
+
+
+_WEIGHTS: dict[Any, slice] = {
+    aten.native_batch_norm.default: slice(1, 5),
+    aten._native_batch_norm_legit.default: slice(1, 5),
+    aten._native_batch_norm_legit_functional.default: slice(1, 5),
+    aten._native_batch_norm_legit.no_stats: slice(1, 3),
+    aten.native_layer_norm.default: slice(2, 4),
+    aten.native_group_norm.default: slice(1, 3),
+}
+"""Where an op takes weights, and running statistics: the first that is there has their dtype."""
+_FUNCTIONAL = aten._native_batch_norm_legit_functional.default
+
+
+def require_layout(node: fx.Node, result: Any, place: Callable[[], str]) -> None:
+    """Raise `CaptureError` where a result is not laid out as the trace has it.
+
+    Parameters
+    ----------
+    result : what the node's op returned on made data. place : says where the op stands.
+    """
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    for traced, real in zip(tensors_of(node), cast("Sequence[Any]", results), strict=False):
+        if traced is not None and isinstance(real, Tensor) and not _same_layout(traced, real):
+            raise CaptureError(
+                f"{target_name(node)} {place()} gives strides {list(real.stride())}, where torch's "
+                f"trace has {list(traced.stride())}, so the step cannot be traced exactly. "
+                "Call .contiguous() on what it reads"
+            )
+
+
+def _same_layout(traced: Tensor, real: Tensor) -> bool:
+    if traced.numel() == 0:
+        return True
+    pairs = zip(traced.shape, traced.stride(), real.stride(), strict=True)
+    return all(size == 1 or expected == found for size, expected, found in pairs)
+
+
+# Models on the meta device: traced as if their tensors were on the CPU, without storage.
+#
+# Tracing on ``meta`` itself would take the math form of attention.
+
+
+@contextlib.contextmanager
+def as_if_on_cpu(model: nn.Module, mode: FakeTensorMode) -> Generator[None]:
+    """Replace the model's meta parameters and buffers by fake CPU tensors meanwhile.
+
+    Tied ones stay tied. Nothing is allocated, and everything is put back.
+    """
+    made: dict[int, Tensor] = {}
+    kept: list[tuple[dict[str, Any], str, Tensor]] = []
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and tensor.is_meta:
+                    kept.append((held, name, tensor))
+    try:
+        for held, name, tensor in kept:
+            if id(tensor) not in made:
+                made[id(tensor)] = _fake(tensor, mode)
+            held[name] = made[id(tensor)]
+        yield
+    finally:
+        for held, name, tensor in kept:
+            held[name] = tensor
+
+
+def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    if is_distributed(tensor):
+        return _fake_dtensor(tensor, mode)
+    with mode:
+        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty
+
+
+def _fake_dtensor(tensor: Any, mode: FakeTensorMode) -> Tensor:
+    """The same placements over a fake local part."""
+    fake = type(tensor).from_local(
+        _fake(tensor.to_local().detach(), mode), tensor.device_mesh, tensor.placements,
+        run_check=False, shape=tensor.shape, stride=tensor.stride(),
+    )  # fmt: skip
+    return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+
+
+def has_storage(model: nn.Module) -> bool:
+    """Whether no parameter and no buffer of the model is on the meta device."""
+    return not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+
+
+# Which kernels a trace takes where torch offers several.
+#
+# Under the Python dispatcher, which AOTAutograd turns on, torch decomposes some ops in Python where
+# eager runs compiled code: resampling, recurrent layers and a few losses. The results differ in the
+# last bits, and `rnn_tanh` and `rnn_relu` lose their dropout (seen in torch 2.13).
+# `kernels_of_eager` takes these decompositions away.
+#
+# A CPU has no fused attention with dropout, where the device that is planned for has.
+# `FusedAttention` traces the call without its dropout, as a kernel that draws inside itself keeps
+# no mask.
+
+
+DROPOUT_POSITION = 4
+"""Of ``dropout_p`` among the arguments of `scaled_dot_product_attention`."""
+KEYS = DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd
+FAMILIES = (
+    "rnn_tanh", "rnn_relu", "gru", "lstm", "softshrink", "hardshrink", "multi_margin_loss",
+    "multilabel_margin_loss_forward", "stft", "istft",
+)  # fmt: skip
+"""Ops by name, beside all that resample."""
+
+
+@contextlib.contextmanager
+def kernels_of_eager() -> Generator[None]:
+    """Take the Python decompositions away, and put them back on leaving."""
+    taken = [
+        (op, key, op.py_kernels.pop(key))
+        for op in _decomposed()
+        for key in KEYS
+        if key in op.py_kernels
+    ]
+    for op, _, _ in taken:
+        op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for op, key, kernel in taken:
+            op.py_kernels[key] = kernel
+            op._dispatch_cache.clear()
+
+
+@functools.cache
+def _decomposed() -> tuple[Any, ...]:
+    """The ops that this torch has in Python, and eager has compiled."""
+    names = [name for name in dir(torch.ops.aten) if "upsample_" in name]
+    known = [name for name in (*names, *FAMILIES) if hasattr(torch.ops.aten, name)]
+    packets = [getattr(torch.ops.aten, name) for name in known]
+    ops = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+    return tuple(op for op in ops if any(key in op.py_kernels for key in KEYS))
+
+
+_DROPOUTS = frozenset({"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"})
+
+
+class IdleDropout(TorchFunctionMode):
+    """Dropout that drops nothing returns its input, as in eager; a trace would make a copy.
+
+    A write in place to the result then reaches the input too.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call `func`, unless it is dropout at rest."""
+        given = dict(kwargs or {})
+        if getattr(func, "__name__", "") in _DROPOUTS:
+            named = dict(zip(("input", "p", "training"), args, strict=False)) | given
+            is_on = named.get("training", named.get("train", True))
+            if not is_on or named.get("p", 0.5) == 0:
+                return named["input"]
+        return func(*args, **given)
+
+
+class FusedAttention(TorchFunctionMode):
+    """Calls of `scaled_dot_product_attention` with their dropout left out."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call `func`, changed where it is attention."""
+        given = dict(kwargs or {})
+        if func is functional.scaled_dot_product_attention:
+            at = DROPOUT_POSITION
+            args = (*args[:at], *(0.0 for _ in args[at : at + 1]), *args[at + 1 :])
+            given.pop("dropout_p", None)
+        return func(*args, **given)
+
+
+# Ops that only raise an error for some values stay in the graph.
+#
+# torch 2.11 takes them for ops without an effect, as nothing reads them, and drops them. The plan
+# of a model that calls `torch.linalg.cholesky` would go on with NaN where eager raises. Later
+# releases know that they have one. With every release they are refused (`joint/refuse_ops.py`).
+
+
+CHECKING_OPS = ("aten::_linalg_check_errors",)
+
+
+@contextlib.contextmanager
+def checks_kept() -> Generator[None]:
+    """While tracing, let torch know that these ops have an effect."""
+    torch_effects: Any = effects
+    with contextlib.ExitStack() as stack:
+        for op in CHECKING_OPS:
+            if torch_effects._get_effect(op) is None:
+                ordered = torch_effects._EffectType.ORDERED
+                stack.callback(torch_effects._register_effectful_op(op, ordered).destroy)
+        yield

@@ -1,0 +1,157 @@
+"""What a step returns, where one tensor comes more than once in it, or a dataclass.
+
+A model may return its last hidden state by itself and again among all of them, or return what it
+keeps on an attribute. Eager then returns one tensor, whose gradients are added up before its own
+backward runs. As two results of a graph it would be two tensors, and two gradients at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+# Dataclasses in results: opened, so that torch sees their tensors, and made again for the caller.
+#
+# Torch finds no tensor in one that is not registered. To register it would change how the user's
+# other code walks through it, so ours stands in its place while a step is traced.
+
+
+Context = tuple[Any, tuple[str, ...]]
+
+
+class _Opened:
+    """A container that torch knows, with what a dataclass holds, fields or not, by name."""
+
+    def __init__(self, kind: type, values: dict[str, Any]) -> None:
+        self.kind, self.values = kind, values
+
+    def closed(self) -> Any:
+        """The dataclass, made as `copy.copy` makes one: neither `__init__` nor a check runs."""
+        made = object.__new__(self.kind)
+        for name, value in self.values.items():
+            object.__setattr__(made, name, value)
+        return made
+
+
+def _flat(one: _Opened) -> tuple[list[Any], Context]:
+    return list(one.values.values()), (one.kind, tuple(one.values))
+
+
+def _named(one: _Opened) -> tuple[list[tuple[Any, Any]], Context]:
+    values, context = _flat(one)
+    keys: list[Any] = [pytree.GetAttrKey(name) for name in one.values]
+    return list(zip(keys, values, strict=True)), context
+
+
+def _made(values: Any, context: Hashable) -> _Opened:
+    kind, names = context  # pyright: ignore
+    return _Opened(kind, dict(zip(names, values, strict=True)))
+
+
+pytree.register_pytree_node(_Opened, _flat, _made, flatten_with_keys_fn=_named)
+
+
+def is_record(leaf: Any) -> bool:
+    """Whether it is a dataclass in which torch finds no tensor."""
+    is_one = dataclasses.is_dataclass(leaf) and not isinstance(leaf, (type, Tensor, nn.Module))
+    return is_one and type(leaf) not in pytree.SUPPORTED_NODES
+
+
+def opened(tree: Any) -> Any:
+    """The tree with all dataclasses opened, those inside of others too."""
+
+    def open_leaf(leaf: Any) -> Any:
+        if not is_record(leaf):
+            return leaf
+        fields = [field.name for field in dataclasses.fields(leaf)]
+        others = [name for name in getattr(leaf, "__dict__", ()) if name not in fields]
+        held = {k: opened(getattr(leaf, k)) for k in (*fields, *others) if hasattr(leaf, k)}
+        return _Opened(type(leaf), held)
+
+    if not any(map(is_record, pytree.tree_leaves(tree))):
+        return tree
+    return pytree.tree_map(open_leaf, tree)
+
+
+def leaves_in(tree: Any) -> list[Any]:
+    """The leaves of a tree, with those in its dataclasses."""
+    leaves = pytree.tree_leaves(tree)
+    return pytree.tree_leaves(opened(tree)) if any(map(is_record, leaves)) else leaves
+
+
+def closed(tree: Any) -> Any:
+    """The tree with its dataclasses again, as `opened` has found them."""
+
+    def is_opened(part: Any) -> bool:
+        return isinstance(part, _Opened)
+
+    def close(part: Any) -> Any:
+        if not isinstance(part, _Opened):
+            return part
+        return _Opened(part.kind, {k: closed(v) for k, v in part.values.items()}).closed()
+
+    return pytree.tree_map(close, tree, is_leaf=is_opened)
+
+
+def holds_opened(spec: pytree.TreeSpec) -> bool:
+    """Whether a tree of that structure has an opened dataclass."""
+    return spec.type is _Opened or any(map(holds_opened, spec.children()))
+
+
+Leaf = TypeVar("Leaf")
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """A tree of results in which a tensor comes more than once, or a dataclass.
+
+    Attributes
+    ----------
+    spec : of the tree. which : for each of its leaves, its index among the distinct ones.
+    own : how many of the leaves are the module's results. The others are set on attributes.
+    """
+
+    spec: pytree.TreeSpec
+    which: tuple[int, ...]
+    own: int
+
+    def gradients(self) -> dict[int, int]:
+        """How many gradients come back for a result, by its index, where it is more than one."""
+        times = Counter(self.which[: self.own])
+        return {i: number for i, number in times.items() if number > 1}
+
+    def of_leaves(self, distinct: Sequence[Leaf]) -> list[Leaf]:
+        """For each leaf of the tree, what belongs to it of a list for the distinct ones."""
+        return [distinct[i] for i in self.which]
+
+    def tree(self, distinct: Sequence[Any]) -> Any:
+        """The tree of results, from the distinct ones."""
+        tree = pytree.tree_unflatten(self.of_leaves(distinct), self.spec)
+        return closed(tree) if holds_opened(self.spec) else tree
+
+
+def distinct_results(results: Any, own: int) -> tuple[Any, Repeats | None]:
+    """The results with each tensor once, and how to make the tree of them again.
+
+    Where no tensor repeats and no dataclass was opened, the results as they are, and None. `own` is
+    as of `Repeats`.
+    """
+    leaves, spec = pytree.tree_flatten(results)
+    seen: dict[int, int] = {}
+    distinct: list[Any] = []
+    which: list[int] = []
+    for leaf in leaves:
+        known = seen.get(id(leaf)) if isinstance(leaf, Tensor) else None
+        which.append(len(distinct) if known is None else known)
+        if known is None:
+            seen[id(leaf)] = len(distinct)
+            distinct.append(leaf)
+    if len(distinct) == len(leaves) and not holds_opened(spec):
+        return results, None
+    return distinct, Repeats(spec, tuple(which), own)

@@ -1,0 +1,366 @@
+"""Tracing runs the user's forward. This restores the modules and the random streams after it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import FrameType
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.joint.provenance import is_users, line_of_user, source_of
+from remat.graph_capture.python_state.places import MISSING, Entry, copied, holds, refill
+from remat.graph_capture.python_state.watch import PythonState
+
+Attributes = dict[str, tuple[Any, Any]]
+"""Values by name, each with a shallow copy of it where it is a plain container."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """An attribute of a module that forward has set, changed in place or removed.
+
+    Attributes
+    ----------
+    before : the object that was there. held : that, or a copy from then where it is a container.
+    """
+
+    path: str
+    module: nn.Module
+    name: str
+    before: Any
+    held: Any
+
+    @property
+    def text(self) -> str:
+        """Its path in the model."""
+        return f"{self.path}.{self.name}".lstrip(".")
+
+    @property
+    def place(self) -> Entry:
+        """Where it is."""
+        return Entry(self.text, vars(self.module), self.name, self.before)
+
+    @property
+    def value(self) -> Any:
+        """What it holds now; None where it was removed."""
+        return vars(self.module).get(self.name)
+
+
+class ModuleAttributes:
+    """Every attribute of every module as it is when this is made, one container deep.
+
+    Parameters
+    ----------
+    but : names to leave alone.
+    """
+
+    def __init__(self, model: nn.Module, but: frozenset[str] = frozenset()) -> None:
+        self._before = [(path, m, _snapshot(m, but)) for path, m in model.named_modules()]
+        self._but = but
+
+    def written(self) -> list[Written]:
+        """Plain attributes that are not as they were; not those of torch, such as hooks."""
+        return [
+            Written(path, module, name, *_before(module, name, attributes))
+            for path, module, attributes in self._before
+            for name in _changed(vars(module), attributes, self._but)
+            if name not in OF_TORCH and not _is_torchs_own(module, name)
+        ]
+
+    def restore(self) -> None:
+        """Put all of them back."""
+        for _, module, attributes in self._before:
+            _restore(vars(module), attributes, self._but)
+
+
+OF_TORCH = frozenset(vars(nn.Module()))
+"""What every module has: its tables of parameters, of hooks and of other modules, and its mode."""
+
+
+def _is_torchs_own(module: nn.Module, name: str) -> bool:
+    """Whether it is what a module of torch keeps for itself, as an LSTM its flat weights."""
+    return name.startswith("_") and type(module).__module__.startswith("torch.")
+
+
+def _before(module: nn.Module, name: str, attributes: Attributes) -> tuple[Any, Any]:
+    """What the instance held, or else its class; and a copy of it where it is a container."""
+    if name not in attributes:
+        return (getattr(type(module), name, MISSING),) * 2
+    value, kept = attributes[name]
+    return value, value if kept is None else kept
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module) -> Generator[ModuleAttributes]:
+    """Restore every submodule's attributes and all random streams on leaving.
+
+    Gradients are recorded meanwhile, also where the caller is under ``torch.no_grad()`` or in
+    ``torch.inference_mode()``, as a block that sets up a model often is.
+    """
+    attributes = ModuleAttributes(model)
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    python, numpy = random.getstate(), np.random.get_state()
+    # Leaving inference mode also switches gradients on.
+    with torch.inference_mode(False), torch.random.fork_rng(devices=devices):
+        try:
+            yield attributes
+        finally:
+            attributes.restore()
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def _snapshot(module: nn.Module, but: frozenset[str]) -> Attributes:
+    """Each attribute, with a shallow copy of it where it is a plain container."""
+    held = ((name, value) for name, value in vars(module).items() if name not in but)
+    return {name: (value, _copy_of_container(value)) for name, value in held}
+
+
+def _copy_of_container(value: Any) -> Any:
+    return copied(value) if isinstance(value, (dict, list, set)) else None
+
+
+def _changed(now: dict[str, Any], attributes: Attributes, but: frozenset[str]) -> Iterator[str]:
+    yield from (name for name in now if name not in attributes and name not in but)
+    for name, (value, kept) in attributes.items():
+        is_another = name not in now or now[name] is not value
+        if is_another or (kept is not None and not holds(value, kept)):
+            yield name
+
+
+def _restore(now: dict[str, Any], attributes: Attributes, but: frozenset[str]) -> None:
+    for name in list(_changed(now, attributes, but)):
+        if name not in attributes:
+            del now[name]
+            continue
+        now[name], kept = attributes[name]
+        if kept is not None:
+            refill(now[name], kept)
+
+
+# Random numbers that forward draws from other streams than torch's own: seen, and refused.
+#
+# A trace holds what was drawn while it was made. Torch's default stream is part of the plan;
+# numbers of `random` and NumPy, and a seed that forward sets, would be the same at each step.
+
+
+_NUMPY = "numpy.random"
+_PYTHON = "random"
+_SEEDS = ("manual_seed", "seed", "set_rng_state")
+"""Functions of torch and of `torch.random` that put its generator elsewhere."""
+
+
+def streams() -> dict[str, Any]:
+    """Where each stream that a trace should not move stands now."""
+    _, keys, *rest = cast("tuple[str, np.ndarray, int, int, float]", np.random.get_state())
+    return {
+        _PYTHON: random.getstate(),
+        _NUMPY: (keys.tobytes(), *rest),
+    }
+
+
+def require_unmoved(kind: str, before: dict[str, Any], again: Callable[[], Any]) -> None:
+    """Refuse a forward that has moved a stream since `before`.
+
+    Parameters
+    ----------
+    again : runs forward once more, to find the line that draws.
+
+    Raises
+    ------
+    CaptureError : names the stream and the line.
+    """
+    now = streams()
+    moved = next((name for name in before if now[name] != before[name]), None)
+    if moved is None:
+        return
+    line = _line_that_draws(again, moved)
+    place = f" ({line})" if line else ""
+    raise CaptureError(
+        f"forward of {kind} draws from {moved}{place}, and a plan would have the same numbers at "
+        "each step. Draw with torch (torch.rand, torch.randint) and use the tensor without "
+        ".item(); or draw outside forward and pass the number as an argument, where "
+        "remat.plan_cache makes a plan for each value"
+    )
+
+
+def _line_that_draws(run: Callable[[], Any], moved: str) -> str:
+    """``file:line`` of the user's after which a stream first stands elsewhere while `run` runs."""
+    before, found, last = streams()[moved], list[str](), [""]
+
+    def look(frame: FrameType, event: str, arg: Any) -> Any:
+        if not is_users(frame) or found:
+            return None
+        if event in ("line", "return"):
+            if streams()[moved] != before:
+                found.append(last[0])
+                return None
+            last[0] = source_of(frame)
+        return look
+
+    tracing = sys.gettrace()
+    sys.settrace(look)
+    try:
+        # Whatever this run raises, the refusal that follows says more.
+        with contextlib.suppress(Exception):
+            run()
+    finally:
+        sys.settrace(tracing)
+    return found[0] if found else ""
+
+
+@contextlib.contextmanager
+def no_seed(kind: str) -> Generator[None]:
+    """Refuse functions of torch that put its generator elsewhere, while forward runs.
+
+    Raises
+    ------
+    CaptureError : forward calls one; names the line.
+    """
+
+    def refused(name: str) -> Callable[..., Any]:
+        def refuse(*_: Any, **__: Any) -> Any:
+            raise CaptureError(
+                f"forward of {kind} calls torch.{name}{line_of_user()}, and a step of a plan "
+                "draws from the stream as it stands. Call it outside forward, before the step"
+            )
+
+        return refuse
+
+    places = [(module, name) for module in (torch, torch.random) for name in _SEEDS]
+    before = [(module, name, getattr(module, name)) for module, name in places]
+    try:
+        for module, name in places:
+            setattr(module, name, refused(name))
+        yield
+    finally:
+        for module, name, function in before:
+            setattr(module, name, function)
+
+
+# Forward that writes into a tensor which is no input of the step: refused, by its name.
+#
+# Parameters, buffers and arguments are inputs, and each step writes to them as eager does. A plain
+# tensor of a module, of a global or of a module that is no submodule is a constant of the graph.
+
+
+_WRITES_NO_VALUES = frozenset({"requires_grad_", "detach_", "rename_", "share_memory_"})
+_STATISTICS = frozenset({"num_batches_tracked", "running_mean", "running_var"})
+_IN_PLACE = frozenset({
+    "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__",
+    "__imod__", "__ipow__", "__imatmul__", "__iand__", "__ior__", "__ixor__", "__ilshift__",
+    "__irshift__",
+})  # fmt: skip
+
+
+class NoForeignWrites(TorchFunctionMode):
+    """While forward is traced, refuse code that writes into a constant of the graph.
+
+    Parameters
+    ----------
+    state : where the tensors are looked for that code reaches.
+
+    Raises
+    ------
+    CaptureError : names the tensor and the line, and what works.
+    """
+
+    def __init__(self, kind: str, state: PythonState) -> None:
+        super().__init__()
+        self.kind, self.state = kind, state
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run `func`, unless it writes into such a tensor."""
+        for tensor in _written_by(func, args, kwargs or {}):
+            owner = _owner(tensor)
+            if owner is not None and (line := line_of_user()):
+                raise self._refused(owner, line)
+        return func(*args, **(kwargs or {}))
+
+    def _refused(self, tensor: Tensor, line: str) -> CaptureError:
+        name = next(self._names_of(tensor), f"a tensor of shape {list(tensor.shape)}")
+        owner, _, of = name.rpartition(".")
+        if of in _STATISTICS:
+            way = f"call eval() on {owner}, or make it a submodule of the model"
+        else:
+            way = (
+                f"register {name} as a buffer (register_buffer) of the model, or pass it to forward"
+            )
+        return CaptureError(
+            f"{way}: forward of {self.kind} writes into {of if of in _STATISTICS else 'it'}{line}, "
+            "which is neither parameter, buffer nor argument of the step, so that a step of a plan "
+            "would not write it"
+        )
+
+    def _names_of(self, tensor: Tensor) -> Iterator[str]:
+        for place in self.state.places:
+            value: Any = place.value
+            if value is tensor:
+                yield place.text
+            items = list(value.values()) if isinstance(value, Mapping) else value
+            if isinstance(items, (list, tuple)) and any(item is tensor for item in items):
+                yield place.text
+
+
+def _written_by(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[Tensor]:
+    """The tensors that a function of torch writes to, as far as its name says so."""
+    name = getattr(func, "__name__", "")
+    is_in_place = name.endswith("_") and not name.endswith("__") and name not in _WRITES_NO_VALUES
+    targets = [*args[:1]] if is_in_place or name in _IN_PLACE else []
+    for leaf in pytree.tree_leaves([*targets, kwargs.get("out")]):
+        if isinstance(leaf, Tensor):
+            yield leaf
+
+
+def _owner(tensor: Tensor) -> Tensor | None:
+    """The constant that a tensor is, or is a view of; None for what the trace has made."""
+    base = tensor._base if isinstance(tensor, FakeTensor) else None
+    while base is not None and isinstance(base, FakeTensor):
+        base = base._base
+    owner = tensor if base is None else base
+    return owner if type(owner) in (Tensor, nn.Parameter) else None
+
+
+# In which order eager's gradients arrive: autograd's engine decides it, and a trace runs that.
+
+
+class Arrivals:
+    """Notes the gradients of parameters as a backward makes them.
+
+    Attributes
+    ----------
+    places : of the parameters among those that were watched last, as their gradients came.
+    """
+
+    def __init__(self) -> None:
+        self.places: list[int] = []
+
+    def watch(self, parameters: Iterable[Tensor]) -> None:
+        """Note the backward of these from now on."""
+        self.places.clear()
+        for place, parameter in enumerate(parameters):
+            if parameter.requires_grad:
+                parameter.register_hook(partial(self._note, place))
+
+    def _note(self, place: int, gradient: Tensor) -> None:
+        self.places.append(place)

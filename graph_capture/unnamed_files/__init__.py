@@ -1,1 +1,0 @@
-"""Files without names, which hold what leaves a device: they go with the process."""

@@ -1,0 +1,1 @@
+"""Published algorithms that `auto` never asks: chains, rules, evictions, offload policies."""

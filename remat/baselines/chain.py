@@ -1,0 +1,364 @@
+"""A training graph as a chain of stages, each with its times and bytes.
+
+A stage is what forward computes between two articulation points (`places`), with the
+backward ops that read it. Its times and bytes are a model. The model counts backward values
+exactly. It counts kept values as if all lived throughout, and the value that enters a stage as
+if it lived to the end of the stage. So the model asks for more memory than a schedule needs,
+and `simulate` judges each schedule that a solver makes.
+
+Terms follow O. Beaumont et al., "Optimal checkpointing for heterogeneous chains: how to
+train deep neural networks with limited memory", 2019, https://arxiv.org/abs/1911.13214.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+from remat.schedules.schedule import Schedule
+from remat.schedules.simulate import simulate
+from remat.solver.local_search.repair import fill
+from remat.solver.problem import Problem
+from remat.solver.search import Search
+from remat.solver.segments.chen_sqrt import (
+    Split,
+    articulation_points,
+    coarsened,
+    kept_values,
+    split_by_backward,
+)
+from remat.solver.state import State, recomputed_by_stage, schedule_of
+from remat.solver.store_all import store_all_state
+
+NO_SPLIT = "the graph is no chain: the backward ops do not split by stages of forward"
+
+Kind = Literal["store", "forward", "save", "backward", "discard"]
+
+
+class Run(NamedTuple):
+    """Some forward ops of a stage, run in order.
+
+    `peak_bytes` leaves out the value that enters the stage.
+    """
+
+    ops: tuple[int, ...]
+    cost_us: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChainStage:
+    """One stage.
+
+    Attributes
+    ----------
+    entry : the value that enters it, -1 if none does. entry_bytes : its size.
+    saved_bytes : all that its backward reads of it, and its result (rotor's ``abar``).
+    pending_bytes : backward values live when its backward begins.
+    first_drop : its first run, which keeps the result alone.
+    first_save : its first run, which keeps what backward reads too.
+    again_drop : the ops that make the result, run again.
+    again_save : the ops that make the result and what backward reads, run again.
+    again_leaf : the ops that make what backward reads, run again.
+    backward : its backward ops. backward_us : their time. backward_peak_bytes : the most
+        live in them, with saved values and without the value that enters.
+    """
+
+    entry: int
+    entry_bytes: int
+    saved_bytes: int
+    pending_bytes: int
+    first_drop: Run
+    first_save: Run
+    again_drop: Run
+    again_save: Run
+    again_leaf: Run
+    backward: tuple[int, ...]
+    backward_us: float
+    backward_peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Stages in forward order, none if the graph is no chain: `why_not` says so in words.
+
+    `base_bytes` are resident or kept throughout.
+    """
+
+    stages: tuple[ChainStage, ...]
+    base_bytes: int
+    why_not: str = ""
+
+
+def find_chain(problem: Problem, most_stages: int = 0) -> Chain:
+    """The chain of `problem`, of at most `most_stages` stages if that is not 0."""
+    kept = kept_values(problem)
+    kept_bytes = sum(size for size, stays in zip(problem.size_bytes, kept, strict=True) if stays)
+    base_bytes = problem.resident_bytes + kept_bytes
+    places = articulation_points(problem, kept)
+    if not places:
+        return Chain((), base_bytes, _no_place(problem))
+    if most_stages:
+        places = coarsened(problem, places, most_stages)
+    split = split_by_backward(problem, kept, places)
+    if not split.places:
+        return Chain((), base_bytes, NO_SPLIT)
+    return Chain(_Model(problem, kept, split).stages(), base_bytes)
+
+
+def _no_place(problem: Problem) -> str:
+    if not problem.n_forward:
+        return "the graph is no chain: it has no forward ops"
+    first, last = problem.graph.ops[0].name, problem.graph.ops[problem.n_forward - 1].name
+    place = f"the forward graph has no articulation point between {first} and {last}"
+    return f"the graph is no chain: {place}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """Times and bytes of the stages of one split."""
+
+    problem: Problem
+    kept: bytearray
+    split: Split
+
+    def stages(self) -> tuple[ChainStage, ...]:
+        places, starts = self.split
+        ends = [*(place.end + 1 for place in places), self.problem.n_forward]
+        entries = [-1, *(place.entry for place in places), -1]
+        stops = [self.problem.n_ops, *starts]
+        running_bytes, waiting_bytes = _backward_bytes(self.problem)
+        return tuple(
+            self._stage(
+                range(ends[i - 1] if i else 0, end),
+                (entries[i], entries[i + 1]),
+                (range(starts[i], stops[i]), range(stops[i], stops[i - 1] if i else 0)),
+                running_bytes,
+                waiting_bytes[starts[i]],
+            )
+            for i, end in enumerate(ends)
+        )
+
+    def _stage(
+        self,
+        forward: range,
+        ports: tuple[int, int],
+        backwards: tuple[range, range],
+        running_bytes: Sequence[int],
+        pending_bytes: int,
+    ) -> ChainStage:
+        """The stage of ops `forward`; `backwards` are its own and those of the stage before."""
+        problem, (backward, before) = self.problem, backwards
+        last_read = {v: op for op in backward for v in problem.inputs[op]}
+        saved = [v for v in last_read if problem.producer[v] in forward and not self.kept[v]]
+        result = [ports[1]] if ports[1] >= 0 else []
+        both = list(dict.fromkeys((*saved, *result)))
+        first, size_bytes = tuple(forward), problem.size_bytes
+        entry_bytes = size_bytes[ports[0]] if ports[0] >= 0 else 0
+        is_lasting = any(ports[0] in problem.inputs[op] for op in before)
+        last_entry = problem.n_ops if is_lasting else last_read.get(ports[0], -1)
+        peak_bytes = (
+            running_bytes[op]
+            + sum(size_bytes[v] for v in saved if last_read[v] >= op)
+            - (entry_bytes if last_entry < op else 0)
+            for op in backward
+        )
+        return ChainStage(
+            entry=ports[0],
+            entry_bytes=entry_bytes,
+            saved_bytes=sum(size_bytes[v] for v in both),
+            pending_bytes=pending_bytes,
+            first_drop=self._run(first, result, is_first=True),
+            first_save=self._run(first, both, is_first=True),
+            again_drop=self._run(self._makers(forward, result), result),
+            again_save=self._run(self._makers(forward, both), both),
+            again_leaf=self._run(self._makers(forward, saved), saved),
+            backward=tuple(backward),
+            backward_us=sum(problem.cost_us[op] for op in backward),
+            backward_peak_bytes=max(peak_bytes, default=0),
+        )
+
+    def _makers(self, forward: range, wanted: Iterable[int]) -> tuple[int, ...]:
+        """The ops of `forward` that must run to make `wanted` again."""
+        missing, found = set(wanted), list[int]()
+        for op in reversed(forward):
+            if not missing.isdisjoint(self.problem.outputs[op]):
+                found.append(op)
+                reads = self.problem.inputs[op]
+                missing.update(v for v in reads if not self.kept[v])
+        return tuple(reversed(found))
+
+    def _run(self, ops: tuple[int, ...], wanted: list[int], *, is_first: bool = False) -> Run:
+        """Run `ops`, freeing what is read no more, up to `wanted`.
+
+        In a first run kept values do not count: `base_bytes` has them already.
+        """
+        problem, kept = self.problem, self.kept
+        last = {v: op for op in ops for v in (*problem.outputs[op], *problem.inputs[op])}
+        last.update(dict.fromkeys(wanted, problem.n_ops))
+        live, now, peak_bytes = set[int](), 0, 0
+        for op in ops:
+            made = [v for v in problem.outputs[op] if not kept[v]]
+            here = made if is_first else problem.outputs[op]
+            running = sum(problem.size_bytes[v] for v in here) + problem.workspace_bytes[op]
+            peak_bytes = max(peak_bytes, now + running)
+            live.update(made)
+            now += sum(problem.size_bytes[v] for v in made)
+            for v in dict.fromkeys((*made, *problem.inputs[op])):
+                if last[v] == op and v in live:
+                    live.discard(v)
+                    now -= problem.size_bytes[v]
+        return Run(ops, sum(problem.cost_us[op] for op in ops), peak_bytes)
+
+
+def _backward_bytes(problem: Problem) -> tuple[list[int], list[int]]:
+    """Bytes of backward values live while each op runs, and right before it."""
+    last = list(problem.producer)
+    for stage, needs in enumerate(problem.needs):
+        for v in needs:
+            last[v] = stage
+    change = [0] * (problem.n_ops + 2)
+    for v, made in enumerate(problem.producer):
+        if made >= problem.n_forward:
+            change[made] += problem.size_bytes[v]
+            change[last[v] + 1] -= problem.size_bytes[v]
+    live = list(accumulate(change))
+    made_bytes = (*problem.output_bytes, 0)
+    waiting = [live[op] - made_bytes[op] for op in range(problem.n_ops + 1)]
+    waiting[: problem.n_forward] = [0] * problem.n_forward
+    running = [live[op] + problem.workspace_bytes[op] for op in range(problem.n_ops)]
+    return running, waiting
+
+
+class Action(NamedTuple):
+    """One step of a chain schedule.
+
+    ``forward`` runs a stage and keeps its result alone, ``save`` keeps what backward reads
+    too, ``backward`` runs the stage's backward ops. ``store`` puts the value that enters the
+    stage into a slot, ``discard`` empties the slot.
+    """
+
+    kind: Kind
+    stage: int
+
+
+def ops_of_actions(chain: Chain, actions: Sequence[Action]) -> list[tuple[int, ...]]:
+    """For each of `actions` the ops that it runs.
+
+    First runs are whole stages; later ones are those ops that make what is asked for.
+    """
+    following = (*actions[1:], None)
+    reached, runs = 0, list[tuple[int, ...]]()
+    for (kind, i), after in zip(actions, following, strict=True):
+        if kind in ("store", "discard"):
+            runs.append(())
+        elif kind == "backward":
+            runs.append(chain.stages[i].backward)
+        elif i == reached:
+            runs.append(chain.stages[i].first_save.ops)
+            reached += 1
+        else:
+            runs.append(_run_again(chain.stages[i], kind, after == Action("backward", i)))
+    return runs
+
+
+def _run_again(stage: ChainStage, kind: Kind, is_leaf: bool) -> tuple[int, ...]:
+    if kind == "forward":
+        return stage.again_drop.ops
+    return (stage.again_leaf if is_leaf else stage.again_save).ops
+
+
+# What the chain solvers share: try schedules of a chain on the real graph, fill the best.
+
+
+NEIGHBOURS = 3
+"""Choices tried above the greatest that fits, since a peak may fall from one to the next."""
+FEW = 10000
+"""All choices are tried if choices times ops are at most this many; else bisection."""
+FILLED = 3
+"""How many of the fastest schedules are filled, beside the slowest, which leaves most room."""
+
+
+def chain_or_done(search: Search, most_stages: int) -> Chain | None:
+    """The chain of the graph; None if keeping all fits, or if the graph is no chain.
+
+    The search has a schedule then, or a message and the least peak known.
+    """
+    search.offer_least(store_all_state(search.problem))
+    if search.best is not None:
+        return None
+    search.say("looking for a chain of stages")
+    chain = find_chain(search.problem, most_stages)
+    if not chain.stages:
+        search.message = chain.why_not
+    return chain if chain.stages else None
+
+
+class ChainSearch:
+    """Tries chain schedules in one search; remembers the ops of those that fit.
+
+    `change`, if any, turns a schedule made from actions into the one to be judged.
+    """
+
+    def __init__(
+        self,
+        search: Search,
+        chain: Chain,
+        change: Callable[[Schedule, Sequence[Action]], Schedule] | None = None,
+    ) -> None:
+        self.search, self.chain, self.change = search, chain, change
+        self.found: dict[tuple[int, ...], float] = {}
+
+    def fits(self, actions: Sequence[Action]) -> bool:
+        """Judge the schedule of `actions` and take it if it is the best; return whether it fits."""
+        search = self.search
+        sequence = tuple(op for run in ops_of_actions(self.chain, actions) for op in run)
+        made = schedule_of(search.problem, sequence)
+        if self.change is not None:
+            made = self.change(made, actions)
+        found = simulate(search.graph, made)
+        if not search.offer_judged(made, found, or_least=True):
+            return False
+        self.found[sequence] = found.time_us
+        return True
+
+    def try_rising(self, actions_of: Callable[[int], Sequence[Action]], count: int) -> None:
+        """Find the greatest choice in 0..count - 1 that fits, by bisection if there are many.
+
+        A greater choice takes more memory and less time.
+        """
+        if count * self.search.problem.n_ops <= FEW:
+            self._try_each(actions_of, range(count))
+            return
+        low, high = 1, count - 1 if self.fits(actions_of(0)) else 0
+        while low <= high and not self.search.out_of_time():
+            middle = (low + high) // 2
+            if self.fits(actions_of(middle)):
+                low = middle + 1
+            else:
+                high = middle - 1
+        self._try_each(actions_of, range(low, min(low + NEIGHBOURS, count)))
+
+    def _try_each(self, actions_of: Callable[[int], Sequence[Action]], choices: range) -> None:
+        for choice in choices:
+            if self.search.out_of_time():
+                return
+            self.fits(actions_of(choice))
+
+    def fill_best(self) -> None:
+        """Carry what still fits beside the fastest schedules, and beside the slowest."""
+        search = self.search
+        search.say("carrying what still fits")
+        ranked = sorted(self.found, key=lambda sequence: self.found[sequence])
+        chosen = [*ranked[:FILLED], *ranked[FILLED:][-1:]]
+        # On a large graph a fill takes seconds, so the fastest schedule alone is filled.
+        for sequence in chosen[:1] if search.is_large else chosen:
+            if search.out_of_time():
+                return
+            recomputed = recomputed_by_stage(search.problem, sequence)
+            state = State.from_recomputed(search.problem, recomputed)
+            if search.offer(state):
+                fill(state, search.budget_bytes, search)
+                search.offer(state)

@@ -1,0 +1,288 @@
+"""Evict what has not been used for longest.
+
+Also called: LRU, least recently used, h_LRU.
+Paper: as a rematerialization policy in M. Kirisame et al., "Dynamic Tensor
+Rematerialization", ICLR 2021, https://arxiv.org/abs/2006.09616.
+Solves: no stated problem; a rule for each moment at which memory is full. The value of least
+1 / staleness goes. The policy runs over the captured graph; its runs are the plan, pruned by
+default, see `plan`.
+Optimal only where nothing need be evicted. Cost: for each eviction a scan of the live values.
+Shortcomings: blind to costs and sizes. Backward needs the oldest values last, which suits the
+rule, but what it evicts in forward makes long chains of recomputations; no bound.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from remat.solver.policies.eviction import Books, EvictedClasses, Policy, Scores, Values
+from remat.solver.policies.online import PolicyPlanner
+from remat.solver.problem import Problem
+
+
+class LruPolicy(Policy):
+    """Least 1 / staleness."""
+
+    def scores(self, books: Books, values: Values) -> Scores:
+        """In 1 / microseconds."""
+        return 1.0 / books.staleness_us(values)
+
+
+@dataclass(frozen=True)
+class Lru(PolicyPlanner):
+    """Plans by LRU."""
+
+    name = "lru"
+    policy = LruPolicy
+
+
+# An address space with a first-fit or best-fit allocator, for policies that count fragmentation.
+#
+# Source: best fit and first fit with immediate coalescing, as in D. Knuth, "The Art of
+# Computer Programming", volume 1, section 2.5, and in the caching allocators of frameworks.
+# Solves: where a block of bytes goes when blocks come and go and none can be moved. A block
+# needs one hole that holds all of it; the sum of the holes does not help.
+# Used by: `dte` and `coop`, whose rules are about addresses. Their arena has the size of the
+# budget. The peak of their plans still counts bytes, as that of every plan.
+# Cost: a placement scans the holes; a release finds its place by bisection.
+
+
+Fit = Literal["best", "low", "high"]
+"""The smallest hole that fits; the lowest one, filled from below; the highest, from above."""
+HOLE = -1
+
+
+class Arena:
+    """Blocks 0..n_blocks-1 in an address space of `capacity_bytes`.
+
+    Blocks of no bytes have no address: they always fit. A hole's neighbours are blocks.
+
+    Attributes
+    ----------
+    at : address of each block present.
+    beside_bytes : for each block present the bytes of the holes on both its sides.
+    """
+
+    def __init__(self, capacity_bytes: int, n_blocks: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.at: dict[int, int] = {}
+        self.beside_bytes: npt.NDArray[np.int64] = np.zeros(n_blocks, np.int64)
+        self._starts: list[int] = []
+        self._sizes: dict[int, int] = {}
+        self._owners: dict[int, int] = {}
+        self._holes: list[int] = []
+        if capacity_bytes > 0:
+            self._insert(0, capacity_bytes, HOLE)
+
+    @property
+    def free_bytes(self) -> int:
+        """Sum of the holes."""
+        return sum(self._sizes[start] for start in self._holes)
+
+    def spans(self) -> Iterator[tuple[int, int, int]]:
+        """(address, bytes, block or `HOLE`) of all that there is, in address order."""
+        for start in self._starts:
+            yield start, self._sizes[start], self._owners[start]
+
+    def place(self, block: int, size_bytes: int, fit: Fit = "best") -> bool:
+        """Put `block` into a hole; return whether one was large enough."""
+        if size_bytes == 0:
+            return True
+        hole = self._find(size_bytes, fit)
+        if hole is None:
+            return False
+        rest_bytes = self._sizes[hole] - size_bytes
+        self._remove(hole)
+        start = hole + rest_bytes if fit == "high" else hole
+        self._insert(start, size_bytes, block)
+        self.at[block] = start
+        if rest_bytes:
+            self._insert(hole if fit == "high" else hole + size_bytes, rest_bytes, HOLE)
+        self._note_beside(start)
+        return True
+
+    def release(self, block: int) -> None:
+        """Make a hole of `block`, joined with the holes beside it."""
+        if block not in self.at:
+            return
+        start = self.at.pop(block)
+        i = bisect_left(self._starts, start)
+        first, last = max(i - 1, 0), i + 2
+        merged = [s for s in self._starts[first:last] if s == start or self._owners[s] == HOLE]
+        size_bytes = sum(self._sizes[s] for s in merged)
+        for s in merged:
+            self._remove(s)
+        self._insert(merged[0], size_bytes, HOLE)
+        self._note_beside(merged[0])
+
+    def _find(self, size_bytes: int, fit: Fit) -> int | None:
+        holes = reversed(self._holes) if fit == "high" else self._holes
+        enough = (hole for hole in holes if self._sizes[hole] >= size_bytes)
+        if fit == "best":
+            return min(enough, key=lambda hole: (self._sizes[hole], hole), default=None)
+        return next(enough, None)
+
+    def _insert(self, start: int, size_bytes: int, owner: int) -> None:
+        insort(self._starts, start)
+        self._sizes[start] = size_bytes
+        self._owners[start] = owner
+        if owner == HOLE:
+            insort(self._holes, start)
+
+    def _remove(self, start: int) -> None:
+        self._starts.pop(bisect_left(self._starts, start))
+        if self._owners[start] == HOLE:
+            self._holes.pop(bisect_left(self._holes, start))
+        del self._sizes[start], self._owners[start]
+
+    def _note_beside(self, start: int) -> None:
+        """Bring `beside_bytes` up to date around a change at `start`."""
+        i = bisect_left(self._starts, start)
+        for j in range(max(i - 2, 0), min(i + 3, len(self._starts))):
+            owner = self._owners[self._starts[j]]
+            if owner != HOLE:
+                self.beside_bytes[owner] = self._hole_bytes(j - 1) + self._hole_bytes(j + 1)
+
+    def _hole_bytes(self, j: int) -> int:
+        if not 0 <= j < len(self._starts) or self._owners[self._starts[j]] != HOLE:
+            return 0
+        return self._sizes[self._starts[j]]
+
+
+def cheapest_window(
+    sizes_bytes: Sequence[int], costs: Sequence[float], asked_bytes: int
+) -> tuple[int, int] | None:
+    """The cheapest run of neighbours of at least `asked_bytes`, as (first, past the last).
+
+    Two pointers find, for each last one, the shortest run that is long enough: a longer one
+    costs no less, as no cost is negative. An infinite cost is a barrier. Of equal runs the
+    lowest is taken; None if there is none.
+    """
+    best: tuple[float, int, int] | None = None
+    first, held_bytes, cost = 0, 0, 0.0
+    for last, size_bytes in enumerate(sizes_bytes):
+        if costs[last] == float("inf"):
+            first, held_bytes, cost = last + 1, 0, 0.0
+            continue
+        held_bytes += size_bytes
+        cost += costs[last]
+        while held_bytes - sizes_bytes[first] >= asked_bytes and first < last:
+            held_bytes -= sizes_bytes[first]
+            cost -= costs[first]
+            first += 1
+        if held_bytes >= asked_bytes and (best is None or cost < best[0]):
+            best = cost, first, last + 1
+    return best[1:] if best else None
+
+
+# Dynamic tensor evicting: DTR's rule with addresses, so that holes grow together.
+#
+# Also called: DTE, the policy of MegTaiChi; the sublinear memory of MegEngine's dynamic graphs.
+# Paper: Z. Hu, J. Xiao, Z. Deng, M. Li, K. Zhang, X. Zhang, K. Meng, N. Sun, G. Tan,
+# "MegTaiChi: Dynamic Tensor-based Memory Management Optimization for DNN Training", ICS 2022,
+# https://doi.org/10.1145/3524059.3532394.
+# Solves: no stated problem; a rule for each moment at which no hole is large enough. The value of
+# least (c_nb + 10^-3) 1.0001^(times recomputed) / ((MiB + free MiB on both sides)(dt + 10^-3))
+# goes, c_nb being its cost with the evicted classes around, dt its staleness, until one hole
+# holds what is asked for. Memory is an `Arena` with best fit, as large as the budget leaves.
+# The policy runs over the captured graph; its runs are the plan, pruned by default, see `plan`.
+# Optimal only where nothing need be evicted. Cost: for each eviction a scan of the live values.
+# Shortcomings: those of `dtr`; evicts more than bytes alone ask for where memory is fragmented,
+# which the plan's peak, counted in bytes, does not show; no bound.
+
+
+MIB = 1 << 20
+OFFSET = 1e-3
+RERUN_FACTOR = 1.0001
+
+
+class DtePolicy(Policy):
+    """Least cost around for the bytes of the hole that the eviction would make."""
+
+    def __init__(self, problem: Problem, room_bytes: int) -> None:
+        self.arena = Arena(room_bytes, problem.n_values + 1)
+        super().__init__(problem, room_bytes, memory=self.arena, around=EvictedClasses(problem))
+
+    def scores(self, books: Books, values: Values) -> Scores:
+        """In microseconds a MiB and microsecond."""
+        hole_mib = (books.size_bytes[values] + self.arena.beside_bytes[values]) / MIB
+        idle_us = books.clock_us - books.used_us[values] + OFFSET
+        cost_us = self.with_neighbours_us(books, values) + OFFSET
+        return cost_us * RERUN_FACTOR ** books.reruns[values] / (hole_mib * idle_us)
+
+
+@dataclass(frozen=True)
+class Dte(PolicyPlanner):
+    """Plans by DTE."""
+
+    name = "dte"
+    policy = DtePolicy
+
+
+# Co-optimised allocation and rematerialization: evict the cheapest window of addresses.
+#
+# Also called: Coop, sliding window eviction.
+# Paper: J. Zhang, S. Ma, P. Liu, J. Yuan, "Coop: Memory is not a Commodity", NeurIPS 2023,
+# https://arxiv.org/abs/2311.00591.
+# Solves: no stated problem; a rule for each moment at which no hole is large enough. Of all runs
+# of neighbours in memory that are holes or evictable and together large enough, the one with the
+# least sum of (c_nb + c) / dt is evicted whole, found by two pointers: c is a value's cost, c_nb
+# that of the evicted classes around, dt its staleness. Ops that are cheap for the bytes they
+# make place them from below, costly ones from above, so that windows hold values alike in cost;
+# cheap is less than the graph's mean cost a byte. Memory is an `Arena` with first fit, as large
+# as the budget leaves. The policy runs over the captured graph; its runs are the plan, pruned by
+# default, see `plan`.
+# Optimal only where nothing need be evicted. Cost: for each window a scan of the address space.
+# Shortcomings: uses no knowledge of the future; values that cannot move or be evicted split the
+# address space, so it may fail at a small budget that is enough in bytes; no bound.
+
+
+class CoopPolicy(Policy):
+    """Evicts whole windows; cheap and costly values grow from opposite ends."""
+
+    def __init__(self, problem: Problem, room_bytes: int) -> None:
+        self.arena = Arena(room_bytes, problem.n_values + 1)
+        super().__init__(problem, room_bytes, memory=self.arena, around=EvictedClasses(problem))
+        made_bytes = sum(problem.output_bytes)
+        self._mean_us = sum(problem.cost_us) / made_bytes if made_bytes else 0.0
+
+    def scores(self, books: Books, values: Values) -> Scores:
+        """What each adds to a window: its cost with that around it, over the time unused."""
+        return self.with_neighbours_us(books, values) / books.staleness_us(values)
+
+    def is_costly(self, op: int) -> bool:
+        """Whether `op` costs more for each byte that it makes than the graph's ops on average."""
+        return self.problem.cost_us[op] > self._mean_us * self.problem.output_bytes[op]
+
+    def place(self, block: int, size_bytes: int, op: int) -> bool:
+        """First fit from above for a costly op, from below for a cheap one."""
+        return self.arena.place(block, size_bytes, "high" if self.is_costly(op) else "low")
+
+    def victims(self, books: Books, asked_bytes: int) -> Sequence[int]:
+        """The values of the cheapest window; none if no window is large enough."""
+        values = np.flatnonzero(books.evictable)
+        costs = np.full(books.evictable.size + 1, np.inf)
+        costs[values] = self.scores(books, values)
+        spans = list(self.arena.spans())
+        window = cheapest_window(
+            [size_bytes for _, size_bytes, _ in spans],
+            [0.0 if owner == HOLE else float(costs[owner]) for _, _, owner in spans],
+            asked_bytes,
+        )
+        if window is None:
+            return ()
+        return [owner for _, _, owner in spans[slice(*window)] if owner != HOLE]
+
+
+@dataclass(frozen=True)
+class Coop(PolicyPlanner):
+    """Plans by Coop."""
+
+    name = "coop"
+    policy = CoopPolicy

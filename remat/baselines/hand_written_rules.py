@@ -1,0 +1,204 @@
+"""Recompute every block: only what enters a block is kept.
+
+Also called: full recomputation, full activation checkpointing, `torch.utils.checkpoint` around
+each layer.
+Paper: T. Chen, B. Xu, C. Zhang, C. Guestrin, "Training Deep Nets with Sublinear Memory
+Cost", 2016, https://arxiv.org/abs/1604.06174, whose segments are here the blocks of the
+model (`module_blocks`).
+Solves: no stated problem; the budget only decides whether recomputation is needed at all. Each
+block runs again when backward reaches it, up to the last op whose result backward reads.
+Optimal: where the step fits without recomputation. Cost: O(ops + reads).
+Shortcomings: recomputes what would have fitted; adds up to the whole forward of the blocks,
+a third of a step as a rule; does not apply where no block repeats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from remat.graph_capture.graph import TrainingGraph
+from remat.solver.kept import DROPOUT, NO_ATTENTION, NO_CORE, attention_cores, op_kind
+from remat.solver.policies.template import (
+    NO_BLOCK,
+    NO_REPEATED_BLOCK,
+    Template,
+    module_blocks,
+    read_in_backward,
+    regions,
+    solve_templates,
+    unavoidable,
+)
+from remat.solver.problem import Problem
+from remat.solver.result import Result
+from remat.solver.search import Listener, Search
+
+
+@dataclass(frozen=True)
+class Full:
+    """Solver that recomputes every block; `time_limit_s`, `progress` as in `solve`."""
+
+    time_limit_s: float = 60.0
+    progress: Listener | None = None
+
+    def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
+        """The unmodified step if it fits, else every block recomputed, if that does."""
+        search = Search.of(self, "full", graph, budget_bytes)
+        return solve_templates(search, full_templates, NO_REPEATED_BLOCK)
+
+
+def full_templates(problem: Problem) -> Iterator[Template]:
+    """The template with each block a region of its own; none where no block repeats."""
+    blocks = module_blocks(problem.graph)
+    if blocks.names:
+        yield regions(problem, [block != NO_BLOCK for block in blocks.of_op], blocks.of_op)
+
+
+# Recompute the core of each attention and keep all else.
+#
+# Also called: selective activation recomputation, core attention recomputation.
+# Paper: V. Korthikanti, J. Casper, S. Lym, L. McAfee, M. Andersch, M. Shoeybi, B. Catanzaro,
+# "Reducing Activation Recomputation in Large Transformer Models", 2022,
+# https://arxiv.org/abs/2205.05198.
+# Solves: no stated problem; the budget only decides whether recomputation is needed at all. What
+# lies between queries, keys, values and the attention output (`attention_core`) is large for its
+# cost. It runs again when backward reaches it, one attention at a time.
+# Optimal: where the step fits without recomputation. Cost: O(ops + reads).
+# Shortcomings: gains little with fused attention, which never keeps the weights and runs again
+# whole; keeps every linear layer's input; does not apply where no attention is found.
+
+
+@dataclass(frozen=True)
+class Selective:
+    """Solver that recomputes attention cores; `time_limit_s`, `progress` as in `solve`."""
+
+    time_limit_s: float = 60.0
+    progress: Listener | None = None
+
+    def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
+        """The unmodified step if it fits, else all attention cores recomputed, if that does."""
+        search = Search.of(self, "selective", graph, budget_bytes)
+        return solve_templates(search, selective_templates, NO_ATTENTION)
+
+
+def selective_templates(problem: Problem) -> Iterator[Template]:
+    """The template with each core a region of its own; none where there is no attention."""
+    core = attention_cores(problem)
+    again = [part != NO_CORE for part in core]
+    if any(again):
+        yield regions(problem, again, core)
+
+
+# Recompute every block but for its attention, whose output is kept.
+#
+# Also called: rematerialization-aware gradient checkpointing; checkpoint at the attention output.
+# Paper: D. Li, R. Shao, A. Xie, E. P. Xing, X. Ma, I. Stoica, J. E. Gonzalez, H. Zhang,
+# "DISTFLASHATTN: Distributed Memory-efficient Attention for Long-context LLMs Training", 2023:
+# see https://arxiv.org/abs/2310.03294.
+# Solves: no stated problem; the budget only decides whether recomputation is needed at all.
+# Forward keeps what enters a block and what attention gives its backward: the output, the
+# log-sum-exp, states of the generator. Attention runs once. The part after it and the part before
+# it run again, each when backward reaches it. The paper joins the part after one attention with
+# the part before the next; what is kept is the same.
+# Optimal: where the step fits without recomputation. Cost: O(ops + reads).
+# Shortcomings: attention that is not fused keeps its weights, which are large; keeps nothing of
+# the rest even where it would fit; applies only where blocks repeat and attention is found.
+
+
+@dataclass(frozen=True)
+class KeepAttentionOutput:
+    """Solver that recomputes blocks, not attention; `time_limit_s`, `progress` as in `solve`."""
+
+    time_limit_s: float = 60.0
+    progress: Listener | None = None
+
+    def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
+        """The unmodified step if it fits, else the template, if that does."""
+        search = Search.of(self, "keep_attention_output", graph, budget_bytes)
+        has_blocks = bool(module_blocks(graph).names)
+        absent = NO_ATTENTION if has_blocks else NO_REPEATED_BLOCK
+        return solve_templates(search, keep_attention_output_templates, absent)
+
+
+def keep_attention_output_templates(problem: Problem) -> Iterator[Template]:
+    """The template; none where no block repeats or no block has attention."""
+    blocks = module_blocks(problem.graph).of_op
+    core = attention_cores(problem)
+    ops = range(problem.n_forward)
+    if any(blocks[op] != NO_BLOCK and core[op] != NO_CORE for op in ops):
+        again = [blocks[op] != NO_BLOCK and core[op] == NO_CORE for op in ops]
+        yield regions(problem, again, blocks)
+
+
+# Recompute normalisations and elementwise activations; keep every matrix product.
+#
+# Also called: compute-memory balanced checkpointing, with the cheapest ops recomputed.
+# Paper: T. Yuan, Y. Liu, X. Ye, S. Zhang, J. Tan, B. Chen, C. Song, D. Zhang, "Accelerating the
+# Training of Large Language Models using Efficient Activation Rematerialization and Optimal Hybrid
+# Parallelism", USENIX ATC 2024, https://www.usenix.org/conference/atc24/presentation/yuan.
+# Solves: no stated problem; the budget only decides whether recomputation is needed at all. These
+# ops make large values in little time. One runs again only if backward has its inputs anyway, or
+# if they are recomputed too. Otherwise its input would be kept in place of its result. The paper
+# also offloads a fraction of what is kept; this does not.
+# Optimal: where the step fits without recomputation. Cost: O(ops + reads).
+# Shortcomings: saves little where matrix products set the peak; blind to measured costs; an
+# activation from the user's own kernel is not seen.
+
+
+NORMS = frozenset(
+    {"native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit",
+     "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training",
+     "_batch_norm_with_update", "_batch_norm_with_update_functional", "cudnn_batch_norm",
+     "miopen_batch_norm", "layer_norm", "group_norm", "batch_norm", "instance_norm",
+     "rms_norm", "_fused_rms_norm", "pow", "square", "mean", "rsqrt"}
+)  # fmt: skip
+"""Norms that are one op, and the parts of a root-mean-square norm that is written out."""
+ACTIVATIONS = frozenset(
+    {"gelu", "relu", "relu6", "silu", "mish", "sigmoid", "tanh", "elu", "selu", "celu", "glu",
+     "leaky_relu", "hardswish", "hardsigmoid", "hardtanh", "softplus", "log_sigmoid_forward",
+     "prelu", "_prelu_kernel", "threshold", "rrelu_with_noise_functional", "mul"}
+)  # fmt: skip
+"""Elementwise functions, and the product of a gated unit."""
+FOLLOWING = frozenset({"add", "clone", "_to_copy"})
+"""Recomputed if the one value that they read is: epsilon of a norm, copies, casts."""
+NONE_FOUND = "no norm or activation that could be recomputed: the template does not apply"
+
+
+@dataclass(frozen=True)
+class NormsAndActivations:
+    """Solver of one rule; `time_limit_s`, `progress` as in `remat.solver.solve`."""
+
+    time_limit_s: float = 60.0
+    progress: Listener | None = None
+
+    def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
+        """The unmodified step if it fits, else the template, if that does."""
+        search = Search.of(self, "norms_and_activations", graph, budget_bytes)
+        return solve_templates(search, norms_and_activations_templates, NONE_FOUND)
+
+
+def norms_and_activations_templates(problem: Problem) -> Iterator[Template]:
+    """The template; none where there is no such op."""
+    again = cheap_to_recompute(problem)
+    if any(again):
+        yield regions(problem, again, [0] * problem.n_forward)
+
+
+def cheap_to_recompute(problem: Problem) -> list[bool]:
+    """Whether each forward op is a norm or an activation whose inputs backward has anyway."""
+    at_hand = unavoidable(problem)
+    for v in read_in_backward(problem):
+        at_hand[v] = 1
+    again: list[bool] = []
+    for op in range(problem.n_forward):
+        kind = op_kind(problem.graph.ops[op].target)
+        reads = problem.inputs[op]
+        sources = [problem.producer[v] for v in reads]
+        is_named = kind in NORMS or kind in ACTIVATIONS or kind in DROPOUT
+        if kind in FOLLOWING:
+            is_named = len(sources) == 1 and again[sources[0]]
+        there = all(at_hand[v] for v in reads)
+        again.append(is_named and there and not problem.pinned[op])
+        for v in problem.outputs[op] if again[-1] else ():
+            at_hand[v] = 1
+    return again

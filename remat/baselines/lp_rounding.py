@@ -1,0 +1,217 @@
+"""Checkmate's linear relaxation, rounded in two phases.
+
+Also called: Checkmate's approximation, deterministic and randomised LP rounding.
+Paper: P. Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor
+Rematerialization", 2020, https://arxiv.org/abs/1910.02653 (section 5).
+Solves: least time under a budget on the true peak, by the program of `staged_program`
+without integrality, at a budget whose room above the resident bytes is tightened by
+`slack`. Phase one rounds what is carried into each stage: at thresholds, 0.5 first, then at
+random with the relaxed value as the probability. Phase two runs again what is then missing, and
+no more. Schedules that do not fit are dropped, and the best of the others is returned. If none
+fits, other slacks are tried. What must not run twice, and what the caller holds, is carried.
+Optimal: never by proof, except where it meets the bound. The relaxation at the full budget is a
+bound from 3 sweeps a stage on, see `checkmate`. With fewer, the bound is every op once.
+Cost: an LP of O(passes · ops · (ops + reads)) variables, and about as many rows; refused
+beyond `most_ops`. Shortcomings: the LP rarely ends beyond some 150 ops; rounding often fits
+no tight budget, since relaxed values spread over many stages.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from remat.graph_capture.errors import SolverError
+from remat.graph_capture.graph import TrainingGraph
+from remat.solver.backends.mip import BACKENDS, Answer, Backend, Limits, solve_program
+from remat.solver.exact.checkmate import EXACT_PASSES, StagedProgram
+from remat.solver.local_search.repair import Repair, fill
+from remat.solver.problem import Problem
+from remat.solver.result import TOO_LARGE, Result
+from remat.solver.search import Listener, Search
+from remat.solver.state import State, recomputed_in
+from remat.solver.store_all import store_all_state
+
+THRESHOLDS = (0.5, 0.4, 0.6, 0.25, 0.75, 0.1, 0.9)
+"""Thresholds tried in turn; the first is the paper's."""
+SLACK_STEPS = (1.0, 2.0, 3.0, 0.5, 0.0)
+"""Slacks tried in turn, in units of the one asked for, until a rounded schedule fits."""
+BOUND_SLACK = 1e-6
+"""Relative tolerance of the LP's objective, taken off before it is claimed as a bound."""
+
+Relaxed = list[dict[int, float]]
+"""For each stage the relaxed value of carrying a value into it, by value."""
+
+
+@dataclass(frozen=True)
+class LpRounding:
+    """Solver by rounding of the relaxed program.
+
+    Attributes
+    ----------
+    slack : part of the room above the resident bytes that the LP must leave free, below 1.
+    rounds : random roundings of an LP point, after the thresholds. seed : of those.
+    passes : sweeps a stage has; 1 as in the paper, a bound is claimed from 3 on.
+    repair : bring roundings that do not fit under the budget, and fill (not in the paper).
+    most_ops : graphs of more ops are refused: their program takes gigabytes.
+    backend : ``mathopt`` (HiGHS) or ``pulp`` (CBC).
+    time_limit_s, progress : as in `remat.solver.solve`.
+    """
+
+    slack: float = 0.1
+    rounds: int = 20
+    seed: int = 0
+    passes: int = 1
+    repair: bool = False
+    most_ops: int = 250
+    backend: Backend = "mathopt"
+    time_limit_s: float = 60.0
+    progress: Listener | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.slack < 1:
+            raise SolverError(f"slack must be at least 0 and below 1, not {self.slack}")
+        if self.rounds < 0:
+            raise SolverError(f"rounds must be 0 or more, not {self.rounds}")
+        if self.passes < 1:
+            raise SolverError(f"passes must be 1 or more, not {self.passes}")
+        if self.most_ops < 1:
+            raise SolverError(f"most_ops must be 1 or more, not {self.most_ops}")
+        if self.backend not in BACKENDS:
+            raise SolverError(
+                f"unknown LP backend '{self.backend}'; there are {', '.join(BACKENDS)}"
+            )
+
+    def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
+        """The best rounded schedule within `budget_bytes`."""
+        search = Search.of(self, "lp_rounding", graph, budget_bytes)
+        with search.until_interrupted():
+            self.run(search)
+        return search.result()
+
+    def run(self, search: Search) -> None:
+        """Take the schedule that keeps all if it fits, else round at one slack after another."""
+        search.offer_least(store_all_state(search.problem))
+        if search.best is not None:
+            return
+        n_ops = search.problem.n_ops
+        if n_ops > self.most_ops:
+            search.cut_short = True
+            search.message = f"the graph has {n_ops} ops, {TOO_LARGE} = {self.most_ops}"
+            return
+        if search.budget_bytes <= search.problem.resident_bytes:
+            search.message = "what is resident takes the whole budget"
+            return
+        for slack in self._slacks():
+            if search.out_of_time() or search.proved_infeasible:
+                return
+            point, best_key = self._relaxed(search, slack), search.best_key
+            if point is not None:
+                self._round(search, point)
+            if search.best_key < best_key:
+                search.message = f"rounded from the relaxed program at slack {slack:g}"
+            if search.best is not None and slack:
+                return
+        if search.best is None and not search.cut_short:
+            search.message = "no rounding of the relaxed program fits, at any slack tried"
+
+    def _slacks(self) -> list[float]:
+        """The full budget first if its LP is a bound; then the slack asked for, then others."""
+        first = [0.0] if self.passes >= EXACT_PASSES else []
+        asked = [min(self.slack * step, 0.9) for step in SLACK_STEPS]
+        return list(dict.fromkeys((*first, *asked)))
+
+    def _relaxed(self, search: Search, slack: float) -> Relaxed | None:
+        """The LP's point at that slack; None if there is none, or time is up."""
+        search.say(f"solving the relaxed program at slack {slack:g}")
+        room_bytes = search.budget_bytes - search.problem.resident_bytes
+        tightened = search.problem.resident_bytes + max(int(room_bytes * (1 - slack)), 1)
+        made = StagedProgram(search.problem, tightened, self.passes)
+        limits = Limits(time_limit_s=max(search.left_s, 0.1), relaxed=True)
+        answer = solve_program(made.program, limits, backend=self.backend)
+        self._claim(search, made, answer, slack)
+        if not answer.finished:
+            search.cut_short = True
+            search.message = "the relaxed program did not finish within the time limit"
+        if answer.values is None or not answer.finished:
+            return None
+        return _carried(made, answer.values)
+
+    def _claim(self, search: Search, made: StagedProgram, answer: Answer, slack: float) -> None:
+        """Record what the LP at the full budget proves."""
+        if slack or self.passes < EXACT_PASSES or not answer.finished:
+            return
+        if answer.proved_infeasible:
+            search.proved_infeasible = True
+            return
+        extra_us = max(answer.bound, 0.0) * made.cost_unit_us
+        search.raise_bound(search.graph.time_us + extra_us * (1 - BOUND_SLACK))
+
+    def _round(self, search: Search, point: Relaxed) -> None:
+        """Offer the schedules of every rounding of `point`."""
+        for is_carried in _roundings(self.rounds, self.seed):
+            if search.out_of_time():
+                return
+            state = rounded_state(search.problem, point, is_carried)
+            does_fit = search.offer(state)
+            if self.repair and (does_fit or Repair(state, search.budget_bytes, 1.0, search).run()):
+                search.offer(state)
+                fill(state, search.budget_bytes, search)
+                search.offer(state)
+
+
+def _roundings(rounds: int, seed: int) -> Iterator[Callable[[float], bool]]:
+    """Ways to make a relaxed value a bit."""
+    for threshold in THRESHOLDS:
+        yield lambda part, threshold=threshold: part > threshold
+    source = random.Random(seed)
+    for _ in range(rounds):
+        yield lambda part: source.random() < part
+
+
+def _carried(made: StagedProgram, values: Sequence[float]) -> Relaxed:
+    """What the point carries into the first sweep of each stage."""
+    point: Relaxed = []
+    for row in made.rows[:: made.passes]:
+        before = made.values_before(row.stage)
+        point.append({v: values[made.carried[row.index, v]] for v in before})
+    return point
+
+
+def rounded_state(problem: Problem, point: Relaxed, is_carried: Callable[[float], bool]) -> State:
+    """Round what is carried into each stage, and run again what is then missing, no more.
+
+    Values carried without a use are dropped, from the last stage back.
+    """
+    bits = [bytearray(problem.n_values) for _ in range(problem.n_ops + 2)]
+    for stage, parts in enumerate(point):
+        for v, part in parts.items():
+            bits[stage][v] = is_carried(part) or _must_stay(problem, stage, v)
+    recomputed: list[list[int]] = [[] for _ in bits[:-1]]
+    for t in reversed(range(problem.n_ops + 1)):
+        recomputed[t] = recomputed_in(problem, bits[t], _carried_on_anew(problem, bits, t), t)
+        _drop_unread(problem, bits, recomputed[t], t)
+    return State.from_recomputed(problem, recomputed)
+
+
+def _drop_unread(
+    problem: Problem, bits: Sequence[bytearray], recomputed: Sequence[int], t: int
+) -> None:
+    """Carry into stage t only what is read in it or carried on, and not made in it anyway."""
+    read = {*problem.needs[t], *(v for op in recomputed for v in problem.inputs[op])}
+    made = {v for op in recomputed for v in problem.outputs[op]}
+    for v, bit in enumerate(bits[t]):
+        is_idle = v not in read and not bits[t + 1][v]
+        if bit and (is_idle or (v in made and not _must_stay(problem, t, v))):
+            bits[t][v] = 0
+
+
+def _must_stay(problem: Problem, stage: int, v: int) -> bool:
+    is_held = v in problem.held and stage >= problem.n_forward
+    return problem.pinned[problem.producer[v]] or is_held
+
+
+def _carried_on_anew(problem: Problem, bits: Sequence[bytearray], t: int) -> list[int]:
+    """Values made before stage t that are carried out of it."""
+    return [v for v, bit in enumerate(bits[t + 1]) if bit and problem.producer[v] < t]

@@ -1,0 +1,217 @@
+"""The verb `profile`: measured prices of ops, kept as a file."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import platform
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+from rich.text import Text
+
+from remat import __version__
+from remat.cli import options
+from remat.cli.session import REFUSED, Session
+from remat.cli.verb import verb
+from remat.formats import bytes_text, time_text
+from remat.graph_capture.devices.memory import free_bytes
+from remat.graph_capture.devices.table import CPU, CUDA, check_measured
+from remat.graph_capture.errors import BudgetError, RewriteError
+from remat.graph_capture.spill_files import host_folder, missing_calls, require_writable
+from remat.job import pipeline
+from remat.job.opened import load_shown
+from remat.job.request import Request
+from remat.questions.report import plain_table
+
+if TYPE_CHECKING:
+    from remat.graph_capture.prices.profile import Profile
+
+
+DriveFolder = Annotated[
+    Path | None,
+    typer.Option("--nvme", metavar="FOLDER", help="a folder on NVMe, whose links to measure too"),
+]
+
+
+@verb()
+def profile_verb(
+    session: Session,
+    model: options.Model,
+    top: options.Top = 20,
+    device: options.Here = CPU,
+    nvme: DriveFolder = None,
+    output: options.Output = None,
+) -> None:
+    """Measure each distinct op of MODEL and the links to the host, for use elsewhere."""
+    check_measured(device)
+    if nvme is not None:
+        require_writable(str(nvme), "nvme")
+    loaded = load_shown(model, session.stopwatch, device)
+    measured = pipeline.measure_loaded(
+        loaded, Request(device=device), session.stopwatch, nvme_path=str(nvme or "")
+    )
+    session.save(output, measured.to_json(), "profile")
+    if session.as_json:
+        session.emit(_summary(measured))
+    else:
+        _show_profile(session, measured, top)
+
+
+def _summary(measured: Profile) -> dict[str, object]:
+    kinds = Counter(one.work.kind for one in measured.ops.values())
+    return {
+        "device": measured.device,
+        "title": measured.title,
+        "torch": measured.torch,
+        "versions": measured.versions,
+        "ops": len(measured.ops),
+        "estimated": sum(one.is_estimate for one in measured.ops.values()),
+        "kinds": dict(kinds),
+        "links": msgspec.to_builtins(measured.links),
+    }
+
+
+def _show_profile(session: Session, measured: Profile, top: int) -> None:
+    where = f" on {measured.title}, torch {measured.torch}\n"
+    counted = (f"{len(measured.ops)} distinct ops", "bold")
+    session.out.print(Text.assemble(counted, where), soft_wrap=True)
+    table = plain_table("op", "time", "workspace", "flops", "moved")
+    dearest = sorted(measured.ops.items(), key=lambda item: -item[1].cost_us)
+    for key, one in dearest[:top]:
+        table.add_row(
+            key.partition("(")[0],
+            time_text(one.cost_us) + (" (guessed)" if one.is_estimate else ""),
+            bytes_text(one.workspace_bytes),
+            f"{one.work.flops:.2e}" if one.work.flops else "-",
+            bytes_text(one.work.moved_bytes),
+        )
+    session.out.print(table)
+    if measured.links is not None:
+        for name in ("host", "nvme"):
+            pair = getattr(measured.links, name)
+            if pair is not None:
+                session.out.print(f"{name}: {pair}", markup=False, soft_wrap=True)
+
+
+# The verb `doctor`: what is installed here, and whether it works.
+
+
+PACKAGES = ("torch", "numpy", "ortools", "pulp", "msgspec", "typer", "rich")
+
+
+@verb()
+def doctor_verb(session: Session) -> None:
+    """Say which versions are here, and whether torch and the solvers work."""
+    found = _findings()
+    if session.as_json:
+        session.emit(found)
+    else:
+        _show_findings(session, found)
+    if found["refused"] or not (found["torch_ok"] and found["ortools_ok"]):
+        raise SystemExit(REFUSED)
+
+
+def _findings() -> dict[str, Any]:
+    import torch
+
+    from remat.graph_capture.kept_files import cache_folder
+
+    return {
+        "remat": __version__,
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "refused": _refused_release(),
+        "torch_ok": _torch_works(),
+        "ortools_ok": _ortools_works(),
+        "cache_folder": str(cache_folder()),
+        "threads": torch.get_num_threads(),
+        "free_bytes": _free_bytes(),
+        "host_folder": None if missing_calls() else host_folder(),
+        "links": _known_links(),
+        "cuda": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
+
+
+def _free_bytes() -> int | None:
+    """Free memory; None where the system does not say."""
+    try:
+        return free_bytes()
+    except BudgetError:
+        return None
+
+
+def _known_links() -> dict[str, str]:
+    """The links that were measured here before, by device and place."""
+    import torch
+
+    from remat.graph_capture.prices.measuring import kept_links
+
+    devices = [CPU, *(f"{CUDA}:{i}" for i in range(torch.cuda.device_count()))]
+    return {
+        f"{device}, {name}": str(pair)
+        for device in devices
+        for name, pair in sorted(kept_links(device).items())
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"
+
+
+def _refused_release() -> str:
+    """Why plans are not carried out under this torch; empty where they are."""
+    try:
+        importlib.import_module("remat.rewriter")
+    except RewriteError as error:
+        return str(error)
+    return ""
+
+
+def _torch_works() -> bool:
+    import torch
+
+    x = torch.ones(2, requires_grad=True)
+    (x * x).sum().backward()
+    return x.grad is not None and x.grad.tolist() == [2.0, 2.0]
+
+
+def _ortools_works() -> bool:
+    """Solve a knapsack of one item, so that a broken native library shows here."""
+    from ortools.math_opt.python import mathopt
+
+    model = mathopt.Model()
+    x = model.add_binary_variable()
+    model.maximize(x)
+    solved = mathopt.solve(model, mathopt.SolverType.HIGHS)
+    return solved.objective_value() == 1.0
+
+
+def _show_findings(session: Session, found: dict[str, Any]) -> None:
+    table = plain_table("what", "found")
+    table.columns[1].justify = "left"
+    table.add_row("remat", found["remat"])
+    table.add_row("python", found["python"])
+    for name, version in found["versions"].items():
+        table.add_row(name, version)
+    if found["refused"]:
+        table.add_row("torch is refused", found["refused"])
+    table.add_row("torch computes", "yes" if found["torch_ok"] else "no")
+    table.add_row("ortools solves", "yes" if found["ortools_ok"] else "no")
+    table.add_row("price cache", found["cache_folder"])
+    table.add_row("CPU threads", str(found["threads"]))
+    free, folder = found["free_bytes"], found["host_folder"]
+    table.add_row("free memory", "this system does not say" if free is None else bytes_text(free))
+    table.add_row("a CPU's host", f"files in {folder}" if folder else "none: Linux alone has one")
+    for name, said in found["links"].items():
+        table.add_row(name, Text(said))
+    if not found["links"]:
+        table.add_row("links", "none measured yet: --host and remat profile do")
+    table.add_row("CUDA devices", ", ".join(found["cuda"]) or "none")
+    session.out.print(table)

@@ -1,0 +1,338 @@
+"""The graph of one rank's block, or of what follows all blocks, as a planner of clusters takes it.
+
+It is traced over a fake group, priced for a device of the table, and its collectives by the links
+between ranks. What is resident does not count: states are held apart. The border that a block reads
+is made by an op of its own, so that it counts as saved where backward reads it.
+
+Each collective may be computed again here: all ranks of a group follow one schedule of a block.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed._functional_collectives as collectives
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+
+from remat.cluster.capture.chain import ChainModel
+from remat.cluster.capture.chain_shape import ChainShape, SplitRole
+from remat.cluster.capture.watching import HeadsOverRanks
+from remat.graph_capture.devices.rank_links import RankLinks
+from remat.graph_capture.distributed.collectives import (
+    PINNED,
+    RETURNED,
+    groups_of,
+    is_collective,
+    is_collective_target,
+)
+from remat.graph_capture.distributed.fake_group import FakeGroups
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.graph import Op, Resident, TrainingGraph
+from remat.graph_capture.prices.roofline import price_modelled
+from remat.graph_capture.tracing.step_module import apply_loss
+from remat.graph_capture.tracing.trace import Trace, trace
+
+# A block, or what follows all blocks, as one rank runs it: its weights, and its collectives.
+#
+# Weights are the rank's parts. What runs between split layers has the rank's part of the sequence
+# (sequence parallel, Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198): what a norm
+# returns is gathered along the sequence, and the sum of a layer that is split by rows is scattered
+# along it. Context parallel ranks have a part of each sequence throughout, and share the heads of
+# attention. These modules are for planning: they run where collectives do nothing, and their
+# results mean nothing.
+
+
+SEQUENCE = 1
+"""The dimension of a batch and a border that counts tokens, along which they are split."""
+# Torch 2.13 gave these two another name.
+_gather_along: Any = getattr(collectives, "all_gather_single_autograd", None) or (
+    collectives.all_gather_tensor_autograd
+)
+_scatter_along: Any = getattr(collectives, "reduce_scatter_single_autograd", None) or (
+    collectives.reduce_scatter_tensor_autograd
+)
+
+
+class Gathers(nn.Module):
+    """A module whose result, or whose input, is gathered along the sequence."""
+
+    def __init__(self, inner: nn.Module, group: Any, *, behind: bool) -> None:
+        super().__init__()
+        self.inner, self.group, self.behind = inner, group, behind
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The inner module, with every token for all of what follows."""
+        if self.behind:
+            return _gather_along(self.inner(x, *args, **kwargs), SEQUENCE, self.group)
+        return self.inner(_gather_along(x, SEQUENCE, self.group), *args, **kwargs)
+
+
+class Scatters(nn.Module):
+    """A layer split by rows: its result is summed over ranks, each of which keeps its tokens."""
+
+    def __init__(self, inner: nn.Module, group: Any) -> None:
+        super().__init__()
+        self.inner, self.group = inner, group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The rank's tokens of the sum."""
+        return _scatter_along(self.inner(x), "sum", SEQUENCE, self.group)
+
+
+class OnRank(nn.Module):
+    """A block of one rank, in which attention reaches over the context parallel ranks."""
+
+    def __init__(self, inner: nn.Module, cp: int, group: Any) -> None:
+        super().__init__()
+        self.inner, self.cp, self.group = inner, cp, group
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's result for the rank's tokens."""
+        if self.cp == 1:
+            return self.inner(*args, **kwargs)
+        with HeadsOverRanks(self.group):
+            return self.inner(*args, **kwargs)
+
+
+def block_on_rank(
+    chain: ChainModel, shape: ChainShape, tp: int, cp: int, tp_group: Any, cp_group: Any
+) -> nn.Module:
+    """The first block, split over so many ranks.
+
+    Raises
+    ------
+    CaptureError : a weight has no equal parts.
+    """
+    path = chain.first_path
+    inner = copy.deepcopy(chain.blocks[path])
+    _split(inner, f"{path}.", shape, tp, tp_group)
+    return OnRank(inner, cp, cp_group)
+
+
+def border_on_rank(shape: ChainShape, tp: int) -> Tensor:
+    """What a block reads on one rank: its part of the sequence."""
+    assert shape.border is not None
+    sizes = list(shape.border.shape)
+    sizes[SEQUENCE] //= tp
+    return torch.empty(sizes, dtype=shape.border.dtype, device="meta", requires_grad=True)
+
+
+class BehindRank(nn.Module):
+    """What follows the last block, with the loss. Its border is a parameter: it has a gradient."""
+
+    def __init__(self, model: nn.Module, given: _Given, loss_fn: Any) -> None:
+        super().__init__()
+        self.model, self.given = model, given
+        self.loss_fn = loss_fn
+
+    def forward(self, args: Any, kwargs: Any, target: Any) -> Any:
+        """The loss of the border."""
+        return apply_loss(self.loss_fn, self.model(*args, **kwargs), target)
+
+
+class _RankPasses(nn.Module):
+    """In the place of a block: hands on what it reads."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return x
+
+
+class _Given(nn.Module):
+    """In the place of the last block: the border that it would return."""
+
+    def __init__(self, border: Tensor) -> None:
+        super().__init__()
+        self.border = nn.Parameter(border.detach())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.border
+
+
+def behind_on_rank(chain: ChainModel, shape: ChainShape, tp: int, tp_group: Any) -> nn.Module:
+    """What follows the blocks, its vocabulary split over so many ranks.
+
+    Raises
+    ------
+    CaptureError : a weight has no equal parts.
+    """
+    shared = {id(block): block for block in chain.blocks.values()}
+    model = copy.deepcopy(chain.model, dict(shared))  # blocks go, so they are not copied
+    given = _Given(border_on_rank(shape, tp))
+    for path in chain.blocks:
+        _put(model, path, given if path == chain.last_path else _RankPasses())
+    _split(model, "", shape, tp, tp_group)
+    return BehindRank(model, given, chain.loss_fn)
+
+
+def _split(module: nn.Module, prefix: str, shape: ChainShape, tp: int, group: Any) -> None:
+    if tp == 1:
+        return
+    for path, role in shape.roles.items():
+        if path.startswith(prefix) and _has(module, path.removeprefix(prefix)):
+            name = path.removeprefix(prefix)
+            linear = module.get_submodule(name)
+            assert isinstance(linear, nn.Linear)
+            _cut(linear, path, role, tp)
+            if role == "rows":
+                _put(module, name, Scatters(linear, group))
+    for path, behind in shape.gathered.items():
+        if path.startswith(prefix) and _has(module, path.removeprefix(prefix)):
+            name = path.removeprefix(prefix)
+            _put(module, name, Gathers(module.get_submodule(name), group, behind=behind))
+
+
+def _cut(linear: nn.Linear, path: str, role: SplitRole, tp: int) -> None:
+    """Leave one rank's part of the weights."""
+    out, into = linear.weight.shape
+    whole = out if role == "columns" else into
+    if whole % tp:
+        what = "results" if role == "columns" else "inputs"
+        raise CaptureError(f"{path} has {whole} {what}, which {tp} ranks cannot share")
+    sizes = (out // tp, into) if role == "columns" else (out, into // tp)
+    linear.weight = nn.Parameter(linear.weight.new_empty(sizes))
+    linear.out_features, linear.in_features = sizes
+    bias = dict(linear.named_parameters(recurse=False)).get("bias")
+    if bias is not None and role == "columns":
+        linear.bias = nn.Parameter(bias.new_empty(sizes[0]))
+
+
+def _has(module: nn.Module, path: str) -> bool:
+    try:
+        module.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
+
+
+def _put(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, module)
+
+
+BORDER = "remat.border"
+"""The op that stands for the arrival of what a block reads."""
+
+
+def block_graph_on_rank(
+    chain: ChainModel, shape: ChainShape, tp: int, cp: int, groups: FakeGroups, device: str,
+    links: RankLinks,
+) -> tuple[TrainingGraph, str]:  # fmt: skip
+    """The priced graph of one rank's block, and the value that is its border's gradient."""
+    tp_group, cp_group = groups.group(tp), groups.group(cp, apart=tp)
+    module = block_on_rank(chain, shape, tp, cp, tp_group, cp_group)
+    args = (border_on_rank(shape, tp), *shape.block_args[1:])
+    args, kwargs = _stored(((border_on_rank(shape, tp), *shape.block_args[1:]), shape.block_kwargs))
+    traced = trace(module, args, kwargs, device=device, optimizer="none", split="none")
+    border = border_value(traced)
+    return _prepared(traced, groups, links, border), border_gradient(traced, border)
+
+
+def behind_graph_on_rank(
+    chain: ChainModel, shape: ChainShape, tp: int, groups: FakeGroups, device: str,
+    links: RankLinks,
+) -> TrainingGraph:  # fmt: skip
+    """The priced graph of what one rank runs behind the last block, with the loss."""
+    module = behind_on_rank(chain, shape, tp, groups.group(tp))
+    args = _stored((chain.args, chain.kwargs, chain.target))
+    traced = trace(module, args, {}, device=device, optimizer="none", split="none")
+    return _prepared(traced, groups, links, "")
+
+
+def _stored(batch: Any) -> Any:
+    """The same with tensors on the CPU, whose memory is never touched: a trace asks for some."""
+
+    def stored(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        made = torch.empty(leaf.shape, dtype=leaf.dtype)
+        return made.requires_grad_(leaf.requires_grad)
+
+    return pytree.tree_map(stored, batch)
+
+
+def runs_split(chain: ChainModel, shape: ChainShape, tp: int, groups: FakeGroups) -> str:
+    """Why one rank's block does not run over so many tensor parallel ranks; empty if it does."""
+    if shape.unsplit:
+        return shape.unsplit
+    assert shape.border is not None
+    if shape.border.dim() != 3 or shape.border.shape[1] % tp:
+        return f"its border {list(shape.border.shape)} has no {tp} parts of a sequence"
+    group = groups.group(tp)
+    try:
+        module = block_on_rank(chain, shape, tp, 1, group, group)
+        border = border_on_rank(shape, tp)
+        with torch.no_grad():
+            made = module(border, *shape.block_args[1:], **shape.block_kwargs)
+    except CaptureError as error:
+        return str(error)
+    except RuntimeError as error:
+        return f"with a part of its heads, torch says: {str(error).splitlines()[0]}"
+    return "" if made.shape == border.shape else "its result has another shape than what it reads"
+
+
+def border_value(traced: Trace) -> str:
+    """The value of the border: the first input that is no parameter."""
+    return next(v.name for v in traced.graph.values if v.kind == "input" and not v.producer)
+
+
+def border_gradient(traced: Trace, border: str) -> str:
+    """The value that is the gradient of the border; empty where there is none."""
+    joint = traced.joint
+    nodes = joint.module.graph.find_nodes(op="placeholder")
+    results: Any = joint.module.graph.output_node().args[0]
+    of_inputs = results[joint.num_forward_outputs :]
+    for node, gradient in zip(nodes, of_inputs, strict=False):  # behind the inputs come tangents
+        if node.name == border and isinstance(gradient, fx.Node):
+            return joint.value_of_node[gradient]
+    return ""
+
+
+def _prepared(traced: Trace, groups: FakeGroups, links: RankLinks, border: str) -> TrainingGraph:
+    _refuse_other_groups(traced, groups)
+    return planned_graph(price_modelled(traced, traced.recipe.device, ranks=links), border)
+
+
+def planned_graph(graph: TrainingGraph, border: str) -> TrainingGraph:
+    """A priced graph of one rank's part, as a planner of clusters takes it.
+
+    Parameters
+    ----------
+    border : the value that the part reads, which an op in front of all others then makes; empty
+        for none.
+    """
+    ops = tuple(map(_free_to_repeat, graph.ops))
+    values = graph.values
+    if border:
+        ops = (Op("border", BORDER, "forward", (), (border,), pinned=BORDER), *ops)
+        values = tuple(
+            msgspec.structs.replace(v, producer="border") if v.name == border else v for v in values
+        )
+    # The gradient of a border comes from the block behind, which is done with it.
+    values = tuple(
+        msgspec.structs.replace(v, kind="activation") if v.kind == "tangent" else v for v in values
+    )
+    known = {v.name: v for v in values}
+    return msgspec.structs.replace(
+        graph, ops=ops, values=values, resident=Resident(), regions=(), links=None,
+        outputs=tuple(name for name in graph.outputs if known[name].kind == "gradient"),
+    )  # fmt: skip
+
+
+def _refuse_other_groups(traced: Trace, groups: FakeGroups) -> None:
+    for name, node in traced.joint.node_of_op.items():
+        if is_collective(node) and not groups.has(groups_of([node])):
+            raise CaptureError(
+                f"a block runs the collective {name} by itself, and a plan of a cluster makes all "
+                "that there are: leave it out of the model"
+            )
+
+
+def _free_to_repeat(op: Op) -> Op:
+    if not is_collective_target(op.target):
+        return op
+    pinned = "" if op.pinned in (PINNED, RETURNED) else op.pinned
+    return msgspec.structs.replace(op, workspace_bytes=0, pinned=pinned)

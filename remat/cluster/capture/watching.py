@@ -1,0 +1,384 @@
+"""What a model's forward shows without storage: whether it is a chain, and how it can be split.
+
+One forward runs on the meta device, which computes shapes alone. It tells
+
+- whether each block reads what the one before it made, and nothing else reads that;
+- which linear layers of a block are split by columns and which by rows. One that reads what is
+  whole is split by columns, so its result is split; one that reads what is split is split by rows,
+  and its result is summed over ranks (Megatron-LM, Shoeybi et al. 2019,
+  https://arxiv.org/abs/1909.08053);
+- the matrix products, the attention, and which parameters belong before, into and behind blocks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from remat.cluster.capture.chain import ChainModel
+from remat.cluster.capture.chain_shape import ChainShape, Place, SplitRole, shares_heads
+from remat.graph_capture.distributed.dtensors import is_distributed
+from remat.graph_capture.errors import CaptureError
+
+# Calls of torch's fused attention in a forward, seen with their arguments by name.
+
+
+POSITIONAL = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+class AttentionMode(TorchFunctionMode):
+    """Has `attend` in the place of torch's fused attention; all other calls are torch's."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func is not nn.functional.scaled_dot_product_attention:
+            return func(*args, **given)
+        return self.attend(**{**dict(zip(POSITIONAL, args, strict=False)), **given})
+
+    @abstractmethod
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
+        """What a call returns; `given` are its other arguments."""
+
+
+# Attention whose heads context parallel ranks share.
+#
+# Each rank has a part of the tokens of each sequence. Before attention ranks exchange tokens for
+# heads, and behind it they exchange them back (DeepSpeed Ulysses, Jacobs et al. 2023,
+# https://arxiv.org/abs/2309.14509). So causal attention is as much work on each rank, and a head
+# has the bits that it has on one rank alone. Where there are more ranks than heads of keys, each
+# such head goes to several ranks.
+
+
+HEADS, TOKENS = 1, 2
+"""Dimensions of a query, key or value."""
+WAY_OUT = "plan with --cp 1"
+
+
+def why_unshared(query: Tensor, key: Tensor, mask: Tensor | None) -> str:
+    """What keeps context parallel ranks from sharing a call of attention; empty for nothing."""
+    if mask is not None:
+        return "has a mask, of which a rank has its own tokens alone"
+    if query.dim() != key.dim() or query.dim() != 4:
+        return "is of other tensors than [batch, heads, tokens, width]"
+    if is_distributed(query):
+        return "is of DTensors (use_local_output=True in tp_plan gives it plain ones)"
+    if query.shape[TOKENS] != key.shape[TOKENS]:
+        return "is over the keys of other tokens than its queries"
+    return ""
+
+
+def require_shared(query: Tensor, key: Tensor, mask: Tensor | None, ranks: int) -> None:
+    """Raise `CaptureError` for a call of attention that so many ranks cannot share."""
+    why = why_unshared(query, key, mask)
+    heads = (query.shape[HEADS], key.shape[HEADS])
+    if not why and not shares_heads(heads, 1, ranks):
+        why = f"has {heads[0]} heads of queries and {heads[1]} of keys on each rank"
+    if why:
+        raise CaptureError(
+            f"{ranks} context parallel ranks cannot share this attention, which {why}: {WAY_OUT}"
+        )
+
+
+class HeadsOverRanks(AttentionMode):
+    """Torch's fused attention over all tokens, of this rank's share of the heads.
+
+    Raises
+    ------
+    CaptureError : when it is called with what ranks cannot share.
+    """
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.group, self.n = group, dist.get_world_size(group)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
+        """This rank's tokens of the attention, [batch, heads, tokens, width]."""
+        require_shared(query, key, given.get("attn_mask"), self.n)
+        copies = max(self.n // key.shape[HEADS], 1)
+        if copies > 1:
+            key, value = (t.repeat_interleave(copies, HEADS) for t in (key, value))
+        query, key, value = (self._to_heads(t) for t in (query, key, value))
+        found = nn.functional.scaled_dot_product_attention(query, key, value, **given)
+        return self._to_tokens(found)
+
+    def _to_heads(self, t: Tensor) -> Tensor:
+        """From all heads of own tokens to all tokens of own heads."""
+        batch, heads, tokens, width = t.shape
+        parts = t.reshape(batch, self.n, heads // self.n, tokens, width).transpose(0, 1)
+        found = self._exchanged(parts).permute(1, 2, 0, 3, 4)
+        return found.reshape(batch, heads // self.n, self.n * tokens, width)
+
+    def _to_tokens(self, t: Tensor) -> Tensor:
+        """The other way round."""
+        batch, heads, tokens, width = t.shape
+        parts = t.reshape(batch, heads, self.n, tokens // self.n, width).permute(2, 0, 1, 3, 4)
+        found = self._exchanged(parts).transpose(0, 1)
+        return found.reshape(batch, self.n * heads, tokens // self.n, width)
+
+    def _exchanged(self, t: Tensor) -> Tensor:
+        """The i-th part of it goes to the i-th rank."""
+        flat = t.contiguous().flatten()
+        return collectives.all_to_all_single_autograd(flat, None, None, self.group).view(t.shape)
+
+
+# Torch's fused attention in a forward without storage: what it takes, and whether it is split.
+
+
+class Watcher(Protocol):
+    """What follows the forward.
+
+    Attributes
+    ----------
+    shape : what it showed so far. inside : the block that runs, by number; None outside of blocks.
+    split : tensors that are split over tensor parallel ranks, by id.
+    """
+
+    shape: ChainShape
+    inside: int | None
+    split: dict[int, Tensor]
+
+
+class WatchedAttention(AttentionMode):
+    """Counts torch's fused attention, of which meta tensors would run the open form."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        super().__init__()
+        self.watcher = watcher
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
+        """A tensor of the result's shape."""
+        shape, is_causal = self.watcher.shape, bool(given.get("is_causal"))
+        if self.watcher.inside in (None, 0):
+            whole = 2 * query.numel() * key.shape[-2] + 2 * query.shape[:-1].numel() * (
+                key.shape[-2] * value.shape[-1]
+            )
+            shape.attention_flops += whole // 2 if is_causal else whole
+            shape.has_fused_attention = True
+            shape.unshared = shape.unshared or why_unshared(query, key, given.get("attn_mask"))
+            shape.heads.add((query.shape[HEADS], key.shape[HEADS]))
+        result = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        if id(query) in self.watcher.split:
+            self.watcher.split[id(result)] = result
+        return result
+
+
+PRODUCTS = ("aten.mm.default", "aten.addmm.default")
+NO_CHAIN = "so the model is no chain of blocks, which is all that a cluster is planned for"
+
+
+def watch(chain: ChainModel) -> ChainShape:
+    """Run one forward of the chain, and say what it showed.
+
+    Raises
+    ------
+    CaptureError : it is no chain.
+    """
+    watcher = _Watcher(chain)
+    handles = list(_hooks(watcher, chain))
+    try:
+        with torch.no_grad(), torch.device("meta"), WatchedAttention(watcher), watcher:
+            chain.loss()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return watcher.found()
+
+
+def _hooks(watcher: _Watcher, chain: ChainModel) -> Iterator[Any]:
+    index = {id(block): i for i, block in enumerate(chain.blocks.values())}
+    for path, module in chain.model.named_modules():
+        number = index.get(id(module))
+        if number is not None:
+            yield module.register_forward_pre_hook(watcher.before_block(number), with_kwargs=True)
+        if isinstance(module, nn.Linear):
+            yield module.register_forward_pre_hook(watcher.before_linear(path))
+            yield module.register_forward_hook(watcher.after_linear(path))
+        elif number is None:
+            yield module.register_forward_hook(watcher.after_module(path))
+        if number is not None:
+            yield module.register_forward_hook(watcher.after_block(number))
+
+
+class _Watcher(TorchDispatchMode):
+    """Follows borders, and what is split, through a forward."""
+
+    def __init__(self, chain: ChainModel) -> None:
+        super().__init__()
+        self.chain = chain
+        self.paths = list(chain.blocks)
+        self.shape = ChainShape()
+        self.names = {id(p): name for name, p in chain.model.named_parameters()}
+        self.inside: int | None = None
+        self.after = -1
+        self.borders: dict[int, tuple[int, Tensor]] = {}
+        self.split: dict[int, Tensor] = {}
+        self.made_by: dict[int, tuple[str, Tensor]] = {}
+        self.hash = hashlib.sha256()
+
+    @property
+    def place(self) -> Place:
+        if self.inside is not None:
+            return "block"
+        return "last" if self.after == len(self.paths) - 1 else "first"
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether roles are looked for here: in one block of all, and behind the last."""
+        return self.inside == 0 or self.place == "last"
+
+    def found(self) -> ChainShape:
+        shape = self.shape
+        if self.after != len(self.paths) - 1:
+            missing = self.paths[self.after + 1]
+            raise CaptureError(f"block {missing} is not called in its turn, {NO_CHAIN}")
+        shape.digest = self.hash.hexdigest()
+        of_block = [r for path, r in shape.roles.items() if path.startswith(self.paths[0])]
+        if not shape.unsplit and not {"columns", "rows"} <= set(of_block):
+            shape.unsplit = "no linear layer of it reads what another one makes"
+        return shape
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        read = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        made = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+        self._note_reads(func, read)
+        self._count(func, args, kwargs, result)
+        if self.is_followed and any(id(t) in self.split for t in read):
+            self.split.update((id(t), t) for t in made)
+        if self.inside in (None, 0):
+            leaves = pytree.tree_leaves((args, kwargs))
+            told = [_in_words(leaf) for leaf in leaves]
+            self.hash.update(f"{self.place} {func} {told}\n".encode())
+        return result
+
+    def _note_reads(self, func: Any, read: list[Tensor]) -> None:
+        for tensor in read:
+            name = self.names.get(id(tensor))
+            if name is not None and self.inside in (None, 0):
+                self.shape.parameters[self.place].add(name)
+            border = self.borders.get(id(tensor))
+            if border is None or border[0] == len(self.paths) - 1:
+                continue
+            if self.inside != border[0] + 1:
+                where = "outside of blocks" if self.inside is None else self.paths[self.inside]
+                raise CaptureError(
+                    f"what block {self.paths[border[0]]} makes is read by {func} {where}, beside "
+                    f"the next block, {NO_CHAIN}"
+                )
+
+    def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if self.inside not in (None, 0) or func.overloadpacket not in flop_registry:
+            return
+        flops = int(flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=result))
+        if str(func) in PRODUCTS:
+            self.shape.products_flops[self.place] += flops
+        else:
+            self.shape.attention_flops += flops
+            self.shape.has_open_attention = True
+
+    def before_block(self, number: int) -> Any:
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            tensor = args[0] if args and isinstance(args[0], Tensor) else None
+            if number != self.after + 1 or self.inside is not None:
+                raise CaptureError(f"block {self.paths[number]} is not called in turn, {NO_CHAIN}")
+            if tensor is None:
+                raise CaptureError(
+                    f"block {self.paths[number]} has no tensor as its first argument, {NO_CHAIN}"
+                )
+            if number == 0:
+                self.shape.block_args, self.shape.block_kwargs = args, kwargs
+            elif self.borders.get(id(tensor), (None,))[0] != number - 1:
+                raise CaptureError(
+                    f"block {self.paths[number]} does not read what block {self.paths[number - 1]} "
+                    f"returns as it is, {NO_CHAIN}"
+                )
+            else:
+                self._require_same_others(number, args, kwargs)
+            self.inside = number
+
+        return note
+
+    def _require_same_others(
+        self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        shape = self.shape
+        known = pytree.tree_leaves((shape.block_args[1:], shape.block_kwargs))
+        given = pytree.tree_leaves((args[1:], kwargs))
+        if len(known) != len(given) or any(
+            a is not b and (isinstance(a, Tensor) or a != b)
+            for a, b in zip(known, given, strict=True)
+        ):
+            raise CaptureError(
+                f"block {self.paths[number]} is given other arguments than block {self.paths[0]}, "
+                "beside what is passed on: give all the same, or keep what differs in the block"
+            )
+
+    def after_block(self, number: int) -> Any:
+        def note(module: nn.Module, args: Any, result: Any) -> None:
+            if not isinstance(result, Tensor):
+                raise CaptureError(
+                    f"block {self.paths[number]} returns a {type(result).__name__}, {NO_CHAIN}: "
+                    "let it return one tensor"
+                )
+            if number == 0:
+                self.shape.border = result
+                if id(result) in self.split:
+                    self.shape.unsplit = "its result stays split: no linear layer sums it"
+            self.borders[id(result)] = number, result
+            self.inside, self.after = None, number
+
+        return note
+
+    def before_linear(self, path: str) -> Any:
+        def note(module: nn.Linear, args: tuple[Any, ...]) -> None:
+            if not self.is_followed:
+                return
+            read = args[0]
+            role: SplitRole = "rows" if id(read) in self.split else "columns"
+            if self.shape.roles.setdefault(path, role) != role:
+                self.shape.unsplit = f"{path} is called in two ways"
+            if role == "columns":
+                maker, _ = self.made_by.get(id(read), ("", read))
+                self.shape.gathered[maker or path] = bool(maker)
+
+        return note
+
+    def after_linear(self, path: str) -> Any:
+        def note(module: nn.Linear, args: Any, result: Tensor) -> None:
+            if not self.is_followed:
+                return
+            if self.shape.roles[path] == "columns":
+                self.split[id(result)] = result
+            else:
+                self.split.pop(id(result), None)
+                self.made_by[id(result)] = path, result
+
+        return note
+
+    def after_module(self, path: str) -> Any:
+        def note(module: nn.Module, args: Any, result: Any) -> None:
+            if self.is_followed and isinstance(result, Tensor) and path:
+                self.made_by[id(result)] = path, result
+
+        return note
+
+
+def _in_words(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{leaf.dtype}{tuple(leaf.shape)}"
+    return repr(leaf)

@@ -1,0 +1,305 @@
+"""Which meshes there are: degrees of each parallelism, microbatches, and how states are held."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import product
+from typing import Protocol
+
+import msgspec
+
+from remat.cluster.capture.chain_shape import PLACES, Place, shares_heads
+from remat.cluster.parts import Part, PartWork
+from remat.graph_capture.devices.rank_links import RankLinks
+
+# What is to be trained, and on what: the facts that the planner of a cluster begins with.
+
+
+class Weights(msgspec.Struct, frozen=True):
+    """Parameters of a part, in elements: those that tensor parallel ranks share, and others."""
+
+    split: int = 0
+    whole: int = 0
+
+    def on_rank(self, tp: int) -> int:
+        """Elements that one of `tp` ranks has."""
+        return -(-self.split // tp) + self.whole
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One step of a chain of equal blocks.
+
+    Attributes
+    ----------
+    layers : blocks. batch : sequences of a step, over all ranks. seq : tokens of each.
+    weights : of each place. border_bytes : of one sequence between two blocks.
+    products_flops : of forward and backward of one sequence, in matrix products with weights, of a
+        block and of what comes behind all. model_flops : of a step's forward and backward of one
+        sequence, attention included, causal attention by half.
+    tensor_degrees, context_degrees : at which a block runs.
+    tied : weights that are at both ends of the chain, by name.
+    heads : of queries and of keys, of each attention whose heads context parallel ranks share.
+    """
+
+    name: str
+    layers: int
+    batch: int
+    seq: int
+    weights: dict[Place, Weights]
+    border_bytes: int
+    products_flops: dict[Place, int]
+    model_flops: int
+    tensor_degrees: tuple[int, ...] = (1,)
+    context_degrees: tuple[int, ...] = (1,)
+    tied: tuple[str, ...] = ()
+    heads: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all."""
+        ends = (self.weights["first"], self.weights["last"])
+        block = self.weights["block"]
+        return sum(w.split + w.whole for w in ends) + self.layers * (block.split + block.whole)
+
+
+class Cluster(msgspec.Struct, frozen=True):
+    """GPUs and their links.
+
+    Attributes
+    ----------
+    budget_bytes : of one GPU. flops_per_us : the peak, for products. reached_flops_per_us : the
+        most that a product is priced at. bytes_per_us : of the GPU's memory, as ops reach it.
+    receive_ring : count receive buffers for the microbatches in flight alone. Torch allocates one
+        for each microbatch, and each direction.
+    """
+
+    gpus: int
+    device: str
+    budget_bytes: int
+    flops_per_us: float
+    reached_flops_per_us: float
+    bytes_per_us: float
+    links: RankLinks
+    receive_ring: bool = False
+
+    @property
+    def node_size(self) -> int:
+        """GPUs of a node."""
+        return self.links.node_size
+
+
+class Parts(Protocol):
+    """Gives the parts of a job: captured when first asked for, or kept from before."""
+
+    def work(self, place: Place, tp: int, cp: int, microbatch: int) -> PartWork:
+        """Of one part; its options need not be known."""
+        ...
+
+    def part(self, place: Place, tp: int, cp: int, microbatch: int) -> Part:
+        """The part of one rank, for one microbatch."""
+        ...
+
+
+def products_us(job: Job, cluster: Cluster, tokens_of: float) -> float:
+    """Time of all matrix products with weights at the rate that no product is priced above.
+
+    Parameters
+    ----------
+    tokens_of : sequences that one rank's share of the work comes to.
+    """
+    flops = sum(job.products_flops[p] * (job.layers if p == "block" else 1) for p in PLACES)
+    return flops * tokens_of / cluster.reached_flops_per_us
+
+
+def divisors(n: int) -> list[int]:
+    """All of them, ascending."""
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
+
+
+MICROBATCHES = (1, 2, 4, 8)
+CHUNKS = (1, 2, 3, 4, 6, 8)
+"""Sizes of a microbatch and chunks of a rank that are tried."""
+SCHEDULES = "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"
+"""Torch's names of those that are planned: one chunk a rank, several, several with W apart."""
+LEAST_TOKENS = 4096
+"""Fewer tokens of a sequence are given to a rank only where that is asked for."""
+
+
+class Degrees(msgspec.Struct, frozen=True, order=True):
+    """Ranks of each kind, and how a batch goes through them.
+
+    Attributes
+    ----------
+    tp, cp, pp, dp : tensor, context, pipeline and data parallel; their product is all GPUs.
+    microbatch : its sequences. microbatches : of each data parallel rank. chunks : of the model on
+        each rank of a pipeline. is_split : whether gradients of weights are made apart, where a
+        rank would wait.
+    """
+
+    tp: int
+    cp: int
+    pp: int
+    dp: int
+    microbatch: int
+    microbatches: int
+    chunks: int
+    is_split: bool = False
+
+    @property
+    def schedule(self) -> str:
+        """Torch's name of how the pipeline runs; empty without one."""
+        if self.pp == 1:
+            return ""
+        return SCHEDULES[0] if self.chunks == 1 else SCHEDULES[1 + self.is_split]
+
+    def rounds(self, weight_share: float = 0.5) -> float:
+        """Microbatches, and the bubble in microbatches of one stage, over all stages.
+
+        Times the work of one microbatch, no step of a pipeline takes less.
+
+        Parameters
+        ----------
+        weight_share : of a block's time, what gradients of weights take. Where they are made apart
+            they fill the bubble twice: a half of the time leaves none of it.
+        """
+        if self.chunks == 1:
+            return (self.microbatches - 1) / self.pp + 1
+        left = max(1 - 2 * weight_share, 0.0) if self.is_split else 1.0
+        return (self.microbatches + left * (self.pp - 1) / self.chunks) / self.pp
+
+
+class Mesh(msgspec.Struct, frozen=True):
+    """Degrees, and how parameters P, gradients G and optimizer states OS are held.
+
+    Attributes
+    ----------
+    shard : ranks over which a state is split at rest. keep : between a block's forward and its
+        backward, parameters are whole (1), or split over so many. reduce_each : gradients are
+        reduced after each microbatch; else they are kept whole until the last.
+    """
+
+    degrees: Degrees
+    shard: int
+    keep: int
+    reduce_each: bool
+
+    @property
+    def replicas(self) -> int:
+        """Groups of ranks that each hold all states."""
+        return self.degrees.dp * self.degrees.cp // self.shard
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """What the user fixes; None leaves a choice open."""
+
+    tp: int | None = None
+    cp: int | None = None
+    pp: int | None = None
+    microbatch: int | None = None
+    chunks: int | None = None
+    shard: int | None = None
+    schedule: str | None = None
+
+    def allows(self, **chosen: int | str) -> bool:
+        """Whether nothing that is fixed is another number."""
+        return all(getattr(self, name) in (None, value) for name, value in chosen.items())
+
+    def of(self, name: str, usual: tuple[int, ...]) -> tuple[int, ...]:
+        """What is to be tried of a degree."""
+        asked: int | None = getattr(self, name)
+        return usual if asked is None else (asked,)
+
+
+def all_degrees(job: Job, cluster: Cluster, asked: Asked) -> Iterator[Degrees]:
+    """Every mesh that splits the GPUs without a rest, within the limits above."""
+    tensor = tuple(tp for tp in job.tensor_degrees if tp <= cluster.node_size)
+    stages = (1,) if job.tied else tuple(d for d in divisors(cluster.gpus) if d <= job.layers)
+    for tp, cp, pp in product(
+        asked.of("tp", tensor), asked.of("cp", job.context_degrees), asked.of("pp", stages)
+    ):
+        is_split = cluster.gpus % (tp * cp * pp) == 0 and pp <= job.layers
+        if not is_split or not _is_context(job, asked, tp, cp):
+            continue
+        dp = cluster.gpus // (tp * cp * pp)
+        for microbatch in asked.of("microbatch", MICROBATCHES):
+            if job.batch % (dp * microbatch) == 0:
+                m = job.batch // (dp * microbatch)
+                yield from _with_chunks(job, asked, tp, cp, pp, dp, microbatch, m)
+
+
+def _is_context(job: Job, asked: Asked, tp: int, cp: int) -> bool:
+    """Whether a rank has whole tokens of a sequence, and enough of them, and whole heads."""
+    if job.seq % (tp * cp) or not all(shares_heads(heads, tp, cp) for heads in job.heads):
+        return False
+    return cp == 1 or asked.cp is not None or job.seq // cp >= LEAST_TOKENS
+
+
+def _with_chunks(
+    job: Job, asked: Asked, tp: int, cp: int, pp: int, dp: int, microbatch: int, m: int
+) -> Iterator[Degrees]:
+    if m < pp or (pp == 1 and not asked.allows(chunks=1, schedule="")):
+        return
+    for chunks in asked.of("chunks", CHUNKS) if pp > 1 else (1,):
+        if chunks > 1 and (even_layers(job.layers, pp, chunks) is None or m % pp):
+            continue
+        # Backward with collectives is not split (`rewriter/split_backward/splitting.py`).
+        for is_split in (False, True) if chunks > 1 and tp == cp == 1 else (False,):
+            found = Degrees(tp, cp, pp, dp, microbatch, m, chunks, is_split)
+            if asked.allows(schedule=found.schedule):
+                yield found
+
+
+def even_layers(layers: int, pp: int, chunks: int) -> tuple[int, ...] | None:
+    """Blocks of each rank whose chunks are even; the last, and then the first, may lack one.
+
+    None where they are not even so.
+    """
+    of_chunk = -(-layers // (pp * chunks))
+    lacking = of_chunk * pp * chunks - layers
+    if lacking > 2 or (lacking and of_chunk == 1):
+        return None
+    found = [of_chunk * chunks] * pp
+    found[-1] -= lacking > 0
+    found[0] -= lacking > 1
+    return tuple(found)
+
+
+def places_of_blocks(layers: tuple[int, ...], chunks: int) -> list[list[range]]:
+    """For each rank, and each of its chunks, which blocks of the model it has.
+
+    The chunks of all ranks come one after another: the first of each rank, then the second.
+    """
+    sizes = [[-(-n // chunks)] * chunks for n in layers]
+    # A first rank lacks a block beside the embedding, a last one beside the head.
+    sizes[0][0] -= sum(sizes[0]) - layers[0]
+    sizes[-1][-1] -= sum(sizes[-1]) - layers[-1]
+    places: list[list[range]] = [[] for _ in layers]
+    at = 0
+    for chunk in range(chunks):
+        for rank, of_rank in enumerate(sizes):
+            places[rank].append(range(at, at + of_rank[chunk]))
+            at += of_rank[chunk]
+    return places
+
+
+def all_states(degrees: Degrees, cluster: Cluster, asked: Asked) -> Iterator[Mesh]:
+    """Every way in which torch can hold the states (DDP, ZeRO-1 to 3, hpZ, HSDP).
+
+    Inside of `torch.distributed.pipelining`, FSDP2 keeps parameters and gradients whole through all
+    microbatches, whatever it is told.
+    """
+    ranks = degrees.dp * degrees.cp
+    in_node = max(1, min(ranks, cluster.node_size // degrees.tp))
+    shards = sorted({1, in_node, ranks} if ranks % in_node == 0 else {1, ranks})
+    for shard in shards:
+        # Context parallel ranks of a sequence are always in one group of `fully_shard`.
+        if shard % degrees.cp or not asked.allows(shard=shard):
+            continue
+        if degrees.pp > 1 or shard == 1:
+            yield Mesh(degrees, shard, 1, reduce_each=False)
+            continue
+        for keep in sorted({1, shard} | ({in_node} if 1 < in_node < shard else set[int]())):
+            for each in (True, False) if degrees.microbatches > 1 else (True,):
+                yield Mesh(degrees, shard, keep, each)

@@ -1,0 +1,325 @@
+"""The part of a model that one stage of a pipeline has, as a module with the model's names.
+
+Blocks run one after another with the arguments that the model gives to all of them. A first stage
+runs what comes before its blocks; a last one what follows them, and the loss, so that no result of
+the model outlives its microbatch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from remat.cluster.capture.chain import leaf_on_meta, state_on_meta
+from remat.cluster.capture.rank_graph import SEQUENCE
+from remat.cluster.capture.watching import WAY_OUT
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.tracing.step_module import apply_loss
+from remat.rewriter.user_module.own_forward import shell_with, with_replaced
+
+# Runs a model's own forward up to its first block, and from behind its last one.
+#
+# Whatever a model's forward does around its blocks is run as it stands, so no convention is asked
+# of it. Forward is left at the first block by an exception. What follows the last block is reached
+# with everything before it on the meta device, where it costs nothing, and with the border that the
+# last block has made in place of the meta one.
+
+
+# No `Exception`: a forward may catch those.
+class Arrival(BaseException):
+    """The call of the first block.
+
+    Attributes
+    ----------
+    border : what it reads. args, kwargs : its other arguments, which all blocks are given.
+    """
+
+    def __init__(self, border: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__(border, args, kwargs)  # a copy is made of these
+        self.border, self.args_, self.kwargs = border, args, kwargs
+
+
+class _Leaves(nn.Module):
+    """In the place of the first block: ends forward there."""
+
+    def forward(self, border: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        raise Arrival(border, args, kwargs)
+
+
+class _Passes(nn.Module):
+    """In the place of a block before the last one."""
+
+    def forward(self, border: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return border
+
+
+class _Resumes(nn.Module):
+    """In the place of the last block: what it would return; ends what runs on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.border: Tensor | None = None
+        self.on_meta = contextlib.ExitStack()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.on_meta.close()
+        border, self.border = self.border, None
+        assert border is not None
+        return border
+
+
+class Before:
+    """What a model runs before its first block."""
+
+    def __init__(self, model: nn.Module, first_block: nn.Module) -> None:
+        self._shell = with_replaced(model, {first_block: _Leaves()})
+
+    @property
+    def module(self) -> nn.Module:
+        """What is run: the model with another first block."""
+        return self._shell
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Arrival:
+        """The call of the first block, for a batch of the model."""
+        try:
+            self._shell(*args, **kwargs)
+        except Arrival as found:
+            # Its traceback would keep the frames of forward, and all that they name.
+            return found.with_traceback(None)
+        raise CaptureError(
+            f"forward of {type(self._shell).__name__} does not reach its first block: name the "
+            "blocks that each forward runs with --blocks"
+        )
+
+
+class Behind:
+    """What a model runs behind its last block.
+
+    Parameters
+    ----------
+    of_behind : modules that are run there, which stay as they are; all others go to meta.
+    args : a microbatch, for its shapes.
+    """
+
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[nn.Module], of_behind: Sequence[nn.Module],
+        args: tuple[Any, ...],
+    ) -> None:  # fmt: skip
+        self._given = _Resumes()
+        memo: dict[int, Any] = {id(block): _Passes() for block in blocks}
+        memo |= {id(blocks[-1]): self._given} | {id(module): module for module in of_behind}
+        memo |= state_on_meta(model, trains=False)
+        self._shell = copy.deepcopy(model, memo)
+        with torch.no_grad():
+            self._args = pytree.tree_map(leaf_on_meta, args)
+
+    def __call__(self, border: Tensor) -> Any:
+        """What the model returns for such a border."""
+        given = self._given
+        given.border = border
+        with given.on_meta:
+            given.on_meta.enter_context(torch.device("meta"))
+            return self._shell(*self._args)
+
+
+class _DependsOn(TorchDispatchMode):
+    """Follows what is computed from some tensors: from their contents, not from their shapes."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        # Held, so that no other tensor gets the id of one.
+        self.known = {id(tensor): tensor for tensor in tensors}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(id(leaf) in self.known for leaf in pytree.tree_leaves((args, kwargs))):
+            made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+            self.known.update((id(tensor), tensor) for tensor in made)
+        return result
+
+
+def arrival_of(before: Before, model: nn.Module, args: tuple[Any, ...], path: str) -> Arrival:
+    """The first block's call for a microbatch, run once.
+
+    Raises
+    ------
+    CaptureError : the block is given something beside the border that is computed from the batch
+        or from parameters. Later stages have neither.
+    """
+    batch = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+    with torch.no_grad(), _DependsOn([*batch, *model.parameters()]) as watched:
+        found = before(*args)
+    named = {f"argument {i + 1}": leaf for i, leaf in enumerate(found.args_)} | found.kwargs
+    for name, given in named.items():
+        if any(id(leaf) in watched.known for leaf in pytree.tree_leaves(given)):
+            raise CaptureError(
+                f"block {path} is given {name}, which is computed from the batch or from "
+                "parameters, and later stages of a pipeline have neither: compute it in the "
+                "blocks, or plan without stages with --pp 1"
+            )
+    return found
+
+
+TARGET = "remat_target"
+"""The keyword by which a last stage is given its microbatch of the target."""
+
+
+@dataclass(frozen=True)
+class StageRun:
+    """What a stage runs.
+
+    Attributes
+    ----------
+    before, behind : None where the stage lacks that end. blocks : in order.
+    given : to the first block of the model; its other arguments are given to all.
+    """
+
+    before: Callable[..., Arrival] | None
+    blocks: tuple[nn.Module, ...]
+    behind: Behind | None
+    given: Arrival
+    loss_fn: Callable[..., Any] | None
+
+    def __call__(self, args: tuple[Any, ...], target: Any) -> Any:
+        """The border, or the loss of the last stage."""
+        x: Tensor = args[0] if self.before is None else self.before(*args).border
+        for block in self.blocks:
+            x = block(x, *self.given.args_, **self.given.kwargs)
+        return x if self.behind is None else apply_loss(self.loss_fn, self.behind(x), target)
+
+
+class ModelPart(nn.Module):
+    """What one stage has of a model: the modules and names that are its own, and no others."""
+
+    _remat_run: StageRun
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The border that the stage sends, [microbatch, ...], or on the last stage the loss."""
+        return self._remat_run(args, kwargs.pop(TARGET, None))
+
+
+def model_part(model: nn.Module, kept: Mapping[str, nn.Module], run: StageRun) -> ModelPart:
+    """The part of `model` that holds `kept`, by path.
+
+    It is of a class of its own that derives from the model's, so `isinstance` holds.
+    """
+    part = _pruned_module(model, "", kept)
+    part.__class__ = type(f"{type(model).__name__}Part", (ModelPart, type(model)), {})
+    assert isinstance(part, ModelPart)
+    # As a plain attribute: its modules are registered under their own names already.
+    part.__dict__["_remat_run"] = run
+    return part
+
+
+def _pruned_module(module: nn.Module, path: str, kept: Mapping[str, nn.Module]) -> nn.Module:
+    children: dict[str, nn.Module | None] = {}
+    for name, child in module.named_children():
+        at = f"{path}.{name}" if path else name
+        if at in kept:
+            children[name] = kept[at]
+        elif any(one.startswith(f"{at}.") for one in kept):
+            children[name] = _pruned_module(child, at, kept)
+    return shell_with(module, children)
+
+
+def beside_blocks(model: nn.Module, blocks: Sequence[str]) -> dict[str, nn.Module]:
+    """The outermost modules in which no block lies, by path."""
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        is_inside = any(path.startswith(f"{outer}.") for outer in (*found, *blocks))
+        holds = not path or any(block.startswith(f"{path}.") for block in blocks)
+        if not (is_inside or holds or path in blocks):
+            found[path] = module
+    return found
+
+
+# A context parallel rank's part of each sequence, and what of a model's call is cut to it.
+#
+# Ranks are given whole sequences, and each takes its own tokens. What runs before the blocks runs
+# on these alone where it treats each token by itself, as an embedding does. Where it knows
+# positions it runs on all tokens, and its result is cut.
+
+
+@dataclass(frozen=True)
+class SequencePart:
+    """The `at`-th of `count` equal parts of sequences of `seq` tokens."""
+
+    seq: int
+    at: int
+    count: int
+
+    def of(self, batch: Any) -> Any:
+        """A batch whose tensors of [batch, seq, ...] are cut; all else is as it was."""
+        return pytree.tree_map(
+            lambda leaf: self.along(leaf, SEQUENCE) if self.counts_tokens(leaf) else leaf, batch
+        )
+
+    def along(self, tensor: Tensor, dim: int) -> Tensor:
+        """The part of a tensor. It lies in one piece, as a whole batch does: code may view it."""
+        return tensor.chunk(self.count, dim)[self.at].contiguous()
+
+    def counts_tokens(self, leaf: object) -> bool:
+        """Whether it is a tensor of [batch, seq, ...]."""
+        return isinstance(leaf, Tensor) and leaf.dim() > SEQUENCE and (
+            leaf.shape[SEQUENCE] == self.seq
+        )  # fmt: skip
+
+    def loss(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`loss_fn` of the rank's own tokens, given the target of all."""
+        return lambda result, *target: loss_fn(result, *self.of(target))
+
+
+@dataclass(frozen=True)
+class PartOfBefore:
+    """What a model runs before its first block, for one rank's tokens.
+
+    Attributes
+    ----------
+    reads_all : whether it runs on all tokens, and its result is cut.
+    """
+
+    before: Before
+    part: SequencePart
+    reads_all: bool
+
+    def __call__(self, *args: Any) -> Arrival:
+        """The call of the first block; its other arguments are not cut."""
+        if not self.reads_all:
+            return self.before(*self.part.of(args))
+        found = self.before(*args)
+        border = self.part.along(found.border, SEQUENCE)
+        return Arrival(border, found.args_, found.kwargs)
+
+
+def cut_dimension(whole: object, part: object, sequence: SequencePart, name: str) -> int | None:
+    """The dimension of an argument that counts tokens; None where no dimension does.
+
+    Parameters
+    ----------
+    whole, part : it, where the model is given all tokens, and where it is given a rank's.
+
+    Raises
+    ------
+    CaptureError : several do, as those of a mask of pairs.
+    """
+    if not (isinstance(whole, Tensor) and isinstance(part, Tensor)):
+        return None
+    pairs = zip(whole.shape, part.shape, strict=True) if whole.dim() == part.dim() else ()
+    found = [dim for dim, (of_all, own) in enumerate(pairs) if of_all != own]
+    if len(found) > 1 or whole.dim() != part.dim():
+        raise CaptureError(
+            f"blocks are given {name}, which is {list(whole.shape)} for {sequence.seq} tokens and "
+            f"{list(part.shape)} for a context parallel rank's: give them one for each token, or "
+            f"{WAY_OUT}"
+        )
+    return found[0] if found else None

@@ -1,0 +1,344 @@
+"""What a part of the model takes on one rank: a block, or what comes before or after all blocks.
+
+A part is captured at one tensor parallel degree, context parallel degree and microbatch. All that
+the planner of a cluster asks of it are two times and its options: bytes that wait for backward
+against extra time. They come from the option tables of blocks (`blocks/options.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from remat.graph_capture.graph import Op, TrainingGraph
+from remat.schedules.schedule import Schedule
+from remat.solver.blocks.options import TURN, BlockOption, block_options
+from remat.solver.kept import op_kind
+from remat.solver.problem import Problem
+from remat.solver.state import State
+
+# What backward of a block leaves for later where the gradients of weights are made apart.
+#
+# A zero-bubble schedule runs backward in two parts: I makes the gradient of the block's input,
+# which the stage before waits for, and W those of the weights, where the rank would wait (Qi et al.
+# 2023, https://arxiv.org/abs/2401.10241). W has the products that I does without, and what reads
+# their results. All else runs with I: held for W, a sum over a batch is smaller than what it is of.
+#
+# The rewriter cuts a backward graph for the fewest bytes held (`rewriter/split_backward`); this is
+# that cut but for ops that make no product and copy, of which either side holds as much.
+
+
+PRODUCTS = frozenset(
+    {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution", "_convolution",
+     "cudnn_convolution", "convolution_overrideable", "_slow_conv2d_forward",
+     "convolution_backward"}
+)  # fmt: skip
+"""With attention, those whose floating-point operations torch counts
+(torch/utils/flop_counter.py)."""
+
+
+class WeightsLater(NamedTuple):
+    """Of one microbatch.
+
+    Attributes
+    ----------
+    weight_us : time of W. held_bytes : from I to W.
+    """
+
+    weight_us: float = 0.0
+    held_bytes: int = 0
+
+
+def is_product(target: str) -> bool:
+    """Whether an op is one of those that models spend their time in."""
+    kind = op_kind(target)
+    return kind in PRODUCTS or "attention" in kind
+
+
+def weights_later(graph: TrainingGraph, border_gradient: str) -> WeightsLater:
+    """What W of a block takes, if nothing is computed again.
+
+    Parameters
+    ----------
+    border_gradient : the value that is the gradient of what the block reads.
+    """
+    late = _weight_ops(graph, border_gradient)
+    size_of = {value.name: value.size_bytes for value in graph.values if value.producer}
+    made = {name for op in late for name in op.outputs}
+    held = {name for op in late for name in op.inputs if name in size_of and name not in made}
+    return WeightsLater(sum(op.cost_us for op in late), sum(size_of[name] for name in held))
+
+
+def _weight_ops(graph: TrainingGraph, border_gradient: str) -> list[Op]:
+    """The ops of W, in order."""
+    needed = _needed_for(graph, border_gradient)
+    late: list[Op] = []
+    later = set[str]()
+    for op in graph.ops[graph.n_forward :]:
+        reads_late = not later.isdisjoint(op.inputs)
+        if op.name not in needed and (reads_late or is_product(op.target)):
+            late.append(op)
+            later.update(op.outputs)
+    return late
+
+
+def _needed_for(graph: TrainingGraph, value: str) -> set[str]:
+    """Names of the ops that a value needs."""
+    producer = {name: op for op in graph.ops for name in op.outputs}
+    found = set[str]()
+    waiting = [value]
+    while waiting:
+        op = producer.get(waiting.pop())
+        if op is not None and op.name not in found:
+            found.add(op.name)
+            waiting += op.inputs
+    return found
+
+
+LIMITS = 12
+"""At how many limits on its kept bytes a part is solved."""
+
+
+class PartWork(NamedTuple):
+    """Time of one microbatch with nothing computed again, and what gradients of weights take of it.
+
+    The latter counts where they may be made apart.
+    """
+
+    time_us: float
+    weight_us: float = 0.0
+
+
+class PartOption(msgspec.Struct, frozen=True):
+    """One way to run a part.
+
+    Attributes
+    ----------
+    saved_bytes : live from its forward to its backward, once for each microbatch in flight.
+    need_bytes : the most that is live beside them while the part runs.
+    extra_us : time of what is computed again. recomputed : ops of its graph, by stage.
+    """
+
+    saved_bytes: int
+    need_bytes: int
+    extra_us: float
+    recomputed: tuple[tuple[int, ...], ...] = ()
+
+    def is_bettered_by(self, other: PartOption) -> bool:
+        """Whether `other` is in no figure worse and in one better."""
+        own = self.saved_bytes, self.need_bytes, self.extra_us
+        its = other.saved_bytes, other.need_bytes, other.extra_us
+        return own != its and all(a >= b for a, b in zip(own, its, strict=True))
+
+
+class Part(msgspec.Struct, frozen=True):
+    """Times of one microbatch, in µs, and options that no other betters, quickest first.
+
+    Attributes
+    ----------
+    graph_hash : of the graph that the options are of.
+    later : of backward, what may run apart from the gradient of the part's input.
+    """
+
+    forward_us: float
+    backward_us: float
+    options: tuple[PartOption, ...]
+    graph_hash: str = ""
+    later: WeightsLater = WeightsLater()
+
+    @property
+    def work_us(self) -> float:
+        """Time of one microbatch with nothing computed again."""
+        return self.forward_us + self.backward_us
+
+    @property
+    def work(self) -> PartWork:
+        """The same, with what may be made apart."""
+        return PartWork(self.work_us, self.later.weight_us)
+
+
+NOTHING = Part(0.0, 0.0, (PartOption(0, 0, 0.0),))
+"""A part that a model does not have."""
+
+
+def part_of(graph: TrainingGraph, border_gradient: str = "") -> Part:
+    """Solve a priced graph of one part at several limits on what it keeps.
+
+    PartWork is limited by nodes of each program, so the same graph gives the same part.
+
+    Parameters
+    ----------
+    border_gradient : the value that is the gradient of what it reads; empty for a part whose
+        backward runs as a whole.
+    """
+    forward_us = sum(op.cost_us for op in graph.ops[: graph.n_forward])
+    found = block_options(graph, LIMITS, lambda: math.inf)
+    made = {name for op in graph.ops if op.target == TURN for name in op.outputs}
+    tangents_bytes = sum(value.size_bytes for value in graph.values if value.name in made)
+    options = [_option(one, tangents_bytes) for one in found]
+    kept = [o for o in options if not any(o.is_bettered_by(other) for other in options)]
+    kept.sort(key=lambda option: (option.extra_us, option.saved_bytes))
+    later = _later(graph, border_gradient)
+    return Part(forward_us, graph.time_us - forward_us, tuple(kept), graph.hash, later)
+
+
+def part_work(graph: TrainingGraph, border_gradient: str = "") -> PartWork:
+    """That of the part, without its options."""
+    return PartWork(graph.time_us, _later(graph, border_gradient).weight_us)
+
+
+def _later(graph: TrainingGraph, border_gradient: str) -> WeightsLater:
+    return weights_later(graph, border_gradient) if border_gradient else WeightsLater()
+
+
+def _option(found: BlockOption, tangents_bytes: int) -> PartOption:
+    # What the turn makes is there while backward runs, not while a microbatch waits for it.
+    saved_bytes = found.saved_bytes - tangents_bytes
+    need_bytes = int(found.live_bytes.max()) - saved_bytes
+    return PartOption(saved_bytes, need_bytes, found.extra_us, found.recomputed)
+
+
+def schedule_of_option(graph: TrainingGraph, option: PartOption) -> Schedule:
+    """The steps of an option, for the graph that it is of."""
+    return State.from_recomputed(Problem.of(graph), option.recomputed).schedule()
+
+
+# The least recomputation of n equal blocks in any room.
+#
+# A stage of a pipeline holds what its blocks save, once for each microbatch in flight, and beside
+# it what one block needs while it runs:
+#
+#     in flight · Σ saved + max need  ≤  room
+#
+# For each bound on the need that matters, one table has the least extra time of n blocks that save
+# no more than so many steps of a grid. Sizes are rounded up to the grid, so what a table allows
+# fits. Cost: blocks x options x slots for each distinct need, in vector operations.
+# Optimal on the grid: never below the optimum, and never above that of a room which is smaller by a
+# step of the grid for each block and microbatch in flight (`tests/solver/cluster`).
+
+
+SLOTS = 2048
+"""Steps of the grid for what all blocks save together."""
+CLOSE_US = 1e-6
+"""Two sums of the same times, in another order, differ by less."""
+
+Floats = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
+
+
+class NeedTable(NamedTuple):
+    """Least extra time by blocks (row) and slots (column), of options that need no more."""
+
+    need_bytes: int
+    least_us: Floats
+
+
+class Limit(NamedTuple):
+    """Room for what so many microbatches save, and for what one block needs beside.
+
+    Attributes
+    ----------
+    room_bytes : for each number of blocks. in_flight : microbatches whose saved bytes are live at
+        once; a fraction where a rank has several chunks, of which one holds a part of the blocks.
+    """
+
+    room_bytes: Counts
+    in_flight: float
+
+
+class EqualBlocks:
+    """Tables for up to `most` blocks that share `options`."""
+
+    def __init__(self, options: Sequence[PartOption], most: int, slots: int = SLOTS) -> None:
+        self.options = tuple(options)
+        self.most = most
+        largest = max((option.saved_bytes for option in self.options), default=0)
+        self.unit_bytes = max(-(-largest * most // slots), 1)
+        self.steps = [-(-option.saved_bytes // self.unit_bytes) for option in self.options]
+        self.width = max(self.steps, default=0) * most + 1
+
+    @cached_property
+    def tables(self) -> list[NeedTable]:
+        """One for each distinct need, ascending."""
+        needs = sorted({option.need_bytes for option in self.options})
+        return [NeedTable(need, self._least_us(need)) for need in needs]
+
+    def _least_us(self, need_bytes: int) -> Floats:
+        least = np.full((self.most + 1, self.width), np.inf)
+        least[0] = 0.0
+        for n in range(1, self.most + 1):
+            for option, step in zip(self.options, self.steps, strict=True):
+                if option.need_bytes <= need_bytes:
+                    reached = least[n - 1, : self.width - step] + option.extra_us
+                    np.minimum(least[n, step:], reached, out=least[n, step:])
+        return least
+
+    def least_us(self, blocks: Counts, limits: Sequence[Limit], beside_bytes: int = 0) -> Floats:
+        """For each number of blocks: the least extra time of one microbatch.
+
+        Parameters
+        ----------
+        limits : all of which hold.
+        beside_bytes : what something else needs at times beside all that blocks save.
+        """
+        out = np.full(blocks.shape, np.inf)
+        for need_bytes, least in self.tables:
+            slot = self._slots(limits, max(need_bytes, beside_bytes))
+            fits = slot >= 0
+            out[fits] = np.minimum(out[fits], least[blocks[fits], slot[fits]])
+        is_enough = np.all([limit.room_bytes >= beside_bytes for limit in limits], axis=0)
+        return np.where((blocks == 0) & is_enough, 0.0, out)
+
+    def chosen(self, blocks: int, limits: Sequence[Limit], beside_bytes: int = 0) -> dict[int, int]:
+        """How many blocks take which option, where there is room.
+
+        Parameters
+        ----------
+        limits : of that number of blocks alone.
+
+        Raises
+        ------
+        ValueError : nothing fits.
+        """
+        if not blocks:
+            return {}
+        need_bytes, least, slot = self._best_table(blocks, limits, beside_bytes)
+        count = Counter[int]()
+        for n in range(blocks, 0, -1):
+            i = next(
+                i
+                for i, (option, step) in enumerate(zip(self.options, self.steps, strict=True))
+                if option.need_bytes <= need_bytes and step <= slot
+                if abs(least[n - 1, slot - step] + option.extra_us - least[n, slot]) < CLOSE_US
+            )
+            count[i] += 1
+            slot -= self.steps[i]
+        return dict(sorted(count.items()))
+
+    def _best_table(
+        self, blocks: int, limits: Sequence[Limit], beside_bytes: int
+    ) -> tuple[int, Floats, int]:
+        best: tuple[float, int, Floats, int] | None = None
+        for need_bytes, least in self.tables:
+            slot = int(self._slots(limits, max(need_bytes, beside_bytes))[0])
+            if slot >= 0 and (best is None or least[blocks, slot] < best[0] - CLOSE_US):
+                best = float(least[blocks, slot]), need_bytes, least, slot
+        if best is None or not np.isfinite(best[0]):
+            rooms = " and ".join(str(int(limit.room_bytes[0])) for limit in limits)
+            raise ValueError(f"{blocks} blocks do not fit {rooms} bytes")
+        return best[1:]
+
+    def _slots(self, limits: Sequence[Limit], need_bytes: int) -> Counts:
+        """What all blocks may save together, in steps of the grid; -1 where there is no room."""
+        found = [
+            np.floor_divide(limit.room_bytes - need_bytes, limit.in_flight * self.unit_bytes)
+            for limit in limits
+        ]
+        return np.clip(np.min(found, axis=0), -1, self.width - 1).astype(np.int64)

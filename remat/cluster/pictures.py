@@ -1,0 +1,422 @@
+"""One page of a plan for a cluster: its mesh, its step, its bytes. It needs no script."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib import resources
+from typing import NamedTuple
+
+from remat.cluster.pipeline import (
+    ACTIVATIONS,
+    BORDERS,
+    GRADIENTS,
+    PARAMETERS,
+    RUNNING,
+    STANDING,
+    STATES,
+    ActionSpan,
+    PipelineReplay,
+    RankReplay,
+    holders_in,
+)
+from remat.cluster.plan_file import ClusterFile, Parallelism, StageFacts
+from remat.formats import bytes_text, percent_text
+from remat.schedules.report.page import Figure, Table
+from remat.schedules.views.palette import (  # fmt: skip
+    BLUE,
+    CYCLE,
+    DARK_GREY,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    ROLES,
+    VERMILLION,
+    YELLOW,
+)
+
+# A small picture as SVG text, for a page or for a file of its own.
+#
+# Lines and letters take the colour of what is around them, so one text serves light and dark.
+
+
+class Picture:
+    """Elements in the order in which they are drawn, on a plane of whole units."""
+
+    def __init__(self, width: int, height: int, says: str) -> None:
+        self.width, self.height, self.says = width, height, says
+        self.elements: list[str] = []
+
+    def boxes(self, rects: Iterable[tuple[int, int, int, int]], colour: str, title: str = "",
+              *, opacity: float = 1.0) -> None:  # fmt: skip
+        """Rectangles of one colour: x, y, width, height of each."""
+        path = "".join(f"M{x} {y}h{w}v{h}h{-w}z" for x, y, w, h in rects)
+        if path:
+            faint = f' fill-opacity="{opacity:g}"' if opacity < 1 else ""
+            self._add("path", f'fill="{colour}"{faint} d="{path}"', title)
+
+    def area(self, points: Iterable[tuple[int, int]], base: int, colour: str) -> None:
+        """What lies between steps, each of which ends at its x, and the line at `base`."""
+        steps = list(points)
+        if steps:
+            path = f"M{steps[0][0]} {base}" + "".join(f"V{y}H{x}" for x, y in steps)
+            self._add("path", f'fill="{colour}" d="{path}V{base}z"', "")
+
+    def frame(self, x: int, y: int, width: int, height: int, *, dashed: bool = False) -> None:
+        """The outline of a rectangle."""
+        dash = ' stroke-dasharray="6 4"' if dashed else ""
+        self._add(
+            "rect",
+            f'x="{x}" y="{y}" width="{width}" height="{height}" fill="none" '
+            f'stroke="currentColor" stroke-opacity=".6"{dash}', "",
+        )  # fmt: skip
+
+    def line(self, x: int, y: int, to_x: int, colour: str) -> None:
+        """A dashed line across."""
+        self._add(
+            "path", f'd="M{x} {y}H{to_x}" stroke="{colour}" stroke-width="2" '
+            'stroke-dasharray="8 5" fill="none"', "",
+        )  # fmt: skip
+
+    def text(self, x: int, y: int, said: str, anchor: str = "start") -> None:
+        """Letters that begin, end or are centred at x."""
+        at = f'x="{x}" y="{y}" text-anchor="{anchor}"'
+        self.elements.append(f'<text {at} fill="currentColor">{escape(said)}</text>')
+
+    def legend(self, x: int, y: int, colours: Iterable[tuple[str, str]], step: int = 150) -> None:
+        """Names with their colours, in one row."""
+        for i, (name, colour) in enumerate(colours):
+            self.boxes([(x + i * step, y - 11, 12, 12)], colour)
+            self.text(x + i * step + 18, y, name)
+
+    def inline(self) -> str:
+        """For a page, whose ink it takes."""
+        return self._whole(f'class="picture" style="max-width: {self.width}px"')
+
+    def file(self, ink: str) -> str:
+        """For a file of its own."""
+        return self._whole(
+            f'xmlns="http://www.w3.org/2000/svg" color="{ink}" font-family="sans-serif"'
+        )
+
+    def _whole(self, attributes: str) -> str:
+        body = "\n".join(self.elements)
+        return (
+            f'<svg {attributes} viewBox="0 0 {self.width} {self.height}" font-size="13" role="img" '
+            f'aria-label="{escape(self.says)}">\n{body}\n</svg>\n'
+        )
+
+    def _add(self, name: str, attributes: str, title: str) -> None:
+        end = f"><title>{escape(title)}</title></{name}>" if title else "/>"
+        self.elements.append(f"<{name} {attributes}{end}")
+
+
+def stacked(*pictures: Picture) -> Picture:
+    """One below the other, in one picture."""
+    says = "; ".join(picture.says for picture in pictures)
+    whole = Picture(max(p.width for p in pictures), sum(p.height for p in pictures), says)
+    down = 0
+    for picture in pictures:
+        body = "\n".join(picture.elements)
+        whole.elements.append(f'<g transform="translate(0 {down})">\n{body}\n</g>')
+        down += picture.height
+    return whole
+
+
+# The picture of a mesh: which GPUs are a stage, which a replica, and what splits inside them.
+#
+# Ranks are numbered as torchtitan's meshes number them: stages first, then replicas, shards,
+# context and tensor parallel ranks, so that the last lie side by side.
+
+
+CELL, GAP, MESH_LEFT, TOP = 14, 12, 150, 46
+LEAST = 520
+"""Width that the line below needs."""
+MOST_COLUMNS, MOST_ROWS = 8, 6
+"""Stages and data parallel ranks that are drawn; of more, the first ones and the last."""
+
+
+def mesh_picture(plan: ClusterFile) -> Picture:
+    """Stages from left to right, data parallel ranks from top to bottom; a cell is a GPU."""
+    mesh = plan.parallelism
+    tp, cp = mesh.tensor_parallel_degree, mesh.context_parallel_degree
+    stages = shown(mesh.pipeline_parallel_degree, MOST_COLUMNS)
+    rows = shown(_data_parallel(mesh), MOST_ROWS)
+    wide, high = max(tp * CELL, 64) + GAP, cp * CELL + GAP
+    picture = Picture(
+        max(MESH_LEFT + len(stages) * wide + 20, LEAST),
+        TOP + len(rows) * high + 40,
+        _mesh_says(plan),
+    )
+    for column, stage in enumerate(stages):
+        blocks = len(plan.stages[stage].blocks)
+        picture.text(MESH_LEFT + column * wide, 16, f"stage {stage}")
+        picture.text(MESH_LEFT + column * wide, 34, f"{blocks} blocks")
+        for row, replica in enumerate(rows):
+            x, y = MESH_LEFT + column * wide, TOP + row * high
+            first = rank_of(mesh, stage, replica)
+            cells = [(x + t * CELL, y + c * CELL, CELL - 2, CELL - 2)
+                     for c in range(cp) for t in range(tp)]  # fmt: skip
+            last = first + tp * cp - 1
+            node = f"node {first // plan.node_size}"
+            title = f"stage {stage}, data parallel rank {replica}: GPUs {first} to {last}, {node}"
+            picture.boxes(cells, CYCLE[column % len(CYCLE)], title)
+    for row, replica in enumerate(rows):
+        picture.text(MESH_LEFT - 14, TOP + row * high + CELL - 3, _row_text(mesh, replica), "end")
+    drawn = f"{len(stages)} of {len(plan.stages)} stages, {len(rows)} of {_data_parallel(mesh)}"
+    picture.text(8, picture.height - 12, f"a cell is a GPU; drawn are {drawn} data parallel ranks")
+    return picture
+
+
+def rank_of(mesh: Parallelism, stage: int, replica: int) -> int:
+    """The first GPU of a stage's data parallel rank."""
+    of_replica = mesh.tensor_parallel_degree * mesh.context_parallel_degree
+    return (stage * _data_parallel(mesh) + replica) * of_replica
+
+
+def shown(count: int, most: int) -> list[int]:
+    """All of a few, else the first ones and the last."""
+    return list(range(count)) if count <= most else [*range(most - 1), count - 1]
+
+
+def _data_parallel(mesh: Parallelism) -> int:
+    return mesh.data_parallel_replicate_degree * mesh.data_parallel_shard_degree
+
+
+def _row_text(mesh: Parallelism, replica: int) -> str:
+    shard = mesh.data_parallel_shard_degree
+    return f"replica {replica // shard}, shard {replica % shard}"
+
+
+def _mesh_says(plan: ClusterFile) -> str:
+    mesh = plan.parallelism
+    return (
+        f"{plan.gpus} GPUs: {mesh.pipeline_parallel_degree} stages, {_data_parallel(mesh)} data "
+        f"parallel ranks, each of {mesh.context_parallel_degree} context times "
+        f"{mesh.tensor_parallel_degree} tensor parallel GPUs"
+    )
+
+
+# Pictures of a step as the judge of pipelines replays it: who runs when, and who holds bytes.
+
+
+WIDTH, LEFT, LANE, HIGH = 900, 90, 20, 150
+MOST_LANES, MOST_STAGES = 16, 4
+"""Ranks of the timeline, and stages whose bytes are drawn; of more, the first ones and the last."""
+ACTIONS = {"F": ROLES["forward"], "B": ROLES["backward"], "I": ROLES["backward"], "W": GREEN}
+NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "of weights"}
+COLOURS = {
+    STATES: GREY, PARAMETERS: PURPLE, GRADIENTS: GREEN, BORDERS: YELLOW, ACTIVATIONS: BLUE,
+    RUNNING: ORANGE,
+}  # fmt: skip
+"""What is saved and what waits for gradients of weights have one."""
+SHORT = {STATES: "OS", ACTIVATIONS: "saved", RUNNING: "running"}
+BEHIND = DARK_GREY
+
+
+def timeline_picture(plan: ClusterFile, replay: PipelineReplay) -> Picture:
+    """One lane a rank; what is empty is a bubble. Behind, gathers, reductions and updates."""
+    lanes = shown(len(replay.ranks), MOST_LANES)
+    step_us = plan.predicted.step_us
+    says = f"{percent_text(replay.bubble)} of the ranks' time in the pipeline is spent waiting"
+    picture = Picture(WIDTH + LEFT + 20, len(lanes) * LANE + 66, says)
+    kinds: set[str] = set()
+    for row, rank in enumerate(lanes):
+        y = 6 + row * LANE
+        picture.text(LEFT - 10, y + 13, f"rank {rank}", "end")
+        picture.frame(LEFT, y, WIDTH, LANE - 4)
+        for kind, boxes in _touching(replay.ranks[rank].spans, step_us).items():
+            kinds.add(kind)
+            picture.boxes([(x, y, w, LANE - 4) for x, w in boxes], ACTIONS[kind])
+        end = _across(replay.time_us, step_us)
+        picture.boxes([(end, y, LEFT + WIDTH - end, LANE - 4)], BEHIND, "states: reduce, update")
+    foot = 6 + len(lanes) * LANE + 18
+    shown_kinds = [(NAMES[k], ACTIONS[k]) for k in ACTIONS if k in kinds]
+    picture.legend(LEFT, foot, [*shown_kinds, ("states behind", BEHIND)])
+    picture.text(LEFT + WIDTH, foot, f"{step_us / 1e6:.2f} s", "end")
+    picture.text(LEFT, foot + 24, says)
+    return picture
+
+
+def _touching(spans: Sequence[ActionSpan], step_us: float) -> dict[str, list[tuple[int, int]]]:
+    """Actions of one kind as boxes of whole units: x and width. Those that touch become one."""
+    found: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    last = ""
+    for span in spans:
+        kind = span.action.kind
+        begin, end = _across(span.begin_us, step_us), _across(span.end_us, step_us)
+        boxes = found[kind]
+        if boxes and last == kind and sum(boxes[-1]) >= begin:
+            boxes[-1] = boxes[-1][0], end - boxes[-1][0]
+        elif end > begin:
+            boxes.append((begin, end - begin))
+            last = kind
+    return found
+
+
+def _across(time_us: float, step_us: float) -> int:
+    return LEFT + min(WIDTH, round(WIDTH * time_us / step_us))
+
+
+def bytes_picture(
+    plan: ClusterFile, replay: PipelineReplay, most_stages: int = MOST_STAGES
+) -> Picture:
+    """Bytes by holder over the step, of a few stages, below the budget."""
+    stages = shown(len(plan.stages), most_stages)
+    fullest = max(stage.peak_bytes for stage in plan.stages)
+    says = f"the fullest stage holds {bytes_text(fullest)} of {bytes_text(plan.budget_bytes)}"
+    picture = Picture(WIDTH + LEFT + 20, len(stages) * (HIGH + 24) + 40, says)
+    for row, stage in enumerate(stages):
+        _draw_stage(picture, plan, replay.ranks[stage], stage, 8 + row * (HIGH + 24))
+    colours = [(SHORT.get(name, name), colour) for name, colour in COLOURS.items()]
+    picture.legend(
+        LEFT, picture.height - 12, [*colours, ("budget", VERMILLION)], WIDTH // (len(COLOURS) + 1)
+    )
+    return picture
+
+
+def _draw_stage(
+    picture: Picture, plan: ClusterFile, rank: RankReplay, stage: int, top: int
+) -> None:
+    scale = HIGH / (1.05 * plan.budget_bytes)
+    base = top + HIGH
+
+    def y(size_bytes: float) -> int:
+        return base - round(scale * size_bytes)
+
+    held = plan.stages[stage].held_bytes
+    standing = sum(held.get(name, 0) for name in STANDING)
+    saved, running = _stairs(rank, plan.predicted.step_us)
+    picture.area(((x, y(standing + size)) for x, size in running), base, COLOURS[RUNNING])
+    picture.area(((x, y(standing + size)) for x, size in saved), base, COLOURS[ACTIVATIONS])
+    for name in reversed(STANDING):
+        top_of = sum(held.get(one, 0) for one in STANDING[: STANDING.index(name) + 1])
+        picture.boxes([(LEFT, y(top_of), WIDTH, base - y(top_of))], COLOURS[name])
+    picture.line(LEFT, y(plan.budget_bytes), LEFT + WIDTH, VERMILLION)
+    picture.text(LEFT - 10, top + 26, f"stage {stage}", "end")
+    peak = plan.stages[stage].peak_bytes
+    picture.text(LEFT - 10, top + 44, bytes_text(peak), "end")
+
+
+Stairs = list[tuple[int, int]]
+
+
+def _stairs(rank: RankReplay, step_us: float) -> tuple[Stairs, Stairs]:
+    """Saved bytes, and those with what runs, as ends of steps and sizes; the most at each x."""
+    saved: dict[int, int] = {LEFT: 0}
+    running: dict[int, int] = {LEFT: 0}
+    before = 0
+    for span in rank.spans:
+        begin, end = _across(span.begin_us, step_us), _across(span.end_us, step_us)
+        for stairs, size in ((saved, before), (running, before)):
+            stairs[begin] = max(stairs.get(begin, 0), size)
+        saved[end] = max(saved.get(end, 0), span.saved_bytes)
+        running[end] = max(running.get(end, 0), span.saved_bytes + span.need_bytes)
+        before = span.after_bytes
+    saved[LEFT + WIDTH] = running[LEFT + WIDTH] = before
+    return _rising(saved), _rising(running)
+
+
+def _rising(stairs: dict[int, int]) -> Stairs:
+    """For each x the size of the step that ends there, from left to right."""
+    return [(x, stairs[x]) for x in sorted(stairs)]
+
+
+class Section(NamedTuple):
+    """A picture with what it says."""
+
+    name: str
+    title: str
+    says: str
+    picture: str
+
+
+def cluster_page(plan: ClusterFile, replay: PipelineReplay, mesh: str, states: str) -> str:
+    """The page, as HTML.
+
+    Parameters
+    ----------
+    replay : of the plan's pipeline. mesh, states : what the screen says of them.
+    """
+    from jinja2 import Environment, StrictUndefined
+
+    text = _text_of("remat.cluster", "page.html")
+    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(text)
+    return template.render(
+        plan=plan,
+        head=f"{plan.parameters / 1e9:.1f}B parameters; a batch of {plan.batch} x {plan.seq} "
+        f"tokens; {mesh}; {states}.",
+        figures=_page_figures(plan),
+        sections=_sections(plan, replay),
+        tables=[_page_stages(plan), *([_page_runners_up(plan)] if plan.runners_up else [])],
+        style=_text_of("remat.schedules.report", "page.css"),
+    )
+
+
+def _text_of(package: str, name: str) -> str:
+    return resources.files(package).joinpath(name).read_text(encoding="utf-8")
+
+
+def _page_figures(plan: ClusterFile) -> list[Figure]:
+    said = plan.predicted
+    peak = max(stage.peak_bytes for stage in plan.stages)
+    most = max(stage.overhead for stage in plan.stages)
+    without = f"{said.without_overlap_us / 1e6:.2f} s if nothing ran beside a collective"
+    return [
+        Figure("step, modelled", f"{said.step_us / 1e6:.2f} s", without),
+        Figure("model flops used", percent_text(said.mfu), "of the peak of all GPUs"),
+        Figure("peak of a GPU", bytes_text(peak), f"of {bytes_text(plan.budget_bytes)}"),
+        Figure("recomputation", percent_text(most), "of its stage's work, where it is most"),
+        Figure("waits", percent_text(said.bubble), "of the ranks' time in the pipeline"),
+    ]
+
+
+def _sections(plan: ClusterFile, replay: PipelineReplay) -> list[Section]:
+    mesh = mesh_picture(plan)
+    found = [Section("mesh", "Mesh", f"{mesh.says}.", mesh.inline())]
+    for name, title, picture in (
+        ("step", "The step of each rank", timeline_picture(plan, replay)),
+        ("bytes", "Bytes of a GPU over the step", bytes_picture(plan, replay)),
+    ):
+        found.append(
+            Section(
+                name, title, picture.says[:1].upper() + picture.says[1:] + ".", picture.inline()
+            )
+        )
+    return found
+
+
+def _page_stages(plan: ClusterFile) -> Table:
+    holders = holders_in(stage.held_bytes for stage in plan.stages)
+    headers = ("stage", "blocks", "in flight", "recomputed", *holders, "peak")
+    rows = tuple(_stage_row(number, stage, holders) for number, stage in enumerate(plan.stages))
+    return Table("stages", "Stages, with bytes by holder", headers, rows)
+
+
+def _stage_row(number: int, stage: StageFacts, holders: Sequence[str]) -> tuple[str, ...]:
+    held = [bytes_text(stage.held_bytes.get(name, 0)) for name in holders]
+    return (
+        str(number), str(len(stage.blocks)), f"{stage.microbatches_in_flight:.3g}",
+        percent_text(stage.overhead), *held, bytes_text(stage.peak_bytes),
+    )  # fmt: skip
+
+
+def _page_runners_up(plan: ClusterFile) -> Table:
+    rows: list[tuple[str, ...]] = []
+    for one in plan.runners_up:
+        p = one.parallelism
+        degrees = (
+            p.tensor_parallel_degree, p.context_parallel_degree, p.pipeline_parallel_degree,
+            p.data_parallel_replicate_degree, p.data_parallel_shard_degree, one.chunks,
+            p.pipeline_parallel_microbatch_size,
+        )  # fmt: skip
+        later = percent_text(one.step_us / plan.predicted.step_us - 1)
+        how = p.pipeline_parallel_schedule or "-", p.fsdp_reshard_after_forward
+        rows.append((f"+{later}", *map(str, degrees), *how))
+    headers = (
+        "step", "tp", "cp", "pp", "replicas", "shards", "chunks", "microbatch", "schedule",
+        "P kept",
+    )  # fmt: skip
+    return Table("near", "Meshes within 5 % of the step", headers, tuple(rows))

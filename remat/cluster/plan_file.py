@@ -1,0 +1,246 @@
+"""The file of a plan for a cluster, in torchtitan's words where it has one.
+
+It holds facts alone, as plans of one step do: the mesh, how states are held, the blocks of each
+stage, how many of them run by which schedule, and the graphs that the schedules are of. Reading it
+checks that its numbers belong together, and has `simulate` judge each schedule.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from remat.cluster.pipeline import StageCosts
+from remat.graph_capture.errors import GraphError, PlanError, ScheduleError, TextError
+from remat.graph_capture.files import decoded
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.plan import Versions
+from remat.schedules.schedule import Schedule
+from remat.schedules.simulate import require_valid
+
+CLUSTER_KIND = "remat cluster plan"
+CLUSTER_SCHEMA = 1
+MAKE_AGAIN = "Make it again with: remat plan-cluster MODEL --gpus N -o FILE"
+
+
+class Parallelism(msgspec.Struct, frozen=True):
+    """Degrees and settings, under the names of torchtitan's job configuration.
+
+    Attributes
+    ----------
+    fsdp_reshard_after_forward : ``never``, ``always``, or over how many ranks (hpZ).
+    """
+
+    data_parallel_replicate_degree: int
+    data_parallel_shard_degree: int
+    tensor_parallel_degree: int
+    context_parallel_degree: int
+    pipeline_parallel_degree: int
+    pipeline_parallel_schedule: str
+    pipeline_parallel_microbatch_size: int
+    fsdp_reshard_after_forward: str
+
+    @property
+    def gpus(self) -> int:
+        """All ranks."""
+        return math.prod(
+            (
+                self.data_parallel_replicate_degree, self.data_parallel_shard_degree,
+                self.tensor_parallel_degree, self.context_parallel_degree,
+                self.pipeline_parallel_degree,
+            )
+        )  # fmt: skip
+
+
+class StageFacts(msgspec.Struct, frozen=True):
+    """One stage.
+
+    Attributes
+    ----------
+    layers : paths of its blocks, by chunk of the model. schedules : how many of them run by which
+        of the plan's schedules, by its number; those with most recomputation come first. head : the
+        schedule of what follows all blocks, on the last stage. microbatches_in_flight : of all
+        blocks. overhead : of the recomputation.
+    peak_bytes : in all. held_bytes : by holder. costs : of one microbatch, by chunk, as the
+        judge of pipelines takes them; empty in files of before.
+    """
+
+    layers: tuple[tuple[str, ...], ...]
+    schedules: dict[int, int]
+    head: int | None
+    microbatches_in_flight: float
+    overhead: float
+    peak_bytes: int
+    held_bytes: dict[str, int]
+    costs: tuple[StageCosts, ...] = ()
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Of all chunks."""
+        return tuple(path for chunk in self.layers for path in chunk)
+
+
+class PartSchedule(msgspec.Struct, frozen=True):
+    """A schedule of one distinct block, or of the head: of which graph it is."""
+
+    graph: int
+    schedule: Schedule
+
+
+class ClusterFigures(msgspec.Struct, frozen=True):
+    """What was predicted. All times are modelled.
+
+    Attributes
+    ----------
+    step_us : of the step. without_overlap_us : if no collective went on beside computations.
+    mfu : share of the peak of all GPUs. bubble : share of time in which ranks of a pipeline wait.
+    """
+
+    step_us: float
+    without_overlap_us: float
+    mfu: float
+    bubble: float
+
+
+class RunnerUp(msgspec.Struct, frozen=True):
+    """Another mesh that is nearly as fast."""
+
+    parallelism: Parallelism
+    chunks: int
+    step_us: float
+    mfu: float
+
+
+class ClusterFile(msgspec.Struct, frozen=True):
+    """A plan for a cluster.
+
+    Attributes
+    ----------
+    model : name of its class. parameters : elements. device, node_size, gpus, budget_bytes : of the
+        cluster. batch, seq, microbatches : of the step. chunks : of the model on each rank.
+    gradients : reduced after ``each`` microbatch, or ``once``.
+    graphs : of the distinct block and of the head, as one rank runs them, with prices.
+    modelled : what is modelled, in words. hop_us : from one stage to the next.
+    """
+
+    model: str
+    parameters: int
+    device: str
+    node_size: int
+    gpus: int
+    budget_bytes: int
+    batch: int
+    seq: int
+    microbatches: int
+    chunks: int
+    parallelism: Parallelism
+    gradients: str
+    stages: tuple[StageFacts, ...]
+    graphs: tuple[TrainingGraph, ...]
+    schedules: tuple[PartSchedule, ...]
+    predicted: ClusterFigures
+    runners_up: tuple[RunnerUp, ...]
+    modelled: tuple[str, ...]
+    versions: Versions
+    kind: str = CLUSTER_KIND
+    schema_version: int = CLUSTER_SCHEMA
+    hop_us: float = 0.0
+
+    @property
+    def layers_per_stage(self) -> tuple[int, ...]:
+        """Number of blocks of each stage."""
+        return tuple(len(stage.blocks) for stage in self.stages)
+
+    def to_json(self) -> bytes:
+        """Encode as JSON; `read_cluster_plan` reads it back to an equal plan."""
+        return msgspec.json.encode(self)
+
+
+class _OfKind(msgspec.Struct):
+    """What a file says it is."""
+
+    kind: str = ""
+
+
+def is_cluster_plan(data: bytes | str) -> bool:
+    """Whether a text says that it is a plan for a cluster, sound or not."""
+    try:
+        return decoded(data, _OfKind).kind == CLUSTER_KIND
+    except TextError:
+        return False
+
+
+def read_cluster_plan(data: bytes | str, name: str = "the file") -> ClusterFile:
+    """Read and check a plan for a cluster.
+
+    Raises
+    ------
+    PlanError : the text is no such plan, is cut short, of another schema version, or its numbers do
+        not belong together.
+    """
+    try:
+        plan = decoded(data, ClusterFile)
+    except (TextError, GraphError, ScheduleError, PlanError) as error:
+        raise PlanError(f"{name} is no plan for a cluster ({error}). {MAKE_AGAIN}") from error
+    if (plan.kind, plan.schema_version) != (CLUSTER_KIND, CLUSTER_SCHEMA):
+        raise PlanError(
+            f"{name} is of kind {plan.kind!r}, version {plan.schema_version}; this release reads "
+            f"{CLUSTER_KIND!r}, version {CLUSTER_SCHEMA}. {MAKE_AGAIN}"
+        )
+    wrong = _wrong(plan)
+    if wrong:
+        raise PlanError(f"{name} was changed: {wrong}. {MAKE_AGAIN}")
+    return plan
+
+
+def _wrong(plan: ClusterFile) -> str:
+    """What does not belong together; empty where all does."""
+    mesh = plan.parallelism
+    ranks = mesh.data_parallel_replicate_degree * mesh.data_parallel_shard_degree
+    if mesh.gpus != plan.gpus:
+        return f"its degrees make {mesh.gpus} ranks, not {plan.gpus}"
+    size = mesh.pipeline_parallel_microbatch_size
+    if ranks * size * plan.microbatches != plan.batch:
+        return f"its microbatches do not make a batch of {plan.batch}"
+    if len(plan.stages) != mesh.pipeline_parallel_degree:
+        return f"it has {len(plan.stages)} stages for {mesh.pipeline_parallel_degree} ranks"
+    paths = [path for stage in plan.stages for path in stage.blocks]
+    if len(set(paths)) != len(paths):
+        return "a block is in two stages"
+    for number, stage in enumerate(plan.stages):
+        if len(stage.layers) != plan.chunks:
+            return f"stage {number} has {len(stage.layers)} chunks, not {plan.chunks}"
+        if sum(stage.schedules.values()) != len(stage.blocks):
+            return f"stage {number} has not one schedule for each block"
+        if stage.costs and len(stage.costs) != plan.chunks:
+            return f"stage {number} has not one cost for each chunk"
+        if stage.peak_bytes > plan.budget_bytes:
+            return f"stage {number} is over the budget"
+    return _wrong_schedule(plan)
+
+
+def _wrong_schedule(plan: ClusterFile) -> str:
+    named = {i for stage in plan.stages for i in (*stage.schedules, *_head_of(stage))}
+    if not named <= set(range(len(plan.schedules))):
+        return "a stage names a schedule that is not there"
+    for number, one in enumerate(plan.schedules):
+        if not 0 <= one.graph < len(plan.graphs):
+            return f"schedule {number} is of no graph"
+        try:
+            require_valid(plan.graphs[one.graph], one.schedule)
+        except ScheduleError as error:
+            return f"schedule {number} is none of its graph: {error}"
+    return ""
+
+
+def _head_of(stage: StageFacts) -> tuple[int, ...]:
+    return () if stage.head is None else (stage.head,)
+
+
+def require_world(plan: ClusterFile, gpus: int, name: str = "the plan") -> None:
+    """Raise `PlanError` where a plan is of another number of GPUs."""
+    if plan.gpus != gpus:
+        raise PlanError(
+            f"{name} is for {plan.gpus} GPUs, not {gpus}: plan again with --gpus {gpus}"
+        )

@@ -1,0 +1,353 @@
+"""The search over all meshes: each is evaluated, or a bound says that it cannot be the best.
+
+The bound of a mesh is the work of its parts, with the ways between stages, in the rounds of its
+pipeline: no recomputation and no other communication takes less than nothing. Before a part is
+captured, its matrix products at the best rate stand for its work, and a mesh whose parameters alone
+are too large is left out. All of these hold, so the pruned search finds what the full one finds
+(`tests/solver/cluster`). To have all runners-up within a share of the best, meshes are pruned only
+above that share.
+
+Optimal for this model of memory and time, on the grid of `equal_blocks.py`, among even chunks where
+a rank has several. Sources: the space of Megatron-LM (Narayanan et al. 2021,
+https://arxiv.org/abs/2104.04473) and PaRO (Wu et al. 2023, https://arxiv.org/abs/2310.06003),
+searched as in Alpa (Zheng et al. 2022, https://arxiv.org/abs/2201.12023), with recomputation chosen
+for each stage inside as in AdaPipe (Sun et al. 2024, https://doi.org/10.1145/3620666.3651359).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from remat.cluster.capture.chain_shape import PLACES
+from remat.cluster.mesh import (
+    Asked,
+    Cluster,
+    Degrees,
+    Job,
+    Mesh,
+    Parts,
+    all_degrees,
+    all_states,
+    even_layers,
+    products_us,
+)
+from remat.cluster.parts import EqualBlocks, Part
+from remat.cluster.stages import (
+    StagePlan,
+    StageTable,
+    least_states_bytes,
+    stage_parameters,
+    stage_table,
+)
+from remat.cluster.step_time import (
+    behind_pipeline_us,
+    data_parallel_us,
+    hop_us,
+    no_overlap,
+    update_us,
+)
+
+# Where to cut a chain of blocks into the stages of a 1F1B pipeline.
+#
+# The time of a step is taken to be Σ t + (m - 1) max t, over the times t of one microbatch on each
+# stage, forward and backward: the first microbatch goes through all stages, and then the slowest
+# one sets the pace. It is never below torch's order replayed, and up to 7 % above it where stages
+# are uneven (`tests/schedules/pipeline`).
+#
+# Also called: the linear partitioning problem; with two terms as in Alpa (Zheng et al. 2022,
+# https://arxiv.org/abs/2201.12023), whose inner program this is for one chain. Optimal. For each
+# candidate M of max t, from the least feasible up, a program over (stage, blocks so far) gives the
+# least sum with t ≤ M. It ends when M alone, with the least sum of all, is no better.
+
+
+Floats = npt.NDArray[np.float64]
+
+
+class Borders(NamedTuple):
+    """Time of all microbatches in µs, and the number of blocks of each stage."""
+
+    time_us: float
+    layers: tuple[int, ...]
+
+
+def best_borders(times_us: Floats, layers: int, microbatches: int) -> Borders | None:
+    """The borders of least time; None where no stage may be so long that all blocks have a place.
+
+    Parameters
+    ----------
+    times_us : of one microbatch, by stage (row) and number of blocks (column, from 0 on); inf where
+        that many do not fit.
+    """
+    loosest = _least_sum(times_us, layers, np.inf)
+    if loosest is None:
+        return None
+    limits = np.unique(times_us[np.isfinite(times_us)])
+    best: Borders | None = None
+    for limit_us in limits[_first_feasible(times_us, layers, limits) :]:
+        if best and (microbatches - 1) * limit_us + loosest.time_us >= best.time_us:
+            break
+        found = _least_sum(times_us, layers, limit_us)
+        assert found is not None
+        slowest_us = max(times_us[s, n] for s, n in enumerate(found.layers))
+        time_us = float(found.time_us + (microbatches - 1) * slowest_us)
+        if best is None or time_us < best.time_us:
+            best = Borders(time_us, found.layers)
+    return best
+
+
+def _first_feasible(times_us: Floats, layers: int, limits: Floats) -> int:
+    low, high = 0, len(limits) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if _least_sum(times_us, layers, limits[middle]) is None:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def _least_sum(times_us: Floats, layers: int, limit_us: float) -> Borders | None:
+    """The least sum of times with no stage above the limit."""
+    reached = np.full(layers + 1, np.inf)
+    reached[0] = 0.0
+    picks: list[npt.NDArray[np.int64]] = []
+    for row in times_us:
+        sums = np.full(layers + 1, np.inf)
+        pick = np.zeros(layers + 1, np.int64)
+        for n in np.flatnonzero(row <= limit_us):
+            if np.isfinite(row[n]):
+                _put_blocks(sums, pick, reached, int(n), row[n])
+        reached = sums
+        picks.append(pick)
+    if not np.isfinite(reached[layers]):
+        return None
+    at, chosen = layers, list[int]()
+    for pick in reversed(picks):
+        chosen.append(int(pick[at]))
+        at -= chosen[-1]
+    return Borders(float(reached[layers]), tuple(reversed(chosen)))
+
+
+def _put_blocks(
+    sums: Floats, pick: npt.NDArray[np.int64], reached: Floats, blocks: int, time_us: float
+) -> None:
+    """Let a stage have so many blocks, wherever that is better."""
+    with_these = reached[: len(reached) - blocks] + time_us
+    better = with_these < sums[blocks:]
+    sums[blocks:][better] = with_these[better]
+    pick[blocks:][better] = blocks
+
+
+CLOSE = 0.05
+"""Runners-up are within this share of the best."""
+
+
+class ClusterPlan(msgspec.Struct, frozen=True):
+    """A mesh, and what each stage of it does.
+
+    Attributes
+    ----------
+    time_us : of a step, by the formula. pipeline_us : of that, what a replay of the pipeline's
+        actions also gives; 0 without a pipeline.
+    layers : blocks of each stage.
+    """
+
+    mesh: Mesh
+    time_us: float
+    pipeline_us: float
+    layers: tuple[int, ...]
+
+
+@dataclass
+class ClusterSearch:
+    """Evaluates meshes of one job on one cluster.
+
+    Attributes
+    ----------
+    close : share above the best up to which no mesh is pruned. evaluated, pruned : how many were.
+    found : all that fit, in the order of evaluation.
+    """
+
+    job: Job
+    cluster: Cluster
+    parts: Parts
+    asked: Asked = field(default_factory=Asked)
+    close: float = CLOSE
+    evaluated: int = 0
+    pruned: int = 0
+    found: list[ClusterPlan] = field(default_factory=list[ClusterPlan])
+    tables: dict[tuple[int, int, int], EqualBlocks] = field(
+        default_factory=dict[tuple[int, int, int], EqualBlocks]
+    )
+
+    def run(self, told: Callable[[int], None] = lambda _: None) -> list[ClusterPlan]:
+        """All plans within `close` of the best, quickest first; empty where nothing fits."""
+        limit_us = math.inf
+        for count, degrees in enumerate(self._in_turn()):
+            told(count)
+            if self._least_products_us(degrees) >= limit_us:
+                self.pruned += 1
+                continue
+            limit_us = self._try(degrees, limit_us)
+        self.found.sort(key=_quickest_first)
+        return [one for one in self.found if one.time_us < limit_us]
+
+    def _try(self, degrees: Degrees, limit_us: float) -> float:
+        """Evaluate what may be below the limit, which the best plan then lowers."""
+        meshes = list(all_states(degrees, self.cluster, self.asked))
+        fitting = [mesh for mesh in meshes if not self._cannot_fit(mesh)]
+        self.pruned += len(meshes) - len(fitting)
+        # Their work is asked for last: its parts may have to be captured.
+        work_us = self._work_us(degrees) if fitting else 0.0
+        for mesh in fitting:
+            if work_us >= limit_us:
+                self.pruned += 1
+                continue
+            self.evaluated += 1
+            plan = self.evaluate(mesh)
+            if plan is not None:
+                self.found.append(plan)
+                limit_us = min(limit_us, plan.time_us * (1 + self.close))
+        return limit_us
+
+    def _in_turn(self) -> list[Degrees]:
+        """First what is likely to be good, so that more is pruned; the result does not depend on
+        it."""
+        return sorted(
+            all_degrees(self.job, self.cluster, self.asked),
+            key=lambda d: (self._least_products_us(d) * (1 + d.pp / 64 + d.tp / 64), d),
+        )
+
+    def _least_products_us(self, degrees: Degrees) -> float:
+        share = degrees.microbatch / (degrees.tp * degrees.cp)
+        return products_us(self.job, self.cluster, share) * degrees.rounds()
+
+    def _cannot_fit(self, mesh: Mesh) -> bool:
+        """Whether parameters and what belongs to them are too large, however stages are cut."""
+        return least_states_bytes(self.job, mesh) > self.cluster.budget_bytes
+
+    def _work_us(self, degrees: Degrees) -> float:
+        first, block, last = (
+            self.parts.work(place, degrees.tp, degrees.cp, degrees.microbatch) for place in PLACES
+        )
+        time_us = first.time_us + self.job.layers * block.time_us + last.time_us
+        if degrees.pp > 1:
+            time_us += sum(self._waits_us(degrees))
+        # What is not of a block, and what is computed again, only lowers the share.
+        return time_us * degrees.rounds(block.weight_us / block.time_us if block.time_us else 0.0)
+
+    def _parts(self, degrees: Degrees) -> tuple[Part, Part, Part]:
+        first, block, last = (
+            self.parts.part(place, degrees.tp, degrees.cp, degrees.microbatch) for place in PLACES
+        )
+        return first, block, last
+
+    def stage_tables(self, mesh: Mesh) -> list[StageTable]:
+        """Of each stage of the mesh."""
+        d = mesh.degrees
+        parts = self._parts(d)
+        key = d.tp, d.cp, d.microbatch
+        if key not in self.tables:
+            self.tables[key] = EqualBlocks(parts[1].options, self.job.layers)
+        table = self.tables[key]
+        return [
+            stage_table(self.job, self.cluster, mesh, index, parts, table) for index in range(d.pp)
+        ]
+
+    def evaluate(self, mesh: Mesh) -> ClusterPlan | None:
+        """The plan of a mesh; None where it does not fit."""
+        tables = self.stage_tables(mesh)
+        if mesh.degrees.pp == 1:
+            return self._without_pipeline(mesh, tables[0])
+        waits = self._waits_us(mesh.degrees)
+        if mesh.degrees.chunks > 1:
+            return self._with_chunks(mesh, tables, waits)
+        times = np.array([one.times_us + wait for one, wait in zip(tables, waits, strict=True)])
+        times[:, 0] = np.inf
+        cut = best_borders(times, self.job.layers, mesh.degrees.microbatches)
+        return cut and self._with_tail(mesh, cut.time_us, cut.layers)
+
+    def _without_pipeline(self, mesh: Mesh, table: StageTable) -> ClusterPlan | None:
+        layers = self.job.layers
+        extra_us = float(table.extra_us[layers])
+        if not math.isfinite(extra_us):
+            return None
+        ends_us = sum(end.work_us for end in table.ends)
+        time_us = data_parallel_us(
+            self.job, self.cluster, mesh, table.block, extra_us / layers, ends_us
+        )
+        elements = self._most_parameters(mesh, (layers,))
+        time_us += update_us(self.cluster, mesh, elements)
+        return ClusterPlan(mesh, time_us, 0.0, (layers,))
+
+    def _with_chunks(
+        self, mesh: Mesh, tables: list[StageTable], waits: tuple[float, ...]
+    ) -> ClusterPlan | None:
+        """Of even chunks: m max t, and (S - 1) / v times what fills and drains the slowest."""
+        d = mesh.degrees
+        layers = even_layers(self.job.layers, d.pp, d.chunks)
+        assert layers is not None
+        slowest_us, fill_us = max(
+            (float(one.times_us[n]) + wait, one.fill_us(n, wait))
+            for one, n, wait in zip(tables, layers, waits, strict=True)
+        )
+        if not math.isfinite(slowest_us):
+            return None
+        pipeline_us = slowest_us * d.microbatches + fill_us * (d.pp - 1) / d.chunks
+        return self._with_tail(mesh, pipeline_us, layers)
+
+    def _with_tail(self, mesh: Mesh, pipeline_us: float, layers: tuple[int, ...]) -> ClusterPlan:
+        block = self._parts(mesh.degrees)[1]
+        elements = self._most_parameters(mesh, layers)
+        tail_us = behind_pipeline_us(self.job, self.cluster, mesh, block, max(layers), elements)
+        return ClusterPlan(mesh, pipeline_us + tail_us, pipeline_us, layers)
+
+    def _most_parameters(self, mesh: Mesh, layers: tuple[int, ...]) -> int:
+        """Of a rank, on the stage that has most."""
+        last = len(layers) - 1
+        return max(
+            int(
+                stage_parameters(
+                    self.job, mesh.degrees.tp, np.array(n), first=s == 0, last=s == last
+                )
+            )
+            for s, n in enumerate(layers)
+        )
+
+    def _waits_us(self, d: Degrees) -> tuple[float, ...]:
+        """Of each stage, for what its neighbours send in both directions, of one microbatch."""
+        once_us = hop_us(self.job, self.cluster, d)
+        if d.chunks > 1:  # the chunks go round, so each rank has both neighbours
+            return (2 * once_us * d.chunks,) * d.pp
+        return tuple(once_us * ((s > 0) + (s < d.pp - 1)) for s in range(d.pp))
+
+    def stages(self, plan: ClusterPlan) -> list[StagePlan]:
+        """What each stage of a plan does."""
+        tables = self.stage_tables(plan.mesh)
+        return [one.stage(n) for one, n in zip(tables, plan.layers, strict=True)]
+
+    def overlapped_us(self, plan: ClusterPlan) -> float:
+        """How much longer the same mesh took if no collective went on beside computations."""
+        other = ClusterSearch(self.job, no_overlap(self.cluster), self.parts, self.asked)
+        other.tables = self.tables
+        found = other.evaluate(plan.mesh)
+        assert found is not None
+        return found.time_us - plan.time_us
+
+    def mfu(self, time_us: float) -> float:
+        """Share of the peak that the model's own operations come to."""
+        flops = self.job.model_flops * self.job.batch
+        return flops / (time_us * self.cluster.flops_per_us * self.cluster.gpus)
+
+
+def _quickest_first(plan: ClusterPlan) -> tuple[float, int, int, int, int, bool]:
+    """Quickest first; of equals the mesh with least of what is hard to set up."""
+    d = plan.mesh.degrees
+    return plan.time_us, d.pp, d.cp, d.tp, d.chunks, d.is_split

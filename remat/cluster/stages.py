@@ -1,0 +1,354 @@
+"""One stage of a mesh, for every number of blocks: its room, and the least it takes.
+
+The room of a stage is the budget less what its states and borders hold. What the ends of the model
+save and need comes off it for each of their options; blocks share the rest. With as many blocks,
+less recomputation is better for the sum of all stages and for the slowest one, so the choice inside
+a stage does not depend on the others.
+
+Where the gradients of weights are made apart, what they need is held beside (`weights_later.py`).
+While a block's inputs get their gradient, its own share of that is held too.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from remat.cluster.mesh import Cluster, Degrees, Job, Mesh
+from remat.cluster.parts import NOTHING, EqualBlocks, Limit, Part, PartOption
+from remat.cluster.pipeline import (
+    ACTIVATIONS,
+    BORDERS,
+    FOR_WEIGHTS,
+    GRADIENTS,
+    PARAMETERS,
+    RUNNING,
+    STATES,
+)
+
+# What a stage holds beside activations, by holder: states and buffers of its border.
+#
+# Of mixed precision as torchtitan trains: parameters P and activations in bfloat16, gradients G,
+# masters and two moments (OS) in float32. With FSDP2, P at rest are the masters. ψ are a rank's
+# parameters, S the ranks of a shard group:
+#
+#     OS and masters  12 ψ / S        P  2 ψ / keep, and what is gathered and copied for one block
+#     G  4 ψ, or 4 ψ / S if reduced for each microbatch, and what one block's reduction copies
+#     borders  a receive buffer each way for each microbatch, one gradient on its way, one output
+#
+# Sources: ZeRO (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054); FSDP2's buffers as
+# measured on CPU ranks. Not counted: temporaries of the optimizer's step.
+
+
+Counts = npt.NDArray[np.int64]
+
+STATE_BYTES, WEIGHT_BYTES, GRADIENT_BYTES = 12, 2, 4
+"""Of one parameter: master and two moments in float32; in bfloat16; its float32 gradient."""
+
+
+def stage_parameters(job: Job, tp: int, blocks: Counts, *, first: bool, last: bool) -> Counts:
+    """Elements that one rank has of a stage with so many blocks."""
+    ends = first * job.weights["first"].on_rank(tp) + last * job.weights["last"].on_rank(tp)
+    return blocks * job.weights["block"].on_rank(tp) + ends
+
+
+def least_states_bytes(job: Job, mesh: Mesh) -> float:
+    """Of the stage that holds most of P, G and OS, at least: no cut gives each less than the mean.
+
+    Buffers, borders and activations come on top.
+    """
+    all_blocks = np.array(job.layers)
+    whole = stage_parameters(job, mesh.degrees.tp, all_blocks, first=True, last=True)
+    split = mesh.shard if mesh.reduce_each else 1
+    of_one = STATE_BYTES / mesh.shard + WEIGHT_BYTES / mesh.keep + GRADIENT_BYTES / split
+    return of_one * float(whole) / mesh.degrees.pp
+
+
+def border_bytes(job: Job, degrees: Degrees) -> int:
+    """Of what one rank sends for a microbatch: tensor parallel ranks split the sequence too."""
+    return degrees.microbatch * job.border_bytes // (degrees.tp * degrees.cp)
+
+
+def held_bytes(
+    job: Job, cluster: Cluster, mesh: Mesh, blocks: Counts, open_forwards: int,
+    *, first: bool, last: bool,
+) -> dict[str, Counts]:  # fmt: skip
+    """By holder, for each number of blocks.
+
+    Parameters
+    ----------
+    open_forwards : chunks of the stage in flight.
+    """
+    tp, shard = mesh.degrees.tp, mesh.shard
+    parameters = stage_parameters(job, tp, blocks, first=first, last=last)
+    one_block = job.weights["block"].on_rank(tp)
+    is_whole = mesh.keep == 1 and shard == 1
+    buffers = 0 if is_whole else 2 * WEIGHT_BYTES * one_block
+    reduced = GRADIENT_BYTES * one_block if shard > 1 else 0
+    split = shard if mesh.reduce_each else 1
+    return {
+        STATES: STATE_BYTES * parameters // shard,
+        PARAMETERS: WEIGHT_BYTES * parameters // mesh.keep + buffers,
+        GRADIENTS: GRADIENT_BYTES * parameters // split + reduced,
+        BORDERS: np.zeros_like(blocks)
+        + _border_buffers(job, cluster, mesh, open_forwards, first=first, last=last),
+    }
+
+
+def _border_buffers(
+    job: Job, cluster: Cluster, mesh: Mesh, open_forwards: int, *, first: bool, last: bool
+) -> int:
+    """Receive buffers. A received input in flight is what the stage's first block saves."""
+    degrees = mesh.degrees
+    if degrees.pp == 1:
+        return 0
+    all_of = degrees.microbatches * degrees.chunks
+    of_gradients = open_forwards if cluster.receive_ring else all_of
+    of_inputs = 0 if cluster.receive_ring else all_of - open_forwards
+    ends = degrees.chunks > 1  # each rank then receives on both sides, but for one chunk of an end
+    takes_inputs, takes_gradients = not first or ends, not last or ends
+    slots = of_inputs * takes_inputs + of_gradients * takes_gradients
+    return border_bytes(job, degrees) * (slots + 2)
+
+
+# How many microbatches are in flight on a stage: their saved bytes are live at once.
+#
+# Sources: PipeDream-Flush, called 1F1B (Narayanan et al. 2021, https://arxiv.org/abs/2006.09503),
+# its interleaved form with several chunks of the model a rank (Narayanan et al. 2021,
+# https://arxiv.org/abs/2104.04473), and that with gradients of weights apart, ZB1P (Qi et al. 2023,
+# https://arxiv.org/abs/2401.10241). `tests/schedules/pipeline` replays torch's own action lists and
+# finds the same counts.
+
+
+class Flight(NamedTuple):
+    """What is live at once, in microbatches of all of a rank's blocks.
+
+    Attributes
+    ----------
+    saved : whose backward has not made the gradients of inputs. waiting : that wait for their
+        gradients of weights.
+    """
+
+    saved: float
+    waiting: float = 0.0
+
+
+def chunks_in_flight(
+    stage: int, stages: int, microbatches: int, chunks: int, *, is_split: bool = False
+) -> int:
+    """Forwards of a chunk that rank `stage` of `stages` has open at most.
+
+    With one chunk a rank, a chunk is the whole stage.
+
+    Parameters
+    ----------
+    is_split : whether gradients of weights are made apart.
+    """
+    behind = stages - 1 - stage
+    if chunks == 1 and not is_split:
+        return min(microbatches, behind + 1)
+    warm = (1 if is_split else 2) * behind + (chunks - 1) * stages
+    return min(microbatches * chunks, warm + 1)
+
+
+def flights(
+    stage: int, stages: int, microbatches: int, chunks: int, *, is_split: bool = False
+) -> tuple[Flight, ...]:
+    """Any of which may hold the most: while a forward runs, and after the next backward."""
+    opened = chunks_in_flight(stage, stages, microbatches, chunks, is_split=is_split)
+    if not is_split:
+        return (Flight(opened / chunks),)
+    waiting = min(stage, microbatches * chunks - opened)
+    return (
+        Flight(opened / chunks, waiting / chunks),
+        Flight((opened - 1) / chunks, (waiting + 1) / chunks),
+    )
+
+
+Floats = npt.NDArray[np.float64]
+
+
+class StagePlan(msgspec.Struct, frozen=True):
+    """A stage as planned.
+
+    Attributes
+    ----------
+    blocks : their number. in_flight : microbatches whose saved bytes are live at once.
+    options : how many blocks take which option of the block. first, last : options of the ends,
+        where the stage has them. work_us, extra_us : of one microbatch, without and for what is
+        computed again. saved_bytes : of one microbatch in flight. held_bytes : by holder.
+    """
+
+    blocks: int
+    in_flight: float
+    options: dict[int, int]
+    first: int | None
+    last: int | None
+    work_us: float
+    extra_us: float
+    saved_bytes: int
+    held_bytes: dict[str, int]
+
+    @property
+    def peak_bytes(self) -> int:
+        """All that it holds."""
+        return sum(self.held_bytes.values())
+
+    @property
+    def overhead(self) -> float:
+        """Recomputation over the work."""
+        return self.extra_us / self.work_us if self.work_us else 0.0
+
+
+@dataclass(frozen=True)
+class StageTable:
+    """What stage `index` of a mesh takes for 0, 1, ... blocks.
+
+    Attributes
+    ----------
+    block, table : the parts, and the tables of its blocks. room_bytes : of activations, and of what
+        waits for gradients of weights.
+    extra_us : of one microbatch, inf where it does not fit. picks : options of the ends.
+    """
+
+    job: Job
+    cluster: Cluster
+    mesh: Mesh
+    index: int
+    block: Part
+    ends: tuple[Part, Part]
+    table: EqualBlocks
+    held: dict[str, Counts]
+    room_bytes: Counts
+    extra_us: Floats
+    picks: Counts
+    pairs: list[tuple[int, int]]
+
+    @property
+    def work_us(self) -> Floats:
+        """Of one microbatch, by blocks."""
+        ends_us = sum(end.work_us for end in self.ends)
+        return np.arange(len(self.extra_us), dtype=np.float64) * self.block.work_us + ends_us
+
+    @property
+    def times_us(self) -> Floats:
+        """Of one microbatch, by blocks."""
+        return self.work_us + self.extra_us
+
+    def fill_us(self, blocks: int, wait_us: float) -> float:
+        """What one microbatch takes of the bubble, with so many blocks.
+
+        It is the stage's own time (Narayanan et al. 2021). Gradients of weights that are made apart
+        fill it, as far as a forward or the gradient of an input is as long: f + i - min(f, i, w).
+        """
+        time_us = float(self.times_us[blocks]) + wait_us
+        if not self.mesh.degrees.is_split or not math.isfinite(time_us):
+            return time_us
+        weight_us = blocks * self.block.later.weight_us
+        ends_us = sum(end.forward_us for end in self.ends)
+        forward_us = blocks * self.block.forward_us + ends_us + wait_us / 2
+        input_us = time_us - forward_us - weight_us
+        return forward_us + input_us - min(forward_us, input_us, weight_us)
+
+    def stage(self, blocks: int) -> StagePlan:
+        """With so many blocks, which fit."""
+        pair = self.pairs[int(self.picks[blocks])]
+        first, last = (end.options[i] for end, i in zip(self.ends, pair, strict=True))
+        by_ends = _saved_by_ends(self.mesh, self.index, first, last)
+        left_bytes = self.room_bytes[[blocks]] - by_ends
+        limits = _limits(self.mesh, self.index, self.block, np.array([blocks]), left_bytes)
+        options = self.table.chosen(blocks, limits, max(first.need_bytes, last.need_bytes))
+        chosen = [self.block.options[i] for i in options]
+        by_blocks = sum(o.saved_bytes * n for o, n in zip(chosen, options.values(), strict=True))
+        need = max((o.need_bytes for o in (*chosen, first, last)), default=0)
+        held = {name: int(sizes[blocks]) for name, sizes in self.held.items()}
+        fullest = self._fullest(blocks, by_blocks)
+        if self.mesh.degrees.is_split:
+            held[FOR_WEIGHTS] = int(_waiting_bytes(fullest, self.block, np.array(blocks)))
+        return StagePlan(
+            blocks, fullest.saved, options,
+            pair[0] if self.ends[0] is not NOTHING else None,
+            pair[1] if self.ends[1] is not NOTHING else None,
+            float(self.work_us[blocks]), float(self.extra_us[blocks]), by_blocks,
+            held | {ACTIVATIONS: int(fullest.saved * by_blocks) + by_ends,
+                    RUNNING: need},
+        )  # fmt: skip
+
+    def _fullest(self, blocks: int, saved_bytes: int) -> Flight:
+        """Where so many blocks, which save so much together, hold the most."""
+        later_bytes = blocks * self.block.later.held_bytes
+
+        def held_bytes_at(one: Flight) -> float:
+            return one.saved * saved_bytes + one.waiting * later_bytes
+
+        return max(_flights(self.mesh, self.index), key=held_bytes_at)
+
+
+def stage_table(
+    job: Job, cluster: Cluster, mesh: Mesh, index: int, parts: tuple[Part, Part, Part],
+    table: EqualBlocks,
+) -> StageTable:  # fmt: skip
+    """The table of one stage.
+
+    Parameters
+    ----------
+    parts : first, block, last. table : of the block's options.
+    """
+    degrees = mesh.degrees
+    is_first, is_last = index == 0, index == degrees.pp - 1
+    ends = parts[0] if is_first else NOTHING, parts[2] if is_last else NOTHING
+    blocks = np.arange(job.layers + 1)
+    opened = _chunks_in_flight(mesh, index)
+    held = held_bytes(job, cluster, mesh, blocks, opened, first=is_first, last=is_last)
+    room = cluster.budget_bytes - sum(held.values(), np.zeros_like(blocks))
+    pairs = list(product(range(len(ends[0].options)), range(len(ends[1].options))))
+    extra, picks = np.full(blocks.shape, np.inf), np.zeros_like(blocks)
+    for pick, (i, j) in enumerate(pairs):
+        first, last = ends[0].options[i], ends[1].options[j]
+        left = room - _saved_by_ends(mesh, index, first, last)
+        beside = max(first.need_bytes, last.need_bytes)
+        limits = _limits(mesh, index, parts[1], blocks, left)
+        found = table.least_us(blocks, limits, beside) + first.extra_us + last.extra_us
+        better = found < extra
+        extra[better], picks[better] = found[better], pick
+    return StageTable(
+        job, cluster, mesh, index, parts[1], ends, table, held, room, extra, picks, pairs
+    )
+
+
+def _limits(
+    mesh: Mesh, index: int, block: Part, blocks: Counts, left_bytes: Counts
+) -> list[Limit]:  # fmt: skip
+    """Room for what so many blocks save, at each moment that may hold the most."""
+    return [
+        Limit(left_bytes - _waiting_bytes(one, block, blocks) * mesh.degrees.is_split, one.saved)
+        for one in _flights(mesh, index)
+    ]
+
+
+def _waiting_bytes(flight: Flight, block: Part, blocks: Counts) -> Counts:
+    """Held for gradients of weights: of all that wait, and of the block that runs."""
+    later = block.later.held_bytes
+    return np.ceil(flight.waiting * blocks * later).astype(np.int64) + later
+
+
+def _flights(mesh: Mesh, index: int) -> tuple[Flight, ...]:
+    d = mesh.degrees
+    return flights(index, d.pp, d.microbatches, d.chunks, is_split=d.is_split)
+
+
+def _chunks_in_flight(mesh: Mesh, index: int) -> int:
+    d = mesh.degrees
+    return chunks_in_flight(index, d.pp, d.microbatches, d.chunks, is_split=d.is_split)
+
+
+def _saved_by_ends(mesh: Mesh, index: int, first: PartOption, last: PartOption) -> int:
+    """Of all microbatches in flight. Behind the last chunk backward begins at once."""
+    of_first = min(mesh.degrees.microbatches, _chunks_in_flight(mesh, index))
+    return of_first * first.saved_bytes + last.saved_bytes

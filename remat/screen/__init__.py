@@ -1,1 +1,0 @@
-"""What is shown to the person who waits, on any terminal."""

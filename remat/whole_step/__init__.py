@@ -1,0 +1,1 @@
+"""The whole optimizer step over device, host and NVMe: its graph, its plan, and what runs it."""

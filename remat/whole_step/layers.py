@@ -1,0 +1,316 @@
+"""From the captured graph of one batch to its layers: what each takes, and how it may run.
+
+Layers are the repeated blocks that `solver/blocks` finds by structure, and what is before and
+after them. Each distinct one is solved once, as in `hierarchical`, at several limits on what it
+saves. What other layers read stays a value of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import msgspec
+
+from remat.graph_capture.distributed.sharding import element_bytes
+from remat.graph_capture.errors import SolverError
+from remat.graph_capture.graph import TrainingGraph, Value, kept_with
+from remat.solver.blocks.options import BlockOption, Options, block_graph, block_options
+from remat.solver.blocks.repeated import Block, Reads, Shape, find_blocks, shape_of
+from remat.solver.problem import Problem
+from remat.whole_step.microbatch import Group, Layer, LayerOption, Microbatch
+
+# A block's options as those of a layer of the whole step.
+
+
+def layer_option(
+    option: BlockOption, block: Block, held_bytes: int, back_bytes: int, *, turns: bool
+) -> LayerOption:
+    """A block's option, with what each phase takes beside what the whole step's graph counts.
+
+    The block's own graph holds what others read until the block is done. In the whole step that is
+    a value, which may be gone by then.
+    """
+    turn = block.stop - block.start
+    saved_bytes = 0 if turns else option.saved_bytes - held_bytes
+    beside = 0 if turns else saved_bytes + held_bytes
+    forward, backward = option.live_bytes[: turn + 1], option.live_bytes[turn:]
+    if turns:
+        forward, backward = option.live_bytes[:0], option.live_bytes
+        back_bytes += held_bytes
+    return LayerOption(
+        saved_bytes=saved_bytes,
+        extra_us=option.extra_us,
+        forward_workspace_bytes=max(int(forward.max(initial=0)) - beside, 0),
+        backward_workspace_bytes=max(int(backward.max()) - beside - back_bytes, 0),
+        recomputed=option.recomputed,
+    )
+
+
+def worth_having(options: Sequence[LayerOption]) -> list[LayerOption]:
+    """Those that save less, or need less in some phase, than each faster one."""
+    kept: list[LayerOption] = []
+    for one in sorted(options, key=lambda option: (option.extra_us, option.saved_bytes)):
+        is_worse = any(
+            other.saved_bytes <= one.saved_bytes
+            and other.forward_workspace_bytes <= one.forward_workspace_bytes
+            and other.backward_workspace_bytes <= one.backward_workspace_bytes
+            for other in kept
+        )
+        if not is_worse:
+            kept.append(one)
+    return kept
+
+
+# Which gradient is of which parameter, in a graph that does not say it.
+
+
+def parameter_gradients(graph: TrainingGraph, parameters: Collection[str]) -> dict[str, str]:
+    """The gradient of each parameter that has one.
+
+    Both stand in the order of the model's parameters. Those that are frozen have none.
+
+    Parameters
+    ----------
+    parameters : names of those that an op reads.
+
+    Raises
+    ------
+    SolverError : a gradient is of no parameter.
+    """
+    values, found = graph.value_by_name, dict[str, str]()
+    waiting = [v for v in graph.values if v.name in parameters]
+    for name in graph.outputs:
+        gradient = values[name]
+        if gradient.kind != "gradient" or not gradient.producer:
+            continue
+        at = next((i for i, one in enumerate(waiting) if _is_of(gradient, one)), None)
+        if at is None:
+            raise SolverError(
+                f"gradient {name} of {graph.name} is of no parameter, and a whole step keeps those "
+                "of parameters alone: give inputs that require no grad"
+            )
+        found[waiting[at].name] = name
+        del waiting[: at + 1]
+    return found
+
+
+def elements(value: Value) -> int:
+    """How many numbers a value holds."""
+    return math.prod(value.shape)
+
+
+def _is_of(gradient: Value, parameter: Value) -> bool:
+    return gradient.dtype == parameter.dtype and elements(gradient) == elements(parameter)
+
+
+LIMITS = 12
+"""At how many limits on what it saves a layer is solved."""
+UNLIMITED_S = 1e9
+"""The programs of a block are limited by their nodes alone, so that options do not depend on how
+busy the machine is."""
+
+
+def microbatch_of(graph: TrainingGraph, gradient_of: Mapping[str, str] | None = None) -> Microbatch:
+    """The layers of a captured graph of one batch, each with its options.
+
+    Parameters
+    ----------
+    gradient_of : by the name of each trained parameter, the name of its gradient. Left out, they
+        are told by their order and shapes, which frozen parameters of the same shapes confuse.
+
+    Raises
+    ------
+    SolverError : the graph has no repeated layers, or its layers do not run one after the other
+        and back, or the gradients of one layer's parameters come from several places.
+    """
+    if gradient_of is not None:
+        return _Layers.of(graph, gradient_of).microbatch()
+    return kept_with(graph, "layers of a microbatch", lambda: _Layers.of(graph).microbatch())
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """A graph cut into layers.
+
+    Attributes
+    ----------
+    ranges : of each layer, its ops. layer_of : of each op, its layer.
+    group_of : of each parameter, the group of those that the same layers read and whose gradients
+        the same layer makes whole. readers : of each group, the layers that read it.
+    gradient_of : of each trained parameter, its gradient. given_by : the layer in whose backward
+        that is whole, and after which nothing reads the parameter.
+    """
+
+    graph: TrainingGraph
+    problem: Problem
+    reads: Reads
+    ranges: list[Block]
+    layer_of: dict[str, int]
+    group_of: dict[str, int]
+    readers: list[tuple[int, ...]]
+    gradient_of: Mapping[str, str]
+    given_by: dict[str, int]
+
+    @classmethod
+    def of(cls, graph: TrainingGraph, known: Mapping[str, str] | None = None) -> _Layers:
+        problem = Problem.of(graph)
+        reads = Reads.of(problem)
+        ranges = find_blocks(problem, reads)
+        if len(ranges) < 3:
+            raise SolverError(
+                f"{graph.name} has no layers that repeat one after the other, and a whole step is "
+                "planned layer by layer: plan one batch, without microbatches"
+            )
+        names = [op.name for op in graph.ops]
+        layer_of = {names[op]: at for at, one in enumerate(ranges) for op in one.ops}
+        read_by: dict[str, dict[int, None]] = {}
+        for op in graph.ops:
+            for name in op.inputs:
+                if graph.value_by_name[name].kind == "parameter":
+                    read_by.setdefault(name, {})[layer_of[op.name]] = None
+        gradient_of = parameter_gradients(graph, read_by) if known is None else known
+        last = {v: layer_of[op.name] for op in graph.ops for v in (*op.inputs, *op.outputs)}
+        # Of tied parameters, a later layer adds in place to what an earlier one made.
+        given_by = {
+            name: min(last[gradient], *read_by[name])
+            for name, gradient in gradient_of.items()
+            if name in read_by
+        }
+        keys = {n: (tuple(sorted(found)), given_by.get(n, -1)) for n, found in read_by.items()}
+        groups = list(dict.fromkeys(keys.values()))
+        return cls(
+            graph, problem, reads, ranges, layer_of,
+            {name: groups.index(key) for name, key in keys.items()},
+            [readers for readers, _ in groups],
+            {name: gradient_of[name] for name in read_by if name in gradient_of}, given_by,
+        )  # fmt: skip
+
+    def microbatch(self) -> Microbatch:
+        """Layers, groups and values between layers."""
+        graph = self.graph
+        crossing = self._crossing()
+        tables = self._tables()
+        layers = tuple(
+            self._layer(at, one, tables[at], crossing) for at, one in enumerate(self.ranges)
+        )
+        outputs = tuple(name for name in graph.forward_outputs if name in crossing)
+        resident = msgspec.structs.replace(
+            graph.resident, parameters_bytes=self._unread_bytes(), gradients_bytes=0,
+            optimizer_bytes=0,
+        )  # fmt: skip
+        forward = {op.name for op in graph.ops if op.phase == "forward"}
+        return Microbatch(
+            graph.name, layers, self._groups(), crossing, outputs, resident, graph.device,
+            graph.inputs, graph.prices, draws=not forward.isdisjoint(graph.ordered_ops),
+        )  # fmt: skip
+
+    def _unread_bytes(self) -> int:
+        """Bytes of parameters that no op reads: they stay where they are."""
+        parameters = (value for value in self.graph.values if value.kind == "parameter")
+        return sum(one.size_bytes for one in parameters if one.name not in self.group_of)
+
+    def _crossing(self) -> dict[str, int]:
+        """Bytes of what one layer makes and another reads, and of what forward returns."""
+        values, found = self.graph.value_by_name, dict[str, int]()
+        for op in self.graph.ops:
+            for name in op.inputs:
+                producer = values[name].producer
+                if producer and self.layer_of[producer] != self.layer_of[op.name]:
+                    found[name] = values[name].size_bytes
+        for name in self.graph.forward_outputs:
+            if values[name].producer:
+                found[name] = values[name].size_bytes
+        return found
+
+    def _groups(self) -> tuple[Group, ...]:
+        values, groups, gives = self.graph.value_by_name, list[Group](), self.gradient_of
+        for at, readers in enumerate(self.readers):
+            mine = [values[name] for name, group in self.group_of.items() if group == at]
+            trained = [one for one in mine if one.name in gives]
+            groups.append(
+                Group(
+                    name=" and ".join(self._name(layer) for layer in readers),
+                    trained=sum(elements(one) for one in trained),
+                    parameter_bytes=sum(one.size_bytes for one in mine),
+                    gradient_bytes=sum(values[gives[one.name]].size_bytes for one in trained),
+                    item_bytes=max((element_bytes(one.dtype) for one in trained), default=0),
+                    gradient_of={one.name: gives.get(one.name, "") for one in mine},
+                )
+            )
+        return tuple(groups)
+
+    def _name(self, at: int) -> str:
+        """The module that all ops of a layer are in, or those at the top that they are in."""
+        paths = dict.fromkeys(
+            module for op in self.ranges[at].ops if (module := self.graph.ops[op].module)
+        )
+        parts = [path.split(".") for path in paths]
+        shared = list[str]()
+        for names in zip(*parts, strict=False):
+            if len(set(names)) > 1:
+                break
+            shared.append(names[0])
+        if shared:
+            return ".".join(shared)
+        return ", ".join(dict.fromkeys(path[0] for path in parts)) or f"layer {at}"
+
+    def _tables(self) -> list[Options]:
+        """The options of each layer; equal layers share them."""
+        known: dict[Shape, Options] = {}
+        tables: list[Options] = []
+        for one in self.ranges:
+            shape = shape_of(self.problem, self.reads, one)
+            if shape not in known:
+                small = block_graph(self.problem, self.reads, one)
+                known[shape] = block_options(small, LIMITS, lambda: UNLIMITED_S)
+            tables.append(known[shape])
+        return tables
+
+    def _layer(self, at: int, block: Block, options: Options, crossing: dict[str, int]) -> Layer:
+        ops = [self.graph.ops[op] for op in block.ops]
+        halves = [[op for op in ops if op.phase == phase] for phase in ("forward", "backward")]
+        reads, makes = list[list[str]](), list[list[str]]()
+        for half in halves:
+            inputs = dict.fromkeys(v for op in half for v in op.inputs if v in crossing)
+            made = [v for op in half for v in op.outputs if v in crossing]
+            own = set(made) if half is halves[0] else set[str]()
+            reads.append([name for name in inputs if name not in own])
+            makes.append(made)
+        turns = at == len(self.ranges) - 1
+        groups = dict.fromkeys(self.group_of[v] for op in ops for v in op.inputs
+                               if v in self.group_of)  # fmt: skip
+        given = dict.fromkeys(self.group_of[p] for p, layer in self.given_by.items() if layer == at)
+        lasting = self._makers_of_outputs(block)
+        kept = [one for one in options if lasting.isdisjoint(chain(*one.recomputed))]
+        held_bytes = sum(crossing[name] for name in makes[0])
+        back_bytes = sum(crossing[name] for name in makes[1])
+        found = [
+            layer_option(option, block, held_bytes, back_bytes, turns=turns) for option in kept
+        ]
+        return Layer(
+            self._name(at), tuple(groups), tuple(given),
+            sum(op.cost_us for op in halves[0]), sum(op.cost_us for op in halves[1]),
+            tuple(reads[0]), tuple(makes[0]), tuple(_not_in(reads[1], makes[1])), tuple(makes[1]),
+            tuple(worth_having(found)), turns,
+            *(tuple(op.name for op in half) for half in halves),
+        )  # fmt: skip
+
+    def _makers_of_outputs(self, block: Block) -> set[int]:
+        """Ops of a block, counted with its turn, that make a gradient or a loss.
+
+        A block by itself may drop these and make them again at its end. In a whole step they are
+        added to the sum, or given to the caller, as soon as they are there.
+        """
+        ends, turn = set(self.graph.outputs), block.stop - block.start
+        return {
+            place + (place >= turn)
+            for place, op in enumerate(block.ops)
+            if not ends.isdisjoint(self.graph.ops[op].outputs)
+        }
+
+
+def _not_in(names: Sequence[str], others: Sequence[str]) -> list[str]:
+    return [name for name in names if name not in others]

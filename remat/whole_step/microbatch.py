@@ -1,0 +1,228 @@
+"""What one microbatch takes, layer by layer: the facts that a graph of the whole step is made of.
+
+A layer is a run of forward ops with their backward ops, a group the parameters that the same layers
+read. All of it comes from a captured graph of one batch (`remat/whole_step/layers.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Literal
+
+import msgspec
+
+from remat.graph_capture.devices.table import device_table, modelled_device
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.graph import Optimizer, Resident
+
+IDS = re.compile(r": int64\[(\d+(?:, \d+)*)\]")
+"""How the signature of an input begins that holds ids."""
+
+
+class LayerOption(msgspec.Struct, frozen=True):
+    """One way to run a layer.
+
+    Attributes
+    ----------
+    saved_bytes : kept from its forward to its backward, without what other layers read.
+    extra_us : time of what its backward computes again.
+    forward_workspace_bytes, backward_workspace_bytes : the most that is live in each phase beside
+        what it reads, what it saves and what it hands on. That of backward holds the gradients
+        of its parameters, which it makes anew before they are added.
+    recomputed : what runs again right before each op of the layer, and after the last; an entry is
+        an index into its ops, which are its forward ops, the turn, and its backward ops.
+    """
+
+    saved_bytes: int
+    extra_us: float
+    forward_workspace_bytes: int
+    backward_workspace_bytes: int
+    recomputed: tuple[tuple[int, ...], ...] = ()
+
+
+class Layer(msgspec.Struct, frozen=True):
+    """Forward ops that run as one, and their backward ops.
+
+    Attributes
+    ----------
+    name : the modules that its ops are of.
+    groups : indices of the parameter groups that it reads. gives : of those whose gradients its
+        backward makes.
+    forward_us, backward_us : times of its ops once.
+    reads, makes : values between layers that its forward reads and makes. back_reads, back_makes :
+        the same of its backward.
+    options : ways to run it, fastest first.
+    turns : whether backward begins in it, so that both its phases run as one op.
+    forward_ops, backward_ops : names of its ops in the captured graph, in order.
+    """
+
+    name: str
+    groups: tuple[int, ...]
+    gives: tuple[int, ...]
+    forward_us: float
+    backward_us: float
+    reads: tuple[str, ...]
+    makes: tuple[str, ...]
+    back_reads: tuple[str, ...]
+    back_makes: tuple[str, ...]
+    options: tuple[LayerOption, ...]
+    turns: bool = False
+    forward_ops: tuple[str, ...] = ()
+    backward_ops: tuple[str, ...] = ()
+
+
+class Group(msgspec.Struct, frozen=True):
+    """Parameters that are moved and updated together.
+
+    Attributes
+    ----------
+    name : of the layer that reads them. trained : how many numbers of them are updated.
+    parameter_bytes : of all. gradient_bytes : of the gradients. Both as the allocator rounds.
+    item_bytes : of one trained number.
+    gradient_of : by the name of each parameter in the captured graph, the name of its gradient;
+        empty for one that is frozen.
+    update_workspace_bytes : what the update of any one of them takes meanwhile.
+    """
+
+    name: str
+    trained: int
+    parameter_bytes: int
+    gradient_bytes: int
+    item_bytes: int
+    gradient_of: dict[str, str] = {}
+    update_workspace_bytes: int = 0
+
+
+class Microbatch(msgspec.Struct, frozen=True):
+    """One microbatch through all layers and back.
+
+    Attributes
+    ----------
+    name : of the model. layers : in forward order; the last one turns.
+    sizes : bytes of each value between layers. outputs : those that live until the step ends.
+    resident : bytes that live throughout: buffers, one batch, what libraries keep.
+    device, inputs, prices : as of the captured graph.
+    draws : whether forward draws random numbers or changes buffers, so that microbatches must run
+        one after the other.
+    """
+
+    name: str
+    layers: tuple[Layer, ...]
+    groups: tuple[Group, ...]
+    sizes: dict[str, int]
+    outputs: tuple[str, ...]
+    resident: Resident
+    device: str
+    inputs: tuple[str, ...]
+    prices: str
+    draws: bool
+
+    @property
+    def least_us(self) -> float:
+        """Time of every op once: no schedule computes a microbatch faster."""
+        return sum(layer.forward_us + layer.backward_us for layer in self.layers)
+
+    @property
+    def n_tokens(self) -> int:
+        """Numbers in the first input, if they are whole ones, as ids of tokens are; else 0."""
+        found = IDS.search(self.inputs[0]) if self.inputs else None
+        return math.prod(int(size) for size in found[1].split(",")) if found else 0
+
+
+# What an optimizer keeps of each parameter, and what its update takes on the device and the host.
+#
+# An update is bound by memory: it reads a gradient and the state, and writes the state and the
+# parameter. So its time is bytes over a memory's rate.
+
+
+StateKind = Literal["float32", "parameter"]
+"""``float32``: moments of 4 bytes and, of parameters in fewer, a master copy of 4 bytes, as
+mixed-precision training keeps them (K = 12 for Adam: Rajbhandari et al. 2020,
+https://arxiv.org/abs/1910.02054, section 3.1). ``parameter``: moments in the parameter's own type,
+as torch's optimizers make them, and no master copy."""
+
+MOMENTS = {"sgd": 0, "momentum": 1, "adamw": 2}
+"""Numbers that an optimizer keeps of each parameter."""
+FLOAT32_BYTES = 4
+HOST_GB_S = 60.0
+"""Rate of a host's memory that is not here, in 10^9 bytes a second: about 0.8 of what two channels
+of DDR5-4800 have (76.8, JEDEC JESD79-5)."""
+
+
+class ParameterUpdate(msgspec.Struct, frozen=True):
+    """What the update of one parameter takes, where it is run here.
+
+    Attributes
+    ----------
+    state_bytes : kept between steps. workspace_bytes : taken meanwhile.
+    """
+
+    state_bytes: int
+    workspace_bytes: int
+
+
+class Update(msgspec.Struct, frozen=True):
+    """An optimizer's update.
+
+    Attributes
+    ----------
+    optimizer : its name. state : in which type it is kept.
+    host_gb_s, device_gb_s : rates of the memories that it goes through, in 10^9 bytes a second.
+    """
+
+    optimizer: Optimizer
+    state: StateKind
+    host_gb_s: float
+    device_gb_s: float
+
+    @classmethod
+    def on(cls, device: str, optimizer: Optimizer, state: StateKind = "float32",
+           host_gb_s: float = HOST_GB_S) -> Update:  # fmt: skip
+        """The update by an optimizer that is known by its name, on a device of the table.
+
+        Raises
+        ------
+        CaptureError : the optimizer is not known, or there is none. DeviceError : the device is
+            not in the table.
+        """
+        if optimizer not in MOMENTS:
+            raise CaptureError(
+                f"the update of a whole step is that of an optimizer, and {optimizer!r} is none "
+                f"that is known: choose one of {', '.join(MOMENTS)}"
+            )
+        share = device_table().classes["other"].bandwidth
+        return cls(optimizer, state, host_gb_s, modelled_device(device).bandwidth_gb_s * share)
+
+    def state_bytes(self, group: Group) -> int:
+        """What is kept of a group between steps, beside the parameters themselves."""
+        return int(group.trained * self._state_of_one(group.item_bytes))
+
+    def host_us(self, group: Group) -> float:
+        """Time of a group's update on the host."""
+        return self._touched_bytes(group) / (self.host_gb_s * 1e3)
+
+    def device_us(self, group: Group) -> float:
+        """Time of a group's update on the device."""
+        return self._touched_bytes(group) / (self.device_gb_s * 1e3)
+
+    def add_us(self, group: Group, *, on_host: bool) -> float:
+        """Time in which one gradient is added to another: two are read, one is written."""
+        return 3 * group.gradient_bytes / ((self.host_gb_s if on_host else self.device_gb_s) * 1e3)
+
+    def _state_of_one(self, item_bytes: int) -> float:
+        moments = MOMENTS[self.optimizer]
+        if self.state == "parameter":
+            return moments * item_bytes
+        master = FLOAT32_BYTES if item_bytes < FLOAT32_BYTES else 0
+        return moments * FLOAT32_BYTES + master
+
+    def _touched_bytes(self, group: Group) -> float:
+        """The gradient is read, the state read and written, the parameter written.
+
+        Without a master copy in the state, the parameter is read too.
+        """
+        item_bytes = group.item_bytes
+        has_master = self.state == "float32" and item_bytes < FLOAT32_BYTES
+        parameter = item_bytes if has_master else 2 * item_bytes
+        return group.trained * (item_bytes + parameter + 2 * self._state_of_one(item_bytes))

@@ -1,0 +1,270 @@
+"""A whole optimizer step of several microbatches, planned and made ready to run on this CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from remat.budgets import parse_budget
+from remat.graph_capture.errors import BudgetError, CaptureError
+from remat.graph_capture.graph import Tier, TrainingGraph
+from remat.levers.handed_over import require_no_other_reader, require_own_storages
+from remat.schedules.derived import whole
+from remat.whole_step.entry import StepPlan, StepRequest
+from remat.whole_step.layers import microbatch_of
+from remat.whole_step.microbatch import MOMENTS, Group, Microbatch, ParameterUpdate, Update
+from remat.whole_step.op_writer import op_by_op
+from remat.whole_step.planned_step import PlannedStep, StepTask
+from remat.whole_step.search import plan_whole_step
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from remat.graph_capture.graph import Optimizer as OptimizerName
+    from remat.graph_capture.prices.profile import Profile
+    from remat.graph_capture.tracing.trace import Trace
+    from remat.rewriter.guards.forward import Guards
+    from remat.whole_step.program import JointResults
+    from remat.whole_step.step import WholeStep
+
+
+# What the update of each parameter takes on this machine, for a plan of a whole step.
+
+
+BYTES_PER_US_IN_GB_S = 1e3
+
+
+def parameter_updates(
+    optimizer: Optimizer, kind: OptimizerName, parameters: Mapping[str, nn.Parameter], device: str
+) -> dict[str, ParameterUpdate]:
+    """By name, what the update of each parameter keeps and takes: measured on made data."""
+    from remat.graph_capture.devices.here import meter_of
+    from remat.graph_capture.devices.table import allocated_on
+    from remat.graph_capture.joint.optimizers import update_costs
+
+    costs = update_costs(optimizer, parameters, meter_of(device), allocated_on(device))
+    return {
+        name: ParameterUpdate(
+            MOMENTS[kind] * parameter.untyped_storage().nbytes(), costs[name].workspace_bytes
+        )
+        for name, parameter in parameters.items()
+    }
+
+
+def with_workspaces(microbatch: Microbatch, updates: Mapping[str, ParameterUpdate]) -> Microbatch:
+    """The microbatch whose groups say what an update takes beside them."""
+
+    def workspace_bytes(group: Group) -> int:
+        found = (updates[name].workspace_bytes for name in group.gradient_of if name in updates)
+        return max(found, default=0)
+
+    groups = (
+        msgspec.structs.replace(group, update_workspace_bytes=workspace_bytes(group))
+        for group in microbatch.groups
+    )
+    return msgspec.structs.replace(microbatch, groups=tuple(groups))
+
+
+def measured_update(
+    optimizer: Optimizer, kind: OptimizerName, largest: nn.Parameter, device: str
+) -> Update:
+    """The update at the rate of memory at which one parameter goes through it here."""
+    import torch
+    from torch import nn
+
+    from remat.graph_capture.devices.here import meter_of
+    from remat.graph_capture.joint.optimizers import parameter_groups, step_alone
+
+    group = parameter_groups(optimizer)[id(largest)]
+    options: dict[str, Any] = {name: value for name, value in group.items() if name != "params"}
+    made = nn.Parameter(torch.zeros_like(largest))
+    make: Any = type(optimizer)
+    other: Optimizer = make([{**options, "params": [made]}])
+    made.grad = torch.zeros_like(made)
+    other.step()
+    alone = Group("", made.numel(), made.nbytes, made.nbytes, made.element_size())
+    unit = Update(kind, "parameter", 1.0, 1.0)
+    moved_bytes = round(unit.device_us(alone) * BYTES_PER_US_IN_GB_S)
+    took_us = meter_of(device).median_us(
+        lambda: step_alone(other, made, other.param_groups[0]), moved_bytes
+    )
+    rate = moved_bytes / took_us / BYTES_PER_US_IN_GB_S
+    return Update(kind, "parameter", rate, rate)
+
+
+Parameters = dict[str, tuple[str, "nn.Parameter"]]
+"""By its name in the graph, each parameter with the path that the user knows."""
+
+
+@dataclass(frozen=True)
+class StepHere:
+    """One batch captured, and what a step of several such batches is to be planned from.
+
+    Attributes
+    ----------
+    guards : of the model and its batches. results : places in the traced graph.
+    graph : of one batch, priced. updates : of each trained parameter.
+    """
+
+    request: StepRequest
+    optimizer: Optimizer
+    traced: Trace
+    guards: Guards
+    results: JointResults
+    parameters: Parameters
+    graph: TrainingGraph
+    task: StepTask
+    updates: dict[str, ParameterUpdate]
+
+    @classmethod
+    def captured(
+        cls,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None,
+        request: StepRequest,
+        optimizer: Optimizer,
+        *,
+        loss_fn: Callable[..., Any] | None = None,
+        target: Any = None,
+        profile: Profile | None = None,
+    ) -> StepHere:
+        """Capture one batch.
+
+        Raises
+        ------
+        CaptureError, SolverError : the step cannot be run so; the message says what can be.
+        """
+        from remat.graph_capture.capturing import price_for, tiers_for
+        from remat.graph_capture.tracing.trace import trace
+        from remat.rewriter.guards.forward import Guards
+        from remat.whole_step.program import refuse_unusual, results_of
+
+        tiers = tiers_for(model, request.device, request.host, request.nvme)
+        traced = trace(
+            model, args, kwargs, loss_fn=loss_fn, target=target, device=request.device,
+            split="none",
+        )  # fmt: skip
+        refuse_unusual(traced)
+        require_no_other_reader(traced, optimizer)
+        results = results_of(traced.joint, traced.recipe.name)
+        module = traced.joint.module
+        guards = Guards(model, traced.recipe, traced.python_state, (), module, module)
+        parameters = _parameters_of(guards, results)
+        _require_in_optimizer(guards, results, parameters, optimizer)
+        graph = whole(price_for(traced, profile=profile, tiers=tiers))
+        trained = {name: parameters[name][1] for name in results.gradient_of}
+        updates = parameter_updates(optimizer, request.optimizer, trained, request.device)
+        task = _task(graph, request, optimizer, trained, updates, results)
+        return cls(request, optimizer, traced, guards, results, parameters, graph, task, updates)
+
+    def planned(self) -> PlannedStep:
+        """The fastest plan that is found.
+
+        Raises
+        ------
+        BudgetError : none fits; the message says what is too small.
+        """
+        found = plan_whole_step(self.task, self.request.microbatches)
+        plan = StepPlan(self.request, self.task, found)
+        if plan.shortage:
+            raise BudgetError(plan.shortage)
+        return plan.best
+
+    def ready(self, planned: PlannedStep) -> WholeStep:
+        """A plan as an object that is called."""
+        from remat.rewriter.tiers.file_tier import FileTier
+        from remat.whole_step.program import actions_of
+        from remat.whole_step.residents import Residents
+        from remat.whole_step.running import StepCode, codes_of
+        from remat.whole_step.step import StepFacts, WholeStep
+
+        step, results = op_by_op(self.graph, self.task, planned, self.updates), self.results
+        found = step.simulation
+        if found.peak_bytes > self.task.budget_bytes:
+            raise BudgetError(
+                f"op by op, this step of {self.graph.name} has a peak of {found.peak_bytes} bytes, "
+                f"above the budget of {self.task.budget_bytes}: give a little more"
+            )
+        tier = FileTier(found.host_peak_bytes, found.nvme_peak_bytes, self.task.links.nvme_path)
+        tier.require_room()
+        actions = actions_of(step.parts, step.graph, step.schedule)
+        codes = codes_of(self.traced.joint, actions, results.place_of_gradient, tier)
+        code = StepCode(
+            actions, codes, results.place_of_gradient, results.loss_place, results.written,
+            results.tangent,
+        )  # fmt: skip
+        homes: dict[str, Tier] = {v.name: v.home for v in step.graph.values if v.home is not None}
+        held = {name: one for name, one in self.parameters.items() if name in homes}
+        residents = Residents(self.optimizer, held, homes, tier.folders)
+        trained = dict(self.parameters[name] for name in results.gradient_of)
+        facts = StepFacts(step.graph, step.schedule, found)
+        return WholeStep(self.guards, self.optimizer, code, residents, facts, trained)
+
+
+def step_here(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    request: StepRequest,
+    optimizer: Optimizer,
+    **given: Any,
+) -> WholeStep:
+    """Capture one batch, plan a step of as many as asked for, and make it ready to run."""
+    captured = StepHere.captured(model, args, kwargs, request, optimizer, **given)
+    return captured.ready(captured.planned())
+
+
+def _parameters_of(guards: Guards, results: JointResults) -> Parameters:
+    """All parameters of the step, each once."""
+    from torch import nn
+
+    live = guards.live.read()
+    assert live is not None
+    names = {place: name for name, place in results.place_of_input.items()}
+    return {
+        names[place]: (path, tensor)
+        for place, (path, at) in enumerate(zip(guards.names, guards.taken, strict=True))
+        if isinstance(tensor := live[at], nn.Parameter)
+    }
+
+
+def _require_in_optimizer(
+    guards: Guards, results: JointResults, parameters: Parameters, optimizer: Optimizer
+) -> None:
+    """Refuse gradients that no update takes, and updates that keep more than is counted."""
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name in results.gradient_of:
+        path, parameter = parameters.get(name, ("an input of the batch", None))
+        if id(parameter) not in known:
+            raise CaptureError(
+                f"{path} of {guards.kind} gets a gradient and the optimizer does not have it, so "
+                "a whole step would lose it: add it to the optimizer, or let it require no grad"
+            )
+    if any(group.get("amsgrad") for group in optimizer.param_groups):
+        raise CaptureError(
+            "amsgrad keeps a third number of each parameter, which is not planned: leave it out, "
+            "or update during backward with remat.training_step without microbatches"
+        )
+    require_own_storages({**dict(parameters.values()), **dict(guards.model.named_buffers())})
+
+
+def _task(
+    graph: TrainingGraph, request: StepRequest, optimizer: Optimizer,
+    trained: Mapping[str, nn.Parameter], updates: Mapping[str, ParameterUpdate],
+    results: JointResults,
+) -> StepTask:  # fmt: skip
+    """What is to be planned. A CPU is its own host, so it makes all updates itself."""
+    assert graph.links is not None
+    largest = max(trained.values(), key=lambda one: one.numel())
+    return StepTask(
+        with_workspaces(microbatch_of(graph, results.gradient_of), updates),
+        measured_update(optimizer, request.optimizer, largest, request.device),
+        request.links(graph.links),
+        parse_budget(request.budget).bytes_for(graph),
+        host_computes=False,
+    )

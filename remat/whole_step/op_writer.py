@@ -1,0 +1,273 @@
+"""Writes the schedule of a planned step of layers out op by op.
+
+Each layer runs the ops of its option, with what the option computes again; copies stand where the
+plan has them, one for each tensor. A value is dropped right after its last use before it is made
+again, so the peak is at most that of the plan of layers, and `simulate` tells it to the byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from remat.graph_capture.errors import SolverError
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
+from remat.schedules.simulate import simulate
+from remat.schedules.simulation import Simulation
+from remat.whole_step.graph import TANGENTS, GroupPlace, OpByOp
+from remat.whole_step.microbatch import Layer, ParameterUpdate
+from remat.whole_step.planned_step import PlannedStep, StepTask
+
+LASTING = ("G:", "O:")
+"""How values begin that are dropped where the plan says so, and not after their last use."""
+
+
+@dataclass
+class OpWriter:
+    """Writes one step out.
+
+    Attributes
+    ----------
+    options : of each microbatch, the option of each layer.
+    touches : by value, the places in the step at which an op makes it (True) or reads it (False).
+    saved : of each layer and microbatch whose saved values go down, these values.
+    left : values of layers that have a copy below and are still to be dropped from the device.
+    fetched_at : of each value of the plan that comes back, how many runs are done by then.
+    """
+
+    parts: OpByOp
+    options: Sequence[Sequence[int]]
+    touches: dict[str, dict[int, bool]] = field(default_factory=dict[str, dict[int, bool]])
+    saved: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    left: set[str] = field(default_factory=set[str])
+    fetched_at: dict[str, int] = field(default_factory=dict[str, int])
+
+    def __post_init__(self) -> None:
+        self.captured = self.parts.captured
+        self.ops = {op.name: op for op in self.captured.ops}
+        self.outputs = set(self.captured.forward_outputs) & set(self.captured.outputs)
+
+    def steps(self, planned: Sequence[Step]) -> list[Step]:
+        """All steps: runs first, then what is dropped after each."""
+        runs = [list(self._runs(step)) for step in planned]
+        self._note_touches([run for each in runs for run in each])
+        found, at = list[Step](), 0
+        for step, each in zip(planned, runs, strict=True):
+            at += len(each)
+            if isinstance(step, Fetch) and step.to == "device":
+                self.fetched_at[step.value] = at
+        at = 0
+        for step, each in zip(planned, runs, strict=True):
+            for run in each:
+                found.append(Compute(run))
+                found += map(Free, self._dead_after(run, at))
+                at += 1
+            if not isinstance(step, Compute):
+                found += self._moved(step, at)
+        return found
+
+    def _runs(self, step: Step) -> Iterator[str]:
+        """Names of the ops that a step of the plan runs."""
+        if not isinstance(step, Compute):
+            return
+        kind, _, rest = step.op.partition(".")
+        if kind == "update":
+            group = self.parts.microbatch.groups[int(rest)]
+            yield from (f"update:{p}" for p, gradient in group.gradient_of.items() if gradient)
+            return
+        at, i = (int(number) for number in rest.split("."))
+        layer, done = self.parts.microbatch.layers[at], set[str]()
+        added = self._added_in(layer) if i and kind != "forward" else []
+        for name in self._of_layer(kind, layer, self.options[i][at]):
+            yield f"{name}.{i}"
+            if name not in done:
+                finished = self.parts.finished_by.get(name, ())
+                yield from (f"add:{parameter}.{i}" for parameter in finished if parameter in added)
+                added = [parameter for parameter in added if parameter not in finished]
+            done.add(name)
+        # The layer above has made the rest, as what its input gets is a parameter's gradient too.
+        yield from (f"add:{parameter}.{i}" for parameter in added)
+
+    def _added_in(self, layer: Layer) -> list[str]:
+        """Parameters whose gradients are whole, and on the device, with a layer's backward."""
+        groups = (self.parts.microbatch.groups[at] for at in layer.gives)
+        return [p for group in groups for p, gradient in group.gradient_of.items() if gradient]
+
+    def _of_layer(self, kind: str, layer: Layer, option: int) -> Iterator[str]:
+        """Ops of a phase of a layer; what is computed again right before the turn is forward's."""
+        order = [*layer.forward_ops, "", *layer.backward_ops]
+        recomputed = layer.options[option].recomputed or ((),) * (len(order) + 1)
+        turn = len(layer.forward_ops)
+        first = turn + 1 if kind == "backward" else 0
+        end = turn if kind == "forward" else len(order)
+        for at in range(first, end + 1):
+            yield from (order[again] for again in recomputed[at])
+            if at < end and at != turn:
+                yield order[at]
+
+    def _note_touches(self, runs: Sequence[str]) -> None:
+        whole = set[str]()
+        for at, run in enumerate(runs):
+            made, read = self._values_of(run)
+            self._require_unshared(run, read, whole)
+            for name in read:
+                self.touches.setdefault(name, {})[at] = False
+            for name in made:
+                self.touches.setdefault(name, {})[at] = True
+
+    def _require_unshared(self, run: str, read: Sequence[str], whole: set[str]) -> None:
+        """Refuse an op that reads a gradient to which others are added, or an updated parameter.
+
+        `whole` are these gradients and parameters; added to here.
+        """
+        kind, _, rest = run.partition(":")
+        if rest:
+            whole.update([rest] if kind == "update" else ())
+            return
+        name, i = run.rsplit(".", 1)
+        for one in (*read, *self.ops[name].inputs):
+            if one in whole:
+                raise SolverError(
+                    f"{run} of {self.captured.name} reads {one} after it was changed in place: "
+                    "plan one batch, without microbatches"
+                )
+        if i == "0":
+            whole.update(f"G:{one}" for one in self.parts.finished_by.get(name, ()))
+
+    def _values_of(self, run: str) -> tuple[list[str], list[str]]:
+        """What a run makes and reads, of the values that it may be the last to touch."""
+        kind, _, rest = run.partition(":")
+        if kind == "update":
+            return [], [f"G:{rest}"]
+        if kind == "add":
+            parameter, i = rest.rsplit(".", 1)
+            return [], [self.parts.value(self.parts.gradient_of[parameter], int(i))]
+        name, i = run.rsplit(".", 1)
+        op, number = self.ops[name], int(i)
+        if op.target == TANGENTS:
+            given = [v for v in self.captured.forward_outputs if v not in self.outputs]
+            return [], [self.parts.value(v, number) for v in given]
+        value_of = self.captured.value_by_name
+        read = [v for v in op.inputs if value_of[v].producer and value_of[v].kind != "tangent"]
+        return (
+            [self.parts.value(v, number) for v in op.outputs if v not in self.outputs],
+            [self.parts.value(v, number) for v in read if v not in self.outputs],
+        )
+
+    def _dead_after(self, run: str, at: int) -> list[str]:
+        """Values that nothing reads after this run before they are made again."""
+        made, read = self._values_of(run)
+        names = dict.fromkeys((*read, *made))
+        is_update = run.startswith("update:")
+        return [
+            name for name in names
+            if is_update or (not name.startswith(LASTING) and not self._is_read_after(name, at))
+        ]  # fmt: skip
+
+    def _is_read_after(self, name: str, at: int) -> bool:
+        """Whether the next touch of a value after a run reads it."""
+        following = (is_made for place, is_made in self.touches[name].items() if place > at)
+        return next(following, True) is False
+
+    def _moved(self, step: Free | Fetch | Offload, at: int) -> Iterator[Step]:
+        """A copy or a drop of the plan, for each value that it stands for; `at` runs are done."""
+        kind, _, rest = step.value.partition(".")
+        if kind in ("W", "O", "G"):
+            yield from self._moved_group(step, kind, int(rest))
+            return
+        names = self._members(step.value, at)
+        for name in names:
+            if isinstance(step, Free) and step.at == "device":
+                if name not in self.left:  # it was dropped after its last use
+                    continue
+                self.left.discard(name)
+            elif isinstance(step, Offload) and step.to == "host":
+                self.left.add(name)
+            yield _with_value(step, name)
+
+    def _moved_group(self, step: Free | Fetch | Offload, kind: str, at: int) -> Iterator[Step]:
+        group = self.parts.microbatch.groups[at]
+        if kind == "G" and isinstance(step, Free) and step.at == "device":
+            if step.value not in self.left:  # the update has dropped it
+                return
+            self.left.discard(step.value)
+        if kind == "G" and isinstance(step, Offload):
+            self.left.add(step.value)
+        for name, gradient in group.gradient_of.items():
+            # Of a frozen parameter, the copy below stays as it is.
+            if not gradient and (kind != "W" or isinstance(step, Offload)):
+                continue
+            if kind == "O" and not self.parts.updates[name].state_bytes:
+                continue
+            yield _with_value(step, name if kind == "W" else f"{kind}:{name}")
+
+    def _members(self, value: str, at: int) -> list[str]:
+        """The values that one of the plan stands for which forward has made and backward reads.
+
+        The plan of layers has a layer's backward read all that its forward read, since it may.
+        """
+        if value not in self.saved:
+            *name, i = value.split(".")
+            if name[0] == "S":
+                ops = self.parts.microbatch.layers[int(name[1])].forward_ops
+                made = dict.fromkeys(v for op in ops for v in self.ops[op].outputs)
+                names = [v for v in made if v not in self.parts.microbatch.sizes]
+            else:
+                names = [".".join(name)]
+            found = [self.parts.value(v, int(i)) for v in names]
+            self.saved[value] = [v for v in found if self._comes_back(v, at, value)]
+        return self.saved[value]
+
+    def _comes_back(self, name: str, at: int, value: str) -> bool:
+        """Whether a value stays as it is from now until it has come back, and is then read."""
+        touches, back = self.touches.get(name, {}), self.fetched_at.get(value, -1)
+        if back < 0 or any(is_made for place, is_made in touches.items() if at <= place < back):
+            return False
+        return any(place < at for place in touches) and self._is_read_after(name, back - 1)
+
+
+def _with_value(step: Free | Fetch | Offload, value: str) -> Step:
+    if isinstance(step, Free):
+        return Free(value, step.at)
+    return Fetch(value, step.to) if isinstance(step, Fetch) else Offload(value, step.to)
+
+
+# A planned step of layers, op by op: what is run, and what the judge says of it.
+
+
+@dataclass(frozen=True)
+class StepOfOps:
+    """A step op by op: its parts, its graph and schedule, and what the judge says of them."""
+
+    parts: OpByOp
+    graph: TrainingGraph
+    schedule: Schedule
+    simulation: Simulation
+
+
+def op_by_op(
+    captured: TrainingGraph,
+    task: StepTask,
+    planned: PlannedStep,
+    updates: Mapping[str, ParameterUpdate],
+) -> StepOfOps:
+    """The step of a plan, op by op.
+
+    Parameters
+    ----------
+    captured : the graph of one batch, of which `task` has the layers with their gradients.
+    updates : by the captured name of each trained parameter, what its update takes.
+    """
+    microbatch, setting = task.microbatch, planned.setting
+    places = [GroupPlace("device" if tier == "device" else "host", tier) for tier in setting.state]
+    parts = OpByOp(captured, microbatch, places, task.update, updates, planned.setting.microbatches)
+    options = [one.options for one in setting.passes for _ in range(one.microbatches)]
+    writer = OpWriter(parts, options)
+    steps = writer.steps(planned.schedule.steps)
+    names = dict.fromkeys(step.op for step in steps if isinstance(step, Compute))
+    graph = parts.graph(list(names), task.links)
+    schedule = Schedule.for_graph(
+        graph, steps, budget_bytes=task.budget_bytes, solver=planned.schedule.solver
+    )
+    return StepOfOps(parts, graph, schedule, simulate(graph, schedule))

@@ -1,0 +1,572 @@
+"""One setting of a whole step, as a schedule that the judge has seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from remat.graph_capture.graph import Links, Op, TrainingGraph
+from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
+from remat.schedules.simulate import simulate
+from remat.schedules.simulation import Simulation
+from remat.whole_step.graph import GROUP_UPDATE, HOST_SUM
+from remat.whole_step.microbatch import Microbatch, Update
+from remat.whole_step.setting import Setting
+
+# What is on the device while each op of a whole step runs, as if copies took no time.
+#
+# The first of three steps from a `Setting` to a schedule; `streams` gives copies their time, and
+# `steps` writes the schedule. A value arrives right before its first use and leaves right after the
+# last before a gap. Gaps are chosen here: what is needed again soonest stays, as far as there is
+# room, which for a known order moves the fewest bytes (Belady 1966,
+# https://doi.org/10.1147/sj.52.0078; of pages of one size).
+
+
+AHEAD = 3
+"""Parameters of so many layers have room kept for them, to arrive before their use."""
+
+
+class DeviceEvent(NamedTuple):
+    """One event on the device: a value arrives, an op runs, a value is dropped, or it leaves.
+
+    What leaves goes down; what is dropped has a copy below, or no reader.
+    """
+
+    kind: Literal["arrive", "run", "drop", "leave"]
+    name: str
+
+
+@dataclass(frozen=True)
+class Residence:
+    """The events of one step on the device.
+
+    Attributes
+    ----------
+    items : in order. live_bytes : on the device while each takes place.
+    ops : by name. sizes : of each value. hosted : values of layers that leave and come back.
+    """
+
+    items: list[DeviceEvent]
+    live_bytes: npt.NDArray[np.int64]
+    ops: dict[str, Op]
+    sizes: dict[str, int]
+    hosted: frozenset[str]
+
+    @classmethod
+    def of(
+        cls, graph: TrainingGraph, microbatch: Microbatch, setting: Setting, budget_bytes: int
+    ) -> Residence:
+        """The events for a setting; its `live_bytes` may be above the budget."""
+        return _Gaps(graph, microbatch, setting).residence(budget_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes on the device: no copy adds to it, as each only goes where room is."""
+        return int(self.live_bytes.max(initial=0))
+
+
+class _Gaps:
+    """Uses of each value on the device, and between which of them it is gone."""
+
+    def __init__(self, graph: TrainingGraph, microbatch: Microbatch, setting: Setting) -> None:
+        self.graph, self.setting = graph, setting
+        self.order = setting.device_order(microbatch, graph)
+        self.sizes = {value.name: value.size_bytes for value in graph.values}
+        self.home = {v.name: v.home for v in graph.values if not v.producer}
+        self.ops = {op.name: op for op in self.order}
+        self.uses: dict[str, list[int]] = {}
+        for at, op in enumerate(self.order):
+            for name in dict.fromkeys((*op.inputs, *op.outputs)):
+                if self.home.get(name) != "device":
+                    self.uses.setdefault(name, []).append(at)
+        self.hosted = frozenset(self._hosted(microbatch))
+        self.gone: set[tuple[str, int]] = set()
+        self.weights = (
+            AHEAD
+            * sorted(g.parameter_bytes for g in microbatch.groups)[len(microbatch.groups) // 2]
+        )
+
+    def residence(self, budget_bytes: int) -> Residence:
+        """With as many gaps closed as there is room for."""
+        self._open()
+        items, live_bytes = self._replayed()
+        if self.setting.keeping == "near":
+            self._close(items, live_bytes, budget_bytes)
+            items, live_bytes = self._replayed()
+        return Residence(items, live_bytes, self.ops, self.sizes, self.hosted)
+
+    def _hosted(self, microbatch: Microbatch) -> Iterable[str]:
+        """What the first layers of each pass save, and what they read of the layers before."""
+        first = 0
+        for one in self.setting.passes:
+            for i in range(first, first + one.microbatches):
+                for at, layer in enumerate(microbatch.layers[: one.hosted]):
+                    names = (f"S.{at}.{i}", *(f"{name}.{i}" for name in layer.reads))
+                    yield from (name for name in names if len(self.uses.get(name, ())) > 1)
+            first += one.microbatches
+
+    def _open(self) -> None:
+        """Gaps of all that may leave: of activations on the host the longest one."""
+        above = [at for at, tier in enumerate(self.setting.state) if tier == "device"]
+        kept = {f"G.{at}" for at in (*self.setting.kept_gradients, *above)}
+        for name, uses in self.uses.items():
+            gaps = [(b - a, a) for a, b in pairwise(uses) if b - a > 1]
+            if name in self.hosted and gaps:
+                self.gone.add((name, max(gaps)[1]))
+            elif name.startswith("G.") and name not in kept:
+                # What the device itself updates waits for that where it is.
+                last = self.order[uses[-1]].target == GROUP_UPDATE
+                self.gone |= {(name, a) for _, a in gaps if not (last and a == uses[-2])}
+            elif name in self.home and self.setting.keeping != "stay":
+                self.gone |= {(name, a) for _, a in gaps}
+
+    def _close(
+        self, items: list[DeviceEvent], live_bytes: npt.NDArray[np.int64], budget_bytes: int
+    ) -> None:
+        """Keep parameters over their gaps, the shortest first, where room is left for others."""
+        places: dict[str, list[int]] = {}
+        for k, item in enumerate(items):
+            if item.kind in ("arrive", "drop") and item.name in self.home:
+                places.setdefault(item.name, []).append(k)
+        found = list[tuple[int, int, int, str]]()
+        for name, at in places.items():
+            found += [(b - a, a, b, name) for a, b in pairwise(at) if items[a].kind == "drop"]
+        begins = {(item.name, k): place for k, item, place in _run_places(items)}
+        for _, a, b, name in sorted(found):
+            if int(live_bytes[a:b].max()) + self.sizes[name] + self.weights <= budget_bytes:
+                live_bytes[a:b] += self.sizes[name]
+                self.gone.discard((name, begins[name, a]))
+
+    def _replayed(self) -> tuple[list[DeviceEvent], npt.NDArray[np.int64]]:
+        """The events, and the bytes on the device while each takes place."""
+        there = {name for name, tier in self.home.items() if tier == "device"}
+        now = self.graph.resident.total_bytes + sum(self.sizes[name] for name in there)
+        items, live = list[DeviceEvent](), list[int]()
+        for at, op in enumerate(self.order):
+            for name in op.inputs:
+                if name not in there:
+                    there.add(name)
+                    now += self.sizes[name]
+                    items.append(DeviceEvent("arrive", name))
+                    live.append(now)
+            now += sum(self.sizes[name] for name in op.outputs)
+            there.update(op.outputs)
+            items.append(DeviceEvent("run", op.name))
+            live.append(now + op.workspace_bytes)
+            for item in self._ends(at, op):
+                live.append(now)
+                items.append(item)
+                there.discard(item.name)
+                now -= self.sizes[item.name]
+        return items, np.array(live, np.int64)
+
+    def _ends(self, at: int, op: Op) -> list[DeviceEvent]:
+        """What goes after an op: first what is dropped, then what leaves."""
+        found = list[DeviceEvent]()
+        for name in dict.fromkeys((*op.inputs, *op.outputs)):
+            if name not in self.uses or name in self.graph.outputs:
+                continue
+            is_last = self.uses[name][-1] == at
+            if not is_last and (name, at) not in self.gone:
+                continue
+            found.append(
+                DeviceEvent("leave" if self._goes_down(name, op, is_last) else "drop", name)
+            )
+        return sorted(found, key=lambda item: item.kind == "leave")
+
+    def _goes_down(self, name: str, op: Op, is_last: bool) -> bool:
+        """Whether the device holds what no lower tier has."""
+        if op.target == GROUP_UPDATE:
+            return name in op.updates
+        if name.startswith("G."):
+            return True
+        return name in self.hosted and not is_last
+
+
+def _run_places(items: list[DeviceEvent]) -> Iterable[tuple[int, DeviceEvent, int]]:
+    """Each event with the number of the op that ran last before it."""
+    place = -1
+    for k, item in enumerate(items):
+        place += item.kind == "run"
+        yield k, item, place
+
+
+# When copies of a whole step begin and end: one queue each way, and no byte above the budget.
+#
+# The second of three steps from a `Setting` to a schedule. What goes down begins as soon as it may,
+# in that order; its bytes leave the device at the end of the copy, or when the room is needed. What
+# comes up begins at the latest moment from which nothing waits, counted back from the last need, or
+# where room begins. The clock is that of the judge for the schedule before.
+
+
+Clock = npt.NDArray[np.float64]
+"""The device's time before each event, and after the last."""
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Where copies begin and end, as indices of events; one past the last is the end of the step.
+
+    Attributes
+    ----------
+    begins : of each arrival, the event before which its copy is issued.
+    ends : of each departure, the event before which its bytes on the device are free.
+    """
+
+    begins: dict[int, int]
+    ends: dict[int, int]
+
+
+def first_clock(residence: Residence) -> Clock:
+    """The device's time if it never waits."""
+    costs = [
+        residence.ops[item.name].cost_us if item.kind == "run" else 0.0 for item in residence.items
+    ]
+    return np.concatenate(([0.0], np.cumsum(costs)))
+
+
+def streams(
+    residence: Residence, setting: Setting, links: Links, clock: Clock, budget_bytes: int
+) -> Streams:
+    """Both queues for a clock."""
+    room = budget_bytes - residence.live_bytes
+    ends = _departures(residence, links, clock, room)
+    return Streams(_begins_of_arrivals(residence, setting, links, clock, room, ends), ends)
+
+
+def _departures(
+    residence: Residence, links: Links, clock: Clock, room: npt.NDArray[np.int64]
+) -> dict[int, int]:
+    """Ends of departures: each stays while it is copied and there is room."""
+    items, made = residence.items, _made_at(residence)
+    leaves = [(made.get(item.name, k), k) for k, item in enumerate(items) if item.kind == "leave"]
+    whole_us, arrivals, ends = 0.0, _arrivals_of(residence), dict[int, int]()
+    for issued, k in sorted(leaves):
+        whole_us = max(whole_us, clock[min(issued + 1, k)])
+        whole_us += links.d2h.us(residence.sizes[items[k].name])
+        ends[k] = int(np.searchsorted(clock[:-1], whole_us - 1e-9))
+    for k in sorted(ends):
+        name = items[k].name
+        back = next((at for at in arrivals.get(name, ()) if at > k), len(items))
+        end = min(max(ends[k], k), back)
+        short = np.flatnonzero(room[k:end] < residence.sizes[name])
+        ends[k] = k + int(short[0]) if short.size else end
+        room[k : ends[k]] -= residence.sizes[name]
+    return ends
+
+
+def _made_at(residence: Residence) -> dict[str, int]:
+    """The event that makes each value of a layer that leaves: its copy begins there."""
+    return {
+        name: k
+        for k, item in enumerate(residence.items)
+        if item.kind == "run"
+        for name in residence.ops[item.name].outputs
+        if name in residence.hosted
+    }
+
+
+def _arrivals_of(residence: Residence) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for k, item in enumerate(residence.items):
+        if item.kind == "arrive":
+            found.setdefault(item.name, []).append(k)
+    return found
+
+
+def _begins_of_arrivals(
+    residence: Residence, setting: Setting, links: Links, clock: Clock,
+    room: npt.NDArray[np.int64], ends: dict[int, int],
+) -> dict[int, int]:  # fmt: skip
+    """Begins of arrivals, in the order of their needs."""
+    items = residence.items
+    arrivals = [k for k, item in enumerate(items) if item.kind == "arrive"]
+    if not setting.prefetch:
+        return {k: k for k in arrivals}
+    latest, following = dict[int, float](), float("inf")
+    for k in reversed(arrivals):
+        following = min(clock[k], following) - links.h2d.us(residence.sizes[items[k].name])
+        latest[k] = following
+    may = _earliest(residence, setting, ends)
+    begins, last = dict[int, int](), 0
+    for k in arrivals:
+        size_bytes = residence.sizes[items[k].name]
+        at = int(np.searchsorted(clock[:-1], latest[k] + 1e-9, side="right")) - 1
+        at = min(max(at, last, may[k]), k)
+        short = np.flatnonzero(room[at:k] < size_bytes)
+        at += int(short[-1]) + 1 if short.size else 0
+        room[at:k] -= size_bytes
+        begins[k] = last = at
+    return begins
+
+
+def _earliest(residence: Residence, setting: Setting, ends: dict[int, int]) -> dict[int, int]:
+    """The first event before which each arrival may be issued.
+
+    What was there before must be gone; with a window, so must all but the last parameters. States
+    that are on NVMe go through slots on the host.
+    """
+    gone, dropped, may, fetched = dict[str, int](), list[int](), dict[int, int](), 0
+    read, written = 0, list[int]()
+    for k, item in enumerate(residence.items):
+        is_weight = item.name.startswith("W.")
+        is_read = item.kind in ("arrive", "leave") and setting.state_is_on_nvme(item.name)
+        if item.kind == "drop":
+            gone[item.name] = k + 1
+            dropped += [k + 1] if is_weight else []
+        elif item.kind == "leave":
+            gone[item.name] = max(ends[k], k + 1)
+            written += [k + 1] if is_read else []
+        elif item.kind == "arrive":
+            may[k] = gone.get(item.name, 0)
+            if is_read:  # it is read from NVMe once a state before it has made room on the host
+                may[k] = written[read - setting.slots] if read >= setting.slots else 0
+                read += 1
+            if is_weight:
+                before = fetched - setting.window
+                if setting.window and 0 <= before < len(dropped):
+                    may[k] = max(may[k], dropped[before])
+                fetched += 1
+    return may
+
+
+# The schedule of a whole step, written from its events and the places of their copies.
+#
+# The third of three steps from a `Setting` to a schedule. What the host computes is issued right
+# after the copy of the gradient that it waits for. States on NVMe come up in the order of their
+# updates, so many ahead as there are slots, and go back down.
+
+
+@dataclass
+class StepWriter:
+    """Writes one schedule.
+
+    Attributes
+    ----------
+    places : of each step that it wrote, the event at which it stands: how the judge's clock of
+        steps becomes one of events.
+    """
+
+    graph: TrainingGraph
+    residence: Residence
+    streams: Streams
+    slots: int
+    places: list[int] = field(default_factory=list[int])
+
+    def __post_init__(self) -> None:
+        self.home = {v.name: v.home for v in self.graph.values if not v.producer}
+        on_device = self.residence.ops
+        late = [op for op in self.graph.ops if op.phase == "update" and op.name not in on_device]
+        self.sums = {op.inputs[1]: op for op in late if op.target == HOST_SUM}
+        self.updates = {op.inputs[0]: op for op in late if op.target != HOST_SUM}
+        self.sums_left = dict[str, int]()
+        for op in self.sums.values():
+            self.sums_left[op.inputs[0]] = self.sums_left.get(op.inputs[0], 0) + 1
+        self.last_leave = {
+            item.name: k for k, item in enumerate(self.residence.items) if item.kind == "leave"
+        }
+        self.waiting = list(self._states_on_nvme())
+
+    def steps(self) -> list[Step]:
+        """All steps in order."""
+        issued, freed = dict[int, list[str]](), dict[int, list[str]]()
+        items = self.residence.items
+        for k, at in self.streams.begins.items():
+            issued.setdefault(at, []).append(items[k].name)
+        for k, at in self.streams.ends.items():
+            if at > k:  # what leaves at once is freed where its copy is issued, in `_item`
+                freed.setdefault(at, []).append(items[k].name)
+        steps = [step for _ in range(self.slots) for step in self._next_state()]
+        self.places += [0] * len(steps)
+        for k in range(len(items) + 1):
+            found: list[Step] = [*map(Free, freed.get(k, ())), *map(Fetch, issued.get(k, ()))]
+            if k < len(items):
+                found += self._item(k)
+            steps += found
+            self.places += [k] * len(found)
+        return steps
+
+    def _item(self, k: int) -> Iterator[Step]:
+        kind, name = self.residence.items[k]
+        if kind == "run":
+            yield Compute(name)
+            for made in self.residence.ops[name].outputs:
+                if made in self.residence.hosted:
+                    yield Offload(made)
+        elif kind == "drop":
+            yield Free(name)
+            if name in self.residence.hosted:
+                yield Free(name, "host")
+        elif kind == "leave":
+            if name not in self.residence.hosted:
+                yield Offload(name)
+            if self.streams.ends[k] == k:
+                yield Free(name)
+            if self.home.get(name) == "nvme":
+                yield from self._back_to_nvme(name)
+            if name.startswith("G.") and self.last_leave[name] == k:
+                yield from self._on_host(name)
+
+    def _on_host(self, gradient: str) -> Iterator[Step]:
+        """What the host does with a gradient that has left for the last time."""
+        total = gradient
+        if gradient in self.sums:
+            op = self.sums[gradient]
+            total = op.inputs[0]
+            yield Compute(op.name, "host")
+            yield Free(gradient, "host")
+            self.sums_left[total] -= 1
+        if self.sums_left.get(total, 0) or total not in self.updates:
+            return
+        op = self.updates[total]
+        yield Compute(op.name, "host")
+        yield Free(total, "host")
+        for name in op.updates:
+            if self.home[name] == "nvme":
+                yield from self._back_to_nvme(name)
+
+    def _back_to_nvme(self, state: str) -> Iterator[Step]:
+        yield Offload(state, "nvme")
+        yield Free(state, "host")
+        yield from self._next_state()
+
+    def _states_on_nvme(self) -> Iterator[str]:
+        """States below the host, in the order of their updates."""
+        left = dict(self.sums_left)
+        for k, (kind, name) in enumerate(self.residence.items):
+            if kind == "arrive" and self.home.get(name) == "nvme":
+                yield name
+            if kind != "leave" or not name.startswith("G.") or self.last_leave[name] != k:
+                continue
+            total = name
+            if name in self.sums:
+                total = self.sums[name].inputs[0]
+                left[total] -= 1
+            if not left.get(total, 0) and total in self.updates:
+                reads = self.updates[total].inputs
+                yield from (one for one in reads if self.home.get(one) == "nvme")
+
+    def _next_state(self) -> Iterator[Step]:
+        if self.waiting:
+            yield Fetch(self.waiting.pop(0), "host")
+
+
+def host_peak_bytes(graph: TrainingGraph, steps: list[Step]) -> int:
+    """The most bytes on the host, by the order of the steps.
+
+    Asked before the judge is, which refuses a step that finds the host full.
+    """
+    sizes = {value.name: value.size_bytes for value in graph.values}
+    ops = {op.name: op for op in graph.ops}
+    there = {v.name for v in graph.values if v.home == "host"}
+    now = sum(sizes[name] for name in there)
+    peak = now
+    for step in steps:
+        if isinstance(step, Compute):
+            stale = () if step.at == "host" else ops[step.op].updates
+            came, went = set[str](), there.intersection(stale)
+        elif isinstance(step, Free):
+            came, went = set[str](), {step.value} if step.at == "host" else set[str]()
+        else:
+            came, went = {step.value} if step.to == "host" else set[str](), set[str]()
+        now += sum(sizes[name] for name in came) - sum(sizes[name] for name in went)
+        there = (there | came) - went if came or went else there
+        peak = max(peak, now)
+    return peak
+
+
+ROUNDS = 3
+"""How often copies are placed anew by the clock of the schedule before: stalls move needs."""
+HOPELESS = 1.05
+"""Times the best time, after a first round: what later rounds do not make up for."""
+
+
+@dataclass(frozen=True)
+class StepTask:
+    """What is to be planned: a step, and the machine that it must fit.
+
+    Attributes
+    ----------
+    budget_bytes : on the device's true peak. links : with the room on the host and on NVMe.
+    host_computes : whether the host has a processor of its own; else the device makes all updates.
+    """
+
+    microbatch: Microbatch
+    update: Update
+    links: Links
+    budget_bytes: int
+    host_computes: bool = True
+
+    def feasible(self, setting: Setting) -> Setting:
+        """The setting with nothing computed on a host that cannot."""
+        if self.host_computes:
+            return setting
+        return msgspec.structs.replace(setting, sums="device", updates="device")
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A setting with its schedule and what the judge says of it."""
+
+    setting: Setting
+    graph: TrainingGraph
+    schedule: Schedule
+    simulation: Simulation
+
+
+@dataclass(frozen=True)
+class Short:
+    """Why a setting does not fit: the tier that is too small, and what it would need."""
+
+    tier: str
+    need_bytes: int
+
+
+def planned_step(
+    task: StepTask, setting: Setting, name: str, limit_us: float = float("inf")
+) -> PlannedStep | Short:
+    """The fastest schedule of a setting in `ROUNDS` rounds, or what it lacks.
+
+    A first round far beyond `limit_us` is the last: the others gain less than that.
+    """
+    graph = setting.graph(task.microbatch, task.update, task.links)
+    residence = Residence.of(graph, task.microbatch, setting, task.budget_bytes)
+    if residence.peak_bytes > task.budget_bytes:
+        return Short("device", residence.peak_bytes)
+    clock, best = first_clock(residence), None
+    for _ in range(ROUNDS):
+        found = streams(residence, setting, task.links, clock, task.budget_bytes)
+        writer = StepWriter(graph, residence, found, setting.slots)
+        steps = writer.steps()
+        need_bytes = host_peak_bytes(graph, steps)
+        if need_bytes > task.links.host_bytes:
+            return Short("host", need_bytes)
+        schedule = Schedule.for_graph(graph, steps, budget_bytes=task.budget_bytes, solver=name)
+        simulation = simulate(graph, schedule)
+        if best is None or simulation.time_us < best.simulation.time_us:
+            best = PlannedStep(setting, graph, schedule, simulation)
+        if not simulation.stalls or simulation.time_us > HOPELESS * limit_us:
+            break
+        clock = _clock_of(writer.places, simulation, len(residence.items))
+    assert best is not None
+    return best
+
+
+def device_peak_bytes(task: StepTask, setting: Setting) -> int:
+    """The device's peak of a setting's schedule, which copies do not raise."""
+    graph = setting.graph(task.microbatch, task.update, task.links)
+    return Residence.of(graph, task.microbatch, setting, task.budget_bytes).peak_bytes
+
+
+def _clock_of(places: list[int], simulation: Simulation, n_items: int) -> Clock:
+    """The judge's clock before each event: after the last step of the event before."""
+    clock = np.zeros(n_items + 1)
+    for at, us in zip(places, simulation.clock_us, strict=True):
+        clock[min(at + 1, n_items)] = us
+    return np.maximum.accumulate(clock)

@@ -1,0 +1,243 @@
+"""The schedule of a whole step, cut into what a microbatch's code does and what is done between.
+
+The code of a microbatch runs from one moment to the next at which anything else happens: another
+microbatch goes on, a gradient is added, a parameter moves or is updated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.joint.build import Joint
+from remat.graph_capture.joint.nodes import is_tangent
+from remat.graph_capture.tracing.trace import Trace
+from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
+from remat.whole_step.graph import ADD, FORWARD_ENDS, STEP, OpByOp
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of one microbatch's code.
+
+    Attributes
+    ----------
+    steps : in names of the captured graph. ends_forward : whether results are handed out at its
+        end. gradients : the parameters whose gradients are.
+    """
+
+    steps: tuple[Step, ...]
+    ends_forward: bool = False
+    gradients: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Run the next segment of a microbatch once these values, which have homes, have arrived."""
+
+    microbatch: int
+    segment: Segment
+    reads: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Add:
+    """Add a microbatch's gradient of a parameter to the sum."""
+
+    parameter: str
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class StepOf:
+    """Take the optimizer's step for a parameter, and let go of its gradient."""
+
+    parameter: str
+
+
+Action = Resume | Add | StepOf | Fetch | Offload | Free
+
+
+@dataclass
+class _Cut:
+    """Cuts one schedule."""
+
+    parts: OpByOp
+    graph: TrainingGraph
+    open: int = -1
+    steps: list[Step] = field(default_factory=list[Step])
+    reads: dict[str, None] = field(default_factory=dict[str, None])
+
+    def __post_init__(self) -> None:
+        captured = self.parts.captured
+        numbers = range(self.parts.count)
+        self.own = {
+            self.parts.value(v.name, i): (v.name, i)
+            for v in captured.values if v.producer for i in numbers
+        }  # fmt: skip
+        self.moving = {v.name for v in self.graph.values if v.home is not None}
+
+    def actions(self, steps: Iterable[Step]) -> Iterator[Action]:
+        """All actions in order."""
+        for step in steps:
+            if isinstance(step, Compute):
+                yield from self._compute(step)
+            elif step.value.startswith("G:") or step.value in self.moving:
+                yield from self._closed()
+                yield step
+            else:
+                name, i = self.own[step.value]
+                yield from self._opened(i)
+                self.steps.append(_renamed(step, name))
+        yield from self._closed()
+
+    def _compute(self, step: Compute) -> Iterator[Action]:
+        op = self.graph.ops[self.graph.op_index[step.op]]
+        if op.target == STEP:
+            yield from self._closed()
+            yield StepOf(step.op.partition(":")[2])
+            return
+        rest, i = step.op.rsplit(".", 1)
+        if op.target == ADD:
+            yield from self._closed()
+            yield Add(rest.partition(":")[2], int(i))
+            return
+        yield from self._opened(int(i))
+        self.steps.append(Compute(rest))
+        self.reads.update(dict.fromkeys(v for v in op.inputs if v in self.moving))
+        gradients = tuple(self.parts.finished_by.get(rest, ()))
+        if op.target == FORWARD_ENDS or gradients:
+            yield from self._closed(op.target == FORWARD_ENDS, gradients)
+
+    def _opened(self, i: int) -> Iterator[Action]:
+        if self.open != i:
+            yield from self._closed()
+            self.open = i
+
+    def _closed(self, ends: bool = False, gradients: tuple[str, ...] = ()) -> Iterator[Action]:
+        if self.open >= 0:
+            segment = Segment(tuple(self.steps), ends, gradients)
+            yield Resume(self.open, segment, tuple(self.reads))
+        self.open = -1
+        self.steps.clear()
+        self.reads.clear()
+
+
+def actions_of(parts: OpByOp, graph: TrainingGraph, schedule: Schedule) -> list[Action]:
+    """What a whole step does, in order."""
+    return list(_Cut(parts, graph).actions(schedule.steps))
+
+
+def _renamed(step: Free | Fetch | Offload, value: str) -> Step:
+    if isinstance(step, Free):
+        return Free(value, step.at)
+    return Fetch(value, step.to) if isinstance(step, Fetch) else Offload(value, step.to)
+
+
+# What a joint graph of one microbatch takes and gives: parameters, gradients, loss, buffers.
+
+
+WAY_OUT = "train with remat.rematerialize, or plan for a device of the table"
+
+
+@dataclass(frozen=True)
+class JointResults:
+    """Places among the inputs and results of a joint graph.
+
+    Attributes
+    ----------
+    place_of_input : by name, of what is no tangent. gradient_of : by trained parameter or input,
+        the value of its gradient. place_of_gradient : by the same, its place among all results.
+    loss_place : of the loss. written : by the place of a result of forward that is the new value
+        of an input, the place of that input. tangent : of the loss: one.
+    """
+
+    place_of_input: Mapping[str, int]
+    gradient_of: Mapping[str, str]
+    place_of_gradient: Mapping[str, int]
+    loss_place: int
+    written: Mapping[int, int]
+    tangent: Tensor
+
+
+def refuse_unusual(traced: Trace) -> None:
+    """Refuse steps that do more beside their graph than to write to buffers.
+
+    Raises
+    ------
+    CaptureError : the model sets attributes, returns the same twice or a dataclass, or reads
+        numbers anew.
+    """
+    name = traced.recipe.name
+    if traced.carried or traced.settled:
+        first = (*traced.carried, *traced.settled)[0]
+        raise CaptureError(
+            f"forward of {name} sets {first}, which a whole step does not carry out: leave that "
+            f"out in training, or {WAY_OUT}"
+        )
+    if traced.floats or traced.repeats:
+        raise CaptureError(
+            f"forward of {name} reads numbers anew at each step, or returns one tensor twice or a "
+            f"dataclass, which a whole step does not: {WAY_OUT}"
+        )
+
+
+def results_of(joint: Joint, name: str) -> JointResults:
+    """The places of a joint graph whose forward returns one loss.
+
+    Raises
+    ------
+    CaptureError : it returns something else, or two gradients share a tensor.
+    """
+    nodes = joint.module.graph.find_nodes(op="placeholder")
+    inputs = [node for node in nodes if not is_tangent(node)]
+    results: Any = joint.module.graph.output_node().args[0]
+    written = _written(joint, inputs)
+    losses = [place for place in range(joint.num_forward_outputs) if place not in written]
+    tangents = [node for node in nodes if is_tangent(node)]
+    if len(losses) != 1 or len(tangents) != 1 or results[losses[0]].meta["val"].numel() != 1:
+        raise CaptureError(
+            f"a whole step of {name} needs one loss, a single number, and forward returns "
+            f"{len(losses)} results or a larger one: give loss_fn="
+        )
+    place_of, gradient_of = dict[str, int](), dict[str, str]()
+    for place, node in enumerate(inputs, joint.num_forward_outputs):
+        gradient = results[place] if place < len(results) else None
+        if isinstance(gradient, fx.Node):
+            gradient_of[node.name] = joint.value_of_node[gradient]
+            place_of[node.name] = place
+    _require_own_tensors(joint, gradient_of, name)
+    like: Tensor = tangents[0].meta["val"]
+    return JointResults(
+        {node.name: place for place, node in enumerate(inputs)},
+        gradient_of, place_of, losses[0], written,
+        torch.ones(tuple(like.shape), dtype=like.dtype),
+    )  # fmt: skip
+
+
+def _written(joint: Joint, inputs: list[fx.Node]) -> dict[int, int]:
+    """By the place of a result of forward, the place of the input that it is the new value of."""
+    described = joint.module.graph.output_node().meta["desc"][: joint.num_forward_outputs]
+    places = {node.meta["desc"].expr(): place for place, node in enumerate(inputs)}
+    found = {place: getattr(what, "mutated_input", None) for place, what in enumerate(described)}
+    return {place: places[given.expr()] for place, given in found.items() if given is not None}
+
+
+def _require_own_tensors(joint: Joint, gradient_of: Mapping[str, str], name: str) -> None:
+    values = joint.graph.value_by_name
+    owner = dict[str, str]()
+    for parameter, gradient in gradient_of.items():
+        is_given = not values[gradient].producer or values[gradient].kind == "tangent"
+        if is_given or gradient in owner:
+            other = "what backward is given" if is_given else f"the gradient of {owner[gradient]}"
+            raise CaptureError(
+                f"the gradient of {parameter} of {name} and {other} are one tensor, which a whole "
+                f"step would change twice: {WAY_OUT}"
+            )
+        owner[gradient] = parameter

@@ -1,0 +1,393 @@
+"""Parameters and optimizer states of a step: each at its home between steps.
+
+While some are below the device, the model and the optimizer have hooks that bring all of them back
+before anything of the user's reads them: ``state_dict``, ``load_state_dict`` and the model's own
+forward. The next step sends them down again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import weakref
+from collections.abc import Generator, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from remat.graph_capture.errors import RewriteError, TierError
+from remat.graph_capture.graph import Tier
+from remat.graph_capture.spill_files import File, Folder
+from remat.rewriter.tiers.file_tier import Copy, link_thread
+
+# A parameter, its optimizer's state or its gradient: in memory, or in files below it.
+#
+# A tensor keeps its storage object throughout; only the bytes of the storage come and go. So all
+# views of it stay right, and the user's tensors are the same objects before and after. Between
+# steps the user's tensor of what is below is empty, of shape (0,): read by mistake, it gives an
+# error or nothing, never wrong numbers.
+#
+# Each copy notes what it has done in the thread that did it, where Ctrl-C is never heard. So at any
+# moment it is known where the bytes are, and `restore` brings them back from there.
+
+
+Folders = Mapping[Tier, Folder]
+"""Of the tiers ``host`` and ``nvme``."""
+
+
+class Held:
+    """Tensors that move together.
+
+    Parameters
+    ----------
+    name : what they are, in words. tensors : the user's, each with a storage of its own.
+    folders : where files of the lower tiers are made.
+
+    Attributes
+    ----------
+    is_in_memory : whether the storages hold the bytes. copied : the tiers whose files hold them.
+    """
+
+    def __init__(self, name: str, tensors: Iterable[Tensor], folders: Folders) -> None:
+        self.name, self.folders = name, folders
+        self.tensors: list[Tensor] = []
+        self.whole: list[Tensor] = []
+        self.sizes_bytes: list[int] = []
+        self.is_in_memory = True
+        self.copied: set[Tier] = set()
+        self._files: dict[Tier, list[File]] = {}
+        self._leaving: list[Copy] = []
+        self._arriving: list[Copy] = []
+        self.adopt(tensors)
+
+    def adopt(self, tensors: Iterable[Tensor]) -> None:
+        """Hold these from now on, whose bytes are in memory; files hold none of them."""
+        found = list(tensors)
+        self.settle()
+        self.copied.clear()
+        if [id(one) for one in found] == [id(one) for one in self.tensors]:
+            return
+        self._files.clear()
+        self.tensors = found
+        for one in found:
+            if not one.untyped_storage().resizable():  # such as memory that is mapped from a file
+                one.data = one.data.clone()
+        self.whole = [one.data for one in found]
+        self.sizes_bytes = [one.untyped_storage().nbytes() for one in found]
+
+    def written(self) -> None:
+        """What files hold is not what memory holds any more."""
+        self.copied.clear()
+
+    def attach(self) -> None:
+        """Let the user's tensors have their storages, filled or not."""
+        for one, whole in zip(self.tensors, self.whole, strict=True):
+            if one.data_ptr() != whole.data_ptr() or one.shape != whole.shape:
+                one.data = whole
+
+    def rest(self) -> None:
+        """Let the user's tensors be empty, if their bytes are below."""
+        if not self.is_in_memory:
+            for one in self.tensors:
+                one.data = torch.empty(0, dtype=one.dtype)
+
+    @property
+    def was_replaced(self) -> bool:
+        """Whether the user has put other numbers where `rest` has left none."""
+        return not self.is_in_memory and any(one.numel() for one in self.tensors)
+
+    def offload(self, to: Tier) -> None:
+        """Begin to copy one tier down."""
+        if not self.tensors:
+            return
+        if to == "host":
+            addresses = [one.untyped_storage().data_ptr() for one in self.whole]
+            given = [self, to, addresses]
+            self._leaving.append(link_thread("d2h").begin(_files_from_memory, given))
+        else:
+            after = self._leaving[-1] if self._leaving else None
+            copy = link_thread("write").begin(_copy_files, [self, "host", to], after)
+            self._leaving.append(copy)
+
+    def fetch(self, to: Tier) -> None:
+        """Begin to copy one tier up; into memory that is taken here."""
+        if not self.tensors:
+            return
+        before = self._arriving[-1] if self._arriving else None
+        if to == "host":
+            copy = link_thread("read").begin(_copy_files, [self, "nvme", to], before)
+        else:
+            copy = link_thread("h2d").begin(
+                _memory_from_files, [self, "host", self._room()], before
+            )
+        self._arriving.append(copy)
+
+    def arrive(self) -> None:
+        """Wait for what is on its way into memory."""
+        while self._arriving:
+            self._arriving[-1].wait()
+            self._arriving.clear()
+            self.is_in_memory = True
+
+    def leave(self) -> None:
+        """Wait for copies out of memory and into it, then give it back.
+
+        A copy that nobody has waited for would write to memory that is another's by then.
+        """
+        if not self.tensors:
+            return
+        self._wait_for_all()
+        self._arriving.clear()
+        if not self.copied:
+            raise TierError(f"{self.name} would be dropped, and no file holds it")
+        self.is_in_memory = False
+        for whole in self.whole:
+            whole.untyped_storage().resize_(0)
+
+    def forget_below(self, tier: Tier) -> None:
+        """Nothing needs what a tier holds any more; its file is kept, to be written again."""
+        self._wait_for_all()
+        self.copied.discard(tier)
+        self._files.pop(tier, None)
+
+    def _wait_for_all(self) -> None:
+        for copy in (*self._leaving, *self._arriving):
+            copy.wait()
+        self._leaving.clear()
+
+    def settle(self) -> None:
+        """Wait for all copies, whatever comes of them."""
+        for copy in (*self._leaving, *self._arriving):
+            copy.settle()
+        self._leaving.clear()
+        self._arriving.clear()
+
+    def restore(self) -> None:
+        """Bring the bytes back into memory from wherever they are, whatever has failed before."""
+        self.settle()
+        if not self.is_in_memory:
+            tier: Tier = "host" if "host" in self.copied else "nvme"
+            copy = link_thread("h2d").begin(_memory_from_files, [self, tier, self._room()])
+            copy.wait()
+            self.is_in_memory = True
+        self.attach()
+
+    def close(self) -> None:
+        """Let go of all files; the bytes are in memory."""
+        self.settle()
+        self.copied.clear()
+        self._files.clear()
+
+    def _room(self) -> list[int]:
+        for whole, size_bytes in zip(self.whole, self.sizes_bytes, strict=True):
+            if whole.untyped_storage().nbytes() != size_bytes:
+                whole.untyped_storage().resize_(size_bytes)
+        return [one.untyped_storage().data_ptr() for one in self.whole]
+
+    def files_at(self, tier: Tier) -> list[File]:
+        """The files of a tier, opened where there are none; called by the thread of a link."""
+        if tier not in self._files:
+            self._files[tier] = [File(self.folders[tier], size) for size in self.sizes_bytes]
+        return self._files[tier]
+
+
+def _files_from_memory(held: Held, to: Tier, addresses: list[int]) -> None:
+    held.copied.discard(to)
+    for file, address in zip(held.files_at(to), addresses, strict=True):
+        file.write_from(address)
+    held.copied.add(to)
+
+
+def _memory_from_files(held: Held, source: Tier, addresses: list[int]) -> None:
+    for file, address in zip(held.files_at(source), addresses, strict=True):
+        file.read_to(address)
+
+
+def _copy_files(held: Held, source: Tier, to: Tier) -> None:
+    held.copied.discard(to)
+    for file, other in zip(held.files_at(source), held.files_at(to), strict=True):
+        file.copy_to(other)
+    held.copied.add(to)
+
+
+# Ctrl-C waits until a few lines of Python have ended: an update is made wholly or not at all.
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Generator[None]:
+    """Hold Ctrl-C back meanwhile, and let it be heard afterwards.
+
+    Python hears it in the main thread alone, so elsewhere nothing is to do.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard = list[Any]()
+    before = signal.signal(signal.SIGINT, lambda *given: heard.append(given))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before if before is not None else signal.SIG_DFL)
+        if heard:
+            signal.raise_signal(signal.SIGINT)
+
+
+COUNT = "step"
+"""The key of an optimizer's state under which it counts steps: a number, which stays in memory."""
+
+
+def moments(optimizer: Optimizer, parameter: Tensor) -> list[Tensor]:
+    """The tensors that an optimizer keeps of a parameter, beside the count of steps."""
+    state: Mapping[str, Any] = optimizer.state.get(parameter, {})
+    return [one for key, one in state.items() if key != COUNT and isinstance(one, Tensor)]
+
+
+@dataclass
+class Residents:
+    """All that has a home, by its name in the graph of the step.
+
+    Parameters
+    ----------
+    parameters : by name, with the path that the user knows. homes : of parameters and of states
+        (``O:`` and the parameter's name), the tier between steps.
+    """
+
+    optimizer: Optimizer
+    parameters: dict[str, tuple[str, nn.Parameter]]
+    homes: Mapping[str, Tier]
+    folders: Folders
+    held: dict[str, Held] = field(default_factory=dict[str, Held])
+
+    def __post_init__(self) -> None:
+        for name, (path, parameter) in self.parameters.items():
+            self.held[name] = Held(path, [parameter], self.folders)
+            if f"O:{name}" in self.homes:
+                kept = moments(self.optimizer, parameter)
+                self.held[f"O:{name}"] = Held(f"the state of {path}", kept, self.folders)
+
+    @property
+    def are_all_here(self) -> bool:
+        """Whether everything is in memory."""
+        return all(one.is_in_memory for one in self.held.values())
+
+    def attach(self) -> None:
+        """Give the user's tensors their storages back, and take over what the user has replaced."""
+        with uninterrupted():
+            self._attach()
+
+    def _attach(self) -> None:
+        for name, one in self.held.items():
+            if name.startswith("O:"):
+                now = moments(self.optimizer, self.parameters[name[2:]][1])
+                if [id(t) for t in now] != [id(t) for t in one.tensors]:
+                    one.is_in_memory = True
+                    one.adopt(now)
+            elif one.was_replaced:
+                tensors, one.tensors, one.is_in_memory = one.tensors, [], True
+                one.adopt(tensors)
+            one.attach()
+
+    def send_down(self) -> None:
+        """Send each to its home; nothing moves where all are there."""
+        for name, tier in self.homes.items():
+            one = self.held[name]
+            if tier == "device" or not one.is_in_memory or not one.tensors:
+                continue
+            one.written()
+            one.offload("host")
+            if tier == "nvme":
+                one.offload("nvme")
+            one.leave()
+            if tier == "nvme":
+                one.forget_below("host")
+
+    def rest(self) -> None:
+        """Leave the user's tensors of what is below empty until the next step."""
+        with uninterrupted():
+            for one in self.held.values():
+                one.rest()
+
+    def bring_back(self) -> None:
+        """Bring all into memory, and into the user's tensors; may be called again if it fails.
+
+        Raises
+        ------
+        TierError : a file cannot be read. All others are back, and what is in that file is empty.
+        """
+        failed = list[tuple[str, TierError]]()
+        with uninterrupted():
+            for one in self.held.values():
+                try:
+                    one.restore()
+                except TierError as error:
+                    one.rest()
+                    failed.append((one.name, error))
+        if failed:
+            names = ", ".join(name for name, _ in failed)
+            raise TierError(
+                f"{names} could not be brought back from below the device, and stay empty: call "
+                "bring_back() again, or load them from a checkpoint"
+            ) from failed[0][1]
+
+    def close(self) -> None:
+        """Let go of all files, once all is back."""
+        for one in self.held.values():
+            one.close()
+
+
+class MemoryWatch:
+    """The hooks of one model and its optimizer, while something is below.
+
+    They hold `residents` and not the step, so what is below comes back even after the step itself
+    is gone.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, residents: Residents) -> None:
+        self.residents = residents
+        self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
+        self._handles: list[RemovableHandle] = []
+
+    def begin(self) -> None:
+        """Hear of reads from now on."""
+        model, optimizer = self._model(), self._optimizer()
+        if self._handles or model is None or optimizer is None:
+            return
+        hear = _BringBack(self.residents)
+        self._handles += [
+            model.register_state_dict_pre_hook(hear),
+            model.register_load_state_dict_pre_hook(hear),
+            model.register_forward_pre_hook(hear),
+            optimizer.register_state_dict_pre_hook(hear),
+            optimizer.register_load_state_dict_pre_hook(hear),
+        ]
+
+    def end(self) -> None:
+        """Hear of none any more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class _BringBack:
+    """The hook. A copy of a model has one that does nothing, as its tensors are its own."""
+
+    def __init__(self, residents: Residents | None = None) -> None:
+        self.residents = residents
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        if self.residents is not None:
+            self.residents.bring_back()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Refuse copies of tensors that are empty, which would be empty for good."""
+        if self.residents is not None and not self.residents.are_all_here:
+            raise RewriteError(
+                "a model whose parameters are below the device is copied or pickled: call "
+                "bring_back() of its step first, or save its state_dict()"
+            )
+        return _BringBack, ()

@@ -1,0 +1,213 @@
+"""How far rounding alone moves each result of an eager step.
+
+A step is run with each op's result a little off, by as much as one rounding may be. Results that
+move by their own size are made of rounding errors, such as the gradient of a bias before a batch
+norm, which is zero on paper. Other code may round otherwise, and such a result is then another.
+
+Source: D. S. Parker, Monte Carlo Arithmetic, 1997.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from remat.graph_capture.joint.nodes import is_getitem, plain_name
+from remat.graph_capture.joint.provenance import MODULE_KEY, SOURCE_KEY, path_in_model, source_of
+from remat.rewriter.graphs.rng import drawn
+
+
+class RoundedOtherwise(TorchDispatchMode):
+    """In here, each new result is off by up to one unit in the last place of its dtype.
+
+    Whole numbers stay as they are: they are counts and masks, and most are exact. So do results
+    that are made of no tensor, and those that share a storage with an argument. The random streams
+    are not touched.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run the op, and move what it returns."""
+        results = func(*args, **(kwargs or {}))
+        given = pytree.tree_leaves((args, kwargs))
+        shares = any(result.alias_info is not None for result in func._schema.returns)
+        if shares or not any(isinstance(leaf, Tensor) for leaf in given):
+            return results
+        return pytree.tree_map(self._moved, results)
+
+    def _moved(self, result: Any) -> Any:
+        if not isinstance(result, Tensor) or not result.is_floating_point():
+            return result
+        by = torch.empty_like(result).uniform_(-1, 1, generator=self._generator(result.device))
+        by.mul_(result).mul_(torch.finfo(result.dtype).eps)
+        return result + torch.where(result == result.round(), torch.zeros_like(by), by)
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device=device).manual_seed(0)
+        return self._generators[device]
+
+
+Outcome = Mapping[str, Any]
+
+
+def moved_by_rounding(outcome: Callable[[], Outcome], expected: Outcome) -> dict[str, float]:
+    """For each floating-point result, how far its norm moves if each op rounds otherwise.
+
+    Parameters
+    ----------
+    outcome : runs the eager step. expected : what it gave without this.
+    """
+    with RoundedOtherwise():
+        found = outcome()
+    return {
+        name: float((found[name].double() - like.double()).norm())
+        for name, like in expected.items()
+        if isinstance(like, Tensor) and like.is_floating_point()
+    }
+
+
+# Steps on a CPU that sum in no fixed order, so that eager itself does not repeat its bits.
+#
+# Writing to indices with `accumulate`, which is also what backward of `x[indices]` does, adds from
+# all threads at once. In torch 2.11 to 2.14 that holds for float32 alone; sums by `index_add`,
+# `scatter_add` and embeddings have an order on a CPU.
+
+
+ACCUMULATE_AT = {"index_put": 3, "_unsafe_index_put": 3, "_index_put_impl": 3, "put": 3}
+"""Ops that add so, each with the place of its argument `accumulate`."""
+
+
+class InOneOrder(TorchDispatchMode):
+    """Within the block such sums have one order, in which a rewritten step and eager are compared.
+
+    Their bits then are the same or not. Without it, a plan that is wrong by a little could not be
+    told from one that is right. These ops run as torch's deterministic setting has them. The
+    setting itself is one that plans are made for: a rewritten module refuses to run in another.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run the op."""
+        if plain_name(func) not in ACCUMULATE_AT:
+            return func(*args, **(kwargs or {}))
+        torch.use_deterministic_algorithms(True)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+def sums_in_no_order(module: nn.Module) -> bool:
+    """Whether a rewritten part of `module` holds such an op, and threads for it."""
+    kinds: list[Any] = [type(m) for m in module.modules()]  # of its own, which holds the plan
+    steps = [kind._remat_compiled_step for kind in kinds if hasattr(kind, "_remat_compiled_step")]
+    return any(add_in_no_order(graph) for one in steps for graph in (one.forward, one.backward))
+
+
+def add_in_no_order(gm: fx.GraphModule) -> bool:
+    """Whether a graph holds such an op, and there are threads for it."""
+    if torch.get_num_threads() == 1 or torch.are_deterministic_algorithms_enabled():
+        return False
+    return any(_adds_at_once(node) for node in gm.graph.nodes)
+
+
+def _adds_at_once(node: fx.Node) -> bool:
+    at = ACCUMULATE_AT.get(plain_name(node.target))
+    if at is None:
+        return False
+    value = node.meta.get("val")
+    has_order = isinstance(value, Tensor) and value.dtype != torch.float32
+    return not has_order and bool(_argument(node, at, "accumulate"))
+
+
+def _argument(node: fx.Node, at: int, name: str) -> Any:
+    return node.args[at] if len(node.args) > at else node.kwargs.get(name, False)
+
+
+# Where eager runs an op that the plan does not: the line from which a failed check began.
+#
+# A model whose code looks at whether it is traced computes one thing in the trace and another when
+# it runs. The results only say that; the ops that eager runs say where.
+
+
+_COPIES = frozenset({"detach", "alias", "clone", "copy", "_to_copy", "view", "expand"})
+"""Copies and casts come and go where writing in place and autocast are taken apart."""
+
+
+@dataclass(frozen=True)
+class _Op:
+    """An op by its name and the plain numbers among its arguments, with the user's line."""
+
+    name: str
+    numbers: tuple[Any, ...]
+    line: str
+
+
+class _Ran(TorchDispatchMode):
+    """The ops that run, in order, with the user's lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[_Op] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Note the op and run it."""
+        self.ops.append(_op(func, args, source_of(sys._getframe(1))))
+        return func(*args, **(kwargs or {}))
+
+
+def first_other_line(run: Callable[[], Any], graphs: Iterable[fx.GraphModule]) -> str:
+    """The first line at which `run` runs an op that is not in the plan's graphs for that line.
+
+    ``file:line``, with the module where it is known. Empty where all ops are the plan's, as where
+    only a tensor that is read differs.
+    """
+    planned: list[_Op] = []
+    modules: dict[str, str] = {}
+    for gm in graphs:
+        for node in gm.graph.nodes:
+            place = node.meta.get("custom") or {}
+            if node.op == "call_function" and not is_getitem(node) and place.get(SOURCE_KEY):
+                target, args = drawn(node)
+                planned.append(_op(target, args, place[SOURCE_KEY]))
+                modules.setdefault(place[SOURCE_KEY], path_in_model(place.get(MODULE_KEY, "")))
+    with _Ran() as ran:
+        run()
+    line = _first_outside(ran.ops, planned)
+    return f"{line} in module {modules[line]}" if modules.get(line) else line
+
+
+def _first_outside(ran: list[_Op], planned: list[_Op]) -> str:
+    """By names alone first: numbers are also written otherwise where an op is taken apart."""
+    for facts in (lambda op: (op.line, op.name), lambda op: (op.line, op.name, op.numbers)):
+        known = {facts(op) for op in planned}
+        for op in ran:
+            if op.line and op.name not in _COPIES and facts(op) not in known:
+                return op.line
+    return ""
+
+
+def _op(target: Any, args: tuple[Any, ...], line: str) -> _Op:
+    return _Op(
+        plain_name(target), tuple(repr(x) for x in args if isinstance(x, (bool, int, float))), line
+    )

@@ -1,0 +1,269 @@
+"""Generated Python that takes its inputs in a list and lets go of each value after its last use.
+
+A function that takes its inputs one by one holds all of them until it returns, whatever the
+schedule says. fx's own code looks each op up by a path of attributes at each call; here ops and
+constants are bound once. `python -m benchmarks.runtime` measures what Python costs beyond that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from remat.graph_capture.joint.nodes import is_getitem
+from remat.rewriter.graphs.gradients import Steps, marks, places_handed
+
+# The quickest Python callables that run exactly a given ATen op.
+#
+# `torch.ops.aten.mm.default(a, b)` matches its arguments against a schema at each call. That takes
+# one to two microseconds more than `torch.mm(a, b)`, whose parser is generated. Which op such a
+# function runs depends on its arguments. So each is tried once on the fake tensors of the trace,
+# and taken only if it runs the same overload with the same arguments.
+
+
+Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+_C: Any = torch._C
+_NAMESPACES: tuple[Any, ...] = (
+    _C._VariableFunctions,
+    torch.Tensor,
+    _C._nn,
+    _C._linalg,
+    _C._special,
+    _C._fft,
+)
+_REJECTED = (TypeError, ValueError, RuntimeError)
+"""What a function raises if its parameters are not those of the op."""
+
+
+class Bindings:
+    """Callables for the nodes of a graph. Each kind of call is tried once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Callable[..., Any]] = {}
+
+    def of(self, node: fx.Node) -> Callable[..., Any]:
+        """What to call in place of the node's target, with the same arguments."""
+        target = node.target
+        assert callable(target)
+        if not isinstance(target, torch._ops.OpOverload):
+            return target
+        args, kwargs = pytree.tree_map_only(
+            fx.Node, lambda n: n.meta.get("val"), (tuple(node.args), dict(node.kwargs))
+        )
+        key = (target, *(_kind(leaf) for leaf in _leaves(args, kwargs)))
+        if key not in self._known:
+            self._known[key] = _quickest(target, args, kwargs)
+        return self._known[key]
+
+
+def _leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    for one in (*args, *kwargs.items()):
+        yield from one if isinstance(one, (tuple, list)) else (one,)
+
+
+def _kind(leaf: Any) -> Any:
+    """What a parser tells apart. It may take a tensor without dimensions for a number."""
+    if isinstance(leaf, Tensor):
+        return Tensor, leaf.dtype, leaf.dim() == 0
+    return leaf if isinstance(leaf, str) else type(leaf)
+
+
+def _quickest(
+    target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[..., Any]:
+    name = target._opname
+    if target.namespace == "aten" and torch.Tag.nondeterministic_seeded not in target.tags:
+        for space in _NAMESPACES:
+            candidate = getattr(space, name, None)
+            if candidate is not None and _runs_same(candidate, target, args, kwargs):
+                return candidate
+    return target._op
+
+
+def _runs_same(
+    candidate: Callable[..., Any],
+    target: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> bool:
+    """Whether `candidate` runs `target` alone, on the very arguments."""
+    recorder = _Recorder()
+    try:
+        with torch.no_grad(), recorder:
+            candidate(*args, **kwargs)
+    except _REJECTED:
+        return False
+    return len(recorder.calls) == 1 and _same_call(recorder.calls[0], (target, args, kwargs))
+
+
+class _Recorder(TorchDispatchMode):
+    """Remembers each op that is run, with its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _same_call(found: Call, wanted: Call) -> bool:
+    if found[0] is not wanted[0]:
+        return False
+    parameters = found[0]._schema.arguments
+    return all(
+        _same(_given(parameter, i, found), _given(parameter, i, wanted))
+        for i, parameter in enumerate(parameters)
+    )
+
+
+def _given(parameter: Any, i: int, call: Call) -> Any:
+    _, args, kwargs = call
+    return args[i] if i < len(args) else kwargs.get(parameter.name, parameter.default_value)
+
+
+def _same(found: Any, wanted: Any) -> bool:
+    if isinstance(wanted, Tensor) or isinstance(found, Tensor):
+        return found is wanted
+    if isinstance(wanted, (tuple, list)) and isinstance(found, (tuple, list)):
+        return len(found) == len(wanted) and all(map(_same, found, wanted))
+    return type(found) is type(wanted) and found == wanted
+
+
+Boxed = Callable[[list[Any]], Any]
+
+_serial = itertools.count()
+
+
+class _Writer:
+    """Writes one graph as a function. `bound` holds the globals that the function reads.
+
+    Parameters
+    ----------
+    in_steps : whether it stops at each mark of `handed_over`, as a generator.
+    """
+
+    def __init__(self, gm: fx.GraphModule, *, in_steps: bool = False) -> None:
+        self.gm = gm
+        results: Any = gm.graph.output_node().args[0]
+        self.marks = frozenset(marks(gm.graph) if in_steps else ())
+        self.rest = places_handed(gm.graph)[-1] if in_steps else ()
+        self.results = [results[place] for place in self.rest] if in_steps else results
+        self.bindings = Bindings()
+        self.bound: dict[str, Any] = {}
+        self.names: dict[int, str] = {}
+        self.lines: list[str] = []
+
+    def write(self) -> str:
+        """The source."""
+        nodes = list(self.gm.graph.nodes)
+        returned = [r for r in self.results if isinstance(r, fx.Node)]
+        dead = _dead_after(nodes, returned)
+        taken = [node for node in nodes if node.op == "placeholder"]
+        if taken:
+            self.lines.append(f"{', '.join(node.name for node in taken)}, = args_list")
+        self.lines.append("args_list.clear()")
+        self._drop([node for node in taken if not node.users])
+        for node in nodes:
+            self._line(node)
+            self._drop(dead.get(node, []))
+            if node in self.marks:  # not before: it would hold what it waits with
+                self.lines.append(f"yield {node.args[0]!r}, _handed")
+        body = "\n    ".join(self.lines)
+        return f"def run(args_list):\n    {body}\n"
+
+    def _line(self, node: fx.Node) -> None:
+        if node.op == "get_attr":
+            constant = self.bind(getattr(self.gm, str(node.target)))
+            self.lines.append(f"{node.name} = {constant}")
+        elif node.op == "output" and self.marks:
+            self.lines.append(f"yield {self.rest!r}, {self._shown(self.results)}")
+        elif node.op == "output":
+            self.lines.append(f"return {self._shown(node.args[0])}")
+        elif node in self.marks:
+            gradients: Any = node.args[1]
+            self.lines.append(f"_handed = {self._shown(list(gradients))}")
+        elif node.op == "call_function":
+            result = f"{node.name} = " if node.users else ""
+            self.lines.append(f"{result}{self._call(node)}")
+
+    def _call(self, node: fx.Node) -> str:
+        if is_getitem(node):
+            return f"{self._shown(node.args[0])}[{node.args[1]}]"
+        given = [self._shown(argument) for argument in node.args]
+        given += [f"{name}={self._shown(argument)}" for name, argument in node.kwargs.items()]
+        return f"{self.bind(self.bindings.of(node))}({', '.join(given)})"
+
+    def _drop(self, nodes: list[fx.Node]) -> None:
+        if nodes:
+            self.lines.append(f"del {', '.join(node.name for node in nodes)}")
+
+    def _shown(self, argument: Any) -> str:
+        """An argument as source: nodes by name, small constants in full, others bound."""
+        if isinstance(argument, fx.Node):
+            return argument.name
+        if argument is None or isinstance(argument, (bool, int)):
+            return repr(argument)
+        if isinstance(argument, (tuple, list)):
+            if any(isinstance(item, (fx.Node, tuple, list)) for item in argument):
+                items = "".join(f"{self._shown(item)}, " for item in argument)
+                return f"({items})" if isinstance(argument, tuple) else f"[{items}]"
+            return self.bind(list(argument) if isinstance(argument, list) else argument)
+        return self.bind(argument)
+
+    def bind(self, thing: Any) -> str:
+        """The name of a global that holds `thing`."""
+        if id(thing) not in self.names:
+            name = f"_{len(self.bound)}"
+            self.names[id(thing)], self.bound[name] = name, thing
+        return self.names[id(thing)]
+
+
+def _dead_after(nodes: list[fx.Node], returned: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """For each node, the values that it is the last to read. What is returned never dies."""
+    dead: dict[fx.Node, list[fx.Node]] = {}
+    seen: set[fx.Node] = set(returned)
+    for node in reversed(nodes[:-1]):
+        for read in node.all_input_nodes:
+            if read not in seen:
+                seen.add(read)
+                dead.setdefault(node, []).append(read)
+    return dead
+
+
+def compile_boxed(gm: fx.GraphModule, example_inputs: Any) -> Boxed:
+    """The compiler that AOTAutograd is given: plain generated Python over ATen ops."""
+    run: Boxed = _compiled(_Writer(gm))
+    run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+    return run
+
+
+def compile_in_steps(gm: fx.GraphModule) -> Steps:
+    """Backward as a generator that hands over gradients where the graph has marks.
+
+    Its last result is the gradients that no mark hands over.
+    """
+    return _compiled(_Writer(gm, in_steps=True))
+
+
+def _compiled(writer: _Writer) -> Any:
+    source = writer.write()
+    filename = f"<remat step {next(_serial)}>"
+    space = dict(writer.bound)
+    exec(compile(source, filename, "exec"), space)
+    run = space["run"]
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    weakref.finalize(run, linecache.cache.pop, filename, None)
+    return run

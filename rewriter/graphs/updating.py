@@ -1,0 +1,203 @@
+"""Parameters are updated during backward, each as soon as its gradient is there.
+
+Autograd's engine calls a hook when it has put a gradient into ``.grad``, whatever else has a part
+in it. The hooks stand only while a backward of the step runs, so that no other backward of the
+user's updates anything. When they run is the schedule's business: an update is an op of the plan,
+and no op reads a parameter after it (`schedules/simulate.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import sys
+import warnings
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from remat.graph_capture.errors import RewriteError
+from remat.graph_capture.joint.optimizers import parameter_groups, require_known, step_alone
+
+# Notices a training loop that clips gradients which updates during backward have used.
+#
+# `clip_grad_norm_` after backward finds no gradients, returns a norm of 0 and says nothing. No hook
+# sees that call. But the functions that call forward are on the stack meanwhile, and theirs is
+# mostly the loop that clips. So their code is looked at, once each.
+
+
+CLIPPERS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "clip_gradients")
+"""Functions of torch, and methods of wrappers around models that call them."""
+
+
+@dataclass
+class ClippingWatch:
+    """Warns once if a caller of forward clips gradients.
+
+    Attributes
+    ----------
+    kind : of the module. seen : code that was looked at.
+    """
+
+    kind: str
+    seen: set[CodeType] = field(default_factory=set[CodeType])
+    has_warned: bool = False
+
+    def look(self) -> None:
+        """Look at the code of all callers that was not seen before."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and not self.has_warned:
+            code = frame.f_code
+            if code not in self.seen:
+                self.seen.add(code)
+                self._warn_of(frame, _clipper_in(frame))
+            frame = frame.f_back
+
+    def _warn_of(self, frame: FrameType, name: str) -> None:
+        if not name:
+            return
+        self.has_warned = True
+        code = frame.f_code
+        warnings.warn(
+            f"{code.co_name} ({code.co_filename}:{_line_of(code, name)}) names {name}: the "
+            f"{self.kind} updates its parameters during backward, so that {name} finds no "
+            "gradients after it and clips nothing. Update after backward (remat.rematerialize), "
+            "or leave out clipping",
+            stacklevel=2,
+        )
+
+
+def _clipper_in(frame: FrameType) -> str:
+    """The name by which the code of a frame loads a function that clips; empty without one."""
+    ours = {id(getattr(clip_grad, name)) for name in CLIPPERS if hasattr(clip_grad, name)}
+    for name in frame.f_code.co_names:
+        if name in CLIPPERS or id(frame.f_globals.get(name)) in ours:
+            return name
+    return ""
+
+
+def _line_of(code: CodeType, name: str) -> int:
+    """The line at which the code first loads the name."""
+    line = code.co_firstlineno
+    for instruction in dis.get_instructions(code):
+        positions = instruction.positions
+        line = positions.lineno if positions and positions.lineno else line
+        if instruction.argval == name:
+            break
+    return line
+
+
+_C: Any = torch._C
+
+
+class Updates:
+    """The updates of one rewritten module.
+
+    Attributes
+    ----------
+    optimizer : the user's. accumulates : whether the plan counts gradients that stay.
+    paused : whether gradients are added to ``.grad`` and stay there.
+    """
+
+    def __init__(self, optimizer: Optimizer, kind: str, *, accumulates: bool) -> None:
+        self.optimizer, self.kind, self.accumulates = optimizer, kind, accumulates
+        self.paused = False
+        self._handles: list[RemovableHandle] = []
+        self._last_pass = -1
+        self._clipping = ClippingWatch(kind)
+
+    def require_forward(self) -> None:
+        """Refuse a forward whose gradients wrappers are waiting for; warn of one that clips."""
+        if not self.paused:
+            self._clipping.look()
+        wrapper: Any = DistributedDataParallel
+        if not self.paused and wrapper._active_ddp_module is not None:
+            raise RewriteError(
+                f"the {self.kind} updates its parameters during backward, and "
+                "DistributedDataParallel around it averages their gradients over the ranks first: "
+                "plan with remat.rematerialize, and update after backward"
+            )
+
+    def require_backward(self) -> None:
+        """Refuse a backward after which parameters are read again.
+
+        Raises
+        ------
+        RewriteError : the graph is retained, or the backward goes through two forwards.
+        """
+        if self.paused:
+            return
+        require_known(self.optimizer)
+        if _C._autograd._get_current_graph_task_keep_graph():
+            raise RewriteError(
+                f"backward with retain_graph=True through the {self.kind}, which updates its "
+                "parameters meanwhile: another backward would read the new ones. Call backward "
+                "once, or, for all but the last one, within remat.accumulating(module)"
+            )
+        now = _C._current_graph_task_id()
+        if self._last_pass == now:
+            raise RewriteError(
+                f"one backward through two forwards of the {self.kind}, which updates its "
+                "parameters meanwhile. Call backward for each loss, all but the last within "
+                "remat.accumulating(module)"
+            )
+        self._last_pass = now
+
+    def begin(self, parameters: Iterable[Any]) -> Callable[[], None]:
+        """Let gradients update `parameters` as they come; returns what ends that."""
+        self._end()  # a backward that failed has not ended
+        if self.paused:
+            return self._end
+        groups = parameter_groups(self.optimizer)
+
+        def update(parameter: Tensor) -> None:
+            step_alone(self.optimizer, parameter, groups[id(parameter)])
+            parameter.grad = None
+
+        for parameter in parameters:
+            if isinstance(parameter, nn.Parameter) and id(parameter) in groups:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(update))
+        return self._end
+
+    def _end(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+@contextlib.contextmanager
+def accumulating(module: nn.Module) -> Generator[None]:
+    """Backwards meanwhile add to ``.grad`` and update nothing: for all batches but the last.
+
+    Parameters
+    ----------
+    module : what `remat.training_step` returned.
+
+    Raises
+    ------
+    RewriteError : it does not update its parameters, or its plan has no room for gradients.
+    """
+    updates: Any = getattr(type(module), "_remat_updates", None)
+    if not isinstance(updates, Updates):
+        raise RewriteError(
+            f"this {type(module).__name__} does not update its parameters during backward: "
+            "pass what remat.training_step returned"
+        )
+    if not updates.accumulates:
+        raise RewriteError(
+            f"the plan of this {updates.kind} has no room for gradients that stay: make it with "
+            "remat.training_step(..., accumulate=True)"
+        )
+    before, updates.paused = updates.paused, True
+    try:
+        yield
+    finally:
+        updates.paused = before

@@ -1,1 +1,0 @@
-"""What torch's CUDA caching allocator takes from a device, replayed without one."""

@@ -1,0 +1,465 @@
+"""A replay of the rules of torch's CUDA caching allocator: what it reserves for which requests.
+
+Rules of PyTorch 2.11 to 2.14 (``c10/cuda/CUDACachingAllocator.cpp``,
+https://github.com/pytorch/pytorch), for one device and one stream:
+
+- Sizes are rounded up to multiples of 512 bytes. Blocks up to 1 MiB come from one pool, larger ones
+  from another.
+- A request takes the smallest free block that is large enough; of equal ones, that at the lowest
+  address. What is left of it is split off.
+- Where there is none, a segment is taken from the device: 2 MiB for small blocks, 20 MiB for blocks
+  below 10 MiB, else the size rounded up to 2 MiB. Or, with expandable segments, a range grows.
+- A freed block joins its free neighbours, and stays reserved.
+- Only where the device is full are free segments given back to it.
+
+Not replayed: garbage collection (``garbage_collection_threshold``), private pools, several streams.
+`tests/schedules/allocator` holds it against the figures of torch's own library.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+# The settings of torch's CUDA caching allocator, and the sizes that follow from them.
+#
+# ``PYTORCH_ALLOC_CONF`` has them in MiB, by names such as ``large_segment_size_mb``. The constants
+# are those of PyTorch 2.11 to 2.14 (``c10/core/AllocatorConfig.h`` of
+# https://github.com/pytorch/pytorch).
+
+
+MIB = 1 << 20
+MIN_BLOCK_BYTES = 512
+"""Every block is a multiple of it."""
+SMALL_BYTES = MIB
+"""Blocks up to it come from the small pool, larger ones from the large pool."""
+SMALL_SEGMENT_BYTES = 2 * MIB
+LARGE_SEGMENT_BYTES = 20 * MIB
+OWN_SEGMENT_BYTES = 10 * MIB
+"""From this size on, a block that finds no room gets a segment of its own size."""
+SEGMENT_MULTIPLE_BYTES = 2 * MIB
+"""Segments of their own size are a multiple of it."""
+UNLIMITED_BYTES = 1 << 50
+
+
+def multiple_above(size_bytes: int, unit_bytes: int) -> int:
+    """The least multiple of `unit_bytes` that is no less than `size_bytes`."""
+    return -(-size_bytes // unit_bytes) * unit_bytes
+
+
+class AllocatorSettings(msgspec.Struct, frozen=True):
+    """How the allocator is set, and how large its device is.
+
+    Attributes
+    ----------
+    expandable_segments : one growing range of addresses for each pool, in place of segments.
+    max_split_bytes : blocks from this size on are not split, and not given to smaller requests.
+    max_non_split_rounding_bytes : by how much such a block may be larger than its request; at least
+        `large_segment_bytes`, which it is where torch is not told.
+    roundup_power2_divisions : sizes are rounded up to so many steps between two powers of two; a
+        power of two itself. 0 rounds to multiples of 512 bytes.
+    large_segment_bytes : size of the segments that several large blocks share, and of the pages of
+        an expandable one.
+    capacity_bytes : of the device.
+    """
+
+    expandable_segments: bool = False
+    max_split_bytes: int = UNLIMITED_BYTES
+    max_non_split_rounding_bytes: int = 0
+    roundup_power2_divisions: int = 0
+    large_segment_bytes: int = LARGE_SEGMENT_BYTES
+    capacity_bytes: int = UNLIMITED_BYTES
+
+    def block_bytes(self, asked_bytes: int) -> int:
+        """Bytes that a request takes of a block that can be split.
+
+        Parameters
+        ----------
+        asked_bytes : above 0.
+        """
+        divisions = self.roundup_power2_divisions
+        if divisions <= 1 or asked_bytes <= MIN_BLOCK_BYTES * divisions:
+            return multiple_above(asked_bytes, MIN_BLOCK_BYTES)
+        power_of_two = 1 << (asked_bytes.bit_length() - 1)
+        return multiple_above(asked_bytes, power_of_two // divisions)
+
+    def segment_bytes(self, block_bytes: int) -> int:
+        """Bytes of the segment that is taken from the device for a block."""
+        if block_bytes <= SMALL_BYTES:
+            return SMALL_SEGMENT_BYTES
+        if block_bytes < OWN_SEGMENT_BYTES:
+            return self.large_segment_bytes
+        return multiple_above(block_bytes, SEGMENT_MULTIPLE_BYTES)
+
+    def page_bytes(self, is_small: bool) -> int:
+        """By how much an expandable segment of the small or of the large pool grows."""
+        return SMALL_SEGMENT_BYTES if is_small else self.large_segment_bytes
+
+
+# Blocks of memory, the pools of free ones, and the device that they are taken from.
+
+
+@dataclass(eq=False)
+class Block:
+    """A range of addresses in one segment; `before` and `after` are its neighbours there.
+
+    A block that is not mapped is room in an expandable segment: addresses without memory.
+    """
+
+    size: int
+    address: int
+    pool: Pool
+    is_used: bool = False
+    is_mapped: bool = True
+    before: Block | None = None
+    after: Block | None = None
+
+    @property
+    def is_whole_segment(self) -> bool:
+        """Whether nothing else lies in its segment."""
+        return self.before is None and self.after is None
+
+    def put_between(self, before: Block | None, after: Block | None) -> Block:
+        """Itself, as the neighbour of these two."""
+        self.before, self.after = before, after
+        if before is not None:
+            before.after = self
+        if after is not None:
+            after.before = self
+        return self
+
+    def cut_off(self, size: int) -> Block:
+        """The first `size` bytes, as a block of their own; the rest stays with this one."""
+        first = Block(size, self.address, self.pool, is_mapped=self.is_mapped)
+        first.put_between(self.before, self)
+        self.address += size
+        self.size -= size
+        return first
+
+    def join(self) -> None:
+        """Take in both neighbours, where they are free and mapped as this one is."""
+        for other in (self.before, self.after):
+            if other is None or other.is_used or other.is_mapped != self.is_mapped:
+                continue
+            other.pool.drop(other)
+            if other is self.before:
+                self.address = other.address
+                self.put_between(other.before, self.after)
+            else:
+                self.put_between(self.before, other.after)
+            self.size += other.size
+
+
+@dataclass(eq=False)
+class Pool:
+    """Free blocks by size, then address; and unmapped ones by address."""
+
+    is_small: bool
+    free: list[tuple[int, int, Block]] = field(default_factory=list[tuple[int, int, Block]])
+    unmapped: list[tuple[int, Block]] = field(default_factory=list[tuple[int, Block]])
+
+    def add(self, block: Block) -> None:
+        """Put in a block that is free, or unmapped."""
+        if block.is_mapped:
+            insort(self.free, (block.size, block.address, block))
+        else:
+            insort(self.unmapped, (block.address, block))
+
+    def drop(self, block: Block) -> None:
+        """Take out a block that is in it."""
+        if block.is_mapped:
+            del self.free[bisect_left(self.free, (block.size, block.address))]
+        else:
+            del self.unmapped[bisect_left(self.unmapped, (block.address,))]
+
+    def first_of(self, size: int) -> int:
+        """Index of the smallest free block of at least `size`; of the end if there is none."""
+        return bisect_left(self.free, (size, 0))
+
+
+@dataclass
+class Device:
+    """Memory of a device: how much there is, what is taken, and the most that was."""
+
+    capacity: int
+    reserved: int = 0
+    peak_reserved: int = 0
+    next_address: int = 1 << 40
+
+    def take(self, size: int) -> bool:
+        """Take memory, if there is enough."""
+        if self.reserved + size > self.capacity:
+            return False
+        self.reserved += size
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        return True
+
+    def give_back(self, size: int) -> None:
+        """Memory that is no longer taken."""
+        self.reserved -= size
+
+    def addresses(self, size: int, unit: int) -> int:
+        """Where a new range begins, at a multiple of `unit`; it touches no other range."""
+        address = multiple_above(self.next_address, unit)
+        self.next_address = address + size + unit
+        return address
+
+
+# Where blocks come from: segments of a fixed size, or expandable ones that grow by pages.
+#
+# Both answer `grow` and `give_back`. Expandable segments are those of
+# ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``: a range of addresses for each pool, a little
+# longer than the device is large, into which pages of memory are mapped where they are needed.
+
+
+class Segments(Protocol):
+    """Takes memory from the device and gives it back."""
+
+    def grow(self, pool: Pool, size: int) -> Block | None:
+        """A block of at least `size` in no pool; None where the device has no room for it."""
+        ...
+
+    def give_back(self, block: Block) -> None:
+        """Give to the device what can be given of a block that is free in its pool."""
+        ...
+
+
+class FixedSegments:
+    """Each segment is one allocation; it is given back as a whole."""
+
+    def __init__(self, settings: AllocatorSettings, device: Device) -> None:
+        self._settings, self._device = settings, device
+
+    def grow(self, pool: Pool, size: int) -> Block | None:
+        """A new segment as one block."""
+        segment = self._settings.segment_bytes(size)
+        if not self._device.take(segment):
+            return None
+        return Block(segment, self._device.addresses(segment, SEGMENT_MULTIPLE_BYTES), pool)
+
+    def give_back(self, block: Block) -> None:
+        """The whole segment, if nothing else lies in it."""
+        if block.is_whole_segment:
+            block.pool.drop(block)
+            self._device.give_back(block.size)
+
+
+class ExpandableSegments:
+    """Each segment is a range of addresses; pages of it are mapped and unmapped."""
+
+    def __init__(self, settings: AllocatorSettings, device: Device) -> None:
+        self._settings, self._device = settings, device
+
+    def grow(self, pool: Pool, size: int) -> Block | None:
+        """Map pages behind the last free block of a range with enough room.
+
+        Pages that were mapped stay mapped, and their block free, where a later one finds no memory.
+        """
+        first = self._room(pool, size)
+        block = first if first.is_mapped else self._map(first, min(first.size, size))
+        while block is not None and block.size < size:
+            room = block.after
+            assert room is not None  # `_room` has made sure of it
+            block = self._map(room, min(size - block.size, room.size))
+        if block is not None:
+            pool.drop(block)
+        return block
+
+    def give_back(self, block: Block) -> None:
+        """The pages that lie in it as a whole."""
+        page = self._settings.page_bytes(block.pool.is_small)
+        end = block.address + block.size
+        low, high = multiple_above(block.address, page), end // page * page
+        if high <= low:
+            return
+        block.pool.drop(block)
+        if block.address < low:
+            block.pool.add(block.cut_off(low - block.address))
+        pages = block.cut_off(high - low) if high < end else block
+        if pages is not block:
+            block.pool.add(block)
+        pages.is_mapped = False
+        self._device.give_back(pages.size)
+        pages.join()
+        pages.pool.add(pages)
+
+    def _room(self, pool: Pool, size: int) -> Block:
+        """The first of neighbours that are free or unmapped and have `size` together."""
+        for _, room in pool.unmapped:
+            first = room if room.before is None or room.before.is_used else room.before
+            if _reaches(first, size):
+                return first
+        return self._new_range(pool)
+
+    def _new_range(self, pool: Pool) -> Block:
+        """One more expandable segment, with nothing mapped: 9/8 of the device, as in torch."""
+        page = self._settings.page_bytes(pool.is_small)
+        length = multiple_above(self._device.capacity + self._device.capacity // 8, page)
+        room = Block(length, self._device.addresses(length, page), pool, is_mapped=False)
+        pool.add(room)
+        return room
+
+    def _map(self, room: Block, size: int) -> Block | None:
+        """Give memory to the first pages of `room`; the free block that they are part of then."""
+        page = self._settings.page_bytes(room.pool.is_small)
+        mapped = min(multiple_above(size, page), room.size)
+        if not self._device.take(mapped):
+            return None
+        room.pool.drop(room)
+        pages = room.cut_off(mapped) if mapped < room.size else room
+        if pages is not room:
+            room.pool.add(room)
+        pages.is_mapped = True
+        pages.join()
+        pages.pool.add(pages)
+        return pages
+
+
+def _reaches(first: Block, size: int) -> bool:
+    """Whether neighbours that are not used, from `first` on, have `size` together."""
+    found, block = 0, first
+    while found < size and not block.is_used:
+        found += block.size
+        if block.after is None:
+            break
+        block = block.after
+    return found >= size
+
+
+class CachingAllocator:
+    """The allocator of one device, for one stream.
+
+    Attributes
+    ----------
+    allocated_bytes, peak_allocated_bytes : in blocks that are used, now and at most. torch's
+        ``memory_allocated`` counts these whole blocks too.
+    n_retries : how often the device was full, so that all that was free went back to it. torch
+        counts them as ``num_alloc_retries``; each one waits for the device.
+
+    >>> allocator = CachingAllocator(AllocatorSettings())
+    >>> block = allocator.malloc(3 << 20)
+    >>> allocator.allocated_bytes >> 20, allocator.reserved_bytes >> 20
+    (3, 20)
+    """
+
+    def __init__(self, settings: AllocatorSettings) -> None:
+        self._settings = settings
+        self._device = Device(settings.capacity_bytes)
+        self._small, self._large = Pool(is_small=True), Pool(is_small=False)
+        self._segments: Segments = (
+            ExpandableSegments(settings, self._device)
+            if settings.expandable_segments
+            else FixedSegments(settings, self._device)
+        )
+        self.allocated_bytes = self.peak_allocated_bytes = self.n_retries = 0
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes taken from the device now."""
+        return self._device.reserved
+
+    @property
+    def peak_reserved_bytes(self) -> int:
+        """The most bytes that were taken from the device."""
+        return self._device.peak_reserved
+
+    def malloc(self, asked_bytes: int) -> Block | None:
+        """A block of at least `asked_bytes`, which must be above 0.
+
+        None is out of memory: the device has no room, also after free segments went back to it.
+        """
+        size = self._settings.block_bytes(asked_bytes)
+        pool = self._small if size <= SMALL_BYTES else self._large
+        block = self._best_fit(pool, size) or self._from_device(pool, size)
+        if block is None:
+            return None
+        if self._is_split(block, size):
+            rest, block = block, block.cut_off(size)
+            pool.add(rest)
+        block.is_used = True
+        self.allocated_bytes += block.size
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Give a block of `malloc` back to its pool, joined with its free neighbours."""
+        self.allocated_bytes -= block.size
+        block.is_used = False
+        block.join()
+        block.pool.add(block)
+
+    def empty_cache(self) -> None:
+        """Give to the device all that is free in whole segments, or in whole pages."""
+        for pool in (self._large, self._small):
+            for _, _, block in list(pool.free):
+                self._segments.give_back(block)
+
+    def _best_fit(self, pool: Pool, size: int) -> Block | None:
+        i = pool.first_of(size)
+        if self._settings.expandable_segments:
+            i = _least_reach(pool, i)
+        if i == len(pool.free) or not self._may_take(pool.free[i][0], size):
+            return None
+        block = pool.free[i][2]
+        del pool.free[i]
+        return block
+
+    def _may_take(self, block_bytes: int, size: int) -> bool:
+        """Blocks that are never split are kept for requests of about their size."""
+        least = self._settings.max_split_bytes
+        if size < least:
+            return block_bytes < least
+        settings = self._settings
+        most_left = max(settings.max_non_split_rounding_bytes, settings.large_segment_bytes)
+        return block_bytes < size + most_left
+
+    def _is_split(self, block: Block, size: int) -> bool:
+        left_over = block.size - size
+        if block.pool.is_small or self._settings.expandable_segments:
+            return left_over >= MIN_BLOCK_BYTES
+        return left_over > SMALL_BYTES and size < self._settings.max_split_bytes
+
+    def _from_device(self, pool: Pool, size: int) -> Block | None:
+        """More memory; where there is none, after giving back what others do not use."""
+        grow = self._segments.grow
+        block = grow(pool, size)
+        if block is None and self._gave_unsplit_back(pool, size):
+            block = grow(pool, size)
+        if block is None:
+            self.n_retries += 1
+            self.empty_cache()
+            block = grow(pool, size)
+        return block
+
+    def _gave_unsplit_back(self, pool: Pool, size: int) -> bool:
+        """Give back a free block that is never split, or the largest ones; whether that will do."""
+        least = self._settings.max_split_bytes
+        if least == UNLIMITED_BYTES or self._settings.expandable_segments:
+            return False
+        wanted, gone = max(size, least), 0
+        i = pool.first_of(wanted)
+        blocks = [pool.free[i][2]] if i < len(pool.free) else _largest_down_to(pool, least)
+        for block in blocks:
+            if gone < wanted:
+                gone += block.size
+                self._segments.give_back(block)
+        return gone >= wanted
+
+
+def _least_reach(pool: Pool, i: int) -> int:
+    """In expandable segments a block counts for as much as it can grow to."""
+
+    def reach(block: Block) -> int:
+        room = block.after
+        return block.size + (room.size if room is not None and not room.is_mapped else 0)
+
+    while i + 1 < len(pool.free) and reach(pool.free[i + 1][2]) < reach(pool.free[i][2]):
+        i += 1
+    return i
+
+
+def _largest_down_to(pool: Pool, least: int) -> list[Block]:
+    return [block for size, _, block in reversed(pool.free) if size >= least]

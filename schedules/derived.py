@@ -1,0 +1,264 @@
+"""The graph that a schedule is of: the captured one, with regions in the pieces that it chose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from remat.graph_capture.distributed.sharded_step import COMMUNICATION
+from remat.graph_capture.errors import ScheduleError, option
+from remat.graph_capture.graph import Choice, Op, Region, TrainingGraph, Value, kept_with
+from remat.schedules.schedule import Compute, Free, Pieces, Schedule, Step
+
+NONE = "none"
+"""The split in which nothing runs in pieces."""
+
+
+def as_planned(graph: TrainingGraph, schedule: Schedule) -> TrainingGraph:
+    """The graph that `schedule` was made for, from the captured one; `graph` itself if it is that.
+
+    Raises
+    ------
+    ScheduleError : the graph has no such region, or no such number of pieces; or they are neither
+        a graph nor a schedule.
+    """
+    check_are_graph_and_schedule(graph, schedule)
+    if not schedule.pieces or schedule.graph_hash == graph.hash:
+        return graph
+    return in_pieces(graph, schedule.pieces)
+
+
+def check_are_graph_and_schedule(graph: object, schedule: object) -> None:
+    """Raise `ScheduleError` for what else a caller has passed."""
+    if not isinstance(graph, TrainingGraph):
+        raise ScheduleError(
+            f"a schedule goes with a graph, and this is {type(graph).__name__}: pass what "
+            "remat.capture returned"
+        )
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(
+            f"no schedule, but {type(schedule).__name__}: pass result.schedule of what remat.solve "
+            "returned (None where nothing fits), or plan.schedule"
+        )
+
+
+def in_pieces(graph: TrainingGraph, chosen: tuple[Pieces, ...]) -> TrainingGraph:
+    """`graph` with regions in pieces; made once for each choice.
+
+    Raises
+    ------
+    ScheduleError : the graph has no such region, or no such number of pieces.
+    """
+
+    def made() -> TrainingGraph:
+        return with_choices(graph, {one.region: choice_of(graph, one) for one in chosen})
+
+    return kept_with(graph, f"in pieces {chosen}", made)
+
+
+def whole(graph: TrainingGraph) -> TrainingGraph:
+    """`graph` whose regions cannot run in pieces; its hash is the same."""
+    return msgspec.structs.replace(graph, regions=()) if graph.regions else graph
+
+
+def fastest_us(graph: TrainingGraph) -> float:
+    """The time of every op once, whole or in the pieces that take least: a bound on any plan's."""
+    cost_us = {op.name: op.cost_us for op in graph.ops} if graph.regions else {}
+    saved_us = (
+        sum(cost_us[name] for name in region.ops) - sum(op.cost_us for _, op in choice.ops)
+        for region in graph.regions
+        for choice in region.choices
+    )
+    return graph.time_us - max(0.0, *saved_us) if graph.regions else graph.time_us
+
+
+def within_split(graph: TrainingGraph, split: str | None) -> TrainingGraph:
+    """`graph` with the pieces that a split allows: all where it is None or ``tolerance``."""
+    if split in (None, "tolerance") or not graph.regions:
+        return graph
+    regions = (
+        msgspec.structs.replace(r, choices=tuple(c for c in r.choices if c.exact and split != NONE))
+        for r in graph.regions
+    )
+    return msgspec.structs.replace(graph, regions=tuple(r for r in regions if r.choices))
+
+
+def choice_of(graph: TrainingGraph, wanted: Pieces) -> Choice:
+    """What the region runs as, in the pieces that are wanted.
+
+    Raises
+    ------
+    ScheduleError : the graph has no such region, or no such number of pieces.
+    """
+    region = next((one for one in graph.regions if one.name == wanted.region), None)
+    if region is None:
+        raise ScheduleError(
+            f"this plan runs {wanted.region} in {wanted.pieces} pieces, and the graph has no "
+            "region of that name: capture it with the split that the plan was made with, such as "
+            f"{option('split', 'exact')}"
+        )
+    for choice in region.choices:
+        if (choice.pieces, choice.exact) == (wanted.pieces, wanted.exact):
+            return choice
+    counts = ", ".join(str(choice.pieces) for choice in region.choices)
+    raise ScheduleError(
+        f"this plan runs {wanted.region} in {wanted.pieces} pieces; the graph has prices for "
+        f"{counts or 'no'} pieces: capture again"
+    )
+
+
+def with_choices(graph: TrainingGraph, choices: Mapping[str, Choice]) -> TrainingGraph:
+    """`graph` with the region of each name run as its choice says."""
+    replaced = [region for region in graph.regions if region.name in choices]
+    dropped = {name for region in replaced for name in region.ops}
+    at: dict[str, list[Op]] = {}
+    for region in replaced:
+        for place, op in choices[region.name].ops:
+            at.setdefault(place, []).append(op)
+    kept = [op for op in graph.ops if op.name not in dropped]
+    ops = (*(one for op in kept for one in (*at.get(op.name, ()), op)), *at.get("", ()))
+    return msgspec.structs.replace(
+        graph,
+        ops=ops,
+        values=tuple(_values_in_pieces(graph, replaced, choices)),
+        regions=(),
+        captured_us=graph.base_us,
+    )
+
+
+def _values_in_pieces(
+    graph: TrainingGraph, replaced: Iterable[Region], choices: Mapping[str, Choice]
+) -> Iterable[Value]:
+    dropped = {name for region in replaced for name in region.ops}
+    made = {value.name: value for one in choices.values() for value in one.values}
+    yield from (v for v in graph.values if v.producer not in dropped and v.name not in made)
+    yield from made.values()
+
+
+# From the schedule of a sharded step to that of the step which is rewritten.
+
+
+def before_sharding(schedule: Schedule, graph: TrainingGraph) -> Schedule:
+    """`schedule` without the steps that `graph` does not have; unchanged if made for `graph`.
+
+    The model is sharded as a whole, so communication comes before forward, between it and backward,
+    and last. Steps after the last op of `graph` are left out: freeing gradients once they are
+    reduced is the wrapper's business.
+    """
+    if graph.hash in (schedule.graph_hash, schedule.captured_hash):
+        return schedule
+
+    def is_own(step: Step) -> bool:
+        if isinstance(step, Compute):
+            return step.op in graph.op_index
+        return step.value in graph.value_by_name
+
+    steps = [step for step in schedule.steps if is_own(step)]
+    end = max(i for i, step in enumerate(steps) if isinstance(step, Compute))
+    return Schedule.for_graph(
+        graph,
+        steps[: end + 1],
+        budget_bytes=schedule.budget_bytes,
+        solver=schedule.solver,
+        options=schedule.options,
+    )
+
+
+# The schedule of a whole step whose blocks are rewritten one by one.
+#
+# The forward of a block is one call, and so is its backward; each follows the block's own schedule.
+# Ops outside blocks run once. Values that cross from one call to another live as autograd has it:
+#
+# - arguments, as long as the call that they are given to;
+# - gradients, as long as the backward that they are given to;
+# - what a backward reads of forward, until it is last read;
+# - buffers of communication, until the communication is done.
+#
+# The simulator judges the schedule that is put together here, not those of the blocks. While it is
+# over the budget, the blocks get less.
+
+
+@dataclass(frozen=True)
+class _Item:
+    """Steps that run as one call."""
+
+    steps: tuple[Step, ...]
+    is_forward: bool
+
+
+def assembled(
+    graph: TrainingGraph,
+    steps_of: Mapping[str, tuple[Sequence[Step], Sequence[Step]]],
+    path_of: Mapping[str, str],
+) -> Schedule:
+    """The schedule of the whole step.
+
+    Parameters
+    ----------
+    graph : of the whole step; the ops of each block stand together in it.
+    steps_of : by block, its steps in forward and in backward, in names of `graph`. They free only
+        values that nothing outside the block sees.
+    path_of : the block of each op that is in one.
+    """
+    items: list[_Item] = []
+    begun: set[tuple[str, str]] = set()
+    for op in graph.ops:
+        path = path_of.get(op.name)
+        is_forward = op.phase == "forward"
+        if path is None:
+            items.append(_Item((Compute(op.name),), is_forward))
+        elif (path, op.phase) not in begun:
+            begun.add((path, op.phase))
+            items.append(_Item(tuple(steps_of[path][0 if is_forward else 1]), is_forward))
+    return Schedule.for_graph(graph, _with_frees(graph, items), solver="blocks")
+
+
+def _op(graph: TrainingGraph, name: str) -> Op:
+    return graph.ops[graph.op_index[name]]
+
+
+def _with_frees(graph: TrainingGraph, items: Sequence[_Item]) -> list[Step]:
+    """All steps, and frees for the values that no block frees itself."""
+    of_forward = {v for op in graph.ops if op.phase == "forward" for v in op.outputs}
+    at_step: dict[tuple[int, int], list[str]] = {}
+    at_end: dict[int, list[str]] = {}
+    for value, (i, j) in _last_touches(graph, items).items():
+        if (items[i].is_forward or value not in of_forward) and not _lets_go(graph, items[i], j):
+            at_end.setdefault(i, []).append(value)
+        else:
+            at_step.setdefault((i, j), []).append(value)
+    steps: list[Step] = []
+    for i, item in enumerate(items):
+        for j, step in enumerate(item.steps):
+            steps.append(step)
+            steps.extend(map(Free, at_step.get((i, j), ())))
+        steps.extend(map(Free, at_end.get(i, ())))
+    return steps
+
+
+def _lets_go(graph: TrainingGraph, item: _Item, j: int) -> bool:
+    """Whether a step is communication: it lets go of what it reads as soon as it is done."""
+    if j >= len(item.steps):
+        return False
+    step = item.steps[j]
+    return isinstance(step, Compute) and _op(graph, step.op).target in COMMUNICATION
+
+
+def _last_touches(graph: TrainingGraph, items: Sequence[_Item]) -> dict[str, tuple[int, int]]:
+    """For each value that is to be freed: the item and the step that last make or read it."""
+    lasting = {value.name for value in graph.values if not value.producer} | set(graph.outputs)
+    lasting |= {step.value for item in items for step in item.steps if isinstance(step, Free)}
+    last: dict[str, tuple[int, int]] = {}
+    for i, item in enumerate(items):
+        for j, step in enumerate(item.steps):
+            if isinstance(step, Compute):
+                op = _op(graph, step.op)
+                touched = (value for value in (*op.inputs, *op.outputs) if value not in lasting)
+                last.update(dict.fromkeys(touched, (i, j)))
+    end = max((i for i, item in enumerate(items) if item.is_forward), default=0)
+    for value in graph.forward_outputs:
+        if value in last:
+            last[value] = max(last[value], (end, len(items[end].steps)))
+    return last

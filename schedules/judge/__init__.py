@@ -1,1 +1,0 @@
-"""How a schedule is judged: rules and bytes by the order of its steps, time by clocks."""

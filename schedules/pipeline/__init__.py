@@ -1,1 +1,0 @@
-"""Pipelines of several ranks: their actions, the judge of their time and bytes, and their file."""

@@ -1,0 +1,244 @@
+"""Time against peak: what each solver reaches, the bound, and your budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from remat.graph_capture.errors import GraphError
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.schedule import Schedule
+from remat.schedules.simulate import overhead_of
+from remat.schedules.views.palette import ROLES, cycled
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+# Names as labels of a picture, whatever they hold.
+
+
+def literal(name: str) -> str:
+    """The name for matplotlib, which else reads what is between two dollars as a formula."""
+    return name.replace("$", r"\$")
+
+
+# Units of axes. A picture has one unit, chosen by its largest figure.
+
+
+def scale_of(largest_bytes: float) -> tuple[float, str]:
+    """How many bytes the unit has, and its name: GiB, MiB or KiB."""
+    for power, name in ((30, "GiB"), (20, "MiB")):
+        if largest_bytes >= 2**power:
+            return 2.0**power, name
+    return 2.0**10, "KiB"
+
+
+MARKERS = "osD^vP*X"
+
+
+class Outcome(Protocol):
+    """What a picture needs of `remat.solver.result.Result`."""
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """None if nothing was found."""
+        ...
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of the schedule."""
+        ...
+
+    @property
+    def time_us(self) -> float:
+        """Time of the schedule."""
+        ...
+
+    @property
+    def lower_bound_us(self) -> float:
+        """No schedule takes less at this budget."""
+        ...
+
+
+class DrawnFront(Protocol):
+    """What a picture needs of `remat.solver.budgets.front.Front`."""
+
+    @property
+    def name(self) -> str:
+        """The name of the model."""
+        ...
+
+    @property
+    def base_us(self) -> float:
+        """Time of the step that computes every op once."""
+        ...
+
+    @property
+    def unmodified_bytes(self) -> int:
+        """Peak of the step that keeps everything."""
+        ...
+
+    @property
+    def points(self) -> Iterable[tuple[int, Outcome]]:
+        """Budgets in bytes, and the outcome at each."""
+        ...
+
+
+def draw_front(
+    ax: Axes,
+    fronts: DrawnFront | Mapping[str, DrawnFront],
+    *,
+    budget_bytes: int = 0,
+    plan: Outcome | None = None,
+) -> Axes:
+    """Draw overhead against peak, one line a solver, and the best bound at each budget.
+
+    Parameters
+    ----------
+    fronts : what `remat.sweep` returns; or several of these by the solver's name.
+    budget_bytes : where to draw your budget, if it is not 0. plan : a result to mark.
+    """
+    curves = dict(fronts) if isinstance(fronts, Mapping) else {_solver(fronts): fronts}
+    colours = cycled(list(curves))
+    largest = max((curve.unmodified_bytes for curve in curves.values()), default=0)
+    scale, unit = scale_of(largest)
+    for i, (name, curve) in enumerate(curves.items()):
+        found = [(o.peak_bytes, _percent(o.time_us, curve)) for _, o in curve.points if o.schedule]
+        found.sort()
+        ax.plot(
+            [x / scale for x, _ in found], [y for _, y in found],
+            marker=MARKERS[i % len(MARKERS)], ms=4, lw=1.2, color=colours[name],
+            label=literal(name),
+        )  # fmt: skip
+    budgets, bounds = _bounds(curves.values())
+    ax.plot([b / scale for b in budgets], bounds, color=ROLES["bound"], ls=":", label="bound")
+    if budget_bytes:
+        ax.axvline(budget_bytes / scale, color=ROLES["budget"], ls="--", lw=1.2, label="budget")
+    base = next(iter(curves.values()), None)
+    if plan is not None and plan.schedule and base:
+        ax.plot(
+            [plan.peak_bytes / scale], [_percent(plan.time_us, base)],
+            marker="*", ms=13, ls="", color=ROLES["plan"], label="this plan", zorder=5,
+        )  # fmt: skip
+    ax.set(xlabel=f"peak ({unit})", ylabel="overhead (%)", title=literal(base.name) if base else "")
+    ax.set_ylim(bottom=0)
+    ax.legend(fontsize="small", frameon=False)
+    return ax
+
+
+def _solver(curve: DrawnFront) -> str:
+    return str(getattr(curve, "solver", "plans"))
+
+
+def _percent(time_us: float, curve: DrawnFront) -> float:
+    return 100 * overhead_of(time_us, curve.base_us)
+
+
+def _bounds(curves: Iterable[DrawnFront]) -> tuple[list[int], list[float]]:
+    """The highest bound known at each budget that was solved."""
+    best: dict[int, float] = {}
+    for curve in curves:
+        for budget_bytes, outcome in curve.points:
+            if outcome.lower_bound_us:
+                bound = _percent(outcome.lower_bound_us, curve)
+                best[budget_bytes] = max(best.get(budget_bytes, 0.0), bound)
+    budgets = sorted(best)
+    return budgets, [best[budget] for budget in budgets]
+
+
+# How a solve went: its best schedule and its bound over time.
+
+
+class Moment(Protocol):
+    """What a picture needs of `remat.solver.Progress`."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the solve began."""
+        ...
+
+    @property
+    def best_overhead(self) -> float | None:
+        """Overhead of the best schedule so far; None before there is one."""
+        ...
+
+    @property
+    def bound_overhead(self) -> float:
+        """No schedule has less overhead."""
+        ...
+
+
+def draw_convergence(
+    ax: Axes, told: Sequence[Moment] | Mapping[str, Sequence[Moment]], *, title: str = ""
+) -> Axes:
+    """Draw best overhead and bound against seconds.
+
+    Parameters
+    ----------
+    told : what a solver reported, in order: ``told = []``, then
+        ``remat.solver.solve(..., progress=told.append)``. Or several such lists by name.
+    """
+    runs = dict(told) if isinstance(told, Mapping) else {"best schedule": told}
+    colours = cycled(list(runs)) if len(runs) > 1 else dict.fromkeys(runs, ROLES["plan"])
+    for name, moments in runs.items():
+        best = [(m.seconds, 100 * m.best_overhead) for m in moments if m.best_overhead is not None]
+        ax.plot(
+            [x for x, _ in best], [y for _, y in best],
+            drawstyle="steps-post", color=colours[name], label=name,
+        )  # fmt: skip
+        bound = colours[name] if len(runs) > 1 else ROLES["bound"]
+        title_of_bound = f"bound of {name}" if len(runs) > 1 else "bound"
+        ax.plot(
+            [m.seconds for m in moments], [100 * max(m.bound_overhead, 0.0) for m in moments],
+            drawstyle="steps-post", ls=":", color=bound, label=title_of_bound,
+        )  # fmt: skip
+    ax.set(xlabel="seconds", ylabel="overhead (%)", title=title)
+    ax.set_ylim(bottom=0)
+    ax.legend(fontsize="small", frameon=False)
+    return ax
+
+
+# Predicted against measured time of each op.
+
+
+def draw_predicted_measured(ax: Axes, predicted: TrainingGraph, measured: TrainingGraph) -> Axes:
+    """Draw one point an op, on logarithmic axes. On the diagonal the two times agree.
+
+    Parameters
+    ----------
+    predicted, measured : the same step, priced twice: modelled for a device and measured on it,
+        or measured on two days. An op that takes no time in one of them is left out.
+
+    Raises
+    ------
+    GraphError : they are not the same step.
+    """
+    pairs = paired_costs_us(predicted, measured)
+    for phase in ("forward", "backward"):
+        chosen = [(x, y) for x, y, p in pairs if p == phase]
+        ax.scatter(
+            [x for x, _ in chosen], [y for _, y in chosen],
+            s=12, alpha=0.6, color=ROLES[phase], label=phase, linewidths=0,
+        )  # fmt: skip
+    ends = [value for x, y, _ in pairs for value in (x, y)]
+    if ends:
+        span = [min(ends), max(ends)]
+        ax.plot(span, span, color=ROLES["unmodified"], lw=1, label="equal")
+        ax.set(xscale="log", yscale="log")
+    ax.set(xlabel="predicted (µs)", ylabel="measured (µs)", title=literal(predicted.name))
+    ax.legend(fontsize="small", frameon=False)
+    return ax
+
+
+def paired_costs_us(
+    predicted: TrainingGraph, measured: TrainingGraph
+) -> list[tuple[float, float, str]]:
+    """Predicted and measured time of each op that takes any, and its phase."""
+    if predicted.hash != measured.hash:
+        raise GraphError(
+            f"the two graphs are of different steps ({predicted.name}, hash {predicted.hash[:12]}, "
+            f"and {measured.name}, hash {measured.hash[:12]}): capture the same model and batch"
+        )
+    ops = zip(predicted.ops, measured.ops, strict=True)
+    return [(p.cost_us, m.cost_us, p.phase) for p, m in ops if p.cost_us > 0 and m.cost_us > 0]

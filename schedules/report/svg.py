@@ -1,0 +1,318 @@
+"""The picture of a layout on the page: an SVG of addresses against time, which needs no script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from remat.formats import bytes_text, fine_time_text, percent_text, time_text
+from remat.graph_capture.graph import LINK_NAMES, LINK_TITLES
+from remat.schedules.report.facts import Facts
+from remat.schedules.simulate import simulate
+from remat.schedules.simulation import Simulation
+from remat.schedules.views.addresses import Addresses, Box, addresses
+from remat.schedules.views.palette import (
+    BLUE,
+    DARK_GREY,
+    GREEN,
+    GREY,
+    KINDS,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILLION,
+)
+
+WIDTH, HEIGHT = 2000, 700
+"""Units of the picture: whole numbers keep the page small."""
+NAMED = 150
+"""Boxes that say what they are when pointed at, the largest."""
+TICKS = 5
+
+
+class Shape(NamedTuple):
+    """Rectangles of one colour as the path of an SVG; `title` is empty for those without a name."""
+
+    name: str
+    colour: str
+    path: str
+    title: str = ""
+
+
+class Tick(NamedTuple):
+    """A mark at the axis of addresses."""
+
+    y: float
+    text: str
+
+
+class ArenaPicture(NamedTuple):
+    """What the page draws of a layout.
+
+    Attributes
+    ----------
+    shapes : rectangles, in the order in which they are drawn. legend : names with colours.
+    live : the path of the bytes live at each time. load_y : where the most of them are.
+    says : the sizes, in words.
+    """
+
+    shapes: tuple[Shape, ...]
+    legend: tuple[tuple[str, str], ...]
+    live: str
+    load_y: int
+    ticks: tuple[Tick, ...]
+    says: str
+    width: int = WIDTH
+    height: int = HEIGHT
+
+
+def arena_picture(facts: Facts) -> ArenaPicture | None:
+    """The picture; None where there is no layout, or nothing in its arena.
+
+    Raises
+    ------
+    LayoutError : the layout is of another step, or invalid.
+    """
+    if facts.layout is None:
+        return None
+    found = addresses(facts.graph, facts.schedule, facts.layout)
+    if not found.layout.arena_bytes:
+        return None
+    scale = _Scale(found)
+    named, others = found.boxes[:NAMED], found.boxes[NAMED:]
+    small = Shape(SMALL, GREY, "".join(scale.path(*one) for one in found.merged))
+    kinds = [kind for kind in KINDS if any(box.kind == kind for box in found.boxes)]
+    legend = [(kind, _colour(kind)) for kind in kinds]
+    return ArenaPicture(
+        shapes=(
+            *([small] if found.merged else []),
+            *_of_kinds(scale, kinds, others),
+            *(_named(scale, box) for box in named),
+        ),
+        legend=(*legend, *([(SMALL, GREY)] if found.merged else [])),
+        live=_live_path(scale, found),
+        load_y=scale.y(found.layout.load_bytes),
+        ticks=_ticks(scale, found.layout.arena_bytes),
+        says=_says(found),
+    )
+
+
+SMALL = "small, merged"
+
+
+def _colour(kind: str) -> str:
+    # What is merged is grey; so is nothing else in an arena, where nothing is resident.
+    return KINDS.get(kind, DARK_GREY)
+
+
+class _Scale:
+    """From times and bytes to units of the picture; addresses grow upwards."""
+
+    def __init__(self, of: Addresses) -> None:
+        self.n_times, self.arena_bytes = of.buffers.n_times, of.layout.arena_bytes
+
+    def x(self, time: float) -> int:
+        return round(time * WIDTH / self.n_times)
+
+    def y(self, address: float) -> int:
+        return HEIGHT - round(address * HEIGHT / self.arena_bytes)
+
+    def path(self, start: float, end: float, low: float, high: float) -> str:
+        """One rectangle, of a unit at least."""
+        x, y = self.x(start), self.y(high)
+        width, height = max(self.x(end) - x, 1), max(self.y(low) - y, 1)
+        return f"M{x} {y}h{width}v{height}h-{width}z"
+
+
+def _of_kinds(scale: _Scale, kinds: Iterable[str], boxes: Iterable[Box]) -> Iterable[Shape]:
+    """The boxes of each kind as one shape."""
+    paths: dict[str, list[str]] = {kind: [] for kind in kinds}
+    for box in boxes:
+        paths[box.kind].append(scale.path(box.start, box.end, box.low, box.high))
+    return [Shape(kind, _colour(kind), "".join(path)) for kind, path in paths.items() if path]
+
+
+def _named(scale: _Scale, box: Box) -> Shape:
+    title = (
+        f"{box.name}, {box.kind}, {bytes_text(box.high - box.low)} at {bytes_text(box.low)}, "
+        f"runs {box.start + 1} to {box.end}"
+    )
+    path = scale.path(box.start, box.end, box.low, box.high)
+    return Shape(box.kind, _colour(box.kind), path, title)
+
+
+def _live_path(scale: _Scale, of: Addresses) -> str:
+    """Steps along the most bytes that are live at the times of each unit of width."""
+    live = of.buffers.live_bytes
+    at = np.array([scale.x(time) for time in range(len(live))])
+    firsts = np.flatnonzero(np.diff(at, prepend=-1))
+    tops = np.maximum.reduceat(live, firsts)
+    return "".join(
+        f"{'L' if i else 'M'}{at[first]} {scale.y(int(top))}H{end}"
+        for i, (first, top, end) in enumerate(
+            zip(firsts, tops, [*at[firsts[1:]], WIDTH], strict=True)
+        )
+    )
+
+
+def _ticks(scale: _Scale, arena_bytes: int) -> tuple[Tick, ...]:
+    marks = [arena_bytes * i // (TICKS - 1) for i in range(TICKS)]
+    return tuple(Tick(scale.y(mark), bytes_text(mark) if mark else "0") for mark in marks)
+
+
+def _says(of: Addresses) -> str:
+    layout = of.layout
+    return (
+        f"{len(of.buffers)} buffers in an arena of {bytes_text(layout.arena_bytes)}, "
+        f"{percent_text(layout.gap)} above the most live bytes, {bytes_text(layout.load_bytes)}; "
+        f"what is resident, {bytes_text(of.buffers.resident_bytes)}, is not in it"
+    )
+
+
+# The picture of copies on the page, an SVG that needs no script: a lane a link, a band a tier.
+
+
+COPIES_WIDTH, LANE, BAND, GAP = 2000, 46, 150, 24
+"""Units of the picture, which are whole numbers: what is narrower than one is drawn as one."""
+COLOURS = {"d2h": BLUE, "h2d": SKY, "write": PURPLE, "read": GREEN}
+WAITS, WAITS_COLOUR = "device waits", VERMILLION
+TIERS = {"host": "on the host", "nvme": "on NVMe"}
+
+
+class Bar(NamedTuple):
+    """One copy, or one wait: where it is in its lane, and what it is, in words."""
+
+    x: int
+    width: int
+    title: str
+
+
+class CopyLane(NamedTuple):
+    """The copies over a link, or the waits for them; `y` is its upper edge."""
+
+    name: str
+    colour: str
+    y: int
+    bars: tuple[Bar, ...]
+
+
+class TierBand(NamedTuple):
+    """Bytes in a lower tier through the step, as a filled path; `y` is the upper edge."""
+
+    name: str
+    colour: str
+    y: int
+    path: str
+    most: str
+
+
+class TimeTick(NamedTuple):
+    """A mark at the axis of time."""
+
+    x: int
+    text: str
+
+
+class CopiesPicture(NamedTuple):
+    """What the page draws of a plan that copies; `says` has its figures in words."""
+
+    lanes: tuple[CopyLane, ...]
+    bands: tuple[TierBand, ...]
+    ticks: tuple[TimeTick, ...]
+    says: str
+    height: int
+    width: int = COPIES_WIDTH
+    lane: int = LANE
+    band: int = BAND
+
+
+def copies_picture(facts: Facts) -> CopiesPicture | None:
+    """The picture; None where nothing is copied.
+
+    Raises
+    ------
+    ScheduleError : the schedule is invalid.
+    """
+    if not facts.schedule.moves:
+        return None
+    found = simulate(facts.graph, facts.schedule)
+    lanes = _lanes(found)
+    top = len(lanes) * (LANE + GAP)
+    bands = tuple(
+        _band(found, tier, there, top + i * (BAND + GAP))
+        for i, (tier, there) in enumerate(found.below_bytes.items())
+    )
+    ticks = [
+        TimeTick(COPIES_WIDTH * i // TICKS, time_text(found.time_us * i / TICKS))
+        for i in range(TICKS)
+    ]
+    height = top + len(bands) * (BAND + GAP)
+    return CopiesPicture(lanes, bands, tuple(ticks), _copies_said(found), height)
+
+
+def _x(found: Simulation, at_us: float) -> int:
+    return round(COPIES_WIDTH * at_us / found.time_us) if found.time_us else 0
+
+
+def _bar(found: Simulation, start_us: float, end_us: float, title: str) -> Bar:
+    x = _x(found, start_us)
+    return Bar(x, max(_x(found, end_us) - x, 1), title)
+
+
+def _lanes(found: Simulation) -> tuple[CopyLane, ...]:
+    """The links that copy anything, and the waits of the device where there are some."""
+    bars: list[tuple[str, str, tuple[Bar, ...]]] = []
+    for link in LINK_NAMES:
+        copies = tuple(
+            _bar(
+                found, copy.start_us, copy.end_us,
+                f"{copy.value}, {bytes_text(copy.size_bytes)} in "
+                f"{fine_time_text(copy.end_us - copy.start_us)}",
+            )
+            for copy in found.copies
+            if copy.link == link
+        )  # fmt: skip
+        bars.append((LINK_TITLES[link], COLOURS[link], copies))
+    bars.append((WAITS, WAITS_COLOUR, _waits(found)))
+    used = [lane for lane in bars if lane[2]]
+    return tuple(
+        CopyLane(name, colour, i * (LANE + GAP), each)
+        for i, (name, colour, each) in enumerate(used)
+    )
+
+
+def _waits(found: Simulation) -> tuple[Bar, ...]:
+    """Stalls of a step follow one another, from the clock before it on."""
+    bars: list[Bar] = []
+    ends: dict[int, float] = {}
+    for stall in found.stalls:
+        before_us = found.clock_us[stall.step - 1] if stall.step else 0.0
+        start_us = ends.get(stall.step, before_us)
+        ends[stall.step] = start_us + stall.us
+        title = f"{fine_time_text(stall.us)} for {stall.value}"
+        bars.append(_bar(found, start_us, ends[stall.step], title))
+    return tuple(bars)
+
+
+def _band(found: Simulation, tier: str, there: Sequence[int], y: int) -> TierBand:
+    most_bytes, bottom = max(there), y + BAND
+    path, before = f"M0 {bottom}", 0
+    for at_us, size_bytes in zip(found.clock_us, there, strict=True):
+        if size_bytes != before:
+            path += f"H{_x(found, at_us)}V{bottom - round(BAND * size_bytes / most_bytes)}"
+        before = size_bytes
+    return TierBand(
+        TIERS[tier], ORANGE, y, f"{path}H{COPIES_WIDTH}V{bottom}Z", bytes_text(most_bytes)
+    )
+
+
+def _copies_said(found: Simulation) -> str:
+    moved = ", ".join(
+        f"{bytes_text(size_bytes)} {LINK_TITLES[link]}"
+        for link in LINK_NAMES
+        if (size_bytes := found.moved_bytes.get(link, 0))
+    )
+    waits = f"waits {fine_time_text(found.stall_us)} for them" if found.stalls else "never waits"
+    return f"{len(found.copies)} copies: {moved}; the device {waits}"

@@ -1,0 +1,317 @@
+"""Calls of functions in processes of their own, which can be ended at any moment.
+
+HiGHS, as OR-Tools 9.15 has it, needs that, for two reasons. It heeds no interrupter: in a
+thread it would go on after Ctrl-C, and abort the interpreter if that ended meanwhile. And some
+repairs of solutions print a line to standard output, into the user's data, whatever the options
+say (https://github.com/ERGO-Code/HiGHS/issues/2783). A process waits for its next call, and
+ends with the one that began it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import pickle
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import IO, Any, Generic, ParamSpec, TypeVar, cast
+
+from remat.graph_capture.errors import SolverError
+
+# Work in a thread of its own that never keeps Ctrl-C waiting.
+#
+# Solvers in C++ return to Python only when they are done. So they run in daemon threads, and
+# the caller waits in short spells: it hears Ctrl-C at once. It then stops the task, and all tasks
+# that this one began, and waits for their end. The same happens to what still runs when the
+# interpreter ends: a thread that came back from C++ during that would abort the process.
+
+
+T = TypeVar("T")
+SPELL_S = 0.05
+STOPPING_S = 5.0
+"""Longest wait for what was told to stop."""
+
+
+class Task(Generic[T]):
+    """One call of `work`, begun at once.
+
+    Ctrl-C while it is waited for stops it, and so does an error in its `with` block: `stop` is
+    called, if there is one. Each task that it began is stopped too, and it can begin no other.
+
+    Raises
+    ------
+    KeyboardInterrupt : it would begin within a task that was stopped.
+    """
+
+    def __init__(self, work: Callable[[], T], stop: Callable[[], None] | None = None) -> None:
+        self._work, self._stop = work, stop
+        self._done: list[T] = []
+        self._failed: list[BaseException] = []
+        self._ended = threading.Event()
+        self._is_stopped = False
+        self._outer: Task[Any] | None = getattr(_here, "task", None)
+        self._thread = threading.Thread(target=self._run, name="remat-solver", daemon=True)
+        _running[self] = None
+        if self._outer is not None and self._outer._is_stopped:
+            del _running[self]
+            raise KeyboardInterrupt
+        self._thread.start()
+
+    def _run(self) -> None:
+        _here.task = self
+        try:
+            self._done.append(self._work())
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+            self._failed.append(error)
+        finally:
+            del _running[self]
+            self._ended.set()
+
+    def __enter__(self) -> Task[T]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _error: object, _trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.stop()
+
+    def wait(self) -> T:
+        """What `work` returned; raises what it raised.
+
+        Raises
+        ------
+        KeyboardInterrupt : on Ctrl-C, or the task was stopped.
+        """
+        try:
+            while not self._ended.wait(SPELL_S):
+                pass
+        except BaseException:
+            self.stop()
+            raise
+        if self._is_stopped:
+            raise KeyboardInterrupt
+        if self._failed:
+            raise self._failed[0]
+        return self._done[0]
+
+    def stop(self) -> None:
+        """Stop the work and what it began; wait for a while, unless nothing can be told to.
+
+        It is told again in every spell, since a solver that is about to begin does not hear it.
+        """
+        until_s = time.monotonic() + STOPPING_S
+        while not self._ended.is_set() and self._tell_to_stop():
+            if self._ended.wait(min(SPELL_S, STOPPING_S)) or time.monotonic() > until_s:
+                return
+
+    def end_by(self, moment_s: float) -> None:
+        """Stop the work and wait for the end of its thread, until that moment at most."""
+        while self._thread.is_alive() and time.monotonic() < moment_s:
+            self._tell_to_stop()
+            self._thread.join(SPELL_S)
+
+    def _tell_to_stop(self) -> bool:
+        """Whether there was anything to tell."""
+        self._is_stopped = True
+        told = [task._tell_to_stop() for task in list(_running) if task._outer is self]
+        if self._stop is not None:
+            self._stop()
+        return self._stop is not None or any(told)
+
+
+_here = threading.local()
+_running: dict[Task[Any], None] = {}
+
+
+@atexit.register
+def stop_all() -> None:
+    """Stop what runs, and wait for its end: `STOPPING_S` at most for all tasks together."""
+    moment_s = time.monotonic() + STOPPING_S
+    for task in list(_running):
+        task.end_by(moment_s)
+
+
+P = ParamSpec("P")
+STANDARD_OUTPUT = 1
+BEGIN = (
+    "import sys; sys.path[:] = sys.argv[1:]; import signal; "
+    "signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    "import remat.solver.backends.processes as apart; apart.serve()"
+)
+"""Ctrl-C reaches every process of a terminal. This one ignores it: its caller decides."""
+OWN_GROUP: dict[str, Any] = {} if sys.platform == "win32" else {"process_group": 0}
+"""Nor does Ctrl-C reach a process of another group, which could not ignore it while it begins."""
+
+
+class ChildEndedError(SolverError):
+    """The other process could not be started, or it ended before it answered."""
+
+
+class OverdueError(Exception):
+    """What ran in another process did not end in its time, and was ended with the process."""
+
+
+def run_apart(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+    """What `function`, which must be importable, returns or raises in another process.
+
+    Raises
+    ------
+    ChildEndedError : the process cannot be started, or it crashed. OverdueError : `function` was
+        in a block of `ended_after` for too long.
+    """
+    process = _idle_process() or _Process()
+    call = functools.partial(function, *arguments, **options)
+    try:
+        answer = Task(lambda: process.answer(call), process.kill).wait()
+    except BaseException:
+        process.close()
+        raise
+    _idle.append(process)
+    return answer
+
+
+def end_idle() -> None:
+    """End the processes that wait for a call."""
+    while _idle:
+        _idle.pop().close()
+
+
+def _library_first(path: Sequence[str]) -> list[str]:
+    """Where to import from, Python's own library first: folders of the user may hold a queue.py."""
+    library = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
+    library |= {place / "lib-dynload" for place in library}
+    return sorted(path, key=lambda one: Path(one) not in library)
+
+
+class _Process:
+    """Another interpreter, which answers one call at a time."""
+
+    def __init__(self) -> None:
+        try:
+            self._popen = subprocess.Popen(
+                # -P: the working folder may hold a signal.py.
+                [sys.executable, "-P", "-c", BEGIN, *_library_first(sys.path)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, **OWN_GROUP,
+            )  # fmt: skip
+        except OSError as error:
+            raise ChildEndedError(
+                f"cannot start another {sys.executable or 'Python'} for HiGHS: {error.strerror}"
+            ) from error
+
+    @property
+    def is_alive(self) -> bool:
+        return self._popen.poll() is None
+
+    def answer(self, call: functools.partial[T]) -> T:
+        """Send `call`, wait for what it returns or raises."""
+        calls, answers = cast("IO[bytes]", self._popen.stdin), cast("IO[bytes]", self._popen.stdout)
+        try:
+            pickle.dump(pickle.dumps(call), calls)
+            calls.flush()
+            has_failed, answer = pickle.load(answers)
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
+            raise ChildEndedError(
+                f"the process of HiGHS ended with status {self._popen.wait()} amid a program: "
+                "it may have run out of memory, or crashed"
+            ) from error
+        if has_failed:
+            raise answer
+        return answer
+
+    def kill(self) -> None:
+        self._popen.kill()
+
+    def close(self) -> None:
+        self._popen.kill()
+        with contextlib.suppress(OSError), self._popen:
+            pass
+
+
+_idle: list[_Process] = []
+atexit.register(end_idle)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_idle.clear)
+
+
+def _idle_process() -> _Process | None:
+    with contextlib.suppress(IndexError):
+        while True:
+            process = _idle.pop()
+            if process.is_alive:
+                return process
+            process.close()
+    return None
+
+
+_answers: list[IO[bytes]] = []
+"""Where a process that serves writes; empty in all others."""
+
+
+@contextlib.contextmanager
+def ended_after(seconds: float) -> Generator[None]:
+    """In a process that serves: end it if the block takes longer; its caller gets `OverdueError`.
+
+    Elsewhere the block takes the time that it takes.
+    """
+    ending = threading.Lock()
+
+    def end() -> None:
+        if ending.acquire(blocking=False):
+            _send((True, OverdueError()))
+            os._exit(0)
+
+    if not _answers:
+        yield
+        return
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        # If the timer has it, the process is about to end: nothing else may be sent.
+        ending.acquire()
+
+
+def _send(answer: tuple[bool, Any]) -> None:
+    pickle.dump(answer, _answers[0])
+    _answers[0].flush()
+
+
+def serve() -> None:
+    """Answer calls until standard input ends. What they print goes nowhere."""
+    _answers.append(os.fdopen(os.dup(STANDARD_OUTPUT), "wb"))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), STANDARD_OUTPUT)
+    calls: SimpleQueue[bytes] = SimpleQueue()
+    threading.Thread(target=_read, args=(calls,), daemon=True).start()
+    while True:
+        _send(_answered(calls.get()))
+
+
+def _read(calls: SimpleQueue[bytes]) -> None:
+    """Pass on the calls that come in. When no more can come, end the process at once."""
+    with contextlib.suppress(EOFError):
+        while True:
+            calls.put(pickle.load(sys.stdin.buffer))
+    os._exit(0)
+
+
+def _answered(call: bytes) -> tuple[bool, Any]:
+    """Whether the call failed, and what it raised or returned."""
+    try:
+        return False, pickle.loads(call)()
+    except Exception as error:  # noqa: BLE001 - raised again where the call came from
+        error.add_note("".join(traceback.format_exception(error)))
+        return True, error

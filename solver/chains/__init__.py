@@ -1,1 +1,0 @@
-"""Solvers for chains: forward cut where at most one value crosses."""

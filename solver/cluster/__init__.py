@@ -1,1 +1,0 @@
-"""One plan for a cluster: mesh, states, stage borders and recomputation together. No torch."""

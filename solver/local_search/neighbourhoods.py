@@ -1,0 +1,229 @@
+"""Large neighbourhood search around the best schedule, each neighbourhood solved by CP-SAT.
+
+Source: P. Shaw, "Using Constraint Programming and Local Search Methods to Solve Vehicle
+Routing Problems", 1998, https://doi.org/10.1007/3-540-49481-2_30; the neighbourhoods are
+those of `events`.
+
+A round picks `workers` sets of ops, lets each set run again wherever that may help, and
+takes the best outcome. Sets grow while they are searched to the end, and shrink when their
+effort ends first. Neither depends on the clock, so a seed and a number of workers give the
+same schedules, until the time limit. Nothing is proved: where a set may run again is a choice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from remat.schedules.schedule import Schedule
+from remat.solver.backends.processes import Task
+from remat.solver.local_search.events import (
+    EventBuilder,
+    Running,
+    Runs,
+    Tried,
+    TryLimits,
+    again_us,
+    candidate_stages,
+    solve_events,
+    stages_by_op,
+)
+from remat.solver.local_search.repair import fill
+from remat.solver.problem import Problem
+from remat.solver.search import Search
+from remat.solver.state import State, ops_of, recomputed_by_stage
+from remat.solver.stopping import NEIGHBOURHOOD
+
+FIRST_SIZE = 40
+"""Ops in the first sets."""
+GROWTH, SHRINKAGE = 1.15, 0.85
+FEW_STAGES = 3
+"""Stages in which an op may run again, beside those where it does, until all is searched."""
+FULL = 0.98
+"""A stage is full from this part of the budget on."""
+
+
+@dataclass(slots=True)
+class LargeNeighbourhoods:
+    """Improves `search`'s best schedule; `stop` says when it is good enough."""
+
+    search: Search
+    stop: Callable[[], bool]
+    seed: int = 0
+    workers: int = 1
+    size: float = FIRST_SIZE
+    most_stages: int = FEW_STAGES
+    is_exhausted: bool = False
+    guide: Runs = ()
+    source: random.Random = field(init=False)
+    runs: Runs = field(init=False)
+    state: State = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.source = random.Random(self.seed)
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin again from the best schedule of the search."""
+        assert self.search.best is not None
+        self.is_exhausted = False
+        self._take(runs_by_stage(self.search.problem, self.search.best))
+
+    @property
+    def cost_us(self) -> float:
+        """Time of all recomputations of the schedule at hand."""
+        return again_us(self.search.problem, self.runs)
+
+    def run(self, effort: float) -> None:
+        """Rounds until so much of CP-SAT's deterministic time is spent, or there is no need."""
+        spent = 0.0
+        while spent < effort and not self.is_exhausted:
+            if self.stop() or self.search.out_of_time():
+                return
+            spent += self._round()
+
+    def _round(self) -> float:
+        """Try some sets at once; take what is better; return the effort of a worker."""
+        self.search.say(f"neighbourhoods of {int(self.size)} ops")
+        sets = [self._pick() for _ in range(self.workers)]
+        seeds = [self.source.randrange(1 << 30) for _ in sets]
+        running = Running()
+        with contextlib.ExitStack() as stack:
+            tasks = [
+                stack.enter_context(
+                    Task(functools.partial(self._try, chosen, seed, running), running.stop)
+                )
+                for chosen, seed in zip(sets, seeds, strict=True)
+            ]
+            outcomes = [task.wait() for task in tasks]
+        better = [found.runs for found in outcomes if found.runs is not None]
+        for runs in better:
+            if again_us(self.search.problem, runs) < self.cost_us:
+                self._take(runs)
+        all_finished = all(found.finished for found in outcomes)
+        self.size *= GROWTH if all_finished else SHRINKAGE
+        self.size = min(max(self.size, 8), self.search.problem.n_ops)
+        is_whole = len(sets[0]) >= self.search.problem.n_ops
+        if is_whole and all_finished and not better:
+            self.is_exhausted = self.most_stages >= self.search.problem.n_ops
+            self.most_stages *= 2
+            self.size = FIRST_SIZE
+        return max(found.effort for found in outcomes)
+
+    def _try(self, chosen: Sequence[int], seed: int, running: Running) -> Tried:
+        search, problem = self.search, self.search.problem
+        stages_of = candidate_stages(problem, self.runs, chosen, self.most_stages, self.guide)
+        program = EventBuilder(problem, self.runs, stages_of).build(
+            search.budget_bytes - problem.resident_bytes
+        )
+        fixed = [op for op in range(problem.n_ops) if op not in stages_of]
+        effort = TryLimits(NEIGHBOURHOOD.most, search.left_s, seed)
+        below_us = self.cost_us * (1 - 1e-9)
+        return solve_events(program, self.runs, fixed, below_us, effort, running)
+
+    def _take(self, runs: Runs) -> None:
+        """Make `runs` the schedule at hand, with what still fits carried, and offer it."""
+        problem = self.search.problem
+        self.search.offer_sequence(sequence_of_runs(problem, runs))
+        self.state = State.from_recomputed(problem, runs)
+        fill(self.state, self.search.budget_bytes, self.search)
+        if self.search.offer(self.state):
+            runs = [sorted(stage.recomputed) for stage in self.state.stages]
+        self.runs = runs
+
+    def _pick(self) -> list[int]:
+        """A set of ops, by a rule that is drawn at random."""
+        size = int(self.size)
+        if size >= self.search.problem.n_ops:
+            return list(range(self.search.problem.n_ops))
+        rules = [self._at_moment, self._around, self._near_moment, self._window]
+        if self.guide:
+            rules += [self._unlike_guide]
+        rule = self.source.choice(rules)
+        chosen = rule(size)
+        return sorted(dict.fromkeys(chosen))[: 2 * size]
+
+    def _full_stage(self) -> int:
+        peak_bytes = self.state.peak_bytes[: self.search.problem.n_ops]
+        full = np.flatnonzero(peak_bytes >= FULL * self.search.budget_bytes).tolist()
+        return self.source.choice(full or [int(np.argmax(peak_bytes))])
+
+    def _at_moment(self, size: int) -> list[int]:
+        """Producers of values live, or run again, at a full moment."""
+        problem, t = self.search.problem, self._full_stage()
+        live = [problem.producer[v] for v in np.flatnonzero(self.state.kept[t]).tolist()]
+        found = list(dict.fromkeys([*self.runs[t], *live]))
+        rest = found[len(self.runs[t]) :]
+        self.source.shuffle(rest)
+        found = [*self.runs[t], *rest][:size]
+        return [*found, *self._inputs_of(found)][: size + size // 2]
+
+    def _around(self, size: int) -> list[int]:
+        """Ops nearest in the graph to one that runs again."""
+        problem = self.search.problem
+        again = [op for stage in self.runs for op in stage]
+        root = self.source.choice(again or list(range(problem.n_ops)))
+        found: dict[int, None] = {root: None}
+        waiting = [root]
+        while waiting and len(found) < size:
+            following: list[int] = []
+            for op in waiting:
+                readers = [t for t in problem.readers[op] if t < problem.n_ops]
+                near = [*self._inputs_of([op]), *readers]
+                self.source.shuffle(near)
+                following += [other for other in near if other not in found]
+                found.update(dict.fromkeys(near))
+            waiting = list(dict.fromkeys(following))
+        return list(found)[:size]
+
+    def _near_moment(self, size: int) -> list[int]:
+        """What runs again in the stages nearest a full moment, with its inputs."""
+        t = self._full_stage()
+        stages = sorted(range(len(self.runs)), key=lambda stage: (abs(stage - t), stage))
+        found: dict[int, None] = {}
+        for stage in stages:
+            found.update(dict.fromkeys(self.runs[stage]))
+            found.update(dict.fromkeys(self._inputs_of(self.runs[stage])))
+            if len(found) >= size:
+                break
+        return list(found)
+
+    def _unlike_guide(self, size: int) -> list[int]:
+        """Ops that the guide runs again at other stages, in a stretch of captured order."""
+        ours, theirs = stages_by_op(self.runs), stages_by_op(self.guide)
+        unlike = sorted(op for op in {*ours, *theirs} if ours.get(op) != theirs.get(op))
+        if len(unlike) > size:
+            first = self.source.randrange(len(unlike) - size + 1)
+            unlike = unlike[first : first + size]
+        return unlike or self._window(size)
+
+    def _window(self, size: int) -> list[int]:
+        """Neighbours in captured order."""
+        n_ops = self.search.problem.n_ops
+        first = self.source.randrange(max(n_ops - size, 1))
+        return list(range(first, min(first + size, n_ops)))
+
+    def _inputs_of(self, ops: Sequence[int]) -> list[int]:
+        problem = self.search.problem
+        return [problem.producer[v] for op in ops for v in problem.inputs[op]]
+
+
+def runs_by_stage(problem: Problem, schedule: Schedule) -> Runs:
+    """What runs again in each stage of `schedule`, in captured order."""
+    stages = recomputed_by_stage(problem, ops_of(problem, schedule))
+    return [sorted(set(again)) for again in stages]
+
+
+def sequence_of_runs(problem: Problem, runs: Runs) -> list[int]:
+    """The ops in the order in which `runs` has them."""
+    sequence: list[int] = []
+    for stage, again in enumerate(runs):
+        sequence += again
+        if stage < problem.n_ops:
+            sequence.append(stage)
+    return sequence

@@ -1,0 +1,325 @@
+"""Fixed rules of recomputation: from which ops run again to a schedule and a Result.
+
+A template says which values forward keeps for backward. Forward frees the rest after its last
+use there, and backward makes it again, once, a segment at a time. A segment is a connected part
+of what runs again. It runs when backward first reads a value of it, and it makes all that
+backward reads of it. Each value is freed after its last use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from remat.graph_capture.errors import SolverError
+from remat.graph_capture.graph import TrainingGraph
+from remat.solver.problem import Problem
+from remat.solver.result import Result
+from remat.solver.search import Listener, Search
+from remat.solver.state import recomputed_in
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """What backward finds as forward made it; the rest of forward runs again.
+
+    Attributes
+    ----------
+    kept : 1 for each value that backward finds; 0 for values that it makes, again or first.
+    just_in_time : backward makes again only what it reads next, not a whole segment.
+    """
+
+    kept: bytearray
+    just_in_time: bool = False
+
+
+Templates = Callable[[Problem], Iterable[Template]]
+
+
+def solve_templates(search: Search, templates: Templates, absent: str) -> Result:
+    """The fastest that fits of the unmodified step and of `templates`, tried in turn.
+
+    Parameters
+    ----------
+    search : Search
+        One solve, just begun.
+    templates : callable
+        Gives the templates of a problem; none if the rule does not apply.
+    absent : str
+        The message if there is none.
+    """
+    with search.until_interrupted():
+        if not search.offer_sequence(range(search.problem.n_ops), or_least=True):
+            _try_templates(search, templates, absent)
+    return search.result()
+
+
+def _try_templates(search: Search, templates: Templates, absent: str) -> None:
+    search.message = absent
+    for template in templates(search.problem):
+        search.message = ""
+        sequence = template_sequence(search.problem, template)
+        search.offer_sequence(sequence, or_least=True)
+        search.say("the next setting of the template")
+        if search.out_of_time():
+            return
+
+
+def template_sequence(problem: Problem, template: Template) -> list[int]:
+    """The ops of the step in the order in which `template` runs them."""
+    available = bytearray(template.kept)
+    segments = _Segments(problem, template.kept)
+    sequence = list(range(problem.n_forward))
+    for t in range(problem.n_forward, problem.n_ops + 1):
+        gone = [v for v in problem.needs[t] if not available[v]]
+        if gone:
+            wanted = gone if template.just_in_time else segments.read_with(gone)
+            order = recomputed_in(problem, available, wanted, t, own_needs=False)
+            order = order if template.just_in_time else sorted(order)
+            sequence += order
+            _mark(problem, available, order)
+        if t < problem.n_ops:
+            sequence.append(t)
+            _mark(problem, available, (t,))
+    return sequence
+
+
+def _mark(problem: Problem, available: bytearray, ops: Iterable[int]) -> None:
+    for op in ops:
+        for v in problem.outputs[op]:
+            available[v] = 1
+
+
+def regions(problem: Problem, again: Sequence[bool], region: Sequence[int]) -> Template:
+    """The template that runs forward ops `again`, each in the region of a checkpoint call.
+
+    Forward keeps what other ops make, what a forward op of another region reads, what comes
+    from pinned ops, and what is in the caller's hands.
+    """
+    kept = unavoidable(problem)
+    for v, op in enumerate(problem.producer):
+        if op < problem.n_forward and not again[op]:
+            kept[v] = 1
+    for op in range(problem.n_forward):
+        for v in problem.inputs[op]:
+            if region[problem.producer[v]] != region[op]:
+                kept[v] = 1
+    return Template(kept)
+
+
+def unavoidable(problem: Problem) -> bytearray:
+    """1 for values of forward that cannot be made again, or that the caller holds."""
+    kept = bytearray(problem.n_values)
+    for v, op in enumerate(problem.producer):
+        if op < problem.n_forward and (problem.pinned[op] or v in problem.held):
+            kept[v] = 1
+    return kept
+
+
+def read_in_backward(problem: Problem) -> list[int]:
+    """Values of forward that backward reads, or that must be live at the end."""
+    needs = problem.needs[problem.n_forward :]
+    read = dict.fromkeys(v for values in needs for v in values)
+    return [v for v in read if problem.producer[v] < problem.n_forward]
+
+
+class _Segments:
+    """Connected parts of what runs again, and what backward reads of each."""
+
+    def __init__(self, problem: Problem, kept: bytearray) -> None:
+        self.producer = problem.producer
+        self.parent = list(range(problem.n_ops))
+        for op in range(problem.n_forward):
+            if not all(kept[v] for v in problem.outputs[op]):
+                for v in problem.inputs[op]:
+                    if not kept[v]:
+                        self.parent[self.root(op)] = self.root(problem.producer[v])
+        self.read: dict[int, list[int]] = {}
+        for v in read_in_backward(problem):
+            if not kept[v]:
+                self.read.setdefault(self.root(problem.producer[v]), []).append(v)
+
+    def root(self, op: int) -> int:
+        while self.parent[op] != op:
+            self.parent[op] = self.parent[self.parent[op]]
+            op = self.parent[op]
+        return op
+
+    def read_with(self, values: Iterable[int]) -> list[int]:
+        """All that backward reads of the segments that `values` lie in."""
+        reached = dict.fromkeys(self.root(self.producer[v]) for v in values)
+        return [v for root in reached for v in self.read[root]]
+
+
+def check_choice(option: str, found: str, allowed: Sequence[str]) -> None:
+    """Raise `SolverError` unless `found` is one of the values `allowed` for `option`."""
+    if found not in allowed:
+        raise SolverError(f"{option} must be one of {', '.join(allowed)}, not '{found}'")
+
+
+# The repeated blocks of a network, found from the module paths of its forward ops.
+#
+# The rule: an integer component of a module path numbers the entries of the container that
+# the path before it names. ``blocks.0.attn`` and ``blocks.1.mlp`` make ``blocks`` a container
+# of two entries. A block is an entry of an outermost container with at least two entries in
+# use. So a `Sequential` inside a block makes none, and a net that keeps its blocks in several
+# containers (``down.0``, ``up.0``) has those of all. An op without a module, which the model's
+# own forward runs, takes the block before it if a block also follows it; other ops have none.
+#
+# Blocks are found in two ways, on purpose. Templates go by module paths, since people wrap
+# modules in checkpoints. `hierarchical` goes by structure (`blocks/repeated`), since a graph
+# need not have module names.
+
+
+NO_BLOCK = -1
+NO_REPEATED_BLOCK = (
+    "no repeated block: the template does not apply. A block is a numbered entry of a module "
+    "list, as blocks.0 and blocks.1 are"
+)
+
+
+class Blocks(NamedTuple):
+    """The blocks of a graph, in order of their first op.
+
+    Attributes
+    ----------
+    of_op : block of each forward op, `NO_BLOCK` for ops outside.
+    names : module path of each block. container : number of the container of each block.
+    rank : position of each block among those of its container, from 0.
+    """
+
+    of_op: list[int]
+    names: list[str]
+    container: list[int]
+    rank: list[int]
+
+
+def module_blocks(graph: TrainingGraph) -> Blocks:
+    """The blocks of `graph`; `names` is empty where nothing repeats."""
+    modules = [op.module for op in graph.ops[: graph.n_forward]]
+    entries = _entries(modules)
+    blocks = Blocks([], [], [], [])
+    number: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    for module in modules:
+        container, entry = _outermost(module, entries)
+        name = f"{container}.{entry}".removeprefix(".")
+        if entry and name not in number:
+            number[name] = len(number)
+            blocks.names.append(name)
+            blocks.rank.append(sizes.setdefault(container, 0))
+            blocks.container.append(list(sizes).index(container))
+            sizes[container] += 1
+        blocks.of_op.append(number[name] if entry else NO_BLOCK)
+    _adopt(blocks.of_op, modules)
+    return blocks
+
+
+def _entries(modules: Sequence[str]) -> dict[str, set[str]]:
+    """The integers that follow each path."""
+    entries: dict[str, set[str]] = {}
+    for module in dict.fromkeys(modules):
+        parts = module.split(".")
+        for i, part in enumerate(parts):
+            if part.isdigit():
+                entries.setdefault(".".join(parts[:i]), set()).add(part)
+    return entries
+
+
+def _outermost(module: str, entries: dict[str, set[str]]) -> tuple[str, str]:
+    """Container and entry that `module` lies in; two empty texts if it lies in none."""
+    parts = module.split(".")
+    for i, part in enumerate(parts):
+        container = ".".join(parts[:i])
+        if part.isdigit() and len(entries[container]) > 1:
+            return container, part
+    return "", ""
+
+
+def _adopt(of_op: list[int], modules: Sequence[str]) -> None:
+    """Give ops without a module, between ops in blocks, the block before them."""
+    following = [NO_BLOCK] * len(of_op)
+    after = NO_BLOCK
+    for i in reversed(range(len(of_op))):
+        following[i] = after
+        if modules[i]:
+            after = of_op[i]
+    before = NO_BLOCK
+    for i, module in enumerate(modules):
+        if module:
+            before = of_op[i]
+        elif following[i] != NO_BLOCK:
+            of_op[i] = before
+
+
+# Recompute one block in every n, or keep what enters every n-th block.
+#
+# Also called: selective layer checkpointing, `every_n_layers`; uniform: "recompute-num-layers".
+# Paper: V. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
+# 2022, https://arxiv.org/abs/2205.05198, discusses recomputing some of the layers; ``uniform`` is
+# T. Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016,
+# https://arxiv.org/abs/1604.06174, with segments of whole blocks.
+# Solves: least time within the budget over the one knob n. With method ``nth``, blocks 0, n, 2n, …
+# of each container run again and the others keep all. With ``uniform``, every block runs again,
+# and n blocks in a row are one segment.
+# Optimal: where the step fits without recomputation. Cost: O(ops + reads) for each n tried.
+# Shortcomings: the knob is coarse; all blocks count alike; blind to costs and sizes; does not
+# apply where no block repeats.
+
+
+METHODS = ("nth", "uniform")
+
+
+@dataclass(frozen=True)
+class EveryNLayers:
+    """Solver with one knob.
+
+    Attributes
+    ----------
+    n : 0 tries every n up to the number of blocks and takes the fastest that fits.
+    method : ``nth`` recomputes blocks 0, n, 2n, …; ``uniform`` checkpoints n in a row.
+    time_limit_s, progress : as in `remat.solver.solve`.
+    """
+
+    n: int = 0
+    method: str = "nth"
+    time_limit_s: float = 60.0
+    progress: Listener | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("method", self.method, METHODS)
+        if self.n < 0:
+            raise SolverError(f"n must be 0 (every n is tried) or more, not {self.n}")
+
+    def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
+        """The unmodified step if it fits, else the fastest n that does."""
+        search = Search.of(self, "every_n_layers", graph, budget_bytes)
+        return solve_templates(search, self.templates, NO_REPEATED_BLOCK)
+
+    def templates(self, problem: Problem) -> Iterator[Template]:
+        """One template for each n to try; none where no block repeats."""
+        blocks = module_blocks(problem.graph)
+        if not blocks.names:
+            return
+        make = nth_blocks if self.method == "nth" else uniform_blocks
+        most = max(blocks.rank) + 1
+        for n in [self.n] if self.n else range(1, most + 1):
+            yield make(problem, blocks, n)
+
+
+def nth_blocks(problem: Problem, blocks: Blocks, n: int) -> Template:
+    """Blocks 0, n, 2n, … of each container run again, each a region."""
+    again = [block != NO_BLOCK and blocks.rank[block] % n == 0 for block in blocks.of_op]
+    return regions(problem, again, blocks.of_op)
+
+
+def uniform_blocks(problem: Problem, blocks: Blocks, n: int) -> Template:
+    """Every block runs again; n in a row of a container are one region."""
+    number: dict[tuple[int, int], int] = {}
+    group = [
+        number.setdefault((container, rank // n), len(number))
+        for container, rank in zip(blocks.container, blocks.rank, strict=True)
+    ]
+    region = [NO_BLOCK if block == NO_BLOCK else group[block] for block in blocks.of_op]
+    return regions(problem, [part != NO_BLOCK for part in region], region)

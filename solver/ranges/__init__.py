@@ -1,1 +1,0 @@
-"""Plans for a range of sizes: a few schedules of one trace, each for a part of the range."""

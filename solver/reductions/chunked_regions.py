@@ -1,0 +1,333 @@
+"""Whether a region runs in pieces, and in how many: a decision around any solver.
+
+A graph says of each region which numbers of pieces it may run in, and at what price
+(`TrainingGraph.regions`). Each choice is another graph, whose schedules the judge knows. So solvers
+need not know of it. TSPLIT (X. Nie et al., ICDE 2022) takes the same decision greedily.
+
+One region is taken or none, and none where the best whole schedule takes no longer than each op
+once, in the pieces that take the least, or longer by `gap` at most. Heads come first. MLPs in
+pieces, with the heads or without as these turned out, are solved for if the best until then takes
+longer than each of their ops once. Else they cannot be better, whatever the memory. That is so at
+all but the lowest budgets, since pieces of MLPs make much again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+import msgspec
+
+from remat.graph_capture.graph import Choice, Op, Region, TrainingGraph
+from remat.schedules.derived import in_pieces, whole, with_choices
+from remat.schedules.schedule import Pieces, Schedule
+from remat.solver.result import Result, judged
+from remat.solver.search import Clock
+
+# One region in pieces, and in how many: solved for beside what is known without it.
+#
+# Each choice of the region is another graph. Two solves bound them all: of the captured graph; and
+# of a relaxed one, in which each op in pieces has the least time and the least workspace of all
+# choices. The lesser of their bounds holds for all choices. The relaxed schedule is judged at each
+# real choice. A choice is solved for by itself if the bounds leave it more than the gap to gain.
+# Each solve is told the best time known until then, and ends where it cannot be better.
+#
+# Where one op of the captured graph alone exceeds the budget, the relaxed graph is solved first,
+# and the captured one only if that has not led below what the op takes.
+
+
+SolveOne = Callable[[TrainingGraph, float, float], Result]
+"""Solves one graph within so many seconds, and ends where it is proved to find nothing better than
+a schedule that takes so many microseconds."""
+
+WORTH = 1e-3
+"""What a solve for one number of pieces must be able to gain, as a part of time, if the gap is not
+wider, or of the peak."""
+PART, LEAST_PART = 1 / 2, 4 / 5
+"""Of the time that is left, for a solve that is followed by others; the second where the captured
+graph cannot fit, so that others are unlikely."""
+
+
+class Known(NamedTuple):
+    """The best outcome so far, and the bound for all that it is the best of.
+
+    `is_whole` says that it is that of the captured graph alone.
+    """
+
+    best: Result
+    bound_us: float
+    is_whole: bool = False
+
+
+def solve_region(
+    graph: TrainingGraph,
+    budget_bytes: int,
+    solve_one: SolveOne,
+    clock: Clock,
+    known: Known | None,
+    gap: float,
+) -> Known:
+    """The best of what is known and of the one region in pieces, if it is faster by `gap`."""
+    choices = list(_numbers_of_pieces(graph))
+    relaxed_graph = with_choices(graph, {r.name: _relaxed(r) for r in graph.regions})
+    part = LEAST_PART if known is None else PART
+    known_us = _time_us_of(known.best) if known is not None else inf
+    relaxed = solve_one(relaxed_graph, max(part * clock.left_s, 0.0), known_us)
+    found = _judged(graph, choices, budget_bytes, relaxed)
+    floor_bytes = most_held_bytes(graph)
+    if known is None and not any(_rank(one) < (True, inf, floor_bytes) for one in found):
+        captured = solve_one(whole(graph), max(PART * clock.left_s, 0.0), inf)
+        known = Known(captured, bound_us_of(captured, graph))
+    found += [known.best] if known is not None else []
+    search = _Choices(graph, budget_bytes, solve_one, clock, relaxed, relaxed_graph.time_us, gap)
+    search.solve(choices, found)
+    bound_us = max(bound_us_of(relaxed, relaxed_graph), least_us(graph))
+    if known is not None:
+        bound_us = min(known.bound_us, bound_us)
+    first = known.best if known is not None else relaxed
+    best = msgspec.structs.replace(min(found, key=_rank), solver=first.solver)
+    return Known(best, bound_us)
+
+
+@dataclass(frozen=True)
+class _Choices:
+    """Solves for numbers of pieces by themselves.
+
+    Attributes
+    ----------
+    relaxed : the outcome for the relaxed graph. relaxed_us : the time of its ops once.
+    gap : what a solve must be able to gain, as a part of time.
+    """
+
+    graph: TrainingGraph
+    budget_bytes: int
+    solve_one: SolveOne
+    clock: Clock
+    relaxed: Result
+    relaxed_us: float
+    gap: float
+
+    def solve(self, choices: list[tuple[Pieces, ...]], found: list[Result]) -> None:
+        """Solve for the choices that could be better than the best of `found`; adds to it."""
+        choices = sorted(choices, key=self._hope_us)
+        if all(one.schedule is None for one in found):
+            choices.reverse()
+        for i, chosen in enumerate(choices):
+            if self.clock.left_s <= 0 or not self._is_worth(chosen, min(found, key=_rank)):
+                continue
+            best_us = _time_us_of(min(found, key=_rank))
+            limit_s = self.clock.left_s / (len(choices) - i)
+            solved = self.solve_one(in_pieces(self.graph, chosen), limit_s, best_us)
+            found += _judged(self.graph, [chosen], self.budget_bytes, solved)
+
+    def _is_worth(self, chosen: tuple[Pieces, ...], best: Result) -> bool:
+        if best.schedule is not None:
+            return self._hope_us(chosen) < best.time_us / (1 + max(WORTH, self.gap))
+        least_bytes = self.relaxed.least_feasible_bytes if self.relaxed.schedule is None else 0
+        return least_bytes < (1 - WORTH) * best.least_feasible_bytes
+
+    def _hope_us(self, chosen: tuple[Pieces, ...]) -> float:
+        """No schedule in these pieces takes less: each op runs once and more is in the bound."""
+        real_us = in_pieces(self.graph, chosen).time_us
+        bound_us = self.relaxed.lower_bound_us if self.relaxed.status != "infeasible" else 0.0
+        return max(real_us, bound_us + real_us - self.relaxed_us)
+
+
+def _numbers_of_pieces(graph: TrainingGraph) -> Iterator[tuple[Pieces, ...]]:
+    """Ways to run all regions in the same number of pieces, fewest first."""
+    regions = [region for region in graph.regions if region.choices]
+    counts = sorted({(one.pieces, one.exact) for region in regions for one in region.choices})
+    for pieces, exact in counts:
+        having = [
+            Pieces(region.name, pieces, exact)
+            for region in regions
+            if any((one.pieces, one.exact) == (pieces, exact) for one in region.choices)
+        ]
+        if len(having) == len(regions):
+            yield tuple(having)
+
+
+def _relaxed(region: Region) -> Choice:
+    """A choice that no real one beats: of each op the least time and the least workspace."""
+    first = region.choices[0]
+    ops: list[tuple[str, Op]] = []
+    for i, (place, op) in enumerate(first.ops):
+        same = [choice.ops[i][1] for choice in region.choices]
+        ops.append(
+            (
+                place,
+                msgspec.structs.replace(
+                    op,
+                    cost_us=min(one.cost_us for one in same),
+                    workspace_bytes=min(one.workspace_bytes for one in same),
+                ),
+            )
+        )
+    return msgspec.structs.replace(first, ops=tuple(ops))
+
+
+def _judged(
+    graph: TrainingGraph, choices: list[tuple[Pieces, ...]], budget_bytes: int, found: Result
+) -> list[Result]:
+    """The schedule of `found`, or its least one, on the graph of each choice."""
+    schedule = found.schedule or found.least_schedule
+    results: list[Result] = []
+    for pieces in choices if schedule is not None else []:
+        assert schedule is not None
+        own = named(schedule, pieces, graph)
+        real = in_pieces(graph, pieces)
+        results.append(judged(real, own, budget_bytes=budget_bytes, lower_bound_us=real.time_us))
+    return results
+
+
+def named(schedule: Schedule, pieces: tuple[Pieces, ...], graph: TrainingGraph) -> Schedule:
+    """`schedule`, which says that it is of `graph` with these pieces."""
+    return msgspec.structs.replace(schedule, pieces=pieces, captured_hash=graph.hash)
+
+
+def _time_us_of(best: Result) -> float:
+    """The time of a schedule that fits; infinite where none does."""
+    return best.time_us if best.schedule is not None else inf
+
+
+def _rank(result: Result) -> tuple[bool, float, int]:
+    """Schedules that fit come first, by time; then those that do not, by the least that would."""
+    if result.schedule is not None:
+        return False, result.time_us, result.peak_bytes
+    return True, inf, result.least_feasible_bytes or (1 << 62)
+
+
+def bound_us_of(result: Result, graph: TrainingGraph) -> float:
+    """No schedule of that graph, whole, takes less within the budget; infinite where none fits.
+
+    A result without a schedule may have no bound. Each op takes its time once all the same.
+    """
+    is_proved = 0 < result.budget_bytes < result.least_bound_bytes
+    if is_proved and result.schedule is None:
+        return inf
+    return max(result.lower_bound_us, graph.time_us)
+
+
+def least_us(graph: TrainingGraph) -> float:
+    """The time of each op once, in the pieces that take the least."""
+    return min(in_pieces(graph, chosen).time_us for chosen in _numbers_of_pieces(graph))
+
+
+def most_held_bytes(graph: TrainingGraph) -> int:
+    """Resident bytes, and the most that one op of the captured graph reads, makes and works in."""
+    return graph.resident.total_bytes + most_of(graph, graph.ops)
+
+
+def most_of(graph: TrainingGraph, ops: Sequence[Op]) -> int:
+    """The most that one of `ops` reads, makes and works in."""
+    size = {value.name: value.size_bytes for value in graph.values if value.producer}
+    return max(
+        op.workspace_bytes + sum(size.get(name, 0) for name in {*op.inputs, *op.outputs})
+        for op in ops
+    )
+
+
+__all__ = ["named", "solve_in_pieces"]
+
+SAME_TIME = 1 + 1e-9
+FIRST_PART = 2 / 3
+"""Of the time limit, for what is solved before MLPs in pieces, where whole ones hardly fit."""
+NEAR, TIGHT = 2, 1
+"""MLPs in pieces are tried where the budget leaves so many times what they hold, beside what is
+there anyway; whole ones hardly fit where it leaves so many."""
+
+
+def solve_in_pieces(
+    graph: TrainingGraph, budget_bytes: int, solve_one: SolveOne, time_limit_s: float, gap: float,
+    at_hand: Result | None = None,
+) -> Result:  # fmt: skip
+    """The fastest schedule of `graph`, whole or with a region in pieces, and a bound for all.
+
+    Another choice is not tried where it cannot be faster by more than `gap`. `at_hand` is the
+    outcome for whole ops, where it is known.
+    """
+    clock = Clock(time_limit_s)
+    regions = [region for region in graph.regions if region.choices]
+    later = [region for region in regions if "mlp" in region.kinds]
+    room = min((_room(graph, region, budget_bytes) for region in later), default=inf)
+    may_be_needed = room <= NEAR
+    heads = _with_regions(graph, [region for region in regions if region not in later])
+    with clock.limited_to((FIRST_PART if room <= TIGHT else 1) * time_limit_s):
+        known = _solve_heads(heads, budget_bytes, solve_one, clock, gap, at_hand)
+    has_heads = _has_pieces(known.best)
+    # Those that have the heads as these turned out, and then the others, for their bound.
+    for region in sorted(later, key=lambda one: ("head" in one.kinds) is not has_heads):
+        one = _with_regions(graph, [region])
+        if _is_near(known.best, one, 0.0):
+            continue
+        if may_be_needed and clock.left_s > 0 and not _is_near(known.best, one, gap):
+            known = solve_region(one, budget_bytes, solve_one, clock, known, gap)
+            may_be_needed = False
+        else:
+            known = Known(known.best, min(known.bound_us, least_us(one)))
+    return known.best if known.is_whole else _concluded(graph, known, clock)
+
+
+def _solve_heads(
+    graph: TrainingGraph, budget_bytes: int, solve_one: SolveOne, clock: Clock, gap: float,
+    at_hand: Result | None,
+) -> Known:  # fmt: skip
+    """The best with heads whole or in pieces."""
+    if not graph.regions:
+        found = at_hand or solve_one(whole(graph), clock.left_s, inf)
+        return Known(found, bound_us_of(found, graph), is_whole=True)
+    if most_held_bytes(graph) > budget_bytes:
+        return solve_region(graph, budget_bytes, solve_one, clock, None, gap)
+    captured = at_hand or solve_one(whole(graph), PART * clock.left_s, inf)
+    known = Known(captured, bound_us_of(captured, graph), is_whole=True)
+    # Pieces may be faster than the whole, as those with fewer products are.
+    if _is_near(captured, graph, 0.0):
+        return known
+    if _is_near(captured, graph, gap):
+        return Known(captured, min(known.bound_us, least_us(graph)))
+    return solve_region(graph, budget_bytes, solve_one, clock, known, gap)
+
+
+def _is_near(found: Result, graph: TrainingGraph, gap: float) -> bool:
+    """Whether no choice of the regions of `graph` is faster than `found` by more than `gap`."""
+    return found.schedule is not None and found.time_us <= least_us(graph) * (SAME_TIME + gap)
+
+
+def _with_regions(graph: TrainingGraph, regions: Sequence[Region]) -> TrainingGraph:
+    """`graph` with some of its regions; its hash is the same."""
+    return msgspec.structs.replace(graph, regions=tuple(regions))
+
+
+def _has_pieces(result: Result) -> bool:
+    schedule = result.schedule or result.least_schedule
+    return schedule is not None and bool(schedule.pieces)
+
+
+def _room(graph: TrainingGraph, region: Region, budget_bytes: int) -> float:
+    """How many times what a region holds the budget leaves, beside what is resident, or is there as
+    the step ends."""
+    own, size = set(region.ops), graph.value_by_name
+    held_bytes = most_of(graph, [op for op in graph.ops if op.name in own])
+    made = (size[name] for name in graph.outputs)
+    outputs_bytes = sum(value.size_bytes for value in made if value.producer)
+    return (budget_bytes - graph.resident.total_bytes - outputs_bytes) / max(held_bytes, 1)
+
+
+def _concluded(graph: TrainingGraph, known: Known, clock: Clock) -> Result:
+    """The best with the bound for all choices."""
+    best = known.best
+    bound_us = known.bound_us if known.bound_us < inf else graph.time_us
+    is_proved = best.schedule is not None and best.time_us <= bound_us * SAME_TIME
+    status = best.status
+    if best.schedule is not None:
+        is_late = clock.left_s <= 0
+        status = "optimal" if is_proved else ("time limit" if is_late else "feasible")
+    return msgspec.structs.replace(
+        best,
+        status=status,
+        lower_bound_us=min(bound_us, best.time_us) if is_proved else bound_us,
+        least_bound_bytes=0,
+        wall_s=clock.elapsed_s,
+    )

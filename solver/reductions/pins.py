@@ -1,0 +1,422 @@
+"""Pins: parts of the model that the user wants kept, or recomputed.
+
+Solves: least time under a budget on the true peak where the values of ops pinned by `keep`
+are made once, and those of ops pinned by `recompute` are not carried from forward into
+backward. Any solver of the table does the work, on a graph that says the same: kept ops must
+not run twice; a recomputed op that backward needs has a twin in backward, right before its
+first reader there, through which backward reads. A schedule of that graph is one of
+the real graph, twins being second runs. It may still carry a forbidden value, to recompute an
+op that has no twin: then further runs are put in, and if that exceeds the budget the solver is
+asked again for less. Runs that turn out needless are left out last. All figures come from the
+real graph. So pins are another graph, not an option of solvers, and no solver need know of them.
+
+Bound: the larger of the time of every op and every twin once, and the bound of `cut` where
+only `keep` holds. Both are proved for every schedule that keeps the pins; the solver's bound
+on the graph with twins is not, since it fixes when a twin first runs.
+Shortcomings: with `recompute` the gap is rarely closed, and twins come just in time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
+
+import msgspec
+
+from remat.graph_capture.errors import option
+from remat.graph_capture.graph import KEPT, Op, TrainingGraph
+from remat.schedules.schedule import Compute, Option, Schedule
+from remat.schedules.simulate import simulate
+from remat.schedules.simulation import Simulation
+from remat.schedules.verdicts.globs import is_freed
+from remat.solver.bounds.any_order_cut import free_bound_us
+from remat.solver.bounds.least_peak import LEAST_BOUND
+from remat.solver.cuts.cut import Cut
+from remat.solver.problem import Problem
+from remat.solver.reductions.globs import Globs, Pins, as_globs
+from remat.solver.result import KNOWN, Result, infeasible, judged
+from remat.solver.search import Clock, Listener, Progress, note_interrupt
+from remat.solver.state import schedule_of
+from remat.solver.stopping import FIRST_PINNED, LEFT_OUT, PINNED, PINNED_BOUND, TIGHTER
+from remat.solver.table import make_solver
+
+# Twins: second runs in backward of forward ops, as ops of the graph, and the way back.
+#
+# Where backward reads a value that must not be carried out of forward, its op gets a twin in
+# backward, right before the first reader there; the twin of an op reads the twins of what it
+# reads. Any solver can plan such a graph. Back on the real graph a twin is a second run.
+
+
+TWIN = "@again"
+"""Ends the name of a twin and of its values; no fx node has such a name."""
+
+
+def without_twins(text: str) -> str:
+    """The name of the op or value that a twin stands for; also for several in a sentence."""
+    return text.replace(TWIN, "")
+
+
+def said_of_twins(message: str) -> str:
+    """What a solver said of a graph with twins, without a bound that holds for that graph alone."""
+    sentences = without_twins(message).split(". ")
+    return ". ".join(s for s in sentences if not s.startswith(LEAST_BOUND))
+
+
+def with_twins(graph: TrainingGraph, again: Set[int]) -> TrainingGraph:
+    """`graph` in which backward reads what the ops of `again` make through twins of them."""
+    problem = Problem.of(graph)
+    renamed = {v: v + TWIN for i in sorted(again) for v in graph.ops[i].outputs}
+    done = bytearray(problem.n_ops)
+    ops = list(graph.ops[: graph.n_forward])
+    for i in range(graph.n_forward, problem.n_ops):
+        missing = _missing_below(problem, i, again, done)
+        ops += [_twin(graph.ops[below], renamed) for below in missing]
+        ops.append(_reading_twins(graph.ops[i], renamed))
+    values = [
+        msgspec.structs.replace(value, name=value.name + TWIN, producer=value.producer + TWIN)
+        for value in graph.values
+        if value.producer and done[graph.op_index[value.producer]]
+    ]
+    return msgspec.structs.replace(graph, ops=tuple(ops), values=(*graph.values, *values))
+
+
+def _twin(op: Op, renamed: dict[str, str]) -> Op:
+    outputs = tuple(renamed[v] for v in op.outputs)
+    return msgspec.structs.replace(
+        _reading_twins(op, renamed), name=op.name + TWIN, phase="backward", outputs=outputs
+    )
+
+
+def _reading_twins(op: Op, renamed: dict[str, str]) -> Op:
+    return msgspec.structs.replace(op, inputs=tuple(renamed.get(v, v) for v in op.inputs))
+
+
+def _missing_below(problem: Problem, root: int, again: Set[int], done: bytearray) -> list[int]:
+    """Ops of `again` that `root` reads, also through others of them, and that are not done.
+
+    Each comes after those that it reads, and is then marked as done.
+    """
+    order: list[int] = []
+    stack = [(root, 0)]
+    while stack:
+        op, position = stack.pop()
+        reads = problem.inputs[op]
+        while position < len(reads):
+            below = problem.producer[reads[position]]
+            position += 1
+            if below in again and not done[below]:
+                done[below] = 1
+                stack += [(op, position), (below, 0)]
+                break
+        else:
+            if op != root:
+                order.append(op)
+    return order
+
+
+def renewed_sequence(problem: Problem, schedule: Schedule, again: Set[int]) -> list[int]:
+    """The runs of `schedule`, of a graph with twins, as a sequence of the real graph.
+
+    With runs put in, so that nothing in backward reads what an op of `again` made in
+    forward: a solver may have carried it to recompute an op that has no twin.
+    """
+    index = problem.graph.op_index
+    runs = [index[without_twins(s.op)] for s in schedule.steps if isinstance(s, Compute)]
+    waiting = set(range(problem.n_forward))
+    fresh = bytearray(problem.n_ops)
+    sequence: list[int] = []
+    for op in runs:
+        if not waiting:
+            sequence += _missing_below(problem, op, again, fresh)
+            fresh[op] = 1
+        sequence.append(op)
+        waiting.discard(op)
+    return sequence
+
+
+def leave_out_runs(
+    problem: Problem,
+    sequence: Sequence[int],
+    again: Set[int],
+    budget_bytes: int,
+    time_limit_s: float,
+) -> list[int]:
+    """`sequence` without the runs whose values can as well be kept within the budget.
+
+    The dearest runs are tried first. The first run in backward of an op of `again` stays.
+    """
+    clock = Clock(time_limit_s)
+    spare = _repeats(problem, sequence, again)
+    spare.sort(key=lambda position: (-problem.cost_us[sequence[position]], position))
+    left_out: set[int] = set()
+    for position in spare[: LEFT_OUT.at(problem.n_ops)]:
+        if clock.left_s < 0:
+            break
+        trial = _without(sequence, left_out | {position})
+        found = simulate(problem.graph, schedule_of(problem, trial))
+        if found.peak_bytes <= budget_bytes:
+            left_out.add(position)
+    return _without(sequence, left_out)
+
+
+def _repeats(problem: Problem, sequence: Sequence[int], again: Set[int]) -> list[int]:
+    """Positions of runs that are neither the first nor, for `again`, the first in backward."""
+    waiting = set(range(problem.n_forward))
+    ran = bytearray(problem.n_ops)
+    ran_in_backward = bytearray(problem.n_ops)
+    found: list[int] = []
+    for position, op in enumerate(sequence):
+        must_stay = not waiting and op in again and not ran_in_backward[op]
+        if ran[op] and not must_stay:
+            found.append(position)
+        ran[op] = 1
+        ran_in_backward[op] = not waiting
+        waiting.discard(op)
+    return found
+
+
+def _without(sequence: Sequence[int], left_out: Set[int]) -> list[int]:
+    return [op for position, op in enumerate(sequence) if position not in left_out]
+
+
+def solve_pinned(
+    graph: TrainingGraph,
+    budget_bytes: int,
+    solver: str,
+    keep: Globs,
+    recompute: Globs,
+    *,
+    time_limit_s: float = 60.0,
+    progress: Listener | None = None,
+    **options: object,
+) -> Result:
+    """The schedule of least time found that fits and keeps the pins.
+
+    `keep` and `recompute` are globs over module paths; the other arguments are those of
+    `remat.solver.solve`. The schedule's options name the globs.
+
+    Raises
+    ------
+    SolverError : a glob that matches nothing, an op pinned both ways, a solver or option
+        that is unknown.
+    """
+    asked = {"keep": as_globs(keep), "recompute": as_globs(recompute)}
+    graph = freed_graph(graph, asked["recompute"])
+    pins = Pins.of(graph, **asked)
+    named: dict[str, Option] = {name: ", ".join(globs) for name, globs in asked.items() if globs}
+    return solve_for_pins(
+        graph, budget_bytes, solver, pins, named,
+        time_limit_s=time_limit_s, progress=progress, **options,
+    )  # fmt: skip
+
+
+def solve_for_pins(
+    graph: TrainingGraph,
+    budget_bytes: int,
+    solver: str,
+    pins: Pins,
+    named: dict[str, Option] | None = None,
+    *,
+    time_limit_s: float = 60.0,
+    progress: Listener | None = None,
+    **options: object,
+) -> Result:
+    """As `solve_pinned`, for ops that are pinned one by one.
+
+    Parameters
+    ----------
+    named : what the schedule's options say of the pins.
+    """
+    search = _PinnedSearch(
+        graph, pins, budget_bytes, solver, options, named or {}, Clock(time_limit_s), progress
+    )  # fmt: skip
+    return search.solve_with_twins() if pins.again else search.solve_kept()
+
+
+def freed_graph(graph: TrainingGraph, recompute: tuple[str, ...]) -> TrainingGraph:
+    """`graph` in which the custom ops that `recompute` names may run twice."""
+    if not any(is_freed(op, recompute) for op in graph.ops):
+        return graph
+    ops = [
+        msgspec.structs.replace(op, pinned="") if is_freed(op, recompute) else op
+        for op in graph.ops
+    ]
+    return msgspec.structs.replace(graph, ops=tuple(ops))
+
+
+def kept_graph(graph: TrainingGraph, kept: dict[str, str]) -> TrainingGraph:
+    """`graph` in which the ops of `kept` must not run twice."""
+    ops = [
+        msgspec.structs.replace(op, pinned=f"{KEPT} {option('keep', kept[op.name])}")
+        if op.name in kept and not op.pinned
+        else op
+        for op in graph.ops
+    ]
+    return msgspec.structs.replace(graph, ops=tuple(ops))
+
+
+@dataclass(slots=True)
+class _PinnedSearch:
+    graph: TrainingGraph
+    pins: Pins
+    budget_bytes: int
+    solver: str
+    options: dict[str, object]
+    named: dict[str, Option]
+    clock: Clock
+    progress: Listener | None
+    cut_short: bool = False
+    kept: TrainingGraph = field(init=False)
+    twinned: TrainingGraph = field(init=False)
+    problem: Problem = field(init=False)
+    again: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kept = kept_graph(self.graph, self.pins.kept)
+        self.problem = Problem.of(self.graph)
+        self.again = frozenset(self.graph.op_index[name] for name in self.pins.again)
+        self.twinned = with_twins(self.kept, self.again)
+
+    def solve_kept(self) -> Result:
+        """Solve where only `keep` holds: the solver's own bound is then right."""
+        result = self._ask(self.kept, self.budget_bytes, self.clock.time_limit_s)
+        if result.schedule is None:
+            least = result.least_schedule
+            return msgspec.structs.replace(result, least_schedule=least and self._stamped(least))
+        found = judged(
+            self.graph,
+            self._stamped(result.schedule),
+            budget_bytes=self.budget_bytes,
+            lower_bound_us=result.lower_bound_us,
+            wall_s=self.clock.elapsed_s,
+            cut_short=self.cut_short,
+            message=result.message,
+        )
+        return msgspec.structs.replace(found, floor=result.floor)
+
+    def solve_with_twins(self) -> Result:
+        """Solve the graph with twins, for less and less, until its schedule fits."""
+        target_bytes, limit_s = self.budget_bytes, FIRST_PINNED.of(self.clock.time_limit_s)
+        for _ in range(TIGHTER.most):
+            result = self._ask(self.twinned, target_bytes, limit_s)
+            if result.schedule is None:
+                return self._with_least(result)
+            sequence, found = self._renewed(result.schedule)
+            if found.peak_bytes <= self.budget_bytes:
+                return self._finished(result, sequence)
+            over_bytes = found.peak_bytes - self.budget_bytes
+            target_bytes -= max(over_bytes, target_bytes // 50, 1)
+            limit_s = self.clock.left_s / 2
+        return self._with_least(self._ask(self.twinned, 0, self.clock.left_s / 2))
+
+    def _with_least(self, lost: Result) -> Result:
+        """The outcome for the least peak that the solver names on the graph with twins."""
+        least_bytes = lost.least_feasible_bytes or lost.peak_bytes
+        result = self._ask(self.twinned, least_bytes, self.clock.left_s) if least_bytes else lost
+        if result.schedule is None:
+            return self._unnamed(result)
+        sequence, found = self._renewed(result.schedule)
+        if found.peak_bytes <= self.budget_bytes:
+            return self._finished(result, sequence)
+        text = (
+            f"no schedule found that fits {self.budget_bytes} bytes with these pins; "
+            f"{found.peak_bytes} {KNOWN}"
+        )
+        found_none = infeasible(
+            self.graph,
+            self._schedule(sequence, result.schedule),
+            found,
+            self.budget_bytes,
+            self.clock.elapsed_s,
+            f"{text}. {said_of_twins(lost.message)}" if lost.message else text,
+        )
+        return msgspec.structs.replace(found_none, status=lost.status)
+
+    def _unnamed(self, result: Result) -> Result:
+        return msgspec.structs.replace(
+            result,
+            budget_bytes=self.budget_bytes,
+            least_feasible_bytes=0,
+            least_schedule=None,
+            held_at_peak=(),
+            lower_bound_us=self.graph.time_us,
+            least_bound_bytes=0,
+            floor=None,
+            wall_s=self.clock.elapsed_s,
+            message=said_of_twins(result.message),
+        )
+
+    def _finished(self, result: Result, sequence: Sequence[int]) -> Result:
+        """Leave out runs that are not needed within the budget, and prove what can be."""
+        assert result.schedule is not None
+        bound_us = self.twinned.time_us
+        schedule = self._schedule(sequence, result.schedule)
+        try:
+            shorter = leave_out_runs(
+                self.problem, sequence, self.again, self.budget_bytes, self.clock.left_s
+            )
+            schedule = self._schedule(shorter, result.schedule)
+            if simulate(self.graph, schedule).time_us > bound_us * (1 + 1e-9):
+                bound_us = max(bound_us, self._bound_with_keep_us())
+        except KeyboardInterrupt:
+            note_interrupt()
+            self.cut_short = True
+        return judged(
+            self.graph,
+            schedule,
+            budget_bytes=self.budget_bytes,
+            lower_bound_us=bound_us,
+            wall_s=self.clock.elapsed_s,
+            cut_short=self.cut_short,
+            message=without_twins(result.message),
+        )
+
+    def _bound_with_keep_us(self) -> float:
+        limit_s = PINNED_BOUND.of(self.clock.left_s)
+        if limit_s <= 0:
+            return 0.0
+        if self.options.get("order") == "free":
+            return free_bound_us(self.kept, self.budget_bytes, time_limit_s=limit_s)
+        return Cut(time_limit_s=limit_s).solve(self.kept, self.budget_bytes).lower_bound_us
+
+    def _ask(self, graph: TrainingGraph, budget_bytes: int, limit_s: float) -> Result:
+        limit_s = PINNED.of(limit_s, self.clock.time_limit_s)
+        listener = self._tell if self.progress else None
+        made = make_solver(self.solver, time_limit_s=limit_s, progress=listener, **self.options)
+        result = made.solve(graph, budget_bytes)
+        self.cut_short = self.cut_short or result.status == "time limit"
+        return result
+
+    def _tell(self, state: Progress) -> None:
+        """Pass on what the solver says, as overheads over the real step."""
+        assert self.progress is not None
+        scale = self.twinned.time_us / self.graph.time_us if self.graph.time_us else 1.0
+        best = state.best_overhead
+        self.progress(
+            Progress(
+                self.clock.elapsed_s,
+                None if best is None else (1 + best) * scale - 1,
+                scale - 1 if self.again else state.bound_overhead,
+                without_twins(state.doing),
+            )
+        )
+
+    def _renewed(self, schedule: Schedule) -> tuple[list[int], Simulation]:
+        """The schedule as a sequence of the real graph that keeps the pins, and its figures."""
+        sequence = renewed_sequence(self.problem, schedule, self.again)
+        return sequence, simulate(self.graph, self._schedule(sequence, schedule))
+
+    def _schedule(self, sequence: Sequence[int], source: Schedule) -> Schedule:
+        """The schedule of a sequence, by the solver and with the options of `source`."""
+        made = schedule_of(self.problem, sequence)
+        return self._stamped(msgspec.structs.replace(source, steps=made.steps))
+
+    def _stamped(self, schedule: Schedule) -> Schedule:
+        """`schedule`, made for a graph with pins, as one of the real graph."""
+        return Schedule.for_graph(
+            self.graph,
+            schedule.steps,
+            budget_bytes=self.budget_bytes,
+            solver=schedule.solver,
+            options=schedule.options | self.named,
+        )

@@ -1,0 +1,294 @@
+"""Cuts of a range, each with a schedule of its own, placed where the overhead changes most.
+
+The largest sizes are solved first; their schedule serves all. The step that keeps everything serves
+up to where it fits. Between the two, the part whose ends differ most in overhead is cut in its
+middle, where a schedule is solved, and so on: a plan for one size inside a part could save at most
+about what its ends differ by. Whatever serves a size was judged at sizes above it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from remat.graph_capture.errors import TooLargeError
+from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.sizes.ranged_graph import BytesOver, RangedGraph
+from remat.graph_capture.sizes.symbols import Sizes, Symbol, corner
+from remat.schedules.family import Family, FastPeak, Member, carried, sizes_text
+from remat.schedules.schedule import Schedule
+from remat.schedules.simulate import overhead_of, simulate
+from remat.solver.problem import Problem, least_needed_bytes
+from remat.solver.result import Result
+from remat.solver.store_all import StoreAll
+
+# How far a schedule reaches in a range of sizes: where its peak is within a budget.
+#
+# The set of such sizes has no holes below its border, since bytes are bounded for all sizes below a
+# corner. So the border is found by halves, in the fast books, and its corners are then judged.
+
+
+MOST_LEVELS = 256
+"""Points on the way from the smallest sizes to the largest, where several sizes vary."""
+MOST_CORNERS = 16
+"""Corners of the part that a schedule serves. A few more would serve a little more."""
+
+
+class Reach:
+    """Where in a range schedules fit a budget.
+
+    Attributes
+    ----------
+    levels : points from the smallest sizes to the largest, along which no size falls.
+    """
+
+    def __init__(self, graph: RangedGraph, budget_bytes: int) -> None:
+        self.graph, self.budget_bytes = graph, budget_bytes
+        self.symbols = graph.symbols
+        self.levels = _levels(graph.symbols)
+        self._bytes = BytesOver(graph)
+
+    def part(self, sizes: Sizes) -> tuple[Symbol, ...]:
+        """All sizes that are at most these."""
+        return tuple(Symbol(s.name, s.low, sizes[s.name], s.multiple) for s in self.symbols)
+
+    def along(self, schedule: Schedule) -> int:
+        """The last level at which it fits; -1 where it fits at none."""
+        fast = FastPeak(self.graph.base, schedule)
+        return _last(len(self.levels), lambda i: self._fits(fast, self.levels[i]))
+
+    def judged_corners(self, schedule: Schedule) -> tuple[tuple[dict[str, int], ...], int]:
+        """Corners of what it serves, and the most that it needs there, by the judge."""
+        fast, peak_bytes = FastPeak(self.graph.base, schedule), 0
+        found: list[dict[str, int]] = []
+        for one in self._corners(fast):
+            bounding = self.graph.bounding(self.part(one))
+            judged = simulate(bounding, carried(schedule, bounding)).peak_bytes
+            if judged <= self.budget_bytes:
+                found.append(one)
+                peak_bytes = max(peak_bytes, judged)
+        return tuple(found), peak_bytes
+
+    def _corners(self, fast: FastPeak) -> list[dict[str, int]]:
+        top = corner(self.symbols, "high")
+        if self._fits(fast, top):
+            return [top]
+        *leading, last = self.symbols
+        each = max(int(MOST_CORNERS ** (1 / max(len(leading), 1))), 2)
+        found: list[dict[str, int]] = []
+        # The largest first, so that a corner that another one covers comes after it.
+        for sizes in itertools.product(*(_some(symbol, each)[::-1] for symbol in leading)):
+            first = {s.name: size for s, size in zip(leading, sizes, strict=True)}
+            i = _last(
+                len(last.sizes),
+                lambda i, first=first: self._fits(fast, {**first, last.name: last.sizes[i]}),
+            )
+            one = {**first, last.name: last.sizes[i]}
+            if i >= 0 and not any(_is_below(one, other) for other in found):
+                found.append(one)
+        return found
+
+    def _fits(self, fast: FastPeak, sizes: Sizes) -> bool:
+        return fast.peak_bytes(self._bytes.of(self.part(sizes))) <= self.budget_bytes
+
+
+def _is_below(one: Sizes, other: Sizes) -> bool:
+    return all(size <= other[name] for name, size in one.items())
+
+
+def _last(count: int, holds: Callable[[int], bool]) -> int:
+    """The last of 0, 1, ... for which it holds, if it holds for all before it; -1 for none."""
+    low, high = -1, count
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+def _levels(symbols: Sequence[Symbol]) -> list[dict[str, int]]:
+    if len(symbols) == 1:
+        return [{symbols[0].name: size} for size in symbols[0].sizes]
+    count = min(max(len(symbol.sizes) for symbol in symbols), MOST_LEVELS)
+    ways = [_some(symbol, count, repeated=True) for symbol in symbols]
+    points = [dict(zip((s.name for s in symbols), p, strict=True)) for p in zip(*ways, strict=True)]
+    return [point for i, point in enumerate(points) if i == 0 or point != points[i - 1]]
+
+
+def _some(symbol: Symbol, count: int, *, repeated: bool = False) -> list[int]:
+    """So many sizes in geometric steps, both ends included; each once, unless `repeated`."""
+    if not repeated and len(symbol.sizes) <= count:
+        return list(symbol.sizes)
+    ratio = math.log(symbol.high / symbol.low)
+    exact = (symbol.low * math.exp(ratio * i / (count - 1)) for i in range(count))
+    steps = (round((size - symbol.low) / symbol.multiple) for size in exact)
+    found = [symbol.sizes[min(step, len(symbol.sizes) - 1)] for step in steps]
+    return found if repeated else list(dict.fromkeys(found))
+
+
+MOST_MEMBERS = 10
+"""Schedules of a family. Each has code of its own, which is made when a size first needs it."""
+APART = 0.0075
+"""Overheads of neighbours that are no further apart need no cut between them."""
+
+Solve = Callable[[TrainingGraph, int], Result]
+"""A solver with all its options: from a graph and bytes."""
+
+
+class _Found(NamedTuple):
+    """A schedule: at which level it was made, up to which one it fits."""
+
+    schedule: Schedule
+    level: int
+    reach: int
+    overhead: float
+    lower_overhead: float
+
+
+def plan_family(
+    graph: RangedGraph, budget_bytes: int, solve: Solve, top: Result | None = None
+) -> Family:
+    """Schedules whose peaks are within `budget_bytes` at all sizes of the range of `graph`.
+
+    Parameters
+    ----------
+    solve : called for the largest sizes, and for up to `MOST_MEMBERS` - 2 others.
+    top : the outcome for ``graph.bounding(graph.symbols)``, if it is at hand.
+
+    Raises
+    ------
+    TooLargeError : nothing fits at the largest sizes; it names the largest that fit.
+    """
+    search = _FamilySearch(graph, budget_bytes, solve)
+    search.begin(top or solve(graph.bounding(graph.symbols), budget_bytes))
+    search.cut()
+    return search.family()
+
+
+class _FamilySearch:
+    def __init__(self, graph: RangedGraph, budget_bytes: int, solve: Solve) -> None:
+        self.graph, self.budget_bytes, self.solve = graph, budget_bytes, solve
+        self.reach = Reach(graph, budget_bytes)
+        self.levels = self.reach.levels
+        self.found: list[_Found] = []
+
+    def begin(self, top: Result) -> None:
+        """What keeps everything, and the schedule of the largest sizes."""
+        last = len(self.levels) - 1
+        keeping = StoreAll().schedule(self.graph.base)
+        reach = self.reach.along(keeping)
+        if reach >= 0:
+            keeping = msgspec.structs.replace(keeping, budget_bytes=self.budget_bytes)
+            self.found.append(_Found(keeping, reach, reach, 0.0, 0.0))
+        if reach == last:
+            return
+        if top.schedule is None:
+            raise self._too_large(top)
+        self.found.append(self._found(top, last))
+
+    def cut(self) -> None:
+        """Solve where the overhead changes most, until nothing is worth another schedule."""
+        closed: set[tuple[int, int]] = set()
+        while len(self.found) < MOST_MEMBERS:
+            pairs = zip(self.found, self.found[1:], strict=False)
+            open_pairs = [
+                (upper.overhead - lower.overhead, -i, lower, upper)
+                for i, (lower, upper) in enumerate(pairs)
+                if upper.level - lower.reach > 1 and (lower.reach, upper.level) not in closed
+            ]
+            if not open_pairs:
+                return
+            apart, _, lower, upper = max(open_pairs, key=lambda one: one[:2])
+            if apart <= APART:
+                return
+            closed.add((lower.reach, upper.level))
+            self._cut_between(lower, upper)
+
+    def _cut_between(self, lower: _Found, upper: _Found) -> None:
+        level = (lower.reach + upper.level) // 2
+        result = self.solve(self._bounding(level), self.budget_bytes)
+        if result.schedule is None:  # the time limit ended it: `upper` serves there
+            return
+        made = self._found(result, level)
+        if made.overhead < self._overhead(upper.schedule, level):
+            self.found.insert(self.found.index(upper), made)
+            self.found = _useful(self.found)
+
+    def _found(self, result: Result, level: int) -> _Found:
+        schedule = result.schedule
+        assert schedule is not None
+        base_us = self._bounding(level).base_us
+        lower = min(overhead_of(result.lower_bound_us, base_us), result.overhead)
+        reach = max(self.reach.along(schedule), level)
+        return _Found(schedule, level, reach, result.overhead, lower)
+
+    def _overhead(self, schedule: Schedule, level: int) -> float:
+        at = self._bounding(level)
+        return simulate(at, carried(schedule, at)).overhead
+
+    def _bounding(self, level: int) -> TrainingGraph:
+        return self.graph.bounding(self.reach.part(self.levels[level]))
+
+    def family(self) -> Family:
+        """The members, each judged at the corners of what it serves."""
+        members: list[Member] = []
+        for one in self.found:
+            corners, peak_bytes = self.reach.judged_corners(one.schedule)
+            sizes, overheads = self.levels[one.level], (one.overhead, one.lower_overhead)
+            if corners:
+                members.append(Member(one.schedule, sizes, corners, peak_bytes, *overheads))
+        graph = self.graph
+        return Family(
+            model=graph.name,
+            symbols=graph.symbols,
+            budget_bytes=self.budget_bytes,
+            members=tuple(members),
+            certificate="largest sizes" if graph.rising else "bounds of parts",
+            prices_error=graph.prices.error_at_middle if graph.points else 0.0,
+            traced_hash=graph.traced_hash,
+        )
+
+    def _too_large(self, top: Result) -> TooLargeError:
+        largest = self._largest()
+        top_sizes = self.levels[-1]
+        least = f", {top.least_feasible_bytes} are known to do" if top.least_feasible_bytes else ""
+        ways = (
+            f"the largest that fits is {sizes_text(largest)}. Plan a range up to it"
+            if largest
+            else f"nor does the smallest, {sizes_text(self.levels[0])}. Raise the budget"
+        )
+        return TooLargeError(
+            f"no schedule of {self.graph.name} at {sizes_text(top_sizes)} was found within "
+            f"{self.budget_bytes} bytes{least}; {ways}",
+            largest or {},
+            self.budget_bytes,
+        )
+
+    def _largest(self) -> Sizes | None:
+        """The largest level for which a schedule is found, by halves."""
+        low, high = -1, len(self.levels) - 1
+        if self.found:
+            low = self.found[0].reach
+        while high - low > 1:
+            level = (low + high) // 2
+            at = self._bounding(level)
+            result = None
+            if least_needed_bytes(Problem.of(at)) <= self.budget_bytes:
+                result = self.solve(at, self.budget_bytes)
+            if result is not None and result.schedule is not None:
+                low = max(level, self.reach.along(result.schedule))
+            else:
+                high = level
+        return self.levels[low] if low >= 0 else None
+
+
+def _useful(found: list[_Found]) -> list[_Found]:
+    """Without those that another one, faster or as fast, reaches as far as."""
+    return [
+        one
+        for i, one in enumerate(found)
+        if not any(other.reach >= one.reach for other in found[:i])
+    ]

@@ -1,0 +1,337 @@
+"""Steps that update parameters during backward: no op reads a parameter after its update.
+
+Solvers do not know of this rule. They solve a graph without it, in which updates stand behind all
+captured readers of their parameters; what they compute again may read one later. Then the update
+waits for it, and its gradient lives longer. If that exceeds the budget, the graph is solved again
+with those updates behind those reads, so that the solver counts what waits. Where that has no
+schedule, it is asked for less, of the graph as it was. Few recomputations are that late: what
+backward computes again it needs for gradients that come before those of the parameter.
+
+Schedules of the least peak compute most again, and read most parameters late. A little more than
+that peak often allows one whose updates come early. So where nothing fits, the solver is asked at a
+few budgets above the least of the graph without the rule, or halfway to the lowest that is known,
+and the lowest outcome is taken.
+
+Bound: that of the graph without the rule, which every schedule that keeps the rule follows too.
+Where gradients are accumulated, what an update takes depends on those before it: the bound is then
+that of schedules that keep the captured order of updates.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from remat.graph_capture.errors import SolverError
+from remat.graph_capture.graph import DELIVER, UPDATE, Op, TrainingGraph
+from remat.schedules.schedule import Compute, Schedule, Step, brought, dropped, update_workspaces
+from remat.schedules.simulate import simulate
+from remat.solver.problem import Problem
+from remat.solver.result import NONE_FITS, Result, judged, known_to_do, rest_of
+from remat.solver.search import Clock
+from remat.solver.state import ops_of, schedule_of
+
+# A step without the rule of updates, and its schedules with updates late enough to keep it.
+#
+# The rule: no op reads a parameter after its update. The solve of `late_updates` goes from one to
+# the other and back.
+
+
+def without_rule(graph: TrainingGraph) -> TrainingGraph:
+    """The same step whose parameters may be read at any time."""
+    resident = {value.name for value in graph.values if not value.producer}
+    workspaces = update_workspaces(graph, (op.name for op in graph.ops))
+
+    def freed(op: Op) -> Op:
+        if op.target != UPDATE:
+            return op
+        made = tuple(name for name in op.inputs if name not in resident)
+        return msgspec.structs.replace(
+            op, target=DELIVER, inputs=made,
+            workspace_bytes=workspaces.get(op.name, op.workspace_bytes),
+        )  # fmt: skip
+
+    return msgspec.structs.replace(graph, ops=tuple(map(freed, graph.ops)))
+
+
+def made_late(graph: TrainingGraph, schedule: Schedule, budget_bytes: int) -> Schedule:
+    """`schedule` of the graph without the rule as one of `graph`, updates late enough.
+
+    Raises
+    ------
+    SolverError : see `late_steps`.
+    """
+    problem = Problem.of(graph)
+    if schedule.moves:
+        made = Schedule.for_graph(graph, late_steps(problem, schedule.steps))
+    else:
+        made = schedule_of(problem, late_sequence(problem, ops_of(problem, schedule)))
+    return msgspec.structs.replace(
+        made, budget_bytes=budget_bytes, solver=schedule.solver, options=schedule.options
+    )
+
+
+def with_updates_behind(graph: TrainingGraph, schedule: Schedule) -> TrainingGraph:
+    """`graph` with each update that `schedule` runs too early behind the op that comes after it.
+
+    What is computed again for that op may then read the parameter, and the gradient counts as live
+    until the op has run.
+
+    Parameters
+    ----------
+    schedule : of `graph` without the rule.
+    """
+    first_runs = _first_runs(schedule)
+    updates = {op.name for op in graph.ops if op.target == UPDATE}
+    others = [(at, name) for name, at in first_runs.items() if name not in updates]
+    behind: dict[str, list[Op]] = {}
+    for name, read_at in _last_reads(Problem.of(graph), schedule.steps).items():
+        if read_at > first_runs[name]:
+            after = others[min(bisect_left(others, (read_at, "")), len(others) - 1)][1]
+            behind.setdefault(after, []).append(graph.ops[graph.op_index[name]])
+    moved = {op.name for ops in behind.values() for op in ops}
+    kept = (op for op in graph.ops if op.name not in moved)
+    placed = (one for op in kept for one in (op, *behind.get(op.name, ())))
+    return msgspec.structs.replace(graph, ops=tuple(placed))
+
+
+def _first_runs(schedule: Schedule) -> dict[str, int]:
+    """For each op the step that runs it first, in the order of the steps."""
+    found: dict[str, int] = {}
+    for at, step in enumerate(schedule.steps):
+        if isinstance(step, Compute):
+            found.setdefault(step.op, at)
+    return found
+
+
+def late_sequence(problem: Problem, sequence: Sequence[int]) -> list[int]:
+    """`sequence` with each update behind the last op that reads a parameter of it."""
+    ops = problem.graph.ops
+    updates, made = {i for i, op in enumerate(ops) if op.target == UPDATE}, set(problem.names)
+    last_read = {
+        name: at for at, i in enumerate(sequence) if i not in updates for name in ops[i].inputs
+    }
+    waiting: dict[int, list[int]] = {}
+    found: list[int] = []
+    for at, i in enumerate(sequence):
+        if i in updates:
+            read = (name for name in ops[i].inputs if name not in made)
+            until = max(last_read.get(name, 0) for name in read)
+            if until > at:
+                waiting.setdefault(until, []).append(i)
+                continue
+        found.append(i)
+        found += waiting.pop(at, ())
+    return found
+
+
+def late_steps(problem: Problem, steps: Sequence[Step]) -> list[Step]:
+    """As `late_sequence`, of steps that copy: an update takes the frees of its gradient along.
+
+    Raises
+    ------
+    SolverError : a gradient leaves the device, or is made again, before its update may come.
+    """
+    until, made = _last_reads(problem, steps), set(problem.names)
+    waiting: dict[int, list[Step]] = {}
+    held: dict[str, int] = {}
+    found: list[Step] = []
+    for at, step in enumerate(steps):
+        name = step.op if isinstance(step, Compute) else step.value
+        if isinstance(step, Compute) and until.get(name, 0) > at:
+            gradients = made.intersection(problem.graph.ops[problem.graph.op_index[name]].inputs)
+            held |= dict.fromkeys(gradients, until[name])
+            waiting.setdefault(until[name], []).append(step)
+        elif held.get(dropped(step), 0) > at:
+            waiting[held[dropped(step)]].append(step)
+        elif _brings(problem, step, held, at):
+            raise SolverError(
+                f"a gradient returns at {name} while its update waits for a later read of the "
+                "parameter: leave out host=, or the updates during backward"
+            )
+        else:
+            found.append(step)
+        found += waiting.pop(at, ())
+    return found
+
+
+def _last_reads(problem: Problem, steps: Sequence[Step]) -> dict[str, int]:
+    """For each update the step that reads a parameter of it last."""
+    graph, made = problem.graph, set(problem.names)
+    updates = {op.name: op for op in graph.ops if op.target == UPDATE}
+    last_read: dict[str, int] = {}
+    for at, step in enumerate(steps):
+        if isinstance(step, Compute) and step.op not in updates:
+            last_read |= dict.fromkeys(graph.ops[graph.op_index[step.op]].inputs, at)
+    return {
+        name: max((last_read.get(v, 0) for v in op.inputs if v not in made), default=0)
+        for name, op in updates.items()
+    }
+
+
+def _brings(problem: Problem, step: Step, held: dict[str, int], at: int) -> bool:
+    """Whether a step brings back a value that still waits to be dropped."""
+    waiting = {name for name, end in held.items() if end > at}
+    if isinstance(step, Compute):
+        outputs = problem.graph.ops[problem.graph.op_index[step.op]].outputs
+        return bool(outputs) and waiting.issuperset(outputs)
+    return brought(step) in waiting
+
+
+ROUNDS = 5
+"""How often a solver is asked for one budget."""
+MORE = (1 / 400, 1 / 100, 1 / 25)
+"""Parts of the least peak without the rule by which a solver is asked for more."""
+PART = 1 / 2
+"""Of the time that is left, for each solve."""
+Ask = Callable[[TrainingGraph, int, float], Result]
+
+
+def has_updates(graph: TrainingGraph) -> bool:
+    """Whether the step updates parameters."""
+    return any(op.target == UPDATE for op in graph.ops)
+
+
+def solve_with_updates(
+    graph: TrainingGraph, budget_bytes: int, ask: Ask, time_limit_s: float
+) -> Result:
+    """The outcome of a solver for a step with updates.
+
+    Parameters
+    ----------
+    ask : solves a graph for a budget in bytes within so many seconds.
+
+    Raises
+    ------
+    SolverError : all that it finds has a gradient away while its update waits.
+    """
+    rounds = _Rounds(graph, budget_bytes, ask, Clock(time_limit_s))
+    first = rounds.take(graph, budget_bytes)
+    rounds.run(first)
+    if rounds.best is None:
+        if rounds.error is not None:
+            raise rounds.error
+        return first
+    if rounds.fits:
+        found = judged(
+            graph, rounds.best, budget_bytes=budget_bytes, lower_bound_us=first.lower_bound_us,
+            wall_s=rounds.clock.elapsed_s, cut_short=rounds.is_cut_short,
+            message=rounds.message,
+        )  # fmt: skip
+        return msgspec.structs.replace(found, floor=first.floor)
+    return rounds.without_schedule(first)
+
+
+@dataclass(slots=True)
+class _Rounds:
+    """The solves of one budget.
+
+    Attributes
+    ----------
+    best : the fastest schedule that fits, or the one of the lowest peak, of those found; updates
+        late enough.
+    lost : the last outcome without a schedule, of `graph` with all updates where they were.
+    error : why the updates of a schedule could not be made late enough.
+    """
+
+    graph: TrainingGraph
+    budget_bytes: int
+    ask: Ask
+    clock: Clock
+    best: Schedule | None = None
+    best_key: tuple[int, float] = (0, 0.0)
+    lost: Result | None = None
+    error: SolverError | None = None
+    is_cut_short: bool = False
+    message: str = ""
+
+    @property
+    def best_bytes(self) -> int:
+        """The peak of `best`, or the budget, if that is more."""
+        return self.best_key[0]
+
+    @property
+    def fits(self) -> bool:
+        return self.best is not None and self.best_bytes == self.budget_bytes
+
+    def take(self, placed: TrainingGraph, target_bytes: int) -> Result:
+        """Ask for `placed`, `graph` with updates elsewhere, and keep the outcome if it is lower."""
+        limit_s = PART * max(self.clock.left_s, 0.0)
+        result = self.ask(without_rule(placed), target_bytes, limit_s)
+        self.is_cut_short |= result.status == "time limit"
+        if result.schedule is None and placed is self.graph:
+            self.lost = result
+        schedule = result.schedule or result.least_schedule
+        if schedule is not None:
+            try:
+                late = made_late(self.graph, schedule, self.budget_bytes)
+            except SolverError as error:  # raised in the end, if nothing else is found
+                self.error = error
+                return result
+            simulation = simulate(self.graph, late)
+            key = max(simulation.peak_bytes, self.budget_bytes), simulation.time_us
+            if self.best is None or key < self.best_key:
+                self.best, self.best_key, self.message = late, key, result.message
+        return result
+
+    def run(self, first: Result) -> None:
+        """Ask again until something fits, or nothing more is to be expected of the budget."""
+        result, placed, first_bytes = first, self.graph, self.best_bytes
+        less_bytes = self.budget_bytes
+        for _ in range(ROUNDS - 1):
+            if self.fits:
+                break
+            if self.clock.left_s <= 0:
+                return
+            if result.schedule is not None:
+                placed = with_updates_behind(placed, result.schedule)
+                target_bytes = self.budget_bytes
+            elif placed is not self.graph and self.best is not None:
+                less_bytes -= self.best_bytes - self.budget_bytes
+                placed, target_bytes = self.graph, less_bytes
+            else:
+                break
+            result = self.take(placed, target_bytes)
+        if self.best is not None and not self.fits:
+            # A search without the rule that has come to its end has none below the least it knows.
+            is_open = first.schedule is not None or first.status == "time limit"
+            self._ask_for_more(may_be_lower=is_open)
+        elif placed is not self.graph and first_bytes and self.clock.left_s > 0:
+            # A plan whose updates come early may be the faster one.
+            self.take(self.graph, 2 * self.budget_bytes - first_bytes)
+
+    def _ask_for_more(self, *, may_be_lower: bool) -> None:
+        """Ask for more than the budget, so that the outcome names a low one that does."""
+        low_bytes = self.budget_bytes
+        least_bytes = self.lost.least_feasible_bytes if self.lost else 0
+        for more in MORE:
+            asked_bytes = int((1 + more) * least_bytes)
+            if may_be_lower and not 0 < least_bytes <= asked_bytes < self.best_bytes:
+                asked_bytes = (low_bytes + self.best_bytes) // 2
+            if self.clock.left_s <= 0 or asked_bytes >= self.best_bytes:
+                return
+            result = self.take(self.graph, asked_bytes)
+            if result.schedule is not None and self.best_bytes > asked_bytes:
+                self.take(with_updates_behind(self.graph, result.schedule), asked_bytes)
+            low_bytes = asked_bytes if asked_bytes < self.best_bytes else low_bytes
+
+    def without_schedule(self, first: Result) -> Result:
+        """The outcome that names `best`, which does not fit."""
+        assert self.best is not None
+        lost = self.lost or first
+        found = judged(
+            self.graph, self.best, budget_bytes=self.budget_bytes, lower_bound_us=0.0,
+            wall_s=self.clock.elapsed_s,
+        )  # fmt: skip
+        is_proved = first.schedule is None and first.message.startswith(NONE_FITS)
+        # That nothing fits in less, as an outcome for a lower budget says, is no news of this one.
+        rest = rest_of(lost.message) if lost is first or lost.status != "infeasible" else ""
+        is_late = self.is_cut_short and not is_proved
+        return msgspec.structs.replace(
+            found, status="time limit" if is_late else "infeasible", floor=lost.floor,
+            least_bound_bytes=lost.least_bound_bytes, lower_bound_us=first.lower_bound_us,
+            message=known_to_do(self.budget_bytes, self.best_bytes, rest, is_proved=is_proved),
+        )  # fmt: skip

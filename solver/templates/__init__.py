@@ -1,1 +1,0 @@
-"""Rules by hand: what forward keeps; backward makes the rest again."""

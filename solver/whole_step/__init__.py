@@ -1,1 +1,0 @@
-"""Whole optimizer steps: order, recomputation and tiers of all that a step holds, in one plan."""
