@@ -2,13 +2,12 @@
 
 What is between `<!-- table -->` and `<!-- /table -->` is made from the file that
 `benchmarks.solvers` wrote. What is between `<!-- solvers -->` and `<!-- /solvers -->` is made from
-the headers of the solvers' files. The rest of the document stays.
+the headers of the solvers. The rest of the document stays.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import math
 import statistics
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from remat.solver import TABLE
+from remat.solver.table import header_of
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs" / "solvers.md"
@@ -26,14 +26,9 @@ Cells = list[dict[str, Any]]
 
 
 def header_lines() -> list[str]:
-    """One line a solver: the first paragraph of its file."""
-    lines: list[str] = []
-    for name, place in TABLE.items():
-        module = place.partition(":")[0].removeprefix("remat.")
-        path = ROOT / f"{module.replace('.', '/')}.py"
-        first, _, _ = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")
-        lines.append(f"- `{name}`: {' '.join(first.split())}")
-    return lines
+    """One line a solver: the first paragraph of its header."""
+    firsts = {name: header_of(name).partition("\n\n")[0] for name in TABLE}
+    return [f"- `{name}`: {' '.join(first.split())}" for name, first in firsts.items()]
 
 
 def table_lines(graphs: dict[str, dict[str, Any]], cells: Cells) -> list[str]:

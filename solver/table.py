@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import inspect
 import math
 import operator
+import re
+import sys
 from typing import Any, Protocol, SupportsIndex, cast
 
 import numpy as np
@@ -205,6 +208,22 @@ def solver_class(name: str) -> type[Any]:
         raise SolverError(f"unknown solver '{name}': {hint}Solvers are {', '.join(TABLE)}")
     module, _, attribute = TABLE[name].partition(":")
     return cast("type[Any]", getattr(importlib.import_module(module), attribute))
+
+
+def header_of(name: str) -> str:
+    """What that solver says of itself: its paper, what it solves, at what cost, where it is weak.
+
+    It stands at the head of its file, or, where several share one, at its class.
+
+    Raises
+    ------
+    SolverError : there is no such solver.
+    """
+    made = solver_class(name)
+    own = inspect.cleandoc(made.__doc__ or "")
+    if "Solves:" not in own:
+        return inspect.cleandoc(sys.modules[made.__module__].__doc__ or "")
+    return re.split(r"\n\nAttributes\n-+\n", own)[0]
 
 
 def option_names(name: str) -> list[str]:

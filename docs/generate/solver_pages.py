@@ -1,18 +1,22 @@
-"""A page for each solver: what the header of its file says, and its options.
+"""A page for each solver: what its header says, and its options.
 
-Nothing is written twice: names come from `TABLE`, words from the file's own docstring. A new
+Nothing is written twice: names come from `TABLE`, words from that docstring. A new
 solver has its page with its line in `TABLE`.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
-import sys
+from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
 from remat.solver import TABLE, solver_class
+from remat.solver.table import header_of
+
+ROOT = Path(__file__).parents[2]
 
 _LABELS = ("Also called", "Paper", "Source", "Solves", "Family", "Optimal", "Cost", "Shortcomings")
 _LABEL = re.compile(
@@ -40,9 +44,8 @@ def on_files(files: Files, config: Any) -> Files:
 def solver_page(name: str) -> str:
     """The page in Markdown."""
     made = solver_class(name)
-    module = sys.modules[made.__module__]
-    title, _, header = (module.__doc__ or "").partition("\n")
-    path = f"{made.__module__.removeprefix('remat.').replace('.', '/')}.py"
+    title, _, header = header_of(name).partition("\n")
+    path = Path(inspect.getfile(made)).relative_to(ROOT).as_posix()
     return "\n\n".join(
         [
             f"# {name}",
@@ -53,7 +56,8 @@ def solver_page(name: str) -> str:
             f'```python\nresult = remat.solve(graph, "60%", solver="{name}")\n```',
             "[Which solver when, and how they compare](../solvers.md)",
             "## Options",
-            f"::: {made.__module__}.{made.__qualname__}\n    options:\n      members: false\n",
+            f"::: {made.__module__}.{made.__qualname__}\n    options:\n      members: false\n"
+            "      show_docstring_description: false\n",
         ]
     )
 

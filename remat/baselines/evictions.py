@@ -1,15 +1,4 @@
-"""Evict what has not been used for longest.
-
-Also called: LRU, least recently used, h_LRU.
-Paper: as a rematerialization policy in M. Kirisame et al., "Dynamic Tensor
-Rematerialization", ICLR 2021, https://arxiv.org/abs/2006.09616.
-Solves: no stated problem; a rule for each moment at which memory is full. The value of least
-1 / staleness goes. The policy runs over the captured graph; its runs are the plan, pruned by
-default, see `plan`.
-Optimal only where nothing need be evicted. Cost: for each eviction a scan of the live values.
-Shortcomings: blind to costs and sizes. Backward needs the oldest values last, which suits the
-rule, but what it evicts in forward makes long chains of recomputations; no bound.
-"""
+"""Evictions as published: by last use, and two that mind the holes of an address space."""
 
 from __future__ import annotations
 
@@ -36,7 +25,18 @@ class LruPolicy(Policy):
 
 @dataclass(frozen=True)
 class Lru(PolicyPlanner):
-    """Plans by LRU."""
+    """Evict what has not been used for longest.
+
+    Also called: LRU, least recently used, h_LRU.
+    Paper: as a rematerialization policy in M. Kirisame et al., "Dynamic Tensor
+    Rematerialization", ICLR 2021, https://arxiv.org/abs/2006.09616.
+    Solves: no stated problem; a rule for each moment at which memory is full. The value of least
+    1 / staleness goes. The policy runs over the captured graph; its runs are the plan, pruned by
+    default, see `plan`.
+    Optimal only where nothing need be evicted. Cost: for each eviction a scan of the live values.
+    Shortcomings: blind to costs and sizes. Backward needs the oldest values last, which suits the
+    rule, but what it evicts in forward makes long chains of recomputations; no bound.
+    """
 
     name = "lru"
     policy = LruPolicy
@@ -181,22 +181,6 @@ def cheapest_window(
     return best[1:] if best else None
 
 
-# Dynamic tensor evicting: DTR's rule with addresses, so that holes grow together.
-#
-# Also called: DTE, the policy of MegTaiChi; the sublinear memory of MegEngine's dynamic graphs.
-# Paper: Z. Hu, J. Xiao, Z. Deng, M. Li, K. Zhang, X. Zhang, K. Meng, N. Sun, G. Tan,
-# "MegTaiChi: Dynamic Tensor-based Memory Management Optimization for DNN Training", ICS 2022,
-# https://doi.org/10.1145/3524059.3532394.
-# Solves: no stated problem; a rule for each moment at which no hole is large enough. The value of
-# least (c_nb + 10^-3) 1.0001^(times recomputed) / ((MiB + free MiB on both sides)(dt + 10^-3))
-# goes, c_nb being its cost with the evicted classes around, dt its staleness, until one hole
-# holds what is asked for. Memory is an `Arena` with best fit, as large as the budget leaves.
-# The policy runs over the captured graph; its runs are the plan, pruned by default, see `plan`.
-# Optimal only where nothing need be evicted. Cost: for each eviction a scan of the live values.
-# Shortcomings: those of `dtr`; evicts more than bytes alone ask for where memory is fragmented,
-# which the plan's peak, counted in bytes, does not show; no bound.
-
-
 MIB = 1 << 20
 OFFSET = 1e-3
 RERUN_FACTOR = 1.0001
@@ -219,28 +203,25 @@ class DtePolicy(Policy):
 
 @dataclass(frozen=True)
 class Dte(PolicyPlanner):
-    """Plans by DTE."""
+    """Dynamic tensor evicting: DTR's rule with addresses, so that holes grow together.
+
+    Also called: DTE, the policy of MegTaiChi; the sublinear memory of MegEngine's dynamic graphs.
+    Paper: Z. Hu, J. Xiao, Z. Deng, M. Li, K. Zhang, X. Zhang, K. Meng, N. Sun, G. Tan, "MegTaiChi:
+    Dynamic Tensor-based Memory Management Optimization for DNN Training", ICS 2022,
+    https://doi.org/10.1145/3524059.3532394.
+    Solves: no stated problem; a rule for each moment at which no hole is large enough. The value
+    of least (c_nb + 10^-3) 1.0001^(times recomputed) / ((MiB + free MiB on both sides)(dt +
+    10^-3)) goes, c_nb being its cost with the evicted classes around, dt its staleness, until one
+    hole holds what is asked for. Memory is an `Arena` with best fit, as large as the budget
+    leaves. The policy runs over the captured graph; its runs are the plan, pruned by default, see
+    `plan`.
+    Optimal only where nothing need be evicted. Cost: for each eviction a scan of the live values.
+    Shortcomings: those of `dtr`; evicts more than bytes alone ask for where memory is fragmented,
+    which the plan's peak, counted in bytes, does not show; no bound.
+    """
 
     name = "dte"
     policy = DtePolicy
-
-
-# Co-optimised allocation and rematerialization: evict the cheapest window of addresses.
-#
-# Also called: Coop, sliding window eviction.
-# Paper: J. Zhang, S. Ma, P. Liu, J. Yuan, "Coop: Memory is not a Commodity", NeurIPS 2023,
-# https://arxiv.org/abs/2311.00591.
-# Solves: no stated problem; a rule for each moment at which no hole is large enough. Of all runs
-# of neighbours in memory that are holes or evictable and together large enough, the one with the
-# least sum of (c_nb + c) / dt is evicted whole, found by two pointers: c is a value's cost, c_nb
-# that of the evicted classes around, dt its staleness. Ops that are cheap for the bytes they
-# make place them from below, costly ones from above, so that windows hold values alike in cost;
-# cheap is less than the graph's mean cost a byte. Memory is an `Arena` with first fit, as large
-# as the budget leaves. The policy runs over the captured graph; its runs are the plan, pruned by
-# default, see `plan`.
-# Optimal only where nothing need be evicted. Cost: for each window a scan of the address space.
-# Shortcomings: uses no knowledge of the future; values that cannot move or be evicted split the
-# address space, so it may fail at a small budget that is enough in bytes; no bound.
 
 
 class CoopPolicy(Policy):
@@ -282,7 +263,23 @@ class CoopPolicy(Policy):
 
 @dataclass(frozen=True)
 class Coop(PolicyPlanner):
-    """Plans by Coop."""
+    """Co-optimised allocation and rematerialization: evict the cheapest window of addresses.
+
+    Also called: Coop, sliding window eviction.
+    Paper: J. Zhang, S. Ma, P. Liu, J. Yuan, "Coop: Memory is not a Commodity", NeurIPS 2023,
+    https://arxiv.org/abs/2311.00591.
+    Solves: no stated problem; a rule for each moment at which no hole is large enough. Of all runs
+    of neighbours in memory that are holes or evictable and together large enough, the one with the
+    least sum of (c_nb + c) / dt is evicted whole, found by two pointers: c is a value's cost, c_nb
+    that of the evicted classes around, dt its staleness. Ops that are cheap for the bytes they
+    make place them from below, costly ones from above, so that windows hold values alike in cost;
+    cheap is less than the graph's mean cost a byte. Memory is an `Arena` with first fit, as large
+    as the budget leaves. The policy runs over the captured graph; its runs are the plan, pruned by
+    default, see `plan`.
+    Optimal only where nothing need be evicted. Cost: for each window a scan of the address space.
+    Shortcomings: uses no knowledge of the future; values that cannot move or be evicted split the
+    address space, so it may fail at a small budget that is enough in bytes; no bound.
+    """
 
     name = "coop"
     policy = CoopPolicy

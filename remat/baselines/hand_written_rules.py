@@ -1,16 +1,4 @@
-"""Recompute every block: only what enters a block is kept.
-
-Also called: full recomputation, full activation checkpointing, `torch.utils.checkpoint` around
-each layer.
-Paper: T. Chen, B. Xu, C. Zhang, C. Guestrin, "Training Deep Nets with Sublinear Memory
-Cost", 2016, https://arxiv.org/abs/1604.06174, whose segments are here the blocks of the
-model (`module_blocks`).
-Solves: no stated problem; the budget only decides whether recomputation is needed at all. Each
-block runs again when backward reaches it, up to the last op whose result backward reads.
-Optimal: where the step fits without recomputation. Cost: O(ops + reads).
-Shortcomings: recomputes what would have fitted; adds up to the whole forward of the blocks,
-a third of a step as a rule; does not apply where no block repeats.
-"""
+"""Rules written by hand for blocks and attention, each tried against any budget."""
 
 from __future__ import annotations
 
@@ -36,7 +24,21 @@ from remat.solver.search import Listener, Search
 
 @dataclass(frozen=True)
 class Full:
-    """Solver that recomputes every block; `time_limit_s`, `progress` as in `solve`."""
+    """Recompute every block: only what enters a block is kept.
+
+    Also called: full recomputation, full activation checkpointing, `torch.utils.checkpoint` around
+    each layer.
+    Paper: T. Chen, B. Xu, C. Zhang, C. Guestrin, "Training Deep Nets with Sublinear Memory
+    Cost", 2016, https://arxiv.org/abs/1604.06174, whose segments are here the blocks of the
+    model (`module_blocks`).
+    Solves: no stated problem; the budget only decides whether recomputation is needed at all. Each
+    block runs again when backward reaches it, up to the last op whose result backward reads.
+    Optimal: where the step fits without recomputation. Cost: O(ops + reads).
+    Shortcomings: recomputes what would have fitted; adds up to the whole forward of the blocks,
+    a third of a step as a rule; does not apply where no block repeats.
+
+    `time_limit_s` and `progress` are those of `solve`.
+    """
 
     time_limit_s: float = 60.0
     progress: Listener | None = None
@@ -54,23 +56,23 @@ def full_templates(problem: Problem) -> Iterator[Template]:
         yield regions(problem, [block != NO_BLOCK for block in blocks.of_op], blocks.of_op)
 
 
-# Recompute the core of each attention and keep all else.
-#
-# Also called: selective activation recomputation, core attention recomputation.
-# Paper: V. Korthikanti, J. Casper, S. Lym, L. McAfee, M. Andersch, M. Shoeybi, B. Catanzaro,
-# "Reducing Activation Recomputation in Large Transformer Models", 2022,
-# https://arxiv.org/abs/2205.05198.
-# Solves: no stated problem; the budget only decides whether recomputation is needed at all. What
-# lies between queries, keys, values and the attention output (`attention_core`) is large for its
-# cost. It runs again when backward reaches it, one attention at a time.
-# Optimal: where the step fits without recomputation. Cost: O(ops + reads).
-# Shortcomings: gains little with fused attention, which never keeps the weights and runs again
-# whole; keeps every linear layer's input; does not apply where no attention is found.
-
-
 @dataclass(frozen=True)
 class Selective:
-    """Solver that recomputes attention cores; `time_limit_s`, `progress` as in `solve`."""
+    """Recompute the core of each attention and keep all else.
+
+    Also called: selective activation recomputation, core attention recomputation.
+    Paper: V. Korthikanti, J. Casper, S. Lym, L. McAfee, M. Andersch, M. Shoeybi, B. Catanzaro,
+    "Reducing Activation Recomputation in Large Transformer Models", 2022,
+    https://arxiv.org/abs/2205.05198.
+    Solves: no stated problem; the budget only decides whether recomputation is needed at all. What
+    lies between queries, keys, values and the attention output (`attention_core`) is large for its
+    cost. It runs again when backward reaches it, one attention at a time.
+    Optimal: where the step fits without recomputation. Cost: O(ops + reads).
+    Shortcomings: gains little with fused attention, which never keeps the weights and runs again
+    whole; keeps every linear layer's input; does not apply where no attention is found.
+
+    `time_limit_s` and `progress` are those of `solve`.
+    """
 
     time_limit_s: float = 60.0
     progress: Listener | None = None
@@ -89,25 +91,26 @@ def selective_templates(problem: Problem) -> Iterator[Template]:
         yield regions(problem, again, core)
 
 
-# Recompute every block but for its attention, whose output is kept.
-#
-# Also called: rematerialization-aware gradient checkpointing; checkpoint at the attention output.
-# Paper: D. Li, R. Shao, A. Xie, E. P. Xing, X. Ma, I. Stoica, J. E. Gonzalez, H. Zhang,
-# "DISTFLASHATTN: Distributed Memory-efficient Attention for Long-context LLMs Training", 2023:
-# see https://arxiv.org/abs/2310.03294.
-# Solves: no stated problem; the budget only decides whether recomputation is needed at all.
-# Forward keeps what enters a block and what attention gives its backward: the output, the
-# log-sum-exp, states of the generator. Attention runs once. The part after it and the part before
-# it run again, each when backward reaches it. The paper joins the part after one attention with
-# the part before the next; what is kept is the same.
-# Optimal: where the step fits without recomputation. Cost: O(ops + reads).
-# Shortcomings: attention that is not fused keeps its weights, which are large; keeps nothing of
-# the rest even where it would fit; applies only where blocks repeat and attention is found.
-
-
 @dataclass(frozen=True)
 class KeepAttentionOutput:
-    """Solver that recomputes blocks, not attention; `time_limit_s`, `progress` as in `solve`."""
+    """Recompute every block but for its attention, whose output is kept.
+
+    Also called: rematerialization-aware gradient checkpointing; checkpoint at the attention
+    output.
+    Paper: D. Li, R. Shao, A. Xie, E. P. Xing, X. Ma, I. Stoica, J. E. Gonzalez, H. Zhang,
+    "DISTFLASHATTN: Distributed Memory-efficient Attention for Long-context LLMs Training", 2023,
+    https://arxiv.org/abs/2310.03294.
+    Solves: no stated problem; the budget only decides whether recomputation is needed at all.
+    Forward keeps what enters a block and what attention gives its backward: the output, the
+    log-sum-exp, states of the generator. Attention runs once. The part after it and the part
+    before it run again, each when backward reaches it. The paper joins the part after one
+    attention with the part before the next; what is kept is the same.
+    Optimal: where the step fits without recomputation. Cost: O(ops + reads).
+    Shortcomings: attention that is not fused keeps its weights, which are large; keeps nothing of
+    the rest even where it would fit; applies only where blocks repeat and attention is found.
+
+    `time_limit_s` and `progress` are those of `solve`.
+    """
 
     time_limit_s: float = 60.0
     progress: Listener | None = None
@@ -128,21 +131,6 @@ def keep_attention_output_templates(problem: Problem) -> Iterator[Template]:
     if any(blocks[op] != NO_BLOCK and core[op] != NO_CORE for op in ops):
         again = [blocks[op] != NO_BLOCK and core[op] == NO_CORE for op in ops]
         yield regions(problem, again, blocks)
-
-
-# Recompute normalisations and elementwise activations; keep every matrix product.
-#
-# Also called: compute-memory balanced checkpointing, with the cheapest ops recomputed.
-# Paper: T. Yuan, Y. Liu, X. Ye, S. Zhang, J. Tan, B. Chen, C. Song, D. Zhang, "Accelerating the
-# Training of Large Language Models using Efficient Activation Rematerialization and Optimal Hybrid
-# Parallelism", USENIX ATC 2024, https://www.usenix.org/conference/atc24/presentation/yuan.
-# Solves: no stated problem; the budget only decides whether recomputation is needed at all. These
-# ops make large values in little time. One runs again only if backward has its inputs anyway, or
-# if they are recomputed too. Otherwise its input would be kept in place of its result. The paper
-# also offloads a fraction of what is kept; this does not.
-# Optimal: where the step fits without recomputation. Cost: O(ops + reads).
-# Shortcomings: saves little where matrix products set the peak; blind to measured costs; an
-# activation from the user's own kernel is not seen.
 
 
 NORMS = frozenset(
@@ -166,7 +154,23 @@ NONE_FOUND = "no norm or activation that could be recomputed: the template does 
 
 @dataclass(frozen=True)
 class NormsAndActivations:
-    """Solver of one rule; `time_limit_s`, `progress` as in `remat.solver.solve`."""
+    """Recompute normalisations and elementwise activations; keep every matrix product.
+
+    Also called: compute-memory balanced checkpointing, with the cheapest ops recomputed.
+    Paper: T. Yuan, Y. Liu, X. Ye, S. Zhang, J. Tan, B. Chen, C. Song, D. Zhang, "Accelerating the
+    Training of Large Language Models using Efficient Activation Rematerialization and Optimal
+    Hybrid Parallelism", USENIX ATC 2024,
+    https://www.usenix.org/conference/atc24/presentation/yuan.
+    Solves: no stated problem; the budget only decides whether recomputation is needed at all.
+    These ops make large values in little time. One runs again only if backward has its inputs
+    anyway, or if they are recomputed too. Otherwise its input would be kept in place of its
+    result. The paper also offloads a fraction of what is kept; this does not.
+    Optimal: where the step fits without recomputation. Cost: O(ops + reads).
+    Shortcomings: saves little where matrix products set the peak; blind to measured costs; an
+    activation from the user's own kernel is not seen.
+
+    `time_limit_s` and `progress` are those of `solve`.
+    """
 
     time_limit_s: float = 60.0
     progress: Listener | None = None

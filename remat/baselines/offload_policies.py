@@ -303,20 +303,20 @@ def _take(search: Search, links: Links, base: Base, budget_bytes: int) -> bool:
     return placed is not None
 
 
-# Everything that backward reads goes to the host and comes back.
-#
-# Also called: vDNN_all, offload all. Paper: M. Rhu, N. Gimelshein, J. Clemons, A. Zulfiqar, S. W.
-# Keckler, "vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient Neural Network
-# Design", 2016, https://arxiv.org/abs/1602.08124. Solves: no stated problem; the budget only
-# decides whether anything leaves at all, and how early it comes back. Nothing is recomputed but
-# what is too small to send. Optimal: where the step fits as it is, or its copies hide behind it
-# whole. Cost: O(copies · ops). Shortcomings: sends what need not leave, so the device waits for the
-# link wherever that is slow.
-
-
 @dataclass(frozen=True)
 class SwapAll:
-    """Solver that hosts everything.
+    """Everything that backward reads goes to the host and comes back.
+
+    Also called: vDNN_all, offload all.
+    Paper: M. Rhu, N. Gimelshein, J. Clemons, A. Zulfiqar, S. W. Keckler, "vDNN: Virtualized Deep
+    Neural Networks for Scalable, Memory-Efficient Neural Network Design", 2016,
+    https://arxiv.org/abs/1602.08124.
+    Solves: no stated problem; the budget only decides whether anything leaves at all, and how
+    early it comes back. Nothing is recomputed but what is too small to send.
+    Optimal: where the step fits as it is, or its copies hide behind it whole. Cost: O(copies ·
+    ops).
+    Shortcomings: sends what need not leave, so the device waits for the link wherever that is
+    slow.
 
     Attributes
     ----------
@@ -349,24 +349,23 @@ def swap_all_choices(saved: Saved) -> Iterator[CopyChoice]:
         yield CopyChoice(frozenset(saved.large))
 
 
-# What is cheapest to bring back leaves first, each by the cheaper of the two ways.
-#
-# Also called: DELTA, dynamic tensor offload and recomputation. Paper: Y. Tang, C. Wang, Y. Zhang,
-# Y. Liu, X. Zhang, L. Qiao, Z. Lai, D. Li, "DELTA: Dynamically Optimizing GPU Memory beyond Tensor
-# Recomputation", 2022, https://arxiv.org/abs/2203.15980. Solves: a knapsack of bytes to release, by
-# ratio. The price of a value is the lesser of making it again and of what its copies take beyond
-# the time in which nobody reads it. A released value is hosted if the link can take it out before
-# forward ends, and bring it in before its use beside those hosted so far; else it is made again.
-# The bytes to release are tried in equal steps, and the fastest schedule whose true peak fits is
-# taken. Unlike the paper: its filter and director run online; here they choose for the whole step.
-# Optimal: where the step fits as it is. Cost: O(steps · copies · (copies + ops)). Shortcomings: a
-# price does not know what else is released, neither the chains behind a value that is made again,
-# nor the queue on the link.
-
-
 @dataclass(frozen=True)
 class Delta(SteppedPolicy):
-    """Solver that releases by price.
+    """What is cheapest to bring back leaves first, each by the cheaper of the two ways.
+
+    Also called: DELTA, dynamic tensor offload and recomputation.
+    Paper: Y. Tang, C. Wang, Y. Zhang, Y. Liu, X. Zhang, L. Qiao, Z. Lai, D. Li, "DELTA:
+    Dynamically Optimizing GPU Memory beyond Tensor Recomputation", 2022,
+    https://arxiv.org/abs/2203.15980.
+    Solves: a knapsack of bytes to release, by ratio. The price of a value is the lesser of making
+    it again and of what its copies take beyond the time in which nobody reads it. A released value
+    is hosted if the link can take it out before forward ends, and bring it in before its use
+    beside those hosted so far; else it is made again. The bytes to release are tried in equal
+    steps, and the fastest schedule whose true peak fits is taken. Unlike the paper: its filter and
+    director run online; here they choose for the whole step.
+    Optimal: where the step fits as it is. Cost: O(steps · copies · (copies + ops)).
+    Shortcomings: a price does not know what else is released, neither the chains behind a value
+    that is made again, nor the queue on the link.
 
     Attributes
     ----------
@@ -420,27 +419,24 @@ def hidden(saved: Saved, released: Sequence[int]) -> frozenset[int]:
     return frozenset(hosted)
 
 
-# One fraction of each layer goes to the host; norms and activation functions are made again.
-#
-# Also called: pipeline-parallel-aware offloading with compute-memory balanced checkpointing.
-# Paper: T. Yuan, Y. Liu, X. Ye, S. Zhang, J. Tan, B. Chen, C. Song, D. Zhang, "Accelerating the
-# Training of Large Language Models using Efficient Activation Rematerialization and Optimal Hybrid
-# Parallelism", 2024, https://www.usenix.org/conference/atc24/presentation/yuan.
-# Solves: no stated problem. Of each layer but the last, the largest values are sent while they fill
-# no more than the fraction; cheap elementwise results are always made again. The fraction is tried
-# in equal steps, and the fastest schedule whose true peak fits is taken.
-# Unlike the paper: whole values are sent, of one stage; there is no pipeline.
-# Optimal: where the step fits as it is. Cost: O(steps · copies · ops).
-# Shortcomings: the same fraction early and late, although late layers have little time to leave.
-
-
 CHEAP = ("norm", "gelu", "silu", "rsqrt", "mul", "pow", "mean")
 """In the names of ops that norms and activation functions are made of."""
 
 
 @dataclass(frozen=True)
 class Fraction(SteppedPolicy):
-    """Solver that hosts a fraction of each layer.
+    """One fraction of each layer goes to the host; norms and activation functions are made again.
+
+    Also called: pipeline-parallel-aware offloading with compute-memory balanced checkpointing.
+    Paper: T. Yuan, Y. Liu, X. Ye, S. Zhang, J. Tan, B. Chen, C. Song, D. Zhang, "Accelerating the
+    Training of Large Language Models using Efficient Activation Rematerialization and Optimal
+    Hybrid Parallelism", 2024, https://www.usenix.org/conference/atc24/presentation/yuan.
+    Solves: no stated problem. Of each layer but the last, the largest values are sent while they
+    fill no more than the fraction; cheap elementwise results are always made again. The fraction
+    is tried in equal steps, and the fastest schedule whose true peak fits is taken. Unlike the
+    paper: whole values are sent, of one stage; there is no pipeline.
+    Optimal: where the step fits as it is. Cost: O(steps · copies · ops).
+    Shortcomings: the same fraction early and late, although late layers have little time to leave.
 
     Attributes
     ----------

@@ -1,20 +1,4 @@
-"""Dynamic tensor rematerialization: evict what is cheap, large and long unused.
-
-Also called: DTR, h_DTR (full), h_DTR^eq (eq), h_DTR^local (local).
-Paper: M. Kirisame, S. Lyubomirsky, A. Haan, J. Brennan, M. He, J. Roesch, T. Chen,
-Z. Tatlock, "Dynamic Tensor Rematerialization", ICLR 2021, https://arxiv.org/abs/2006.09616.
-Solves: no stated problem; a rule for each moment at which memory is full. The value of
-least (c + cost of its evicted neighbourhood) / (bytes x staleness) goes, c being its op's
-cost. The neighbourhood follows paths of evicted values (full), is made of union-find classes
-with the splitting approximation (eq), or is left out (local). Values that no op reads later
-are evicted at once (the paper's eager eviction). The policy runs over the captured graph; its
-runs are the plan, pruned by default, see `plan`.
-Optimal only where nothing need be evicted. On a chain of n equal ops the paper proves O(n)
-runs in O(sqrt n) memory for a simplified rule. Cost: for each eviction a scan of the live
-values, and for full a walk over the evicted ones around: quadratic where much is evicted.
-Shortcomings: uses no knowledge of the future; values wanted at the end (weight gradients) grow
-stale and are evicted like others; no bound; thrashes at small budgets, and then gives up.
-"""
+"""Policies that evict what costs least to lose: DTR, by size, by memory saved per second."""
 
 from __future__ import annotations
 
@@ -43,7 +27,22 @@ VARIANTS: tuple[Variant, ...] = ("full", "eq", "local")
 
 @dataclass(frozen=True)
 class Dtr:
-    """Plans by DTR.
+    """Dynamic tensor rematerialization: evict what is cheap, large and long unused.
+
+    Also called: DTR, h_DTR (full), h_DTR^eq (eq), h_DTR^local (local).
+    Paper: M. Kirisame, S. Lyubomirsky, A. Haan, J. Brennan, M. He, J. Roesch, T. Chen,
+    Z. Tatlock, "Dynamic Tensor Rematerialization", ICLR 2021, https://arxiv.org/abs/2006.09616.
+    Solves: no stated problem; a rule for each moment at which memory is full. The value of
+    least (c + cost of its evicted neighbourhood) / (bytes x staleness) goes, c being its op's
+    cost. The neighbourhood follows paths of evicted values (full), is made of union-find classes
+    with the splitting approximation (eq), or is left out (local). Values that no op reads later
+    are evicted at once (the paper's eager eviction). The policy runs over the captured graph; its
+    runs are the plan, pruned by default, see `plan`.
+    Optimal only where nothing need be evicted. On a chain of n equal ops the paper proves O(n)
+    runs in O(sqrt n) memory for a simplified rule. Cost: for each eviction a scan of the live
+    values, and for full a walk over the evicted ones around: quadratic where much is evicted.
+    Shortcomings: uses no knowledge of the future; values wanted at the end (weight gradients) grow
+    stale and are evicted like others; no bound; thrashes at small budgets, and then gives up.
 
     Attributes
     ----------
@@ -86,19 +85,6 @@ class DtrPolicy(Policy):
         return self.with_neighbours_us(books, values) / weight
 
 
-# Evict what is largest.
-#
-# Also called: greedy by size, h_size.
-# Paper: as a rematerialization policy in M. Kirisame et al., "Dynamic Tensor
-# Rematerialization", ICLR 2021, https://arxiv.org/abs/2006.09616.
-# Solves: no stated problem; a rule for each moment at which memory is full. The value of least
-# 1 / bytes goes, of equals the one made first in the captured order. The policy runs over the
-# captured graph; its runs are the plan, pruned by default, see `plan`.
-# Optimal only where nothing need be evicted. Cost: for each eviction a scan of the live values.
-# Shortcomings: blind to costs and to recency, so it may evict again at once what it has just
-# had recomputed; fewest evictions, but long recomputations; no bound.
-
-
 class LargestPolicy(Policy):
     """Least 1 / bytes."""
 
@@ -109,26 +95,21 @@ class LargestPolicy(Policy):
 
 @dataclass(frozen=True)
 class Largest(PolicyPlanner):
-    """Plans by size."""
+    """Evict what is largest.
+
+    Also called: greedy by size, h_size.
+    Paper: as a rematerialization policy in M. Kirisame et al., "Dynamic Tensor
+    Rematerialization", ICLR 2021, https://arxiv.org/abs/2006.09616.
+    Solves: no stated problem; a rule for each moment at which memory is full. The value of least
+    1 / bytes goes, of equals the one made first in the captured order. The policy runs over the
+    captured graph; its runs are the plan, pruned by default, see `plan`.
+    Optimal only where nothing need be evicted. Cost: for each eviction a scan of the live values.
+    Shortcomings: blind to costs and to recency, so it may evict again at once what it has just
+    had recomputed; fewest evictions, but long recomputations; no bound.
+    """
 
     name = "largest"
     policy = LargestPolicy
-
-
-# Evict what is cheapest to make again for its bytes, evicted ancestors counted.
-#
-# Also called: MSPS, memory saved per second; h_MSPS.
-# Paper: X. Peng et al., "Capuchin: Tensor-based GPU Memory Management for Deep Learning",
-# ASPLOS 2020, https://doi.org/10.1145/3373376.3378505, as restated by M. Kirisame et al.,
-# "Dynamic Tensor Rematerialization", ICLR 2021, https://arxiv.org/abs/2006.09616.
-# Solves: no stated problem; a rule for each moment at which memory is full. The value of least
-# (c + cost of the evicted values that it would have to be made from) / bytes goes, c being its
-# op's cost. The policy runs over the captured graph; its runs are the plan, pruned by default,
-# see `plan`.
-# Optimal only where nothing need be evicted. Cost: for each eviction a scan of the live values
-# and a walk over the evicted ones around: quadratic where much is evicted.
-# Shortcomings: blind to recency, so it may evict again at once what it has just had recomputed,
-# and to what needs the value in turn; no bound.
 
 
 class MspsPolicy(Policy):
@@ -144,7 +125,21 @@ class MspsPolicy(Policy):
 
 @dataclass(frozen=True)
 class Msps(PolicyPlanner):
-    """Plans by memory saved per second of recomputation."""
+    """Evict what is cheapest to make again for its bytes, evicted ancestors counted.
+
+    Also called: MSPS, memory saved per second; h_MSPS.
+    Paper: X. Peng et al., "Capuchin: Tensor-based GPU Memory Management for Deep Learning",
+    ASPLOS 2020, https://doi.org/10.1145/3373376.3378505, as restated by M. Kirisame et al.,
+    "Dynamic Tensor Rematerialization", ICLR 2021, https://arxiv.org/abs/2006.09616.
+    Solves: no stated problem; a rule for each moment at which memory is full. The value of least
+    (c + cost of the evicted values that it would have to be made from) / bytes goes, c being its
+    op's cost. The policy runs over the captured graph; its runs are the plan, pruned by default,
+    see `plan`.
+    Optimal only where nothing need be evicted. Cost: for each eviction a scan of the live values
+    and a walk over the evicted ones around: quadratic where much is evicted.
+    Shortcomings: blind to recency, so it may evict again at once what it has just had recomputed,
+    and to what needs the value in turn; no bound.
+    """
 
     name = "msps"
     policy = MspsPolicy

@@ -253,27 +253,24 @@ def _adopt(of_op: list[int], modules: Sequence[str]) -> None:
             of_op[i] = before
 
 
-# Recompute one block in every n, or keep what enters every n-th block.
-#
-# Also called: selective layer checkpointing, `every_n_layers`; uniform: "recompute-num-layers".
-# Paper: V. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
-# 2022, https://arxiv.org/abs/2205.05198, discusses recomputing some of the layers; ``uniform`` is
-# T. Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016,
-# https://arxiv.org/abs/1604.06174, with segments of whole blocks.
-# Solves: least time within the budget over the one knob n. With method ``nth``, blocks 0, n, 2n, …
-# of each container run again and the others keep all. With ``uniform``, every block runs again,
-# and n blocks in a row are one segment.
-# Optimal: where the step fits without recomputation. Cost: O(ops + reads) for each n tried.
-# Shortcomings: the knob is coarse; all blocks count alike; blind to costs and sizes; does not
-# apply where no block repeats.
-
-
 METHODS = ("nth", "uniform")
 
 
 @dataclass(frozen=True)
 class EveryNLayers:
-    """Solver with one knob.
+    """Recompute one block in every n, or keep what enters every n-th block.
+
+    Also called: selective layer checkpointing, `every_n_layers`; uniform: "recompute-num-layers".
+    Paper: V. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
+    2022, https://arxiv.org/abs/2205.05198, discusses recomputing some of the layers; ``uniform``
+    is T. Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016,
+    https://arxiv.org/abs/1604.06174, with segments of whole blocks.
+    Solves: least time within the budget over the one knob n. With method ``nth``, blocks 0, n, 2n,
+    … of each container run again and the others keep all. With ``uniform``, every block runs
+    again, and n blocks in a row are one segment.
+    Optimal: where the step fits without recomputation. Cost: O(ops + reads) for each n tried.
+    Shortcomings: the knob is coarse; all blocks count alike; blind to costs and sizes; does not
+    apply where no block repeats.
 
     Attributes
     ----------

@@ -36,7 +36,7 @@ def test_every_solver_has_a_page_from_its_header(name: str) -> None:
     page = solver_pages.solver_page(name)
     assert page.startswith(f"# {name}\n\n**")
     assert all(f"\n\n**{label}**" in page for label in ("Solves", "Cost", "Shortcomings"))
-    path = re.search(r"\]\(\.\./\.\./(solver/[\w/]+\.py)\)", page)
+    path = re.search(r"\]\(\.\./\.\./([\w/]+\.py)\)", page)
     assert path is not None
     assert (ROOT / path[1]).is_file()
 

@@ -18,7 +18,7 @@ import os, sys
 import torch
 import torch.distributed as dist
 from torch.autograd.profiler import profile
-from remat.graph_capture import memory_events
+from remat.graph_capture.devices import memory_events
 
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
 x = torch.ones(8)

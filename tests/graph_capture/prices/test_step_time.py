@@ -95,8 +95,8 @@ def test_a_step_that_does_not_run_on_made_data_is_warned_about(
     def refuse(*_: Any) -> None:
         raise RuntimeError("no such data")
 
-    def refusing(module: fx.GraphModule) -> fx.GraphModule:
-        copied = copy_of(module)
+    def refusing(module: fx.GraphModule, *edits: Any) -> fx.GraphModule:
+        copied = copy_of(module, *edits)
         copied.forward = refuse
         return copied
 

@@ -155,7 +155,7 @@ def test_a_script_without_a_guard_runs_once_where_processes_are_spawned(
         f"open({str(begun)!r}, 'a').write('x')\n"
         "multiprocessing.set_start_method('spawn')\n"
         "from remat.solver.budgets.sweep import sweep\n"
-        "from remat.solver.backends import apart\n"
+        "from remat.solver.backends import processes as apart\n"
         "from tests.solver.graphs.random_graphs import chain\n"
         f"{work}\n"
     )

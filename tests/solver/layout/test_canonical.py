@@ -111,7 +111,7 @@ def test_compiled_and_plain_searches_find_the_same() -> None:
         "import sys, random\n"
         "if sys.argv[1] == 'plain': sys.modules['numba'] = None\n"
         "import remat\n"
-        "from remat.solver.layout import jit\n"
+        "from remat.solver.layout import boxes as jit\n"
         "from remat.solver.layout.boxes import Boxes\n"
         "from remat.solver.layout.placing import fit_into\n"
         "from tests.solver.layout.random_boxes import random_buffers\n"
