@@ -37,7 +37,7 @@ from remat.graph_capture.tracing.outputs import leaves_in
 # Ops that no plan can replay, and the messages that refuse them.
 #
 # Each message names module, line and a way out. Two of them are also used before a trace, where the
-# module alone tells that such an op would come (`refuse.py`).
+# module alone tells that such an op would come.
 
 
 FUSED_LSTM = "aten.mkldnn_rnn_layer"

@@ -116,7 +116,7 @@ atexit.register(_end)
 # One open file that many values lie in: a process may have few files open, often 1,024.
 #
 # Each value has a range of whole blocks. That a value has ended is noted by a method of C
-# (`endings.py`), and looked at when the next range is taken. The file is closed when no range of it
+# (`Ending`), and looked at when the next range is taken. The file is closed when no range of it
 # is left, so with the last value of a step.
 
 

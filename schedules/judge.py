@@ -2,7 +2,7 @@
 
 Bytes go by the order of the steps alone. A copy takes its room where `Offload` or `Fetch` stands,
 and leaves it where `Free` stands, so no peak depends on how fast anything is. Each rule raises
-where it is broken. The rules of order stand in `order.py`, the clocks in `clocks.py`.
+where it is broken. `Order` has the rules of order, `Clocks` the clocks.
 """
 
 from __future__ import annotations

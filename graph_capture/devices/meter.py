@@ -1,7 +1,7 @@
 """How a device is measured: the times and the memory of ops and of steps.
 
 A `Meter` is all that pricing and checking know of a device. There is one of a CPU
-(`cpu_meter.py`) and one of a CUDA device (`cuda_meter.py`).
+(`cpu.py`) and one of a CUDA device (`cuda.py`).
 """
 
 from __future__ import annotations

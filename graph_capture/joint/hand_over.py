@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class HandOver:
-    """Gradients of parameters leave backward one by one; see `deliveries.py`.
+    """Gradients of parameters leave backward one by one; see `gradients.py`.
 
     Attributes
     ----------

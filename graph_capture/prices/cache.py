@@ -1,8 +1,8 @@
 """What was measured, kept on disk: one JSON file a device, thread count and torch version.
 
 Five tables stand in it: the price of each distinct op, the times of each whole step, whether pieces
-give eager's bits (`kept_bits.py`), how fast links to other memory are, and the times of ops whose
-pricing is under way, so that little is lost if the process is ended.
+give eager's bits (`chunking/same_bits.py`), how fast links to other memory are, and the times of
+ops whose pricing is under way, so that little is lost if the process is ended.
 """
 
 from __future__ import annotations

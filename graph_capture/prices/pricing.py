@@ -208,9 +208,9 @@ def price(
 ) -> TrainingGraph:
     """The trace's graph with measured costs and workspaces.
 
-    Each distinct (op, shapes, strides, dtypes, scalars) is run on made data (`op_prices.py`).
+    Each distinct (op, shapes, strides, dtypes, scalars) is run on made data.
     On a CPU the step is run as a whole too, for what it takes beyond its ops (`step_time.py`).
-    Both are kept on disk (`price_cache.py`).
+    Both are kept on disk (`cache.py`).
 
     Parameters
     ----------

@@ -5,7 +5,7 @@ Beside each price stands the op's work, so that a model of the device can be fit
 (`roofline.py`). The format is JSON, stated in `docs/files.md`.
 
 One that was measured on CUDA is of device ``cuda``, with the driver's title of it. It also serves
-the device of the table that the title names (`modelled.py`).
+the device of the table that the title names (`roofline.py`).
 """
 
 from __future__ import annotations

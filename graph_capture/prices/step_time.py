@@ -6,9 +6,9 @@ tenth or two more than the sum of its prices. Without that, overheads are shares
 45 % of its peak, a Llama was planned at 12.0 % and took 8.5.
 
 Four runs on made data tell it: the step, the step that computes its forward again
-(`recompute_time.py`), and forward that keeps results and that drops them (`keeping_time.py`). They
+(`recomputing`), and forward that keeps results and that drops them (`forwards`). They
 take turns, as a machine that others share is slow for seconds on end, and end when their least
-times stand. `booking.py` says what becomes of these.
+times stand. `booked` says what becomes of these.
 
 Timing every op where it stands in the step was not taken: it would charge what is computed again
 for caches that it finds filled.
@@ -51,7 +51,7 @@ from remat.graph_capture.prices.profile import Profile
 # and 7.7 %.
 #
 # So forward is run as it keeps what backward reads, and as it drops it. The difference is taken off
-# the prices of what is kept, and `booking.py` adds it to the step. The two runs take turns, in both
+# the prices of what is kept, and `booked` adds it to the step. The two runs take turns, in both
 # orders. With five runs of each in a row, the difference of an LSTM's forwards of 160 ms came out
 # between -8 and +7 % of a step on a shared core; as a median of fifteen differences, between -0.5
 # and +1.4 %.
@@ -139,7 +139,7 @@ def _has_parts(node: fx.Node) -> bool:
 # first reads any of it.
 #
 # Plans lie between two kinds. Where each result is made again right before it is read, all of what
-# keeping takes is saved (`keeping_time.py`). Where a stretch is made again and held, as plans of
+# keeping takes is saved (`less_for_kept`). Where a stretch is made again and held, as plans of
 # chains do, nothing is saved, and more is paid for reading what lies far away. So forward's prices
 # are multiplied by the root of what the segments took over what they should take by their prices:
 # halfway, in proportion, between the two kinds.

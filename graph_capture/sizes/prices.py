@@ -6,7 +6,7 @@ Patterson 2009, https://doi.org/10.1145/1498765.1498785), with the two ceilings 
 left over at the sizes that were measured is interpolated between them, so that these keep the
 prices that they were measured to have.
 
-Workspaces are told in `workspaces.py`.
+Workspaces come below.
 """
 
 from __future__ import annotations

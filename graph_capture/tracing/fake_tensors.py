@@ -418,7 +418,7 @@ class FusedAttention(TorchFunctionMode):
 #
 # torch 2.11 takes them for ops without an effect, as nothing reads them, and drops them. The plan
 # of a model that calls `torch.linalg.cholesky` would go on with NaN where eager raises. Later
-# releases know that they have one. With every release they are refused (`joint/refuse_ops.py`).
+# releases know that they have one. With every release they are refused (`refusals.py`).
 
 
 CHECKING_OPS = ("aten::_linalg_check_errors",)

@@ -61,7 +61,8 @@ def resident_bytes(
     allocated : how the device's allocator rounds.
     sharding : how much of parameters, gradients and state is here. DDP's buckets count as
         communication; gradients that are views of them count once. What FSDP2 gathers is added by
-        `derived/fsdp_step.py`. Of ranks that hold unlike amounts, the one that holds most counts.
+        `distributed/sharded_step.py`. Of ranks that hold unlike amounts, the one that holds most
+        counts.
     is_on_host : whether parameters, gradients and state are, as with `CPUOffloadPolicy`.
     """
     require_optimizer(optimizer)

@@ -7,7 +7,7 @@ are too large is left out. All of these hold, so the pruned search finds what th
 (`tests/solver/cluster`). To have all runners-up within a share of the best, meshes are pruned only
 above that share.
 
-Optimal for this model of memory and time, on the grid of `equal_blocks.py`, among even chunks where
+Optimal for this model of memory and time, on the grid of `parts.py`, among even chunks where
 a rank has several. Sources: the space of Megatron-LM (Narayanan et al. 2021,
 https://arxiv.org/abs/2104.04473) and PaRO (Wu et al. 2023, https://arxiv.org/abs/2310.06003),
 searched as in Alpa (Zheng et al. 2022, https://arxiv.org/abs/2201.12023), with recomputation chosen

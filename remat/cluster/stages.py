@@ -5,7 +5,7 @@ save and need comes off it for each of their options; blocks share the rest. Wit
 less recomputation is better for the sum of all stages and for the slowest one, so the choice inside
 a stage does not depend on the others.
 
-Where the gradients of weights are made apart, what they need is held beside (`weights_later.py`).
+Where the gradients of weights are made apart, what they need is held beside (`parts.py`).
 While a block's inputs get their gradient, its own share of that is held too.
 """
 

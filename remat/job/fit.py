@@ -1,6 +1,6 @@
 """The largest batch, or sequence, that trains within a budget at a bearable overhead.
 
-Sizes are guessed on graphs made from two captures (`two_captures.py`). The answer and the size
+Sizes are guessed on graphs made from two captures. The answer and the size
 after it are captured, priced and solved, so both are as sure as any plan.
 """
 
