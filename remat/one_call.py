@@ -244,7 +244,6 @@ def rematerialize(
         or the model has collectives with ranks outside of the group.
     RematError : the model cannot be captured, or an option is unknown.
     """
-    from remat.checks import naming_tolerance
     from remat.graph_capture.capturing import price_for, tiers_for
     from remat.graph_capture.distributed.collectives import collectives_in
     from remat.graph_capture.distributed.sharded_step import on_one_rank
@@ -253,6 +252,7 @@ def rematerialize(
     from remat.graph_capture.tracing.mixed_precision import inputs_cast, parameters_cast
     from remat.graph_capture.tracing.recipe import require_form
     from remat.graph_capture.tracing.trace import trace
+    from remat.levers.by_tolerance import naming_tolerance
     from remat.levers.pieces_at_need import may_wait, solved_at_need
     from remat.ranges.rematerialized import require_dynamic, require_options
     from remat.ranks.same_order import agree_on_audits, refuse_fake, require_group

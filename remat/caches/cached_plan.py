@@ -15,7 +15,6 @@ from remat.caches.known_plans import AtHand, KnownPlans, adopted, keep_solve, ke
 from remat.checks import (
     Batch,
     is_checked,
-    naming_tolerance,
     require_equal,
     say_unchecked,
     unless_short,
@@ -26,6 +25,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.prices.pricing import with_priced_pieces
 from remat.graph_capture.prices.profile import as_profile
 from remat.graph_capture.tracing.trace import Trace, trace
+from remat.levers.by_tolerance import naming_tolerance
 from remat.levers.pieces_at_need import may_wait, solved_at_need
 from remat.progress import Stopwatch, solver_shown, stopwatch_of_call
 from remat.ranks.same_order import require_group

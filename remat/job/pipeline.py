@@ -227,7 +227,7 @@ def _named_beside(
     """`result`; where nothing fits, with what a head in pieces would need by tolerance."""
     if result.schedule is not None:
         return result
-    from remat.checks import naming_tolerance
+    from remat.levers.by_tolerance import naming_tolerance
 
     within = replace(request, budget=f"{result.budget_bytes}B")
     return naming_tolerance(

@@ -161,11 +161,11 @@ def training_step(
     BudgetError : no schedule fits; the message names the least budget that is known to fit.
     RewriteError : the check found a difference.
     """
-    from remat.checks import naming_tolerance
     from remat.graph_capture.prices.pricing import price
     from remat.graph_capture.prices.profile import as_profile
     from remat.graph_capture.tracing.recipe import require_form
     from remat.graph_capture.tracing.trace import trace
+    from remat.levers.by_tolerance import naming_tolerance
     from remat.ranges.rematerialized import require_options
     from remat.ranks.same_order import ONE_RANK, require_group
     from remat.rewriter.graphs.updating import Updates
