@@ -61,8 +61,6 @@ class ExpectedBackward(Generic[Run]):
 _expected: ExpectedBackward[tuple[Running, frozenset[int]]] = ExpectedBackward()
 """With the places that get no gradient."""
 
-_C: Any = torch._C
-
 
 class Running:
     """The backward of one forward, once in each pass of autograd's engine that comes to it.
