@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.first_screen import INK, MIB, README, draw, planned, written_into
 from remat.budgets import unmodified
 from remat.schedules.simulate import simulate
@@ -20,6 +22,7 @@ def test_the_readme_is_a_first_screen() -> None:
     assert len(README.read_text().splitlines()) <= MOST_LINES
 
 
+@pytest.mark.slow
 def test_the_picture_shows_a_plan_below_its_budget(tmp_path: Path) -> None:
     graph, schedule = planned()
     peak_bytes = simulate(graph, schedule).peak_bytes

@@ -22,6 +22,7 @@ def require_eagers(found: Found, schedule: str) -> None:
         assert one["min"]["products"] == one["min"]["planned"] > one["eager"]
 
 
+@pytest.mark.slow
 def test_a_v_of_stages_has_eagers_gradients_and_products(tmp_path: Path) -> None:
     found = ranks("split_worker.py", tmp_path, 2, "ZBVZeroBubble", limit_s=LIMIT_S)
     require_eagers(found, "ZBVZeroBubble")

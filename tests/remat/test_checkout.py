@@ -99,6 +99,7 @@ def test_each_module_is_the_checkouts_and_is_imported_once(
     assert len(set(files.values())) == len(files)
 
 
+@pytest.mark.slow
 def test_the_commands_run_in_the_root(environment: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "instance.json"
     path.write_text(json.dumps(INSTANCE))

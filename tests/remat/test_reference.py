@@ -189,6 +189,7 @@ def test_the_judge_finds_less_for_what_is_moved() -> None:
         assert moved_bytes > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("clocked")
 def test_the_whole_step_is_not_timed_where_that_takes_more_than_the_budget(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -234,6 +235,7 @@ print(most(lambda: step(cache, x)) / (budget - resident))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux says what was taken")
 def test_the_first_call_of_a_cache_takes_no_more_memory_than_the_budget(tmp_path: Path) -> None:
     # Freed blocks go back to the system, as on machines with larger tensors.

@@ -55,6 +55,7 @@ def two(planned: Planned) -> Found:
     return ranks("pipeline/worker.py", folder, 2, "1f1b", "refused", "loaded", limit_s=LIMIT_S)
 
 
+@pytest.mark.slow
 def test_1f1b_has_eagers_bits_and_the_predicted_peak(two: Found) -> None:
     for stage, one in enumerate(found["1f1b"] for found in two):
         assert one["same"]

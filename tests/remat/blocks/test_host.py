@@ -96,6 +96,7 @@ def test_bits_are_eagers_and_the_peak_is_the_judges(budget: str) -> None:
     assert block_plan(made).host_bytes > 0
 
 
+@pytest.mark.slow
 def test_the_host_is_shared_by_all_blocks_and_nvme_takes_the_rest(tmp_path: Path) -> None:
     model, args = gpt()
     given: dict[str, Any] = {"budget": "50%", "check": False}

@@ -45,6 +45,7 @@ def test_no_plan_is_the_unmodified_step(graph: TrainingGraph) -> None:
     assert remat.predict_reserved(graph) == reserved_of(graph, schedule)
 
 
+@pytest.mark.slow
 def test_what_eager_writes_in_place_takes_no_room_of_its_own() -> None:
     layers = [nn.Sequential(nn.Linear(512, 512), nn.ReLU(inplace=True)) for _ in range(6)]
     model, x = nn.Sequential(*layers), torch.randn(4096, 512)

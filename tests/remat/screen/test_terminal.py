@@ -151,6 +151,7 @@ CLOSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", rows(CLOSED, lambda name: name == "a pipe that nobody reads"))
 def test_standard_output_that_is_closed(name: str, tmp_path: Path) -> None:
     how, says = CLOSED[name]
@@ -170,6 +171,7 @@ def test_standard_output_that_is_closed(name: str, tmp_path: Path) -> None:
         assert process.returncode == 2
 
 
+@pytest.mark.slow
 def test_messages_that_nobody_reads_lose_no_results(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_bytes(plan_with_names("").to_json())

@@ -34,7 +34,7 @@ def require_each_choice_exact(
             assert remat.check(model, module, args, steps=1).differences == ()
 
 
-@pytest.mark.parametrize("name", each_nth(3, MLPS))
+@pytest.mark.parametrize("name", each_nth(8, MLPS))
 def test_the_least_peak_falls_to_eagers_bits_and_as_predicted(name: str) -> None:
     model, args = made(name)
     require_lower_peak(model, args, 0.75)
