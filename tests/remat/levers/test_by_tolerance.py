@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import remat
-from remat import checks as by_tolerance
 from remat.graph_capture.chunking.regions import Found
 from remat.graph_capture.errors import BudgetError, named_as_flags
+from remat.levers import by_tolerance
 
 WORDS, WIDTH, TOKENS = 4096, 16, 256
 BUDGET = "2MiB"
