@@ -20,7 +20,7 @@ from benchmarks.comparison.compared import mb, percent
 from benchmarks.comparison.fronts import Row, best_within
 from remat.budgets import unmodified_step
 from remat.graph_capture.graph import TrainingGraph
-from remat.job.factory import load
+from remat.job.factory import load_model
 from remat.schedules.schedule import Schedule
 from remat.schedules.views.palette import ROLES
 from remat.schedules.views.timeline import timeline
@@ -70,7 +70,7 @@ def _said(kept: dict[str, Any]) -> str:
 
 def planned() -> tuple[TrainingGraph, Schedule]:
     """The example, and its plan."""
-    job = load(f"{EXAMPLE}:factory")
+    job = load_model(f"{EXAMPLE}:factory")
     graph = remat.capture(job.model, job.args, job.kwargs, device=DEVICE)
     schedule = remat.solve(graph, BUDGET, solver="cut", gap=0.0).schedule
     assert schedule is not None

@@ -48,7 +48,7 @@ def small_models(kept: Kept) -> list[str]:
         f"{len(found)} small models at their least budget: {equal} of {total} gradients had "
         f"eager's bits, peaks were as predicted within {100 * max(off):.2f} %, {off.count(0.0)} to "
         f"the byte. Such steps wait for the host: they took {min(slower):.1f} to "
-        f"{max(slower):.1f} times their prices.",
+        f"{max(slower):.1f} times their costs.",
         "",
     ]
 

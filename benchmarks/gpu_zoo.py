@@ -1,10 +1,10 @@
 """Predicted beside measured on a CUDA device: `python -m benchmarks.gpu_zoo --out FILE.json`.
 
-Each example, and each model of `tests/zoo` that is installed, is captured, priced, planned,
+Each example, and each model of `tests/zoo` that is installed, is captured, timed, planned,
 rewritten and run on the device. The file keeps the device with its versions and, for each model,
 predicted and measured peaks and step times of the plan for `--budget` of the unmodified peak.
 Ends with status 1 if a plan differs from eager, if a peak is off by more than 2 %, or if the sum
-of prices is off by more than 10 % of the measured step.
+of costs is off by more than 10 % of the measured step.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from benchmarks import GAP_OF_FIGURES
-from remat.graph_capture.devices.here import meter_of
+from remat.graph_capture.devices.local_devices import meter_of
 from remat.graph_capture.errors import RematError
 from remat.job import pipeline
-from remat.job.factory import Loaded, load
+from remat.job.factory import Loaded, load_model
 from remat.job.request import Request
 from remat.job.screen import report_json
 from remat.progress import Stopwatch
@@ -41,7 +41,7 @@ Build = Callable[[], Loaded]
 def models() -> Iterator[tuple[str, Build]]:
     """The examples, then the models of the zoo that need no autocast and are installed."""
     for name in NAMES:
-        yield f"example {name}", lambda name=name: load(f"{EXAMPLES / name}.py:factory")
+        yield f"example {name}", lambda name=name: load_model(f"{EXAMPLES / name}.py:factory")
     for name, entry in ZOO.items():
         if not entry.is_missing and not entry.refused:
             yield name, lambda entry=entry: _of_the_zoo(entry.make())
@@ -58,7 +58,7 @@ def measured(build: Build, device: str, budget: str) -> dict[str, Any]:
     stopwatch, report = Stopwatch(), None
     for asked in (budget, "min"):
         request = Request(asked, time_limit_s=LIMIT_S, device=device, gap=GAP_OF_FIGURES)
-        report = pipeline.run(build().on(device), request, stopwatch)
+        report = pipeline.run_job(build().on(device), request, stopwatch)
         if report.result.schedule is not None:
             break
     assert report is not None

@@ -1,6 +1,6 @@
 """The graphs that solvers are compared on, by name: `python -m benchmarks.graphs [NAME ...]`.
 
-Networks are captured on a CPU without being run, and priced by `benchmarks/networks/roofline.py`.
+Networks are captured on a CPU without being run, and costed by `benchmarks/networks/roofline.py`.
 So a graph is the same on any machine. Captured graphs are kept as JSON in
 ``$REMAT_CACHE/benchmarks`` or ``~/.cache/remat/benchmarks``, under a hash of all sources they
 depend on. Reading one from there imports no torch.
@@ -89,7 +89,7 @@ def chain(length: int) -> TrainingGraph:
     values = [Value(op.name, sizes[int(op.name[1:])], op.name) for op in (*forward, *backward)]
     ends = (f"x{length}",)
     ops = (*forward, *backward)
-    return TrainingGraph(f"chain{length}", ops, tuple(values), ends, ends, prices="given")
+    return TrainingGraph(f"chain{length}", ops, tuple(values), ends, ends, cost_origin="given")
 
 
 def cache_folder() -> Path:
@@ -110,7 +110,7 @@ def _network(name: str) -> TrainingGraph:
 
 
 def captured(name: str) -> TrainingGraph:
-    """Capture and price a network; `graph` keeps what this returns."""
+    """Capture a network with costs; `graph` keeps what this returns."""
     from benchmarks.networks.catalogue import NETWORKS
     from benchmarks.networks.roofline import roofline
     from remat.graph_capture.tracing.trace import trace

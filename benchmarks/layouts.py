@@ -34,9 +34,9 @@ from benchmarks.graphs import NETWORK_NAMES, peak_bytes
 from benchmarks.networks.catalogue import NETWORKS
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.layout import Buffers, buffers_of
-from remat.solver import solve
+from remat.solver import solve_within
 from remat.solver.layout.boxes import IS_COMPILED, Boxes
-from remat.solver.layout.placing import fit_into, place
+from remat.solver.layout.placing import fit_into, place_buffers
 
 EXAMPLES = ("llama", "unet", "resnet")
 """Of `examples/`, as ``example:NAME``: with other sizes than the networks of the same name."""
@@ -65,7 +65,9 @@ def plans(name: str, time_limit_s: float) -> Iterator[dict[str, Any]]:
     graph = captured(name)
     for part in PARTS:
         budget_bytes = max(int(part * peak_bytes(graph)), 1)
-        result = solve(graph, budget_bytes, "auto", time_limit_s=time_limit_s, gap=GAP_OF_FIGURES)
+        result = solve_within(
+            graph, budget_bytes, "auto", time_limit_s=time_limit_s, gap=GAP_OF_FIGURES
+        )
         schedule = result.schedule or result.least_schedule
         if schedule is None or (part and result.schedule is None):
             continue
@@ -78,7 +80,7 @@ def plans(name: str, time_limit_s: float) -> Iterator[dict[str, Any]]:
 def placed(name: str, part: float, buffers: Buffers) -> dict[str, Any]:
     """The row of one plan."""
     began_s = time.process_time()
-    layout = place(buffers)
+    layout = place_buffers(buffers)
     return {
         "graph": name, "part": part, "buffers": len(buffers), "load_bytes": layout.load_bytes,
         "arena_bytes": layout.arena_bytes, "gap": layout.gap, "placed_by": layout.placed_by,

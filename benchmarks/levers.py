@@ -24,10 +24,10 @@ from benchmarks import GAP_OF_FIGURES
 from benchmarks.networks.catalogue import gpt, moe, resnet
 from remat.budgets import unmodified
 from remat.formats import bytes_text, percent_text
-from remat.graph_capture.capturing import price_for
+from remat.graph_capture.capture_api import add_costs
 from remat.graph_capture.files import write_contents
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.joint.hand_over import HandOver
+from remat.graph_capture.joint.gradient_release import GradientRelease
 from remat.graph_capture.tracing.recipe import Split
 from remat.graph_capture.tracing.trace import trace
 from remat.solver.result import Result
@@ -80,19 +80,19 @@ def cell(model: str, lever: str, time_limit_s: float) -> Cell:
     peak_bytes = unmodified(graph).peak_bytes
     least = remat.solve(graph, "min", time_limit_s=time_limit_s, gap=GAP_OF_FIGURES)
     found = [_at(graph, int(share * peak_bytes), time_limit_s) for share in SHARES]
-    pieces = least.schedule.pieces if least.schedule else ()
+    pieces = least.schedule.chunks if least.schedule else ()
     return Cell(
-        model, lever, peak_bytes, least.peak_bytes, pieces[0].pieces if pieces else 1,
+        model, lever, peak_bytes, least.peak_bytes, pieces[0].chunks if pieces else 1,
         tuple(one.overhead if one.schedule else None for one in found),
         tuple(one.gap if one.schedule else None for one in found),
     )  # fmt: skip
 
 
 def captured(made: dict[str, Any], split: Split, is_updated: bool) -> TrainingGraph:
-    """The priced graph of a step with a lever; an update takes no time and no memory of its own."""
+    """The graph of a step with a lever, with costs; an update takes no time and no memory."""
     updates = tuple((name, 0) for name, _ in made["model"].named_parameters())
-    hand_over = HandOver(is_added=False, updates=updates) if is_updated else None
-    return price_for(trace(**made, device=DEVICE, split=split, hand_over=hand_over))
+    gradient_release = GradientRelease(is_added=False, updates=updates) if is_updated else None
+    return add_costs(trace(**made, device=DEVICE, split=split, gradient_release=gradient_release))
 
 
 def _at(graph: TrainingGraph, budget_bytes: int, time_limit_s: float) -> Result:

@@ -1,6 +1,6 @@
 """How the cost of a plan grows with the graph: `python -m benchmarks.scaling --out FILE`.
 
-A GPT of 12 to 200 layers is captured, priced with no price known before, solved at 50 % of its peak
+A GPT of 12 to 200 layers is captured, timed with no cost known before, solved at 50 % of its peak
 and rewritten, each size in a process of its own. Printed are the seconds of each part, the peak of
 the process's memory, and the exponent of a power law fitted to the sums against the number of
 ops. Ends with status 1 if the exponent is above 1.3.
@@ -27,7 +27,7 @@ import remat
 from benchmarks import GAP_OF_FIGURES
 from benchmarks.cells.cell import cpu_name
 from benchmarks.networks.catalogue import gpt
-from remat.graph_capture import price, trace
+from remat.graph_capture import measure_costs, trace
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (12, 25, 50, 100, 150, 200)
@@ -44,7 +44,7 @@ def measured(layers: int) -> dict[str, Any]:
     marks = [time.perf_counter()]
     traced = trace(made["model"], made["args"])
     marks.append(time.perf_counter())
-    graph = price(traced)
+    graph = measure_costs(traced)
     marks.append(time.perf_counter())
     result = remat.solve(graph, BUDGET, gap=GAP_OF_FIGURES)
     marks.append(time.perf_counter())
@@ -61,7 +61,7 @@ def measured(layers: int) -> dict[str, Any]:
 
 
 def in_own_process(layers: int) -> dict[str, Any]:
-    """As `measured`; without prices from before."""
+    """As `measured`; without costs from before."""
     with tempfile.TemporaryDirectory() as cache:
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.scaling", "--one", str(layers)], cwd=ROOT,
@@ -92,7 +92,7 @@ def main() -> int:
         return 0
     if len(set(asked.layers)) < 2:
         raise SystemExit("an exponent wants two sizes or more")
-    print("layers    ops  capture   price   solve rewrite  process MiB   gap")
+    print("layers    ops  capture   costs   solve rewrite  process MiB   gap")
     rows: list[dict[str, Any]] = []
     for layers in asked.layers:
         row = in_own_process(layers)

@@ -3,12 +3,12 @@
 A GPT of 12 layers with dropout, at lengths from 16 to 512, within 60 % of the unmodified peak at
 the longest. Printed are
 
-- the seconds to plan the family, beside those to plan the longest alone, with no price known;
+- the seconds to plan the family, beside those to plan the longest alone, with no cost known;
 - what is done before a step at a length that was never seen, beyond what a plan for that one length
   does, in microseconds;
 - the overhead at ten lengths, beside plans for each alone;
 - a run over random lengths by `plan_cache(dynamic="auto", upto=...)`: plans, seconds, peaks; and
-  its first batches by `plan_cache` as it is without. Prices of the range are known by then.
+  its first batches by `plan_cache` as it is without. Costs of the range are known by then.
 
 Ends with status 1 unless the family costs at most 4 plans, the pick at most 50 us, the overhead at
 most 1 point more than planned alone, and the run one trace and no peak above the budget.
@@ -40,7 +40,7 @@ from benchmarks.cells.cell import cpu_name
 from examples.gpt import GPT, Sizes
 from remat.graph_capture.devices.memory_events import measure_live
 from remat.graph_capture.errors import BudgetError
-from remat.several_shapes import PlanCache
+from remat.per_shape_plans import PlanCache
 
 SIZES = Sizes(layers=12, width=64, heads=4, seq=512, batch=4, vocab=256, dropout=0.1)
 SEQ = {1: ("seq", 16, SIZES.seq)}
@@ -62,8 +62,8 @@ def batch(length: int) -> tuple[Tensor, Tensor]:
 
 
 @contextlib.contextmanager
-def no_prices() -> Generator[None]:
-    """Prices that are kept are another process's meanwhile: none."""
+def no_costs() -> Generator[None]:
+    """Costs that are kept are another process's meanwhile: none."""
     before = os.environ.get("REMAT_CACHE")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["REMAT_CACHE"] = folder
@@ -84,7 +84,7 @@ def planning() -> dict[str, Any]:
     """Seconds of one plan for the longest, and of the family; the family's figures."""
     one, dynamic = model(), dict.fromkeys(names(), SEQ)
     start = time.perf_counter()
-    with no_prices():
+    with no_costs():
         longest = remat.capture(one, batch(SIZES.seq), split="none")
     alone = remat.solve(longest, BUDGET, gap=GAP_OF_FIGURES)
     marks = [time.perf_counter() - start]
@@ -100,7 +100,7 @@ def planning() -> dict[str, Any]:
     return {
         "one_plan_s": marks[0], "range_capture_s": marks[1], "family_s": marks[2],
         "plans": marks[2] / marks[0], "members": len(family.members),
-        "alone_overhead": alone.overhead, "prices_error": family.prices_error,
+        "alone_overhead": alone.overhead, "prices_error": family.cost_error,
         "points_above_alone": 100 * curve.most_above_alone,
         "curve": [
             [p.sizes["seq"], p.member, p.peak_bytes, p.overhead, p.alone_overhead]
@@ -223,7 +223,7 @@ def main() -> int:
     parser.add_argument("--plain-batches", type=int, default=20)
     parser.add_argument("--out", type=Path, help="JSON file for all figures")
     asked = parser.parse_args()
-    with no_prices():
+    with no_costs():
         found = planning()
         print({name: value for name, value in found.items() if name != "curve"}, flush=True)
         found |= runs(found["budget_bytes"], asked.batches, asked.plain_batches)

@@ -1,7 +1,7 @@
 """What the tutorial's commands print: `python -m benchmarks.tutorial`.
 
 The files and commands are those that stand in docs/tutorial.md. They run in a fresh folder, on one
-thread, with no price known before. What they print is kept in `results/tutorial.json`, and put
+thread, with no cost known before. What they print is kept in `results/tutorial.json`, and put
 below the commands on the page.
 """
 

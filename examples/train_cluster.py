@@ -3,7 +3,7 @@
 Plan, then train on four processes of this machine:
 
     remat plan-cluster examples/train_cluster.py:factory --gpus 4 --batch 64 --seq 64 --pp 2 --tp 1
-        --shard 2 --microbatch 4 --chunks 1 --budget 4500KiB -o plan.json
+        --shard 2 --microbatch 4 --virtual-stages 1 --budget 4500KiB -o plan.json
     torchrun --nproc-per-node 4 examples/train_cluster.py plan.json
 
 Parameters are held in float32 and computed with in bfloat16, as the plan counts.

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
 
 if TYPE_CHECKING:
-    from remat.graph_capture.capturing import capture
-    from remat.graph_capture.prices.pricing import price
+    from remat.graph_capture.capture_api import capture
+    from remat.graph_capture.costs.op_costs import measure_costs
     from remat.graph_capture.tracing.trace import Trace, trace
 
-__all__ = ["Op", "Resident", "Trace", "TrainingGraph", "Value", "capture", "price", "trace"]
+__all__ = ["Op", "Resident", "Trace", "TrainingGraph", "Value", "capture", "measure_costs", "trace"]
 
 _LAZY = {
-    "price": "prices.pricing",
-    "capture": "capturing",
+    "measure_costs": "costs.op_costs",
+    "capture": "capture_api",
     "trace": "tracing.trace",
     "Trace": "tracing.trace",
 }

@@ -18,15 +18,15 @@ from remat.graph_capture.graph import WRITES_FIRST, Op, TrainingGraph, Value
 # What checkpoints of the user's own do in eager, as ops of the graph of the unmodified step.
 
 
-DROPOUTS = ("aten.native_dropout.default", "remat.dropout.default")
-MASK = 1
+_DROPOUTS = ("aten.native_dropout.default", "remat.dropout.default")
+_MASK = 1
 """The place of its mask among a dropout's results."""
-STATE = "remat.state_of_checkpoint"
+_STATE = "remat.state_of_checkpoint"
 CPU_STATE_BYTES = 5056
 """What `torch.get_rng_state()` takes. That of a CUDA device is kept on the host, by eager too."""
 
 
-def with_own_checkpoints(graph: TrainingGraph, values: dict[str, Value]) -> Iterator[Op]:
+def _with_own_checkpoints(graph: TrainingGraph, values: dict[str, Value]) -> Iterator[Op]:
     """The ops of a step, those that checkpoints cover as eager runs them there.
 
     Each checkpoint keeps the state of the random stream where it begins, from then until backward
@@ -45,7 +45,7 @@ def with_own_checkpoints(graph: TrainingGraph, values: dict[str, Value]) -> Iter
         for name in op.inputs:
             if values[name].kind == "rng_state":
                 values[name] = msgspec.structs.replace(values[name], size_bytes=0)
-        op = msgspec.structs.replace(op, pinned="")
+        op = msgspec.structs.replace(op, no_recompute="")
         if graph.device != "cpu":
             yield op
             continue
@@ -53,7 +53,7 @@ def with_own_checkpoints(graph: TrainingGraph, values: dict[str, Value]) -> Iter
             begun.add(op.checkpoint)
             state = _state_kept(op.checkpoint, until.get(op.checkpoint, ""))
             values[state.name] = state
-            yield Op(state.name, STATE, "forward", (), (state.name,), price=op.price)
+            yield Op(state.name, _STATE, "forward", (), (state.name,), cost_origin=op.cost_origin)
             op = msgspec.structs.replace(op, inputs=(*op.inputs, state.name))
         yield from _masked_apart(op, values)
 
@@ -80,7 +80,7 @@ def _masked_apart(op: Op, values: dict[str, Value]) -> Iterator[Op]:
 
     Where backward wants the mask alone, a second run stops between them.
     """
-    if op.target not in DROPOUTS or len(op.outputs) != MASK + 1:
+    if op.target not in _DROPOUTS or len(op.outputs) != _MASK + 1:
         yield op
         return
     result, mask = op.outputs
@@ -89,15 +89,15 @@ def _masked_apart(op: Op, values: dict[str, Value]) -> Iterator[Op]:
     values[result] = msgspec.structs.replace(values[result], producer=name)
     yield Op(
         name, "aten.mul.Tensor", "forward", (op.inputs[0], mask), (result,),
-        price=op.price, checkpoint=op.checkpoint, module=op.module, source=op.source,
+        cost_origin=op.cost_origin, checkpoint=op.checkpoint, module=op.module, source=op.source,
     )  # fmt: skip
 
 
-AS_EAGER = "room as eager takes it"
-"""Among the inputs of a graph whose sizes are those of `as_unmodified`."""
+EAGER_SIZES = "room as eager takes it"
+"""Among the inputs of a graph whose sizes are those of `baseline_graph`."""
 
 
-def as_eager(graph: TrainingGraph) -> TrainingGraph:
+def with_eager_sizes(graph: TrainingGraph) -> TrainingGraph:
     """`graph` with the sizes of values that the unmodified module has.
 
     On a CPU, eager dropout keeps a mask of the input's dtype, and a trace one of a byte an
@@ -110,30 +110,30 @@ def as_eager(graph: TrainingGraph) -> TrainingGraph:
     return msgspec.structs.replace(graph, values=values, ops=ops)
 
 
-def as_unmodified(graph: TrainingGraph) -> TrainingGraph:
-    """`as_eager`, for the step in which ops run when eager runs them, and no others."""
-    return with_eagers_writes(as_eager(graph))
+def baseline_graph(graph: TrainingGraph) -> TrainingGraph:
+    """`with_eager_sizes`, for the step in which ops run when eager runs them, and no others."""
+    return with_eager_writes(with_eager_sizes(graph))
 
 
-def with_eagers_writes(eager: TrainingGraph) -> TrainingGraph:
-    """A graph of `as_eager`, for the step in which ops run when eager runs them.
+def with_eager_writes(eager: TrainingGraph) -> TrainingGraph:
+    """A graph of `with_eager_sizes`, for the step in which ops run when eager runs them.
 
     What eager writes over another value takes no room of its own, and holds that value. What the
     user's checkpoints cover may run again, from a state of the random stream that each keeps.
     """
     values = {value.name: value for value in eager.values}
-    ops = tuple(with_own_checkpoints(eager, values))
+    ops = tuple(_with_own_checkpoints(eager, values))
     _write_over(eager, values)
     if tuple(values.values()) == eager.values and ops == eager.ops:
         return eager
     # Another hash, so that no schedule is replayed on the sizes of the other graph.
     return msgspec.structs.replace(
-        eager, ops=ops, values=tuple(values.values()), inputs=(*eager.inputs, AS_EAGER)
+        eager, ops=ops, values=tuple(values.values()), inputs=(*eager.inputs, EAGER_SIZES)
     )
 
 
 def _write_over(graph: TrainingGraph, values: dict[str, Value]) -> None:
-    """Let the storage of what is written over be held as long as what is written there."""
+    """Where eager writes B into the storage of A, keep A until the last use of B."""
     index = graph.op_index
     last_use = {name: op.name for op in graph.ops for name in (*op.inputs, *op.outputs)}
     age = {value.name: i for i, value in enumerate(graph.values)}
@@ -154,8 +154,10 @@ def _write_over(graph: TrainingGraph, values: dict[str, Value]) -> None:
 def _with_wide_masks(graph: TrainingGraph) -> tuple[Value, ...]:
     if graph.device != "cpu":
         return graph.values
-    dropouts = [op for op in graph.ops if op.target in DROPOUTS]
-    wider = {op.outputs[MASK]: _mask_bytes(graph, op) for op in dropouts if len(op.outputs) > MASK}
+    dropouts = [op for op in graph.ops if op.target in _DROPOUTS]
+    wider = {
+        op.outputs[_MASK]: _mask_bytes(graph, op) for op in dropouts if len(op.outputs) > _MASK
+    }
     return tuple(
         msgspec.structs.replace(v, size_bytes=wider[v.name]) if v.name in wider else v
         for v in graph.values
@@ -164,7 +166,7 @@ def _with_wide_masks(graph: TrainingGraph) -> tuple[Value, ...]:
 
 def _summing_apart(graph: TrainingGraph, op: Op) -> Op:
     """An op that writes a sum where eager makes a new tensor takes as much room as that one."""
-    if op.pinned != WRITES_FIRST:
+    if op.no_recompute != WRITES_FIRST:
         return op
     size_bytes = graph.value_by_name[op.inputs[0]].size_bytes
     return msgspec.structs.replace(op, workspace_bytes=op.workspace_bytes + size_bytes)
@@ -178,7 +180,7 @@ def _mask_bytes(graph: TrainingGraph, dropout: Op) -> int:
 # The step as eager runs it while what it saves for backward is kept off the device.
 #
 # A check runs it so where the unmodified step is larger than the budget
-# (`rewriter/checking/elsewhere.py`). What forward makes leaves the device with its last use in
+# (`rewriter/checking/off_device.py`). What forward makes leaves the device with its last use in
 # forward, and comes back for each node of autograd that reads it. Not predicted: variables that
 # hold it longer in forward, which a trace does not tell from autograd.
 

@@ -27,9 +27,9 @@ from remat.graph_capture.errors import ArchiveError, FileError, ShapeError, Text
 
 MOST_FILE_BYTES = 1 << 30
 """Of a file that is read whole. A graph of 100,000 ops takes a twentieth of it."""
-CHUNK_BYTES = 1 << 20
-OPEN_FILES = "/proc/self/fd"
-NO_NAMELESS = errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL
+_CHUNK_BYTES = 1 << 20
+_OPEN_FILES = "/proc/self/fd"
+_NO_NAMELESS = errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL
 """What file systems and old kernels answer that know no files without a name."""
 IN_USE = 5, 32
 """Windows: access denied, and a sharing violation. It says either of a file that is open."""
@@ -49,7 +49,7 @@ def read_contents(path: str | Path) -> bytes:
     try:
         with open(path, "rb") as file:
             # In parts, since a device such as /dev/zero has no end and says no size.
-            while part := file.read(CHUNK_BYTES):
+            while part := file.read(_CHUNK_BYTES):
                 parts.append(part)
                 size_bytes += len(part)
                 if size_bytes > MOST_FILE_BYTES:
@@ -63,18 +63,18 @@ def read_contents(path: str | Path) -> bytes:
 
 
 def write_contents(path: str | Path, data: bytes) -> None:
-    """Write a file as `replaced` does.
+    """Write a file as `atomic_write` does.
 
     Raises
     ------
     FileError : it cannot be written; the old file is as it was.
     """
-    with replaced(path) as out:
+    with atomic_write(path) as out:
         out.write(data)
 
 
 @contextlib.contextmanager
-def replaced(path: str | Path) -> Generator[BinaryIO]:
+def atomic_write(path: str | Path) -> Generator[BinaryIO]:
     """A new file, which takes the place of `path` if the block ends without an error.
 
     It is written beside the old one, and has its mode and owner. Symbolic links are followed. Pipes
@@ -156,7 +156,7 @@ def _beside(target: Path) -> Generator[BinaryIO]:
             os.fsync(out.fileno())
             if not is_named:
                 # With a folder given, Python follows the link to the open file; else it links that.
-                os.link(f"{OPEN_FILES}/{out.fileno()}", fresh, src_dir_fd=out.fileno())
+                os.link(f"{_OPEN_FILES}/{out.fileno()}", fresh, src_dir_fd=out.fileno())
         _put_in_place(fresh, target)
     finally:
         fresh.unlink(missing_ok=True)
@@ -182,11 +182,11 @@ def _fresh_file(fresh: Path) -> tuple[int, bool]:
     Where the system can, it has none until it is whole: nothing is left of it after a kill.
     """
     nameless = getattr(os, "O_TMPFILE", 0)
-    if nameless and os.path.isdir(OPEN_FILES):
+    if nameless and os.path.isdir(_OPEN_FILES):
         try:
             return os.open(fresh.parent, nameless | os.O_WRONLY, 0o666), False
         except OSError as error:
-            if error.errno not in NO_NAMELESS:
+            if error.errno not in _NO_NAMELESS:
                 raise
     return os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), True
 
@@ -221,12 +221,12 @@ def _require_name(path: str | Path) -> None:
 # of files goes through here, and no error of the decoder goes further.
 
 
-Kind = TypeVar("Kind")
+_Kind = TypeVar("_Kind")
 
-MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
-def decoded(data: bytes | str, kind: type[Kind]) -> Kind:
+def decode_json(data: bytes | str, kind: type[_Kind]) -> _Kind:
     """The value in a JSON text.
 
     Raises
@@ -251,7 +251,7 @@ def _cause(data: bytes | str, said: str) -> str:
     start = data[:3].encode("utf-8", "replace") if isinstance(data, str) else data[:3]
     if not data.strip():
         return f"{said}: it is empty"
-    if start.startswith(MARKS):
+    if start.startswith(_MARKS):
         return "it begins with a byte order mark: save it as UTF-8 without one"
     return said
 
@@ -266,7 +266,7 @@ NO_LOCKS = errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Generator[None]:
+def file_lock(path: Path) -> Generator[None]:
     """Hold a file against other processes and threads that do so too, by a lock beside it.
 
     The system lets go of the lock of a process that dies. Where a file system has no locks, or one
@@ -293,9 +293,9 @@ def locked(path: Path) -> Generator[None]:
 # code of torch is involved: its readers unpickle what they find.
 
 
-MOST_RATIO = 100
+_MOST_RATIO = 100
 """Bytes of all members to bytes of the file. torch packs nothing; a packed plan stays below 30."""
-FORMAT = "archive_format", b"pt2"
+_FORMAT = "archive_format", b"pt2"
 """A member of every archive of `torch.export`, and what it holds."""
 _BROKEN = (
     zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError,
@@ -304,7 +304,7 @@ _BROKEN = (
 """What `zipfile` raises for a broken file, one that is encrypted, or one packed in another way."""
 
 
-def archived(path: Path, name: str) -> bytes | None:
+def read_archive_member(path: Path, name: str) -> bytes | None:
     """A member of a ``.pt2`` archive, by its name below the archive's root; None without one.
 
     Raises
@@ -318,8 +318,8 @@ def archived(path: Path, name: str) -> bytes | None:
             members = archive.infolist()
             _check_sizes(members, size_bytes)
             root = _checked_root(members)
-            if _read(archive, members, f"{root}/{FORMAT[0]}") != FORMAT[1]:
-                raise ArchiveError(f"it has no {FORMAT[0]} that says {FORMAT[1].decode()}")
+            if _read(archive, members, f"{root}/{_FORMAT[0]}") != _FORMAT[1]:
+                raise ArchiveError(f"it has no {_FORMAT[0]} that says {_FORMAT[1].decode()}")
             return _read(archive, members, f"{root}/{name}")
     except OSError as error:
         raise FileError(f"{path}: {error.strerror or error}") from error
@@ -330,7 +330,7 @@ def archived(path: Path, name: str) -> bytes | None:
 def _check_sizes(members: list[zipfile.ZipInfo], file_bytes: int) -> None:
     """Raise `ArchiveError` if unpacking would give more than the file can hold in earnest."""
     unpacked_bytes = sum(member.file_size for member in members)
-    if unpacked_bytes > MOST_RATIO * file_bytes:
+    if unpacked_bytes > _MOST_RATIO * file_bytes:
         raise ArchiveError(
             f"it says that it unpacks to {unpacked_bytes} bytes, from a file of {file_bytes}"
         )

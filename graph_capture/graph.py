@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar, cast
 import msgspec
 
 from remat.graph_capture.errors import GraphError, ShapeError, TextError
-from remat.graph_capture.files import decoded
+from remat.graph_capture.files import decode_json
 
 # The rules that a training graph must keep for its schedules to mean anything.
 #
@@ -32,16 +32,16 @@ MOST_BYTES = 1 << 62
 """Sums below it stay exact in 64-bit integers, and so does twice a sum."""
 MOST_US = 1e100
 """Sums and squares of what is below it are finite."""
-MOST_FIGURE = 10**300
+_MOST_FIGURE = 10**300
 """What is below it can be shown, since floats reach further. Budgets may be that large."""
 
 
 def are_figures(*numbers: float) -> bool:
     """Whether all numbers are defined, from 0 on, and small enough to be shown."""
-    return all(0 <= number < MOST_FIGURE for number in numbers)
+    return all(0 <= number < _MOST_FIGURE for number in numbers)
 
 
-def check_graph(graph: TrainingGraph) -> None:
+def _check_graph(graph: TrainingGraph) -> None:
     """Raise `GraphError` unless ops can run in their order on the values given."""
     values = {value.name: value for value in graph.values}
     if len(values) != len(graph.values):
@@ -76,7 +76,7 @@ def _check_ops(graph: TrainingGraph, values: dict[str, Value]) -> None:
 def _check_op(op: Op, values: dict[str, Value], present: set[str]) -> None:
     if not 0 <= op.cost_us < math.inf or op.workspace_bytes < 0:
         raise GraphError(
-            f"op {op.name} has a negative or undefined price: "
+            f"op {op.name} has a negative or undefined cost: "
             f"{op.cost_us} us, {op.workspace_bytes} bytes of workspace; both are finite, from 0 on"
         )
     for name in op.inputs:
@@ -99,10 +99,10 @@ def _check_op(op: Op, values: dict[str, Value], present: set[str]) -> None:
 
 
 def _check_host(op: Op) -> None:
-    """Its price on the host is one, and it rewrites only what it reads."""
+    """Its cost on the host is a number, and it rewrites only what it reads."""
     if op.host_cost_us is not None and not 0 <= op.host_cost_us < math.inf:
         raise GraphError(
-            f"op {op.name} has a negative or undefined price on the host: {op.host_cost_us} us; it "
+            f"op {op.name} has a negative or undefined cost on the host: {op.host_cost_us} us; it "
             "is finite, from 0 on, or None where the op cannot run there"
         )
     for name in op.updates:
@@ -255,24 +255,24 @@ class Links(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, **slow)
 
 
-SCHEMA_VERSION = 2
-READ_VERSIONS = (1, 2)
+_SCHEMA_VERSION = 2
+_READ_VERSIONS = (1, 2)
 """Version 1 had no links, and no values with a home."""
 KEPT = "kept by"
-"""How `Op.pinned` begins where only the user wants that the op does not run twice."""
+"""How `Op.no_recompute` begins where only the user wants that the op does not run twice."""
 CUSTOM = "a custom op"
-"""How `Op.pinned` begins where the user may ask that the op runs twice, by `recompute`.
+"""How `Op.no_recompute` begins where the user may ask that the op runs twice, by `recompute`.
 
 What a custom op draws or changes unseen is not known. Such a pin is no part of a graph's hash.
 """
-DELIVER = "remat.deliver"
-"""The op that hands over gradients where they are added to those of earlier batches."""
+ACCUMULATE = "remat.deliver"
+"""The op that releases gradients where they are added to those of earlier batches."""
 UPDATE = "remat.update"
 """The op that steps the optimizer with gradients. It writes to the parameters that it reads."""
 JOINED = " + "
 """Between the targets of ops that run as one: one makes a tensor, the others write to it."""
 WRITES_FIRST = "it writes in place, where eager makes a new tensor"
-"""Why an op is pinned that adds a term of a gradient to a view, as autograd would not."""
+"""Why an op must not run twice that adds a term of a gradient to a view, as autograd would not."""
 
 Phase = Literal["forward", "backward", "update"]
 Origin = Literal["unpriced", "measured", "modelled", "estimated"]
@@ -323,8 +323,8 @@ class Op(msgspec.Struct, frozen=True):
     name : name of the fx node. target : for example ``aten.mm.default``, or several (`JOINED`).
     inputs, outputs : names of the values it reads and of the values it creates.
     cost_us : time of one run. workspace_bytes : bytes taken while it runs beyond its
-        inputs and outputs. price : where these two come from.
-    pinned : why the op must not run twice; empty if it may.
+        inputs and outputs. cost_origin : where these two come from; ``price`` in a file.
+    no_recompute : why the op must not run twice; empty if it may.
     module, source : module path and ``file:line`` of the user's code behind it.
     checkpoint : number of the user's own checkpoint that covers it; 0 for none. Eager makes again
         what a checkpoint covers. A plan decides anew.
@@ -339,26 +339,26 @@ class Op(msgspec.Struct, frozen=True):
     outputs: tuple[str, ...]
     cost_us: float = 0.0
     workspace_bytes: int = 0
-    pinned: str = ""
+    no_recompute: str = msgspec.field(default="", name="pinned")
     module: str = ""
     source: str = ""
-    price: Origin = "unpriced"
+    cost_origin: Origin = msgspec.field(default="unpriced", name="price")
     checkpoint: int = 0
     host_cost_us: float | None = None
     updates: tuple[str, ...] = ()
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """One way to run a region in pieces.
+    """One way to run a region in chunks.
 
     Attributes
     ----------
-    pieces : their number. exact : whether its results are eager's to the bit.
+    chunks : their number, ``pieces`` in a file. exact : whether it gives eager's bits.
     ops : what runs in the region's place: each op, after the name of the op before which it
         stands; empty for the end. values : those that these ops make.
     """
 
-    pieces: int
+    chunks: int = msgspec.field(name="pieces")
     exact: bool
     ops: tuple[tuple[str, Op], ...]
     values: tuple[Value, ...]
@@ -368,11 +368,11 @@ PartKind = Literal["head", "mlp"]
 
 
 class Region(msgspec.Struct, frozen=True):
-    """Ops that may run in pieces: linear heads with their losses, MLPs, or both.
+    """Ops that may run in chunks: linear heads with their losses, MLPs, or both.
 
     Attributes
     ----------
-    name : of the ops that it is known by. ops : names of those that the pieces replace.
+    name : of the ops that it is known by. ops : names of those that the chunks replace.
     choices : ways to run it, apart from the captured one. kinds : what it consists of.
     """
 
@@ -423,10 +423,10 @@ class TrainingGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
     outputs : values that must be live when the step ends. A value in both is in the
         caller's hands in between, and cannot be freed.
     resident : bytes that no schedule changes. inputs : signature of the batch.
-    device : for example ``cpu``. prices : how costs were obtained: ``unpriced``,
-        ``measured``, ``modelled``, or ``mixed`` of the last two; each op says its own.
-        versions : of what captured and priced it. notes : on the prices, in words.
-    regions : ops that may run in pieces; a schedule has one region so at most. captured_us : where
+    device : for example ``cpu``. cost_origin : how costs were found, ``prices`` in a file:
+        ``unpriced``, ``measured``, ``modelled``, or ``mixed`` of these; each op says its own.
+        versions : of what captured and timed it. notes : on the costs, in words.
+    regions : ops that may run in chunks; a schedule has one region so at most. captured_us : where
         one does, the time of the step that was captured; 0 elsewhere.
     links : the ways to memory below the device; None where nothing may leave it.
     """
@@ -439,22 +439,22 @@ class TrainingGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
     resident: Resident = Resident()
     inputs: tuple[str, ...] = ()
     device: str = "cpu"
-    prices: str = "unpriced"
+    cost_origin: str = msgspec.field(default="unpriced", name="prices")
     versions: dict[str, str] = {}
     notes: tuple[str, ...] = ()
     regions: tuple[Region, ...] = ()
     captured_us: float = 0.0
     links: Links | None = None
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int = _SCHEMA_VERSION
 
     def __post_init__(self) -> None:
-        if self.schema_version not in READ_VERSIONS:
+        if self.schema_version not in _READ_VERSIONS:
             raise GraphError(
                 f"graph file has schema version {self.schema_version}, "
-                f"this release reads {SCHEMA_VERSION}: capture the model again"
+                f"this release reads {_SCHEMA_VERSION}: capture the model again"
             )
-        msgspec.structs.force_setattr(self, "schema_version", SCHEMA_VERSION)
-        check_graph(self)
+        msgspec.structs.force_setattr(self, "schema_version", _SCHEMA_VERSION)
+        _check_graph(self)
 
     @functools.cached_property
     def op_index(self) -> dict[str, int]:
@@ -492,7 +492,7 @@ class TrainingGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
         return tuple(
             op.name
             for op in self.ops
-            if (op.pinned and op.target != UPDATE and not op.pinned.startswith(KEPT))
+            if (op.no_recompute and op.target != UPDATE and not op.no_recompute.startswith(KEPT))
             or states.intersection(op.inputs)
         )
 
@@ -503,7 +503,7 @@ class TrainingGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
 
     @functools.cached_property
     def hash(self) -> str:
-        """SHA-256 over the structure: ops, values, shapes; not over prices and sizes."""
+        """SHA-256 over the structure: ops, values, shapes; not over costs and sizes."""
         digest = hashlib.sha256()
         for part in (*self.inputs, *self.signatures, *self.forward_outputs, *self.outputs):
             digest.update(part.encode() + b"\n")
@@ -512,7 +512,7 @@ class TrainingGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
     def _signature(self, op: Op) -> str:
         values = (self.value_by_name[name] for name in op.outputs)
         results = ", ".join(f"{v.name}: {v.dtype}{list(v.shape)}" for v in values)
-        pin = " pinned" if op.pinned and not op.pinned.startswith(CUSTOM) else ""
+        pin = " pinned" if op.no_recompute and not op.no_recompute.startswith(CUSTOM) else ""
         line = f"{op.phase}{pin} {op.name} = {op.target}({', '.join(op.inputs)}) -> {results}"
         return f"{line} updates {', '.join(op.updates)}" if op.updates else line
 
@@ -529,7 +529,7 @@ class TrainingGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
         GraphError : the text is no graph, or of another schema version.
         """
         try:
-            return decoded(data, cls)
+            return decode_json(data, cls)
         except ShapeError as error:
             raise GraphError(f"not a graph file of this release: {error}") from error
         except TextError as error:
@@ -545,7 +545,7 @@ class TrainingGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
             ("time of each op once", time_text(self.time_us) if self.time_us else ""),
             ("resident", bytes_text(self.resident.total_bytes)),
             ("values", f"{len(self.values)}; those that ops make {bytes_text(made_bytes)} in all"),
-            ("prices", f"{self.prices}, for {self.device}"),
+            ("costs", f"{self.cost_origin}, for {self.device}"),
             ("hash", self.hash[:12]),
         ]
         return figures_html(f"TrainingGraph: {self.name}", figures)
@@ -555,18 +555,18 @@ class TrainingGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
         return (
             f"TrainingGraph({self.name}: {self.n_forward} forward and {backward} backward ops, "
             f"{len(self.values)} values, {self.resident.total_bytes} bytes resident, "
-            f"{self.prices} for {self.device}, hash {self.hash[:12]})"
+            f"{self.cost_origin} for {self.device}, hash {self.hash[:12]})"
         )
 
 
 # What was found out about a graph, kept with the object.
 
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 PREFIX = "remat kept: "
 
 
-def kept_with(graph: TrainingGraph, name: str, make: Callable[[], T]) -> T:
+def cached_on(graph: TrainingGraph, name: str, make: Callable[[], _T]) -> _T:
     """What `make` returned when it was first asked under `name` for this graph object.
 
     It is kept as long as the object. Files, copies and other processes do not see it.
@@ -575,4 +575,4 @@ def kept_with(graph: TrainingGraph, name: str, make: Callable[[], T]) -> T:
     key = PREFIX + name
     if key not in known:
         known[key] = make()
-    return cast("T", known[key])
+    return cast("_T", known[key])

@@ -16,10 +16,10 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensor
 from torch.nn.modules import module as torch_modules
 
+from remat.graph_capture.devices.known_devices import CPU, is_cuda, is_in_table
 from remat.graph_capture.devices.placement import check_placement
-from remat.graph_capture.devices.table import CPU, is_cuda, is_in_table
 from remat.graph_capture.distributed.dtensors import is_distributed, is_sharded_by_fsdp
-from remat.graph_capture.distributed.refusals import refuse_wrappers
+from remat.graph_capture.distributed.rank_refusals import refuse_wrappers
 from remat.graph_capture.errors import CaptureError, DeviceError, option
 from remat.graph_capture.joint.constant_folding import RANDOM
 from remat.graph_capture.joint.nodes import mutates, target_name, tensors_of
@@ -40,9 +40,9 @@ from remat.graph_capture.tracing.outputs import leaves_in
 # module alone tells that such an op would come.
 
 
-FUSED_LSTM = "aten.mkldnn_rnn_layer"
-CUDNN_RNN = "aten._cudnn_rnn"
-EFFECTS = "with_effects"
+_FUSED_LSTM = "aten.mkldnn_rnn_layer"
+_CUDNN_RNN = "aten._cudnn_rnn"
+_EFFECTS = "with_effects"
 
 
 def refuse_op(node: fx.Node, place_of: Callable[[fx.Node], tuple[str, str]]) -> None:
@@ -54,11 +54,11 @@ def refuse_op(node: fx.Node, place_of: Callable[[fx.Node], tuple[str, str]]) -> 
     """
     name = target_name(node)
     refuse_sparse(node, place_of)
-    if name.startswith(FUSED_LSTM):
-        raise CaptureError(fused_lstm_message(", ".join(filter(None, place_of(node)))))
-    if name.startswith(CUDNN_RNN):
+    if name.startswith(_FUSED_LSTM):
+        raise CaptureError(_fused_lstm_message(", ".join(filter(None, place_of(node)))))
+    if name.startswith(_CUDNN_RNN):
         raise CaptureError(cudnn_rnn_message(f"{name} {_where(*place_of(node))}"))
-    if name.startswith(EFFECTS):
+    if name.startswith(_EFFECTS):
         effect = next((str(arg) for arg in node.args if not isinstance(arg, fx.Node)), name)
         raise CaptureError(
             f"{effect} {_where(*place_of(node))} acts on more than its results, such as by "
@@ -86,7 +86,7 @@ def _where(module: str, source: str) -> str:
     return f"of module {module or '(root)'} ({source or 'unknown line'})"
 
 
-def fused_lstm_message(place: str) -> str:
+def _fused_lstm_message(place: str) -> str:
     """The refusal of oneDNN's LSTM, whose backward needs what no graph can hold."""
     return (
         "nn.LSTM on CPU runs as one oneDNN op with a hidden workspace, which cannot be replayed "
@@ -165,7 +165,7 @@ _SAID = {
 """By a part of what torch says."""
 
 
-def in_words(said: str) -> str:
+def _in_words(said: str) -> str:
     """What is wrong and what to do; empty where torch's own words are all there is."""
     return next((words for part, words in _SAID.items() if part in said), "")
 
@@ -245,12 +245,12 @@ _INSTEAD = {
 _ANY = "replace the `if`, `.item()` or index by tensor ops such as torch.where or masking"
 
 
-def is_of_values(error: Exception) -> bool:
+def _is_of_values(error: Exception) -> bool:
     """Whether a trace failed since code looked at the values of a tensor."""
     return type(error).__name__ in _DATA_DEPENDENT or "data-dependent" in str(error).lower()
 
 
-def branch_on_values(place: str, read: Sequence[str], said: str) -> CaptureError:
+def _branch_on_values(place: str, read: Sequence[str], said: str) -> CaptureError:
     """The refusal of code that looks at values.
 
     Parameters
@@ -287,7 +287,7 @@ def _instead_of(said: str) -> str:
     return _INSTEAD.get(op, _ANY)
 
 
-def known_way_out(error: Exception) -> str:
+def _known_way_out(error: Exception) -> str:
     """What the user can do where a function of torch looks at values; empty if it is not known."""
     frames = [] if error.__traceback__ is None else list(walk_tb(error.__traceback__))
     for frame, _ in reversed(frames):
@@ -299,9 +299,9 @@ def known_way_out(error: Exception) -> str:
     return ""
 
 
-VECTORS_BYTES = {"AVX512": 128}
+_VECTORS_BYTES = {"AVX512": 128}
 """What CPU kernels compute at a time, two vectors, by torch's name for what the CPU can do."""
-OTHER_VECTORS_BYTES = 64
+_OTHER_VECTORS_BYTES = 64
 """Of AVX2, and no less of others."""
 
 Hooked = tuple[str, nn.Module, str, Any]
@@ -407,7 +407,7 @@ def _refuse_kind(path: str, module: nn.Module, device: str) -> None:
 
 def _elements_at_a_time(module: nn.Module) -> int:
     capability = torch.backends.cpu.get_cpu_capability()
-    at_a_time = VECTORS_BYTES.get(capability, OTHER_VECTORS_BYTES)
+    at_a_time = _VECTORS_BYTES.get(capability, _OTHER_VECTORS_BYTES)
     return at_a_time // next(module.parameters()).element_size()
 
 
@@ -484,7 +484,7 @@ def refusal(
     kind = type(error).__name__
     if isinstance(error, DeviceError):
         return CaptureError(f"{error} ({place})")
-    if way := known_way_out(error):
+    if way := _known_way_out(error):
         return CaptureError(f"torch looks at the values of a tensor ({place}): {way}")
     if type(error).__module__ == "torch._dynamo.exc":
         return CaptureError(
@@ -493,8 +493,8 @@ def refusal(
             "._torchdynamo_orig_callable of it, or torch.where in place of torch.cond; or plan "
             'with torch.compile(model, backend="remat")'
         )
-    if is_of_values(error):
-        return branch_on_values(place, read, _first_line(error))
+    if _is_of_values(error):
+        return _branch_on_values(place, read, _first_line(error))
     if kind == "NotImplementedError" and "torch._C.Generator" in str(error):
         return CaptureError(
             f"forward draws from a generator of its own ({place}), which torch "
@@ -502,8 +502,8 @@ def refusal(
             "torch 2.13"
         )
     if "mkldnn_rnn" in str(error):
-        return CaptureError(fused_lstm_message(place))
-    if words := in_words(str(error)):
+        return CaptureError(_fused_lstm_message(place))
+    if words := _in_words(str(error)):
         said = "" if kind == "AssertionError" or "INTERNAL ASSERT" in str(error) else _said(error)
         return CaptureError(f"{words} ({place}){said}")
     return CaptureError(f"forward or backward failed while traced ({place}): {kind}: {error}")

@@ -34,10 +34,10 @@ from remat.graph_capture.errors import FileError, TierError, option
 # later call does the rest.
 
 
-Fact = TypeVar("Fact")
+_Fact = TypeVar("_Fact")
 
 
-class Ending(weakref.ref[Any], Generic[Fact]):
+class Finalizer(weakref.ref[Any], Generic[_Fact]):
     """Calls `hear`, a method of C, with itself when `thing` has ended; it has to live until then.
 
     Attributes
@@ -45,31 +45,31 @@ class Ending(weakref.ref[Any], Generic[Fact]):
     fact : what it has to tell.
     """
 
-    fact: Fact
+    fact: _Fact
 
-    def __new__(cls, thing: Any, hear: Callable[[Any], Any], fact: Fact) -> Ending[Fact]:
+    def __new__(cls, thing: Any, hear: Callable[[Any], Any], fact: _Fact) -> Finalizer[_Fact]:
         """A weak reference with a fact."""
         self = super().__new__(cls, thing, hear)
         self.fact = fact
         return self
 
-    def __init__(self, thing: Any, hear: Callable[[Any], Any], fact: Fact) -> None:
+    def __init__(self, thing: Any, hear: Callable[[Any], Any], fact: _Fact) -> None:
         """As `weakref.ref` takes them, which is told of no fact."""
         super().__init__(thing, hear)  # pyright: ignore[reportCallIssue]
 
 
-class Closer:
+class FileCloser:
     """Closes the descriptor of each object that has ended, in a thread of its own."""
 
     def __init__(self) -> None:
-        self._ended: queue.SimpleQueue[Ending[int] | None] = queue.SimpleQueue()
-        self._open: dict[int, Ending[int]] = {}
+        self._ended: queue.SimpleQueue[Finalizer[int] | None] = queue.SimpleQueue()
+        self._open: dict[int, Finalizer[int]] = {}
         self._thread = threading.Thread(target=self._run, name="remat-closing", daemon=True)
         self._thread.start()
 
     def watch(self, thing: Any, descriptor: int) -> None:
         """Close `descriptor` once `thing` has ended; at the end of the process the system does."""
-        ending = Ending(thing, self._ended.put, descriptor)
+        ending = Finalizer(thing, self._ended.put, descriptor)
         self._open[id(ending)] = ending
 
     def end(self) -> None:
@@ -83,21 +83,21 @@ class Closer:
             del self._open[id(ending)], ending
 
 
-_closers: list[Closer] = []
+_file_closers: list[FileCloser] = []
 _starting = threading.Lock()
 
 
-def closer() -> Closer:
+def file_closer() -> FileCloser:
     """The one of this process."""
     with _starting:
-        if not _closers:
-            _closers.append(Closer())
-        return _closers[0]
+        if not _file_closers:
+            _file_closers.append(FileCloser())
+        return _file_closers[0]
 
 
 def _end() -> None:
     """What ends later, in another function of `atexit`, the system closes."""
-    for one in _closers:
+    for one in _file_closers:
         one.end()
 
 
@@ -105,7 +105,7 @@ def _forget() -> None:
     """A forked process has the thread of its parent in name only."""
     global _starting
     _starting = threading.Lock()
-    _closers.clear()
+    _file_closers.clear()
 
 
 if hasattr(os, "register_at_fork"):  # Windows has no fork
@@ -116,20 +116,20 @@ atexit.register(_end)
 # One open file that many values lie in: a process may have few files open, often 1,024.
 #
 # Each value has a range of whole blocks. That a value has ended is noted by a method of C
-# (`Ending`), and looked at when the next range is taken. The file is closed when no range of it
+# (`Finalizer`), and looked at when the next range is taken. The file is closed when no range of it
 # is left, so with the last value of a step.
 
 
 BLOCK_BYTES = 4096
 """Direct reads and writes have multiples of it, from memory and at offsets that are such."""
-UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.ENOSYS)
+_UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.ENOSYS)
 """What systems answer that do not know a way of opening or writing."""
 
-Range = tuple[int, int]
+_Range = tuple[int, int]
 """Where it begins, and where it ends, in bytes of the file."""
 
 
-class SharedFile:
+class _SharedFile:
     """An open file, closed when nothing holds this object any more.
 
     Attributes
@@ -140,10 +140,10 @@ class SharedFile:
 
     def __init__(self, descriptor: int, is_direct: bool) -> None:
         self.descriptor, self.is_direct = descriptor, is_direct
-        closer().watch(self, descriptor)
-        self.size_bytes, self._gaps = 0, list[Range]()
-        self._ended: queue.SimpleQueue[Ending[Range]] = queue.SimpleQueue()
-        self._held: dict[int, Ending[Range]] = {}
+        file_closer().watch(self, descriptor)
+        self.size_bytes, self._gaps = 0, list[_Range]()
+        self._ended: queue.SimpleQueue[Finalizer[_Range]] = queue.SimpleQueue()
+        self._held: dict[int, Finalizer[_Range]] = {}
         self._taking = threading.Lock()
 
     def take(self, holder: Any, size_bytes: int) -> int:
@@ -164,7 +164,7 @@ class SharedFile:
             if size_bytes:
                 self._gaps.remove((start, end))
                 self._give_back((start + size_bytes, end))
-            ending = Ending(holder, self._ended.put, (start, start + size_bytes))
+            ending = Finalizer(holder, self._ended.put, (start, start + size_bytes))
             self._held[id(ending)] = ending
         return start
 
@@ -175,7 +175,7 @@ class SharedFile:
             del self._held[id(ending)]
             self._give_back(ending.fact)
 
-    def _give_back(self, given: Range) -> None:
+    def _give_back(self, given: _Range) -> None:
         """Add a gap, as one with those that it touches."""
         start, end = given
         if start == end:
@@ -194,7 +194,7 @@ class SharedFile:
             if more_bytes:
                 os.posix_fallocate(self.descriptor, end, more_bytes)
         except OSError as error:
-            if error.errno not in UNSUPPORTED:
+            if error.errno not in _UNSUPPORTED:
                 raise
         self.size_bytes = end + more_bytes
         self._give_back((end, self.size_bytes))
@@ -217,7 +217,7 @@ def missing_calls() -> list[str]:
     return [name for name in _CALLS if not hasattr(os, name)]
 
 
-def require_calls(tier: str) -> None:
+def _require_calls(tier: str) -> None:
     """Raise `TierError` on a system that cannot keep values in files."""
     if missing := missing_calls():
         raise TierError(
@@ -240,10 +240,10 @@ class Folder:
     """
 
     def __init__(self, path: str, tier: str) -> None:
-        require_calls(tier)
+        _require_calls(tier)
         self.path, self.tier = path, tier
         self.is_nameless, self.is_direct = bool(_NAMELESS), bool(_DIRECT)
-        self._open: Callable[[], SharedFile | None] = lambda: None
+        self._open: Callable[[], _SharedFile | None] = lambda: None
         self._opening = threading.Lock()
         try:
             self._try_ways()
@@ -264,7 +264,7 @@ class Folder:
                 return
             except OSError as error:
                 is_last = (self.is_nameless, self.is_direct) == ways[-1]
-                if is_last or error.errno not in UNSUPPORTED:
+                if is_last or error.errno not in _UNSUPPORTED:
                     raise
 
     def _try_block(self) -> None:
@@ -289,12 +289,12 @@ class Folder:
         )
         return f"Make room or {where}, or solve without offloading"
 
-    def file(self) -> SharedFile:
+    def file(self) -> _SharedFile:
         """The file that values are in now: the one that is open, or a new one."""
         with self._opening:
             found = self._open()
             if found is None or found.is_direct != self.is_direct:
-                found = SharedFile(self._new(), self.is_direct)
+                found = _SharedFile(self._new(), self.is_direct)
                 self._open = weakref.ref(found)
             return found
 
@@ -415,7 +415,7 @@ def require_writable(folder: str, tier: str = "host") -> None:
     FileError : there is no such folder, or it cannot be written.
     TierError : the system cannot keep values in files.
     """
-    require_calls(tier)
+    _require_calls(tier)
     if not Path(folder).is_dir():
         raise FileError(f"{folder} is no folder: name one on the drive that is to be used")
     try:

@@ -37,7 +37,7 @@ result
 # %% [markdown]
 # ## Ops and values
 # An **op** creates storage, draws randomness or mutates. A **value** is one storage: a tensor with
-# all its views. Each op knows its price, its module, and the line behind it if that is in a file.
+# all its views. Each op knows its cost, its module, and the line behind it if that is in a file.
 
 # %%
 op = max(graph.ops, key=lambda op: op.cost_us)
@@ -54,7 +54,7 @@ print(Counter(type(step).__name__ for step in steps))
 list(steps[:8])
 
 # %% [markdown]
-# ## The judge
+# ## The simulator
 # Every figure of a schedule comes from `simulate`, which replays it step by step and counts the
 # bytes that are live. It refuses a schedule that breaks a rule.
 
@@ -108,7 +108,7 @@ remat.explain(graph, result, each_s=3)
 
 # %% [markdown]
 # ## A schedule of your own
-# Anything that lists steps is a schedule. Here the first op runs twice in a row. The judge refuses
+# Anything that lists steps is a schedule. Here the first op runs twice in a row. `simulate` refuses
 # that, and says why.
 
 # %%

@@ -13,7 +13,7 @@
 # %% [markdown]
 # # Planning for a GPU that you do not have
 # A model on torch's `meta` device needs no room for its weights, and its step is captured on the
-# CPU. Prices come from a model of the device: assumed shares of the peak rates that its maker
+# CPU. Costs come from a model of the device: assumed shares of the peak rates that its maker
 # states. Nothing is run, so read the times as a comparison of plans.
 
 # %%
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import remat
-from remat.questions.report import prices_text
+from remat.analysis.plan_report import costs_text
 
 WIDTH, LAYERS, BATCH, TOKENS = 4096, 8, 4, 2048
 
@@ -59,7 +59,7 @@ for device in ("l4", "a100-40gb", "h100"):
 # What the figures rest on:
 
 # %%
-print(prices_text(graph))
+print(costs_text(graph))
 
 # %% [markdown]
 # ## What is the least it needs?

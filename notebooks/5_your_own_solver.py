@@ -101,7 +101,7 @@ remat.compare(
 )
 
 # %% [markdown]
-# Every figure there is one of the judge, `simulate`, and the bound holds for every solver.
+# Every figure there is one of the simulator, `simulate`, and the bound holds for every solver.
 
 # %%
 mine, best = (remat.solve(graph, "80%", solver=name) for name in ("dearest_bytes", "auto"))

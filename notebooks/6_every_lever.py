@@ -12,7 +12,7 @@
 
 # %% [markdown]
 # # Every lever beside recomputation
-# Recomputation is one way to fit a step. Others are a head and its loss in pieces, updates during
+# Recomputation is one way to fit a step. Others are a head and its loss in chunks, updates during
 # backward, and an arena without gaps. This page takes them one after another, then together.
 # Each peak is predicted by the simulator, and measured on this CPU beside it.
 
@@ -79,7 +79,7 @@ print(f"eager: {eager_bytes / MIB:.1f} MiB above what lives between steps")
 # %% [markdown]
 # ## One lever after another
 # `budget="min"` takes the least peak that is known. `split="exact"` lets the head and its loss run
-# in pieces, to eager's bits. `training_step` updates each parameter as its gradient is there. The
+# in chunks, to eager's bits. `training_step` updates each parameter as its gradient is there. The
 # least peaks cost the most time.
 
 
@@ -97,8 +97,8 @@ def planned(split, updates):
 
 names = {
     "recompute": ("none", False),
-    "and pieces": ("exact", False),
-    "and updates at once": ("none", True),
+    "and chunks": ("exact", False),
+    "and the optimizer": ("none", True),
     "all together": ("exact", True),
 }
 modules = {}

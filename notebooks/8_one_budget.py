@@ -13,7 +13,7 @@
 # %% [markdown]
 # # Every lever under one budget
 # One model, one number of bytes. What does each lever give alone, and what do they give together?
-# Each plan is solved within the same budget, with prices of this CPU. Then one is trained, and held
+# Each plan is solved within the same budget, with costs of this CPU. Then one is trained, and held
 # against eager.
 
 # %%
@@ -60,16 +60,16 @@ def made():
 
 # %% [markdown]
 # ## The step, with what a lever needs
-# `split="exact"` lets the head and its loss run in pieces, to eager's bits. `host=` lets values
+# `split="exact"` lets the head and its loss run in chunks, to eager's bits. `host=` lets values
 # wait outside the device; on a CPU, files without names stand for it. `training_step` updates each
 # parameter as soon as its gradient is there. All of it counts the state of AdamW.
 
 
 # %%
-def graph_of(pieces=False, updates=False, host=False):
+def graph_of(chunks=False, updates=False, host=False):
     """The captured step."""
     model, batch = made()
-    split = "exact" if pieces else "none"
+    split = "exact" if chunks else "none"
     if updates:
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         fast = remat.training_step(
@@ -92,12 +92,12 @@ print(f"unmodified {unmodified.peak_bytes / MIB:.1f} MiB, the budget {BUDGET / M
 # %%
 ways = {
     "recompute": ((), {}),
-    "pieces": ("*", {"pieces": True}),
-    "updates at once": ("*", {"updates": True}),
+    "chunks": ("*", {"chunks": True}),
+    "optimizer in backward": ("*", {"updates": True}),
     "host memory": ("*", {"host": True}),
-    "recompute + pieces": ((), {"pieces": True}),
-    "recompute + pieces + updates": ((), {"pieces": True, "updates": True}),
-    "recompute + pieces + host": ((), {"pieces": True, "host": True}),
+    "recompute + chunks": ((), {"chunks": True}),
+    "recompute + chunks + updates": ((), {"chunks": True, "updates": True}),
+    "recompute + chunks + host": ((), {"chunks": True, "host": True}),
 }
 budgets = [BUDGET, *(unmodified.peak_bytes * share // 100 for share in (70, 85, 100))]
 fronts = {}

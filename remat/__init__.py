@@ -14,32 +14,33 @@ from remat.checkout import BESIDE, find_beside
 find_beside()
 
 if TYPE_CHECKING:
-    from remat.blocks.planning import BlocksPlan
+    from remat.analysis.budget_sweep import BudgetSlider, sweep
+    from remat.analysis.compare import Comparison, compare
+    from remat.analysis.explain import explain
+    from remat.analysis.explanation import Explanation
+    from remat.analysis.inspect import Inspection, inspect
+    from remat.analysis.layer_checkpoints import EveryNth, every_n_layers
+    from remat.analysis.memory_figures import predict_reserved
+    from remat.analysis.plan_report import report
+    from remat.blocks.block_planner import BlocksPlan
     from remat.blocks.rematerialized import block_plan, rematerialize_blocks
     from remat.cluster.apply.cluster_mesh import cluster_mesh
     from remat.cluster.apply.parallelize import ClusterPart, parallelize
-    from remat.compile.place import CompiledPlan, compiled_plans
-    from remat.graph_capture.capturing import capture
+    from remat.compile.graph_context import CompiledPlan, compiled_plans
+    from remat.graph_capture.capture_api import capture
+    from remat.graph_capture.costs.measuring import profile
+    from remat.graph_capture.costs.profile import Profile
     from remat.graph_capture.distributed.sharding import Sharding
     from remat.graph_capture.errors import RematError
     from remat.graph_capture.graph import TrainingGraph
-    from remat.graph_capture.prices.measuring import profile
-    from remat.graph_capture.prices.profile import Profile
     from remat.graph_capture.sizes.ranged_graph import RangedGraph
-    from remat.job.fit import fit
     from remat.job.fitted import Fit
+    from remat.job.size_search import fit
     from remat.levers.delivery import use_arena
     from remat.levers.training_step import training_step
     from remat.one_call import rematerialize, solve
+    from remat.per_shape_plans import PlanCache, plan_cache, plans_of
     from remat.placed import place
-    from remat.questions.compare import Comparison, compare
-    from remat.questions.explain import explain
-    from remat.questions.explanation import Explanation
-    from remat.questions.inspect import Inspection, inspect
-    from remat.questions.layer_checkpoints import EveryNth, every_n_layers
-    from remat.questions.memory import predict_reserved
-    from remat.questions.report import report
-    from remat.questions.sweep import BudgetSlider, sweep
     from remat.ranges.curve import overheads_over
     from remat.rewriter.arena.arena import Arena
     from remat.rewriter.checking.check import Check, check
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
     from remat.schedules.schedule import Schedule
     from remat.schedules.simulate import simulate
     from remat.schedules.simulation import Simulation
-    from remat.several_shapes import PlanCache, plan_cache, plans_of
     from remat.solver.budgets.front import Front
     from remat.solver.budgets.front import GibPrice as Price
     from remat.solver.budgets.sweep import least_peak, price_of_gib
@@ -139,33 +139,33 @@ _LAZY = {
     "simulate": "remat.schedules.simulate",
     "TrainingGraph": "remat.graph_capture.graph",
     "Arena": "remat.rewriter.arena.arena",
-    "BlocksPlan": "remat.blocks.planning",
+    "BlocksPlan": "remat.blocks.block_planner",
     "block_plan": "remat.blocks.rematerialized",
     "rematerialize_blocks": "remat.blocks.rematerialized",
-    "BudgetSlider": "remat.questions.sweep",
+    "BudgetSlider": "remat.analysis.budget_sweep",
     "Check": "remat.rewriter.checking.check",
     "ClusterPart": "remat.cluster.apply.parallelize",
     "cluster_mesh": "remat.cluster.apply.cluster_mesh",
     "parallelize": "remat.cluster.apply.parallelize",
-    "capture": "remat.graph_capture.capturing",
+    "capture": "remat.graph_capture.capture_api",
     "check": "remat.rewriter.checking.check",
     "checkpoint_policy": "remat.rewriter.checkpoint_policy",
-    "EveryNth": "remat.questions.layer_checkpoints",
-    "every_n_layers": "remat.questions.layer_checkpoints",
+    "EveryNth": "remat.analysis.layer_checkpoints",
+    "every_n_layers": "remat.analysis.layer_checkpoints",
     "Family": "remat.schedules.family",
     "Fit": "remat.job.fitted",
-    "fit": "remat.job.fit",
+    "fit": "remat.job.size_search",
     "Front": "remat.solver.budgets.front",
-    "Comparison": "remat.questions.compare",
-    "compare": "remat.questions.compare",
-    "Explanation": "remat.questions.explanation",
-    "explain": "remat.questions.explain",
-    "Inspection": "remat.questions.inspect",
-    "inspect": "remat.questions.inspect",
-    "CompiledPlan": "remat.compile.place",
-    "compiled_plans": "remat.compile.place",
+    "Comparison": "remat.analysis.compare",
+    "compare": "remat.analysis.compare",
+    "Explanation": "remat.analysis.explanation",
+    "explain": "remat.analysis.explain",
+    "Inspection": "remat.analysis.inspect",
+    "inspect": "remat.analysis.inspect",
+    "CompiledPlan": "remat.compile.graph_context",
+    "compiled_plans": "remat.compile.graph_context",
     "least_peak": "remat.solver.budgets.sweep",
-    "load": "remat.ranks.same_order",
+    "load": "remat.ranks.same_order:agreed_load",
     "measured_step": "remat.rewriter.checking.measured_step",
     "overheads_over": "remat.ranges.curve",
     "peak_over": "remat.schedules.family",
@@ -174,22 +174,22 @@ _LAZY = {
     "RangedGraph": "remat.graph_capture.sizes.ranged_graph",
     "plan_of": "remat.rewriter.plans.loading",
     "Price": "remat.solver.budgets.front:GibPrice",
-    "Profile": "remat.graph_capture.prices.profile",
-    "PlanCache": "remat.several_shapes",
-    "plan_cache": "remat.several_shapes",
-    "plans_of": "remat.several_shapes",
-    "predict_reserved": "remat.questions.memory",
+    "Profile": "remat.graph_capture.costs.profile",
+    "PlanCache": "remat.per_shape_plans",
+    "plan_cache": "remat.per_shape_plans",
+    "plans_of": "remat.per_shape_plans",
+    "predict_reserved": "remat.analysis.memory_figures",
     "price_of_gib": "remat.solver.budgets.sweep",
-    "profile": "remat.graph_capture.prices.measuring",
+    "profile": "remat.graph_capture.costs.measuring",
     "read_plan": "remat.rewriter.plans.loading",
     "rematerialize": "remat.one_call",
-    "report": "remat.questions.report",
+    "report": "remat.analysis.plan_report",
     "Reserved": "remat.schedules.reserved",
     "Result": "remat.solver.result",
-    "rewrite": "remat.ranks.same_order",
+    "rewrite": "remat.ranks.same_order:agreed_rewrite",
     "save_plan": "remat.rewriter.plans.loading",
     "solve": "remat.one_call",
-    "sweep": "remat.questions.sweep",
+    "sweep": "remat.analysis.budget_sweep",
     "accumulating": "remat.rewriter.graphs.updating",
     "training_step": "remat.levers.training_step",
     "use_arena": "remat.levers.delivery",

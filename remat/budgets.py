@@ -7,29 +7,29 @@ from dataclasses import dataclass
 from typing import Any, Literal, SupportsIndex
 
 import remat.solver as solvers
-from remat.graph_capture.devices.memory import free_bytes
-from remat.graph_capture.devices.table import (
+from remat.graph_capture.devices.known_devices import (
     CPU,
     NUMBER,
+    checked_bytes,
     is_in_table,
     modelled_device,
-    whole_bytes,
-    written_bytes,
+    parse_bytes,
 )
+from remat.graph_capture.devices.memory import free_bytes
 from remat.graph_capture.eager_step import (
-    as_eager,
-    as_unmodified,
-    with_eagers_writes,
+    baseline_graph,
+    with_eager_sizes,
+    with_eager_writes,
     with_saved_elsewhere,
 )
 from remat.graph_capture.errors import BudgetError
-from remat.graph_capture.graph import TrainingGraph, kept_with
-from remat.schedules.derived import whole
+from remat.graph_capture.graph import TrainingGraph, cached_on
+from remat.schedules.derived import unchunked
 from remat.schedules.kept_in_forward import as_eager_frees, ops_as_eager_runs
 from remat.solved import Solved
 from remat.solver.budgets.sweep import least_peak
 from remat.solver.problem import Problem
-from remat.solver.result import Result, judged
+from remat.solver.result import Result, evaluate_schedule
 from remat.solver.state import schedule_of
 
 # A plan counts what the step allocates. Workspaces of cuBLAS and cuDNN, the CUDA context and
@@ -83,12 +83,12 @@ class Budget:
         if self.kind == "min":
             # The search for the least peak starts from the graph alone, never from a budget, so
             # another process that asks for these bytes finds that they fit.
-            lost = solvers.solve(graph, 0, solver, time_limit_s=time_limit_s, **options)
+            lost = solvers.solve_within(graph, 0, solver, time_limit_s=time_limit_s, **options)
             return lost.least_feasible_bytes
         return self.size_bytes
 
     def most_bytes(self, graph: TrainingGraph) -> int:
-        """What may be taken to price the ops of `graph`, where what it means is not yet known.
+        """What may be taken to time the ops of `graph`, where what it means is not yet known.
 
         Per cents then are of the peak without workspaces. ``min`` leaves no room for a whole step.
         """
@@ -107,7 +107,9 @@ class Budget:
             # The solve that names the least peak has its schedule at hand; `least_peak` keeps it.
             return least_peak(graph, time_limit_s, solver=solver, **options)
         budget_bytes = self.bytes_for(graph)
-        return solvers.solve(graph, budget_bytes, solver, time_limit_s=time_limit_s, **options)
+        return solvers.solve_within(
+            graph, budget_bytes, solver, time_limit_s=time_limit_s, **options
+        )
 
 
 def parse_budget(budget: str | SupportsIndex) -> Budget:
@@ -126,7 +128,7 @@ def parse_budget(budget: str | SupportsIndex) -> Budget:
 
 
 def _parse_int(budget: SupportsIndex) -> Budget:
-    return Budget("bytes", size_bytes=whole_bytes(budget, "budget", _FORMS))
+    return Budget("bytes", size_bytes=checked_bytes(budget, "budget", _FORMS))
 
 
 def _parse_text(text: str) -> Budget:
@@ -136,7 +138,7 @@ def _parse_text(text: str) -> Budget:
     share = re.fullmatch(rf"{NUMBER}\s*%", word)
     if share is not None:
         return Budget("share", share=float(share[1]) / 100)
-    return Budget("bytes", size_bytes=written_bytes(text, "budget", _FORMS, unless="%"))
+    return Budget("bytes", size_bytes=parse_bytes(text, "budget", _FORMS, unless="%"))
 
 
 def _auto_bytes_for(graph: TrainingGraph) -> int:
@@ -160,7 +162,7 @@ def unmodified(graph: TrainingGraph) -> Result:
     of eager, which keeps larger dropout masks than a trace and writes in place.
     """
 
-    return kept_with(graph, "unmodified", lambda: _as_eager_runs(as_unmodified(whole(graph))))
+    return cached_on(graph, "unmodified", lambda: _as_eager_runs(baseline_graph(unchunked(graph))))
 
 
 def unmodified_step(graph: TrainingGraph) -> Solved:
@@ -168,17 +170,17 @@ def unmodified_step(graph: TrainingGraph) -> Solved:
 
     On `graph` itself that schedule would be given room for what eager writes in place.
     """
-    return Solved(as_unmodified(whole(graph)), unmodified(graph))
+    return Solved(baseline_graph(unchunked(graph)), unmodified(graph))
 
 
 def saved_elsewhere(graph: TrainingGraph) -> tuple[int, int]:
     """The peak of the unmodified step while what it saves is kept off the device; bytes of that."""
 
     def found() -> tuple[int, int]:
-        moved, moved_bytes = with_saved_elsewhere(as_eager(whole(graph)))
-        return _as_eager_runs(with_eagers_writes(moved)).peak_bytes, moved_bytes
+        moved, moved_bytes = with_saved_elsewhere(with_eager_sizes(unchunked(graph)))
+        return _as_eager_runs(with_eager_writes(moved)).peak_bytes, moved_bytes
 
-    return kept_with(graph, "saved elsewhere", found)
+    return cached_on(graph, "saved elsewhere", found)
 
 
 def _as_eager_runs(eager: TrainingGraph) -> Result:
@@ -186,7 +188,7 @@ def _as_eager_runs(eager: TrainingGraph) -> Result:
         Problem.of(eager), ops_as_eager_runs(eager), budget_bytes=UNBOUNDED_BYTES,
         solver="store_all",
     )  # fmt: skip
-    return judged(
+    return evaluate_schedule(
         eager, as_eager_frees(eager, schedule), budget_bytes=UNBOUNDED_BYTES,
         lower_bound_us=eager.time_us,
     )  # fmt: skip

@@ -15,28 +15,28 @@ from pathlib import Path
 from types import ModuleType
 
 BESIDE = ("graph_capture", "rewriter", "schedules", "solver")
-FOLDER = Path(__file__).resolve().parent
+PACKAGE_FOLDER = Path(__file__).resolve().parent
 
 
-class BesideFinder:
+class _BesideFinder:
     """Finds ``remat.solver`` in ``solver/`` beside the folder that ``remat`` was imported from."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Where a package is, or None if it is none of those beside `FOLDER`."""
+        """Where a package is, or None if it is none of those beside `PACKAGE_FOLDER`."""
         parent, _, name = fullname.rpartition(".")
         if parent != "remat" or name not in BESIDE:
             return None
         # Whoever imports a remat from elsewhere in this process gets the packages of that one.
-        if FOLDER not in (Path(one).resolve() for one in path or ()):
+        if PACKAGE_FOLDER not in (Path(one).resolve() for one in path or ()):
             return None
-        return spec_from_file_location(fullname, FOLDER.parent / name / "__init__.py")
+        return spec_from_file_location(fullname, PACKAGE_FOLDER.parent / name / "__init__.py")
 
 
 def find_beside() -> None:
     """Have the packages found in a checkout. It does nothing where they were installed."""
-    if (FOLDER / BESIDE[0]).is_dir():
+    if (PACKAGE_FOLDER / BESIDE[0]).is_dir():
         return
     # First, as an editable installation may have another checkout's packages to offer.
-    sys.meta_path.insert(0, BesideFinder())
+    sys.meta_path.insert(0, _BesideFinder())

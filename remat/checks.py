@@ -31,20 +31,20 @@ if TYPE_CHECKING:
 # What a failed check says: what differs from eager, by how much, where, and what to do.
 
 
-SHOWN = 5
+_SHOWN = 5
 """Differences that are named; the rest are counted."""
-ALONE = (
+_ALONE = (
     "remat.rematerialize_blocks(model, pattern) plans the modules that a pattern names, and leaves "
     "all others to eager"
 )
 
 
-def differences_text(check: Check) -> str:
+def _differences_text(check: Check) -> str:
     """The differences, each with the largest distance from eager's."""
     pairs = list(zip(check.differences, check.distances, strict=False))
     known = dict(pairs)
-    said = [name + _by(known.get(name)) for name in check.differences[:SHOWN]]
-    more = len(check.differences) - SHOWN
+    said = [name + _by(known.get(name)) for name in check.differences[:_SHOWN]]
+    more = len(check.differences) - _SHOWN
     return ", ".join(said) + (f" and {more} more" if more > 0 else "")
 
 
@@ -63,27 +63,27 @@ def cause_text(check: Check) -> str:
             f"Inductor's code may be off by {check.tolerance:g} of a result's norm: leave out "
             "compile=True, which gives eager's bits"
         )
-    if check.rounding == "pieces":
+    if check.rounding == "chunks":
         return (
-            f"Pieces that sum in another order may be off by {check.tolerance:g} of a result's "
+            f"Chunks that sum in another order may be off by {check.tolerance:g} of a result's "
             "norm: ask for eager's bits with split='exact' (--split exact)"
         )
-    if check.other_line:
+    if check.diverges_at:
         return (
-            f"The first op that eager runs and the plan does not is at {check.other_line}: code "
+            f"The first op that eager runs and the plan does not is at {check.diverges_at}: code "
             "there does something else while it is traced, as where it asks whether it is compiled "
-            f"or looks at a tensor's type. Change that, or leave that module out: {ALONE}"
+            f"or looks at a tensor's type. Change that, or leave that module out: {_ALONE}"
         )
-    if check.other_line is None:
+    if check.diverges_at is None:
         return (
             "Code does something else while it is traced, as where it asks whether it is compiled "
             "or looks at a tensor's type. remat.check of the whole model, on one rank, names the "
-            f"line. Change that, or leave its module out: {ALONE}"
+            f"line. Change that, or leave its module out: {_ALONE}"
         )
     return (
         "Eager runs no op that the plan does not, so one of them gives something else when it is "
         "traced: a tensor that is read where torch does not see it, or an op with a registered "
-        f"fake or backward unlike what it runs. Leave the module that has it out: {ALONE}"
+        f"fake or backward unlike what it runs. Leave the module that has it out: {_ALONE}"
     )
 
 
@@ -93,14 +93,14 @@ def _by(distance: float | None) -> str:
     return f" (off by up to {distance:.2g})"
 
 
-T = TypeVar("T")
-NO_ROOM = "memory ran out"
+_T = TypeVar("_T")
+_NO_ROOM = "memory ran out"
 """Why a check was not run that had to be given up."""
 CHECKED = ("outputs", "gradients", "buffers", "rng")
 """What has to be equal to eager's, to the bit."""
-FRAGMENTED = 0.10
+_FRAGMENTED = 0.10
 """Share of the peak that an allocator may hold beside it before the user is told."""
-LITTLE, ALLOCATOR_BLOCK_BYTES = 0.001, 2 * 2**20
+_LITTLE, _ALLOCATOR_BLOCK_BYTES = 0.001, 2 * 2**20
 """Of a budget, and what the CUDA allocator takes at a time: less beyond a budget ends no run."""
 EXPANDABLE_CONF = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
@@ -127,13 +127,13 @@ def is_checked(
     """
     if check is not None:
         return check
-    reason = why_unchecked(graph) or (why_beyond(reference) if reference else "")
+    reason = why_unchecked(graph) or (_why_beyond(reference) if reference else "")
     if reason:
         warnings.warn(f"{reason}; pass check=True to run it anyway", stacklevel=3)
     return not reason
 
 
-def why_beyond(reference: Reference) -> str:
+def _why_beyond(reference: Reference) -> str:
     """Why the unmodified step does not run within the plan's budget; empty where it does."""
     reason = reference.why_not()
     return f"the plan is not checked against the unmodified step, {reason}" if reason else ""
@@ -156,7 +156,7 @@ def why_unchecked(graph: TrainingGraph) -> str:
     )
 
 
-def unless_short(run: Callable[[], T], told: Callable[[str], None]) -> T | None:
+def unless_short(run: Callable[[], _T], told: Callable[[str], None]) -> _T | None:
     """What `run`, which runs a step, returns; where memory runs out, `told` hears why it did not.
 
     So it does where the unmodified step turns out not to run within the budget.
@@ -174,7 +174,7 @@ def unless_short(run: Callable[[], T], told: Callable[[str], None]) -> T | None:
     except (RuntimeError, MemoryError, OSError) as error:
         if not is_out_of_memory(error):
             raise
-        told(NO_ROOM)
+        told(_NO_ROOM)
     return None
 
 
@@ -212,7 +212,7 @@ def require_equal(
     if found.differences:
         raise DifferenceError(
             f"the rewritten {type(model).__name__} differs from eager in "
-            f"{differences_text(found)}: do not train with it. {cause_text(found)}"
+            f"{_differences_text(found)}: do not train with it. {cause_text(found)}"
         )
     if budget_bytes is not None and found.exceeds(budget_bytes):
         text = f"{_exceeding(found, budget_bytes)}. {_less(found, budget_bytes)}"
@@ -230,7 +230,7 @@ def failures(check: Check, budget_bytes: int) -> list[str]:
         f"{name} differ from eager's" for name in CHECKED if not getattr(check, f"{name}_equal")
     ]
     if check.differences:
-        found.append(f"{differences_text(check)}. {cause_text(check)}")
+        found.append(f"{_differences_text(check)}. {cause_text(check)}")
     if budget_bytes and check.exceeds(budget_bytes):
         found.append(_exceeding(check, budget_bytes))
     return found
@@ -249,7 +249,7 @@ def _beyond_bytes(check: Check, budget_bytes: int) -> int:
 
 def _is_little(beyond_bytes: int, budget_bytes: int) -> bool:
     """Whether it is less than what allocators themselves take more or less of, from run to run."""
-    return beyond_bytes < min(LITTLE * budget_bytes, ALLOCATOR_BLOCK_BYTES)
+    return beyond_bytes < min(_LITTLE * budget_bytes, _ALLOCATOR_BLOCK_BYTES)
 
 
 def _less(check: Check, budget_bytes: int) -> str:
@@ -274,7 +274,7 @@ def advice_of(check: Check, budget_bytes: int | None) -> tuple[str, ...]:
             f"that are larger than what is asked for: start with {EXPANDABLE_CONF}"
         )
     reserved_bytes = check.plan_reserved_bytes or 0
-    if reserved_bytes > (1 + FRAGMENTED) * check.plan_peak_bytes:
+    if reserved_bytes > (1 + _FRAGMENTED) * check.plan_peak_bytes:
         said.append(
             f"the allocator reserves {bytes_text(reserved_bytes)} for a peak of "
             f"{bytes_text(check.plan_peak_bytes)}: start with {EXPANDABLE_CONF}"

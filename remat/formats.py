@@ -91,14 +91,14 @@ def percent_pair(predicted: float, measured: float | None) -> str:
 # How graphs, schedules, results and fronts look in a notebook: small tables in HTML.
 
 
-NUMBER = ' style="text-align:right"'
-TEXT = ' style="text-align:left"'
+_NUMBER = ' style="text-align:right"'
+_TEXT = ' style="text-align:left"'
 
 
 def figures_html(title: str, figures: Sequence[tuple[str, str]]) -> str:
     """A title, and one row a figure; figures without text are left out."""
     rows = "".join(
-        f'<tr><th scope="row"{TEXT}>{escape(name)}</th><td{TEXT}>{escape(text)}</td></tr>'
+        f'<tr><th scope="row"{_TEXT}>{escape(name)}</th><td{_TEXT}>{escape(text)}</td></tr>'
         for name, text in figures
         if text
     )
@@ -117,5 +117,5 @@ def table_html(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]
 
 def _cells(row: Sequence[str]) -> str:
     name, *numbers = row
-    cells = "".join(f"<td{NUMBER}>{escape(number)}</td>" for number in numbers)
-    return f'<th scope="row"{TEXT}>{escape(name)}</th>{cells}'
+    cells = "".join(f"<td{_NUMBER}>{escape(number)}</td>" for number in numbers)
+    return f'<th scope="row"{_TEXT}>{escape(name)}</th>{cells}'

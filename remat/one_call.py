@@ -14,11 +14,11 @@ from remat.graph_capture.errors import BudgetError, RewriteError, SolverError
 from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.progress import solver_shown, stopwatch_of_call
-from remat.ranks.together import Together
+from remat.ranks.collective_call import CollectiveCall
 from remat.reference import Reference, gradients_there
 from remat.schedules.family import Family
 from remat.solved import Solved, facts_of, infeasible_text, planned_text
-from remat.solver.reductions.globs import Globs, as_globs
+from remat.solver.reductions.pin_globs import Globs, as_globs
 from remat.solver.result import Result
 from remat.solver.table import check_number
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import fx, nn
     from torch.distributed import ProcessGroup
 
-    from remat.graph_capture.prices.profile import Profile
+    from remat.graph_capture.costs.profile import Profile
     from remat.graph_capture.sizes.symbols import Dynamic
     from remat.graph_capture.tracing.recipe import Split
     from remat.graph_capture.tracing.trace import Trace
@@ -69,8 +69,8 @@ def solve(
 
     Parameters
     ----------
-    graph : priced. Over a range of sizes, the outcome is a `Family`: a few schedules, of which one
-        serves each size, all within the budget, which is proved.
+    graph : with costs. Over a range of sizes, the outcome is a `Family`: a few schedules, of which
+        one serves each size, all within the budget, which is proved.
     budget : bytes as an int, or ``"8GiB"``, ``"60%"`` of the unmodified peak, ``"auto"`` for what
         is free, ``"min"`` for the least peak known.
     solver : a name of `remat.solver`'s table.
@@ -221,12 +221,12 @@ def rematerialize(
     verbose : show on a terminal what is done, and in one line what the plan is; where standard
         error is none, Python's log ``remat`` has both, at its level INFO. With False neither does.
     compile : let Inductor make the code, of a plan whose code keeps to the budget. Random numbers
-        are eager's; all else is equal to a tolerance, and not to the bit. Ops have eager's prices;
+        are eager's; all else is equal to a tolerance, and not to the bit. Ops have eager's costs;
         `torch.compile(model, backend="remat")` plans with those of Inductor's kernels.
     float_inputs : numbers of Python's that each step reads anew, so that one plan serves for all
         their values: a temperature, a drop rate. Their names are those that a refusal gives them,
         such as ``"temperature"`` or ``"layers.0.drop.p"``. Not with `compile`.
-    split : ``exact`` lets a linear head with its cross-entropy run in pieces where that gives
+    split : ``exact`` lets a linear head with its cross-entropy run in chunks where that gives
         eager's bits, ``tolerance`` also where a sum has another order, and ``none`` never. Left
         out, it is ``exact`` for large heads, but ``none`` with `compile`, `sharding` or `group`.
     dynamic : dimensions of the batch that vary, as of `remat.capture`. One trace then serves all
@@ -244,23 +244,23 @@ def rematerialize(
         or the model has collectives with ranks outside of the group.
     RematError : the model cannot be captured, or an option is unknown.
     """
-    from remat.graph_capture.capturing import price_for, tiers_for
+    from remat.graph_capture.capture_api import add_costs, tiers_for
+    from remat.graph_capture.costs.op_costs import with_measured_chunks
+    from remat.graph_capture.costs.profile import as_profile
     from remat.graph_capture.distributed.collectives import collectives_in
-    from remat.graph_capture.distributed.sharded_step import on_one_rank
-    from remat.graph_capture.prices.pricing import with_priced_pieces
-    from remat.graph_capture.prices.profile import as_profile
+    from remat.graph_capture.distributed.sharded_step import local_step
     from remat.graph_capture.tracing.mixed_precision import inputs_cast, parameters_cast
-    from remat.graph_capture.tracing.recipe import require_form
+    from remat.graph_capture.tracing.recipe import check_arguments
     from remat.graph_capture.tracing.trace import trace
     from remat.levers.by_tolerance import naming_tolerance
-    from remat.levers.pieces_at_need import may_wait, solved_at_need
-    from remat.ranges.rematerialized import require_dynamic, require_options
+    from remat.levers.chunks_at_need import may_wait, solved_at_need
+    from remat.ranges.ranged_call import require_dynamic, require_options
     from remat.ranks.same_order import agree_on_audits, refuse_fake, require_group
     from remat.rewriter.rewriting import rewrite
     from remat.rewriter.user_module.module import original_of
     from remat.schedules.derived import before_sharding
 
-    require_form(args, kwargs, loss_fn, target)
+    check_arguments(args, kwargs, loss_fn, target)
     model = original_of(model)
     require_options(
         {
@@ -275,8 +275,8 @@ def rematerialize(
     asked: dict[str, Any] = {"keep": keep, "recompute": recompute, **options}
     batch = Batch(*inputs_cast(args, kwargs, sharding), loss_fn, target, optimizer, accumulate)
     if dynamic:
-        from remat.graph_capture.sizes.signature import refuse_beside_ranges
-        from remat.ranges.rematerialized import rematerialize_over
+        from remat.graph_capture.sizes.ranged_signature import refuse_beside_ranges
+        from remat.ranges.ranged_call import rematerialize_over
 
         refuse_beside_ranges(
             sharding=sharding.kind != "none", group=group is not None, compile=compile,
@@ -290,7 +290,7 @@ def rematerialize(
         )  # fmt: skip
     refuse_fake(group)
     stages, name = stopwatch_of_call(verbose=verbose), type(model).__name__
-    with Together(group, "remat.rematerialize") as ranks, parameters_cast(model, sharding):
+    with CollectiveCall(group, "remat.rematerialize") as ranks, parameters_cast(model, sharding):
         known = as_profile(profile)
         tiers = tiers_for(model, None, host, nvme)
         if split is None and (compile or group is not None):
@@ -303,39 +303,39 @@ def rematerialize(
             )  # fmt: skip
         require_group(traced.joint.module, group)
         if compile:
-            refuse_compiled_dtensors(model)
+            _refuse_compiled_dtensors(model)
 
-        def priced(one: Trace, *, pieces: bool = True) -> TrainingGraph:
-            most_bytes = parse_budget(budget).most_bytes(on_one_rank(one.graph, sharding))
+        def costed(one: Trace, *, chunks: bool = True) -> TrainingGraph:
+            most_bytes = parse_budget(budget).most_bytes(local_step(one.graph, sharding))
             with stages.stage("profile", "timing ops") as shown:
-                graph = price_for(
+                graph = add_costs(
                     one, progress=shown, profile=known, tiers=tiers, most_bytes=most_bytes,
-                    pieces=pieces,
+                    chunks=chunks,
                 )  # fmt: skip
-            return on_one_rank(graph, sharding, is_rewritten=True)
+            return local_step(graph, sharding, is_rewritten=True)
 
         def solved(graph: TrainingGraph, budget: str | SupportsIndex, **known: Any) -> Result:
             with stages.stage("solve", f"solving for {budget}") as shown:
                 told: Any = {"progress": solver_shown(shown, budget), **asked, **known}
                 return solve(graph, budget, solver, time_limit_s, **told)
 
-        def in_pieces(graph: TrainingGraph) -> TrainingGraph:
-            with stages.stage("profile", "timing large layers in pieces") as shown:
-                return with_priced_pieces(traced, graph, shown)
+        def in_chunks(graph: TrainingGraph) -> TrainingGraph:
+            with stages.stage("profile", "timing large layers in chunks") as shown:
+                return with_measured_chunks(traced, graph, shown)
 
         def at(target: str | SupportsIndex) -> Solved:
             if not may_wait(traced, parse_budget(target)):
-                graph = priced(traced)
+                graph = costed(traced)
                 return Solved(graph, solved(graph, target))
-            whole = priced(traced, pieces=False)
+            whole = costed(traced, chunks=False)
             solve_for = functools.partial(solved, budget=target)
-            return solved_at_need(traced, whole, solve_for, in_pieces, stages)
+            return solved_at_need(traced, whole, solve_for, in_chunks, stages)
 
         def make() -> Solved:
             found = at(budget)
             if found.result.schedule is None:
                 again = functools.partial(solved, budget=found.result.budget_bytes)
-                lost = naming_tolerance(found.result, traced, found.graph, priced, again)
+                lost = naming_tolerance(found.result, traced, found.graph, costed, again)
                 raise BudgetError(infeasible_text(lost))
             if not compile:  # its import takes Inductor's seconds
                 return found
@@ -361,7 +361,7 @@ def rematerialize(
         beside_bytes = gradients_there(model) if accumulate else 0
         beside = Reference(found.graph, result.budget_bytes, beside_bytes)
         checked = None
-        if ranks.all_say("check", is_checked(traced.graph, check, beside)):
+        if ranks.all_agree("check", is_checked(traced.graph, check, beside)):
             most_bytes = result.budget_bytes if is_bound else None
             with stages.stage("check", f"comparing a step of {name} with eager"):
                 checked = unless_short(
@@ -371,7 +371,7 @@ def rematerialize(
     return module
 
 
-def refuse_compiled_dtensors(model: nn.Module) -> None:
+def _refuse_compiled_dtensors(model: nn.Module) -> None:
     """Raise `RewriteError` for code by Inductor of a model whose parameters are DTensors."""
     from remat.graph_capture.distributed.dtensors import has_dtensors
 

@@ -9,7 +9,7 @@ from remat.graph_capture.errors import LayoutError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.layout import Layout, alignment_on, buffers_of, check_layout
 from remat.schedules.schedule import Schedule
-from remat.solver.layout.placing import place as place_buffers
+from remat.solver.layout.placing import place_buffers
 
 
 def place(

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from rich import progress as rich_progress
     from rich.console import Console
 
-    from remat.graph_capture.tracing.trace import Shown
+    from remat.graph_capture.tracing.trace import ProgressCallback
     from remat.solver.search import Progress
 
 
 _LOG = logging.getLogger("remat")
-LEAST_S = 0.05
+_LEAST_S = 0.05
 """Stages that took less are not shown."""
 
 
@@ -56,7 +56,7 @@ class Stopwatch:
         return {**self.seconds, "other": max(0.0, other_s)}
 
     @contextlib.contextmanager
-    def stage(self, name: str, text: str) -> Generator[Shown]:
+    def stage(self, name: str, text: str) -> Generator[ProgressCallback]:
         """Time what runs inside under `name`; `text` is for the person who waits."""
         start = time.perf_counter()
         try:
@@ -66,7 +66,7 @@ class Stopwatch:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     @contextlib.contextmanager
-    def show(self, text: str) -> Generator[Shown]:
+    def show(self, text: str) -> Generator[ProgressCallback]:
         """Show `text` while the stage runs."""
         del text
         yield _silent
@@ -79,7 +79,7 @@ class LoggedStopwatch(Stopwatch):
     """Logs each stage as it begins, and what came of it."""
 
     @contextlib.contextmanager
-    def show(self, text: str) -> Generator[Shown]:
+    def show(self, text: str) -> Generator[ProgressCallback]:
         """One line of the log."""
         _LOG.info("%s ...", text)
         yield _silent
@@ -101,7 +101,7 @@ class TerminalStopwatch(Stopwatch):
         self.console, self.doing = console, ""
 
     @contextlib.contextmanager
-    def show(self, text: str) -> Generator[Shown]:
+    def show(self, text: str) -> Generator[ProgressCallback]:
         """A line that goes away when the stage is done."""
         self.doing = text
         with self._line() as progress:
@@ -131,7 +131,7 @@ class TerminalStopwatch(Stopwatch):
                 del task
                 return Text(f"{clock.elapsed_s:.0f} s", style="progress.elapsed")
 
-        spinner = SpinnerColumn("line" if is_simple(self.console) else "dots")
+        spinner = SpinnerColumn("line" if _is_simple(self.console) else "dots")
         # A description holds names, which are no markup.
         columns = spinner, TextColumn("{task.description}", markup=False), BarColumn(20), Clock()
         return Progress(
@@ -142,11 +142,11 @@ class TerminalStopwatch(Stopwatch):
 
 def took_text(seconds: Mapping[str, float]) -> str:
     """What each stage took, and all together."""
-    shown = [f"{name} {one_s:.1f} s" for name, one_s in seconds.items() if one_s >= LEAST_S]
+    shown = [f"{name} {one_s:.1f} s" for name, one_s in seconds.items() if one_s >= _LEAST_S]
     return f"{sum(seconds.values()):.1f} s: {', '.join(shown)}"
 
 
-def solver_shown(shown: Shown, budget: object) -> Callable[[Progress], None]:
+def solver_shown(shown: ProgressCallback, budget: object) -> Callable[[Progress], None]:
     """A listener of a search that has `shown` say how far it is."""
     return lambda state: shown(text=solver_text(budget, state))
 
@@ -221,32 +221,32 @@ def when_it_began() -> float:
 # are shown by others that are as wide.
 
 
-SIMPLE = {"\u2013": "-", "\u2026": ".", "\u2501": "-", "\u2578": "-", "\u257a": "-"}
+_SIMPLE = {"\u2013": "-", "\u2026": ".", "\u2501": "-", "\u2578": "-", "\u257a": "-"}
 """Letters of ours and of rich, and what stands for them in ASCII."""
-UNKNOWN = "?"
-LACKING = "remat.lacking"
+_UNKNOWN = "?"
+_LACKING = "remat.lacking"
 STDIN, STDOUT, STDERR = 0, 1, 2
-COLUMNS, LEAST_COLUMNS = 80, 40
+_COLUMNS, LEAST_COLUMNS = 80, 40
 MOST_WORD = 400
 """Letters of a word in a message: a path may have them, a number of a broken file has more."""
 
 
 def use_simple_letters() -> None:
     """Have both standard streams show other letters for those that their encoding lacks."""
-    codecs.register_error(LACKING, _simple)
+    codecs.register_error(_LACKING, _simple)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors=LACKING)
+            stream.reconfigure(errors=_LACKING)
 
 
 def _simple(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
     lacking = error.object[error.start : error.end]
-    return "".join(SIMPLE.get(letter, UNKNOWN) for letter in lacking), error.end
+    return "".join(_SIMPLE.get(letter, _UNKNOWN) for letter in lacking), error.end
 
 
-def is_simple(console: Console) -> bool:
+def _is_simple(console: Console) -> bool:
     """Whether it shows ASCII alone."""
     return not console.encoding.lower().startswith("utf")
 
@@ -299,7 +299,7 @@ def steady_console(*, stderr: bool = False) -> Console:
     console = _SteadyConsole(stderr=stderr, highlight=False, markup=False, emoji=False)
     console.push_render_hook(_SteadyHook())
     if console.width < LEAST_COLUMNS:
-        console.width = LEAST_COLUMNS if console.width else COLUMNS
+        console.width = LEAST_COLUMNS if console.width else _COLUMNS
     return console
 
 

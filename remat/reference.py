@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from remat.budgets import saved_elsewhere, unmodified
 from remat.formats import bytes_text
+from remat.graph_capture.devices.known_devices import is_cuda
 from remat.graph_capture.devices.memory import free_bytes
-from remat.graph_capture.devices.table import is_cuda
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.spill_files import free_on_drive_bytes, host_folder
 

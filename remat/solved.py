@@ -29,8 +29,8 @@ def facts_of(found: Solved) -> dict[str, Any]:
     """What `rewrite` keeps of a solve in the module's plan."""
     assert found.result.schedule is not None
     return {
-        "prediction": predicted(found.result, found.graph.prices),
-        "priced": graph_behind(found.graph, found.result.schedule),
+        "prediction": predicted(found.result, found.graph.cost_origin),
+        "costed": graph_behind(found.graph, found.result.schedule),
     }
 
 
@@ -39,15 +39,15 @@ def graph_behind(graph: TrainingGraph, schedule: Schedule) -> TrainingGraph | No
     return graph if graph.hash in (schedule.graph_hash, schedule.captured_hash) else None
 
 
-def predicted(result: Result, prices: str) -> Prediction:
-    """What a plan keeps of a result: figures of `simulate`, by such prices."""
+def predicted(result: Result, cost_origin: str) -> Prediction:
+    """What a plan keeps of a result: figures of `simulate`, by costs of that origin."""
     return Prediction(
         peak_bytes=result.peak_bytes,
         time_us=result.time_us,
         overhead=result.overhead,
         lower_bound_us=result.lower_bound_us,
         gap=result.gap,
-        prices=prices,
+        cost_origin=cost_origin,
     )
 
 
@@ -80,7 +80,7 @@ def at_hand_text(
 ) -> str:
     """As `planned_text`, of a schedule that nothing was solved for."""
     runs_once = all(n == 1 for n in schedule.computations().values())
-    is_plain = runs_once and not (schedule.pieces or schedule.moves)
+    is_plain = runs_once and not (schedule.chunks or schedule.moves)
     how = "runs as it is" if is_plain else "a schedule at hand"
     checked = "its first step is compared with eager" if is_compared else _checked_text(check)
     return (

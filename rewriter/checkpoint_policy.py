@@ -27,7 +27,7 @@ from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import require_valid
 
 
-class OccurrencePolicy:
+class _OccurrencePolicy:
     """A policy for `create_selective_checkpoint_contexts` around one module.
 
     It counts the runs of each op, in forward and in recomputation apart, and saves those that the
@@ -72,7 +72,7 @@ class OccurrencePolicy:
 def _contexts(
     kept: Mapping[str, tuple[bool, ...]],
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    return create_selective_checkpoint_contexts(OccurrencePolicy(kept, is_fresh=True))
+    return create_selective_checkpoint_contexts(_OccurrencePolicy(kept, is_fresh=True))
 
 
 def _functional(op: str) -> tuple[str, bool]:
@@ -83,7 +83,7 @@ def _functional(op: str) -> tuple[str, bool]:
 
 def checkpoint_policy(
     graph: TrainingGraph, schedule: Schedule, module: str = ""
-) -> OccurrencePolicy:
+) -> _OccurrencePolicy:
     """What `schedule` keeps in a module, as a policy for torch's own selective checkpointing.
 
     ``checkpoint(block, x, use_reentrant=False, context_fn=policy.contexts)`` gives eager's
@@ -99,12 +99,12 @@ def checkpoint_policy(
     ------
     ScheduleError : the schedule was made for another graph, or breaks a rule of it.
     RewriteError : forward changes buffers or its batch, which torch would do again when it
-        recomputes; or the graph has no op in `module`; or the schedule runs a region in pieces
+        recomputes; or the graph has no op in `module`; or the schedule runs a region in chunks
         or copies values to the host.
     """
-    if schedule.pieces:
+    if schedule.chunks:
         raise RewriteError(
-            f"this plan runs {schedule.pieces[0].region} in pieces, which torch's checkpointing "
+            f"this plan runs {schedule.chunks[0].region} in chunks, which torch's checkpointing "
             f"cannot: train with remat.rewrite, or plan with {option('split', 'none')}"
         )
     require_valid(graph, schedule)
@@ -126,4 +126,4 @@ def checkpoint_policy(
     if not kept:
         paths = ", ".join(list(dict.fromkeys(op.module for op in graph.ops if op.module))[:5])
         raise RewriteError(f"no op of the graph is in module {module!r}: name one such as {paths}")
-    return OccurrencePolicy(kept)
+    return _OccurrencePolicy(kept)

@@ -16,17 +16,17 @@ from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.graph import Links, TrainingGraph
 from remat.graph_capture.joint.build import Joint, build_joint
-from remat.graph_capture.tracing.attribute_writes import Carried, Settled
-from remat.graph_capture.tracing.outputs import Repeats
+from remat.graph_capture.tracing.attribute_writes import InitialisedOnce, MutatedAttribute
+from remat.graph_capture.tracing.outputs import DuplicateOutputs
 from remat.graph_capture.tracing.trace import Trace
-from remat.rewriter.arena.step_memory import StepMemory
+from remat.rewriter.arena.step_allocator import StepAllocator
 from remat.rewriter.graphs.codegen import Boxed, compile_boxed
-from remat.rewriter.graphs.emit import emit, read_again
-from remat.rewriter.graphs.gradients import GradientFacts, gradient_facts, marks
-from remat.rewriter.graphs.handing_over import HandingOver
+from remat.rewriter.graphs.emit import emit, recompute_inputs
+from remat.rewriter.graphs.gradient_gates import GradientGates
+from remat.rewriter.graphs.result_gradients import GradientFacts, gradient_facts, marks
 from remat.rewriter.graphs.step_inputs import FloatSource
 from remat.rewriter.split_backward.waiting import in_parts
-from remat.rewriter.tiers.tier import Tier, tier_for
+from remat.rewriter.tiers.tier import TierCopies, tier_for
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import require_valid
 
@@ -37,12 +37,13 @@ _compiling = threading.RLock()
 class CompiledStep:
     """A callable step, the two GraphModules that it carries out, and facts about its gradients.
 
-    `carried` and `settled` are what each step sets on modules and elsewhere, `repeats` where its
-    results repeat a tensor, `floats` the numbers that each step reads anew. `by_inductor` says
-    whether it runs Inductor's code or our own, `handing` how gradients are handed over as they are
-    made, `arrivals` in which order eager's come, by place, `read_again` the places of what backward
-    reads to make values again. `memory` is where its graphs get memory from, `tier` where they copy
-    values to. `graph` is what is carried out, `links` those by which values are copied.
+    `mutated` and `initialised` are what each step sets on modules and elsewhere,
+    `duplicate_outputs` where its results repeat a tensor, `floats` the numbers that each step reads
+    anew. `by_inductor` says whether it runs Inductor's code or our own, `gradient_gates` how
+    gradients are released as they are made, `gradient_order` in which order eager's come, by place,
+    `recompute_inputs` the places of what backward reads to make values again. `memory` is where its
+    graphs get memory from, `tier` where they copy values to.
+    `graph` is what is carried out, `links` those by which values are copied.
     """
 
     call: Callable[..., Any]
@@ -51,21 +52,21 @@ class CompiledStep:
     gradients: GradientFacts
     graph: TrainingGraph
     links: Links | None = None
-    carried: tuple[Carried, ...] = ()
-    settled: tuple[Settled, ...] = ()
-    repeats: Repeats | None = None
+    mutated: tuple[MutatedAttribute, ...] = ()
+    initialised: tuple[InitialisedOnce, ...] = ()
+    duplicate_outputs: DuplicateOutputs | None = None
     floats: FloatSource | None = None
     by_inductor: bool = False
-    handing: HandingOver | None = None
-    memory: StepMemory = field(default_factory=StepMemory)
-    tier: Tier | None = None
-    arrivals: tuple[int, ...] = ()
-    read_again: tuple[int, ...] = ()
+    gradient_gates: GradientGates | None = None
+    memory: StepAllocator = field(default_factory=StepAllocator)
+    tier: TierCopies | None = None
+    gradient_order: tuple[int, ...] = ()
+    recompute_inputs: tuple[int, ...] = ()
 
     def results(self, *inputs: Any) -> Any:
-        """What a run of the step returns: the module's results, with `carried` as a pair."""
+        """What a run of the step returns: the module's results, with `mutated` as a pair."""
         results = self.call(*inputs)
-        return self.repeats.tree(results) if self.repeats else results
+        return self.duplicate_outputs.tree(results) if self.duplicate_outputs else results
 
 
 def copy_to_compile(trace: Trace) -> Trace:
@@ -80,9 +81,9 @@ def copy_to_compile(trace: Trace) -> Trace:
     return dataclasses.replace(trace, descriptors=descriptors)
 
 
-def links_of(trace: Trace, priced: TrainingGraph | None = None) -> Links | None:
-    """The links of a step: of its trace, else of the priced graph that its plan was solved on."""
-    return trace.graph.links or (priced.links if priced else None)
+def links_of(trace: Trace, costed: TrainingGraph | None = None) -> Links | None:
+    """The links of a step: of its trace, else of the graph that its plan was solved on."""
+    return trace.graph.links or (costed.links if costed else None)
 
 
 def compile_step(
@@ -116,8 +117,8 @@ def compile_step(
     floats = FloatSource(trace.floats) if trace.floats else None
     make_compilers: Callable[..., Any] = _inductor if by_inductor else _boxed
     compilers: list[Any] = []
-    handings: list[HandingOver] = []
-    memory = StepMemory()
+    gates: list[GradientGates] = []
+    memory = StepAllocator()
 
     def partition(
         gm: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
@@ -128,9 +129,9 @@ def compile_step(
             gm = trace.joint.module
         if floats:
             floats.inputs.mark(gm)
-        several = trace.repeats.gradients() if trace.repeats else None
+        several = trace.duplicate_outputs.gradients() if trace.duplicate_outputs else None
         joint = build_joint(
-            gm, num_fwd_outputs, recipe.name, recipe.resident, several, recipe.hand_over,
+            gm, num_fwd_outputs, recipe.name, recipe.resident, several, recipe.gradient_release,
             **recipe.facts(),
         )  # fmt: skip
         schedule.check_made_for(joint.graph)
@@ -143,9 +144,9 @@ def compile_step(
             )
         )  # fmt: skip
         if marks(emitted[1].graph):
-            handings.append(HandingOver(emitted[1]))
-        handing = handings[0] if handings else None
-        compilers.extend(make_compilers(joint, *emitted, handing))
+            gates.append(GradientGates(emitted[1]))
+        gradient_gates = gates[0] if gates else None
+        compilers.extend(make_compilers(joint, *emitted, gradient_gates))
         return emitted[0], emitted[1]
 
     # Donated buffers are of use to Inductor. With them, AOTAutograd refuses retain_graph=True.
@@ -166,12 +167,12 @@ def compile_step(
                 "backward", compilers[1](gm, example_inputs)
             ),
         )
-    written = trace.carried, trace.settled, trace.repeats, floats
-    handing = handings[0] if handings else None
+    written = trace.mutated, trace.initialised, trace.duplicate_outputs, floats
+    gradient_gates = gates[0] if gates else None
     return CompiledStep(
         call, emitted[0], emitted[1], facts, trace.graph, links or trace.graph.links,
-        *written, by_inductor, handing, memory, tier, trace.arrivals,
-        read_again(trace.joint, schedule),
+        *written, by_inductor, gradient_gates, memory, tier, trace.gradient_order,
+        recompute_inputs(trace.joint, schedule),
     )  # fmt: skip
 
 
@@ -193,7 +194,7 @@ def _boxed(
     joint: Joint,
     forward: fx.GraphModule,
     backward: fx.GraphModule,
-    handing: HandingOver | None,
+    gradient_gates: GradientGates | None,
 ) -> tuple[Any, Any]:
     def compile_backward(gm: fx.GraphModule, example_inputs: Any) -> Boxed:
         # AOTAutograd compiles a deep copy of backward when it first runs. Its constants have to be
@@ -202,8 +203,8 @@ def _boxed(
             setattr(gm, str(node.target), getattr(backward, str(node.target)))
         # First backwards of several threads would share the graph's fake mode.
         with _compiling:
-            if handing:
-                return in_parts(handing.compile_backward(gm))
+            if gradient_gates:
+                return in_parts(gradient_gates.compile_backward(gm))
             return in_parts(compile_boxed(gm, example_inputs))
 
     return compile_boxed, compile_backward
@@ -213,7 +214,7 @@ def _inductor(
     joint: Joint,
     forward: fx.GraphModule,
     backward: fx.GraphModule,
-    handing: HandingOver | None,
+    gradient_gates: GradientGates | None,
 ) -> tuple[Any, Any]:
     from remat.rewriter.inductor.compiler import InductorStep
 

@@ -11,35 +11,35 @@ from torch import nn
 
 from remat.graph_capture.chunking.regions import AND, COUNTS, find_regions
 from remat.graph_capture.chunking.same_bits import is_known_to_give_them, kept_bits
-from remat.graph_capture.devices.here import meter_of
-from remat.graph_capture.devices.table import CPU
-from remat.graph_capture.distributed.refusals import refuse_range_over_ranks, refuse_wrappers
+from remat.graph_capture.devices.known_devices import CPU
+from remat.graph_capture.devices.local_devices import meter_of
+from remat.graph_capture.distributed.rank_refusals import refuse_range_over_ranks, refuse_wrappers
 from remat.graph_capture.errors import RewriteError, ScheduleError, option
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
-from remat.graph_capture.sizes.signature import refuse_beside_ranges
+from remat.graph_capture.sizes.ranged_signature import refuse_beside_ranges
 from remat.graph_capture.tracing import trace as tracing
 from remat.graph_capture.tracing.fake_tensors import has_storage
 from remat.graph_capture.tracing.recipe import Recipe, recipe_for, require_switches
 from remat.graph_capture.tracing.step_module import LossFunction
-from remat.graph_capture.tracing.trace import Trace, trace_recipe, with_pieces
+from remat.graph_capture.tracing.trace import Trace, trace_recipe, with_chunks
 from remat.rewriter.checking.audit import Audits, of_steps
 from remat.rewriter.compiled import compile_step, links_of, refuse_copies
 from remat.rewriter.graphs.updating import Updates
 from remat.rewriter.user_module.module import RematModule, make_module
 from remat.rewriter.user_module.ranged import RangedModule, make_ranged
-from remat.schedules.family import Family, carried
+from remat.schedules.family import Family, resized_schedule
 from remat.schedules.plan import Prediction
-from remat.schedules.schedule import Pieces, Schedule
+from remat.schedules.schedule import ChunkedRegion, Schedule
 from remat.schedules.simulate import require_valid
 
-# Traces a step with the regions in pieces that a schedule runs so.
+# Traces a step with the regions in chunks that a schedule runs so.
 #
-# Pieces that are exact are compared with eager on the device that will train, unless this process
+# Chunks that are exact are compared with eager on the device that will train, unless this process
 # has done so. The plan may have been made elsewhere, or for a device of the table.
 
 
-def trace_in_pieces(
+def trace_in_chunks(
     model: nn.Module, recipe: Recipe, schedule: Schedule, captured: Trace | None = None
 ) -> Trace:
     """A trace of the step that `schedule` is of.
@@ -50,47 +50,47 @@ def trace_in_pieces(
 
     Raises
     ------
-    RewriteError : pieces that are to be exact give other bits than eager here.
-    ScheduleError : the step has no such region, or no region runs in that many pieces.
+    RewriteError : chunks that are to be exact give other bits than eager here.
+    ScheduleError : the step has no such region, or no region runs in that many chunks.
     """
     _require_counts(schedule)
     facts = schedule.graph_hash, recipe.device
     unknown = [
         one
-        for one in schedule.pieces
-        if one.exact and not is_known_to_give_them(*facts, one.region, one.pieces)
+        for one in schedule.chunks
+        if one.exact and not is_known_to_give_them(*facts, one.region, one.chunks)
     ]
     is_usable = captured is not None and not captured.compiled and not captured.floats
     if unknown:
-        whole = dataclasses.replace(recipe, pieces=())
+        whole = dataclasses.replace(recipe, chunks=())
         known = captured if captured and is_usable else trace_recipe(model, whole)
         _require_eagers_bits(known, unknown)
-    pieces = tuple(
-        (part, one.pieces, one.exact) for one in schedule.pieces for part in one.region.split(AND)
+    chunks = tuple(
+        (part, one.chunks, one.exact) for one in schedule.chunks for part in one.region.split(AND)
     )
-    if captured and is_usable and pieces:
-        return with_pieces(captured, pieces)
-    return trace_recipe(model, dataclasses.replace(recipe, pieces=pieces))
+    if captured and is_usable and chunks:
+        return with_chunks(captured, chunks)
+    return trace_recipe(model, dataclasses.replace(recipe, chunks=chunks))
 
 
 def _require_counts(schedule: Schedule) -> None:
-    """Refuse numbers of pieces that no plan has: the graph's hash does not cover them."""
-    for one in schedule.pieces:
-        if one.pieces not in COUNTS:
+    """Refuse numbers of chunks that no plan has: the graph's hash does not cover them."""
+    for one in schedule.chunks:
+        if one.chunks not in COUNTS:
             raise ScheduleError(
-                f"this plan runs {one.region} in {one.pieces} pieces; regions run in "
+                f"this plan runs {one.region} in {one.chunks} chunks; regions run in "
                 f"{', '.join(map(str, COUNTS))}: solve again"
             )
 
 
-def _require_eagers_bits(captured: Trace, wanted: Iterable[Pieces]) -> None:
+def _require_eagers_bits(captured: Trace, wanted: Iterable[ChunkedRegion]) -> None:
     has_them = kept_bits(meter_of(captured.recipe.device))
     for one in wanted:
         for found in find_regions(captured, is_exact=True, names=one.region.split(AND)):
-            found.set_pieces(one.pieces)
+            found.set_chunks(one.chunks)
             if not has_them(found):
                 raise RewriteError(
-                    f"{found.name} in {found.pieces} pieces gives other bits than eager here, as "
+                    f"{found.name} in {found.chunks} chunks gives other bits than eager here, as "
                     "kernels sum a part of the rows in another order: plan here, or with "
                     f"{option('split', 'tolerance')} or {option('split', 'none')}"
                 )
@@ -116,7 +116,7 @@ def rewrite(
     target: Any = ...,
     trace: Trace | None = ...,
     prediction: Prediction | None = ...,
-    priced: TrainingGraph | None = ...,
+    costed: TrainingGraph | None = ...,
     compile: bool = ...,
     updates: Updates | None = ...,
     over: RangedGraph | None = ...,
@@ -132,7 +132,7 @@ def rewrite(
     target: Any = None,
     trace: Trace | None = None,
     prediction: Prediction | None = None,
-    priced: TrainingGraph | None = None,
+    costed: TrainingGraph | None = None,
     compile: bool = False,
     updates: Updates | None = None,
     over: RangedGraph | None = None,
@@ -152,8 +152,8 @@ def rewrite(
     args, kwargs, loss_fn, target : as given to `capture`. In the process that captured `model`
         they are not needed; in another one, the model is traced on them.
     trace : a trace of `model`, if there is one, to save tracing again.
-    prediction, priced : what was predicted of the schedule, and its priced graph. Both are kept in
-        the module's plan. The links of the graph say where a schedule may copy values to.
+    prediction, costed : what was predicted of the schedule, and its graph with costs. Both are kept
+        in the module's plan. The links of the graph say where a schedule may copy values to.
     compile : whether Inductor makes the code. The random stream and every random number stay
         eager's to the bit. Results do not, since fused kernels round differently. Gradients are
         those of the same module compiled with everything kept, where both have the same kernels.
@@ -202,7 +202,7 @@ def rewrite(
     if over is not None:
         refuse_beside_ranges(compile=compile, updates=updates is not None)
         traced = trace or _trace_over(model, over)
-        schedule = carried(schedule, traced.graph)
+        schedule = resized_schedule(schedule, traced.graph)
     elif trace is None:
         traced = _trace_for(model, schedule, args, kwargs, loss_fn, target)
     else:
@@ -213,7 +213,7 @@ def rewrite(
             again = trace if is_whole else None
             trace = _traced_again(model, trace.recipe, schedule, again)
         traced = trace
-    found = require_valid(traced.graph, schedule, links_of(traced, priced))
+    found = require_valid(traced.graph, schedule, links_of(traced, costed))
     if trace is None and 0 < schedule.budget_bytes < found.peak_bytes:
         warnings.warn(
             f"this schedule has a peak of {found.peak_bytes} bytes here, above its budget of "
@@ -223,7 +223,7 @@ def rewrite(
     if compile:
         _warn_above_budget(traced, schedule)
     return module_for(
-        model, schedule, traced, prediction, priced, updates,
+        model, schedule, traced, prediction, costed, updates,
         by_inductor=compile, audit=of_steps(audit),
     )  # fmt: skip
 
@@ -233,16 +233,16 @@ def module_for(
     schedule: Schedule,
     traced: Trace,
     prediction: Prediction | None,
-    priced: TrainingGraph | None,
+    costed: TrainingGraph | None,
     updates: Updates | None = None,
     *,
     by_inductor: bool = False,
     audit: Audits = "step",
 ) -> RematModule:
     """The module that carries out `schedule`, over a trace that has not been compiled."""
-    links = links_of(traced, priced)
+    links = links_of(traced, costed)
     step = compile_step(traced, schedule, by_inductor=by_inductor, links=links)
-    known = (prediction, priced, updates)
+    known = (prediction, costed, updates)
     return make_module(
         model, schedule, traced.recipe, step, traced.python_state, *known, audit=audit
     )
@@ -291,9 +291,14 @@ def _trace_for(
 ) -> Trace:
     if args is not None or kwargs is not None:
         traced = tracing.trace(
-            model, args or (), kwargs, loss_fn=loss_fn, target=target, hand_over=schedule.hands_over
+            model,
+            args or (),
+            kwargs,
+            loss_fn=loss_fn,
+            target=target,
+            gradient_release=schedule.releases_gradients,
         )
-        return _traced_again(model, traced.recipe, schedule) if schedule.pieces else traced
+        return _traced_again(model, traced.recipe, schedule) if schedule.chunks else traced
     recipe = recipe_for(model, schedule.captured_hash or schedule.graph_hash)
     if recipe is None:
         raise RewriteError(
@@ -328,7 +333,7 @@ def _traced_again(
     """A trace of the ops that run here, whatever device the recipe's plan is for.
 
     Where they are not the plan's, the plan is refused. So a plan with attention dropout that was
-    made for a GPU cannot be trained with by mistake. `captured` is as of `trace_in_pieces`.
+    made for a GPU cannot be trained with by mistake. `captured` is as of `trace_in_chunks`.
     """
     device = CPU if recipe.is_modelled else recipe.device
-    return trace_in_pieces(model, dataclasses.replace(recipe, device=device), schedule, captured)
+    return trace_in_chunks(model, dataclasses.replace(recipe, device=device), schedule, captured)

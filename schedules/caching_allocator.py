@@ -32,20 +32,20 @@ import msgspec
 
 
 MIB = 1 << 20
-MIN_BLOCK_BYTES = 512
+_MIN_BLOCK_BYTES = 512
 """Every block is a multiple of it."""
-SMALL_BYTES = MIB
+_SMALL_BYTES = MIB
 """Blocks up to it come from the small pool, larger ones from the large pool."""
-SMALL_SEGMENT_BYTES = 2 * MIB
+_SMALL_SEGMENT_BYTES = 2 * MIB
 LARGE_SEGMENT_BYTES = 20 * MIB
-OWN_SEGMENT_BYTES = 10 * MIB
+_OWN_SEGMENT_BYTES = 10 * MIB
 """From this size on, a block that finds no room gets a segment of its own size."""
-SEGMENT_MULTIPLE_BYTES = 2 * MIB
+_SEGMENT_MULTIPLE_BYTES = 2 * MIB
 """Segments of their own size are a multiple of it."""
 UNLIMITED_BYTES = 1 << 50
 
 
-def multiple_above(size_bytes: int, unit_bytes: int) -> int:
+def _multiple_above(size_bytes: int, unit_bytes: int) -> int:
     """The least multiple of `unit_bytes` that is no less than `size_bytes`."""
     return -(-size_bytes // unit_bytes) * unit_bytes
 
@@ -81,29 +81,29 @@ class AllocatorSettings(msgspec.Struct, frozen=True):
         asked_bytes : above 0.
         """
         divisions = self.roundup_power2_divisions
-        if divisions <= 1 or asked_bytes <= MIN_BLOCK_BYTES * divisions:
-            return multiple_above(asked_bytes, MIN_BLOCK_BYTES)
+        if divisions <= 1 or asked_bytes <= _MIN_BLOCK_BYTES * divisions:
+            return _multiple_above(asked_bytes, _MIN_BLOCK_BYTES)
         power_of_two = 1 << (asked_bytes.bit_length() - 1)
-        return multiple_above(asked_bytes, power_of_two // divisions)
+        return _multiple_above(asked_bytes, power_of_two // divisions)
 
     def segment_bytes(self, block_bytes: int) -> int:
         """Bytes of the segment that is taken from the device for a block."""
-        if block_bytes <= SMALL_BYTES:
-            return SMALL_SEGMENT_BYTES
-        if block_bytes < OWN_SEGMENT_BYTES:
+        if block_bytes <= _SMALL_BYTES:
+            return _SMALL_SEGMENT_BYTES
+        if block_bytes < _OWN_SEGMENT_BYTES:
             return self.large_segment_bytes
-        return multiple_above(block_bytes, SEGMENT_MULTIPLE_BYTES)
+        return _multiple_above(block_bytes, _SEGMENT_MULTIPLE_BYTES)
 
     def page_bytes(self, is_small: bool) -> int:
         """By how much an expandable segment of the small or of the large pool grows."""
-        return SMALL_SEGMENT_BYTES if is_small else self.large_segment_bytes
+        return _SMALL_SEGMENT_BYTES if is_small else self.large_segment_bytes
 
 
 # Blocks of memory, the pools of free ones, and the device that they are taken from.
 
 
 @dataclass(eq=False)
-class Block:
+class AllocatorBlock:
     """A range of addresses in one segment; `before` and `after` are its neighbours there.
 
     A block that is not mapped is room in an expandable segment: addresses without memory.
@@ -111,18 +111,20 @@ class Block:
 
     size: int
     address: int
-    pool: Pool
+    pool: _Pool
     is_used: bool = False
     is_mapped: bool = True
-    before: Block | None = None
-    after: Block | None = None
+    before: AllocatorBlock | None = None
+    after: AllocatorBlock | None = None
 
     @property
     def is_whole_segment(self) -> bool:
         """Whether nothing else lies in its segment."""
         return self.before is None and self.after is None
 
-    def put_between(self, before: Block | None, after: Block | None) -> Block:
+    def put_between(
+        self, before: AllocatorBlock | None, after: AllocatorBlock | None
+    ) -> AllocatorBlock:
         """Itself, as the neighbour of these two."""
         self.before, self.after = before, after
         if before is not None:
@@ -131,9 +133,9 @@ class Block:
             after.before = self
         return self
 
-    def cut_off(self, size: int) -> Block:
+    def cut_off(self, size: int) -> AllocatorBlock:
         """The first `size` bytes, as a block of their own; the rest stays with this one."""
-        first = Block(size, self.address, self.pool, is_mapped=self.is_mapped)
+        first = AllocatorBlock(size, self.address, self.pool, is_mapped=self.is_mapped)
         first.put_between(self.before, self)
         self.address += size
         self.size -= size
@@ -154,21 +156,25 @@ class Block:
 
 
 @dataclass(eq=False)
-class Pool:
+class _Pool:
     """Free blocks by size, then address; and unmapped ones by address."""
 
     is_small: bool
-    free: list[tuple[int, int, Block]] = field(default_factory=list[tuple[int, int, Block]])
-    unmapped: list[tuple[int, Block]] = field(default_factory=list[tuple[int, Block]])
+    free: list[tuple[int, int, AllocatorBlock]] = field(
+        default_factory=list[tuple[int, int, AllocatorBlock]]
+    )
+    unmapped: list[tuple[int, AllocatorBlock]] = field(
+        default_factory=list[tuple[int, AllocatorBlock]]
+    )
 
-    def add(self, block: Block) -> None:
+    def add(self, block: AllocatorBlock) -> None:
         """Put in a block that is free, or unmapped."""
         if block.is_mapped:
             insort(self.free, (block.size, block.address, block))
         else:
             insort(self.unmapped, (block.address, block))
 
-    def drop(self, block: Block) -> None:
+    def drop(self, block: AllocatorBlock) -> None:
         """Take out a block that is in it."""
         if block.is_mapped:
             del self.free[bisect_left(self.free, (block.size, block.address))]
@@ -181,7 +187,7 @@ class Pool:
 
 
 @dataclass
-class Device:
+class _Device:
     """Memory of a device: how much there is, what is taken, and the most that was."""
 
     capacity: int
@@ -203,7 +209,7 @@ class Device:
 
     def addresses(self, size: int, unit: int) -> int:
         """Where a new range begins, at a multiple of `unit`; it touches no other range."""
-        address = multiple_above(self.next_address, unit)
+        address = _multiple_above(self.next_address, unit)
         self.next_address = address + size + unit
         return address
 
@@ -215,45 +221,47 @@ class Device:
 # longer than the device is large, into which pages of memory are mapped where they are needed.
 
 
-class Segments(Protocol):
+class _Segments(Protocol):
     """Takes memory from the device and gives it back."""
 
-    def grow(self, pool: Pool, size: int) -> Block | None:
+    def grow(self, pool: _Pool, size: int) -> AllocatorBlock | None:
         """A block of at least `size` in no pool; None where the device has no room for it."""
         ...
 
-    def give_back(self, block: Block) -> None:
+    def give_back(self, block: AllocatorBlock) -> None:
         """Give to the device what can be given of a block that is free in its pool."""
         ...
 
 
-class FixedSegments:
+class _FixedSegments:
     """Each segment is one allocation; it is given back as a whole."""
 
-    def __init__(self, settings: AllocatorSettings, device: Device) -> None:
+    def __init__(self, settings: AllocatorSettings, device: _Device) -> None:
         self._settings, self._device = settings, device
 
-    def grow(self, pool: Pool, size: int) -> Block | None:
+    def grow(self, pool: _Pool, size: int) -> AllocatorBlock | None:
         """A new segment as one block."""
         segment = self._settings.segment_bytes(size)
         if not self._device.take(segment):
             return None
-        return Block(segment, self._device.addresses(segment, SEGMENT_MULTIPLE_BYTES), pool)
+        return AllocatorBlock(
+            segment, self._device.addresses(segment, _SEGMENT_MULTIPLE_BYTES), pool
+        )
 
-    def give_back(self, block: Block) -> None:
+    def give_back(self, block: AllocatorBlock) -> None:
         """The whole segment, if nothing else lies in it."""
         if block.is_whole_segment:
             block.pool.drop(block)
             self._device.give_back(block.size)
 
 
-class ExpandableSegments:
+class _ExpandableSegments:
     """Each segment is a range of addresses; pages of it are mapped and unmapped."""
 
-    def __init__(self, settings: AllocatorSettings, device: Device) -> None:
+    def __init__(self, settings: AllocatorSettings, device: _Device) -> None:
         self._settings, self._device = settings, device
 
-    def grow(self, pool: Pool, size: int) -> Block | None:
+    def grow(self, pool: _Pool, size: int) -> AllocatorBlock | None:
         """Map pages behind the last free block of a range with enough room.
 
         Pages that were mapped stay mapped, and their block free, where a later one finds no memory.
@@ -268,11 +276,11 @@ class ExpandableSegments:
             pool.drop(block)
         return block
 
-    def give_back(self, block: Block) -> None:
+    def give_back(self, block: AllocatorBlock) -> None:
         """The pages that lie in it as a whole."""
         page = self._settings.page_bytes(block.pool.is_small)
         end = block.address + block.size
-        low, high = multiple_above(block.address, page), end // page * page
+        low, high = _multiple_above(block.address, page), end // page * page
         if high <= low:
             return
         block.pool.drop(block)
@@ -286,7 +294,7 @@ class ExpandableSegments:
         pages.join()
         pages.pool.add(pages)
 
-    def _room(self, pool: Pool, size: int) -> Block:
+    def _room(self, pool: _Pool, size: int) -> AllocatorBlock:
         """The first of neighbours that are free or unmapped and have `size` together."""
         for _, room in pool.unmapped:
             first = room if room.before is None or room.before.is_used else room.before
@@ -294,18 +302,18 @@ class ExpandableSegments:
                 return first
         return self._new_range(pool)
 
-    def _new_range(self, pool: Pool) -> Block:
+    def _new_range(self, pool: _Pool) -> AllocatorBlock:
         """One more expandable segment, with nothing mapped: 9/8 of the device, as in torch."""
         page = self._settings.page_bytes(pool.is_small)
-        length = multiple_above(self._device.capacity + self._device.capacity // 8, page)
-        room = Block(length, self._device.addresses(length, page), pool, is_mapped=False)
+        length = _multiple_above(self._device.capacity + self._device.capacity // 8, page)
+        room = AllocatorBlock(length, self._device.addresses(length, page), pool, is_mapped=False)
         pool.add(room)
         return room
 
-    def _map(self, room: Block, size: int) -> Block | None:
+    def _map(self, room: AllocatorBlock, size: int) -> AllocatorBlock | None:
         """Give memory to the first pages of `room`; the free block that they are part of then."""
         page = self._settings.page_bytes(room.pool.is_small)
-        mapped = min(multiple_above(size, page), room.size)
+        mapped = min(_multiple_above(size, page), room.size)
         if not self._device.take(mapped):
             return None
         room.pool.drop(room)
@@ -318,7 +326,7 @@ class ExpandableSegments:
         return pages
 
 
-def _reaches(first: Block, size: int) -> bool:
+def _reaches(first: AllocatorBlock, size: int) -> bool:
     """Whether neighbours that are not used, from `first` on, have `size` together."""
     found, block = 0, first
     while found < size and not block.is_used:
@@ -347,12 +355,12 @@ class CachingAllocator:
 
     def __init__(self, settings: AllocatorSettings) -> None:
         self._settings = settings
-        self._device = Device(settings.capacity_bytes)
-        self._small, self._large = Pool(is_small=True), Pool(is_small=False)
-        self._segments: Segments = (
-            ExpandableSegments(settings, self._device)
+        self._device = _Device(settings.capacity_bytes)
+        self._small, self._large = _Pool(is_small=True), _Pool(is_small=False)
+        self._segments: _Segments = (
+            _ExpandableSegments(settings, self._device)
             if settings.expandable_segments
-            else FixedSegments(settings, self._device)
+            else _FixedSegments(settings, self._device)
         )
         self.allocated_bytes = self.peak_allocated_bytes = self.n_retries = 0
 
@@ -366,13 +374,13 @@ class CachingAllocator:
         """The most bytes that were taken from the device."""
         return self._device.peak_reserved
 
-    def malloc(self, asked_bytes: int) -> Block | None:
+    def malloc(self, asked_bytes: int) -> AllocatorBlock | None:
         """A block of at least `asked_bytes`, which must be above 0.
 
         None is out of memory: the device has no room, also after free segments went back to it.
         """
         size = self._settings.block_bytes(asked_bytes)
-        pool = self._small if size <= SMALL_BYTES else self._large
+        pool = self._small if size <= _SMALL_BYTES else self._large
         block = self._best_fit(pool, size) or self._from_device(pool, size)
         if block is None:
             return None
@@ -384,7 +392,7 @@ class CachingAllocator:
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return block
 
-    def free(self, block: Block) -> None:
+    def free(self, block: AllocatorBlock) -> None:
         """Give a block of `malloc` back to its pool, joined with its free neighbours."""
         self.allocated_bytes -= block.size
         block.is_used = False
@@ -397,7 +405,7 @@ class CachingAllocator:
             for _, _, block in list(pool.free):
                 self._segments.give_back(block)
 
-    def _best_fit(self, pool: Pool, size: int) -> Block | None:
+    def _best_fit(self, pool: _Pool, size: int) -> AllocatorBlock | None:
         i = pool.first_of(size)
         if self._settings.expandable_segments:
             i = _least_reach(pool, i)
@@ -416,13 +424,13 @@ class CachingAllocator:
         most_left = max(settings.max_non_split_rounding_bytes, settings.large_segment_bytes)
         return block_bytes < size + most_left
 
-    def _is_split(self, block: Block, size: int) -> bool:
+    def _is_split(self, block: AllocatorBlock, size: int) -> bool:
         left_over = block.size - size
         if block.pool.is_small or self._settings.expandable_segments:
-            return left_over >= MIN_BLOCK_BYTES
-        return left_over > SMALL_BYTES and size < self._settings.max_split_bytes
+            return left_over >= _MIN_BLOCK_BYTES
+        return left_over > _SMALL_BYTES and size < self._settings.max_split_bytes
 
-    def _from_device(self, pool: Pool, size: int) -> Block | None:
+    def _from_device(self, pool: _Pool, size: int) -> AllocatorBlock | None:
         """More memory; where there is none, after giving back what others do not use."""
         grow = self._segments.grow
         block = grow(pool, size)
@@ -434,7 +442,7 @@ class CachingAllocator:
             block = grow(pool, size)
         return block
 
-    def _gave_unsplit_back(self, pool: Pool, size: int) -> bool:
+    def _gave_unsplit_back(self, pool: _Pool, size: int) -> bool:
         """Give back a free block that is never split, or the largest ones; whether that will do."""
         least = self._settings.max_split_bytes
         if least == UNLIMITED_BYTES or self._settings.expandable_segments:
@@ -449,10 +457,10 @@ class CachingAllocator:
         return gone >= wanted
 
 
-def _least_reach(pool: Pool, i: int) -> int:
+def _least_reach(pool: _Pool, i: int) -> int:
     """In expandable segments a block counts for as much as it can grow to."""
 
-    def reach(block: Block) -> int:
+    def reach(block: AllocatorBlock) -> int:
         room = block.after
         return block.size + (room.size if room is not None and not room.is_mapped else 0)
 
@@ -461,5 +469,5 @@ def _least_reach(pool: Pool, i: int) -> int:
     return i
 
 
-def _largest_down_to(pool: Pool, least: int) -> list[Block]:
+def _largest_down_to(pool: _Pool, least: int) -> list[AllocatorBlock]:
     return [block for size, _, block in reversed(pool.free) if size >= least]

@@ -1,4 +1,4 @@
-"""The graph that a schedule is of: the captured one, with regions in the pieces that it chose."""
+"""The graph that a schedule is of: the captured one, with regions in the chunks that it chose."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import msgspec
 
 from remat.graph_capture.distributed.sharded_step import COMMUNICATION
 from remat.graph_capture.errors import ScheduleError, option
-from remat.graph_capture.graph import Choice, Op, Region, TrainingGraph, Value, kept_with
-from remat.schedules.schedule import Compute, Free, Pieces, Schedule, Step
+from remat.graph_capture.graph import Choice, Op, Region, TrainingGraph, Value, cached_on
+from remat.schedules.schedule import ChunkedRegion, Compute, Free, Schedule, Step
 
-NONE = "none"
-"""The split in which nothing runs in pieces."""
+_NONE = "none"
+"""The split in which nothing runs in chunks."""
 
 
-def as_planned(graph: TrainingGraph, schedule: Schedule) -> TrainingGraph:
+def graph_of_schedule(graph: TrainingGraph, schedule: Schedule) -> TrainingGraph:
     """The graph that `schedule` was made for, from the captured one; `graph` itself if it is that.
 
     Raises
     ------
-    ScheduleError : the graph has no such region, or no such number of pieces; or they are neither
+    ScheduleError : the graph has no such region, or no such number of chunks; or they are neither
         a graph nor a schedule.
     """
     check_are_graph_and_schedule(graph, schedule)
-    if not schedule.pieces or schedule.graph_hash == graph.hash:
+    if not schedule.chunks or schedule.graph_hash == graph.hash:
         return graph
-    return in_pieces(graph, schedule.pieces)
+    return in_chunks(graph, schedule.chunks)
 
 
 def check_are_graph_and_schedule(graph: object, schedule: object) -> None:
@@ -44,27 +44,27 @@ def check_are_graph_and_schedule(graph: object, schedule: object) -> None:
         )
 
 
-def in_pieces(graph: TrainingGraph, chosen: tuple[Pieces, ...]) -> TrainingGraph:
-    """`graph` with regions in pieces; made once for each choice.
+def in_chunks(graph: TrainingGraph, chosen: tuple[ChunkedRegion, ...]) -> TrainingGraph:
+    """`graph` with regions in chunks; made once for each choice.
 
     Raises
     ------
-    ScheduleError : the graph has no such region, or no such number of pieces.
+    ScheduleError : the graph has no such region, or no such number of chunks.
     """
 
     def made() -> TrainingGraph:
         return with_choices(graph, {one.region: choice_of(graph, one) for one in chosen})
 
-    return kept_with(graph, f"in pieces {chosen}", made)
+    return cached_on(graph, f"in chunks {chosen}", made)
 
 
-def whole(graph: TrainingGraph) -> TrainingGraph:
-    """`graph` whose regions cannot run in pieces; its hash is the same."""
+def unchunked(graph: TrainingGraph) -> TrainingGraph:
+    """`graph` whose regions cannot run in chunks; its hash is the same."""
     return msgspec.structs.replace(graph, regions=()) if graph.regions else graph
 
 
 def fastest_us(graph: TrainingGraph) -> float:
-    """The time of every op once, whole or in the pieces that take least: a bound on any plan's."""
+    """The time of every op once, whole or in the chunks that take least: a bound on any plan's."""
     cost_us = {op.name: op.cost_us for op in graph.ops} if graph.regions else {}
     saved_us = (
         sum(cost_us[name] for name in region.ops) - sum(op.cost_us for _, op in choice.ops)
@@ -75,37 +75,39 @@ def fastest_us(graph: TrainingGraph) -> float:
 
 
 def within_split(graph: TrainingGraph, split: str | None) -> TrainingGraph:
-    """`graph` with the pieces that a split allows: all where it is None or ``tolerance``."""
+    """`graph` with the chunks that a split allows: all where it is None or ``tolerance``."""
     if split in (None, "tolerance") or not graph.regions:
         return graph
     regions = (
-        msgspec.structs.replace(r, choices=tuple(c for c in r.choices if c.exact and split != NONE))
+        msgspec.structs.replace(
+            r, choices=tuple(c for c in r.choices if c.exact and split != _NONE)
+        )
         for r in graph.regions
     )
     return msgspec.structs.replace(graph, regions=tuple(r for r in regions if r.choices))
 
 
-def choice_of(graph: TrainingGraph, wanted: Pieces) -> Choice:
-    """What the region runs as, in the pieces that are wanted.
+def choice_of(graph: TrainingGraph, wanted: ChunkedRegion) -> Choice:
+    """What the region runs as, in the chunks that are wanted.
 
     Raises
     ------
-    ScheduleError : the graph has no such region, or no such number of pieces.
+    ScheduleError : the graph has no such region, or no such number of chunks.
     """
     region = next((one for one in graph.regions if one.name == wanted.region), None)
     if region is None:
         raise ScheduleError(
-            f"this plan runs {wanted.region} in {wanted.pieces} pieces, and the graph has no "
+            f"this plan runs {wanted.region} in {wanted.chunks} chunks, and the graph has no "
             "region of that name: capture it with the split that the plan was made with, such as "
             f"{option('split', 'exact')}"
         )
     for choice in region.choices:
-        if (choice.pieces, choice.exact) == (wanted.pieces, wanted.exact):
+        if (choice.chunks, choice.exact) == (wanted.chunks, wanted.exact):
             return choice
-    counts = ", ".join(str(choice.pieces) for choice in region.choices)
+    counts = ", ".join(str(choice.chunks) for choice in region.choices)
     raise ScheduleError(
-        f"this plan runs {wanted.region} in {wanted.pieces} pieces; the graph has prices for "
-        f"{counts or 'no'} pieces: capture again"
+        f"this plan runs {wanted.region} in {wanted.chunks} chunks; the graph has costs for "
+        f"{counts or 'no'} chunks: capture again"
     )
 
 
@@ -122,13 +124,13 @@ def with_choices(graph: TrainingGraph, choices: Mapping[str, Choice]) -> Trainin
     return msgspec.structs.replace(
         graph,
         ops=ops,
-        values=tuple(_values_in_pieces(graph, replaced, choices)),
+        values=tuple(_values_in_chunks(graph, replaced, choices)),
         regions=(),
         captured_us=graph.base_us,
     )
 
 
-def _values_in_pieces(
+def _values_in_chunks(
     graph: TrainingGraph, replaced: Iterable[Region], choices: Mapping[str, Choice]
 ) -> Iterable[Value]:
     dropped = {name for region in replaced for name in region.ops}

@@ -28,14 +28,14 @@ from remat.graph_capture.sizes.symbols import (
     points,
     require_in_range,
 )
-from remat.schedules.derived import check_are_graph_and_schedule, in_pieces
-from remat.schedules.schedule import Compute, Schedule, brought, dropped
+from remat.schedules.derived import check_are_graph_and_schedule, in_chunks
+from remat.schedules.schedule import Compute, Schedule, fetched_value, freed_value
 from remat.schedules.simulate import simulate
 
-FAMILY_VERSION = 1
-SHOWN = 2
+_FAMILY_VERSION = 1
+_SHOWN = 2
 """Corners of a member that a family's text shows."""
-Certificate = Literal["largest sizes", "bounds of parts"]
+_Certificate = Literal["largest sizes", "bounds of parts"]
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -44,7 +44,7 @@ class Member(msgspec.Struct, frozen=True):
     Attributes
     ----------
     schedule : made at `sizes`. corners : it serves each size that is at most one of these.
-    peak_bytes : no size that it serves needs more; the judge said so at the corners.
+    peak_bytes : no size that it serves needs more; the simulator said so at the corners.
     overhead : at `sizes`, as a fraction. lower_overhead : what no schedule is proved to beat there.
     """
 
@@ -70,7 +70,7 @@ class Family(msgspec.Struct, frozen=True, dict=True):
     certificate : why a corner bounds the sizes below it. ``largest sizes``: no value takes fewer
         bytes where a size grows. ``bounds of parts``: some may, and each was judged at the most
         that it can take at any size below the corner.
-    prices_error : how far fitted prices of the step are from the measured ones at the middle.
+    cost_error : how far fitted costs of the step are from the measured ones at the middle.
     traced_hash : of the trace, by which it is traced again.
     """
 
@@ -78,10 +78,10 @@ class Family(msgspec.Struct, frozen=True, dict=True):
     symbols: tuple[Symbol, ...]
     budget_bytes: int
     members: tuple[Member, ...]
-    certificate: Certificate = "largest sizes"
-    prices_error: float = 0.0
+    certificate: _Certificate = "largest sizes"
+    cost_error: float = msgspec.field(default=0.0, name="prices_error")
     traced_hash: str = ""
-    schema_version: int = FAMILY_VERSION
+    schema_version: int = _FAMILY_VERSION
 
     @property
     def top(self) -> Member:
@@ -129,7 +129,7 @@ class Family(msgspec.Struct, frozen=True, dict=True):
         return (
             f"Family({self.model}: {ranges}; {len(self.members)} schedules, peak "
             f"{bytes_text(self.peak_bytes)} of {bytes_text(self.budget_bytes)} at every size, by "
-            f"the {self.certificate}; prices at the middle {percent_text(self.prices_error)} off)"
+            f"the {self.certificate}; costs at the middle {percent_text(self.cost_error)} off)"
         )
 
 
@@ -142,9 +142,9 @@ def _member_row(member: Member, symbols: Sequence[Symbol]) -> str:
     if member.corners == (corner(symbols, "high"),):
         up_to = "all"
     else:
-        up_to = " or ".join(sizes_text(one) for one in member.corners[:SHOWN])
-        if len(member.corners) > SHOWN:
-            up_to = f"{up_to} and {len(member.corners) - SHOWN} more corners"
+        up_to = " or ".join(sizes_text(one) for one in member.corners[:_SHOWN])
+        if len(member.corners) > _SHOWN:
+            up_to = f"{up_to} and {len(member.corners) - _SHOWN} more corners"
     counts = member.schedule.computations()
     again = sum(counts.values()) - len(counts)
     return (
@@ -163,8 +163,8 @@ def sizes_text(sizes: Sizes) -> str:
 #
 # The structure of a step is the same at all sizes, so that the same steps are valid. While one
 # runs, the bytes live are a sum of what batch, values and a workspace take. If none of these falls
-# where a size grows, no size needs more than the largest ones, and the judge's peak there bounds
-# the range. Else the range is split, until what the judge says of the bounds of a part is no more
+# where a size grows, no size needs more than the largest ones, and `simulate`'s peak there bounds
+# the range. Else the range is split, until what `simulate` says of the bounds of a part is no more
 # than what some size needs: branch and bound (Land and Doig 1960, https://doi.org/10.2307/1910129).
 
 
@@ -172,7 +172,7 @@ MOST_SIMULATED = 512
 """Sizes, or parts of a range, at which a schedule is judged where the largest do not bound all."""
 _SHAPE = re.compile(r"\[[\d, ]*\]")
 
-Proof = Literal["largest sizes", "every size", "parts"]
+_Proof = Literal["largest sizes", "every size", "parts"]
 
 
 class RangePeak(msgspec.Struct, frozen=True):
@@ -188,7 +188,7 @@ class RangePeak(msgspec.Struct, frozen=True):
 
     peak_bytes: int
     sizes: dict[str, int]
-    proof: Proof
+    proof: _Proof
     n_sizes: int
 
     def __repr__(self) -> str:
@@ -201,18 +201,18 @@ class RangePeak(msgspec.Struct, frozen=True):
         return f"RangePeak({self.peak_bytes} bytes at {at}; {how} {self.n_sizes} sizes)"
 
 
-def carried(schedule: Schedule, graph: TrainingGraph) -> Schedule:
+def resized_schedule(schedule: Schedule, graph: TrainingGraph) -> Schedule:
     """The steps of `schedule` for `graph`: the same step of a model, at other sizes.
 
     Raises
     ------
-    ScheduleError : it was made for other ops or values, or `graph` runs no region in its pieces.
+    ScheduleError : it was made for other ops or values, or `graph` runs no region in its chunks.
     """
     check_are_graph_and_schedule(graph, schedule)
     if graph.hash in (schedule.graph_hash, schedule.captured_hash):
         return schedule
-    captured_hash = graph.hash if schedule.pieces else ""
-    graph = in_pieces(graph, schedule.pieces) if schedule.pieces else graph
+    captured_hash = graph.hash if schedule.chunks else ""
+    graph = in_chunks(graph, schedule.chunks) if schedule.chunks else graph
     mine, theirs = _structure(schedule.signatures), _structure(graph.signatures)
     if mine != theirs:
         pairs = zip(mine, theirs, strict=False)
@@ -289,7 +289,7 @@ def _by_parts(graph: RangedGraph, schedule: Schedule, symbols: tuple[Symbol, ...
 
 def _bound_bytes(graph: RangedGraph, schedule: Schedule, part: tuple[Symbol, ...]) -> int:
     bounding = graph.bounding(part)
-    return simulate(bounding, carried(schedule, bounding)).peak_bytes
+    return simulate(bounding, resized_schedule(schedule, bounding)).peak_bytes
 
 
 def _halves(part: tuple[Symbol, ...]) -> list[tuple[Symbol, ...]]:
@@ -305,13 +305,13 @@ def _halves(part: tuple[Symbol, ...]) -> list[tuple[Symbol, ...]]:
 
 def _peak_bytes(graph: RangedGraph, schedule: Schedule, sizes: dict[str, int]) -> int:
     at = graph.at(**sizes)
-    return simulate(at, carried(schedule, at)).peak_bytes
+    return simulate(at, resized_schedule(schedule, at)).peak_bytes
 
 
 # The peak of one schedule for many sizes of its values, without a replay for each.
 #
 # Which values are live at which step does not depend on their sizes. So the steps are read once,
-# and the peak for other sizes is a sum along them. The judge is `simulate`: what a search finds by
+# and the peak for other sizes is a sum along them. `simulate` decides: what a search finds by
 # these books is judged by it before it is used.
 
 
@@ -335,11 +335,11 @@ class FastPeak:
                 made += [(i, self.index[name], 1) for name in outputs]
                 fresh = [name for name in outputs if name not in live]
             else:
-                fresh = [brought(step)] if brought(step) else []
+                fresh = [fetched_value(step)] if fetched_value(step) else []
                 made += [(i, self.index[name], 1) for name in fresh]
             changed += [(i + 1, self.index[name], 1) for name in fresh]
             live.update(fresh)
-            if not isinstance(step, Compute) and dropped(step):
+            if not isinstance(step, Compute) and freed_value(step):
                 changed.append((i + 1, self.index[step.value], -1))
                 live.discard(step.value)
         self.made, self.changed = _columns(made), _columns(changed)

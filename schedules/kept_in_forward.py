@@ -8,7 +8,16 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from remat.graph_capture.graph import JOINED, TrainingGraph
-from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step, brought, dropped
+from remat.schedules.schedule import (
+    Compute,
+    Fetch,
+    Free,
+    Offload,
+    Schedule,
+    Step,
+    fetched_value,
+    freed_value,
+)
 
 
 def end_of_forward(graph: TrainingGraph, schedule: Schedule) -> int | None:
@@ -51,8 +60,8 @@ def live_after_forward(graph: TrainingGraph, schedule: Schedule) -> frozenset[st
         if isinstance(step, Compute):
             live.update(graph.ops[graph.op_index[step.op]].outputs)
         else:
-            live.update({brought(step)} - {""})
-            live.discard(dropped(step))
+            live.update({fetched_value(step)} - {""})
+            live.discard(freed_value(step))
     return frozenset(live)
 
 
@@ -78,7 +87,7 @@ def kept_occurrences(
     return {target: tuple(kept) for target, kept in found.items()}
 
 
-# When eager runs what, and frees what it has.
+# The order in which eager runs ops and frees values.
 
 
 def ops_as_eager_runs(graph: TrainingGraph) -> list[int]:

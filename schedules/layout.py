@@ -18,15 +18,21 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from remat.graph_capture.devices.table import ALLOCATION_BYTES, CPU
+from remat.graph_capture.devices.known_devices import ALLOCATION_BYTES, CPU
 from remat.graph_capture.errors import LayoutError, ShapeError, TextError
-from remat.graph_capture.files import decoded
+from remat.graph_capture.files import decode_json
 from remat.graph_capture.graph import MOST_BYTES, Op, TrainingGraph
-from remat.schedules.derived import as_planned
-from remat.schedules.schedule import Compute, Schedule, brought, dropped, workspaces_of_updates
+from remat.schedules.derived import graph_of_schedule
+from remat.schedules.schedule import (
+    Compute,
+    Schedule,
+    fetched_value,
+    freed_value,
+    workspaces_of_updates,
+)
 from remat.schedules.simulate import simulate
 
-# The buffers of a schedule: what is where in time, as the judge counts it.
+# The buffers of a schedule: what is where in time, as the simulator counts it.
 #
 # A schedule is a list of steps. An allocator, a layout and a picture of addresses want the same
 # facts by buffer: so many bytes, from here to there. `buffers_of` gives them. It is one more view
@@ -140,7 +146,7 @@ def buffers_of(graph: TrainingGraph, schedule: Schedule) -> Buffers:
     ------
     ScheduleError : the schedule is of another graph, or `simulate` finds a rule broken.
     """
-    graph = as_planned(graph, schedule)
+    graph = graph_of_schedule(graph, schedule)
     simulate(graph, schedule)
     return _Walk(graph).run(schedule)
 
@@ -164,10 +170,10 @@ class _Walk:
             if isinstance(step, Compute):
                 self._compute(self.graph.ops[self.graph.op_index[step.op]])
                 self.now += 1
-            elif brought(step):
+            elif fetched_value(step):
                 self._begin(step.value)
                 self.now += 1
-            elif dropped(step):
+            elif freed_value(step):
                 self.rows[self.live.pop(step.value)][2] = self.now
         for row in self.live.values():
             self.rows[row][2:] = self.now, BufferKind.LASTING
@@ -209,7 +215,7 @@ class _Walk:
         )
 
 
-SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 1
 CPU_ALIGNMENT_BYTES = 64
 """torch's allocator for the CPU aligns to it (`c10/core/alignment.h`)."""
 
@@ -233,13 +239,13 @@ class Layout(msgspec.Struct, frozen=True):
     alignment_bytes: int
     buffers_hash: str
     placed_by: str = ""
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int = _SCHEMA_VERSION
 
     def __post_init__(self) -> None:
-        if self.schema_version != SCHEMA_VERSION:
+        if self.schema_version != _SCHEMA_VERSION:
             raise LayoutError(
                 f"layout file has schema version {self.schema_version}, "
-                f"this release reads {SCHEMA_VERSION}: place again"
+                f"this release reads {_SCHEMA_VERSION}: place again"
             )
         check_alignment(self.alignment_bytes)
         if not 0 <= self.load_bytes <= self.arena_bytes < MOST_BYTES:
@@ -275,7 +281,7 @@ class Layout(msgspec.Struct, frozen=True):
         LayoutError : the text is no layout, or of another schema version.
         """
         try:
-            return decoded(data, cls)
+            return decode_json(data, cls)
         except ShapeError as error:
             raise LayoutError(f"{name}: not a layout file of this release: {error}") from error
         except TextError as error:

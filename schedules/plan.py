@@ -19,20 +19,20 @@ from remat.graph_capture.errors import (
     SignatureError,
     TextError,
 )
-from remat.graph_capture.files import decoded
+from remat.graph_capture.files import decode_json
 from remat.graph_capture.graph import Resident, TrainingGraph, are_figures
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.sizes.symbols import Place, Symbol, corner
-from remat.schedules.family import Family, carried
+from remat.schedules.family import Family, resized_schedule
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import gap_of, simulate
 from remat.schedules.simulation import Simulation
 
-SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 1
 KIND = "remat plan"
-IDENTITY = ("kind", "schema_version")
+_IDENTITY = ("kind", "schema_version")
 
-AGAIN = "Make it again with: remat run MODEL --budget BUDGET -o FILE"
+MAKE_PLAN_AGAIN = "Make it again with: remat run MODEL --budget BUDGET -o FILE"
 
 
 class TensorLeaf(msgspec.Struct, frozen=True, tag="tensor"):
@@ -90,7 +90,7 @@ class Prediction(msgspec.Struct, frozen=True):
     Attributes
     ----------
     peak_bytes, time_us, overhead : of the schedule. lower_bound_us, gap : as in a `Result`.
-    prices : ``measured``, ``modelled`` or ``mixed``, as of the graph.
+    cost_origin : ``measured``, ``modelled`` or ``mixed``, as of the graph; ``prices`` in a file.
     """
 
     peak_bytes: int
@@ -98,7 +98,7 @@ class Prediction(msgspec.Struct, frozen=True):
     overhead: float
     lower_bound_us: float
     gap: float | None
-    prices: str
+    cost_origin: str = msgspec.field(name="prices")
 
     def __post_init__(self) -> None:
         if not are_figures(self.peak_bytes, self.time_us, self.lower_bound_us):
@@ -118,7 +118,7 @@ class RangeFacts(msgspec.Struct, frozen=True):
     Attributes
     ----------
     places : dimensions of the batch that vary, by leaf. family : the schedules.
-    graph : over the range, with the prices that they were solved by.
+    graph : over the range, with the costs that they were solved by.
     """
 
     places: tuple[Place, ...]
@@ -139,8 +139,8 @@ class Plan(msgspec.Struct, frozen=True):
     told_compiling, told_exporting : whether torch told the model's code, while it was traced,
         that it was being compiled or exported.
     device : what the plan is for, such as ``cpu``. title : the name of that machine.
-    prediction : None if the schedule was rewritten without the prices of its graph.
-    graph : with the prices behind the prediction, so that the plan can be shown without the model
+    prediction : None if the schedule was rewritten without the costs of its graph.
+    graph : with the costs behind the prediction, so that the plan can be shown without the model
         and without torch. Rewriting does not look at it. None if it was not at hand.
     over : of a plan for a range of sizes. `schedule` and `graph` then are those of the largest
         sizes, and `batch` has one size of the range. None for a plan of one size.
@@ -163,7 +163,7 @@ class Plan(msgspec.Struct, frozen=True):
     graph: TrainingGraph | None = None
     over: RangeFacts | None = None
     kind: str = KIND
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int = _SCHEMA_VERSION
 
     @property
     def budget_bytes(self) -> int:
@@ -184,9 +184,11 @@ class Plan(msgspec.Struct, frozen=True):
         """
         _check_header(data, name)
         try:
-            return decoded(data, cls)
+            return decode_json(data, cls)
         except (TextError, GraphError, ScheduleError, PlanError) as error:
-            raise PlanError(f"{name} is no plan of this release ({error}). {AGAIN}") from error
+            raise PlanError(
+                f"{name} is no plan of this release ({error}). {MAKE_PLAN_AGAIN}"
+            ) from error
 
     def __repr__(self) -> str:
         return (
@@ -220,8 +222,8 @@ def _header(data: bytes | str) -> dict[str, object]:
     TextError : the text is no JSON object.
     """
     # Other fields are not looked into, so a large file is not decoded twice.
-    fields = decoded(data, dict[str, msgspec.Raw])
-    said = {name: decoded(bytes(fields[name]), object) for name in IDENTITY if name in fields}
+    fields = decode_json(data, dict[str, msgspec.Raw])
+    said = {name: decode_json(bytes(fields[name]), object) for name in _IDENTITY if name in fields}
     return said | ({"steps": None} if "steps" in fields else {})
 
 
@@ -233,7 +235,7 @@ def _check_header(data: bytes | str, name: str) -> None:
         header = dict[str, object]()
     except TextError as error:
         raise PlanError(
-            f"{name} is no plan, or is cut short: it is not JSON ({error}). {AGAIN}"
+            f"{name} is no plan, or is cut short: it is not JSON ({error}). {MAKE_PLAN_AGAIN}"
         ) from error
     if "steps" in header and "kind" not in header:
         raise PlanError(
@@ -242,11 +244,11 @@ def _check_header(data: bytes | str, name: str) -> None:
             "remat run MODEL --budget BUDGET -o FILE"
         )
     if header.get("kind") != KIND:
-        raise PlanError(f"{name} is no plan: its kind is not {KIND!r}. {AGAIN}")
-    if header.get("schema_version") != SCHEMA_VERSION:
+        raise PlanError(f"{name} is no plan: its kind is not {KIND!r}. {MAKE_PLAN_AGAIN}")
+    if header.get("schema_version") != _SCHEMA_VERSION:
         raise PlanError(
             f"{name} has schema version {header.get('schema_version')}, this release reads "
-            f"{SCHEMA_VERSION}. {AGAIN}"
+            f"{_SCHEMA_VERSION}. {MAKE_PLAN_AGAIN}"
         )
 
 
@@ -262,7 +264,7 @@ AGREEMENT = 1e-9
 """Largest relative difference of two times that come from the same sum."""
 
 
-def judge_plan(plan: Plan, name: str = "the plan") -> tuple[TrainingGraph, Simulation]:
+def evaluate_plan(plan: Plan, name: str = "the plan") -> tuple[TrainingGraph, Simulation]:
     """The graph that a plan keeps, and what `simulate` says of its schedule now.
 
     Raises
@@ -272,21 +274,21 @@ def judge_plan(plan: Plan, name: str = "the plan") -> tuple[TrainingGraph, Simul
     """
     if plan.graph is None:
         raise PlanError(
-            f"{name} keeps no graph with prices: it was rewritten by hand, or made by an older "
+            f"{name} keeps no graph with costs: it was rewritten by hand, or made by an older "
             f"release. Name its model too (MODEL --plan {name}), or make it again with "
             "remat run MODEL --budget BUDGET -o FILE"
         )
     try:
         simulation = simulate(plan.graph, plan.schedule)
     except ScheduleError as error:
-        raise PlanError(f"{name} was edited, or is stale: {error}. {AGAIN}") from error
+        raise PlanError(f"{name} was edited, or is stale: {error}. {MAKE_PLAN_AGAIN}") from error
     if plan.prediction is not None:
         _require_same(plan.prediction, simulation, name)
     require_within_budget(plan.schedule, simulation.peak_bytes, name)
     return plan.graph, simulation
 
 
-def judge_family(over: RangeFacts, name: str = "the plan") -> None:
+def evaluate_family(over: RangeFacts, name: str = "the plan") -> None:
     """Judge each member of a kept family at the corners of what it serves.
 
     Raises
@@ -298,21 +300,23 @@ def judge_family(over: RangeFacts, name: str = "the plan") -> None:
     top = corner(graph.symbols, "high")
     is_whole = family.symbols == graph.symbols and bool(family.members)
     if not is_whole or top not in family.top.corners:
-        raise PlanError(f"{name} was edited: its schedules do not serve its range. {AGAIN}")
+        raise PlanError(
+            f"{name} was edited: its schedules do not serve its range. {MAKE_PLAN_AGAIN}"
+        )
     try:
         for member in family.members:
             for one in member.corners:
                 part = (Symbol(s.name, s.low, one[s.name], s.multiple) for s in graph.symbols)
                 bounding = graph.bounding(tuple(part))
-                found = simulate(bounding, carried(member.schedule, bounding))
+                found = simulate(bounding, resized_schedule(member.schedule, bounding))
                 if found.peak_bytes > min(member.peak_bytes, family.budget_bytes):
                     raise PlanError(
                         f"{name} was edited, or is stale: at {one} its schedule has a peak of "
                         f"{found.peak_bytes} bytes, above the {member.peak_bytes} that it says "
-                        f"and the budget of {family.budget_bytes}. {AGAIN}"
+                        f"and the budget of {family.budget_bytes}. {MAKE_PLAN_AGAIN}"
                     )
     except (ScheduleError, GraphError, SignatureError, KeyError) as error:
-        raise PlanError(f"{name} was edited, or is stale: {error}. {AGAIN}") from error
+        raise PlanError(f"{name} was edited, or is stale: {error}. {MAKE_PLAN_AGAIN}") from error
 
 
 def require_within_budget(schedule: Schedule, peak_bytes: int, name: str) -> None:
@@ -321,7 +325,7 @@ def require_within_budget(schedule: Schedule, peak_bytes: int, name: str) -> Non
         raise PlanError(
             f"the peak of {name} is {peak_bytes} bytes on this graph, above its budget of "
             f"{schedule.budget_bytes}: it was edited, or made with the sizes of another machine. "
-            f"{AGAIN}"
+            f"{MAKE_PLAN_AGAIN}"
         )
 
 
@@ -339,5 +343,5 @@ def _require_same(said: Prediction, found: Simulation, name: str) -> None:
         if abs(planned - real) > AGREEMENT * max(abs(real), 1.0):
             raise PlanError(
                 f"{name} was edited, or is stale: it says {figure} {planned:.10g}, and simulating "
-                f"its schedule on its graph gives {real:.10g}. {AGAIN}"
+                f"its schedule on its graph gives {real:.10g}. {MAKE_PLAN_AGAIN}"
             )

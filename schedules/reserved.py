@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.caching_allocator import AllocatorSettings, Block, CachingAllocator
+from remat.schedules.caching_allocator import AllocatorBlock, AllocatorSettings, CachingAllocator
 from remat.schedules.layout import Buffers, buffers_of
 from remat.schedules.schedule import Schedule
 
@@ -31,7 +31,7 @@ from remat.schedules.schedule import Schedule
 EMPTY_CACHE = 0
 
 
-class Replayed(msgspec.Struct, frozen=True):
+class AllocatorReplay(msgspec.Struct, frozen=True):
     """What became of a trace.
 
     Attributes
@@ -50,9 +50,9 @@ class Replayed(msgspec.Struct, frozen=True):
     failed_request: int | None = None
 
 
-def replay(trace: Iterable[int], settings: AllocatorSettings) -> Replayed:
+def serve_trace(trace: Iterable[int], settings: AllocatorSettings) -> AllocatorReplay:
     """Serve all requests of a trace, or those before the first that fails."""
-    allocator, used = CachingAllocator(settings), dict[int, Block]()
+    allocator, used = CachingAllocator(settings), dict[int, AllocatorBlock]()
     n_requests, failed = 0, None
     for event in trace:
         if event > 0:
@@ -66,7 +66,7 @@ def replay(trace: Iterable[int], settings: AllocatorSettings) -> Replayed:
             allocator.free(used.pop(~event))
         else:
             allocator.empty_cache()
-    return Replayed(
+    return AllocatorReplay(
         peak_allocated_bytes=allocator.peak_allocated_bytes,
         peak_reserved_bytes=allocator.peak_reserved_bytes,
         reserved_bytes=allocator.reserved_bytes,
@@ -97,7 +97,7 @@ DEFAULT = AllocatorSettings()
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
 
 
-class Taken(msgspec.Struct, frozen=True):
+class AllocatorPeak(msgspec.Struct, frozen=True):
     """Bytes of a device at their most, resident tensors included.
 
     Attributes
@@ -120,8 +120,8 @@ class Reserved(msgspec.Struct, frozen=True):
         ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
     """
 
-    default: Taken
-    expandable: Taken
+    default: AllocatorPeak
+    expandable: AllocatorPeak
 
 
 def reserved_of(graph: TrainingGraph, schedule: Schedule) -> Reserved:
@@ -134,16 +134,18 @@ def reserved_of(graph: TrainingGraph, schedule: Schedule) -> Reserved:
     ScheduleError : the schedule is of another graph, or `simulate` finds a rule broken.
     """
     buffers = buffers_of(graph, schedule)
-    return Reserved(taken_for(buffers, DEFAULT), taken_for(buffers, EXPANDABLE))
+    return Reserved(allocator_peak(buffers, DEFAULT), allocator_peak(buffers, EXPANDABLE))
 
 
-def taken_for(buffers: Buffers, settings: AllocatorSettings, n_steps: int = N_STEPS) -> Taken:
+def allocator_peak(
+    buffers: Buffers, settings: AllocatorSettings, n_steps: int = N_STEPS
+) -> AllocatorPeak:
     """What the allocator with these settings takes for `n_steps` equal steps of `buffers`.
 
     `settings` have no limit of capacity, so that every request is served.
     """
-    found = replay(trace_of_steps(buffers, n_steps), settings)
-    return Taken(
+    found = serve_trace(trace_of_steps(buffers, n_steps), settings)
+    return AllocatorPeak(
         allocated_bytes=buffers.resident_bytes + found.peak_allocated_bytes,
         reserved_bytes=buffers.resident_bytes + found.peak_reserved_bytes,
     )
@@ -159,5 +161,5 @@ def retries_within(
     """
     left_bytes = device_bytes - buffers.resident_bytes
     settings = msgspec.structs.replace(settings, capacity_bytes=left_bytes)
-    found = replay(trace_of_steps(buffers, n_steps), settings)
+    found = serve_trace(trace_of_steps(buffers, n_steps), settings)
     return found.n_retries if found.failed_request is None else None

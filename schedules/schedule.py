@@ -8,11 +8,11 @@ from collections.abc import Iterable
 import msgspec
 
 from remat.graph_capture.errors import ScheduleError, ShapeError, TextError
-from remat.graph_capture.files import decoded
-from remat.graph_capture.graph import DELIVER, TIERS, UPDATE, Tier, TrainingGraph, are_figures
+from remat.graph_capture.files import decode_json
+from remat.graph_capture.graph import ACCUMULATE, TIERS, UPDATE, Tier, TrainingGraph, are_figures
 
-SCHEMA_VERSION = 2
-READ_VERSIONS = (1, 2)
+_SCHEMA_VERSION = 2
+_READ_VERSIONS = (1, 2)
 """Version 1 had one tier below the device: what went there left the device at once."""
 
 
@@ -61,11 +61,11 @@ Step = Compute | Free | Offload | Fetch
 Option = str | int | float | bool | None
 
 
-class Pieces(msgspec.Struct, frozen=True):
-    """A region that a schedule runs in pieces, as a `Choice` of the graph says."""
+class ChunkedRegion(msgspec.Struct, frozen=True):
+    """A region that a schedule runs in chunks, as a `Choice` of the graph says."""
 
     region: str
-    pieces: int
+    chunks: int = msgspec.field(name="pieces")
     exact: bool = True
 
 
@@ -81,8 +81,9 @@ class Schedule(msgspec.Struct, frozen=True):
     graph_hash, inputs, signatures : of the graph it was made for.
     budget_bytes : the budget it was solved for, 0 without one.
     solver, options : what made it, and with which options.
-    pieces : regions that run in pieces. `graph_hash` is that of the graph with these, and
-        `captured_hash` of the one that was captured; empty where nothing runs in pieces.
+    chunks : regions that run in chunks; ``pieces`` in a file. `graph_hash` is that of the graph
+        with these, and `captured_hash` of the one that was captured; empty where nothing runs in
+        chunks.
     """
 
     steps: tuple[Step, ...]
@@ -92,33 +93,33 @@ class Schedule(msgspec.Struct, frozen=True):
     budget_bytes: int = 0
     solver: str = ""
     options: dict[str, Option] = {}
-    pieces: tuple[Pieces, ...] = ()
+    chunks: tuple[ChunkedRegion, ...] = msgspec.field(default=(), name="pieces")
     captured_hash: str = ""
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int = _SCHEMA_VERSION
 
     def __post_init__(self) -> None:
-        if self.schema_version not in READ_VERSIONS:
+        if self.schema_version not in _READ_VERSIONS:
             raise ScheduleError(
                 f"plan file has schema version {self.schema_version}, "
-                f"this release reads {SCHEMA_VERSION}: solve again"
+                f"this release reads {_SCHEMA_VERSION}: solve again"
             )
         if self.schema_version == 1:
             msgspec.structs.force_setattr(self, "steps", tuple(_upgraded(self.steps)))
-            msgspec.structs.force_setattr(self, "schema_version", SCHEMA_VERSION)
+            msgspec.structs.force_setattr(self, "schema_version", _SCHEMA_VERSION)
         if not are_figures(self.budget_bytes):
             raise ScheduleError("the budget of a schedule is negative, or too large to be shown")
-        self._check_pieces()
+        self._check_chunks()
 
-    def _check_pieces(self) -> None:
-        """Raise `ScheduleError` for pieces that no solver gives."""
-        if len({one.region for one in self.pieces}) < len(self.pieces):
-            raise ScheduleError("a schedule names the same region in pieces twice")
-        if any(one.pieces < 2 for one in self.pieces):
-            raise ScheduleError("a schedule runs a region in fewer than 2 pieces")
+    def _check_chunks(self) -> None:
+        """Raise `ScheduleError` for chunks that no solver gives."""
+        if len({one.region for one in self.chunks}) < len(self.chunks):
+            raise ScheduleError("a schedule names the same region in chunks twice")
+        if any(one.chunks < 2 for one in self.chunks):
+            raise ScheduleError("a schedule runs a region in fewer than 2 chunks")
         named = bool(self.captured_hash)
-        if bool(self.pieces) != named or (named and self.captured_hash == self.graph_hash):
+        if bool(self.chunks) != named or (named and self.captured_hash == self.graph_hash):
             raise ScheduleError(
-                "a schedule with regions in pieces names two graphs, with them and without; any "
+                "a schedule with regions in chunks names two graphs, with them and without; any "
                 "other names one"
             )
 
@@ -144,9 +145,9 @@ class Schedule(msgspec.Struct, frozen=True):
         )
 
     @property
-    def hands_over(self) -> bool:
-        """Whether it was made for a graph that hands over gradients as they are made."""
-        return any(f" = {DELIVER}(" in line for line in self.signatures)
+    def releases_gradients(self) -> bool:
+        """Whether it was made for a graph that releases gradients as they are made."""
+        return any(f" = {ACCUMULATE}(" in line for line in self.signatures)
 
     @property
     def updates(self) -> bool:
@@ -172,12 +173,12 @@ class Schedule(msgspec.Struct, frozen=True):
         )
 
     def check_captured_as(self, graph: TrainingGraph) -> None:
-        """As `check_made_for`, of the graph that was captured before regions ran in pieces."""
-        if not self.pieces:
+        """As `check_made_for`, of the graph that was captured before regions ran in chunks."""
+        if not self.chunks:
             self.check_made_for(graph)
         elif self.captured_hash != graph.hash:
             raise ScheduleError(
-                "this plan, with a region in pieces, was made for another graph. Capture and solve "
+                "this plan, with a region in chunks, was made for another graph. Capture and solve "
                 "again for the model and batch at hand"
             )
 
@@ -209,7 +210,7 @@ class Schedule(msgspec.Struct, frozen=True):
         ScheduleError : the text is no plan, or of another schema version.
         """
         try:
-            return decoded(data, cls)
+            return decode_json(data, cls)
         except ShapeError as error:
             raise ScheduleError(
                 f"{name}: not a plan file of this release: {error}. A plan is what run -o "
@@ -246,12 +247,12 @@ class Schedule(msgspec.Struct, frozen=True):
         )
 
 
-def brought(step: Step) -> str:
+def fetched_value(step: Step) -> str:
     """The value that a step other than `Compute` brings to the device; empty for none."""
     return step.value if isinstance(step, Fetch) and step.to == "device" else ""
 
 
-def dropped(step: Step) -> str:
+def freed_value(step: Step) -> str:
     """The value that a step drops from the device; empty for none."""
     return step.value if isinstance(step, Free) and step.at == "device" else ""
 

@@ -1,6 +1,6 @@
-"""The only judge: what a schedule needs, step by step, in bytes and in time.
+"""The simulator: what a schedule needs, step by step, in bytes and in time.
 
-With `judge.py` this is short, knows no solver, and is slow enough to be obviously right.
+With `simulator.py` this is short, knows no solver, and is slow enough to be obviously right.
 Every peak, time, overhead and gap that `remat` prints comes from `simulate`. Solvers keep faster
 books of their own; each of their schedules is judged here once before it leaves `solver/`.
 """
@@ -8,10 +8,10 @@ books of their own; each of their schedules is judged here once before it leaves
 from __future__ import annotations
 
 from remat.graph_capture.graph import LINK_NAMES, LOWER_TIERS, Links, Tier, TrainingGraph
-from remat.schedules.derived import as_planned
-from remat.schedules.judge import Replay
+from remat.schedules.derived import graph_of_schedule
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulation import Copy, Simulation
+from remat.schedules.simulator import ScheduleReplay
 
 
 def simulate(graph: TrainingGraph, schedule: Schedule, links: Links | None = None) -> Simulation:
@@ -20,7 +20,7 @@ def simulate(graph: TrainingGraph, schedule: Schedule, links: Links | None = Non
     While an op runs, all of these are live: what is resident, every value that has not been
     freed, the op's inputs, outputs and workspace. An output that was live already keeps its copy;
     the second copy that the run makes of it counts only while the op runs. A region that the
-    schedule runs in pieces has the ops of that choice of `graph`.
+    schedule runs in chunks has the ops of that choice of `graph`.
 
     Parameters
     ----------
@@ -32,9 +32,9 @@ def simulate(graph: TrainingGraph, schedule: Schedule, links: Links | None = Non
         is not live, a pinned op is computed twice, an output of the step is lost, a tier is full,
         ...). The message names the step and the op.
     """
-    graph = as_planned(graph, schedule)
+    graph = graph_of_schedule(graph, schedule)
     schedule.check_made_for(graph)
-    replay, steps = Replay(graph, schedule, links or graph.links), schedule.steps
+    replay, steps = ScheduleReplay(graph, schedule, links or graph.links), schedule.steps
     live_bytes, clock_us = list[int](), list[float]()
     below: dict[Tier, list[int]] = {tier: [] for tier in LOWER_TIERS}
     peak_bytes, peak_step, at_peak, workspace = replay.bytes["device"], 0, tuple[str, ...](), 0
@@ -79,7 +79,7 @@ def require_valid(
 ) -> Simulation:
     """Refuse a schedule that is not one of `graph`, before anything is made of it; judge others.
 
-    `graph` is the very one that is to be carried out, with regions in pieces. A hash says only
+    `graph` is the very one that is to be carried out, with regions in chunks. A hash says only
     that a schedule was made for it: steps that were doubled, dropped or moved since train with
     other gradients than eager's, or hold more than was promised.
 

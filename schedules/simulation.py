@@ -1,4 +1,4 @@
-"""What the judge found of a schedule: bytes step by step, time, copies and waits for them."""
+"""What the simulator found of a schedule: bytes step by step, time, copies and waits for them."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ in captured order, or in any (`order`). The parts come in order of cost:
 2. on tiny graphs, exhaustive search;
 3. one cut, which gives a bound and schedules, and segments between lower sets; windows of
    cuts, where memory is full in several places (`windows`); where none of these fits, ways
-   to any schedule, the quickest first (`starts`);
+   to any schedule, the quickest first (`initial_solutions`);
 4. where the gap stays open, schedules of online policies, or on large graphs exchanges;
 5. lazy cuts and large neighbourhoods side by side (`improve`);
 6. on small graphs, the exact program of `checkmate`.
@@ -33,15 +33,15 @@ from remat.solver.blocks.hierarchical import Hierarchical
 from remat.solver.bounds.lazy_cuts import Climbed
 from remat.solver.bounds.least_peak import note_floor, prove_nothing_fits
 from remat.solver.bounds.windows import Windows
-from remat.solver.cuts.cut import begin, begin_windows, limits_of, take_climbed
-from remat.solver.cuts.starts import take_least_peak, take_policies
+from remat.solver.cuts.cut import begin, begin_window_cuts, limits_of, offer_climbed
+from remat.solver.cuts.initial_solutions import offer_least_peak, offer_policies
 from remat.solver.exact.checkmate import Checkmate
 from remat.solver.exact.exhaustive import Exhaustive, OrderOption
 from remat.solver.local_search.events import Runs
 from remat.solver.local_search.neighbourhoods import LargeNeighbourhoods
-from remat.solver.local_search.repair import take_exchanges
+from remat.solver.local_search.repair import offer_exchanges
 from remat.solver.orders.free_order import FreeOrder, Share
-from remat.solver.reductions.copies import can_copy
+from remat.solver.reductions.copy_support import can_copy
 from remat.solver.result import INTERRUPTED, Result, renamed
 from remat.solver.search import Clock, Listener, Search
 from remat.solver.segments.chen_sqrt import chen_state
@@ -71,16 +71,16 @@ from remat.solver.table import REAL, make_solver, options_of
 # two take turns.
 
 
-CP_SAT_S = 2.5
+_CP_SAT_S = 2.5
 """Seconds that a unit of CP-SAT's deterministic time took, with the building of its programs."""
-ITERATION_S = 4e-4
+_ITERATION_S = 4e-4
 """Seconds that HiGHS took for an iteration of the simplex algorithm, with cuts and the rest.
 
 Both only turn counted effort into about seconds; a faster machine does the same work sooner.
 """
-GROWTH = 1.5
+_GROWTH = 1.5
 """How much longer the next program of cuts is expected to take."""
-PATIENCE = 1.6
+_PATIENCE = 1.6
 """Growth of what a program of cuts may take, after one that did not end in it."""
 
 
@@ -117,13 +117,13 @@ class Improvement:
             if has_cuts:
                 self._round_of_both()
             else:
-                self._search_around(self.workers, self.least_effort / CP_SAT_S)
+                self._search_around(self.workers, self.least_effort / _CP_SAT_S)
             is_slow = self.search.is_large and LAST_LARGE_ROUND.is_last(self.search.gap, open_gap)
 
     def _round_of_both(self) -> None:
         """Some programs of cuts, and neighbourhoods beside them."""
         before_us, open_gap = self.lazy.bound_us, self.search.gap
-        effort = max(self.effort, self.least_effort) / CP_SAT_S
+        effort = max(self.effort, self.least_effort) / _CP_SAT_S
         if self.search.best is not None:
             self.lazy.spent_us = self._spent_us(self.search.best)
         if self.search.best is None or self.workers == 1:
@@ -135,13 +135,13 @@ class Improvement:
                 self._search_around(self.workers - 1, effort)
                 found = solving.wait()
         for climbed in found:
-            take_climbed(self.search, climbed)
+            offer_climbed(self.search, climbed)
             # The guide of neighbourhoods need not fit, but it recomputes little: the stages in
             # which it does are worth a try.
             if climbed.start is not None and climbed.solution.finished:
                 self.guide = [sorted(stage.recomputed) for stage in climbed.start.stages]
         if not found[-1].solution.finished:
-            self.cuts_limit = self.cuts_limit.longer(PATIENCE)
+            self.cuts_limit = self.cuts_limit.longer(_PATIENCE)
         is_higher = self.lazy.bound_us > before_us * (1 + 1e-6)
         self.stalled = 0 if is_higher else self.stalled + 1
 
@@ -155,7 +155,7 @@ class Improvement:
         spent = 0.0
         while spent < self.least_effort and not self.lazy.is_done:
             found.append(self.lazy.climb(self._limits(open_gap)))
-            self.effort = GROWTH * ITERATION_S * found[-1].solution.iterations
+            self.effort = _GROWTH * _ITERATION_S * found[-1].solution.iterations
             spent += max(self.effort, FIRST_ROUND.most / 10)
             if not found[-1].solution.finished:
                 break
@@ -183,9 +183,9 @@ class Improvement:
         self.around.run(effort)
 
 
-PATIENT_S = 20.0
+_PATIENT_S = 20.0
 """Above this time limit, `hierarchical` tries larger blocks too if nothing fits yet."""
-TINY_OPS = 14
+_TINY_OPS = 14
 """Graphs of at most so many ops are searched exhaustively."""
 
 
@@ -202,7 +202,7 @@ class Auto:
         the bound holds too.
     known_us : the time of a schedule that is known, if first runs keep their order: the search
         ends where it is proved that none is faster by more than `gap`.
-    time_limit_s, progress : as in `remat.solver.solve`.
+    time_limit_s, progress : as in `remat.solver.solve_within`.
     """
 
     copies: ClassVar[bool] = True
@@ -231,9 +231,9 @@ class Auto:
         if self.order == "free":
             return self._solve_free(graph, budget_bytes)
         share = Share(self.time_limit_s, self.progress)
-        if len(graph.ops) <= TINY_OPS:
+        if len(graph.ops) <= _TINY_OPS:
             found = self._solve_tiny(graph, budget_bytes, share)
-            if is_settled(found):
+            if _is_settled(found):
                 return found
             share = share._replace(time_limit_s=(1 - TINY.part) * self.time_limit_s)
         return self._solve_fixed(graph, budget_bytes, share)
@@ -272,7 +272,7 @@ class Auto:
         elif not search.out_of_time():
             self._close_gap(search, plain, share)
         if search.best is None and search.lowest is None and not share.is_look:
-            take_least_peak(search, plain)
+            offer_least_peak(search, plain)
         if search.best is None and search.is_large and not share.is_look:
             # It takes no longer than reading the graph, so that even a search whose time ended
             # has some answer.
@@ -282,7 +282,7 @@ class Auto:
         """All that may find a schedule or raise the bound, in turn; a look ends early."""
         # Before the cut, whose repairs are slow on thousands of ops.
         if search.is_large:
-            Hierarchical().first(search, is_thorough=search.left_s > PATIENT_S)
+            Hierarchical().first(search, is_thorough=search.left_s > _PATIENT_S)
         gap = gap_for(len(search.graph.ops), self.gap)
         has_start = share.start is not None
         if share.is_look:
@@ -290,14 +290,14 @@ class Auto:
             prove_nothing_fits(search)
             search.cut_short |= search.is_open(gap)
             return
-        windows = begin_windows(search, plain, gap, has_start=has_start)
+        windows = begin_window_cuts(search, plain, gap, has_start=has_start)
         prove_nothing_fits(search)
         # Policies take long, and where there are several windows, they found nothing better.
         has_enough = windows is not None and len(windows.parts) > 1 and search.best is not None
         if not has_start and search.is_open(gap) and not has_enough:
             self._take_more_starts(search)
         if search.best is None and search.lowest is None:
-            take_least_peak(search, plain)
+            offer_least_peak(search, plain)
         if windows is not None and not search.proved_infeasible:
             Improvement(search, windows, gap, self.seed, self.workers).run()
         if len(search.graph.ops) <= EXACT_OPS and search.is_open(gap):
@@ -308,17 +308,17 @@ class Auto:
         # On an unrolled LSTM of 1,091 ops at 15 % of its peak, exchanges brought 95 % of overhead
         # to 52 % in 4 s, where policies took 11 s and found nothing better.
         if search.is_large and search.best_state is not None:
-            take_exchanges(search)
+            offer_exchanges(search)
         else:
-            take_policies(search)
+            offer_policies(search)
 
     def _solve_free(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """Solve in any order: by exhaustive search where that ends, else order by order."""
         clock = Clock(self.time_limit_s)
-        if len(graph.ops) <= TINY_OPS:
+        if len(graph.ops) <= _TINY_OPS:
             share = Share(self.time_limit_s, self.progress)
             found = self._solve_tiny(graph, budget_bytes, share)
-            if is_settled(found):
+            if _is_settled(found):
                 return found
         return FreeOrder(
             graph, budget_bytes, self._solve_fixed, gap_for(len(graph.ops), self.gap),
@@ -336,6 +336,6 @@ class Auto:
         return search.result()
 
 
-def is_settled(found: Result) -> bool:
+def _is_settled(found: Result) -> bool:
     """Whether the solve is done, or Ctrl-C ended it."""
     return found.status != "time limit" or found.message.startswith(INTERRUPTED)

@@ -10,7 +10,7 @@ from itertools import pairwise
 import msgspec
 
 from remat.graph_capture.errors import SolverError
-from remat.graph_capture.graph import TrainingGraph, kept_with
+from remat.graph_capture.graph import TrainingGraph, cached_on
 from remat.schedules.schedule import Schedule
 
 
@@ -24,7 +24,7 @@ class Problem:
     needs : n + 1 tuples; values that must be live when op t first runs beside its
         outputs: its inputs, and for the last forward op the forward outputs. Entry n
         holds what must be live at the end.
-    producer, size_bytes : of each value. cost_us, workspace_bytes, pinned : of each op.
+    producer, size_bytes : of each value. cost_us, workspace_bytes, no_recompute : of each op.
     forward_outputs : values that must be live when forward ends.
     held : those in the caller's hands from stage `n_forward` on.
     resident_bytes : live throughout.
@@ -39,7 +39,7 @@ class Problem:
     cost_us: tuple[float, ...]
     workspace_bytes: tuple[int, ...]
     output_bytes: tuple[int, ...]
-    pinned: tuple[bool, ...]
+    no_recompute: tuple[bool, ...]
     forward_outputs: tuple[int, ...]
     held: frozenset[int]
     n_forward: int
@@ -68,7 +68,7 @@ class Problem:
     @classmethod
     def of(cls, graph: TrainingGraph) -> Problem:
         """Index `graph`; the same object each time."""
-        return kept_with(graph, "problem", lambda: cls._indexed(graph))
+        return cached_on(graph, "problem", lambda: cls._indexed(graph))
 
     @classmethod
     def _indexed(cls, graph: TrainingGraph) -> Problem:
@@ -93,7 +93,7 @@ class Problem:
             cost_us=tuple(op.cost_us for op in graph.ops),
             workspace_bytes=tuple(op.workspace_bytes for op in graph.ops),
             output_bytes=tuple(sum(size_bytes[v] for v in made_by) for made_by in outputs),
-            pinned=tuple(bool(op.pinned) for op in graph.ops),
+            no_recompute=tuple(bool(op.no_recompute) for op in graph.ops),
             forward_outputs=forward_outputs,
             held=frozenset(forward_outputs) & frozenset(_indices(graph.outputs, index)),
             n_forward=graph.n_forward,
@@ -140,7 +140,7 @@ def predecessors(graph: TrainingGraph) -> list[list[int]]:
     comes before backward is left to `is_allowed`: as edges it would be quadratic.
     """
     before = [
-        list(dict.fromkeys(graph.op_index[p] for v in op.inputs if (p := producer(graph, v))))
+        list(dict.fromkeys(graph.op_index[p] for v in op.inputs if (p := _producer(graph, v))))
         for op in graph.ops
     ]
     for first, following in pairwise(graph.ordered_ops):
@@ -152,7 +152,7 @@ def predecessors(graph: TrainingGraph) -> list[list[int]]:
     return before
 
 
-def producer(graph: TrainingGraph, value: str) -> str:
+def _producer(graph: TrainingGraph, value: str) -> str:
     """Name of the op that creates `value`, empty if it is resident."""
     return graph.value_by_name[value].producer
 

@@ -12,9 +12,9 @@ from remat.schedules.derived import fastest_us
 from remat.schedules.schedule import Option, Schedule
 from remat.schedules.simulate import gap_of, simulate
 from remat.schedules.simulation import Simulation
-from remat.solver.kept import Attention, attention_of
+from remat.solver.recompute_summary import Attention, attention_of
 
-Status = Literal["optimal", "feasible", "infeasible", "time limit"]
+_Status = Literal["optimal", "feasible", "infeasible", "time limit"]
 
 INTERRUPTED = "interrupted"
 """How the message of a solve begins that Ctrl-C ended."""
@@ -60,7 +60,7 @@ class Result(msgspec.Struct, frozen=True):
     message : what to say to the user beyond the figures.
     """
 
-    status: Status
+    status: _Status
     solver: str
     budget_bytes: int
     schedule: Schedule | None = None
@@ -114,7 +114,7 @@ class Result(msgspec.Struct, frozen=True):
         )
 
 
-def judged(
+def evaluate_schedule(
     graph: TrainingGraph,
     schedule: Schedule,
     *,
@@ -149,19 +149,19 @@ def judged(
     )
 
 
-def known_to_do(budget_bytes: int, least_bytes: int, rest: str, *, is_proved: bool) -> str:
+def least_budget_message(budget_bytes: int, least_bytes: int, rest: str, *, is_proved: bool) -> str:
     """The message of a solve without a schedule that knows one of `least_bytes`."""
     proof = NONE_FITS if is_proved else "no schedule found that fits"
     text = f"{proof} {budget_bytes} bytes; {least_bytes} {KNOWN}"
     return f"{text}. {rest}" if rest else text
 
 
-def rest_of(message: str) -> str:
-    """What a message of `known_to_do` says beyond those bytes; another message, whole."""
+def without_least_budget(message: str) -> str:
+    """What a message of `least_budget_message` says beyond those bytes; another message, whole."""
     return message.rpartition(KNOWN)[2].removeprefix(". ")
 
 
-def naming_the_limit(result: Result, time_limit_s: float) -> Result:
+def with_time_limit_message(result: Result, time_limit_s: float) -> Result:
     """`result`; where the clock ended the search without a schedule, its message says so first.
 
     Such an end says nothing about the budget, so more time is what to ask for. A part of the
@@ -225,7 +225,7 @@ def at_least_budget(graph: TrainingGraph, lost: Result) -> Result | None:
     if least is None or graph.hash not in (least.graph_hash, least.captured_hash):
         return None
     budget_bytes = lost.least_feasible_bytes
-    return judged(
+    return evaluate_schedule(
         graph,
         msgspec.structs.replace(least, budget_bytes=budget_bytes),
         budget_bytes=budget_bytes,

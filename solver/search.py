@@ -16,7 +16,14 @@ from remat.schedules.schedule import Option, Schedule
 from remat.schedules.simulate import overhead_of, simulate
 from remat.schedules.simulation import Simulation
 from remat.solver.problem import Problem, working_set_bytes
-from remat.solver.result import INTERRUPTED, Holding, Result, infeasible, judged, known_to_do
+from remat.solver.result import (
+    INTERRUPTED,
+    Holding,
+    Result,
+    evaluate_schedule,
+    infeasible,
+    least_budget_message,
+)
 from remat.solver.state import State, schedule_of
 from remat.solver.table import options_of
 
@@ -98,7 +105,7 @@ class Clock:
             self.time_limit_s = whole_s
 
 
-class EnoughProvedError(Exception):
+class _EnoughProvedError(Exception):
     """Ends a search whose bound shows that nothing it can find is of use; `Search` catches it."""
 
 
@@ -247,7 +254,7 @@ class Search:
         """On Ctrl-C, end the block and go on with the best found so far, which says so."""
         try:
             yield
-        except EnoughProvedError:
+        except _EnoughProvedError:
             self.note("No schedule is faster than one that is known, by more than the gap")
         except KeyboardInterrupt:
             note_interrupt()
@@ -278,13 +285,13 @@ class Search:
 
         Raises
         ------
-        EnoughProvedError : that is no less than `enough_us`, so there is nothing left to find.
+        _EnoughProvedError : that is no less than `enough_us`, so there is nothing left to find.
         """
         if bound_us > self.bound_us:
             self.bound_us = bound_us
             self.tell()
         if self.bound_us >= self.enough_us:
-            raise EnoughProvedError
+            raise _EnoughProvedError
 
     def offer(self, state: State) -> bool:
         """Take `state`'s schedule if it is the best yet; return whether it fits."""
@@ -305,10 +312,10 @@ class Search:
             self.lowest, self.lowest_bytes = self._schedule(state), peak_bytes
 
     def offer_schedule(self, schedule: Schedule, *, or_least: bool = False) -> bool:
-        """As `offer_judged`, of a schedule that is still to be judged."""
-        return self.offer_judged(schedule, simulate(self.graph, schedule), or_least=or_least)
+        """As `offer_evaluated`, of a schedule that is still to be judged."""
+        return self.offer_evaluated(schedule, simulate(self.graph, schedule), or_least=or_least)
 
-    def offer_judged(
+    def offer_evaluated(
         self, schedule: Schedule, found: Simulation, *, or_least: bool = False
     ) -> bool:
         """Take `schedule`, as one of this search, if it is the best yet; return whether it fits.
@@ -348,7 +355,7 @@ class Search:
     def _with_schedule(self, best: Schedule) -> Result:
         best_us = self.best_key[0]
         assert self.bound_us <= best_us * (1 + 1e-6), "a proven bound exceeds a schedule's time"
-        return judged(
+        return evaluate_schedule(
             self.graph,
             best,
             budget_bytes=self.budget_bytes,
@@ -371,7 +378,7 @@ class Search:
             )
         found = simulate(self.graph, self.lowest)
         assert self.least_bound_bytes <= found.peak_bytes, "a proven bound exceeds a peak"
-        text = known_to_do(
+        text = least_budget_message(
             self.budget_bytes, found.peak_bytes, self.message, is_proved=self.proved_infeasible
         )
         lost = infeasible(

@@ -31,7 +31,7 @@ from remat.solver.problem import Problem
 # a value that is not carried on is freed right after its last use in the stage.
 
 
-Row = Sequence[int]
+_Row = Sequence[int]
 """One entry a value, in value order: 1 where the value is carried into a stage."""
 
 
@@ -55,8 +55,8 @@ class Stage(NamedTuple):
     touched: tuple[int, ...]
 
 
-def replay_stage(
-    problem: Problem, carried_in: Row, carried_on: Row, starts: Sequence[int], t: int
+def _replay_stage(
+    problem: Problem, carried_in: _Row, carried_on: _Row, starts: Sequence[int], t: int
 ) -> Stage:
     """Replay stage t, given what is carried and what is recomputed to be carried on.
 
@@ -99,7 +99,7 @@ def _touched(problem: Problem, starts: Sequence[int], t: int, order: Sequence[in
 
 def recomputed_in(
     problem: Problem,
-    carried_in: Row,
+    carried_in: _Row,
     starts: Sequence[int],
     t: int,
     *,
@@ -120,13 +120,13 @@ def recomputed_in(
 
 
 def _visit(
-    problem: Problem, carried_in: Row, t: int, root: int, seen: set[int], order: list[int]
+    problem: Problem, carried_in: _Row, t: int, root: int, seen: set[int], order: list[int]
 ) -> None:
     stack = [(root, 0)]
     seen.add(root)
     while stack:
         op, position = stack.pop()
-        if problem.pinned[op] or op >= t:
+        if problem.no_recompute[op] or op >= t:
             raise UnreachableError
         reads = problem.inputs[op]
         while position < len(reads):
@@ -142,7 +142,7 @@ def _visit(
 
 
 def closure_cost_us(
-    problem: Problem, carried_in: Row, v: int, t: int, paid: Collection[int], most_us: float
+    problem: Problem, carried_in: _Row, v: int, t: int, paid: Collection[int], most_us: float
 ) -> float | None:
     """Time of the closure of `v` alone in stage t, ops that are `paid` for left out.
 
@@ -155,7 +155,7 @@ def closure_cost_us(
     cost_us = 0.0
     while waiting:
         op = waiting.pop()
-        if problem.pinned[op] or op >= t:
+        if problem.no_recompute[op] or op >= t:
             return None
         if op not in already:
             cost_us += problem.cost_us[op]
@@ -180,13 +180,13 @@ def _last_uses(problem: Problem, t: int, order: Sequence[int]) -> dict[int, int]
 
 
 def _rise_bytes(
-    problem: Problem, carried_in: Row, carried_on: Row, t: int, order: Sequence[int]
+    problem: Problem, carried_in: _Row, carried_on: _Row, t: int, order: Sequence[int]
 ) -> int:
     return max(_heights_bytes(problem, carried_in, carried_on, t, order))
 
 
 def _heights_bytes(
-    problem: Problem, carried_in: Row, carried_on: Row, t: int, order: Sequence[int]
+    problem: Problem, carried_in: _Row, carried_on: _Row, t: int, order: Sequence[int]
 ) -> list[int]:
     """Bytes above what was carried in while each op of `order` runs, and op t at last."""
     last = _last_uses(problem, t, order)
@@ -207,7 +207,7 @@ def _heights_bytes(
 
 
 def fullest_op(
-    problem: Problem, carried_in: Row, carried_on: Row, t: int, order: Sequence[int]
+    problem: Problem, carried_in: _Row, carried_on: _Row, t: int, order: Sequence[int]
 ) -> int | None:
     """The op at which most is live among those run again in stage t; None if op t itself is."""
     heights = _heights_bytes(problem, carried_in, carried_on, t, order)
@@ -215,7 +215,7 @@ def fullest_op(
     return order[highest] if highest < len(order) else None
 
 
-def emit(problem: Problem, kept: Sequence[Row], stages: Sequence[Stage]) -> list[Step]:
+def steps_of_stages(problem: Problem, kept: Sequence[_Row], stages: Sequence[Stage]) -> list[Step]:
     """The steps of a whole schedule: each stage's recomputations, its op, and the frees."""
     steps: list[Step] = []
     for t, stage in enumerate(stages):
@@ -224,7 +224,7 @@ def emit(problem: Problem, kept: Sequence[Row], stages: Sequence[Stage]) -> list
 
 
 def _emit_stage(
-    problem: Problem, carried_on: Row, t: int, order: Sequence[int], steps: list[Step]
+    problem: Problem, carried_on: _Row, t: int, order: Sequence[int], steps: list[Step]
 ) -> None:
     last = _last_uses(problem, t, order)
     for position, op in enumerate((*order, t) if t < problem.n_ops else order):
@@ -239,7 +239,7 @@ def _emit_stage(
 
 
 Bytes = npt.NDArray[np.int64]
-Bits = npt.NDArray[np.uint8]
+_Bits = npt.NDArray[np.uint8]
 
 
 class State:
@@ -258,7 +258,7 @@ class State:
     def __init__(self, problem: Problem) -> None:
         n = problem.n_ops
         self.problem = problem
-        self.kept: Bits = np.zeros((n + 2, problem.n_values), np.uint8)
+        self.kept: _Bits = np.zeros((n + 2, problem.n_values), np.uint8)
         self.rows = [memoryview(row) for row in self.kept]
         self.starts: list[list[int]] = [[] for _ in range(n + 1)]
         self.touches: list[list[int]] = [[] for _ in range(problem.n_values)]
@@ -323,16 +323,16 @@ class State:
 
     def copy(self) -> State:
         """An independent copy."""
-        twin = State.__new__(State)
-        twin.problem = self.problem
-        twin.kept = self.kept.copy()
-        twin.rows = [memoryview(row) for row in twin.kept]
-        twin.starts = [list(values) for values in self.starts]
-        twin.touches = [list(stages) for stages in self.touches]
-        twin.stages = list(self.stages)
-        twin.entry_bytes = self.entry_bytes.copy()
-        twin.rise_bytes = self.rise_bytes.copy()
-        return twin
+        copied = State.__new__(State)
+        copied.problem = self.problem
+        copied.kept = self.kept.copy()
+        copied.rows = [memoryview(row) for row in copied.kept]
+        copied.starts = [list(values) for values in self.starts]
+        copied.touches = [list(stages) for stages in self.touches]
+        copied.stages = list(self.stages)
+        copied.entry_bytes = self.entry_bytes.copy()
+        copied.rise_bytes = self.rise_bytes.copy()
+        return copied
 
     @property
     def cost_us(self) -> float:
@@ -405,7 +405,7 @@ class State:
 
     def replay(self, t: int) -> Stage:
         """Stage t as the bits now have it; `stages` is left as it was."""
-        return replay_stage(self.problem, self.rows[t], self.rows[t + 1], self.starts[t], t)
+        return _replay_stage(self.problem, self.rows[t], self.rows[t + 1], self.starts[t], t)
 
     def schedule(
         self,
@@ -415,7 +415,7 @@ class State:
         options: dict[str, Option] | None = None,
     ) -> Schedule:
         """The schedule these bits stand for."""
-        steps = emit(self.problem, self.rows, self.stages)
+        steps = steps_of_stages(self.problem, self.rows, self.stages)
         return Schedule.for_graph(
             self.problem.graph, steps, budget_bytes=budget_bytes, solver=solver, options=options
         )
@@ -430,8 +430,8 @@ class State:
 def schedule_of(
     problem: Problem, sequence: Sequence[int], *, budget_bytes: int = 0, solver: str = ""
 ) -> Schedule:
-    """The schedule that runs the ops of `sequence` in turn; see `steps_of`."""
-    steps = steps_of(problem, sequence)
+    """The schedule that runs the ops of `sequence` in turn; see `_steps_of`."""
+    steps = _steps_of(problem, sequence)
     return Schedule.for_graph(problem.graph, steps, budget_bytes=budget_bytes, solver=solver)
 
 
@@ -441,7 +441,7 @@ def ops_of(problem: Problem, schedule: Schedule) -> list[int]:
     return [index[step.op] for step in schedule.steps if isinstance(step, Compute)]
 
 
-def steps_of(problem: Problem, sequence: Sequence[int]) -> list[Step]:
+def _steps_of(problem: Problem, sequence: Sequence[int]) -> list[Step]:
     """Steps that run the ops of `sequence`, each value freed as early as can be.
 
     A use reads the latest computation before it. A value is freed right after its last use
@@ -470,7 +470,7 @@ def _lost_after(problem: Problem, sequence: Sequence[int]) -> list[list[int]]:
     wanted = bytearray(problem.n_values)
     for v in problem.needs[problem.n_ops]:
         wanted[v] = 1
-    ends = end_of_forward(problem, sequence)
+    ends = last_forward_position(problem, sequence)
     for position in reversed(range(len(sequence))):
         op = sequence[position]
         if position == ends:
@@ -487,7 +487,7 @@ def _lost_after(problem: Problem, sequence: Sequence[int]) -> list[list[int]]:
     return lost
 
 
-def end_of_forward(problem: Problem, sequence: Sequence[int]) -> int:
+def last_forward_position(problem: Problem, sequence: Sequence[int]) -> int:
     """Position of the first run of the last forward op to run, -1 if there is none."""
     waiting = set(range(problem.n_forward))
     for position, op in enumerate(sequence):

@@ -1,7 +1,7 @@
 """When to stop: the rules that end a part of a search, each with the reason for its figure.
 
-`Nodes`, `Work` and `Rounds` count what no clock moves, so the same graph, budget and options
-give the same schedule on every machine. So does `CountedTime`: about seconds, but counted in
+`Nodes`, `WorkLimit` and `Rounds` count what no clock moves, so the same graph, budget and options
+give the same schedule on every machine. So does `_CountedTime`: about seconds, but counted in
 iterations of the simplex algorithm and in CP-SAT's deterministic time. `Seconds` are those of
 the clock: two runs may differ where they end something.
 """
@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-NO_LIMIT = 1 << 62
+_NO_LIMIT = 1 << 62
 
 EXACT_OPS, EXACT_GAP = 32, 1e-9
 """Graphs of at most so many ops are solved to this gap: that takes no time."""
 DEFAULT_GAP = 0.01
 """Ends a search at a schedule that is proved to be within this part of the best, unless another
-`gap` is asked for: prices of ops are no more exact."""
+`gap` is asked for: costs of ops are no more exact."""
 
 
 def gap_for(n_ops: int, gap: float) -> float:
@@ -33,7 +33,7 @@ class Nodes:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class WorkLimit:
     """Ends a search over moves once it has weighed `most` of them, as `Search.work` counts."""
 
     most: int
@@ -78,8 +78,8 @@ class Rounds:
     least : rounds that even the largest graph has.
     """
 
-    most: int = NO_LIMIT
-    times_ops: int = NO_LIMIT
+    most: int = _NO_LIMIT
+    times_ops: int = _NO_LIMIT
     least: int = 0
 
     def at(self, n_ops: int) -> int:
@@ -88,7 +88,7 @@ class Rounds:
 
 
 @dataclass(frozen=True, slots=True)
-class CountedTime:
+class _CountedTime:
     """Ends CP-SAT, or a round, after so many seconds as counted by what no clock moves."""
 
     most: float
@@ -131,16 +131,16 @@ LARGE_CUTS = Seconds(most_s=4.0)
 """The same on large graphs, where one cut says nearly all."""
 STALLED_CUTS = Rounds(3)
 """Rounds in a row that raise no bound, after which cuts are given up."""
-FIRST_ROUND, ROUND = CountedTime(0.5), CountedTime(3.0)
+FIRST_ROUND, ROUND = _CountedTime(0.5), _CountedTime(3.0)
 """A round of cuts and neighbourhoods: the first one, and, after doubling, the later ones."""
 LAST_LARGE_ROUND = SlowRound(narrow=0.01, part=0.9)
 """Rounds on large graphs. With a wider gap the time limit alone ends them."""
 
-FROM_ABOVE = Seconds(part=0.7)
+BUDGET_CONTINUATION = Seconds(part=0.7)
 """The way down from the peak, where nothing fits yet."""
-FROM_ABOVE_REPAIR = Work(30_000)
+CONTINUATION_REPAIR = WorkLimit(30_000)
 """One repair on that way. Where it takes more, a smaller step is the quicker one."""
-FIRST_DESCENT, SOON_DESCENT, LAST_DESCENT = CountedTime(0.25), CountedTime(0.5), CountedTime(2.0)
+FIRST_DESCENT, SOON_DESCENT, LAST_DESCENT = _CountedTime(0.25), _CountedTime(0.5), _CountedTime(2.0)
 """Neighbourhoods at one budget of that way: at first, and after doubling where the least step is
 too long, on a way that is to end soon or may be hard. With .5 throughout, a narrow graph of 1,000
 ops took 34 s in place of 26."""
@@ -152,23 +152,23 @@ REORDERED = Rounds(most=60, times_ops=12_000, least=4)
 
 # ---- repair and exchange (`local_search`, `cuts`)
 
-FIRST_REPAIRS = Work(100_000)
+FIRST_REPAIRS = WorkLimit(100_000)
 """Repairs of the starts from one cut, before other starts are tried. On an unrolled LSTM of 819
 ops at 48 % of its peak the first repair went round in circles for 40 s and more, or came to 170 %
-of overhead in 6 s, as prices differed in the third digit; segments had 33 % in 0.7 s."""
-REPAIRS_OF_A_START = Work(20_000)
+of overhead in 6 s, as costs differed in the third digit; segments had 33 % in 0.7 s."""
+REPAIRS_OF_A_START = WorkLimit(20_000)
 """Repairs of one start with one power after another, once there is a schedule."""
-VAIN_MOVES = Work(60_000)
+VAIN_MOVES = WorkLimit(60_000)
 """Moves weighed at one stage without finding one. On large graphs, whose ops run a long way back
 again, each takes long."""
-EXCHANGES = Work(300_000)
+EXCHANGES = WorkLimit(300_000)
 """Exchanges of what is kept."""
 VAIN_EXCHANGES = Rounds(times_ops=100_000, least=20)
 """Exchanges in a row that do not help. Each costs about as much as there are ops."""
 
 # ---- neighbourhoods solved by CP-SAT (`local_search`)
 
-NEIGHBOURHOOD = CountedTime(0.7)
+NEIGHBOURHOOD = _CountedTime(0.7)
 """One neighbourhood. Sets of ops that take longer are made smaller."""
 
 # ---- bounds on the least peak (`bounds`)
@@ -193,7 +193,7 @@ TIGHTER = Rounds(4)
 """Budgets tried, each lower, until the schedule fits with the runs that are put in."""
 FIRST_PINNED = Seconds(part=0.6)
 """The first of these solves: it is the last one where nothing has to be put in."""
-PINNED = Seconds(least_s=0.5)
+PINNED_SOLVE = Seconds(least_s=0.5)
 """Each of these solves, and the one that names the least budget."""
 PINNED_BOUND = Seconds(most_s=5.0)
 """The bound of the graph with `keep` alone."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
 from remat.solver.problem import Problem
-from remat.solver.result import Result, judged
+from remat.solver.result import Result, evaluate_schedule
 from remat.solver.search import Listener
 from remat.solver.state import State
 
@@ -31,7 +31,7 @@ class StoreAll:
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """Judge that schedule against `budget_bytes`."""
         made = store_all_state(Problem.of(graph))
-        return judged(
+        return evaluate_schedule(
             graph,
             made.schedule(budget_bytes=budget_bytes, solver="store_all"),
             budget_bytes=budget_bytes,

@@ -47,7 +47,7 @@ class Solver(Protocol):
     Ctrl-C
         A `KeyboardInterrupt` ends the search as the time limit does, at once: the best found
         is returned, and `message` begins with ``interrupted``. Calls into C++, which would
-        keep Ctrl-C waiting, run in a `Task` or by `run_apart` (`remat.solver.backends`).
+        keep Ctrl-C waiting, run in a `Task` or by `run_in_process` (`remat.solver.backends`).
     Determinism
         The same graph, budget, options, seed and number of workers give the same schedule in
         any process, unless the limit or Ctrl-C ended the search. So efforts are counted in
@@ -55,7 +55,7 @@ class Solver(Protocol):
         objects. `retention` with several workers is the one exception.
     Options
         They are the fields of the dataclass, each with a default: numbers, texts or bools.
-        They are keyword arguments of `remat.solver.solve`. `Schedule.options` records every
+        They are keyword arguments of `remat.solver.solve_within`. `Schedule.options` records every
         one, so that the same can be asked again.
         ``__post_init__`` refuses a value without meaning by a `SolverError` that says which
         values have one. Some fields are no options of a plan: `time_limit_s`, in seconds;
@@ -90,29 +90,29 @@ class Solver(Protocol):
 # The options of a solver: what a plan records of them, and rules for those that many share.
 
 
-INTEGER = (int, np.integer)
+_INTEGER = (int, np.integer)
 REAL = (int, float, np.integer, np.floating)
-MOST_SEED = (1 << 31) - 1
+_MOST_SEED = (1 << 31) - 1
 """CP-SAT takes no larger one."""
-WHOLE: dict[str, tuple[int, float]] = {
+_WHOLE: dict[str, tuple[int, float]] = {
     "cuts": (1, math.inf),
-    "seed": (0, MOST_SEED),
+    "seed": (0, _MOST_SEED),
     "workers": (1, math.inf),
 }
 """Least and most of options that are whole numbers."""
 NO_OPTIONS = ("time_limit_s", "progress", "known_us")
 """Fields of a solver that are no options of a plan: they say how to search, not for what."""
-NUMBERS = ("gap", "time_limit_s")
+_NUMBERS = ("gap", "time_limit_s")
 """Options that are finite numbers from 0 on."""
 
 
-def check_options(solver: Any) -> None:
+def _check_options(solver: Any) -> None:
     """Raise `SolverError` where an option that many solvers share has no meaning."""
     for option in dataclasses.fields(solver):
         value = getattr(solver, option.name)
-        if option.name in WHOLE:
-            _check_whole(option.name, value, *WHOLE[option.name])
-        elif option.name in NUMBERS:
+        if option.name in _WHOLE:
+            _check_whole(option.name, value, *_WHOLE[option.name])
+        elif option.name in _NUMBERS:
             check_number(option.name, value)
 
 
@@ -131,7 +131,7 @@ def check_number(name: str, value: Any) -> None:
         raise SolverError(f"{name} must be 0 or more, and finite, not {value!r}")
 
 
-def whole_bytes(budget_bytes: object) -> int:
+def budget_as_int(budget_bytes: object) -> int:
     """The budget as an int.
 
     Raises
@@ -148,7 +148,7 @@ def whole_bytes(budget_bytes: object) -> int:
 
 
 def _check_whole(name: str, value: Any, least: int, most: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, INTEGER) or not least <= value <= most:
+    if isinstance(value, bool) or not isinstance(value, _INTEGER) or not least <= value <= most:
         upper = f", at most {most}" if most < math.inf else ""
         raise SolverError(f"{name} must be a whole number, {least} or more{upper}, not {value}")
 
@@ -156,7 +156,7 @@ def _check_whole(name: str, value: Any, least: int, most: float) -> None:
 TABLE: dict[str, str] = {
     "auto": "remat.solver.auto:Auto",
     "cut": "remat.solver.cuts.cut:Cut",
-    "joint": "remat.solver.offload.joint:Joint",
+    "joint": "remat.solver.offload.joint:JointOffload",
     "hierarchical": "remat.solver.blocks.hierarchical:Hierarchical",
     "checkmate": "remat.solver.exact.checkmate:Checkmate",
     "retention": "remat.baselines.retention:Retention",
@@ -188,8 +188,8 @@ TABLE: dict[str, str] = {
 NEEDS_LINKS = ("swap_all", "delta", "layer_fractions", "fraction")
 """Solvers that refuse a graph from which nothing may leave the device."""
 
-TAKE_PIECES = ("auto", "cut", "joint", "hierarchical", "retention", "exhaustive")
-"""Solvers that plan regions in pieces. The others are rules by hand and published methods: they see
+TAKE_CHUNKS = ("auto", "cut", "joint", "hierarchical", "retention", "exhaustive")
+"""Solvers that plan regions in chunks. The others are rules by hand and published methods: they see
 the captured step alone, as people write them and as their papers have them."""
 
 
@@ -262,5 +262,5 @@ def make_solver(name: str, **options: object) -> Solver:
                 f"solver '{name}' has no option '{option}'; its options are {', '.join(known)}"
             )
     solver = solver_class(name)(**options)
-    check_options(solver)
+    _check_options(solver)
     return cast("Solver", solver)

@@ -1,4 +1,4 @@
-"""Prices of a test run are fixed and go to a folder of their own; Ctrl-C is heard in tests of it.
+"""Costs of a test run are fixed and go to a folder of their own; Ctrl-C is heard in tests of it.
 
 A shell that starts a job in the background lets it ignore the signal. Tests that run side by side
 share the cores: torch's threads, of which each would have as many as there are cores, would
@@ -61,7 +61,7 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def price_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def cost_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("prices")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("REMAT_CACHE", str(folder))
@@ -69,9 +69,9 @@ def price_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def prices_without_a_clock(price_cache: Path) -> Iterator[None]:
+def costs_without_a_clock(cost_cache: Path) -> Iterator[None]:
     """Of captured models, so that their plans are the same however busy the machine is."""
-    from tests.fixed_prices import REPLACED, patched
+    from tests.fixed_costs import REPLACED, patched
 
     with patched(REPLACED):
         yield
@@ -116,8 +116,8 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_kept_plans: None
 
 @pytest.fixture
 def clocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Ops and steps are timed, as they are for users; the prices go to this folder."""
-    from tests.fixed_prices import CLOCKED
+    """Ops and steps are timed, as they are for users; the costs go to this folder."""
+    from tests.fixed_costs import CLOCKED
 
     # By the monkeypatch of the test, which undoes what it does in turn. With two, the other could
     # put back what this one had put there, for all tests that follow.

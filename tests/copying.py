@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from remat.graph_capture.graph import Link, Links, Op, Resident, TrainingGraph, Value
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule
-from remat.solver.result import Result, judged
+from remat.solver.result import Result, evaluate_schedule
 
 BUDGET_BYTES = 1160
 SIZES = {"a": 100, "b": 40, "c": 100, "gc": 10, "gb": 10, "ga": 10}
@@ -45,4 +45,6 @@ def copying_schedule(graph: TrainingGraph) -> Schedule:
 def copying_result(graph: TrainingGraph) -> Result:
     """The schedule as a solver would return it."""
     schedule = copying_schedule(graph)
-    return judged(graph, schedule, budget_bytes=BUDGET_BYTES, lower_bound_us=graph.time_us)
+    return evaluate_schedule(
+        graph, schedule, budget_bytes=BUDGET_BYTES, lower_bound_us=graph.time_us
+    )

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from remat.graph_capture.graph import Op, TrainingGraph, Value
-from remat.solver import solve
+from remat.solver import solve_within
 from tests.paths import BENCH
 
 UNLIMITED_BYTES = 1 << 60
@@ -18,7 +18,7 @@ MODULES = ("blocks.0.norm", "blocks.0.attn", "blocks.1.norm", "blocks.1.mlp", "h
 
 def peak_bytes_of(graph: TrainingGraph) -> int:
     """Peak of the step that keeps everything."""
-    return solve(graph, UNLIMITED_BYTES, "store_all").peak_bytes
+    return solve_within(graph, UNLIMITED_BYTES, "store_all").peak_bytes
 
 
 def graph_from_nodes(data: dict[str, Any]) -> TrainingGraph:

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.solver import Progress, Result, solve
+from remat.solver import Progress, Result, solve_within
 
 AMPLE_S = 600.0
 """Ends no search of the tests, on a busy machine neither: their gaps and their work do that."""
@@ -43,4 +43,4 @@ def solved_in_rounds(
     """By `auto`, until it begins its `count`-th search of neighbourhoods."""
     with pytest.MonkeyPatch.context() as patch:
         late = LateClock(patch, "neighbourhoods", count)
-        return solve(graph, budget_bytes, time_limit_s=AMPLE_S, progress=late, **options)
+        return solve_within(graph, budget_bytes, time_limit_s=AMPLE_S, progress=late, **options)

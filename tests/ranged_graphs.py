@@ -32,7 +32,7 @@ def chain(
         before = (f"f{i - 1}",) if i else ()
         kind = "output" if i == layers - 1 else "activation"
         add(f"f{i}", "forward", before, kind, workspace_bytes=workspace_bytes)
-    add("t", "backward", (), "tangent", pinned="they arrive")
+    add("t", "backward", (), "tangent", no_recompute="they arrive")
     last = "t"
     for i in reversed(range(layers)):
         reads = (f"f{i - 1}", last) if i else (last,)

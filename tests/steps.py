@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from remat import solver
-from remat.graph_capture import TrainingGraph, price, trace
+from remat.graph_capture import TrainingGraph, measure_costs, trace
 from remat.rewriter import RematModule, rewrite
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
@@ -25,9 +25,9 @@ def schedule_of(graph: TrainingGraph, kind: str) -> Schedule:
     if kind == "cut":
         everything = simulate(graph, schedule_of(graph, "store_all")).peak_bytes
         resident = graph.resident.total_bytes
-        result = solver.solve(graph, resident + int(0.6 * (everything - resident)), "cut")
+        result = solver.solve_within(graph, resident + int(0.6 * (everything - resident)), "cut")
         if result.schedule is None:
-            result = solver.solve(graph, result.least_feasible_bytes, "cut")
+            result = solver.solve_within(graph, result.least_feasible_bytes, "cut")
         assert result.schedule is not None
         return result.schedule
     return solver.make_solver(kind).schedule(graph)
@@ -37,4 +37,4 @@ def rewritten(name: str, kind: str = "cut") -> tuple[nn.Module, RematModule, tup
     """The model of that name, its rewritten module and its batch."""
     model, args, kwargs, loss_fn, target = make(name)
     traced = trace(model, args, kwargs, loss_fn=loss_fn, target=target)
-    return model, rewrite(model, schedule_of(price(traced), kind), trace=traced), args
+    return model, rewrite(model, schedule_of(measure_costs(traced), kind), trace=traced), args

@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks import GAP_OF_FIGURES
 from benchmarks.graphs import graph, peak_bytes, working_set_bytes
 from remat.schedules.simulate import overhead_of
-from remat.solver import Progress, make_solver, solve
+from remat.solver import Progress, make_solver, solve_within
 from remat.solver.backends.processes import end_idle
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +64,7 @@ def in_own_process(request: dict[str, Any], limit_s: float) -> dict[str, Any]:
 def facts(name: str, time_limit_s: float) -> dict[str, Any]:
     """Sizes of a graph, and the least budget that `auto` knows to be feasible; 0 if none."""
     made = graph(name)
-    least = solve(made, LEAST_BUDGET_BYTES, time_limit_s=time_limit_s, gap=GAP_OF_FIGURES)
+    least = solve_within(made, LEAST_BUDGET_BYTES, time_limit_s=time_limit_s, gap=GAP_OF_FIGURES)
     return {
         "ops": len(made.ops),
         "values": len(made.values),

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from remat.graph_capture.errors import FileError, RematError, ShapeError, TextError
-from remat.graph_capture.files import decoded, read_contents
+from remat.graph_capture.files import decode_json, read_contents
 from remat.graph_capture.graph import MOST_BYTES, MOST_US, Op, Resident, TrainingGraph, Value
 
 Id = int | str
@@ -62,7 +62,7 @@ def read_instance(path: Path) -> Instance:
     InstanceError : missing, not JSON, or not an instance.
     """
     try:
-        return checked(decoded(read_contents(path), Instance))
+        return checked(decode_json(read_contents(path), Instance))
     except FileError as error:
         raise InstanceError(f"cannot read {error}") from error
     except ShapeError as error:
@@ -193,5 +193,5 @@ def graph_of(instance: Instance) -> TrainingGraph:
         values=tuple(values),
         resident=Resident(parameters_bytes=instance.constant_bytes),
         device="none",
-        prices="given",
+        cost_origin="given",
     )

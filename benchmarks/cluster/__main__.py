@@ -19,7 +19,7 @@ from benchmarks.cluster.jobs import ALL_AGAIN, HALF_AGAIN, JOBS, MODELS, Publish
 from benchmarks.cluster.rule import step_with_all_again_us, step_with_half_again_us
 from benchmarks.cluster.said import free_lines, published_lines
 from benchmarks.cluster.table import write_page
-from remat.cluster.mesh import Asked
+from remat.cluster.mesh import MeshSpec
 from remat.cluster.planning import plan_cluster
 
 RESULTS = Path(__file__).parents[1] / "results" / "cluster.json"
@@ -44,7 +44,7 @@ def published_facts(job: PublishedJob) -> dict[str, Any]:
 def free_facts(job: PublishedJob) -> dict[str, Any]:
     """What is chosen if nothing is fixed."""
     began = time.process_time()
-    found = plan_cluster(f"{MODELS}:{job.model}", job.request(Asked()), RUNNERS_UP)
+    found = plan_cluster(f"{MODELS}:{job.model}", job.request(MeshSpec()), RUNNERS_UP)
     return {"free": found_facts(found), "free_made": _made(began)}
 
 

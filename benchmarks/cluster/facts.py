@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from remat.cluster.command import mesh_text
-from remat.cluster.judged import JudgedPlan
 from remat.cluster.planning import ClusterOutcome, parallelism_of
+from remat.cluster.replayed_plan import ReplayedPlan
 from remat.graph_capture.distributed.collectives import is_collective_target
 from remat.graph_capture.graph import TrainingGraph
 
@@ -33,11 +33,11 @@ def found_facts(found: ClusterOutcome) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
-def mesh_facts(one: JudgedPlan) -> dict[str, Any]:
+def mesh_facts(one: ReplayedPlan) -> dict[str, Any]:
     """A mesh, and the time of its step."""
     d, mesh = one.plan.mesh.degrees, parallelism_of(one.plan.mesh, one.schedule)
     return {
-        "mesh": f"{mesh_text(mesh, d.chunks)}, microbatch {d.microbatch}",
+        "mesh": f"{mesh_text(mesh, d.virtual_stages)}, microbatch {d.microbatch}",
         "tp": d.tp, "cp": d.cp, "pp": d.pp, "dp": d.dp,
         "parameters_kept": mesh.fsdp_reshard_after_forward,
         "states_over": one.plan.mesh.shard,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from remat.cluster.mesh import Asked
-from remat.cluster.request import ClusterRequest
+from remat.cluster.cluster_request import ClusterRequest
+from remat.cluster.mesh import MeshSpec
 
 MODELS = "benchmarks.cluster_models"
 H800 = Path(__file__).parent / "links_h800.json"
@@ -36,7 +36,7 @@ class PublishedJob:
     batch: int
     seq: int
     device: str
-    mesh: Asked
+    mesh: MeshSpec
     source: str
     step_s: float | None = None
     mfu: float | None = None
@@ -44,7 +44,7 @@ class PublishedJob:
     budget: str = WHOLE_80GB
     again: str = ""
 
-    def request(self, asked: Asked) -> ClusterRequest:
+    def request(self, asked: MeshSpec) -> ClusterRequest:
         """Of Megatron's kind, with receive buffers for microbatches in flight; torchtitan's not."""
         return ClusterRequest(
             self.gpus, self.batch, self.seq, self.device, 8, self.budget, self.links, asked,
@@ -53,7 +53,7 @@ class PublishedJob:
 
 
 def _megatron(
-    name: str, gpus: int, mesh: Asked, step_s: float | None, mfu: float, batch: int = 0
+    name: str, gpus: int, mesh: MeshSpec, step_s: float | None, mfu: float, batch: int = 0
 ) -> PublishedJob:
     model = "gpt_" + name.split("-")[1]
     return PublishedJob(
@@ -61,28 +61,30 @@ def _megatron(
     )
 
 
-def _interleaved(tp: int, cp: int, pp: int, microbatch: int, chunks: int | None = None) -> Asked:
-    return Asked(tp, cp, pp, microbatch, chunks, schedule="Interleaved1F1B")
+def _interleaved(
+    tp: int, cp: int, pp: int, microbatch: int, virtual_stages: int | None = None
+) -> MeshSpec:
+    return MeshSpec(tp, cp, pp, microbatch, virtual_stages, schedule="Interleaved1F1B")
 
 
 def _titan(gpus: int, step_s: float) -> PublishedJob:
     """Eager, without float8. Its card is of the table; the MFU that it states is of another one."""
     return PublishedJob(
-        f"llama3-8b-{gpus}", "llama3_8b", gpus, 2 * gpus, 8192, "h100-hbm2e", Asked(1, 1, 1, 2),
+        f"llama3-8b-{gpus}", "llama3_8b", gpus, 2 * gpus, 8192, "h100-hbm2e", MeshSpec(1, 1, 1, 2),
         TITAN, step_s, budget="80GiB", again=HALF_AGAIN,
     )  # fmt: skip
 
 
-# The paper names three chunks a rank for 175B and 530B, and none for 1T: those are chosen. None of
-# these had its gradients of weights apart.
+# The paper names three virtual stages a rank for 175B and 530B, and none for 1T: those are chosen.
+# None of these had its gradients of weights apart.
 JOBS = (
-    _megatron("gpt-22b", 8, Asked(8, 1, 1, 4), 1.10, 0.415, batch=4),
+    _megatron("gpt-22b", 8, MeshSpec(8, 1, 1, 4), 1.10, 0.415, batch=4),
     _megatron("gpt-175b", 64, _interleaved(8, 1, 8, 1, 3), 13.75, 0.514),
     _megatron("gpt-530b", 280, _interleaved(8, 1, 35, 1, 3), 37.83, 0.56),
     _megatron("gpt-1t", 512, _interleaved(8, 1, 64, 1), 71.49, 0.563),
     _megatron("gpt-530b-2240", 2240, _interleaved(8, 1, 35, 1, 3), None, 0.542),
     PublishedJob(
-        "llama-175b", "llama_175b", 256, 256, 8192, "h100", Asked(2, 2, 16, 1, 1), YUAN, 27.4,
+        "llama-175b", "llama_175b", 256, 256, 8192, "h100", MeshSpec(2, 2, 16, 1, 1), YUAN, 27.4,
         0.334, H800, again=ALL_AGAIN,
     ),
     _titan(8, 2.844),

@@ -9,11 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.cluster.jobs import MODELS, WHOLE_80GB
-from remat.cluster.judged import replay_of
-from remat.cluster.mesh import Asked
-from remat.cluster.pictures import bytes_picture, stacked, timeline_picture
+from remat.cluster.cluster_request import ClusterRequest
+from remat.cluster.mesh import MeshSpec
+from remat.cluster.pictures import bytes_picture, stacked_pictures, timeline_picture
 from remat.cluster.planning import plan_cluster
-from remat.cluster.request import ClusterRequest
+from remat.cluster.replayed_plan import replay_of
 
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 INK = {"light": "#222222", "dark": "#dddddd"}
@@ -22,12 +22,14 @@ INK = {"light": "#222222", "dark": "#dddddd"}
 def main() -> None:
     """Write both files."""
     request = ClusterRequest(
-        64, 16, 2048, "a100", 8, WHOLE_80GB, asked=Asked(8, 1, 8, 1, 1), receive_ring=True
+        64, 16, 2048, "a100", 8, WHOLE_80GB, asked=MeshSpec(8, 1, 8, 1, 1), receive_ring=True
     )
     plan = plan_cluster(f"{MODELS}:gpt_175b", request, 0).file
     assert plan is not None
     replay = replay_of(plan)
-    whole = stacked(timeline_picture(plan, replay), bytes_picture(plan, replay, most_stages=2))
+    whole = stacked_pictures(
+        timeline_picture(plan, replay), bytes_picture(plan, replay, most_stages=2)
+    )
     for theme, ink in INK.items():
         (PICTURES / f"cluster-{theme}.svg").write_text(whole.file(ink))
 

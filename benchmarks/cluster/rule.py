@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import msgspec
 
-from remat.cluster.judged import replay_of
-from remat.cluster.pipeline import StageCosts
+from remat.cluster.communication_time import data_parallel_us
+from remat.cluster.pipeline_replay import StageCosts
 from remat.cluster.planning import ClusterOutcome
+from remat.cluster.replayed_plan import replay_of
 from remat.cluster.stages import StagePlan
-from remat.cluster.step_time import data_parallel_us
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver.policies.template import Template, template_sequence, unavoidable
 from remat.solver.problem import Problem
@@ -39,7 +39,7 @@ def step_with_half_again_us(found: ClusterOutcome) -> float:
 
 
 def step_with_all_again_us(found: ClusterOutcome) -> float:
-    """Of the best mesh, which has a pipeline of one chunk a rank: a checkpoint around each block.
+    """Of the best mesh, which has a pipeline of one stage a rank: a checkpoint around each block.
 
     Stages have as many blocks each, as those of the source do.
     """

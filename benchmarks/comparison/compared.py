@@ -17,9 +17,9 @@ TITLES = {
     "inductor": "compile, Inductor", "save_on_cpu": "save_on_cpu",
     "offload": "save_on_cpu, block every", "chunked": "loss in chunks,",
     "adamw": "unmodified, then AdamW", "adamw_in_backward": "AdamW in hooks",
-    "remat": "**remat**", "remat_pieces": "**remat, head in pieces**",
+    "remat": "**remat**", "remat_pieces": "**remat, head in chunks**",
     "remat_host": "**remat, host**", "remat_compiled": "**remat, compiled**",
-    "remat_step": "**remat, updates at once**",
+    "remat_step": "**remat, optimizer in backward**",
 }  # fmt: skip
 COUNTED = ("checkpoint", "offload", "chunked")
 """Methods whose amount is a number of blocks or chunks."""

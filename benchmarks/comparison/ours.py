@@ -1,8 +1,8 @@
 """This project's two ways to make a step fit, with what they predict.
 
-What a plan predicts depends on how ops are priced. Three of eight plans of the LSTM had been 3 to
-6 points dearer than planned, when ops, the step and its two forwards were each priced in one go.
-With prices taken in passes and in turn, four plans of it at 19,410,628 bytes were off by 1.2,
+What a plan predicts depends on how ops are timed. Three of eight plans of the LSTM had been 3 to
+6 points dearer than planned, when ops, the step and its two forwards were each timed in one go.
+With costs taken in passes and in turn, four plans of it at 19,410,628 bytes were off by 1.2,
 1.2, 2.5 and .9 points, in 57 rounds each.
 """
 
@@ -78,7 +78,7 @@ def rewritten(
 ) -> Planned:
     """`remat.rewrite` of the schedule for a budget, with the levers of a method."""
     seconds: dict[str, float] = {}
-    with quiet.pricing(), timed(seconds, "capture_and_price_s"):
+    with quiet.timing(), timed(seconds, "capture_and_price_s"):
         graph = remat.capture(trainee.model, trainee.args, device=device, **LEVERS[method])
     with quiet.solving(), timed(seconds, "solve_s"):
         result = remat.solve(graph, budget_bytes, time_limit_s=limit_s(), gap=gap())
@@ -125,12 +125,12 @@ def updating(trainee: Trainee, budget_bytes: int, quiet: Quiet) -> Planned:
 def compiled(trainee: Trainee, budget_bytes: int, quiet: Quiet) -> Planned:
     """`torch.compile(model, backend="remat")`, in a process that it changes for good."""
 
-    class PricedAlone(FusedStep):
+    class TimedAlone(FusedStep):
         def __init__(self, *args: Any) -> None:
-            with quiet.pricing():
+            with quiet.timing():
                 super().__init__(*args)
 
-    inductor_partition.FusedStep = PricedAlone
+    inductor_partition.FusedStep = TimedAlone
     call = torch.compile(trainee.model, backend="remat", options={"budget": budget_bytes})
     keep_all = torch.compile(trainee.model, backend=_keeping_all)
     return Planned(Variant(call), Variant(keep_all), _facts_of_last_plan)

@@ -107,7 +107,7 @@ def measured(
     eager = bench.unmodified()
     references = [bench.gradients(eager)]
     began_s = time.perf_counter() - turns.waited_s
-    planned = planned_of(bench, method, amount, Quiet(turns, folder / f"{method}.priced"))
+    planned = planned_of(bench, method, amount, Quiet(turns, folder / f"{method}.timed"))
     found = bench.gradients(planned.variant)
     facts = {"setup_s": time.perf_counter() - turns.waited_s - began_s, **planned.facts()}
     facts |= bench.peaks(planned.variant)

@@ -74,15 +74,15 @@ class Quiet:
 
     Attributes
     ----------
-    priced : a file that exists once the model's ops were timed. Later rows find the prices kept.
+    timed : a file that exists once the model's ops were timed. Later rows find the costs kept.
     """
 
     turns: Turns
-    priced: Path
+    timed: Path
 
-    def pricing(self) -> AbstractContextManager[None]:
-        """Hold the turn, unless prices are kept already."""
-        return self.turns.first(self.priced)
+    def timing(self) -> AbstractContextManager[None]:
+        """Hold the turn, unless costs are kept already."""
+        return self.turns.first(self.timed)
 
     def solving(self) -> AbstractContextManager[None]:
         """Hold the turn: a solver is given seconds, and would find less beside others."""

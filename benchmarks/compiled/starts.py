@@ -5,11 +5,11 @@ Its seconds are those from `torch.compile` to the end of the first forward and b
 stands by then. Beside them stand those of processors, compilers of C++ included, which say the same
 on a busy machine. There are two kinds of start:
 
-- cold: the folders of Inductor's code and of what remat keeps are empty. So ops are priced too;
+- cold: the folders of Inductor's code and of what remat keeps are empty. So ops are timed too;
 - warm: both are as the cold start before has left them.
 
 The GPT is that of `examples/gpt.py`, 6 layers of width 384 on 8 sequences of 256. Ends with status
-1 if a warm start planned or priced anything. `--out FILE` keeps the figures as JSON.
+1 if a warm start planned or timed anything. `--out FILE` keeps the figures as JSON.
 """
 
 from __future__ import annotations

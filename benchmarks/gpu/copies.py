@@ -70,7 +70,7 @@ def captured(bench: Bench, host: str | None) -> TrainingGraph:
 def planned(bench: Bench, graph: TrainingGraph, schedule: Schedule) -> Variant:
     """The module that follows the schedule."""
     with bench.autocast():
-        return Variant(remat.rewrite(bench.trainee.model, schedule, priced=graph))
+        return Variant(remat.rewrite(bench.trainee.model, schedule, costed=graph))
 
 
 def judged(graph: TrainingGraph, schedule: Schedule) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from benchmarks.cells.cell import commit_here
 from benchmarks.comparison import bench
 from benchmarks.comparison.methods import Variant
 from benchmarks.comparison.models import SUITES
-from remat.compile.one_shape import libraries_bytes
-from remat.graph_capture.devices.here import meter_of
+from remat.compile.specialize import libraries_bytes
+from remat.graph_capture.devices.local_devices import meter_of
 
 ROUNDS, WARM_UPS = 10, 3
 

@@ -1,1 +1,1 @@
-"""The networks that the benchmark graphs are captured from, and the stated prices of their ops."""
+"""The networks that the benchmark graphs are captured from, and the stated costs of their ops."""

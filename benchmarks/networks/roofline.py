@@ -1,6 +1,6 @@
-"""Prices from a stated machine: the same graph has the same prices wherever it is captured.
+"""Costs from a stated machine: the same graph has the same costs wherever it is captured.
 
-Such prices are for comparing solvers only; `remat capture` measures its own. An op takes the
+Such costs are for comparing solvers only; `remat capture` measures its own. An op takes the
 longer of its arithmetic and its traffic, and a launch:
 ``max(flops / rate, bytes / bandwidth) + launch``. The rates are those that an A100 reaches in
 practice, which are below what its maker states. `torch.utils.flop_counter` counts flops. It knows
@@ -12,9 +12,9 @@ from __future__ import annotations
 import msgspec
 from torch import fx
 
+from remat.graph_capture.costs.profile import flops_of, moved_bytes
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.graph_capture.joint.build import TANGENTS
-from remat.graph_capture.prices.profile import flops_of, moved_bytes
 from remat.graph_capture.tracing.trace import Trace
 
 FLOPS_PER_US = 150e6
@@ -25,13 +25,13 @@ LAUNCH_US = 3.0
 
 
 def roofline(trace: Trace) -> TrainingGraph:
-    """The trace's graph, each op priced by its flops and the bytes it moves."""
+    """The trace's graph, each op costed by its flops and the bytes it moves."""
     nodes = trace.joint.node_of_op
-    ops = tuple(_priced(op, nodes.get(op.name)) for op in trace.graph.ops)
-    return msgspec.structs.replace(trace.graph, ops=ops, device="roofline", prices="roofline")
+    ops = tuple(_costed(op, nodes.get(op.name)) for op in trace.graph.ops)
+    return msgspec.structs.replace(trace.graph, ops=ops, device="roofline", cost_origin="roofline")
 
 
-def _priced(op: Op, node: fx.Node | None) -> Op:
+def _costed(op: Op, node: fx.Node | None) -> Op:
     if op.target == TANGENTS:
         return op
     work_us = 0.0

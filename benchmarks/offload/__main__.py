@@ -9,7 +9,7 @@ Four questions, for steps of `benchmarks/offload/steps.py` on modelled GPUs and 
 - `slower`: what does a plan cost on links slower than planned? What if it is made for less?
 
 `--graphs` takes names, or graphs in files MODEL-DEVICE.json. Planners are `recompute`, which is
-`auto` without links, the published policies, and `joint`. Every overhead is the judge's. Each cell
+`auto` without links, the published policies, and `joint`. Every overhead is `simulate`'s. Each cell
 is kept as soon as it is done, and cells that `--out` has are not made again. Seconds are those of
 this machine, however busy it is.
 """

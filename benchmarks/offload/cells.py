@@ -16,7 +16,7 @@ from benchmarks.offload.steps import links
 from remat.graph_capture.graph import Links, TrainingGraph
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import overhead_of, simulate
-from remat.solver import TABLE, Result, solve
+from remat.solver import TABLE, Result, solve_within
 from remat.solver.bounds.least_peak import floor_of
 from remat.solver.problem import Problem
 from remat.solver.search import Listener, Progress
@@ -66,7 +66,7 @@ def planned(
     """What that planner makes of the step."""
     alone = msgspec.structs.replace(graph, links=None)
     one, solver = (alone, "auto") if planner == RECOMPUTE else (graph, planner)
-    return solve(
+    return solve_within(
         one, budget_bytes, solver, time_limit_s=limit_s, progress=listener, gap=GAP_OF_FIGURES
     )
 
@@ -99,7 +99,7 @@ def plan_cell(
 
 
 def judged_facts(graph: TrainingGraph, schedule: Schedule, found: Links | None) -> dict[str, Any]:
-    """What the judge says of a schedule on those links."""
+    """What the simulator says of a schedule on those links."""
     said = simulate(graph, schedule, found)
     return {
         "overhead": said.overhead,

@@ -1,6 +1,6 @@
 """The steps that are planned with copies: the examples of this repository, on GPUs of the table.
 
-Nothing runs: the models are captured, and priced for their device. A captured graph is kept as
+Nothing runs: the models are captured, with costs of their device. A captured graph is kept as
 those of `benchmarks.graphs` are.
 """
 
@@ -17,7 +17,7 @@ import torch
 import remat
 from benchmarks.graphs import cache_folder, sources_hash
 from examples import gpt, llama, resnet, unet
-from remat.graph_capture.devices.table import modelled_device
+from remat.graph_capture.devices.known_devices import modelled_device
 from remat.graph_capture.files import read_contents, write_contents
 from remat.graph_capture.graph import Link, Links, TrainingGraph
 

@@ -3,7 +3,7 @@
     python -m benchmarks.papers [JOB ...] [--references FOLDER] [--time-limit S]
     python -m benchmarks.papers --page      # docs/against_papers.md, from the kept results
 
-Nothing is run: ops are priced by modelled devices, or as a published graph says. A line is kept as
+Nothing is run: costs are those of modelled devices, or of a published graph. A line is kept as
 soon as it is solved. `--references` is the folder of published graphs, as
 `benchmarks.cells.references` reads it.
 """

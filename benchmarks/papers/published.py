@@ -63,7 +63,7 @@ class Job:
 
     Attributes
     ----------
-    name : in the command. table : of the page. device : that prices are modelled for.
+    name : in the command. table : of the page. device : that costs are modelled for.
     make : what `remat.capture` takes, for a network; `file` the instance, for a published graph.
     """
 

@@ -15,7 +15,7 @@ import numpy as np
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.caching_allocator import MIB
 from remat.schedules.layout import Buffers, buffers_of
-from remat.schedules.reserved import DEFAULT, EXPANDABLE, retries_within, taken_for
+from remat.schedules.reserved import DEFAULT, EXPANDABLE, allocator_peak, retries_within
 from remat.schedules.schedule import Schedule
 
 CHUNK_BYTES = 2 * MIB
@@ -28,8 +28,8 @@ def reserved_by(graph: TrainingGraph, schedule: Schedule) -> dict[str, int]:
     return {
         "arena": buffers.resident_bytes + buffers.load_bytes,
         "stitched": stitched_bytes(buffers),
-        "expandable": taken_for(buffers, EXPANDABLE).reserved_bytes,
-        "default": taken_for(buffers, DEFAULT).reserved_bytes,
+        "expandable": allocator_peak(buffers, EXPANDABLE).reserved_bytes,
+        "default": allocator_peak(buffers, DEFAULT).reserved_bytes,
     }
 
 
@@ -51,4 +51,6 @@ def stitched_bytes(buffers: Buffers) -> int:
     sizes, starts, ends = columns[:, is_large]
     chunked = Buffers.of_arrays(-(-sizes // CHUNK_BYTES) * CHUNK_BYTES, starts, ends)
     small = Buffers.of_arrays(*columns[:, ~is_large])
-    return buffers.resident_bytes + chunked.load_bytes + taken_for(small, DEFAULT).reserved_bytes
+    return (
+        buffers.resident_bytes + chunked.load_bytes + allocator_peak(small, DEFAULT).reserved_bytes
+    )

@@ -29,7 +29,7 @@ from examples import gpt, resnet, unet
 from remat.budgets import unmodified_step
 from remat.graph_capture.devices.memory_events import without_garbage
 from remat.schedules.layout import Buffers, buffers_of
-from remat.schedules.reserved import DEFAULT, EXPANDABLE, N_STEPS, replay, taken_for
+from remat.schedules.reserved import DEFAULT, EXPANDABLE, N_STEPS, allocator_peak, serve_trace
 
 OUT = Path(__file__).parents[1] / "results" / "reserved-recorded.json"
 EXAMPLES: dict[str, Callable[[], dict[str, Any]]] = {
@@ -110,8 +110,8 @@ def row_of(
     said: dict[str, Any] = {"step": name, "plan": what}
     said["live"] = {"predicted": buffers.load_bytes, "recorded": _most_live(trace)}
     for setting, settings in SETTINGS.items():
-        predicted = taken_for(buffers, settings).reserved_bytes - buffers.resident_bytes
-        seen = replay(several(trace, N_STEPS), settings).peak_reserved_bytes
+        predicted = allocator_peak(buffers, settings).reserved_bytes - buffers.resident_bytes
+        seen = serve_trace(several(trace, N_STEPS), settings).peak_reserved_bytes
         said[setting] = {"predicted": predicted, "recorded": seen}
     print(said, flush=True)
     return said

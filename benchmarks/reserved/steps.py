@@ -1,4 +1,4 @@
-"""Steps captured for an H100, at modelled prices; nothing runs on one."""
+"""Steps captured for an H100, at modelled costs; nothing runs on one."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def steps() -> None:
 
 
 def main() -> None:
-    """Print the steps of two processes that share a folder of prices and plans."""
+    """Print the steps of two processes that share a folder of costs and plans."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
     print(f"{cpu_title()}, {time.strftime('%Y-%m-%d')}, load {load:.1f}", flush=True)
     code = "from benchmarks.running.first_steps import steps; steps()"

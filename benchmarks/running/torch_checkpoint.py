@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 import remat
 from benchmarks import GAP_OF_FIGURES
+from remat.analysis.layer_checkpoints import candidates
 from remat.graph_capture.devices.memory_events import measure_peak
-from remat.job.factory import load
-from remat.questions.layer_checkpoints import candidates
+from remat.job.factory import load_model
 
 SIZES = {"WIDTH": "64", "HEADS": "2", "SEQ": "128", "BATCH": "8", "VOCAB": "64", "DROPOUT": "0"}
 GPT = f"{Path(__file__).parents[2] / 'examples' / 'gpt.py'}:factory"
@@ -49,7 +49,7 @@ def measured_mb(model: nn.Module, step: Callable[[], Any], contexts: dict[str, A
 
 def rows() -> Iterable[tuple[str, ...]]:
     """The rows of both tables."""
-    loaded = load(GPT)
+    loaded = load_model(GPT)
     model, batch = loaded.model, loaded.args
 
     def step() -> None:

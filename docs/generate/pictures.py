@@ -1,7 +1,7 @@
 """The pictures of the concepts page and its report, drawn when the site is built.
 
-They show the step of `examples/gpt.py`, as `make demo` plans it, but priced for a device of the
-table: measured prices would make another picture on every machine. Below each picture stands a
+They show the step of `examples/gpt.py`, as `make demo` plans it, but with costs of a device of the
+table: measured costs would make another picture on every machine. Below each picture stands a
 sentence whose figures are those of `simulate`. Pictures are not committed, so a repository's
 browser shows the page without them.
 """
@@ -21,7 +21,7 @@ from mkdocs.structure.files import File, Files
 import remat
 from remat.budgets import unmodified_step
 from remat.formats import bytes_text, percent_text
-from remat.job.factory import load
+from remat.job.factory import load_model
 from remat.schedules.plots import draw_front, draw_live_bytes, draw_peak_values, draw_ribbon
 from remat.schedules.views.timeline import place_of
 
@@ -38,8 +38,8 @@ _PICTURE = re.compile(r"^!\[[^\]]*\]\(pictures/(\w+)\.svg\)$", re.MULTILINE)
 
 @functools.cache
 def graph() -> remat.TrainingGraph:
-    """One training step of the example, priced for the device."""
-    loaded = load(MODEL)
+    """One training step of the example, with costs of the device."""
+    loaded = load_model(MODEL)
     return remat.capture(loaded.model, loaded.args, device=DEVICE)
 
 

@@ -1,7 +1,7 @@
 """TRL's `SFTTrainer`: `python examples/trainers/trl_sft.py`.
 
 TRL puts a forward of its own on the model. It calls the backbone, and computes the loss from what
-that returns, in pieces, so the backbone is what is planned. GPT-2's is ``model.transformer``;
+that returns, in chunks, so the backbone is what is planned. GPT-2's is ``model.transformer``;
 Llama's and most others' is ``model.model``.
 """
 

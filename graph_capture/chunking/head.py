@@ -1,4 +1,4 @@
-"""Linear heads with a cross-entropy in a joint graph: where they are, or why one cannot be split.
+"""Linear heads with a cross-entropy in a joint graph: where they are, or why one cannot be chunked.
 
 A head is a product with the transposed weight, then nodes that change the shape, take rows or
 convert, then `_log_softmax` and `nll_loss_forward`; and their backward.
@@ -28,8 +28,8 @@ _COPIES = (aten.clone.default, aten._to_copy.default)
 _BACK = (*SHAPES, *_COPIES, aten.slice_backward.default)
 
 
-class NoHeadError(Exception):
-    """Why what looks like a head cannot be split: the sentence goes on after its name."""
+class _NoHeadError(Exception):
+    """Why what looks like a head cannot be chunked: the sentence goes on after its name."""
 
 
 @dataclass
@@ -79,13 +79,13 @@ class Head:
 
 
 def find_heads(graph: fx.Graph) -> tuple[list[Head], list[tuple[fx.Node, str]]]:
-    """The heads of a joint graph, and the losses that cannot be split, each with the reason."""
+    """The heads of a joint graph, and the losses that cannot be chunked, each with the reason."""
     heads: list[Head] = []
     refused: list[tuple[fx.Node, str]] = []
     for softmax in graph.find_nodes(op="call_function", target=aten._log_softmax.default):
         try:
             heads.append(_head_of(softmax))
-        except NoHeadError as error:
+        except _NoHeadError as error:
             refused.append((softmax, str(error)))
     return heads, refused
 
@@ -93,14 +93,14 @@ def find_heads(graph: fx.Graph) -> tuple[list[Head], list[tuple[fx.Node, str]]]:
 def _head_of(softmax: fx.Node) -> Head:
     value: Tensor = softmax.meta["val"]
     if value.dim() != 2 or softmax.args[1] not in (1, -1):
-        raise NoHeadError("its softmax is not over the last of two dimensions: flatten the logits")
+        raise _NoHeadError("its softmax is not over the last of two dimensions: flatten the logits")
     chain = list(_up_to_product(softmax))
     product = chain[-1]
     bias, x, weight = (None, *product.args) if len(product.args) == 2 else product.args[:3]
     if product.kwargs or not isinstance(x, fx.Node) or not isinstance(weight, fx.Node):
-        raise NoHeadError(f"{product.name} scales its terms")
+        raise _NoHeadError(f"{product.name} scales its terms")
     if bias is not None and (not isinstance(bias, fx.Node) or bias.meta["val"].dim() != 1):
-        raise NoHeadError(f"{product.name} adds what is no bias")
+        raise _NoHeadError(f"{product.name} adds what is no bias")
     losses = [user for user in _reading(softmax) if user.target is aten.nll_loss_forward.default]
     loss = _only(losses, softmax)
     head = Head(softmax, product, x, _transposed(weight), bias, loss)
@@ -117,13 +117,13 @@ def _up_to_product(softmax: fx.Node) -> Iterator[fx.Node]:
         yield node
         above = node.args[0]
         if not isinstance(above, fx.Node) or above.op != "call_function":
-            raise NoHeadError(f"{node.name} reads what no linear layer has made")
+            raise _NoHeadError(f"{node.name} reads what no linear layer has made")
         known = (*PRODUCTS, *SHAPES, *_COPIES, aten.slice.Tensor)
         if above.target not in known:
-            raise NoHeadError(f"its logits go through {above.target} ({above.name})")
+            raise _NoHeadError(f"its logits go through {above.target} ({above.name})")
         others = [user for user in above.users if user is not node]
         if others:
-            raise NoHeadError(f"its logits are read by {others[0].name} as well")
+            raise _NoHeadError(f"its logits are read by {others[0].name} as well")
         node = above
     yield node
 
@@ -146,14 +146,14 @@ def _is_name(node: fx.Node) -> bool:
 def _only(found: list[fx.Node], of: fx.Node) -> fx.Node:
     if len(found) != 1:
         names = ", ".join(sorted(user.name for user in _reading(of)))
-        raise NoHeadError(f"{of.name} is read by {names}, where one loss is expected")
+        raise _NoHeadError(f"{of.name} is read by {names}, where one loss is expected")
     return found[0]
 
 
 def _transposed(weight: fx.Node) -> fx.Node:
     """The node whose transpose a product reads."""
     if weight.target is not aten.t.default:
-        raise NoHeadError(f"{weight.name} is no transposed weight")
+        raise _NoHeadError(f"{weight.name} is no transposed weight")
     source = weight.args[0]
     assert isinstance(source, fx.Node)
     return source
@@ -166,7 +166,7 @@ def _take_rows(head: Head, chain: list[fx.Node]) -> None:
     for node in chain[1:-1]:
         value: Tensor = node.meta["val"]
         if value.shape[-1] != n_classes:
-            raise NoHeadError(f"{node.name} takes a part of the classes, or joins them with rows")
+            raise _NoHeadError(f"{node.name} takes a part of the classes, or joins them with rows")
         if node.target is aten.slice.Tensor:
             _slice(head, node, before)
         before = value
@@ -175,12 +175,12 @@ def _take_rows(head: Head, chain: list[fx.Node]) -> None:
 def _slice(head: Head, node: fx.Node, before: Tensor) -> None:
     dim, size = int(node.args[1]) % before.dim(), node.meta["val"].shape  # pyright: ignore
     if len(node.args) > 4 and node.args[4] != 1:
-        raise NoHeadError(f"{node.name} skips rows")
+        raise _NoHeadError(f"{node.name} skips rows")
     if not head.grid:
         rows = list(before.shape[:-1])
         head.grid, head.start, head.stop = rows, [0] * len(rows), list(rows)
     elif [b - a for a, b in zip(head.start, head.stop, strict=True)] != list(before.shape[:-1]):
-        raise NoHeadError(f"{node.name} slices rows that were sliced and reshaped")
+        raise _NoHeadError(f"{node.name} slices rows that were sliced and reshaped")
     first = int(node.args[2] or 0) if len(node.args) > 2 else 0  # pyright: ignore
     first = max(first + before.shape[dim], 0) if first < 0 else first
     head.start[dim] += first
@@ -199,14 +199,14 @@ def _find_backward(head: Head) -> None:
     known = (of_loss, of_softmax, *(smoothing.forward if smoothing else ()))
     others = [user for user in readers if user not in known]
     if others:
-        raise NoHeadError(
+        raise _NoHeadError(
             f"the logarithms of its probabilities are read by {others[0].name} as well"
         )
     if list(map(identity_of, head.loss.args[1:5])) != list(map(identity_of, of_loss.args[2:6])):
-        raise NoHeadError(f"{of_loss.name} reads something else than {head.loss.name}")
+        raise _NoHeadError(f"{of_loss.name} reads something else than {head.loss.name}")
     reader = smoothing.total if smoothing else of_softmax
     if of_loss not in reader.args or list(of_loss.users) != [reader]:
-        raise NoHeadError(f"the gradient of {head.softmax.name} has other terms than the loss's")
+        raise _NoHeadError(f"the gradient of {head.softmax.name} has other terms than the loss's")
     head.gradient, head.total_weight = of_loss.args[0], of_loss.args[6]  # pyright: ignore
     if smoothing:
         head.smoothing = smoothing
@@ -218,9 +218,9 @@ def _find_backward(head: Head) -> None:
     for user in of_logits.users:
         _add_gradient(head, of_logits, user)
     if head.of_x is None and head.of_weight is None:
-        raise NoHeadError("nothing that its linear layer reads is trained")
+        raise _NoHeadError("nothing that its linear layer reads is trained")
     if head.of_bias is not None and head.of_weight is None:
-        raise NoHeadError("its bias is trained and its weight is not")
+        raise _NoHeadError("its bias is trained and its weight is not")
 
 
 def _down(node: fx.Node) -> Iterator[fx.Node]:
@@ -233,18 +233,18 @@ def _down(node: fx.Node) -> Iterator[fx.Node]:
 def _add_gradient(head: Head, of_logits: fx.Node, user: fx.Node) -> None:
     if user.target is aten.mm.default and user.args[0] is of_logits:
         if behind_transposes(user.args[1]) is not head.weight:
-            raise NoHeadError(f"{user.name} multiplies the logits' gradient by something else")
+            raise _NoHeadError(f"{user.name} multiplies the logits' gradient by something else")
         head.of_x = user
     elif user.target is aten.sum.dim_IntList and list(user.args[1:]) == [[0], True]:
         head.of_bias = user
     elif user.target is aten.t.default and len(user.users) == 1:
         product = next(iter(user.users))
         if product.target is not aten.mm.default or product.args != (user, head.x):
-            raise NoHeadError(f"{product.name} reads the logits' gradient as well")
+            raise _NoHeadError(f"{product.name} reads the logits' gradient as well")
         head.of_weight = product
         head.backward.append(user)
     else:
-        raise NoHeadError(f"{user.name} reads the logits' gradient as well")
+        raise _NoHeadError(f"{user.name} reads the logits' gradient as well")
     head.backward.append(user if user.target is not aten.t.default else next(iter(user.users)))
 
 

@@ -1,4 +1,4 @@
-"""A linear head with its cross-entropy in pieces, so that all logits are never live at once.
+"""A linear head with its cross-entropy in chunks, so that all logits are never live at once.
 
 Outputs are cut, sums never, so that each number is made by eager's kernel over eager's sum. Blocks
 of rows serve the loss and the gradient of the head's input. The gradient of its weight sums over
@@ -30,7 +30,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class HeadLoss:
+class _HeadLoss:
     """One head and its loss.
 
     Attributes
@@ -52,7 +52,7 @@ class HeadLoss:
     dtype: torch.dtype
     reduction: int
     ignore_index: int
-    pieces: int
+    chunks: int
 
     @property
     def n_classes(self) -> int:
@@ -77,17 +77,17 @@ class HeadLoss:
         """`chosen` on the device of the head."""
         return None if self.chosen is None else self.chosen.to(self.x.device)
 
-    def row_blocks(self) -> Iterator[Rows]:
+    def row_blocks(self) -> Iterator[_Rows]:
         """Blocks of rows of the logits, with the rows of the loss among them."""
-        for a, b in blocks(self.x.shape[0], self.pieces):
+        for a, b in blocks(self.x.shape[0], self.chunks):
             if self.chosen is None:
-                yield Rows(a, b, a, b, None)
+                yield _Rows(a, b, a, b, None)
             else:
                 low, high = torch.searchsorted(self.chosen, torch.tensor([a, b])).tolist()
                 inside = (self.chosen[low:high] - a).to(self.x.device)
-                yield Rows(a, b, low, high, inside)
+                yield _Rows(a, b, low, high, inside)
 
-    def logits(self, rows: Rows) -> Tensor:
+    def logits(self, rows: _Rows) -> Tensor:
         """Logits of those of the block's rows that the loss takes, in the dtype of the loss."""
         x = self.x[rows.a : rows.b]
         return self._taken(_product(x, self.weight, self.bias), rows.inside)
@@ -119,7 +119,7 @@ class HeadLoss:
 
 
 @dataclass(frozen=True)
-class Rows:
+class _Rows:
     """Rows a..b - 1 of the logits, of which `inside` are rows low..high - 1 of the loss."""
 
     a: int
@@ -134,9 +134,9 @@ class Rows:
         return slice(self.low, self.high)
 
 
-def blocks(n: int, pieces: int, multiple: int = 1) -> list[tuple[int, int]]:
-    """At most `pieces` ranges of 0..n - 1, of a multiple of `multiple` each, but for the last."""
-    step = max(-(-n // (pieces * multiple)) * multiple, 1)
+def blocks(n: int, chunks: int, multiple: int = 1) -> list[tuple[int, int]]:
+    """At most `chunks` ranges of 0..n - 1, of a multiple of `multiple` each, but for the last."""
+    step = max(-(-n // (chunks * multiple)) * multiple, 1)
     return [(a, min(a + step, n)) for a in range(0, n, step)]
 
 
@@ -150,7 +150,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 aten = torch.ops.aten
 
 
-class OfLoss(NamedTuple):
+class _OfLoss(NamedTuple):
     """What backward hands to the loss.
 
     Attributes
@@ -164,7 +164,7 @@ class OfLoss(NamedTuple):
     row_term: Tensor | None
 
 
-def rows_gradient(one: HeadLoss, of: OfLoss, rows: Rows) -> Tensor:
+def _rows_gradient(one: _HeadLoss, of: _OfLoss, rows: _Rows) -> Tensor:
     """The gradient of a block of rows of the logits, in x's dtype."""
     log_p = aten._log_softmax(one.logits(rows), 1, False)
     of_log_p = _nll_backward(one, of, log_p, rows.of_loss)
@@ -175,15 +175,15 @@ def rows_gradient(one: HeadLoss, of: OfLoss, rows: Rows) -> Tensor:
     return one.whole_rows(made, rows.a, rows.b, rows.inside)
 
 
-def _nll_backward(one: HeadLoss, of: OfLoss, log_p: Tensor, rows: slice) -> Tensor:
+def _nll_backward(one: _HeadLoss, of: _OfLoss, log_p: Tensor, rows: slice) -> Tensor:
     handed = of.gradient[rows] if of.gradient.dim() else of.gradient
     return aten.nll_loss_backward(
         handed, log_p, one.target[rows], one.class_weight, one.reduction, one.ignore_index, of.total
     )
 
 
-def class_blocks(
-    one: HeadLoss, of: OfLoss, top: Tensor, log_sum: Tensor
+def _class_blocks(
+    one: _HeadLoss, of: _OfLoss, top: Tensor, log_sum: Tensor
 ) -> Callable[[int, int], Tensor]:
     """From a range of classes to their part of the gradient of all rows, in x's dtype."""
     if cuts_classes_out_of_rows(one.dtype, of.row_term):
@@ -196,18 +196,18 @@ def cuts_classes_out_of_rows(dtype: torch.dtype, row_term: object) -> bool:
     return row_term is not None or dtype.itemsize < torch.float32.itemsize
 
 
-def _cut_out_of_rows(one: HeadLoss, of: OfLoss) -> Callable[[int, int], Tensor]:
+def _cut_out_of_rows(one: _HeadLoss, of: _OfLoss) -> Callable[[int, int], Tensor]:
     def block(a: int, b: int) -> Tensor:
         made = one.x.new_empty(one.x.shape[0], b - a)
         for rows in one.row_blocks():
-            made[rows.a : rows.b] = rows_gradient(one, of, rows)[:, a:b]
+            made[rows.a : rows.b] = _rows_gradient(one, of, rows)[:, a:b]
         return made
 
     return block
 
 
 def _of_classes(
-    one: HeadLoss, of: OfLoss, top: Tensor, log_sum: Tensor
+    one: _HeadLoss, of: _OfLoss, top: Tensor, log_sum: Tensor
 ) -> Callable[[int, int], Tensor]:
     of_rows = top, log_sum, _row_sums(one, of, top)
     every = torch.arange(len(one.target), device=one.x.device)
@@ -219,11 +219,11 @@ def _of_classes(
     return block
 
 
-def _row_sums(one: HeadLoss, of: OfLoss, like: Tensor) -> Tensor:
+def _row_sums(one: _HeadLoss, of: _OfLoss, like: Tensor) -> Tensor:
     """The sum of each row of the loss's gradient: that of the target, as no other class has one."""
     sums = torch.empty_like(like)
     at = torch.where(one.target != one.ignore_index, one.target, 0).unsqueeze(1)
-    for a, b in blocks(len(one.target), one.pieces):
+    for a, b in blocks(len(one.target), one.chunks):
         rows = slice(a, b)
         # Only the shape of the logarithms is read.
         log_p = like[rows].expand(-1, one.n_classes)
@@ -232,7 +232,7 @@ def _row_sums(one: HeadLoss, of: OfLoss, like: Tensor) -> Tensor:
 
 
 def _class_gradients(
-    one: HeadLoss, a: int, b: int, of_rows: tuple[Tensor, Tensor, Tensor], every: Tensor
+    one: _HeadLoss, a: int, b: int, of_rows: tuple[Tensor, Tensor, Tensor], every: Tensor
 ) -> Tensor:
     """The gradient of the logits of classes a..b - 1, for all rows that the loss takes."""
     top, log_sum, row_sums = of_rows
@@ -247,9 +247,9 @@ def _class_gradients(
     return aten._log_softmax_backward_data(of_log_p, log_p, 1, one.dtype)[:, :n_block]
 
 
-NONE, MEAN, SUM = 0, 1, 2
+_NONE, _MEAN, _SUM = 0, 1, 2
 """Reductions, as torch numbers them."""
-NO_CLASS = -1
+_NO_CLASS = -1
 """The target of a row that the loss ignores, where a loss has only the class 0."""
 CLASSES_MULTIPLE = 64
 """Blocks of classes are multiples of it, so that each begins at a line of the caches."""
@@ -257,14 +257,14 @@ CLASSES_MULTIPLE = 64
 _HEAD = "Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight"
 _FACTS = "int[] grid, int[] start, int[] stop, ScalarType dtype, int reduction, int ignore_index"
 _SAVED = "Tensor total_weight, Tensor top, Tensor log_sum, Tensor? row_term"
-_READ = f"Tensor gradient, {_HEAD}, {_SAVED}, {_FACTS}, int pieces"
+_READ = f"Tensor gradient, {_HEAD}, {_SAVED}, {_FACTS}, int chunks"
 _library = torch.library.Library("remat", "FRAGMENT")
 _library.define(
-    f"linear_cross_entropy({_HEAD}, {_FACTS}, int pieces)"
+    f"linear_cross_entropy({_HEAD}, {_FACTS}, int chunks)"
     " -> (Tensor loss, Tensor total_weight, Tensor top, Tensor log_sum)"
 )
 _library.define(
-    f"linear_cross_entropy_smoothed({_HEAD}, {_FACTS}, int pieces) -> (Tensor loss, "
+    f"linear_cross_entropy_smoothed({_HEAD}, {_FACTS}, int chunks) -> (Tensor loss, "
     "Tensor total_weight, Tensor top, Tensor log_sum, Tensor row_sum)"
 )
 _library.define(f"linear_cross_entropy_input({_READ}) -> Tensor")
@@ -277,16 +277,16 @@ _library.define(
 )
 
 
-def _opened(given: tuple[Any, ...]) -> tuple[HeadLoss, OfLoss, Tensor, Tensor]:
+def _opened(given: tuple[Any, ...]) -> tuple[_HeadLoss, _OfLoss, Tensor, Tensor]:
     """What an op of backward is given: the head, the loss's gradient, and what forward saved."""
     gradient, total, top, log_sum, row_term = given[0], *given[6:10]
-    return HeadLoss(*given[1:6], *given[10:]), OfLoss(gradient, total, row_term), top, log_sum
+    return _HeadLoss(*given[1:6], *given[10:]), _OfLoss(gradient, total, row_term), top, log_sum
 
 
 @torch.library.impl(_library, "linear_cross_entropy", "CompositeExplicitAutograd")
 def linear_cross_entropy(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``(loss, total weight, maximum, logarithm of the sum)``, the last two a number a row."""
-    return _losses(HeadLoss(*given), None)
+    return _losses(_HeadLoss(*given), None)
 
 
 @torch.library.impl(_library, "linear_cross_entropy_smoothed", "CompositeExplicitAutograd")
@@ -295,12 +295,12 @@ def linear_cross_entropy_smoothed(*given: Any) -> tuple[Tensor, Tensor, Tensor, 
 
     What becomes of those sums is up to the step that the op stands in.
     """
-    one = HeadLoss(*given)
+    one = _HeadLoss(*given)
     row_sums = torch.empty(len(one.target), dtype=one.dtype, device=one.x.device)
     return *_losses(one, row_sums), row_sums
 
 
-def _losses(one: HeadLoss, row_sums: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _losses(one: _HeadLoss, row_sums: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     target = one.target
     picked = torch.empty(len(target), 1, dtype=one.dtype, device=one.x.device)
     top, log_sum = torch.empty_like(picked), torch.empty_like(picked)
@@ -320,24 +320,24 @@ def _losses(one: HeadLoss, row_sums: Tensor | None) -> tuple[Tensor, Tensor, Ten
     return *_reduced(one, picked, is_counted), top, log_sum
 
 
-def _reduced(one: HeadLoss, picked: Tensor, is_counted: Tensor) -> tuple[Tensor, Tensor]:
+def _reduced(one: _HeadLoss, picked: Tensor, is_counted: Tensor) -> tuple[Tensor, Tensor]:
     """``(loss, total weight)`` of rows with these logarithms: by eager's kernel, of one class.
 
     That class is 0, and may be the one that the user's loss ignores.
     """
-    target = torch.where(is_counted, 0, NO_CLASS)
+    target = torch.where(is_counted, 0, _NO_CLASS)
     if one.class_weight is None:
-        return aten.nll_loss_forward(picked, target, None, one.reduction, NO_CLASS)
+        return aten.nll_loss_forward(picked, target, None, one.reduction, _NO_CLASS)
     of_row = one.class_weight[torch.where(is_counted, one.target, 0)].unsqueeze(1)
 
-    def summed(of_rows: Tensor, reduction: int = SUM) -> Tensor:
-        return aten.nll_loss_forward(of_rows, target, None, reduction, NO_CLASS)[0]
+    def summed(of_rows: Tensor, reduction: int = _SUM) -> Tensor:
+        return aten.nll_loss_forward(of_rows, target, None, reduction, _NO_CLASS)[0]
 
     weighted = picked * of_row
-    if one.reduction == NONE:
-        return summed(weighted, NONE), picked.new_zeros(())
+    if one.reduction == _NONE:
+        return summed(weighted, _NONE), picked.new_zeros(())
     loss, total = summed(weighted), summed(of_row.neg())
-    return (loss / total if one.reduction == MEAN else loss), total
+    return (loss / total if one.reduction == _MEAN else loss), total
 
 
 @torch.library.impl(_library, "linear_cross_entropy_input", "CompositeExplicitAutograd")
@@ -346,7 +346,7 @@ def linear_cross_entropy_input(*given: Any) -> Tensor:
     one, of, _, _ = _opened(given)
     made = torch.empty_like(one.x)
     for rows in one.row_blocks():
-        of_logits = rows_gradient(one, of, rows)
+        of_logits = _rows_gradient(one, of, rows)
         torch.mm(of_logits, one.weight, out=made[rows.a : rows.b])
         del of_logits
     return made
@@ -358,8 +358,8 @@ def linear_cross_entropy_weight(*given: Any) -> tuple[Tensor, Tensor]:
     one, of, top, log_sum = _opened(given)
     of_weight = torch.empty_like(one.weight)
     of_bias = one.weight.new_empty((0,) if one.bias is None else (1, one.n_classes))
-    block = class_blocks(one, of, top, log_sum)
-    for a, b in blocks(one.n_classes, one.pieces, CLASSES_MULTIPLE):
+    block = _class_blocks(one, of, top, log_sum)
+    for a, b in blocks(one.n_classes, one.chunks, CLASSES_MULTIPLE):
         made = block(a, b)
         torch.mm(made.t(), one.x, out=of_weight[a:b])
         if one.bias is not None:
@@ -375,7 +375,7 @@ def linear_cross_entropy_both(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     of_x, of_weight = torch.empty_like(one.x), torch.zeros_like(one.weight)
     of_bias = one.weight.new_zeros((0,) if one.bias is None else (1, one.n_classes))
     for rows in one.row_blocks():
-        of_logits = rows_gradient(one, of, rows)
+        of_logits = _rows_gradient(one, of, rows)
         torch.mm(of_logits, one.weight, out=of_x[rows.a : rows.b])
         of_weight.addmm_(of_logits.t(), one.x[rows.a : rows.b])
         if one.bias is not None:

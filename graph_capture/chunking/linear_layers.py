@@ -13,7 +13,7 @@ from torch import fx
 # Label smoothing around a head's loss: what it reads of the probabilities, and what it hands back.
 #
 # It adds the sum of each row's logarithms to the loss, weighted where classes are. That sum is made
-# by a piece too. All else that label smoothing does has one number a row, and stays as captured.
+# by a chunk too. All else that label smoothing does has one number a row, and stays as captured.
 
 
 aten = torch.ops.aten
@@ -115,7 +115,7 @@ _NAMES = (*SHAPES, aten.detach.default)
 
 
 class NoMlpError(Exception):
-    """What looks like an MLP is none that can run in pieces."""
+    """What looks like an MLP is none that can run in chunks."""
 
 
 class Linear(NamedTuple):
@@ -220,7 +220,7 @@ def picked(node: fx.Node, i: int, name: str, before: fx.Node | None = None) -> f
     return made
 
 
-def take_place(old: fx.Node, new: fx.Node) -> None:
+def replace_node(old: fx.Node, new: fx.Node) -> None:
     """Let everyone read `new` in the place of `old`, under its name, and erase that."""
     old.replace_all_uses_with(new)
     name, meta = old.name, old.meta
@@ -230,17 +230,17 @@ def take_place(old: fx.Node, new: fx.Node) -> None:
         new.meta = dict(meta)
 
 
-def take_places(node: fx.Node, old: Iterable[fx.Node | None]) -> None:
+def replace_results(node: fx.Node, old: Iterable[fx.Node | None]) -> None:
     """Let results of `node`, in their order, take places; None where a result has none to take."""
     last = node
     for i, one in enumerate(old):
         if one is not None:
             # One of them may be what stands next, and goes as its place is taken.
             last = picked(node, i, one.name, before=last.next)
-            take_place(one, last)
+            replace_node(one, last)
 
 
-def erase_left(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+def erase_unread_nodes(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
     """Erase those of `nodes` that are still there and that nobody reads, readers first."""
     left = set(graph.nodes)  # those whose places were taken are gone
     for node in nodes:

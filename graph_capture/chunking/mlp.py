@@ -1,8 +1,8 @@
 """Finds MLPs in a joint graph: linear layers with a pointwise function between, and backward.
 
 Which nodes have the hidden dimension decides what belongs to one. Everything that reads one of them
-must be known, else the MLP is none that can run in pieces. So one with dropout after its activation
-is not taken: its mask would have to be drawn in pieces.
+must be known, else the MLP is none that can run in chunks. So one with dropout after its activation
+is not taken: its mask would have to be drawn in chunks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from remat.graph_capture.chunking.linear_layers import (
     the_only,
 )
 
-# The pointwise functions between the layers of an MLP that may run in pieces.
+# The pointwise functions between the layers of an MLP that may run in chunks.
 #
 # On a CPU, a kernel takes most elements of a tensor by vectors, and the rest, at the end of what
 # each thread is given, one by one. Some functions give other last bits that way: in float32, GELU
@@ -37,16 +37,16 @@ from remat.graph_capture.chunking.linear_layers import (
 
 aten = torch.ops.aten
 
-VECTOR_ELEMENTS = 64
+_VECTOR_ELEMENTS = 64
 """A multiple of what any CPU's vectorized loop takes at once: two vectors of 64 bytes."""
-GRAIN_ELEMENTS = 1 << 15
+_GRAIN_ELEMENTS = 1 << 15
 """From so many elements a thread on, torch gives each of its threads a part (`GRAIN_SIZE`)."""
-COMPARED = 1 << 20
+_COMPARED = 1 << 20
 """Elements that show whether a function has other bits one by one."""
 
 
 @dataclass(frozen=True)
-class Activation:
+class _Activation:
     """A pointwise function and its derivative, as eager calls them.
 
     Attributes
@@ -70,19 +70,19 @@ class Activation:
         return self.backward(of_result, read, *self.more, **self.options)
 
 
-ACTIVATIONS: dict[str, Activation] = {
-    "gelu": Activation(aten.gelu.default, aten.gelu_backward.default),
-    "gelu_tanh": Activation(
+ACTIVATIONS: dict[str, _Activation] = {
+    "gelu": _Activation(aten.gelu.default, aten.gelu_backward.default),
+    "gelu_tanh": _Activation(
         aten.gelu.default, aten.gelu_backward.default, options={"approximate": "tanh"}
     ),
-    "relu": Activation(aten.relu.default, aten.threshold_backward.default, True, (0,)),
-    "silu": Activation(aten.silu.default, aten.silu_backward.default),
-    "tanh": Activation(aten.tanh.default, aten.tanh_backward.default, True),
-    "sigmoid": Activation(aten.sigmoid.default, aten.sigmoid_backward.default, True),
+    "relu": _Activation(aten.relu.default, aten.threshold_backward.default, True, (0,)),
+    "silu": _Activation(aten.silu.default, aten.silu_backward.default),
+    "tanh": _Activation(aten.tanh.default, aten.tanh_backward.default, True),
+    "sigmoid": _Activation(aten.sigmoid.default, aten.sigmoid_backward.default, True),
 }
 
 
-def activation_of(node: fx.Node) -> str | None:
+def _activation_of(node: fx.Node) -> str | None:
     """The name of the activation that a node is; None for any other node."""
     for name, one in ACTIVATIONS.items():
         if node.target is one.forward and len(node.args) == 1 and _options(node) == one.options:
@@ -90,7 +90,7 @@ def activation_of(node: fx.Node) -> str | None:
     return None
 
 
-def is_gradient_of(name: str, node: fx.Node) -> bool:
+def _is_gradient_of(name: str, node: fx.Node) -> bool:
     """Whether a node is the backward of the activation of that name."""
     one = ACTIVATIONS[name]
     return (
@@ -119,7 +119,9 @@ def _is_the_same_one_by_one(name: str, dtype: torch.dtype) -> bool:
     A tensor with gaps is read one by one.
     """
     one, generator = ACTIVATIONS[name], torch.Generator().manual_seed(0)
-    x, of_result = (torch.randn(COMPARED, 2, generator=generator).to(dtype)[:, 0] for _ in range(2))
+    x, of_result = (
+        torch.randn(_COMPARED, 2, generator=generator).to(dtype)[:, 0] for _ in range(2)
+    )
     if dtype.itemsize == 2:
         # All of its values that are finite and more: NaNs are compared by none.
         every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
@@ -137,22 +139,22 @@ def _is_the_same_one_by_one(name: str, dtype: torch.dtype) -> bool:
 def _fills_vectors(size: int) -> bool:
     """Whether each thread is given a multiple of what is taken by vectors."""
     most = torch.get_num_threads()
-    counts = [most] if size >= most * GRAIN_ELEMENTS else range(1, most + 1)
-    return size % VECTOR_ELEMENTS == 0 and all(
-        -(-size // count) % VECTOR_ELEMENTS == 0 for count in counts
+    counts = [most] if size >= most * _GRAIN_ELEMENTS else range(1, most + 1)
+    return size % _VECTOR_ELEMENTS == 0 and all(
+        -(-size // count) % _VECTOR_ELEMENTS == 0 for count in counts
     )
 
 
 # An MLP of a joint graph: its layers, and the nodes of its forward and its backward.
 
 
-HIDDEN, HIDDEN_GATED = 3, 6
+_HIDDEN, _HIDDEN_GATED = 3, 6
 """Tensors of the hidden activation's size that backward of a whole MLP has live at once: what went
 into the function, and two gradients; with a gate also what it and up return, and another one."""
 
 
 @dataclass
-class Gradients:
+class _MlpGradients:
     """The nodes of a linear layer's gradients, None where nobody needs one."""
 
     x: fx.Node | None = None
@@ -183,9 +185,9 @@ class Mlp:
     up: Linear | None
     down: Linear
     gradient: fx.Node
-    of_gate: Gradients
-    of_up: Gradients
-    of_down: Gradients
+    of_gate: _MlpGradients
+    of_up: _MlpGradients
+    of_down: _MlpGradients
     forward: list[fx.Node] = field(default_factory=list[fx.Node])
     backward: list[fx.Node] = field(default_factory=list[fx.Node])
 
@@ -203,18 +205,18 @@ class Mlp:
     @property
     def transient_bytes(self) -> int:
         """The most that hidden tensors take in backward, whole."""
-        held = HIDDEN if self.up is None else HIDDEN_GATED
+        held = _HIDDEN if self.up is None else _HIDDEN_GATED
         value: Tensor = self.gate.product.meta["val"]
         return held * value.nbytes
 
 
 def find_mlps(graph: fx.Graph) -> list[Mlp]:
-    """The MLPs of a joint graph that can run in pieces; no node is of two of them."""
+    """The MLPs of a joint graph that can run in chunks; no node is of two of them."""
     found: list[Mlp] = []
     taken: set[fx.Node] = set()
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
-        activation = activation_of(node)
+        activation = _activation_of(node)
         if activation is None:
             continue
         try:
@@ -242,7 +244,7 @@ def _mlp_of(function: fx.Node, activation: str, order: dict[fx.Node, int]) -> Ml
         hidden += [up.product, inner, handed]
     of_inner = _product_above(handed, down)
     hidden.append(of_inner)
-    of_up = Gradients()
+    of_up = _MlpGradients()
     if up is not None:
         _require_factors(handed, of_inner, up.product)
         of_up_product = _other_factor(of_inner, handed, function)
@@ -261,7 +263,7 @@ def _gradient_of(function: fx.Node, activation: str, gate: Linear) -> fx.Node:
     made = the_only(
         user
         for user in dict.fromkeys((*readers_of(function), *readers_of(gate.product)))
-        if is_gradient_of(activation, user)
+        if _is_gradient_of(activation, user)
     )
     if sources_of(made.args[1])[-1] is not (function if of_result else gate.product):
         raise NoMlpError
@@ -288,7 +290,7 @@ def _collect(mlp: Mlp, hidden: list[fx.Node], order: dict[fx.Node, int]) -> None
     mlp.backward = [one for one in every if order[one] > after]
 
 
-def _trains_a_bias_alone(of: Gradients) -> bool:
+def _trains_a_bias_alone(of: _MlpGradients) -> bool:
     return of.bias is not None and of.weight is None
 
 
@@ -339,12 +341,12 @@ def _other_factor(of_inner: fx.Node, handed: fx.Node, function: fx.Node) -> fx.N
     return made
 
 
-def _weight_gradient(inner: fx.Node, gradient: fx.Node) -> Gradients:
+def _weight_gradient(inner: fx.Node, gradient: fx.Node) -> _MlpGradients:
     """The gradient of the last weight, which sums over all rows."""
     for user in readers_of(inner):
         if user.target is aten.mm.default and _is_transpose_of(user.args[0], gradient):
-            return Gradients(weight=user)
-    return Gradients()
+            return _MlpGradients(weight=user)
+    return _MlpGradients()
 
 
 def _turned(mlp: Mlp) -> list[fx.Node]:
@@ -358,9 +360,9 @@ def _is_transpose_of(node: Any, of: fx.Node) -> bool:
     return isinstance(node, fx.Node) and node.target is aten.t.default and node.args[0] is of
 
 
-def _gradients(layer: Linear, of_product: fx.Node) -> Gradients:
+def _gradients(layer: Linear, of_product: fx.Node) -> _MlpGradients:
     """The gradients of a layer from that of its result."""
-    made = Gradients()
+    made = _MlpGradients()
     for one in aliases_of(of_product):
         for user in one.users:
             if user.target is aten.mm.default and user.args[0] is one:

@@ -1,4 +1,4 @@
-"""An MLP in pieces, so that its whole hidden activation is never live.
+"""An MLP in chunks, so that its whole hidden activation is never live.
 
 Outputs are cut, sums never, so that each number is made by eager's kernel over eager's sum. Blocks
 of rows serve the output and the gradient of the input, which sum over the hidden dimension. The
@@ -25,26 +25,26 @@ from remat.graph_capture.chunking.mlp import ACTIVATIONS
 
 COLUMNS_MULTIPLE = 64
 """Blocks of hidden columns are multiples of it, so that each begins at a line of the caches."""
-ALL = slice(None)
+_ALL = slice(None)
 
 _MLP = (
     "Tensor x, Tensor weight, Tensor? bias, Tensor? up_weight, Tensor? up_bias, Tensor down_weight"
 )
-_BACK = f"Tensor gradient, {_MLP}, str activation, int pieces"
+_BACK = f"Tensor gradient, {_MLP}, str activation, int chunks"
 _library = torch.library.Library("remat", "FRAGMENT")
-_library.define(f"mlp({_MLP}, Tensor? down_bias, str activation, int pieces) -> Tensor")
+_library.define(f"mlp({_MLP}, Tensor? down_bias, str activation, int chunks) -> Tensor")
 _library.define(f"mlp_input({_BACK}) -> Tensor")
 _library.define(f"mlp_gated_input({_BACK}) -> (Tensor of_gate, Tensor of_up)")
 _library.define(
-    f"mlp_weights({_BACK.removesuffix(', int pieces')}, bool[] wanted, int pieces) -> (Tensor "
+    f"mlp_weights({_BACK.removesuffix(', int chunks')}, bool[] wanted, int chunks) -> (Tensor "
     "weight, Tensor bias, Tensor up_weight, Tensor up_bias, Tensor down_weight)"
 )
-Taken = Callable[[Tensor], Any]
+_Taken = Callable[[Tensor], Any]
 """Takes a block of the gradient, which lives no longer."""
 
 
 @dataclass(frozen=True)
-class SplitMlp:
+class _SplitMlp:
     """One MLP.
 
     Attributes
@@ -60,21 +60,21 @@ class SplitMlp:
     up_bias: Tensor | None
     down_weight: Tensor
     activation: str
-    pieces: int
+    chunks: int
 
     def rows(self) -> list[slice]:
         """Blocks of rows."""
-        return [slice(a, b) for a, b in blocks(self.x.shape[0], self.pieces)]
+        return [slice(a, b) for a, b in blocks(self.x.shape[0], self.chunks)]
 
     def columns(self) -> list[slice]:
         """Blocks of the hidden dimension."""
-        cut = blocks(self.weight.shape[0], self.pieces, COLUMNS_MULTIPLE)
+        cut = blocks(self.weight.shape[0], self.chunks, COLUMNS_MULTIPLE)
         return [slice(a, b) for a, b in cut]
 
     def inner(self, rows: slice) -> Tensor:
         """What the last layer is given, for some rows."""
-        result = ACTIVATIONS[self.activation](self._gate(rows, ALL))
-        return result if self.up_weight is None else result * self._up(rows, ALL)
+        result = ACTIVATIONS[self.activation](self._gate(rows, _ALL))
+        return result if self.up_weight is None else result * self._up(rows, _ALL)
 
     def _gate(self, rows: slice, columns: slice) -> Tensor:
         return _part_of_layer(self.x[rows], self.weight, self.bias, columns)
@@ -85,7 +85,7 @@ class SplitMlp:
 
     def backward(
         self, gradient: Tensor, rows: slice, columns: slice,
-        use_gate: Taken, use_up: Taken, use_inner: Taken | None = None,
+        use_gate: _Taken, use_up: _Taken, use_inner: _Taken | None = None,
     ) -> None:  # fmt: skip
         """Make a block of the gradients of what gate and up return, and of what down is given.
 
@@ -108,7 +108,7 @@ class SplitMlp:
 
     def _gated_backward(
         self, gradient: Tensor, rows: slice, columns: slice,
-        use_gate: Taken, use_up: Taken, use_inner: Taken | None,
+        use_gate: _Taken, use_up: _Taken, use_inner: _Taken | None,
     ) -> None:  # fmt: skip
         function = ACTIVATIONS[self.activation]
         read = self._gate(rows, columns)
@@ -134,7 +134,7 @@ def _part_of_layer(x: Tensor, weight: Tensor, bias: Tensor | None, columns: slic
 @torch.library.impl(_library, "mlp", "CompositeExplicitAutograd")
 def mlp(*given: Any) -> Tensor:
     """The output, by blocks of rows."""
-    down_bias, one = given[6], SplitMlp(*given[:6], *given[7:])
+    down_bias, one = given[6], _SplitMlp(*given[:6], *given[7:])
     made = one.x.new_empty(one.x.shape[0], one.down_weight.shape[0])
     down = one.down_weight.t()
     for rows in one.rows():
@@ -148,16 +148,16 @@ def mlp(*given: Any) -> Tensor:
 @torch.library.impl(_library, "mlp_input", "CompositeExplicitAutograd")
 def mlp_input(gradient: Tensor, *given: Any) -> Tensor:
     """The gradient of x, by blocks of rows."""
-    return _of_input(gradient, SplitMlp(*given))[0]
+    return _of_input(gradient, _SplitMlp(*given))[0]
 
 
 @torch.library.impl(_library, "mlp_gated_input", "CompositeExplicitAutograd")
 def mlp_gated_input(gradient: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     """The two terms of the gradient of x, by blocks of rows: through the gate, and through up."""
-    return _of_input(gradient, SplitMlp(*given))
+    return _of_input(gradient, _SplitMlp(*given))
 
 
-def _of_input(gradient: Tensor, one: SplitMlp) -> tuple[Tensor, Tensor]:
+def _of_input(gradient: Tensor, one: _SplitMlp) -> tuple[Tensor, Tensor]:
     of_gate = torch.empty_like(one.x)
     of_up = of_gate if one.up_weight is None else torch.empty_like(one.x)
     for rows in one.rows():
@@ -169,7 +169,7 @@ def _of_input(gradient: Tensor, one: SplitMlp) -> tuple[Tensor, Tensor]:
             assert one.up_weight is not None
             torch.mm(made, one.up_weight, out=of_up[rows])
 
-        one.backward(gradient, rows, ALL, use_gate, use_up)
+        one.backward(gradient, rows, _ALL, use_gate, use_up)
     return of_gate, of_up
 
 
@@ -179,7 +179,7 @@ def mlp_weights(gradient: Tensor, *given: Any) -> tuple[Tensor, ...]:
 
     Those that are not wanted have no elements.
     """
-    wanted, one = given[7], SplitMlp(*given[:7], *given[8:])
+    wanted, one = given[7], _SplitMlp(*given[:7], *given[8:])
     made = _Gradients(one, gradient, wanted)
     for columns in one.columns():
         made.add(columns)
@@ -189,7 +189,7 @@ def mlp_weights(gradient: Tensor, *given: Any) -> tuple[Tensor, ...]:
 class _Gradients:
     """The gradients of weights and biases, block by block."""
 
-    def __init__(self, one: SplitMlp, gradient: Tensor, wanted: list[bool]) -> None:
+    def __init__(self, one: _SplitMlp, gradient: Tensor, wanted: list[bool]) -> None:
         self.one, self.of_output = one, gradient
         of_weight, of_bias = one.weight.shape, (1, one.weight.shape[0])
         shapes = of_weight, of_bias, of_weight, of_bias, one.down_weight.shape
@@ -211,7 +211,7 @@ class _Gradients:
             torch.mm(self.of_output.t(), made, out=self.down_weight[:, columns])
 
         inner = use_inner if self.down_weight.numel() else None
-        self.one.backward(self.of_output, ALL, columns, use_gate, use_up, inner)
+        self.one.backward(self.of_output, _ALL, columns, use_gate, use_up, inner)
 
     def _add(self, made: Tensor, columns: slice, weight: Tensor, bias: Tensor) -> None:
         if weight.numel():

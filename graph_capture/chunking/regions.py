@@ -1,4 +1,4 @@
-"""The regions of a traced step that may run in pieces, before they have prices."""
+"""The regions of a traced step that may run in chunks, before they have costs."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from remat.graph_capture.chunking.head_ops import (
 )
 from remat.graph_capture.chunking.mlp import Mlp
 from remat.graph_capture.chunking.mlp_ops import MLP, MLP_GATED_INPUT, MLP_INPUT, MLP_WEIGHTS
-from remat.graph_capture.chunking.replace import Part, find_parts, replace_part, results_of
+from remat.graph_capture.chunking.replace import HeadOrMlp, find_parts, replace_part, results_of
 from remat.graph_capture.errors import option
 from remat.graph_capture.graph import Choice, Op, PartKind, Region, TrainingGraph, Value
 from remat.graph_capture.joint.build import Joint, build_joint
-from remat.graph_capture.joint.nodes import Places, copy_of
+from remat.graph_capture.joint.nodes import NodeOrigins, copy_of
 from remat.graph_capture.tracing.trace import Trace
 
 COUNTS = (2, 4, 8, 16)
-"""Numbers of pieces that are priced."""
-HELD, LARGE_BYTES, LARGE_PART = 3, 1 << 20, 1 / 50
+"""Numbers of chunks that are costed."""
+_HELD, _LARGE_BYTES, _LARGE_PART = 3, 1 << 20, 1 / 50
 """By default a head is taken if so many tensors of its logits' size, which its backward holds, take
 so many bytes, and so large a part of what the step keeps resident and forward makes. The part is
 low: where most is computed again, what is left of a step is a fraction of that."""
 AND = ", "
-"""Between the names of parts, which run in the same number of pieces."""
+"""Between the names of parts, which run in the same number of chunks."""
 
 
 @dataclass(frozen=True)
-class Found:
+class RegionCandidate:
     """Parts of a step, and the ops that would run in their place.
 
     Attributes
     ----------
-    parts : in the captured joint graph. joint : a copy of it, with every part in pieces.
+    parts : in the captured joint graph. joint : a copy of it, with every part in chunks.
     nodes : for each part, the ops of ours in that copy.
     is_exact : whether they give eager's bits.
     dropped : names of captured ops that the copy has not, or has otherwise.
@@ -51,7 +51,7 @@ class Found:
     is_asked : whether the user named the split. A head that stays whole then is warned of.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[HeadOrMlp, ...]
     joint: Joint
     nodes: tuple[tuple[fx.Node, ...], ...]
     is_exact: bool
@@ -73,38 +73,38 @@ class Found:
         return tuple(kinds)
 
     @property
-    def pieces(self) -> int:
-        """The number of pieces that the ops are set to."""
+    def chunks(self) -> int:
+        """The number of chunks that the ops are set to."""
         return cast("int", self.nodes[0][0].args[-1])
 
-    def set_pieces(self, pieces: int) -> None:
-        """Set the number of pieces that the ops run in: their last argument."""
+    def set_chunks(self, chunks: int) -> None:
+        """Set the number of chunks that the ops run in: their last argument."""
         for node in (node for nodes in self.nodes for node in nodes):
-            node.args = (*node.args[:-1], pieces)
+            node.args = (*node.args[:-1], chunks)
 
-    def by_node(self) -> Iterator[tuple[Part, fx.Node]]:
+    def by_node(self) -> Iterator[tuple[HeadOrMlp, fx.Node]]:
         """Each op of ours with the part that it serves."""
         for part, nodes in zip(self.parts, self.nodes, strict=True):
             for node in nodes:
                 yield part, node
 
 
-def regions_asked(trace: Trace) -> list[Found]:
+def requested_regions(trace: Trace) -> list[RegionCandidate]:
     """The regions that the trace's recipe asks for, of which a plan takes one; or none.
 
     They are its heads, its MLPs and both together. Only MLPs that set the peak are taken. Of heads,
     all are if the user named the split, and only large ones if not. Losses that cannot run in
-    pieces are then warned of, with the reason.
+    chunks are then warned of, with the reason.
     """
     asked = trace.recipe.split
-    if asked == "none" or trace.recipe.pieces:
+    if asked == "none" or trace.recipe.chunks:
         return []
     parts = find_parts(trace.joint.module.graph)
     heads = [one for one in parts if isinstance(one, Head)]
     mlps = [one for one in parts if isinstance(one, Mlp)]
     least_bytes = 0
     if asked is None:
-        heads, least_bytes = _large(trace, heads), LARGE_BYTES
+        heads, least_bytes = _large(trace, heads), _LARGE_BYTES
     else:
         _warn_of_whole_heads(trace)
     mlps = [one for one in _that_set_the_peak(trace, parts) if one.transient_bytes >= least_bytes]
@@ -115,11 +115,11 @@ def regions_asked(trace: Trace) -> list[Found]:
 
 
 def _warn_of_whole_heads(trace: Trace) -> None:
-    places = Places(trace.joint.module.graph)
+    places = NodeOrigins(trace.joint.module.graph)
     for softmax, reason in find_heads(trace.joint.module.graph)[1]:
         where = " ".join(part for part in places.of(softmax) if part)
         warnings.warn(
-            f"the loss of {softmax.name} ({where or trace.recipe.name}) cannot run in pieces: "
+            f"the loss of {softmax.name} ({where or trace.recipe.name}) cannot run in chunks: "
             f"{reason}. It stays whole",
             stacklevel=3,
         )
@@ -130,17 +130,17 @@ def _large(trace: Trace, heads: Iterable[Head]) -> list[Head]:
     graph = trace.graph
     at = graph.op_index
     of_forward = [v for v in graph.values if at.get(v.producer, -1) < graph.n_forward]
-    large_bytes = max(LARGE_BYTES, LARGE_PART * sum(value.size_bytes for value in of_forward))
+    large_bytes = max(_LARGE_BYTES, _LARGE_PART * sum(value.size_bytes for value in of_forward))
 
     def held_bytes(head: Head) -> int:
         logits: Tensor = head.softmax.meta["val"]
-        return HELD * logits.nbytes
+        return _HELD * logits.nbytes
 
     return [head for head in heads if held_bytes(head) >= large_bytes]
 
 
-def _that_set_the_peak(trace: Trace, parts: Sequence[Part]) -> list[Mlp]:
-    """MLPs that hold as much as any op beside them and the heads: pieces lower no other peak."""
+def _that_set_the_peak(trace: Trace, parts: Sequence[HeadOrMlp]) -> list[Mlp]:
+    """MLPs that hold as much as any op beside them and the heads: chunks lower no other peak."""
     graph = trace.graph
     mlps = [one for one in parts if isinstance(one, Mlp)]
     own = {node.name for one in parts for node in (*one.forward, *one.backward)}
@@ -154,7 +154,9 @@ def _that_set_the_peak(trace: Trace, parts: Sequence[Part]) -> list[Mlp]:
     return [one for one in mlps if one.transient_bytes >= most_bytes]
 
 
-def find_regions(trace: Trace, is_exact: bool, names: Container[str] | None = None) -> list[Found]:
+def find_regions(
+    trace: Trace, is_exact: bool, names: Container[str] | None = None
+) -> list[RegionCandidate]:
     """The parts of a trace as one region, with the ops that would run in their place.
 
     Parameters
@@ -165,7 +167,7 @@ def find_regions(trace: Trace, is_exact: bool, names: Container[str] | None = No
     return [_found(trace, is_exact, parts)] if parts else []
 
 
-def _found(trace: Trace, is_exact: bool, parts: Sequence[Part]) -> Found:
+def _found(trace: Trace, is_exact: bool, parts: Sequence[HeadOrMlp]) -> RegionCandidate:
     made: list[list[str]] = []
     names = frozenset(part.name for part in parts)
 
@@ -177,13 +179,13 @@ def _found(trace: Trace, is_exact: bool, parts: Sequence[Part]) -> Found:
     gm = copy_of(captured.module, edit)
     joint = build_joint(
         gm, captured.num_forward_outputs, recipe.name, recipe.resident,
-        hand_over=recipe.hand_over, **recipe.facts(),
+        gradient_release=recipe.gradient_release, **recipe.facts(),
     )  # fmt: skip
     # The copy that becomes a module has nodes of its own, under the same names.
     node_named = {node.name: node for node in gm.graph.nodes}
     nodes = tuple(tuple(node_named[name] for name in own) for own in made)
     changes = _changes(captured.graph, joint.graph)
-    return Found(tuple(parts), joint, nodes, is_exact, *changes, recipe.split is not None)
+    return RegionCandidate(tuple(parts), joint, nodes, is_exact, *changes, recipe.split is not None)
 
 
 def _changes(
@@ -206,20 +208,20 @@ def _changes(
     return tuple(op.name for op in before.ops if op.name not in same), tuple(added)
 
 
-# What our ops do in place of captured ones, for prices on a device that is not here.
+# What our ops do in place of captured ones, for costs on a device that is not here.
 
 
-BLOCKS: dict[Any, int] = {MLP: 2, MLP_INPUT: 3, MLP_WEIGHTS: 3}
+_BLOCKS: dict[Any, int] = {MLP: 2, MLP_INPUT: 3, MLP_WEIGHTS: 3}
 """Blocks of hidden tensors that an op has live: in forward what goes into the function and its
 result; in backward what went into it and two gradients."""
-BLOCKS_GATED: dict[Any, int] = {MLP: 3, MLP_GATED_INPUT: 4, MLP_WEIGHTS: 5}
+_BLOCKS_GATED: dict[Any, int] = {MLP: 3, MLP_GATED_INPUT: 4, MLP_WEIGHTS: 5}
 """The same with a gate: what up returns is one more, and the product's gradient another."""
 
 
-def captured_ops(part: Part, node: fx.Node, pieces: int) -> list[fx.Node]:
+def _captured_ops(part: HeadOrMlp, node: fx.Node, chunks: int) -> list[fx.Node]:
     """The nodes whose work an op of ours does: backward makes what is hidden again."""
     if isinstance(part, Head):
-        return _nodes_of_head(part, node, pieces)
+        return _nodes_of_head(part, node, chunks)
     if node.target is MLP:
         return part.forward
     own = [one for one in results_of(part, node.target) if one is not None]
@@ -227,16 +229,16 @@ def captured_ops(part: Part, node: fx.Node, pieces: int) -> list[fx.Node]:
     return [*hidden, *own]
 
 
-def workspace_bytes(part: Part, node: fx.Node, pieces: int) -> int:
-    """The most bytes that one piece has live."""
+def _workspace_bytes(part: HeadOrMlp, node: fx.Node, chunks: int) -> int:
+    """The most bytes that one chunk has live."""
     if isinstance(part, Head):
-        return _head_workspace_bytes(part, node, pieces)
+        return _head_workspace_bytes(part, node, chunks)
     value: Tensor = part.gate.product.meta["val"]
-    n_blocks = (BLOCKS if part.up is None else BLOCKS_GATED)[node.target]
-    return n_blocks * -(-value.nbytes // pieces)
+    n_blocks = (_BLOCKS if part.up is None else _BLOCKS_GATED)[node.target]
+    return n_blocks * -(-value.nbytes // chunks)
 
 
-def _nodes_of_head(head: Head, node: fx.Node, pieces: int) -> list[fx.Node]:
+def _nodes_of_head(head: Head, node: fx.Node, chunks: int) -> list[fx.Node]:
     """The nodes whose work an op of ours does: backward makes the logits again.
 
     Where blocks of classes are cut out of rows, it makes them again for each.
@@ -248,7 +250,7 @@ def _nodes_of_head(head: Head, node: fx.Node, pieces: int) -> list[fx.Node]:
     own = [one for one in ends if one is not None and one.name in made]
     logits = [one for one in head.forward if one is not head.loss]
     shared = [one for one in head.backward if one not in ends]
-    return [*(logits + shared) * (pieces if _is_cut_out_of_rows(head, node) else 1), *own]
+    return [*(logits + shared) * (chunks if _is_cut_out_of_rows(head, node) else 1), *own]
 
 
 def _is_cut_out_of_rows(head: Head, node: fx.Node) -> bool:
@@ -256,81 +258,88 @@ def _is_cut_out_of_rows(head: Head, node: fx.Node) -> bool:
     return node.target is WEIGHT and cuts_classes_out_of_rows(dtype, head.smoothing)
 
 
-def _head_workspace_bytes(head: Head, node: fx.Node, pieces: int) -> int:
-    """The most bytes that one piece has live: three blocks in the dtype of the loss.
+def _head_workspace_bytes(head: Head, node: fx.Node, chunks: int) -> int:
+    """The most bytes that one chunk has live: three blocks in the dtype of the loss.
 
     They are, in backward, the logarithms of the probabilities, their gradient and that of the
     logits; in forward it is less. A block of classes that is cut out of rows is one more.
     """
     value, of_x = head.softmax.meta["val"], head.product.meta["val"]
-    blocks_bytes = 3 * (-(-value.numel() // pieces)) * value.element_size()
+    blocks_bytes = 3 * (-(-value.numel() // chunks)) * value.element_size()
     if not _is_cut_out_of_rows(head, node):
         return blocks_bytes
-    return blocks_bytes + -(-of_x.numel() // pieces) * of_x.element_size()
+    return blocks_bytes + -(-of_x.numel() // chunks) * of_x.element_size()
 
 
-# Prices of what may run in pieces: measured if the device is here, else of the captured ops.
+# Costs of what may run in chunks: measured if the device is here, else of the captured ops.
 
 
-PricedPieces = Callable[[Found], tuple[Mapping[str, Op], Sequence[Value]]]
-"""From a region in pieces: its ops of ours by name, and the values of the graph with them."""
-HEADS = ("head",)
-IsExact = Callable[[Found], bool]
-"""Whether the ops of a region, in the pieces that they are set to, give eager's bits."""
+ChunkCosts = Callable[[RegionCandidate], tuple[Mapping[str, Op], Sequence[Value]]]
+"""From a region in chunks: its ops of ours by name, and the values of the graph with them."""
+_HEADS = ("head",)
+IsExact = Callable[[RegionCandidate], bool]
+"""Whether the ops of a region, in the chunks that they are set to, give eager's bits."""
 
 
 def with_regions(
-    graph: TrainingGraph, found: Sequence[Found], priced: PricedPieces, is_exact: IsExact
+    graph: TrainingGraph,
+    found: Sequence[RegionCandidate],
+    chunk_costs: ChunkCosts,
+    is_exact: IsExact,
 ) -> TrainingGraph:
     """`graph` with the regions found, each with its choices.
 
-    Where eager's bits are asked for, numbers of pieces that do not give them are left out. A region
+    Where eager's bits are asked for, numbers of chunks that do not give them are left out. A region
     without any is none; that is said of heads if the user has asked for it.
     """
-    regions = [_region(graph, one, priced, is_exact) for one in found]
+    regions = [_region(graph, one, chunk_costs, is_exact) for one in found]
     for one, region in zip(found, regions, strict=True):
-        if one.is_asked and not region.choices and one.kinds == HEADS:
+        if one.is_asked and not region.choices and one.kinds == _HEADS:
             warnings.warn(
-                f"the loss of {one.name} ({graph.name}) stays whole: in pieces, kernels give other "
+                f"the loss of {one.name} ({graph.name}) stays whole: in chunks, kernels give other "
                 f"bits than eager here. {option('split', 'tolerance')} takes them",
                 stacklevel=2,
             )
     return msgspec.structs.replace(graph, regions=tuple(one for one in regions if one.choices))
 
 
-def _region(graph: TrainingGraph, found: Found, priced: PricedPieces, is_exact: IsExact) -> Region:
+def _region(
+    graph: TrainingGraph, found: RegionCandidate, chunk_costs: ChunkCosts, is_exact: IsExact
+) -> Region:
     choices: list[Choice] = []
-    for pieces in COUNTS:
-        found.set_pieces(pieces)
+    for chunks in COUNTS:
+        found.set_chunks(chunks)
         if not found.is_exact or is_exact(found):
-            ops, values = priced(found)
+            ops, values = chunk_costs(found)
             choices.append(_choice(graph, found, ops, values))
     return Region(found.name, found.dropped, tuple(choices), found.kinds)
 
 
 def _choice(
-    graph: TrainingGraph, found: Found, ours: Mapping[str, Op], values: Sequence[Value]
+    graph: TrainingGraph, found: RegionCandidate, ours: Mapping[str, Op], values: Sequence[Value]
 ) -> Choice:
     if found.is_exact:
         ours = _no_cheaper(graph, found, ours)
     ops = [(place, ours.get(op.name) or _as_captured(graph, op)) for place, op in found.added]
     made = {name for _, op in ops for name in op.outputs}
     own = tuple(value for value in values if value.name in made)
-    return Choice(found.pieces, found.is_exact, tuple(ops), own)
+    return Choice(found.chunks, found.is_exact, tuple(ops), own)
 
 
-def _no_cheaper(graph: TrainingGraph, found: Found, ours: Mapping[str, Op]) -> Mapping[str, Op]:
+def _no_cheaper(
+    graph: TrainingGraph, found: RegionCandidate, ours: Mapping[str, Op]
+) -> Mapping[str, Op]:
     """`ours` at the time of the captured ops at least: they do the same work, and some of it twice.
 
-    Where blocks fit into caches, or a clock was off, they are priced below. A step that fits as it
+    Where blocks fit into caches, or a clock was off, they would cost less. A step that fits as it
     was captured stays so.
     """
     us = sum(op.cost_us for op in ours.values())
     return ours if us >= _whole_us(graph, found) else _taking(_whole_us(graph, found), ours)
 
 
-def _whole_us(graph: TrainingGraph, found: Found) -> float:
-    """What the ops take that the pieces replace."""
+def _whole_us(graph: TrainingGraph, found: RegionCandidate) -> float:
+    """What the ops take that the chunks replace."""
     dropped = set(found.dropped)
     return sum(op.cost_us for op in graph.ops if op.name in dropped)
 
@@ -344,27 +353,27 @@ def _taking(all_us: float, ours: Mapping[str, Op]) -> Mapping[str, Op]:
 
 
 def _as_captured(graph: TrainingGraph, op: Op) -> Op:
-    """An op that reads other values than before, such as an update, at its captured price."""
+    """An op that reads other values than before, such as an update, at its captured cost."""
     same = [one for one in graph.ops if one.target == op.target]
     before = next((one for one in same if one.name == op.name), same[0])
-    return msgspec.structs.replace(op, cost_us=before.cost_us, price=before.price)
+    return msgspec.structs.replace(op, cost_us=before.cost_us, cost_origin=before.cost_origin)
 
 
 def modelled(
     captured: TrainingGraph, launch_us: float, rounded: Callable[[int], int]
-) -> PricedPieces:
-    """Prices from those of the ops that the pieces replace, for a device that is not here."""
+) -> ChunkCosts:
+    """Costs from those of the ops that the chunks replace, for a device that is not here."""
     costs = {op.name: op.cost_us for op in captured.ops}
 
-    def priced(found: Found) -> tuple[Mapping[str, Op], Sequence[Value]]:
+    def chunk_costs(found: RegionCandidate) -> tuple[Mapping[str, Op], Sequence[Value]]:
         ops = {op.name: op for op in found.joint.graph.ops}
-        more_us = (found.pieces - 1) * launch_us
+        more_us = (found.chunks - 1) * launch_us
         ours = {
             node.name: msgspec.structs.replace(
                 ops[node.name],
-                cost_us=_cost_us(captured_ops(part, node, found.pieces), costs, more_us),
-                workspace_bytes=rounded(workspace_bytes(part, node, found.pieces)),
-                price="modelled",
+                cost_us=_cost_us(_captured_ops(part, node, found.chunks), costs, more_us),
+                workspace_bytes=rounded(_workspace_bytes(part, node, found.chunks)),
+                cost_origin="modelled",
             )
             for part, node in found.by_node()
         }
@@ -373,20 +382,20 @@ def modelled(
             for value in found.joint.graph.values
         ]
 
-    return priced
+    return chunk_costs
 
 
-def hoped(captured: TrainingGraph, rounded: Callable[[int], int]) -> PricedPieces:
-    """The least prices of all: pieces take as long as what they replace, and nothing twice."""
+def hoped(captured: TrainingGraph, rounded: Callable[[int], int]) -> ChunkCosts:
+    """The least costs of all: chunks take as long as what they replace, and nothing twice."""
     modelled_ones = modelled(captured, 0.0, rounded)
 
-    def priced(found: Found) -> tuple[Mapping[str, Op], Sequence[Value]]:
+    def chunk_costs(found: RegionCandidate) -> tuple[Mapping[str, Op], Sequence[Value]]:
         ours, values = modelled_ones(found)
         us = sum(op.cost_us for op in ours.values())
         least_us = min(us, _whole_us(captured, found))
         return (_taking(least_us, ours) if us > 0 else ours), values
 
-    return priced
+    return chunk_costs
 
 
 def _cost_us(nodes: Sequence[fx.Node], costs: Mapping[str, float], more_us: float) -> float:

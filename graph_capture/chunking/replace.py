@@ -1,4 +1,4 @@
-"""The kinds of regions that may run in pieces: heads with their losses, and MLPs."""
+"""The kinds of regions that may run in chunks: heads with their losses, and MLPs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from torch import Tensor, fx
 
 from remat.graph_capture.chunking.head import Head, find_heads, loss_results
 from remat.graph_capture.chunking.head_ops import FORWARD, INPUT, INPUT_AND_WEIGHT, SMOOTHED, WEIGHT
-from remat.graph_capture.chunking.linear_layers import erase_left, picked, take_place, take_places
+from remat.graph_capture.chunking.linear_layers import (
+    erase_unread_nodes,
+    picked,
+    replace_node,
+    replace_results,
+)
 from remat.graph_capture.chunking.mlp import Mlp, find_mlps
 from remat.graph_capture.chunking.mlp_ops import MLP, MLP_GATED_INPUT, MLP_INPUT, MLP_WEIGHTS
 from remat.graph_capture.errors import ScheduleError
@@ -18,37 +23,37 @@ from remat.graph_capture.errors import ScheduleError
 # Puts our ops in the place of a head and its loss in a joint graph.
 
 
-def replace_head(head: Head, pieces: int, is_exact: bool) -> list[fx.Node]:
-    """Put ops that run in `pieces` in the place of `head`; returns them, forward first."""
+def _replace_head(head: Head, chunks: int, is_exact: bool) -> list[fx.Node]:
+    """Put ops that run in `chunks` in the place of `head`; returns them, forward first."""
     target, class_weight, reduction, ignore_index = head.loss.args[1:5]
     read = (head.x, head.weight, head.bias, target, class_weight)
     facts = (
         head.grid, head.start, head.stop, head.softmax.meta["val"].dtype, reduction, ignore_index,
-        pieces,
+        chunks,
     )  # fmt: skip
     made = [_forward(head, (*read, *facts))]
-    saved = [picked(made[0], i, f"{head.softmax.name}_{name}") for i, name in SAVED.items()]
+    saved = [picked(made[0], i, f"{head.softmax.name}_{name}") for i, name in _SAVED.items()]
     row_term = head.smoothing.row_term if head.smoothing else None
     backward = (head.gradient, *read, head.total_weight, *saved, row_term, *facts)
     for op, name, gradients in _backward_ops(head, is_exact):
         made.append(_backward(head, op, f"{head.softmax.name}_{name}", backward, gradients))
     graph = head.loss.graph
-    erase_left(graph, reversed([*head.forward, *head.backward]))
+    erase_unread_nodes(graph, reversed([*head.forward, *head.backward]))
     return made
 
 
-SAVED = {2: "top", 3: "log_sum"}
+_SAVED = {2: "top", 3: "log_sum"}
 """Results of forward that backward reads, by their place."""
 
-Gradients = tuple[fx.Node | None, ...]
+_Gradients = tuple[fx.Node | None, ...]
 
 
-def _backward_ops(head: Head, is_exact: bool) -> list[tuple[Any, str, Gradients]]:
+def _backward_ops(head: Head, is_exact: bool) -> list[tuple[Any, str, _Gradients]]:
     """Each op of backward: its name, and the nodes whose places its results take."""
     if not is_exact and head.of_x is not None and head.of_weight is not None:
         results = (head.of_x, head.of_weight, head.of_bias)
         return [(INPUT_AND_WEIGHT, "gradients", results)]
-    ops: list[tuple[Any, str, Gradients]] = []
+    ops: list[tuple[Any, str, _Gradients]] = []
     if head.of_x is not None:
         ops.append((INPUT, "of_input", (head.of_x,)))
     if head.of_weight is not None:
@@ -64,7 +69,7 @@ def _forward(head: Head, args: tuple[Any, ...]) -> fx.Node:
     loss, total = head.loss.meta["val"]
     log_p: Tensor = head.softmax.meta["val"]
     with log_p.fake_mode:  # pyright: ignore
-        a_row = [torch.empty(len(log_p), 1, dtype=log_p.dtype, device=log_p.device) for _ in SAVED]
+        a_row = [torch.empty(len(log_p), 1, dtype=log_p.dtype, device=log_p.device) for _ in _SAVED]
     # Results of the loss that nobody picks have no storage of their own in the trace.
     values = [loss, total, *a_row]
     if head.smoothing:
@@ -72,14 +77,14 @@ def _forward(head: Head, args: tuple[Any, ...]) -> fx.Node:
         values.append(head.smoothing.row_sum.meta["val"])
     node.meta = {**head.product.meta, "val": tuple(values)}
     for i, old in results.items():
-        take_place(old, picked(node, i, old.name, before=head.loss))
+        replace_node(old, picked(node, i, old.name, before=head.loss))
     if head.total_weight in results.values():
         head.total_weight = next(user for user in node.users if user.args[1] == 1)
     return node
 
 
 def _backward(
-    head: Head, op: Any, name: str, args: tuple[Any, ...], gradients: Gradients
+    head: Head, op: Any, name: str, args: tuple[Any, ...], gradients: _Gradients
 ) -> fx.Node:
     wanted = [node for node in gradients if node is not None]
     order = {node: i for i, node in enumerate(head.loss.graph.nodes)}
@@ -89,10 +94,10 @@ def _backward(
         node = graph.create_node("call_function", op, args, {}, name)
     node.meta = dict(first.meta)
     if op is INPUT:
-        take_place(wanted[0], node)
+        replace_node(wanted[0], node)
         return node
     node.meta["val"] = tuple(_value_of(head, gradient) for gradient in gradients)
-    take_places(node, gradients)
+    replace_results(node, gradients)
     return node
 
 
@@ -108,8 +113,8 @@ def _value_of(head: Head, gradient: fx.Node | None) -> Tensor:
 # Puts our ops in the place of an MLP in a joint graph.
 
 
-def replace_mlp(mlp: Mlp, pieces: int) -> list[fx.Node]:
-    """Put ops that run in `pieces` in the place of `mlp`; returns them, forward first."""
+def _replace_mlp(mlp: Mlp, chunks: int) -> list[fx.Node]:
+    """Put ops that run in `chunks` in the place of `mlp`; returns them, forward first."""
     up_weight, up_bias = (mlp.up.weight, mlp.up.bias) if mlp.up else (None, None)
     gate, down = mlp.gate, mlp.down
     read = gate.x, gate.weight, gate.bias, up_weight, up_bias, down.weight
@@ -118,21 +123,21 @@ def replace_mlp(mlp: Mlp, pieces: int) -> list[fx.Node]:
     standing = {node.name: node for node in graph.nodes}
     read = tuple(node and standing[node.name] for node in read)
     gradient = standing[mlp.gradient.name]
-    made = [_node_before(down.product, MLP, mlp.name, (*read, down.bias, mlp.activation, pieces))]
+    made = [_node_before(down.product, MLP, mlp.name, (*read, down.bias, mlp.activation, chunks))]
     made[0].meta = dict(down.product.meta)
-    take_place(down.product, made[0])
+    replace_node(down.product, made[0])
     ends = [*mlp.of_gate.all(), *mlp.of_up.all(), *mlp.of_down.all()]
     order = {node: i for i, node in enumerate(graph.nodes)}
     first = min(ends, key=order.__getitem__)
     # The input's gradient comes first: it reads the weights, whose updates wait for it.
     given = (gradient, *read, mlp.activation)
     made += [
-        _node_before(first, op, f"{made[0].name}_{name}", (*given, *more, pieces))
+        _node_before(first, op, f"{made[0].name}_{name}", (*given, *more, chunks))
         for op, name, more in _ops_of_backward(mlp)
     ]
     for node in made[1:]:
         _take_places(mlp, node)
-    erase_left(graph, reversed([*mlp.forward, *mlp.backward]))
+    erase_unread_nodes(graph, reversed([*mlp.forward, *mlp.backward]))
     return made
 
 
@@ -166,10 +171,10 @@ def _take_places(mlp: Mlp, node: fx.Node) -> None:
     wanted = [one for one in old if one is not None]
     node.meta = dict(wanted[0].meta)
     if node.target is MLP_INPUT:
-        take_place(wanted[0], node)
+        replace_node(wanted[0], node)
         return
     node.meta["val"] = tuple(_values(mlp, node.target, old))
-    take_places(node, old)
+    replace_results(node, old)
 
 
 def _values(mlp: Mlp, op: Any, old: Sequence[fx.Node | None]) -> list[Tensor]:
@@ -186,11 +191,11 @@ def _values(mlp: Mlp, op: Any, old: Sequence[fx.Node | None]) -> list[Tensor]:
     return [none if one is None else one.meta["val"] for one in old]
 
 
-Part = Head | Mlp
-"""What runs in pieces by itself. A region has one or more, which run in the same number."""
+HeadOrMlp = Head | Mlp
+"""What runs in chunks by itself. A region has one or more, which run in the same number."""
 
 
-def find_parts(graph: fx.Graph, names: Container[str] | None = None) -> list[Part]:
+def find_parts(graph: fx.Graph, names: Container[str] | None = None) -> list[HeadOrMlp]:
     """The parts of these names, or all; heads first. An MLP that ends in a head is none."""
     heads = find_heads(graph)[0]
     of_heads = {node for head in heads for node in (*head.forward, *head.backward)}
@@ -198,25 +203,25 @@ def find_parts(graph: fx.Graph, names: Container[str] | None = None) -> list[Par
     return [one for one in (*heads, *mlps) if names is None or one.name in names]
 
 
-def replace_part(part: Part, pieces: int, is_exact: bool) -> list[fx.Node]:
-    """Put ops that run in `pieces` in the place of `part`; returns them, forward first."""
+def replace_part(part: HeadOrMlp, chunks: int, is_exact: bool) -> list[fx.Node]:
+    """Put ops that run in `chunks` in the place of `part`; returns them, forward first."""
     if isinstance(part, Head):
-        return replace_head(part, pieces, is_exact)
-    return replace_mlp(part, pieces)
+        return _replace_head(part, chunks, is_exact)
+    return _replace_mlp(part, chunks)
 
 
-def split_parts(graph: fx.Graph, pieces: Iterable[tuple[str, int, bool]]) -> None:
-    """Let parts run in pieces: those of these names, how many, and whether exactly.
+def chunk_parts(graph: fx.Graph, chunks: Iterable[tuple[str, int, bool]]) -> None:
+    """Let parts run in chunks: those of these names, how many, and whether exactly.
 
     Raises
     ------
     ScheduleError : the step has no part of such a name.
     """
-    wanted = {name: (count, is_exact) for name, count, is_exact in pieces}
+    wanted = {name: (count, is_exact) for name, count, is_exact in chunks}
     for part in find_parts(graph, frozenset(wanted)) if wanted else []:
         replace_part(part, *wanted.pop(part.name))
     if wanted:
         raise ScheduleError(
-            f"this plan runs {', '.join(wanted)} in pieces, and the step has no linear head with "
+            f"this plan runs {', '.join(wanted)} in chunks, and the step has no linear head with "
             "its loss, and no MLP, of that name any more: plan again"
         )

@@ -1,4 +1,4 @@
-"""Whether parts in pieces give eager's bits on the device at hand, at the shapes at hand.
+"""Whether parts in chunks give eager's bits on the device at hand, at the shapes at hand.
 
 Kernels for a block of rows may sum in another order than those for all rows. Which a library takes
 hangs on shapes and on the device, so both ways run here once, on made data, and are compared.
@@ -20,20 +20,20 @@ from remat.graph_capture.chunking.head_ops import blocks
 from remat.graph_capture.chunking.linear_layers import identity_of
 from remat.graph_capture.chunking.mlp import Mlp, has_equal_blocks
 from remat.graph_capture.chunking.mlp_ops import COLUMNS_MULTIPLE
-from remat.graph_capture.chunking.regions import Found, IsExact
-from remat.graph_capture.chunking.replace import Part
+from remat.graph_capture.chunking.regions import IsExact, RegionCandidate
+from remat.graph_capture.chunking.replace import HeadOrMlp
+from remat.graph_capture.costs.cache import CostCache
+from remat.graph_capture.costs.op_times import cost_key
 from remat.graph_capture.devices.meter import Meter
-from remat.graph_capture.prices.cache import PriceCache
-from remat.graph_capture.prices.op_times import price_key
 
-# Random data for what a part reads, to compare it whole and in pieces.
+# Random data for what a part reads, to compare it whole and in chunks.
 
 
-IGNORED_PART = 0.1
+_IGNORED_PART = 0.1
 """Of the made targets: rows that the loss ignores."""
 
 
-def made_inputs(part: Part, seed: int) -> dict[fx.Node, Tensor]:
+def _made_inputs(part: HeadOrMlp, seed: int) -> dict[fx.Node, Tensor]:
     """Random data for what `part` reads. The user's random stream stays where it is."""
     at: Tensor = part.ends[0].meta["val"]
     with torch.random.fork_rng([at.device] if at.is_cuda else []):
@@ -64,7 +64,7 @@ def _of_head(head: Head) -> dict[fx.Node, Tensor]:
     read = (head.x, head.weight, head.bias, head.gradient, row_term)
     made = {node: _normal(node) for node in read if node is not None}
     chosen = torch.randint(head.weight.meta["val"].shape[0], at.shape, device=at.device)
-    is_ignored = torch.rand(at.shape, device=at.device) < IGNORED_PART
+    is_ignored = torch.rand(at.shape, device=at.device) < _IGNORED_PART
     made[target] = chosen.masked_fill_(is_ignored, cast("int", head.loss.args[4]))
     class_weight = head.loss.args[2]
     if isinstance(class_weight, fx.Node):
@@ -86,21 +86,21 @@ def _normal(node: fx.Node) -> Tensor:
     return made.normal_()
 
 
-SEEN_NUMBERS, MOST_DRAWS = 1 << 22, 16
+_SEEN_NUMBERS, _MOST_DRAWS = 1 << 22, 16
 """In 16 bits so many logits, or hidden activations, are compared, in at most so many draws."""
 
 _Key = tuple[str, str, str, int, bool, int]
 _known: dict[_Key, bool] = {}
-"""What was found in this process, by graph in pieces, device, region, pieces, how and threads."""
+"""What was found in this process, by graph in chunks, device, region, chunks, how and threads."""
 
 
-def gives_eagers_bits(found: Found) -> bool | None:
-    """Whether parts in the pieces that they are set to give the same bits as their own nodes.
+def matches_eager_bitwise(found: RegionCandidate) -> bool | None:
+    """Whether parts in the chunks that they are set to give the same bits as their own nodes.
 
     It takes the memory of four times the logits, or what an MLP holds. Where that runs out, the
     answer is None. Of parts that are alike, one is compared.
     """
-    alike = {likeness(*pair): pair for pair in zip(found.parts, found.nodes, strict=True)}
+    alike = {_likeness(*pair): pair for pair in zip(found.parts, found.nodes, strict=True)}
     try:
         return all(_are_same_bits(*pair) for pair in alike.values())
     except RuntimeError as error:  # of CUDA's allocator too
@@ -108,70 +108,70 @@ def gives_eagers_bits(found: Found) -> bool | None:
             raise
         if found.is_asked:
             warnings.warn(
-                f"whether {found.name} in {found.pieces} pieces gives eager's bits is unknown, as "
+                f"whether {found.name} in {found.chunks} chunks gives eager's bits is unknown, as "
                 "memory ran out: it stays whole",
                 stacklevel=2,
             )
         return None
 
 
-def likeness(part: Part, nodes: Sequence[fx.Node]) -> str:
-    """What decides which kernels run, whole and in pieces: shapes, strides, dtypes and scalars."""
-    return "\n".join(price_key(node) for node in (*part.forward, *part.backward, *nodes))
+def _likeness(part: HeadOrMlp, nodes: Sequence[fx.Node]) -> str:
+    """What decides which kernels run, whole and in chunks: shapes, strides, dtypes and scalars."""
+    return "\n".join(cost_key(node) for node in (*part.forward, *part.backward, *nodes))
 
 
-def note_bits(found: Found, is_same: bool) -> None:
-    """Keep in this process whether a region in the pieces that it is set to gives eager's bits."""
+def _note_bits(found: RegionCandidate, is_same: bool) -> None:
+    """Keep in this process whether a region in the chunks that it is set to gives eager's bits."""
     device = str(found.parts[0].ends[0].meta["val"].device)
-    facts = found.joint.graph.hash, device, found.name, found.pieces, found.is_exact
+    facts = found.joint.graph.hash, device, found.name, found.chunks, found.is_exact
     _known[_fact(*facts)] = is_same
 
 
-def is_known_to_give_them(graph_hash: str, device: str, region: str, pieces: int) -> bool:
-    """Whether this process has found that a region in exact pieces gives eager's bits.
+def is_known_to_give_them(graph_hash: str, device: str, region: str, chunks: int) -> bool:
+    """Whether this process has found that a region in exact chunks gives eager's bits.
 
-    `graph_hash` is that of the graph in pieces, which a plan is held to. It names no other graph,
+    `graph_hash` is that of the graph in chunks, which a plan is held to. It names no other graph,
     so a plan that was edited is compared too.
     """
-    return _known.get(_fact(graph_hash, device, region, pieces, True), False)
+    return _known.get(_fact(graph_hash, device, region, chunks, True), False)
 
 
-def _fact(graph_hash: str, device: str, region: str, pieces: int, is_exact: bool) -> _Key:
-    return graph_hash, device, region, pieces, is_exact, torch.get_num_threads()
+def _fact(graph_hash: str, device: str, region: str, chunks: int, is_exact: bool) -> _Key:
+    return graph_hash, device, region, chunks, is_exact, torch.get_num_threads()
 
 
-def _are_same_bits(part: Part, nodes: Sequence[fx.Node]) -> bool:
+def _are_same_bits(part: HeadOrMlp, nodes: Sequence[fx.Node]) -> bool:
     if isinstance(part, Mlp) and not _has_equal_blocks(part, cast("int", nodes[0].args[-1])):
         return False
     return all(_are_same_once(part, nodes, seed) for seed in range(_draws(part)))
 
 
-def _draws(part: Part) -> int:
+def _draws(part: HeadOrMlp) -> int:
     """How often to compare: another order of sums seldom shows in 16 bits of few numbers."""
     like: Tensor = (part.gate.product if isinstance(part, Mlp) else part.product).meta["val"]
     if like.dtype.itemsize >= torch.float32.itemsize:
         return 1
-    return min(max(SEEN_NUMBERS // max(like.numel(), 1), 1), MOST_DRAWS)
+    return min(max(_SEEN_NUMBERS // max(like.numel(), 1), 1), _MOST_DRAWS)
 
 
-def _are_same_once(part: Part, nodes: Sequence[fx.Node], seed: int) -> bool:
-    made = made_inputs(part, seed)
+def _are_same_once(part: HeadOrMlp, nodes: Sequence[fx.Node], seed: int) -> bool:
+    made = _made_inputs(part, seed)
     expected = _run_captured(part, [*part.forward, *part.backward], dict(made))
-    found = _run_pieces(nodes, dict(made))
+    found = _run_chunks(nodes, dict(made))
     return all(torch.equal(value, found[name]) for name, value in expected.items() if name in found)
 
 
-def _has_equal_blocks(mlp: Mlp, pieces: int) -> bool:
+def _has_equal_blocks(mlp: Mlp, chunks: int) -> bool:
     """Whether no element of the hidden activation hangs on how large its block is."""
     like: Tensor = mlp.gate.product.meta["val"]
     rows, columns = like.shape
-    sizes = {(b - a) * columns for a, b in blocks(rows, pieces)}
-    sizes |= {(b - a) * rows for a, b in blocks(columns, pieces, COLUMNS_MULTIPLE)}
+    sizes = {(b - a) * columns for a, b in blocks(rows, chunks)}
+    sizes |= {(b - a) * rows for a, b in blocks(columns, chunks, COLUMNS_MULTIPLE)}
     return has_equal_blocks(mlp.activation, like, [rows * columns, *sizes])
 
 
 def _run_captured(
-    part: Part, nodes: Sequence[fx.Node], known: dict[fx.Node, Tensor]
+    part: HeadOrMlp, nodes: Sequence[fx.Node], known: dict[fx.Node, Tensor]
 ) -> dict[str, Tensor]:
     """Run nodes of the captured graph with what they read; their results by name."""
     results = _Results(known)
@@ -195,7 +195,7 @@ class _Results(dict[fx.Node, Any]):
         return self[node]
 
 
-def _run_pieces(nodes: Sequence[fx.Node], known: dict[fx.Node, Tensor]) -> dict[str, Tensor]:
+def _run_chunks(nodes: Sequence[fx.Node], known: dict[fx.Node, Tensor]) -> dict[str, Tensor]:
     """Run the ops of ours on the same data; their results by name."""
     data = {node.name: tensor for node, tensor in known.items()}
     for node in nodes:
@@ -209,46 +209,46 @@ def _run_pieces(nodes: Sequence[fx.Node], known: dict[fx.Node, Tensor]) -> dict[
     return data
 
 
-# Whether pieces give eager's bits, kept on disk beside prices.
+# Whether chunks give eager's bits, kept on disk beside costs.
 #
 # To compare them takes as long as a few runs of the region. The answer hangs on the device, its
 # settings and torch's version, by which the file is named, and on shapes and dtypes.
 
 
-def kept_bits(meter: Meter, cache: PriceCache | None = None) -> IsExact:
-    """`gives_eagers_bits` on the device of `meter`, asked once for each region and number of
-    pieces.
+def kept_bits(meter: Meter, cache: CostCache | None = None) -> IsExact:
+    """`matches_eager_bitwise` on the device of `meter`, asked once for each region and number of
+    chunks.
 
     Parameters
     ----------
     cache : of the device; None for the one on disk.
     """
-    kept = cache or PriceCache.of(meter)
+    kept = cache or CostCache.of(meter)
 
-    def has_them(found: Found) -> bool:
+    def has_them(found: RegionCandidate) -> bool:
         key = _digest_of(found)
         if key not in kept.bits:
-            answer = gives_eagers_bits(found)
+            answer = matches_eager_bitwise(found)
             if answer is None:
                 return False
             kept.bits[key] = answer
             kept.save()
-        note_bits(found, kept.bits[key])
+        _note_bits(found, kept.bits[key])
         return kept.bits[key]
 
     return has_them
 
 
-def _digest_of(found: Found) -> str:
-    """A digest of what decides which kernels run, whole and in pieces."""
+def _digest_of(found: RegionCandidate) -> str:
+    """A digest of what decides which kernels run, whole and in chunks."""
     parts = [
-        f"{SEEN_NUMBERS} logits in {MOST_DRAWS} draws",
+        f"{_SEEN_NUMBERS} logits in {_MOST_DRAWS} draws",
         torch.backends.cpu.get_cpu_capability(),
         torch.get_float32_matmul_precision(),
         str(torch.are_deterministic_algorithms_enabled()),
         str(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled),
         os.environ.get("MKL_CBWR", ""),
     ]
-    alike = (likeness(*pair) for pair in zip(found.parts, found.nodes, strict=True))
+    alike = (_likeness(*pair) for pair in zip(found.parts, found.nodes, strict=True))
     parts += dict.fromkeys(alike)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

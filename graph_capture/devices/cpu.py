@@ -1,7 +1,7 @@
 """How a CPU is measured: by its clock, and by the profiler's allocation events.
 
 A CPU has no counter of its own for memory, and modes that watch tensors miss workspaces. Its name,
-by which kept prices are told apart, stands here too.
+by which kept costs are told apart, stands here too.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.devices.memory_events import RegionMemory, measure_peak, measure_regions
-from remat.graph_capture.devices.meter import PASSES, Run, StepMemory, Watch, median_of
-from remat.graph_capture.devices.table import CPU
+from remat.graph_capture.devices.meter import PASSES, LoadAwareTimer, Run, StepMemory, median_of
 
-TRIED_S, QUIET = 0.05, 0.02
+_TRIED_S, _QUIET = 0.05, 0.02
 """Seconds for which a core is tried, and the part of them that others may have had it."""
-OFTEN, APART_S = 9, 0.1
+_OFTEN, _APART_S = 9, 0.1
 """Times and pause of `CpuMeter.often_us`: over a slow spell of the core, of some seconds."""
-CACHE_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
-USUAL_CACHE_BYTES = 1 << 20
+_CACHE_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
+_USUAL_CACHE_BYTES = 1 << 20
 """Taken for the second-level cache where the system does not say its size."""
 _SHIFTS = {"K": 10, "M": 20}
 
 
 def cpu_title() -> str:
-    """The title of this machine's CPU: its model and its thread count, by which prices differ."""
+    """The title of this machine's CPU: its model and its thread count, by which costs differ."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -73,10 +73,10 @@ class CpuMeter:
 
     def is_quiet(self) -> bool:
         """Whether this thread has a core to itself, for as long as it is tried."""
-        watch, end_s = Watch(), time.perf_counter() + TRIED_S
+        watch, end_s = LoadAwareTimer(), time.perf_counter() + _TRIED_S
         while time.perf_counter() < end_s:
             pass
-        return watch.away <= QUIET
+        return watch.away <= _QUIET
 
     def settle(self) -> None:
         """Nothing: a CPU's clock is not ours to settle."""
@@ -94,14 +94,14 @@ class CpuMeter:
         return median_of(timed_us, self.passes)
 
     def often_us(self, *runs: Run) -> list[float]:
-        """The median of many `median_us` of each, for numbers that later prices are made of.
+        """The median of many `median_us` of each, for numbers that later costs are made of.
 
         They are measured in turn, so that a slow spell is one of all.
         """
         found: list[list[float]] = []
-        for _ in range(OFTEN):
+        for _ in range(_OFTEN):
             found.append([self.median_us(run) for run in runs])
-            time.sleep(APART_S)
+            time.sleep(_APART_S)
         return [statistics.median(times) for times in zip(*found, strict=True)]
 
     def regions(self, regions: Iterable[Run]) -> list[RegionMemory]:
@@ -110,7 +110,7 @@ class CpuMeter:
 
     def step_us(self, run: Run) -> float:
         """By the clock, without what others had of the core."""
-        watch = Watch()
+        watch = LoadAwareTimer()
         result = run()
         taken_us = watch.taken_us
         del result
@@ -132,7 +132,7 @@ class CpuMeter:
 def _cache_bytes() -> int:
     """Size of the second-level cache of a core."""
     try:
-        text = CACHE_SIZE.read_text(encoding="utf-8").strip()
+        text = _CACHE_SIZE.read_text(encoding="utf-8").strip()
     except OSError:
-        return USUAL_CACHE_BYTES
+        return _USUAL_CACHE_BYTES
     return int(text[:-1]) << _SHIFTS[text[-1]]

@@ -21,14 +21,14 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from remat.graph_capture.costs.link_speeds import GB_PER_US, PINNED_MEMORY, LinkPair, speed_of
+from remat.graph_capture.devices.known_devices import CPU, CUDA
 from remat.graph_capture.devices.memory_events import RegionMemory, without_garbage
 from remat.graph_capture.devices.meter import Run, StepMemory, median_of
-from remat.graph_capture.devices.table import CPU, CUDA
-from remat.graph_capture.prices.link_speeds import GB_PER_US, PINNED, LinkPair, speed_of
 
 SETTLE_S = 0.3
 """The device works for so long before the first op is timed, so that its clocks have risen."""
-SETTLED, MOST_WARM_UPS = 0.05, 10
+_SETTLED, _MOST_WARM_UPS = 0.05, 10
 """An op is warm once two runs in a row differ by no more than this part, or after so many runs."""
 CYCLES_PER_US, MOST_SLEEP_US = 2_000, 10_000
 """The first is more than a microsecond has at the clocks of today's devices."""
@@ -188,9 +188,9 @@ class CudaMeter:
 
     def _warm_up(self, run: Run, is_flushed: bool, host_us: float) -> None:
         last_us = float("inf")
-        for _ in range(MOST_WARM_UPS):
+        for _ in range(_MOST_WARM_UPS):
             now_us = self._device_us(run, is_flushed, host_us)
-            if abs(now_us - last_us) <= SETTLED * last_us < float("inf"):
+            if abs(now_us - last_us) <= _SETTLED * last_us < float("inf"):
                 return
             last_us = now_us
 
@@ -239,7 +239,7 @@ SIZES = tuple(1 << shift for shift in (16, 20, 24, 26, 28))
 REPEATS = 10
 
 
-class Copying(NamedTuple):
+class _Copying(NamedTuple):
     """Copies of `source` to `target` on a stream."""
 
     stream: torch.cuda.Stream
@@ -247,7 +247,7 @@ class Copying(NamedTuple):
     source: Tensor
 
 
-class Row(NamedTuple):
+class _Row(NamedTuple):
     """Microseconds of one copy of a size, by case."""
 
     down: float
@@ -262,34 +262,34 @@ def pinned_pair(device: str) -> LinkPair:
     with torch.cuda.device(device):
         rows = {size: copies_us(device, size) for size in SIZES}
     by_size = {
-        case: {size: getattr(row, case) for size, row in rows.items()} for case in Row._fields
+        case: {size: getattr(row, case) for size, row in rows.items()} for case in _Row._fields
     }
     largest = SIZES[-1]
     return LinkPair(
         speed_of(by_size["down"], by_size["both_down"]),
         speed_of(by_size["up"], by_size["both_up"]),
-        PINNED,
+        PINNED_MEMORY,
         largest / by_size["pageable"][largest] / GB_PER_US,
     )
 
 
-def copies_us(device: str, size_bytes: int) -> Row:
+def copies_us(device: str, size_bytes: int) -> _Row:
     """Copies of one size, each way alone and both at once."""
     below, above = torch.cuda.Stream(), torch.cuda.Stream()
     on_device = [torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
     pinned = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     pageable = torch.empty(size_bytes, dtype=torch.uint8)
-    down = Copying(below, pinned[0], on_device[0])
-    up = Copying(above, on_device[1], pinned[1])
-    copy_us((down, up))  # the first ones pay for the streams
-    both_down_us, both_up_us = copy_us((down, up))
-    return Row(
-        copy_us((down,))[0], copy_us((up,))[0], both_down_us, both_up_us,
-        copy_us((Copying(below, pageable, on_device[0]),))[0],
+    down = _Copying(below, pinned[0], on_device[0])
+    up = _Copying(above, on_device[1], pinned[1])
+    _copy_us((down, up))  # the first ones pay for the streams
+    both_down_us, both_up_us = _copy_us((down, up))
+    return _Row(
+        _copy_us((down,))[0], _copy_us((up,))[0], both_down_us, both_up_us,
+        _copy_us((_Copying(below, pageable, on_device[0]),))[0],
     )  # fmt: skip
 
 
-def copy_us(jobs: Sequence[Copying]) -> list[float]:
+def _copy_us(jobs: Sequence[_Copying]) -> list[float]:
     """Microseconds of one copy of each job, all jobs at once."""
     torch.cuda.synchronize()
     spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []

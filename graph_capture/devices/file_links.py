@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 
+from remat.graph_capture.costs.link_speeds import GB_PER_US, LinkPair, LinkSpeed, speed_of
 from remat.graph_capture.errors import FileError
-from remat.graph_capture.prices.link_speeds import GB_PER_US, LinkPair, LinkSpeed, speed_of
 from remat.graph_capture.spill_files import File, Folder, require_writable
 
 MIB = 1 << 20
@@ -25,7 +25,7 @@ SIZES = (MIB, 4 * MIB, 16 * MIB)
 MORE_THREADS = (2, 4)
 REPEATS, MOST_S = 3, 1.0
 """Of one series, which is copies of one size one way."""
-MOST_BESIDE = 24
+_MOST_BESIDE = 24
 """Copies of the largest size the other way, after which a very uneven link is alone."""
 
 
@@ -83,7 +83,7 @@ class FileMeter:
 
         def other() -> None:
             copies = 0
-            while copies < MOST_BESIDE and not ended.is_set():
+            while copies < _MOST_BESIDE and not ended.is_set():
                 self._share(not is_down, not is_down, max(SIZES))
                 copies += 1
 

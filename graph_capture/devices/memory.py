@@ -17,7 +17,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, SupportsIndex
 
-from remat.graph_capture.devices.table import CPU, is_cuda, is_in_table, whole_bytes, written_bytes
+from remat.graph_capture.devices.known_devices import (
+    CPU,
+    checked_bytes,
+    is_cuda,
+    is_in_table,
+    parse_bytes,
+)
 from remat.graph_capture.errors import BudgetError, option
 from remat.graph_capture.spill_files import free_on_drive_bytes, host_folder, require_writable
 
@@ -28,7 +34,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 VM_STAT = ("/usr/bin/vm_stat",)
 """Says it on macOS."""
 KIB = 1024
-SHORT = (
+_SHORT = (
     "can't allocate memory", "not enough memory", "out of memory", "bad_alloc",
     "can't start new thread", "Resource temporarily unavailable",
 )  # fmt: skip
@@ -47,10 +53,10 @@ def free_bytes(device: str = CPU) -> int:
     """
     if is_cuda(device):
         return _free_on_cuda(device)
-    return max(0, min(_free_on_the_machine(), *free_within_limits()))
+    return max(0, min(_free_on_the_machine(), *_free_within_limits()))
 
 
-def free_within_limits() -> list[int]:
+def _free_within_limits() -> list[int]:
     """What each limit on this process leaves, in bytes; endless if there is none."""
     return [1 << 62, *_free_in_cgroups(), *_free_of_the_process()]
 
@@ -196,7 +202,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and any(said in str(error) for said in SHORT)
+    return isinstance(error, RuntimeError) and any(said in str(error) for said in _SHORT)
 
 
 # How much memory below the device a plan may use: `host="120GiB"`, `nvme="/mnt/nvme:200GiB"`.
@@ -207,8 +213,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 AUTO, AUTO_SHARE = "auto", 0.9
 """Of what is free; the rest is for others."""
-HOST_FORMS = "120GiB, 64GB or auto"
-NVME_FORM = "/mnt/nvme:200GiB"
+_HOST_FORMS = "120GiB, 64GB or auto"
+_NVME_FORM = "/mnt/nvme:200GiB"
 
 
 class LowerTiers(NamedTuple):
@@ -245,24 +251,24 @@ def lower_tiers(
     if is_here and device == CPU:
         require_writable(host_folder())
     below = _Machine(device, is_here)
-    host_bytes = below.size_bytes(host, "host", HOST_FORMS, host_folder())
+    host_bytes = below.size_bytes(host, "host", _HOST_FORMS, host_folder())
     if nvme is None:
         return LowerTiers(host_bytes)
     folder, size = _folder_and_size(nvme)
     if is_here:
         require_writable(folder, "nvme")
-    return LowerTiers(host_bytes, below.size_bytes(size, "nvme", NVME_FORM, folder), folder)
+    return LowerTiers(host_bytes, below.size_bytes(size, "nvme", _NVME_FORM, folder), folder)
 
 
 def _folder_and_size(nvme: str) -> tuple[str, str]:
     """Both parts of ``/mnt/nvme:200GiB``."""
     if not isinstance(nvme, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise BudgetError(f"nvme {nvme!r} names no folder: write it like {NVME_FORM}")
+        raise BudgetError(f"nvme {nvme!r} names no folder: write it like {_NVME_FORM}")
     folder, parted, size = nvme.rpartition(":")
     if not parted and nvme[:1] in "/.~":
-        raise BudgetError(f"nvme {nvme!r} names no size: write it like {NVME_FORM}")
+        raise BudgetError(f"nvme {nvme!r} names no size: write it like {_NVME_FORM}")
     if not folder:
-        raise BudgetError(f"nvme {nvme!r} names no folder: write it like {NVME_FORM}")
+        raise BudgetError(f"nvme {nvme!r} names no folder: write it like {_NVME_FORM}")
     return folder, size
 
 
@@ -277,9 +283,9 @@ class _Machine(NamedTuple):
         if isinstance(given, str) and given.strip().lower() == AUTO:
             return self._auto_bytes(what, forms, folder)
         if isinstance(given, str):
-            size_bytes = written_bytes(given.strip(), what, forms)
+            size_bytes = parse_bytes(given.strip(), what, forms)
         else:
-            size_bytes = whole_bytes(given, what, forms)
+            size_bytes = checked_bytes(given, what, forms)
         if size_bytes <= 0:
             raise BudgetError(
                 f"{what} {given!r} leaves nothing to use: give a positive size, or leave it out"

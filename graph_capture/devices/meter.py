@@ -1,6 +1,6 @@
 """How a device is measured: the times and the memory of ops and of steps.
 
-A `Meter` is all that pricing and checking know of a device. There is one of a CPU
+A `Meter` is all that timing and checking know of a device. There is one of a CPU
 (`cpu.py`) and one of a CUDA device (`cuda.py`).
 """
 
@@ -21,11 +21,11 @@ from remat.graph_capture.devices.memory_events import RegionMemory
 
 Run = Callable[[], Any]
 
-MIN_RUNS, MAX_RUNS, ENOUGH_US = 3, 25, 50_000.0
+_MIN_RUNS, _MAX_RUNS, _ENOUGH_US = 3, 25, 50_000.0
 """Runs of an op in all its passes, and the time after which no more are made."""
 PASSES = 3
 """Of a CPU: of three, two agree though one falls into a slow spell (`op_times.py`)."""
-AGREE, ABOUT_US = 0.02, 10.0
+_AGREE, _ABOUT_US = 0.02, 10.0
 """Two times that differ by less, as a part or in microseconds, are one figure twice."""
 
 
@@ -60,7 +60,7 @@ class Meter(Protocol):
 
     @property
     def settings(self) -> str:
-        """What else prices depend on. Those of other settings are kept in another file."""
+        """What else costs depend on. Those of other settings are kept in another file."""
         ...
 
     @property
@@ -85,7 +85,7 @@ class Meter(Protocol):
         ...
 
     def often_us(self, *runs: Run) -> list[float]:
-        """The time of each, for numbers that later prices are made of."""
+        """The time of each, for numbers that later costs are made of."""
         ...
 
     def regions(self, regions: Iterable[Run]) -> list[RegionMemory]:
@@ -112,7 +112,7 @@ class Meter(Protocol):
 def have_agreed(times: Sequence[float]) -> bool:
     """Whether the two least of these say the same: no further run would say less."""
     least = sorted(times)[:2]
-    return len(least) == 2 and least[1] <= least[0] + max(AGREE * least[0], ABOUT_US)
+    return len(least) == 2 and least[1] <= least[0] + max(_AGREE * least[0], _ABOUT_US)
 
 
 def least_agreed(times: Sequence[float]) -> float:
@@ -129,7 +129,7 @@ def least_agreed(times: Sequence[float]) -> float:
 def median_of(timed_us: Callable[[], float], passes: int = 1) -> float:
     """The median of the times of one pass: its share of 3 to 25, fewer the longer they are."""
     times: list[float] = []
-    least, most, enough_us = MIN_RUNS // passes, MAX_RUNS // passes, ENOUGH_US / passes
+    least, most, enough_us = _MIN_RUNS // passes, _MAX_RUNS // passes, _ENOUGH_US / passes
     while len(times) < least or (len(times) < most and sum(times) < enough_us):
         times.append(timed_us())
     return statistics.median(times)
@@ -157,7 +157,7 @@ else:
         return 0, 0
 
 
-class Watch:
+class LoadAwareTimer:
     """Started as it is made."""
 
     def __init__(self) -> None:

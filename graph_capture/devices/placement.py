@@ -14,10 +14,10 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from remat.graph_capture.devices.table import CPU, CUDA, check_device, is_cuda
+from remat.graph_capture.devices.known_devices import CPU, CUDA, check_device, is_cuda
 from remat.graph_capture.errors import CaptureError, DeviceError, option
 
-HOST = (CPU, "meta")
+_HOST = (CPU, "meta")
 """Where tensors may be for any device but CUDA; those on ``meta`` are traced as if on the CPU."""
 
 
@@ -50,7 +50,7 @@ def device_holding(tensors: Iterable[Any]) -> str:
 
 def check_placement(what: str, found: torch.device, device: str) -> None:
     """Raise `DeviceError` for a tensor that is not where the step for `device` is captured."""
-    if found.type not in HOST and not torch.get_device_module(found).is_available():
+    if found.type not in _HOST and not torch.get_device_module(found).is_available():
         raise DeviceError(
             f"{what} is on {found}, which this torch cannot run: move the model and the batch to "
             "cpu, and plan for a model of the device by name, such as "
@@ -61,7 +61,7 @@ def check_placement(what: str, found: torch.device, device: str) -> None:
             f"{what} is on {found}, and the step is captured on {device}: move the whole model and "
             f"its batch there, with .to({device!r})"
         )
-    if not is_cuda(device) and found.type not in HOST:
+    if not is_cuda(device) and found.type not in _HOST:
         raise DeviceError(
             f"{what} is on {found}, and a step for {device} is captured on cpu: capture it with "
             f"{option('device', str(found))}, or move the model and the batch to cpu"
@@ -71,7 +71,7 @@ def check_placement(what: str, found: torch.device, device: str) -> None:
 def refuse_other_devices(mode: FakeTensorMode, device: str) -> None:
     """Let `mode` raise `DeviceError` as soon as an op gives a tensor of another device."""
     dispatch = mode.dispatch
-    allowed = {*HOST, torch.device(device).type} if is_cuda(device) else set(HOST)
+    allowed = {*_HOST, torch.device(device).type} if is_cuda(device) else set(_HOST)
 
     def watched(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = dispatch(func, types, args, kwargs or {})

@@ -21,13 +21,13 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from remat.graph_capture.costs.link_speeds import GB_PER_US, MOST_GB_S
 from remat.graph_capture.graph import MOST_US
-from remat.graph_capture.prices.link_speeds import GB_PER_US, MOST_GB_S
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 """In an all-to-all each rank sends every other one a part of its own. What is sent goes whole from
 each rank to another one, all of them at once."""
-MOST_BESIDE = 10
+_MOST_BESIDE = 10
 
 
 class Traffic(msgspec.Struct, frozen=True):
@@ -60,7 +60,7 @@ class Traffic(msgspec.Struct, frozen=True):
         return (here - 1) / here, (1 - here / n) / here
 
 
-class Measured(msgspec.Struct, frozen=True):
+class CollectiveTimes(msgspec.Struct, frozen=True):
     """Times of one collective over so many ranks, by its whole bytes, ascending.
 
     Attributes
@@ -114,7 +114,7 @@ class RankLinks(msgspec.Struct, frozen=True, omit_defaults=True):
     beside: float
     source: str
     node_size: int = 8
-    measured: tuple[Measured, ...] = ()
+    measured: tuple[CollectiveTimes, ...] = ()
 
     def __str__(self) -> str:
         return (
@@ -175,7 +175,7 @@ def wrong_in(links: RankLinks) -> str:
         0 <= us <= MOST_US for us in starts
     ):
         return "a rate or a start that cannot be: rates are above 0 GB/s"
-    if not 1 <= links.beside <= MOST_BESIDE:
+    if not 1 <= links.beside <= _MOST_BESIDE:
         return f"beside {links.beside}: it is 1, for no loss, or a bit more"
     if links.node_size < 1:
         return f"nodes of {links.node_size} ranks: it is 1 or more"

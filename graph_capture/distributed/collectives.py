@@ -2,7 +2,7 @@
 
 Each rank must run the same ones as the others, as often and in the same order, or all wait for
 ever. So ranks follow one plan (`remat/ranks/`), which may run one again where that pays; one that
-makes an output of the step runs once. What one rank does by itself, such as pricing, runs stand-ins
+makes an output of the step runs once. What one rank does by itself, such as timing, runs stand-ins
 for them.
 
 A trace has a result twice: as the collective returns it, and as it is once somebody has waited for
@@ -27,13 +27,13 @@ from torch.distributed._functional_collectives import REDUCE_OP_TO_STR
 from remat.graph_capture.graph import Op
 from remat.graph_capture.joint.nodes import tensors_of
 
-PINNED = "other ranks take part in it"
-RETURNED = f"it makes an output of the step, and {PINNED}"
+ALL_RANKS_RUN = "other ranks take part in it"
+RETURNED = f"it makes an output of the step, and {ALL_RANKS_RUN}"
 NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "symm_mem")
 _WAIT = "wait_tensor"
 _THROUGH_A_BUFFER = ("all_gather_into_tensor", "reduce_scatter_tensor")
 
-Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
+_Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 """Shape, strides, dtype and device."""
 
 
@@ -47,16 +47,16 @@ def is_collective(node: fx.Node) -> bool:
     return _namespace(node) in NAMESPACES and op_name(node) != _WAIT
 
 
-def waits_for(node: fx.Node) -> list[fx.Node]:
+def wait_nodes(node: fx.Node) -> list[fx.Node]:
     """The nodes that wait for what `node` returns, a collective or one of its results.
 
     Code that waits for what torch has waited for already does so twice: in the order of the waits.
     """
     waits = [user for user in node.users if is_wait(user)]
-    return [one for wait in waits for one in (wait, *waits_for(wait))]
+    return [one for wait in waits for one in (wait, *wait_nodes(wait))]
 
 
-def waited_for(node: fx.Node) -> fx.Node:
+def skip_wait(node: fx.Node) -> fx.Node:
     """What a node waits for; any other node itself."""
     while is_wait(node):
         node = node.all_input_nodes[0]
@@ -68,7 +68,7 @@ def collectives_in(gm: fx.GraphModule) -> list[fx.Node]:
     return [node for node in gm.graph.nodes if is_collective(node)]
 
 
-def with_returned_pinned(
+def with_returned_run_once(
     ops: Iterable[Op], node_of_op: Mapping[str, fx.Node], ends: Collection[str]
 ) -> tuple[Op, ...]:
     """`ops`, of which the collectives that make a value of `ends`, the outputs, run once."""
@@ -78,7 +78,9 @@ def with_returned_pinned(
         return node is not None and is_collective(node) and not set(ends).isdisjoint(op.outputs)
 
     return tuple(
-        msgspec.structs.replace(op, pinned=op.pinned or RETURNED) if is_returned(op) else op
+        msgspec.structs.replace(op, no_recompute=op.no_recompute or RETURNED)
+        if is_returned(op)
+        else op
         for op in ops
     )
 
@@ -104,7 +106,7 @@ def _group_of(node: fx.Node) -> Any:
     return node.args[at] if at < len(node.args) else node.kwargs.get("group_name")
 
 
-def any_rank_says(collectives: Iterable[fx.Node], said: bool, device: str) -> bool:
+def any_rank(collectives: Iterable[fx.Node], said: bool, device: str) -> bool:
     """Whether one of the ranks says so that these collectives bring together. All must ask."""
     flag = torch.tensor(int(said), device=device)
     named: Any = dist.distributed_c10d
@@ -114,7 +116,7 @@ def any_rank_says(collectives: Iterable[fx.Node], said: bool, device: str) -> bo
     return bool(flag.item())
 
 
-def on_this_rank(node: fx.Node) -> Callable[..., Any]:
+def local_runner(node: fx.Node) -> Callable[..., Any]:
     """What runs the op of `node` without other ranks: a collective's results are made up."""
     target = node.target
     assert callable(target)
@@ -154,7 +156,7 @@ def _layouts(node: fx.Node) -> Any:
     return found if isinstance(node.meta.get("val"), (tuple, list)) else found[0]
 
 
-def _layout(tensor: Tensor) -> Layout:
+def _layout(tensor: Tensor) -> _Layout:
     return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device
 
 
@@ -296,12 +298,12 @@ class _Arrived(Function):
         return grads[0]
 
 
-def is_sent(leaf: object) -> bool:
+def is_in_flight(leaf: object) -> bool:
     """Whether a collective may still write to it."""
     # Told by the name, as importing the class takes long.
     return type(leaf).__name__ == _SENT
 
 
-def arrived(tree: Any) -> Any:
+def wait_all(tree: Any) -> Any:
     """The tree with each such tensor as a plain one, once it has arrived."""
-    return pytree.tree_map(lambda leaf: _Arrived.apply(leaf) if is_sent(leaf) else leaf, tree)
+    return pytree.tree_map(lambda leaf: _Arrived.apply(leaf) if is_in_flight(leaf) else leaf, tree)

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from remat.graph_capture.errors import CaptureError
 
-LOCAL = "_local_tensor"
+_LOCAL = "_local_tensor"
 """The attribute of a DTensor that holds this rank's part."""
 _FSDP = "FSDPModule"
 
@@ -26,10 +26,10 @@ def is_distributed(tensor: object) -> bool:
 
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor; any other tensor as it is."""
-    return getattr(tensor, LOCAL) if is_distributed(tensor) else tensor
+    return getattr(tensor, _LOCAL) if is_distributed(tensor) else tensor
 
 
-def placed(tensor: Any) -> Any:
+def dtensor_layout(tensor: Any) -> Any:
     """Where the parts of a DTensor are: its mesh and its placements; None for other tensors."""
     return (tensor.device_mesh, tensor.placements) if is_distributed(tensor) else None
 
@@ -68,7 +68,7 @@ def describe_parts(gm: fx.GraphModule) -> None:
 
 def is_beside_local_part(description: object) -> bool:
     """Whether an input or a result is that of a DTensor which is no tensor, its mesh."""
-    return hasattr(description, "base") and getattr(description, "attr", LOCAL) != LOCAL
+    return hasattr(description, "base") and getattr(description, "attr", _LOCAL) != _LOCAL
 
 
 def is_mesh(node: fx.Node) -> bool:
@@ -79,5 +79,5 @@ def is_mesh(node: fx.Node) -> bool:
 
 
 def _of_whole(description: Any) -> Any:
-    is_local = getattr(description, "attr", "") == LOCAL
+    is_local = getattr(description, "attr", "") == _LOCAL
     return description.base if is_local else description

@@ -21,8 +21,8 @@ from remat.graph_capture.distributed.collectives import is_collective_target
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.nodes import TORCHS_NAMESPACES
 
-BACKEND = "fake"
-WORLD = 4096
+_BACKEND = "fake"
+_WORLD = 4096
 """Ranks of the fake world. It has no threads and no memory of its own."""
 
 
@@ -45,7 +45,7 @@ class FakeGroups:
 
 
 @contextlib.contextmanager
-def fake_ranks(world_size: int = WORLD) -> Generator[FakeGroups]:
+def fake_ranks(world_size: int = _WORLD) -> Generator[FakeGroups]:
     """In the block this process is rank 0 of so many.
 
     Raises
@@ -60,7 +60,7 @@ def fake_ranks(world_size: int = WORLD) -> Generator[FakeGroups]:
             "a cluster is planned over a fake process group, and this process has a real one: "
             "plan in a process of its own, or before init_process_group"
         )
-    dist.init_process_group(BACKEND, rank=0, world_size=world_size, store=FakeStore())
+    dist.init_process_group(_BACKEND, rank=0, world_size=world_size, store=FakeStore())
     try:
         yield FakeGroups()
     finally:
@@ -69,23 +69,23 @@ def fake_ranks(world_size: int = WORLD) -> Generator[FakeGroups]:
 
 def is_fake(group: dist.ProcessGroup) -> bool:
     """Whether a group is torch's fake one, in which there are no other ranks."""
-    return dist.get_backend(group) == BACKEND
+    return dist.get_backend(group) == _BACKEND
 
 
 # One rank that runs ops by itself, where no other would answer a collective.
 
 
 _C: Any = torch._C
-ALIASES = ("CompositeExplicitAutograd", "CompositeImplicitAutograd")
+_ALIASES = ("CompositeExplicitAutograd", "CompositeImplicitAutograd")
 """Under which a kernel for several devices is registered."""
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 
 
 class NeedsOtherRanksError(RuntimeError):
     """An op was run alone that communicates with other ranks."""
 
 
-class _Alone(TorchDispatchMode):
+class _LocalExecution(TorchDispatchMode):
     """Fails where a collective would wait for other ranks, also inside of an op of somebody's."""
 
     def __torch_dispatch__(
@@ -97,7 +97,9 @@ class _Alone(TorchDispatchMode):
     ) -> Any:
         """Run `func` unless it is a collective."""
         if is_collective_target(str(func)):
-            raise NeedsOtherRanksError(f"{func} waits for other ranks, and one is priced alone")
+            raise NeedsOtherRanksError(
+                f"{func} waits for other ranks, and ops are timed on one alone"
+            )
         key = _kernel_of(func, pytree.tree_leaves((args, kwargs)))
         if key is None:
             return func(*args, **(kwargs or {}))
@@ -116,18 +118,18 @@ def _kernel_of(func: Any, read: list[Any]) -> DispatchKey | None:
     if not isinstance(func, OpOverload) or func.namespace in TORCHS_NAMESPACES or not tensors:
         return None
     own = "CUDA" if any(tensor.is_cuda for tensor in tensors) else "CPU"
-    for key in (own, *ALIASES):
+    for key in (own, *_ALIASES):
         if _C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
             return getattr(DispatchKey, key)
     return None
 
 
-def alone(run: Callable[[], Result]) -> Result:
+def run_locally(run: Callable[[], _Result]) -> _Result:
     """What `run` returns, which is run on one rank: whatever is timed ran so once before.
 
     Raises
     ------
     NeedsOtherRanksError : it holds a collective. The rank would have waited for ever.
     """
-    with _Alone():
+    with _LocalExecution():
         return run()

@@ -36,16 +36,16 @@ BEFORE_BLOCK, BEHIND_BLOCK = (GATHER, UNSHARD), (RESHARD, COPY_IN, REDUCE)
 """What runs right before a block's forward or backward, and right after."""
 COMMUNICATION = (*BEFORE_BLOCK, *BEHIND_BLOCK)
 
-GLOO_COPIES = 1
+_GLOO_COPIES = 1
 """Copies of a whole buffer that gloo makes while it gathers or reduces. CPUs use gloo."""
 
 
-def copies_on(device: str) -> int:
+def _copies_on(device: str) -> int:
     """Copies of a buffer that a collective makes on a device."""
-    return GLOO_COPIES if device == "cpu" else 0
+    return _GLOO_COPIES if device == "cpu" else 0
 
 
-def communication_op(
+def _communication_op(
     target: str,
     phase: Phase,
     module: str,
@@ -64,8 +64,8 @@ def communication_op(
     values = tuple(msgspec.structs.replace(value, producer=name) for value in made)
     op = Op(
         name, target, phase, inputs, tuple(value.name for value in values),
-        workspace_bytes=workspace_bytes, module=module, price="estimated",
-        pinned="all ranks take part in it",
+        workspace_bytes=workspace_bytes, module=module, cost_origin="estimated",
+        no_recompute="all ranks take part in it",
     )  # fmt: skip
     return op, values
 
@@ -78,7 +78,7 @@ def communication_op(
 # PyTorch Distributed, 2020, https://arxiv.org/abs/2006.15704.
 
 
-def into_buckets(graph: TrainingGraph, nodes: Sequence[Unit]) -> TrainingGraph:
+def _into_buckets(graph: TrainingGraph, nodes: Sequence[Unit]) -> TrainingGraph:
     """`graph` with gradients that go into buckets.
 
     Parameters
@@ -109,7 +109,7 @@ def _with_copies(graph: TrainingGraph, nodes: Sequence[Unit], gradients: set[str
         if made and not is_inside:
             module = "" if k < 0 else nodes[k].path
             place = op.name if k < 0 else module
-            yield communication_op(COPY_IN, "backward", module, tuple(made), place=place)[0]
+            yield _communication_op(COPY_IN, "backward", module, tuple(made), place=place)[0]
             made = []
 
 
@@ -127,11 +127,11 @@ def _with_copies(graph: TrainingGraph, nodes: Sequence[Unit], gradients: set[str
 # Source: `torch.distributed.fsdp._fully_shard` of torch 2.13, read and measured.
 
 
-Kept = Literal["whole", "part", "none"]
+_Kept = Literal["whole", "part", "none"]
 """What is left of gathered parameters after forward: all, a part over fewer ranks, or nothing."""
 
 
-class FsdpStep:
+class _FsdpStep:
     """A step with what FSDP2 adds to it."""
 
     def __init__(self, graph: TrainingGraph, units: Sequence[Unit], sharding: Sharding) -> None:
@@ -140,7 +140,7 @@ class FsdpStep:
         self.groups, self.root = wrapped_groups(graph, units, sharding)
         self.values: list[Value] = []
         self.lasting: list[str] = []
-        self.copies = copies_on(graph.device)
+        self.copies = _copies_on(graph.device)
         self.is_copy = sharding.kind == "replicate"
         self.is_offloaded = sharding.cpu_offload and graph.device != "cpu"
 
@@ -157,7 +157,7 @@ class FsdpStep:
             notes=(*self.given.notes, UNTIMED),
         )
 
-    def _kept(self, group: ParameterGroup) -> Kept:
+    def _kept(self, group: ParameterGroup) -> _Kept:
         """What `reshard_after_forward` leaves of a group; by default the root stays whole."""
         how = self.sharding.reshard_after_forward
         if self.is_copy or how is False or (how is None and group is self.root):
@@ -306,7 +306,7 @@ class FsdpStep:
         workspace_bytes: int = 0,
         place: str | None = None,
     ) -> Op:
-        op, values = communication_op(target, phase, module, inputs, made, workspace_bytes, place)
+        op, values = _communication_op(target, phase, module, inputs, made, workspace_bytes, place)
         self.values.extend(values)
         return op
 
@@ -323,13 +323,13 @@ def sharded(
     is_eager : whether units run op by op, so that each gradient leaves backward by itself.
     """
     if sharding.kind in ("fsdp2", "replicate"):
-        return FsdpStep(graph, units, sharding).graph()
+        return _FsdpStep(graph, units, sharding).graph()
     if sharding.bucket_views:
-        return into_buckets(graph, () if is_eager else units)
+        return _into_buckets(graph, () if is_eager else units)
     return graph
 
 
-def on_one_rank(
+def local_step(
     graph: TrainingGraph, sharding: Sharding, *, is_rewritten: bool = False
 ) -> TrainingGraph:
     """The step of one rank, with blocks found by the module paths of ops.

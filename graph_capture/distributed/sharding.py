@@ -187,7 +187,7 @@ def _listed(words: Sequence[str], link: str) -> str:
 # Blocks are solved and chosen on this graph, so that the measure stays the whole step.
 
 
-Item = tuple[Op, ...]
+_Item = tuple[Op, ...]
 """Ops that run as one: those of a block in one phase, or one op alone."""
 
 
@@ -241,7 +241,7 @@ def _unit(path: str, places: Sequence[int], n_forward: int) -> Unit:
     return Unit(path, forward[0], forward[-1] + 1, backward[0], backward[-1] + 1)
 
 
-def _items(ops: Sequence[Op], path_of: Mapping[str, str]) -> list[Item]:
+def _items(ops: Sequence[Op], path_of: Mapping[str, str]) -> list[_Item]:
     """Items in the order of their first ops."""
     found: dict[str, list[Op]] = {}
     for op in ops:
@@ -250,7 +250,7 @@ def _items(ops: Sequence[Op], path_of: Mapping[str, str]) -> list[Item]:
     return [tuple(item) for item in found.values()]
 
 
-def _in_order(items: Sequence[Item]) -> list[Item]:
+def _in_order(items: Sequence[_Item]) -> list[_Item]:
     """The items in their order, but each after those whose values it reads."""
     maker = {value: i for i, item in enumerate(items) for op in item for value in op.outputs}
     readers: list[list[int]] = [[] for _ in items]
@@ -261,7 +261,7 @@ def _in_order(items: Sequence[Item]) -> list[Item]:
         for other in reads:
             readers[other].append(i)
     ready = [i for i, count in enumerate(waits_for) if not count]
-    done: list[Item] = []
+    done: list[_Item] = []
     while ready:
         i = heapq.heappop(ready)
         done.append(items[i])

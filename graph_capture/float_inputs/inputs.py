@@ -17,21 +17,26 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from remat.graph_capture.errors import FloatInputError
-from remat.graph_capture.float_inputs.traced_float import Log, Step, run, traced_by_math
+from remat.graph_capture.float_inputs.traced_float import (
+    FloatStep,
+    Log,
+    run_float_steps,
+    traced_by_math,
+)
 from remat.graph_capture.joint.exact_ops import scale_of_eager
 from remat.graph_capture.joint.nodes import bits_of
-from remat.graph_capture.python_state.places import Cell, Entry, Slot
-from remat.graph_capture.python_state.watch import PythonState
+from remat.graph_capture.python_state.state_guards import PythonState
+from remat.graph_capture.python_state.state_slots import ClosureCell, DictItem, SlotAttr
 
-FloatPlace = Entry | Cell | Slot
-SHOWN = 8
+FloatPlace = DictItem | ClosureCell | SlotAttr
+_SHOWN = 8
 """Names that an error shows."""
-SPECIAL = (0.0, 1.0)
+_SPECIAL = (0.0, 1.0)
 """Values for which torch may leave out ops, as dropout's. Only those of the trace are taken."""
 
 
 @dataclass(frozen=True)
-class Argument:
+class _Argument:
     """A number that ops take: a rule, applied to a step of the program."""
 
     step: int
@@ -57,16 +62,16 @@ class FloatInputs:
     """
 
     places: tuple[FloatPlace, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[FloatStep, ...]
     answers: tuple[tuple[int, Any], ...]
-    arguments: tuple[Argument, ...]
+    arguments: tuple[_Argument, ...]
     own: tuple[float, ...]
     at: dict[tuple[str, int], int]
 
     def given(self, values: Sequence[float]) -> list[float] | str:
         """The arguments for some values of the inputs; or why the trace does not hold for them."""
         try:
-            found = run(self.steps, values)
+            found = run_float_steps(self.steps, values)
             given = [one.rule(found[one.step]) for one in self.arguments]
         except (ArithmeticError, ValueError) as error:
             return str(error)
@@ -75,7 +80,7 @@ class FloatInputs:
                 return f"{self.steps[index].name} of it is {found[index]} instead of {answer}"
         before = [*(place.value for place in self.places), *self.own]
         for now, was in zip([*values, *given], before, strict=True):
-            if not math.isfinite(now) or (now in SPECIAL and now != was):
+            if not math.isfinite(now) or (now in _SPECIAL and now != was):
                 return "torch may run other ops for it"
         return given
 
@@ -109,7 +114,7 @@ def named_places(state: PythonState, names: Sequence[str]) -> list[FloatPlace]:
     name, why = next(iter(unfit.items()))
     error = FloatInputError(
         f"float_inputs names {name!r}, which {why}. Numbers that can be inputs here: "
-        f"{', '.join(floats[:SHOWN]) or 'none'}"
+        f"{', '.join(floats[:_SHOWN]) or 'none'}"
     )
     error.unfit = tuple(unfit)
     raise error
@@ -160,11 +165,11 @@ class Probe:
     log: Log
 
 
-class Arguments:
+class _Arguments:
     """Matches constants of the joint graphs with what the program computes."""
 
-    def __init__(self, steps: Sequence[Step], results: Sequence[Sequence[Any]]) -> None:
-        self.arguments: list[Argument] = []
+    def __init__(self, steps: Sequence[FloatStep], results: Sequence[Sequence[Any]]) -> None:
+        self.arguments: list[_Argument] = []
         self.at: dict[tuple[str, int], int] = {}
         self._known: dict[tuple[str, ...], int] = {}
         self._numbers = [i for i, step in enumerate(steps) if not step.is_asked]
@@ -212,12 +217,12 @@ class Arguments:
             self.arguments.append(found)
         return self._known[key]
 
-    def _rule(self, constants: Sequence[float]) -> Argument | None:
+    def _rule(self, constants: Sequence[float]) -> _Argument | None:
         for step in self._numbers:
             values = [results[step] for results in self._results]
             for rule in (*_RULES, *_scaled(values[0], constants[0])):
                 if _fits(rule, values, constants):
-                    return Argument(step, rule)
+                    return _Argument(step, rule)
         return None
 
 
@@ -272,7 +277,7 @@ def _are_equal(one: Any, other: Any) -> bool:
 # or a trace of other ops, is a reason to plan for each value instead.
 
 
-PROBES = ((0.0070682, 0.00137), (0.0148291, 0.00211))
+_PROBES = ((0.0070682, 0.00137), (0.0148291, 0.00211))
 """How much lower a number is in a further trace, as a part of it: the first one, and each next."""
 
 
@@ -300,7 +305,7 @@ def probed(
     trace : traces the model as it then is.
     """
     others: list[Probe] = []
-    for first, more in PROBES:
+    for first, more in _PROBES:
         log = Log()
         values = [place.value * (1 - first - more * i) for i, place in enumerate(places)]
         traced = [log.input(place.text, v) for place, v in zip(places, values, strict=True)]
@@ -316,12 +321,12 @@ def _matched(
         return why
     log = others[0].log
     answers = [(i, log.values[i]) for i, step in enumerate(log.steps) if step.is_asked]
-    own = run(log.steps, [place.value for place in places])
+    own = run_float_steps(log.steps, [place.value for place in places])
     for i, answer in answers:
         if own[i] != answer:
             return f"forward asks for {log.steps[i].name} of it, at a border"
     results = [own, *(other.log.values for other in others)]
-    found = Arguments(log.steps, results)
+    found = _Arguments(log.steps, results)
     if why := found.read([base, *others]):
         return why
     arguments = tuple(found.arguments)

@@ -17,14 +17,14 @@ from unittest.mock import patch
 
 
 @dataclass(frozen=True)
-class Ref:
+class _Ref:
     """The result of an earlier step of a program."""
 
     index: int
 
 
 @dataclass(frozen=True)
-class Step:
+class FloatStep:
     """A function of numbers: earlier results, and constants.
 
     Attributes
@@ -33,7 +33,7 @@ class Step:
     """
 
     name: str
-    operands: tuple[Ref | int | float, ...]
+    operands: tuple[_Ref | int | float, ...]
     function: Callable[..., Any] = field(compare=False)
     is_asked: bool = False
 
@@ -48,69 +48,69 @@ class Log:
     lost : where a number went out of sight; empty if none did.
     """
 
-    steps: list[Step] = field(default_factory=list[Step])
+    steps: list[FloatStep] = field(default_factory=list[FloatStep])
     values: list[Any] = field(default_factory=list[Any])
     lost: str = ""
     _known: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
 
-    def input(self, name: str, value: float) -> TracedFloat:
+    def input(self, name: str, value: float) -> _TracedFloat:
         """A number that the program takes."""
-        return self.note(Step(name, (), float), value)
+        return self.note(FloatStep(name, (), float), value)
 
-    def note(self, step: Step, value: Any) -> Any:
+    def note(self, step: FloatStep, value: Any) -> Any:
         """Keep a step and its result, once; a float comes back as one that is followed."""
         # Constants by their text: 1, 1.0 and True are three, and NaN is NaN.
-        key = (step.name, *(one if isinstance(one, Ref) else repr(one) for one in step.operands))
+        key = (step.name, *(one if isinstance(one, _Ref) else repr(one) for one in step.operands))
         index = self._known.setdefault(key, len(self.steps))
         if index == len(self.steps):
             self.steps.append(step)
             self.values.append(value)
-        return value if step.is_asked else TracedFloat(value, Ref(index), self)
+        return value if step.is_asked else _TracedFloat(value, _Ref(index), self)
 
     def lose(self, why: str) -> None:
         """Note that a number went out of sight."""
         self.lost = self.lost or why
 
 
-def run(steps: Sequence[Step], inputs: Sequence[float]) -> list[Any]:
+def run_float_steps(steps: Sequence[FloatStep], inputs: Sequence[float]) -> list[Any]:
     """The results of all steps of a program, whose first ones are the inputs."""
     found: list[Any] = list(inputs)
     for step in steps[len(inputs) :]:
         found.append(
-            step.function(*(found[o.index] if isinstance(o, Ref) else o for o in step.operands))
+            step.function(*(found[o.index] if isinstance(o, _Ref) else o for o in step.operands))
         )
     return found
 
 
-class TracedFloat(float):
+class _TracedFloat(float):
     """A float with its place in a program. Arithmetic on it adds steps."""
 
-    ref: Ref
+    ref: _Ref
     log: Log
 
-    def __new__(cls, value: float, ref: Ref, log: Log) -> TracedFloat:
+    def __new__(cls, value: float, ref: _Ref, log: Log) -> _TracedFloat:
         """Make one; `Log.note` does."""
         made = super().__new__(cls, value)
         made.ref, made.log = ref, log
         return made
 
-    def __deepcopy__(self, memo: Any) -> TracedFloat:
+    def __deepcopy__(self, memo: Any) -> _TracedFloat:
         return self
 
 
-def applied(name: str, function: Callable[..., Any], *operands: Any) -> Any:
+def _applied(name: str, function: Callable[..., Any], *operands: Any) -> Any:
     """`function` of numbers, some of which are traced; `NotImplemented` for what is no number."""
     if not all(isinstance(operand, (int, float)) for operand in operands):
         return NotImplemented
-    log = next(one.log for one in operands if isinstance(one, TracedFloat))
+    log = next(one.log for one in operands if isinstance(one, _TracedFloat))
     # Of plain floats, so that nothing is noted twice.
     value = function(*(_as_float(operand) for operand in operands))
-    taken = tuple(one.ref if isinstance(one, TracedFloat) else one for one in operands)
-    return log.note(Step(name, taken, function, is_asked=type(value) is not float), value)
+    taken = tuple(one.ref if isinstance(one, _TracedFloat) else one for one in operands)
+    return log.note(FloatStep(name, taken, function, is_asked=type(value) is not float), value)
 
 
 def _as_float(value: Any) -> Any:
-    return float.__float__(value) if isinstance(value, TracedFloat) else value
+    return float.__float__(value) if isinstance(value, _TracedFloat) else value
 
 
 _TWO = {
@@ -132,19 +132,19 @@ _LOST = (
 
 
 def _operation(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, *others: applied(name, function, self, *others)
+    return lambda self, *others: _applied(name, function, self, *others)
 
 
 def _reflected(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, other: applied(name, function, other, self)
+    return lambda self, other: _applied(name, function, other, self)
 
 
 def _asked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     own = getattr(float, f"__{name}__")
 
-    def ask(self: TracedFloat, other: Any) -> Any:
+    def ask(self: _TracedFloat, other: Any) -> Any:
         is_number = isinstance(other, (int, float))
-        return applied(name, function, self, other) if is_number else own(self, other)
+        return _applied(name, function, self, other) if is_number else own(self, other)
 
     return ask
 
@@ -152,7 +152,7 @@ def _asked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 def _losing(name: str) -> Callable[..., Any]:
     own = getattr(float, name)
 
-    def lose(self: TracedFloat, *others: Any) -> Any:
+    def lose(self: _TracedFloat, *others: Any) -> Any:
         self.log.lose(f"it is read by {name}")
         return own(self, *others)
 
@@ -160,15 +160,15 @@ def _losing(name: str) -> Callable[..., Any]:
 
 
 for _name, _function in _TWO.items():
-    setattr(TracedFloat, f"__{_name}__", _operation(_name, _function))
-    setattr(TracedFloat, f"__r{_name}__", _reflected(_name, _function))
+    setattr(_TracedFloat, f"__{_name}__", _operation(_name, _function))
+    setattr(_TracedFloat, f"__r{_name}__", _reflected(_name, _function))
 for _name, _function in _ASKED.items():
-    setattr(TracedFloat, f"__{_name}__", _asked(_name, _function))
+    setattr(_TracedFloat, f"__{_name}__", _asked(_name, _function))
 for _name, _function in _ONE.items():
-    setattr(TracedFloat, f"__{_name}__", _operation(_name, _function))
+    setattr(_TracedFloat, f"__{_name}__", _operation(_name, _function))
 for _name in _LOST:
-    setattr(TracedFloat, _name, _losing(_name))
-TracedFloat.__round__ = _operation("round", round)
+    setattr(_TracedFloat, _name, _losing(_name))
+_TracedFloat.__round__ = _operation("round", round)
 
 
 @contextlib.contextmanager
@@ -187,7 +187,7 @@ def _following(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         inside = [one for value in (*operands, *words.values()) for one in _inside(value)]
         if not inside:
             return function(*operands, **words)
-        found = NotImplemented if words else applied(f"math.{name}", function, *operands)
+        found = NotImplemented if words else _applied(f"math.{name}", function, *operands)
         if found is NotImplemented:
             inside[0].log.lose(f"it is read by math.{name}")
             return function(*operands, **words)
@@ -196,7 +196,7 @@ def _following(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return follow
 
 
-def _inside(value: Any) -> list[TracedFloat]:
+def _inside(value: Any) -> list[_TracedFloat]:
     """Traced numbers in an argument."""
     items = value if isinstance(value, (list, tuple)) else (value,)
-    return [one for one in items if isinstance(one, TracedFloat)]
+    return [one for one in items if isinstance(one, _TracedFloat)]

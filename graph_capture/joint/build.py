@@ -1,12 +1,12 @@
 """From AOTAutograd's joint fx graph to a `TrainingGraph`, and the way back to its nodes.
 
-Five kinds of op are ours, not torch's, so that the judge of schedules needs no special case:
+Five kinds of op are ours, not torch's, so that the simulator needs no special case:
 
-- `TANGENTS` opens backward: its results are what autograd hands over.
+- `TANGENTS` opens backward: its results are what autograd passes in.
 - `SAVE_RNG` stands before each op that draws. Its value is kept as long as that op may run again.
 - `STATISTICS` updates the running statistics of a batch norm. The normalisation may run again.
-- `DELIVER` hands gradients over where they are added to those of earlier batches, `UPDATE` where
-  the optimizer takes its step with them at once.
+- `ACCUMULATE` releases gradients where they are added to those of earlier batches, `UPDATE` where
+  the optimizer takes its step with them in backward.
 """
 
 from __future__ import annotations
@@ -19,25 +19,30 @@ import msgspec
 import torch
 from torch import fx
 
-from remat.graph_capture.devices.table import CUDA
-from remat.graph_capture.distributed.collectives import is_wait, with_returned_pinned
+from remat.graph_capture.devices.known_devices import CUDA
+from remat.graph_capture.distributed.collectives import is_wait, with_returned_run_once
 from remat.graph_capture.distributed.dtensors import is_mesh
 from remat.graph_capture.graph import Op, Phase, Resident, TrainingGraph, Value
+from remat.graph_capture.joint.autocast_cache import cached_casts
 from remat.graph_capture.joint.eager_memory import held_until, with_checkpoints, written_over
 from remat.graph_capture.joint.exact_ops import (
-    AGAIN,
     MEAN,
+    RECOMPUTED_BY,
     make_class_weights_exact,
     make_dropout_exact,
     makes_statistics,
     run_by_kernels_of_eager,
 )
-from remat.graph_capture.joint.gradients import Deliveries, lay_out_gradients, of_parameters
-from remat.graph_capture.joint.hand_over import HandOver
+from remat.graph_capture.joint.gradient_release import GradientRelease
+from remat.graph_capture.joint.gradients import (
+    GradientAccumulation,
+    lay_out_gradients,
+    of_parameters,
+)
 from remat.graph_capture.joint.in_place_ops import join_writes, read_past_copies
 from remat.graph_capture.joint.in_place_writes import BEGUN, InPlace, writes_in_place
 from remat.graph_capture.joint.nodes import (
-    Places,
+    NodeOrigins,
     drawn_on,
     draws_randomness,
     forward_nodes,
@@ -47,10 +52,9 @@ from remat.graph_capture.joint.nodes import (
     target_name,
     tensors_of,
 )
-from remat.graph_capture.joint.output_aliasing import overwritten_values, why_pinned
+from remat.graph_capture.joint.output_aliasing import overwritten_values, why_no_recompute
 from remat.graph_capture.joint.products import make_products_exact
-from remat.graph_capture.joint.values import Values
-from remat.graph_capture.joint.weight_casts import cached_casts
+from remat.graph_capture.joint.values import ValueTable
 from remat.graph_capture.refusals import refuse_op
 
 TANGENTS, SAVE_RNG, STATISTICS = "remat.tangents", "remat.save_rng_state", "remat.statistics"
@@ -63,12 +67,12 @@ class Joint:
     Attributes
     ----------
     module : the joint GraphModule. num_forward_outputs : of its outputs, the forward's.
-    graph : torch-free facts, unpriced.
+    graph : torch-free facts, without costs.
     node_of_op : fx node behind each op, but for the ops that are ours.
     value_of_node : name of the value that a tensor node belongs to.
     base_of_value : the node that first returns a value; absent if nothing reads it.
     in_place : the writes that stay in place.
-    deliveries : for each op that hands over gradients, their places among backward's results.
+    accumulations : for each op that releases gradients, their places among backward's results.
     timed_hash : of the graph whose gradients come together, as the step is when it is timed.
     """
 
@@ -79,7 +83,7 @@ class Joint:
     value_of_node: dict[fx.Node, str]
     base_of_value: dict[str, fx.Node]
     in_place: InPlace
-    deliveries: dict[str, tuple[int, ...]]
+    accumulations: dict[str, tuple[int, ...]]
     timed_hash: str
 
 
@@ -90,8 +94,8 @@ class _Builder:
     gm: fx.GraphModule
     num_forward_outputs: int
     several_gradients: Mapping[int, int]
-    handed_over: Mapping[int, fx.Node] = field(default_factory=dict[int, fx.Node])
-    hand_over: HandOver | None = None
+    released: Mapping[int, fx.Node] = field(default_factory=dict[int, fx.Node])
+    gradient_release: GradientRelease | None = None
     node_of_op: dict[str, fx.Node] = field(default_factory=dict[str, fx.Node])
     forward: list[Op] = field(default_factory=list[Op])
     backward: list[Op] = field(default_factory=list[Op])
@@ -99,13 +103,13 @@ class _Builder:
     def __post_init__(self) -> None:
         read_past_copies(self.gm.graph)
         self.nodes = list(self.gm.graph.nodes)
-        self.values = Values(self.gm)
-        self.places = Places(self.gm.graph)
+        self.values = ValueTable(self.gm)
+        self.places = NodeOrigins(self.gm.graph)
         outputs = self.nodes[-1].args[0]
         assert isinstance(outputs, (tuple, list))
         self.forward_results = list(outputs[: self.num_forward_outputs])
         gradients = outputs[self.num_forward_outputs :]
-        self.deliveries = _deliveries(gradients, self.handed_over, self.hand_over)
+        self.accumulations = _deliveries(gradients, self.released, self.gradient_release)
         descriptions = self.nodes[-1].meta["desc"][: self.num_forward_outputs]
         self.overwritten_inputs = [getattr(what, "mutated_input", None) for what in descriptions]
         self.in_forward = forward_nodes(self.nodes, self.forward_results)
@@ -122,10 +126,10 @@ class _Builder:
         for node in self.nodes:
             if node.op == "call_function":
                 self._add_call(node)
-        backward = self.deliveries.added_to(self.backward, self.values)
-        given, ends = self._ends(tangents, self.deliveries.returned())
+        backward = self.accumulations.added_to(self.backward, self.values)
+        given, ends = self._ends(tangents, self.accumulations.returned())
         ops = (*with_checkpoints(self.forward, self.node_of_op), *backward)
-        ops = with_returned_pinned(ops, self.node_of_op, (*given, *ends))
+        ops = with_returned_run_once(ops, self.node_of_op, (*given, *ends))
         casts = list(cached_casts(ops, self.node_of_op))
         held = held_until(ops, self.node_of_op, self.values.of_node, casts)
         for value in held.keys() - set(ends):  # what is live at the end is held as long in any case
@@ -145,15 +149,15 @@ class _Builder:
         return Joint(
             self.gm, self.num_forward_outputs, graph,
             self.node_of_op, self.values.of_node, self.values.base_of, self.in_place,
-            self.deliveries.of_op, self._timed_hash(graph, tangents),
+            self.accumulations.of_op, self._timed_hash(graph, tangents),
         )  # fmt: skip
 
     def _timed_hash(self, graph: TrainingGraph, tangents: tuple[str, ...]) -> str:
-        if not self.deliveries.of_op:
+        if not self.accumulations.of_op:
             return graph.hash
-        given, ends = self._ends(tangents, self.deliveries.gradients)
+        given, ends = self._ends(tangents, self.accumulations.gradients)
         ops = (*self.forward, *self.backward)
-        ops = with_returned_pinned(ops, self.node_of_op, (*given, *ends))
+        ops = with_returned_run_once(ops, self.node_of_op, (*given, *ends))
         return msgspec.structs.replace(graph, ops=ops, outputs=ends).hash
 
     def _ends(
@@ -181,7 +185,7 @@ class _Builder:
     def _add_tangents(self) -> tuple[str, ...]:
         names = self.values.add_tangents(self.nodes, self.several_gradients)
         pin = "its results arrive from autograd"
-        self.backward.append(Op("tangents", TANGENTS, "backward", (), names, pinned=pin))
+        self.backward.append(Op("tangents", TANGENTS, "backward", (), names, no_recompute=pin))
         return names
 
     def _add_call(self, node: fx.Node) -> None:
@@ -215,7 +219,7 @@ class _Builder:
         ops.append(
             Op(
                 node.name, target_name(node), phase, inputs, (token,),
-                pinned=self.in_place.why_pinned(node), module=module, source=source,
+                no_recompute=self.in_place.why_no_recompute(node), module=module, source=source,
             )
         )  # fmt: skip
 
@@ -245,7 +249,7 @@ class _Builder:
         inputs = self.values.read_by(node)
         inputs = (*inputs, *self.values.writes_before(inputs, phase))
         workspace_bytes = 0
-        pinned = why_pinned(node, phase, inputs, self.overwritten, (module, source))
+        no_recompute = why_no_recompute(node, phase, inputs, self.overwritten, (module, source))
         if phase == "forward" and draws_randomness(node):
             state = self._add_rng_state(node, module, source)
             inputs = (*inputs, state)
@@ -254,16 +258,17 @@ class _Builder:
         statistics: Op | None = None
         if makes_statistics(node):
             inputs, outputs, statistics = self._split_batch_norm(node, outputs, module, source)
-            pinned = ""
+            no_recompute = ""
         if node in self.in_place.begins:
             self.values.base_of[outputs[0]] = self.in_place.begins[node]
         if any(made in self.in_place.begins for made in (node, *filter(is_getitem, node.users))):
-            pinned = pinned or BEGUN
+            no_recompute = no_recompute or BEGUN
         self.node_of_op[node.name] = node
         ops.append(
             Op(
                 node.name, target_name(node), phase, inputs, outputs,
-                workspace_bytes=workspace_bytes, pinned=pinned, module=module, source=source,
+                workspace_bytes=workspace_bytes, no_recompute=no_recompute,
+                module=module, source=source,
             )
         )  # fmt: skip
         if statistics is not None:
@@ -281,7 +286,8 @@ class _Builder:
         self.forward.append(
             Op(
                 name, SAVE_RNG, "forward", (), (name,),
-                pinned="it saves the random stream where it stands", module=module, source=source,
+                no_recompute="it saves the random stream where it stands",
+                module=module, source=source,
             )
         )  # fmt: skip
         return name
@@ -296,24 +302,24 @@ class _Builder:
         read = [a for a in node.args[:3] if isinstance(a, fx.Node)]
         running = [a for a in node.args[3:5] if isinstance(a, fx.Node)]
         name = f"{node.name}_statistics"
-        _, n_results = AGAIN[node.target]
+        _, n_results = RECOMPUTED_BY[node.target]
         results, updates = outputs[:n_results], outputs[n_results:]
         for update, node in zip(updates, running, strict=True):
             over = self.values.of(node)
             self.values.changed(update, producer=name, kind="buffer", written_over=over)
         statistics = Op(
             name, STATISTICS, "forward", (results[MEAN], *map(self.values.of, running)), updates,
-            pinned="it updates running statistics", module=module, source=source,
+            no_recompute="it updates running statistics", module=module, source=source,
         )  # fmt: skip
         return tuple(dict.fromkeys(map(self.values.of, read))), results, statistics
 
 
 def _deliveries(
-    gradients: Sequence[Any], handed_over: Mapping[int, fx.Node], how: HandOver | None
-) -> Deliveries:
+    gradients: Sequence[Any], released: Mapping[int, fx.Node], how: GradientRelease | None
+) -> GradientAccumulation:
     if how is None:
-        return Deliveries(gradients, handed_over)
-    return Deliveries(gradients, handed_over, dict(how.updates), how.is_added)
+        return GradientAccumulation(gradients, released)
+    return GradientAccumulation(gradients, released, dict(how.updates), how.is_added)
 
 
 def rng_state_bytes(device: torch.device) -> int:
@@ -335,7 +341,7 @@ def build_joint(
     name: str,
     resident: Resident,
     several_gradients: Mapping[int, int] | None = None,
-    hand_over: HandOver | None = None,
+    gradient_release: GradientRelease | None = None,
     **facts: Any,
 ) -> Joint:
     """Analyse a joint graph: storages become values, nodes become ops, views become nothing.
@@ -344,8 +350,8 @@ def build_joint(
 
     Parameters
     ----------
-    several_gradients : as `Repeats.gradients` gives it.
-    hand_over : how gradients of parameters are handed over, if they are.
+    several_gradients : as `DuplicateOutputs.gradients` gives it.
+    gradient_release : how gradients of parameters are released, if they are.
 
     Raises
     ------
@@ -355,10 +361,10 @@ def build_joint(
     make_class_weights_exact(gm)
     make_products_exact(gm)
     run_by_kernels_of_eager(gm)
-    handed_over = of_parameters(gm, num_forward_outputs) if hand_over else {}
+    released = of_parameters(gm, num_forward_outputs) if gradient_release else {}
     lay_out_gradients(
-        gm, num_forward_outputs, handed_over if hand_over and hand_over.is_added else ()
+        gm, num_forward_outputs, released if gradient_release and gradient_release.is_added else ()
     )
     several = several_gradients or {}
-    builder = _Builder(gm, num_forward_outputs, several, handed_over, hand_over)
+    builder = _Builder(gm, num_forward_outputs, several, released, gradient_release)
     return builder.build(name, resident, **facts)

@@ -24,14 +24,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from remat.graph_capture.distributed.collectives import NAMESPACES
 from remat.graph_capture.joint.nodes import bits_of
-from remat.graph_capture.joint.provenance import BesideTrace
-from remat.graph_capture.python_state.executed_code import unrecorded
-from remat.graph_capture.sizes.values_over_sizes import Formula, Range, answer
+from remat.graph_capture.joint.provenance import TraceObserver
+from remat.graph_capture.python_state.executed_code import without_recording
+from remat.graph_capture.sizes.values_over_sizes import Formula, TraceSizes, answer
 
 RANDOM = "a random number"
 """Among what the values that code looks at come from."""
 
-MOST_ELEMENTS = 1 << 20
+_MOST_ELEMENTS = 1 << 20
 """Of a tensor whose values are kept: more would make tracing slow, and nobody branches on them."""
 
 _UNFILLED = ("empty", "new_empty")
@@ -44,7 +44,7 @@ _MODEL = ""
 """The source of what parameters and buffers have a part in."""
 
 
-class KnownValues(BesideTrace):
+class ConstantFolder(TraceObserver):
     """Runs ops on known values too, beside the trace, and answers code that looks at them.
 
     Parameters
@@ -58,7 +58,9 @@ class KnownValues(BesideTrace):
         if parameters or buffers have a part in them.
     """
 
-    def __init__(self, batch: Iterable[tuple[str, Any]] = (), over: Range | None = None) -> None:
+    def __init__(
+        self, batch: Iterable[tuple[str, Any]] = (), over: TraceSizes | None = None
+    ) -> None:
         super().__init__()
         self._over = over
         self._values = WeakTensorKeyDictionary()
@@ -96,7 +98,7 @@ class KnownValues(BesideTrace):
         if torch.Tag.data_dependent_output in func.tags:
             self._has_looked = True
             return _run(func, real_args, real_given)
-        traced = unrecorded(func, *args, **given)
+        traced = without_recording(func, *args, **given)
         if all(map(_can_be_kept, _tensors_in(traced))):
             self._keep(traced, _run(func, real_args, real_given))
         else:
@@ -129,7 +131,7 @@ class KnownValues(BesideTrace):
             self._has_looked = True
             self._digest.update(repr(found).encode())
             return found
-        traced = unrecorded(func, *args, **kwargs)
+        traced = without_recording(func, *args, **kwargs)
         for i, tensor in enumerate(_tensors_in(traced)):
             self._formulas[tensor] = dataclasses.replace(formula, item=i, numbers=[])
         return traced
@@ -146,7 +148,7 @@ class KnownValues(BesideTrace):
         sources = self._sources_of(func, inputs)
         self._forget_written(func, args, kwargs, sources)
         try:
-            traced = unrecorded(func, *args, **kwargs)
+            traced = without_recording(func, *args, **kwargs)
         except Exception as error:  # raised again; it is only noted here
             if self.failure is None and any(tag in func.tags for tag in _LOOKS):
                 self.failure = error
@@ -224,7 +226,7 @@ def _is_random(func: OpOverload) -> bool:
 
 
 def _can_be_kept(traced: Tensor) -> bool:
-    return traced.numel() <= MOST_ELEMENTS and not traced.is_meta
+    return traced.numel() <= _MOST_ELEMENTS and not traced.is_meta
 
 
 def _bits_of(tensor: Tensor) -> bytes:

@@ -25,10 +25,10 @@ from torch import Tensor, fx
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
-from remat.graph_capture.graph import DELIVER, UPDATE, Op
+from remat.graph_capture.graph import ACCUMULATE, UPDATE, Op
+from remat.graph_capture.joint.autocast_cache import CachedCast
 from remat.graph_capture.joint.nodes import is_view, storage_key
-from remat.graph_capture.joint.provenance import CHECKPOINT_KEY, BesideTrace
-from remat.graph_capture.joint.weight_casts import CachedCast
+from remat.graph_capture.joint.provenance import CHECKPOINT_KEY, TraceObserver
 
 WRITTEN_KEY = "remat_written"
 """Among the annotations of a node that autograd does not record: the op that eager runs there, if
@@ -39,7 +39,7 @@ these have the other one too."""
 MADE_AS, DIED_AS = "remat_made_as", "remat_died_as"
 """On the meta of nodes: their number in the order of the trace, and how many there were when eager
 let go of what the node has made."""
-OVER = "remat_over"
+_OVER = "remat_over"
 """On the meta of nodes that eager writes in place: the name of a node of the storage written to."""
 
 
@@ -51,7 +51,7 @@ class _Held:
     alive: int = 0
 
 
-class EagerMemory(BesideTrace):
+class EagerMemory(TraceObserver):
     """Marks the nodes of a trace. Where nothing is traced, it does nothing."""
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class EagerMemory(BesideTrace):
         """Note on the node of a tensor that was written to what stood for it `before`."""
         node = self._node_of(tensor)
         if node is not None and before is not None and node is not before:
-            node.meta[OVER] = before.name
+            node.meta[_OVER] = before.name
 
     def _node_of(self, tensor: FunctionalTensor) -> fx.Node | None:
         inner: Tensor = torch._from_functional_tensor(tensor.elem)
@@ -206,14 +206,14 @@ def held_until(
 ) -> dict[str, str]:
     """For values that eager holds after their last use: the op that is the last to find them.
 
-    A gradient that is handed over as it is made goes with that. A weight that autocast has cast
+    A gradient that is released as it is made goes with that. A weight that autocast has cast
     stays in its cache to the end of the region.
     """
     ends: dict[str, int] = {}
     for node, value in value_of_node.items():
         if DIED_AS in node.meta:
             ends[value] = max(ends.get(value, 0), node.meta[DIED_AS])
-    handed_over = {v for op in ops if op.target in (DELIVER, UPDATE) for v in op.inputs}
+    released = {v for op in ops if op.target in (ACCUMULATE, UPDATE) for v in op.inputs}
     last_use = {name: i for i, op in enumerate(ops) for name in (*op.inputs, *op.outputs)}
     # A later phase comes later, whatever the order of the trace is.
     made = list(accumulate((_number_of(node_of_op.get(op.name)) for op in ops), max))
@@ -222,7 +222,7 @@ def held_until(
         ends[value] = max(ends.get(value, 0), last)
     found: dict[str, str] = {}
     for value, last in ends.items():
-        if last > last_use.get(value, len(ops)) and value not in handed_over:
+        if last > last_use.get(value, len(ops)) and value not in released:
             found[value] = ops[last].name
     return found
 
@@ -239,7 +239,7 @@ def written_over(
     value_named = {node.name: value for node, value in value_of_node.items()}
     found = {value: first for (first, *others), _ in casts for value in others}
     for node, value in value_of_node.items():
-        over = value_named.get(node.meta.get(OVER, ""), "")
+        over = value_named.get(node.meta.get(_OVER, ""), "")
         if over and value and made_as[over] < made_as[value]:
             found[value] = over
     return found

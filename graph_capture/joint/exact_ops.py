@@ -181,23 +181,23 @@ _library.define(
 def batch_norm(
     x: Tensor, weight: Tensor, bias: Tensor, momentum: float, eps: float
 ) -> tuple[Tensor, ...]:
-    """``(result, mean, inverse deviation, reserve)`` by the kernels of `CHOSEN`."""
+    """``(result, mean, inverse deviation, reserve)`` by the kernels of `_CHOSEN`."""
     mean, variance = torch.zeros_like(weight), torch.ones_like(weight)
     return aten._batch_norm_with_update(x, weight, bias, mean, variance, momentum, eps)
 
 
-WITHOUT_STATISTICS = torch.ops.remat.batch_norm.default
-TRACED = aten._native_batch_norm_legit_functional.default
-TRACED_WITHOUT_STATISTICS = aten._native_batch_norm_legit.no_stats
-TRACED_BACKWARD = aten.native_batch_norm_backward.default
-CHOSEN = aten._batch_norm_with_update_functional.default
+_WITHOUT_STATISTICS = torch.ops.remat.batch_norm.default
+_TRACED = aten._native_batch_norm_legit_functional.default
+_TRACED_WITHOUT_STATISTICS = aten._native_batch_norm_legit.no_stats
+_TRACED_BACKWARD = aten.native_batch_norm_backward.default
+_CHOSEN = aten._batch_norm_with_update_functional.default
 CHOSEN_BACKWARD = aten.batch_norm_backward.default
-MEAN, RESERVE = 1, 3
+MEAN, _RESERVE = 1, 3
 """Places among the results."""
 
-AGAIN: dict[Any, tuple[Any, int]] = {
-    TRACED: (TRACED_WITHOUT_STATISTICS, 3),
-    CHOSEN: (WITHOUT_STATISTICS, 4),
+RECOMPUTED_BY: dict[Any, tuple[Any, int]] = {
+    _TRACED: (_TRACED_WITHOUT_STATISTICS, 3),
+    _CHOSEN: (_WITHOUT_STATISTICS, 4),
 }
 """For an op that also returns new running statistics: the op that computes the rest of it, and how
 many results both have before the statistics."""
@@ -205,19 +205,19 @@ many results both have before the statistics."""
 
 def makes_statistics(node: fx.Node) -> bool:
     """Whether the node also returns new running statistics, which may be made only once."""
-    return node.target is CHOSEN or (node.target is TRACED and bool(node.args[5]))
+    return node.target is _CHOSEN or (node.target is _TRACED and bool(node.args[5]))
 
 
 def run_by_kernels_of_eager(gm: fx.GraphModule) -> None:
     """Change the batch norms of a joint graph that eager runs by cuDNN, and their backward."""
-    for node in gm.graph.find_nodes(op="call_function", target=TRACED):
+    for node in gm.graph.find_nodes(op="call_function", target=_TRACED):
         x, weight, bias, mean, variance, training, momentum, eps = node.args
         if training and is_by_cudnn(node, (x, weight, bias, mean, variance), eps):
-            _change(node, CHOSEN, (x, weight, bias, mean, variance, momentum, eps))
-    for node in gm.graph.find_nodes(op="call_function", target=TRACED_WITHOUT_STATISTICS):
+            _change(node, _CHOSEN, (x, weight, bias, mean, variance, momentum, eps))
+    for node in gm.graph.find_nodes(op="call_function", target=_TRACED_WITHOUT_STATISTICS):
         x, weight, bias, training, momentum, eps = node.args
         if training and is_by_cudnn(node, (x, weight, bias, None, None), eps):
-            _change(node, WITHOUT_STATISTICS, (x, weight, bias, momentum, eps))
+            _change(node, _WITHOUT_STATISTICS, (x, weight, bias, momentum, eps))
 
 
 def is_by_cudnn(node: fx.Node, read: tuple[Any, ...], eps: Any) -> bool:
@@ -255,12 +255,12 @@ def _change(node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
     for picked in list(node.users):
         index = picked.args[1]
         assert isinstance(index, int)
-        picked.args = (node, index + (index >= RESERVE))
+        picked.args = (node, index + (index >= _RESERVE))
     before = node.meta["val"]
     reserve = reserved(args[0].meta["val"])
-    node.meta["val"] = (*before[:RESERVE], reserve, *before[RESERVE:])
+    node.meta["val"] = (*before[:_RESERVE], reserve, *before[_RESERVE:])
     with node.graph.inserting_after(node):
-        kept = node.graph.call_function(operator.getitem, (node, RESERVE))
+        kept = node.graph.call_function(operator.getitem, (node, _RESERVE))
     kept.meta = {**node.meta, "val": reserve}
     for backward in list(_backward_of(node)):
         *read, _, eps, mask = backward.args
@@ -273,7 +273,7 @@ def _backward_of(node: fx.Node) -> Iterator[fx.Node]:
     left = [user for user in node.users if user.args[1] == MEAN]
     while left:
         for user in left.pop().users:
-            if user.target is TRACED_BACKWARD:
+            if user.target is _TRACED_BACKWARD:
                 yield user
             elif user.target is aten.detach.default:
                 left.append(user)

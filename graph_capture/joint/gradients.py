@@ -1,8 +1,8 @@
-"""Gradients that are handed over as they are made, to be added to those of earlier batches.
+"""Gradients that are released as they are made, to be added to those of earlier batches.
 
 Eager's autograd adds each gradient to ``.grad`` as soon as backward has made it, and lets go of it
 (`AccumulateGrad`). A step that returned all of them together would hold them to its end, beside
-those that they are added to. So a step that accumulates has an op for it, `DELIVER`: after it,
+those that they are added to. So a step that accumulates has an op for it, `ACCUMULATE`: after it,
 nothing needs the gradient any more. Without accumulation there is nothing to gain: ``.grad`` is
 then the gradient itself, and stays.
 """
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, fx
 from torch._functorch._aot_autograd.schemas import OutputType, ViewAndMutationMeta
 
-from remat.graph_capture.graph import DELIVER, UPDATE, Op
+from remat.graph_capture.graph import ACCUMULATE, UPDATE, Op
 from remat.graph_capture.joint.eager_memory import MADE_AS
 from remat.graph_capture.joint.nodes import MADE_IN_FORWARD, is_tangent, is_view, storage_key
 from remat.graph_capture.joint.provenance import path_in_model
-from remat.graph_capture.joint.values import Values
+from remat.graph_capture.joint.values import ValueTable
 
-PARTS = 256
+_PARTS = 256
 """Updates wait for others until their gradients are this part of all: each place costs a call.
 
 Gradients that are only added wait for none, so that no step needs more than eager, which adds each
@@ -34,8 +34,8 @@ as soon as it is made.
 _ALIASES_OF_INPUTS = (OutputType.alias_of_input, OutputType.is_input)
 
 
-def can_hand_over(metadata: ViewAndMutationMeta) -> bool:
-    """Whether a step's gradients can be handed over one by one.
+def can_release_gradients(metadata: ViewAndMutationMeta) -> bool:
+    """Whether a step's gradients can be released one by one.
 
     The step is then given views of what it differentiates. That cannot be where it writes to one of
     them, or returns a part of one.
@@ -70,17 +70,17 @@ def of_parameters(gm: fx.GraphModule, num_forward_outputs: int) -> dict[int, fx.
 
 
 @dataclass
-class Deliveries:
-    """Adds the ops that hand over gradients, or that update parameters.
+class GradientAccumulation:
+    """Adds the ops that release gradients, or that update parameters.
 
     Attributes
     ----------
     gradients : the results of backward.
-    parameters : by place, the parameters of those that may be handed over.
-    updated : bytes that an update of each parameter takes, by its name, if they are updated at
-        once. Then only their gradients are handed over.
+    parameters : by place, the parameters of those that may be released.
+    updated : bytes that an update of each parameter takes, by its name, if they are updated in
+        backward. Then only their gradients are released.
     is_added : whether they are added to what ``.grad`` holds; autograd then copies none.
-    of_op : for each op that hands over, the places of its gradients.
+    of_op : for each op that releases some, the places of its gradients.
     """
 
     gradients: Sequence[Any]
@@ -90,14 +90,14 @@ class Deliveries:
     of_op: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
 
     def returned(self) -> list[Any]:
-        """The gradients that are not handed over but returned at the end."""
-        handed = {place for places in self.of_op.values() for place in places}
-        return [g for place, g in enumerate(self.gradients) if place not in handed]
+        """The gradients that are not released but returned at the end."""
+        released = {place for places in self.of_op.values() for place in places}
+        return [g for place, g in enumerate(self.gradients) if place not in released]
 
-    def added_to(self, ops: Sequence[Op], values: Values) -> list[Op]:
-        """`ops` of backward, and behind them the ops that hand over what they make."""
+    def added_to(self, ops: Sequence[Op], values: ValueTable) -> list[Op]:
+        """`ops` of backward, and behind them the ops that release what they make."""
         made = self._made_by_ops(values)
-        least_bytes = _sum_bytes(values, made.values()) / PARTS if self.updated else 0
+        least_bytes = _sum_bytes(values, made.values()) / _PARTS if self.updated else 0
         last_read = {name: i for i, op in enumerate(ops) for name in op.inputs}
         final = self._final_at(ops, values, made, last_read)
         found: list[Op] = []
@@ -113,7 +113,7 @@ class Deliveries:
                 waiting = []
         return found
 
-    def _made_by_ops(self, values: Values) -> dict[int, str]:
+    def _made_by_ops(self, values: ValueTable) -> dict[int, str]:
         """By place: the value of each gradient that an op makes."""
         found: dict[int, str] = {}
         for place, parameter in self.parameters.items():
@@ -126,7 +126,7 @@ class Deliveries:
         return found
 
     def _final_at(
-        self, ops: Sequence[Op], values: Values, made: dict[int, str], last_read: dict[str, int]
+        self, ops: Sequence[Op], values: ValueTable, made: dict[int, str], last_read: dict[str, int]
     ) -> dict[int, list[int]]:
         """For the index of each op: places that are final behind it.
 
@@ -146,27 +146,30 @@ class Deliveries:
     def _op(
         self,
         behind: Op,
-        values: Values,
+        values: ValueTable,
         held: Sequence[str],
         places: Sequence[int],
         shared: Sequence[str],
     ) -> Op:
         """An op behind another; ops behind it read the gradients `shared`, too."""
-        target, pinned = DELIVER, "it adds to what .grad holds"
+        target, no_recompute = ACCUMULATE, "it adds to what .grad holds"
         read = (*held, *values.writes_before(held, "backward"))
         workspace_bytes = 0
         if self.updated:
-            target, pinned = UPDATE, "it updates parameters"
+            target, no_recompute = UPDATE, "it updates parameters"
             read += tuple(dict.fromkeys(values.of(self.parameters[place]) for place in places))
             workspace_bytes = self._update_bytes(values, places, shared)
         name = f"{target.removeprefix('remat.')}_{held[-1]}"
         self.of_op[name] = tuple(places)
         return Op(
-            name, target, "backward", read, (), workspace_bytes=workspace_bytes, pinned=pinned,
+            name, target, "backward", read, (),
+            workspace_bytes=workspace_bytes, no_recompute=no_recompute,
             module=behind.module, source=behind.source,
         )  # fmt: skip
 
-    def _update_bytes(self, values: Values, places: Sequence[int], shared: Sequence[str]) -> int:
+    def _update_bytes(
+        self, values: ValueTable, places: Sequence[int], shared: Sequence[str]
+    ) -> int:
         """What the updates take beside the gradients, at most: they come one after another.
 
         Autograd copies a gradient that others read, unless it adds it to what is there. Once it is
@@ -189,7 +192,7 @@ def _parameter_name(parameter: fx.Node) -> str:
     return path_in_model(str(parameter.meta["desc"].target))
 
 
-def _sum_bytes(values: Values, names: Iterable[str]) -> int:
+def _sum_bytes(values: ValueTable, names: Iterable[str]) -> int:
     return sum(values.by_name[name].size_bytes for name in names)
 
 
@@ -198,7 +201,7 @@ def _sum_bytes(values: Values, names: Iterable[str]) -> int:
 # Autograd keeps a gradient only if nothing else holds it, as where two parameters are added up and
 # so have the same, and if it is laid out as the parameter is (`AccumulateGrad`, the "gradient
 # layout contract"). It copies it otherwise. Eager copies each as soon as backward has made it. A
-# compiled step hands over all gradients at its end, so that copies would come on top of the peak.
+# compiled step returns all gradients at its end, so that copies would come on top of the peak.
 # Here the copy is an op of the step, right after the gradient. What a copy does not free is copied
 # where eager copies it: after all that the formula of one op of forward makes.
 
@@ -213,17 +216,17 @@ def laid_out(x: Tensor, strides: Sequence[int]) -> Tensor:
     return x.new_empty_strided(x.shape, strides).copy_(x)
 
 
-LAID_OUT = torch.ops.remat.laid_out.default
+_LAID_OUT = torch.ops.remat.laid_out.default
 
 
 def lay_out_gradients(
-    gm: fx.GraphModule, num_forward_outputs: int, handed_over: Collection[int] = ()
+    gm: fx.GraphModule, num_forward_outputs: int, released: Collection[int] = ()
 ) -> None:
     """Copy the gradients of parameters in a joint graph that autograd would copy.
 
     Parameters
     ----------
-    handed_over : places of gradients that autograd adds to others, and copies itself if it must.
+    released : places of gradients that autograd adds to others, and copies itself if it must.
     """
     end = gm.graph.output_node()
     given: Any = end.args[0]
@@ -242,7 +245,7 @@ def lay_out_gradients(
     for i in range(num_forward_outputs, len(results)):
         node, what = results[i], end.meta["desc"][i]
         like = parameter.get(getattr(what, "grad_of", None))
-        is_own = i - num_forward_outputs not in handed_over and isinstance(node, fx.Node)
+        is_own = i - num_forward_outputs not in released and isinstance(node, fx.Node)
         if not is_own or like is None or not _is_strided(node.meta["val"]):
             continue  # others are refused elsewhere
         key = storage_key(node.meta["val"])
@@ -275,7 +278,7 @@ def _laid_out_copy(gm: fx.GraphModule, node: fx.Node, parameter: fx.Node) -> fx.
     value, strides = node.meta["val"], _strides_for(parameter.meta["val"])
     last = _before_copy(node, parameter)
     with gm.graph.inserting_after(last):
-        copy = gm.graph.call_function(LAID_OUT, (node, list(strides)))
+        copy = gm.graph.call_function(_LAID_OUT, (node, list(strides)))
     copy.meta = {**node.meta, "val": value.new_empty_strided(value.shape, strides)}
     copy.meta.pop(MADE_IN_FORWARD, None)  # autograd copies it in backward, whoever made it
     if MADE_AS in last.meta:  # what eager lets go of before the next node is gone when it copies

@@ -51,11 +51,11 @@ from remat.graph_capture.joint.nodes import (
 # Several nodes of a trace as one op: a tensor is made, and then written to in place.
 #
 # The node of such an op has one argument a step, ``(args, kwargs)``: what the step is called with.
-# A text of `made_by` stands there for what an earlier step has made, as the code that fx writes of
-# a graph can hold it.
+# A text of `_step_result` stands there for what an earlier step has made, as the code
+# that fx writes of a graph can hold it.
 
 
-MADE = "remat.made_by_step_"
+_MADE = "remat.made_by_step_"
 STEP_METAS = "remat_step_metas"
 """On the meta of a node that runs several ops as one: the meta of the node behind each."""
 
@@ -83,7 +83,7 @@ class JoinedOp:
 
 
 @dataclass(frozen=True)
-class AsOne:
+class JoinedTarget:
     """The target of a node that runs several ops as one."""
 
     steps: tuple[JoinedOp, ...]
@@ -101,7 +101,7 @@ class AsOne:
         made: list[Any] = []
         for i, (step, (args, kwargs)) in enumerate(zip(self.steps, calls, strict=True)):
             # What is written to, and a part of it, are arguments of their own, never in a list.
-            given = tuple(made[int(a.removeprefix(MADE))] if _is_made(a) else a for a in args)
+            given = tuple(made[int(a.removeprefix(_MADE))] if _is_made(a) else a for a in args)
             made.append(run(i, step, given, dict(kwargs)))
         return made[-1]
 
@@ -112,32 +112,32 @@ class AsOne:
         return JOINED.join(map(str, named))
 
 
-def made_by(step: int) -> str:
+def _step_result(step: int) -> str:
     """What stands among arguments for the result of the step of that index."""
-    return f"{MADE}{step}"
+    return f"{_MADE}{step}"
 
 
 def _is_made(argument: Any) -> bool:
-    return isinstance(argument, str) and argument.startswith(MADE)
+    return isinstance(argument, str) and argument.startswith(_MADE)
 
 
-def ops_of(node: fx.Node) -> tuple[str, ...]:
+def joined_op_names(node: fx.Node) -> tuple[str, ...]:
     """The names of all ops of the node, views among them; most often it is one."""
-    if isinstance(node.target, AsOne):
+    if isinstance(node.target, JoinedTarget):
         return tuple(str(step.op) for step in node.target.steps)
     return (target_name(node),)
 
 
 def calls_of(node: fx.Node) -> tuple[Any, ...]:
-    """What each of `ops_of` is called with."""
-    return node.args if isinstance(node.target, AsOne) else ((node.args, node.kwargs),)
+    """What each of `joined_op_names` is called with."""
+    return node.args if isinstance(node.target, JoinedTarget) else ((node.args, node.kwargs),)
 
 
 def _carry_out(step: JoinedOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0] if step.is_whole else (step.in_place or step.op)(*args, **kwargs)
 
 
-def join(members: Sequence[fx.Node], steps: Sequence[JoinedOp]) -> None:
+def _join_members(members: Sequence[fx.Node], steps: Sequence[JoinedOp]) -> None:
     """Let the last of `members` do what all of them do, and erase the others.
 
     Parameters
@@ -151,12 +151,12 @@ def join(members: Sequence[fx.Node], steps: Sequence[JoinedOp]) -> None:
     def given(node: fx.Node) -> tuple[Any, Any]:
         call = tuple(node.args), tuple(node.kwargs.items())
         return pytree.tree_map_only(
-            fx.Node, lambda one: made_by(index[one]) if one in index else one, call
+            fx.Node, lambda one: _step_result(index[one]) if one in index else one, call
         )
 
     calls = tuple(map(given, members))
     last.meta[STEP_METAS] = [dict(node.meta) for node in members]
-    last.target, last.args, last.kwargs = AsOne(tuple(steps)), calls, {}
+    last.target, last.args, last.kwargs = JoinedTarget(tuple(steps)), calls, {}
     for node in reversed(others):
         node.graph.erase_node(node)
 
@@ -179,7 +179,7 @@ def join_writes(graph: fx.Graph, in_forward: Collection[fx.Node], sums: InPlace)
 
 
 def _may_begin(node: fx.Node) -> bool:
-    """Whether it makes one tensor, by an op whose price does not hang on what it computes."""
+    """Whether it makes one tensor, by an op whose cost does not hang on what it computes."""
     if not _is_plain(node) or is_getitem(node) or not has_own_storage(node):
         return False
     return getattr(node.target, "overloadpacket", None) not in flop_registry
@@ -281,7 +281,7 @@ def _join(node: fx.Node, writes: list[Write]) -> None:
         members |= reads_of(tensor)[1]
     erase_unread(*(one for one in members if not one.users))
     order = [one for one in _from(node, result) if one in members]
-    join(order, [steps.get(one) or JoinedOp(one.target) for one in order])
+    _join_members(order, [steps.get(one) or JoinedOp(one.target) for one in order])
 
 
 def _from(node: fx.Node, last: fx.Node) -> Iterator[fx.Node]:

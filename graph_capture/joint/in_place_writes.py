@@ -32,7 +32,7 @@ _SCATTER_OF = {
     aten.as_strided.default: aten.as_strided_scatter.default,
 }
 
-InPlaceOf = Callable[[fx.Node], Any]
+_InPlaceOf = Callable[[fx.Node], Any]
 """The op that does in place what a node does; None if it may not."""
 
 
@@ -56,20 +56,20 @@ class Write:
         return self.scattered[-1] if self.scattered else self.node
 
 
-def op_called(node: fx.Node) -> str:
+def _op_called(node: fx.Node) -> str:
     """The name of the node's op without namespace and overload; empty of what is no op."""
     return getattr(node.target, "_opname", "")
 
 
 def in_place_form(node: fx.Node) -> Any:
     """The op that does in place what `node` does, if there is one."""
-    packet = getattr(aten, f"{op_called(node)}_", None)
+    packet = getattr(aten, f"{_op_called(node)}_", None)
     return getattr(packet, getattr(node.target, "_overloadname", ""), None)
 
 
 def is_made_for_writes(node: fx.Node) -> bool:
     """Whether `node` makes a tensor of equal numbers, or of none."""
-    return op_called(node) in _MAKES_EMPTY
+    return _op_called(node) in _MAKES_EMPTY
 
 
 def has_own_storage(node: fx.Node) -> bool:
@@ -97,7 +97,7 @@ def as_written(node: fx.Node) -> fx.Node:
 
 
 def only_write(
-    tensor: fx.Node, in_place: InPlaceOf, may_read_it: Callable[[fx.Node], bool] = lambda _: False
+    tensor: fx.Node, in_place: _InPlaceOf, may_read_it: Callable[[fx.Node], bool] = lambda _: False
 ) -> Write | None:
     """The write to `tensor`, if that is all that reads it.
 
@@ -122,7 +122,7 @@ def only_write(
         if scatter is None:
             return None
         scattered.append(scatter)
-        source = whole_of(source)
+        source = _whole_of(source)
     write = Write(node, in_place(node), tuple(scattered))
     is_only = {node, *scattered} == set(readers) and is_laid_out_as(write.result, tensor)
     return write if is_only else None
@@ -142,7 +142,7 @@ def reads_of(tensor: fx.Node) -> tuple[dict[fx.Node, None], set[fx.Node]]:
     return readers, views
 
 
-def whole_of(view: fx.Node) -> Any:
+def _whole_of(view: fx.Node) -> Any:
     """What `view` is a view of."""
     source = view.args[0]
     return source.args[0] if is_getitem(view) and isinstance(source, fx.Node) else source
@@ -191,7 +191,7 @@ def _scatter(part: fx.Node, view: fx.Node) -> fx.Node | None:
     if len(users) != 1 or len(users[0].args) < 2:
         return None
     # A trace makes the views of a tensor again once it was written to.
-    if not _is_all_of(users[0].args[0], whole_of(view)) or users[0].args[1] is not part:
+    if not _is_all_of(users[0].args[0], _whole_of(view)) or users[0].args[1] is not part:
         return None
     if is_getitem(view):
         return users[0] if _is_put_there(users[0], view) else None
@@ -203,7 +203,7 @@ def _is_put_there(scatter: fx.Node, view: fx.Node) -> bool:
     """Whether a write to a part of a split is put back where `view` is."""
     if scatter.target is not aten.slice_scatter.default or len(scatter.args) != 5:
         return False
-    whole, (dim, start) = whole_of(view).meta["val"], scatter.args[2:4]
+    whole, (dim, start) = _whole_of(view).meta["val"], scatter.args[2:4]
     offset = whole.storage_offset() + start * whole.stride(dim)
     return view.meta["val"].storage_offset() == offset
 
@@ -217,7 +217,7 @@ def _is_put_there(scatter: fx.Node, view: fx.Node) -> bool:
 # gradient as large as the head of a language model that is more than eager has. Such a sum is one
 # value here, and what writes to it an op without a storage of its own.
 #
-# The price is that none of these ops may run twice. So it is done where that costs nothing: where
+# The cost is that none of these ops may run twice. So it is done where that costs nothing: where
 # what is written to was made for it, as zeros are, or is the first term of a sum; outside of what
 # autograd records; and where nothing reads the sum before it is done.
 
@@ -250,7 +250,7 @@ class InPlace:
         default_factory=dict[fx.Node, tuple[fx.Node, ...]]
     )
 
-    def why_pinned(self, write: fx.Node) -> str:
+    def why_no_recompute(self, write: fx.Node) -> str:
         """That it writes in place, and whether eager does so.
 
         To a view autograd's engine does not add, as the tensor that it shows is held beside it.
@@ -297,7 +297,7 @@ def _adds_to_term(node: fx.Node, write: fx.Node) -> bool:
     """Whether `write` adds to what `node` has made, which autograd does not record."""
     # torch 2.11 tells only of the sum, and not of its terms, that backward has made it.
     is_recorded = WRITTEN_KEY not in _annotations(node)
-    return _is_sum_of_autograd(write) or (not is_recorded and op_called(write) in _ADD)
+    return _is_sum_of_autograd(write) or (not is_recorded and _op_called(write) in _ADD)
 
 
 def _annotations(node: fx.Node) -> Any:

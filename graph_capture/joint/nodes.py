@@ -133,7 +133,7 @@ def is_custom(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.namespace not in TORCHS_NAMESPACES
 
 
-def is_dropout_of_nothing(node: fx.Node) -> bool:
+def _is_dropout_of_nothing(node: fx.Node) -> bool:
     """Whether the node is the copy that a trace makes of dropout with p = 0.
 
     Eager returns the input itself there.
@@ -144,7 +144,7 @@ def is_dropout_of_nothing(node: fx.Node) -> bool:
 
 def is_alias_of_input(node: fx.Node) -> bool:
     """Whether the node stands for its first argument and need not run at all."""
-    return node.target is aten.detach.default or is_dropout_of_nothing(node)
+    return node.target is aten.detach.default or _is_dropout_of_nothing(node)
 
 
 def target_name(node: fx.Node) -> str:
@@ -168,7 +168,7 @@ def made_by_autograd(node: fx.Node) -> bool:
     return is_marked or node.meta.get("partitioner_tag") == "is_backward"
 
 
-class Places:
+class NodeOrigins:
     """Module path and source line of nodes; backward nodes take their forward node's."""
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -274,7 +274,7 @@ def mark_forward() -> None:
 
 
 def forward_nodes(nodes: Sequence[fx.Node], forward_results: Sequence[Any]) -> set[fx.Node]:
-    """Ancestors of forward's results, what draws or has effects there, and what forward has made.
+    """The nodes of forward: ancestors of its outputs, and its ops with randomness or side effects.
 
     A node that draws or has effects is of forward unless it descends from the tangents. What
     forward has made stays where eager runs it: a loss that makes its gradient in forward, by

@@ -14,18 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from remat.graph_capture.devices.known_devices import Allocated
 from remat.graph_capture.devices.meter import Meter
-from remat.graph_capture.devices.table import Allocated
 from remat.graph_capture.errors import CaptureError
 
-KNOWN = (SGD, Adam, AdamW)
+_KNOWN = (SGD, Adam, AdamW)
 """Their step of a parameter depends on its own gradient, state and group alone."""
 
-Alike = tuple[Any, ...]
+_Alike = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class UpdateCost:
+class _UpdateCost:
     """Bytes of the update of one parameter.
 
     Attributes
@@ -44,8 +44,8 @@ def require_known(optimizer: Optimizer) -> None:
     ------
     CaptureError : it is of another class, has hooks on its step, or is differentiable.
     """
-    if type(optimizer) not in KNOWN:
-        names = ", ".join(kind.__name__ for kind in KNOWN)
+    if type(optimizer) not in _KNOWN:
+        names = ", ".join(kind.__name__ for kind in _KNOWN)
         raise CaptureError(
             f"a {type(optimizer).__name__} cannot update parameters one by one during backward: "
             f"that is known of torch's {names}. Use one of these, or update after backward"
@@ -84,7 +84,7 @@ def update_costs(
     parameters: Mapping[str, nn.Parameter],
     meter: Meter,
     allocated: Allocated,
-) -> dict[str, UpdateCost]:
+) -> dict[str, _UpdateCost]:
     """What an update of each parameter takes, of those that the optimizer has.
 
     Each distinct one is measured on made data: the second step of an optimizer of the same class.
@@ -95,14 +95,14 @@ def update_costs(
         for name, p in parameters.items()
         if p.requires_grad and id(p) in groups
     }
-    found: dict[Alike, UpdateCost] = {}
+    found: dict[_Alike, _UpdateCost] = {}
     for key, parameter, group in keys.values():
         if key not in found:
             found[key] = _cost_of(optimizer, parameter, group, meter, allocated)
     return {name: found[key] for name, (key, _, _) in keys.items()}
 
 
-def _same_update(parameter: Tensor, group: Mapping[str, Any]) -> Alike:
+def _same_update(parameter: Tensor, group: Mapping[str, Any]) -> _Alike:
     given = (parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
     options = ((k, v) for k, v in group.items() if k != "params")
     return *given, *(
@@ -118,7 +118,7 @@ def _cost_of(
     group: Mapping[str, Any],
     meter: Meter,
     allocated: Allocated,
-) -> UpdateCost:
+) -> _UpdateCost:
     made = nn.Parameter(torch.zeros_like(parameter))
     options = {name: value for name, value in group.items() if name != "params"}
     kind: Any = type(optimizer)
@@ -132,4 +132,4 @@ def _cost_of(
         for kept in state
         if isinstance(kept, Tensor) and kept.device == parameter.device
     )
-    return UpdateCost(state_bytes, memory.peak_bytes)
+    return _UpdateCost(state_bytes, memory.peak_bytes)

@@ -124,7 +124,7 @@ def _is_alike(made: Any, before: Any) -> bool:
 # Which ops must not run twice, and why.
 
 
-def why_pinned(
+def why_no_recompute(
     node: fx.Node,
     phase: Phase,
     inputs: Sequence[str],

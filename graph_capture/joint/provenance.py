@@ -175,7 +175,7 @@ def _short_path(filename: str) -> str:
 # A mode that watches the ops of a trace and is no part of it.
 
 
-class BesideTrace(TorchDispatchMode):
+class TraceObserver(TorchDispatchMode):
     """Sees each op that forward runs while it is traced."""
 
     supports_higher_order_operators = True

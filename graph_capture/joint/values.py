@@ -28,7 +28,7 @@ def _none_written() -> dict[Phase, dict[str, str]]:
 
 
 @dataclass
-class Values:
+class ValueTable:
     """Values found so far, and the nodes that stand for them.
 
     Attributes

@@ -21,14 +21,14 @@ from torch.autograd import graph
 
 from remat.graph_capture.python_state.library_objects import DATA, is_looked_into
 from remat.graph_capture.python_state.module_hooks import Names, names_of
-from remat.graph_capture.python_state.places import PLAIN
-from remat.graph_capture.python_state.reached import (
+from remat.graph_capture.python_state.reachable_objects import (
     OF_DATA,
     RUN_BY_TORCH,
     STATE,
     is_installed,
     is_library,
 )
+from remat.graph_capture.python_state.state_slots import PLAIN
 
 _OF_MODULES = frozenset(vars(nn.Module()))
 
@@ -185,10 +185,10 @@ _HOOKS_OF_NODES = frozenset({"register_hook", "register_prehook"})
 """Methods that are not written in Python."""
 _OPS_OF_TORCH = frozenset({"aten", "prims", "prim"})
 
-Tracer = Callable[[FrameType, str, Any], None]
+_Tracer = Callable[[FrameType, str, Any], None]
 
 
-class CodeThatRan:
+class ExecutedCode:
     """Code objects, by their identity: that compares faster than they do."""
 
     def __init__(self) -> None:
@@ -281,7 +281,7 @@ class CodeThatRan:
             for code in self._codes.values()
         )
 
-    def _tracer(self) -> Tracer:
+    def _tracer(self) -> _Tracer:
         codes = self._codes
 
         # Called for each frame; as it returns None, for no line in it.
@@ -331,7 +331,7 @@ def _functions_of_autograd() -> Iterator[type[torch.autograd.Function]]:
         waiting += kind.__subclasses__()
 
 
-def unrecorded(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+def without_recording(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Call an op, and note no code if it is torch's: to trace it takes thousands of calls."""
     tracer = sys.gettrace()
     if not hasattr(tracer, "is_ours") or op.namespace not in _OPS_OF_TORCH:

@@ -190,7 +190,7 @@ class Hook:
         )
 
 
-Registered = tuple[Hook, ...]
+_Registered = tuple[Hook, ...]
 
 
 @dataclass(frozen=True)
@@ -204,23 +204,23 @@ class ModuleHooks:
 
     text: str
     module: nn.Module
-    value: Registered
+    value: _Registered
 
-    def now(self) -> Registered:
+    def now(self) -> _Registered:
         """The hooks that there are."""
-        return hooks_of(self.module)
+        return _hooks_of(self.module)
 
-    def put(self, value: Registered) -> None:
+    def put(self, value: _Registered) -> None:
         """Register these and no others; leave them if they do the same."""
         if not are_alike(self.now(), value):
-            set_hooks(self.module, value)
+            _set_hooks(self.module, value)
 
     def term(self, name: Callable[[Any], str]) -> str:
         """An expression that is true while the very functions are registered."""
-        return f"{name(hooks_of)}({name(self.module)}) == {name(self.value)}"
+        return f"{name(_hooks_of)}({name(self.module)}) == {name(self.value)}"
 
 
-def hooks_of(module: nn.Module) -> Registered:
+def _hooks_of(module: nn.Module) -> _Registered:
     """The forward hooks of a module, in the order in which they run."""
     space = vars(module)
     always = space["_forward_hooks_always_called"]
@@ -231,7 +231,7 @@ def hooks_of(module: nn.Module) -> Registered:
     )
 
 
-def set_hooks(module: nn.Module, hooks: Registered) -> None:
+def _set_hooks(module: nn.Module, hooks: _Registered) -> None:
     """Let a module have just these forward hooks."""
     space = vars(module)
     names = [f"{table}{end}" for table in FORWARD_HOOKS for end in ("", "_with_kwargs")]
@@ -245,7 +245,7 @@ def set_hooks(module: nn.Module, hooks: Registered) -> None:
             space["_forward_hooks_always_called"][hook.key] = True
 
 
-def are_alike(some: Registered, others: Registered) -> bool:
+def are_alike(some: _Registered, others: _Registered) -> bool:
     """Whether two modules' hooks do the same, in the same order."""
     pairs = zip(some, others, strict=False)
     return len(some) == len(others) and all(one.is_like(other) for one, other in pairs)
@@ -266,7 +266,7 @@ def hooked_modules(model: nn.Module, loss_fn: Any = None) -> Iterator[tuple[str,
 def place_of_hooks(path: str, module: nn.Module) -> ModuleHooks:
     """The place of a module's hooks, with those that it has now."""
     text = f"forward hook on submodule {path} ({type(module).__name__})"
-    return ModuleHooks(text, module, hooks_of(module))
+    return ModuleHooks(text, module, _hooks_of(module))
 
 
 def _is_like(one: Any, other: Any, depth: int) -> bool:

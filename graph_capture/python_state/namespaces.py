@@ -13,16 +13,16 @@ from torch import nn
 
 from remat.graph_capture.python_state.executed_code import LoadedNames, is_related
 from remat.graph_capture.python_state.library_objects import is_looked_into
-from remat.graph_capture.python_state.places import MISSING, Entry
-from remat.graph_capture.python_state.reached import (
+from remat.graph_capture.python_state.reachable_objects import (
     AROUND_DATA,
     NOT_RUN,
     Absent,
     Namespace,
-    Reached,
+    ReachableObjects,
     functions_of,
     is_library,
 )
+from remat.graph_capture.python_state.state_slots import MISSING, DictItem
 
 _CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
 
@@ -39,7 +39,7 @@ class Namespaces:
     def __init__(
         self,
         names: LoadedNames,
-        add: Callable[[Entry], None],
+        add: Callable[[DictItem], None],
         read_method: Callable[[type, FunctionType], None],
     ) -> None:
         self._names = names
@@ -131,7 +131,7 @@ class Namespaces:
                 continue  # its methods are torch's or Python's own
             if functions or not is_special:
                 text = f"{kind.__name__}.{key}"
-                self._add(Entry(text, space.space, key, value, owner=kind))
+                self._add(DictItem(text, space.space, key, value, owner=kind))
 
     def _is_run(self, kind: type, special: str) -> bool:
         """Whether forward may run a method that no code names: a constructor, if the class is."""
@@ -145,15 +145,15 @@ class Namespaces:
         for key in sorted(keys):
             space.done.add(key)
             text = f"{space.text}.{key}".lstrip(".")
-            self._add(Entry(text, space.space, key, space.before[key]))
+            self._add(DictItem(text, space.space, key, space.before[key]))
 
     def _read_module(self, space: Namespace, keys: Iterable[str]) -> None:
         for key in sorted(self._names.others.intersection(keys)):
             space.done.add(key)
             text = f"{key} of {space.text}"
-            self._add(Entry(text, space.space, key, space.before[key]))
+            self._add(DictItem(text, space.space, key, space.before[key]))
 
-    def absent(self, reached: Reached) -> list[Absent]:
+    def absent(self, reached: ReachableObjects) -> list[Absent]:
         """Names that code loads of each instance, and that it does not have itself.
 
         What it loads, and the instance's class, are noted in `reached`.
@@ -172,15 +172,15 @@ class Namespaces:
                 reached.kinds[id(one.space)] = kind
         return found
 
-    def hiding(self) -> Iterator[Entry]:
+    def hiding(self) -> Iterator[DictItem]:
         """Places of what would hide what a class has from its bases."""
         for kind in self._classes:
             yield from self._hiding(kind)
 
-    def _hiding(self, kind: type) -> Iterator[Entry]:
+    def _hiding(self, kind: type) -> Iterator[DictItem]:
         if is_library(kind.__module__):
             return
         space, own = vars(kind), self._classes[kind].before
         bases = [self._classes[base].done for base in kind.__mro__[1:] if base in self._classes]
         for key in sorted(set[str]().union(*bases) - own.keys()):
-            yield Entry(f"{kind.__name__}.{key}", space, key, MISSING, owner=kind)
+            yield DictItem(f"{kind.__name__}.{key}", space, key, MISSING, owner=kind)

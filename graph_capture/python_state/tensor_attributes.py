@@ -18,27 +18,27 @@ from torch import Tensor, nn
 
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.provenance import line_of_user
-from remat.graph_capture.python_state.executed_code import CodeThatRan
+from remat.graph_capture.python_state.executed_code import ExecutedCode
 from remat.graph_capture.python_state.library_objects import attributes_of
 from remat.graph_capture.python_state.module_hooks import ModuleHooks
-from remat.graph_capture.python_state.places import (
+from remat.graph_capture.python_state.state_slots import (
     CONTAINERS,
     MISSING,
-    Entry,
-    Hidden,
-    Place,
-    Slot,
+    DictItem,
+    OpaqueState,
+    SlotAttr,
+    StateSlot,
     Stream,
     copied,
     is_same,
 )
 
-Attributes = dict[str, Any]
-Copy = TypeVar("Copy", bound=Tensor)
+_Attributes = dict[str, Any]
+_Copy = TypeVar("_Copy", bound=Tensor)
 _BY_TORCH = ("_dynamo_", "_remat_", "_is_", "elem", "persistent")
 
 
-class OfTensor:
+class _OfTensor:
     """In the place of a tensor that was set on a tensor of the batch: a signature holds none.
 
     Raises
@@ -53,7 +53,7 @@ class OfTensor:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse an op that is given such a tensor."""
         given = pytree.tree_leaves((args, kwargs or {}))
-        raise next(one for one in given if isinstance(one, OfTensor))._refused()
+        raise next(one for one in given if isinstance(one, _OfTensor))._refused()
 
     def __getattr__(self, name: str) -> Any:
         raise self._refused()
@@ -73,7 +73,7 @@ class OfTensor:
         )
 
 
-def kept_attributes(leaf: object) -> Attributes:
+def kept_attributes(leaf: object) -> _Attributes:
     """What a user has set on a tensor, with copies of containers."""
     given = attributes_of(leaf) if isinstance(leaf, Tensor) else {}
     own = {name: one for name, one in given.items() if not name.startswith(_BY_TORCH)}
@@ -82,11 +82,11 @@ def kept_attributes(leaf: object) -> Attributes:
 
 def _for_signature(name: str, value: Any) -> Any:
     if isinstance(value, Tensor):
-        return OfTensor(name)
+        return _OfTensor(name)
     return copied(value) if isinstance(value, CONTAINERS) else value
 
 
-def with_attributes_of(tensor: Tensor, copy: Copy) -> Copy:
+def with_attributes_of(tensor: Tensor, copy: _Copy) -> _Copy:
     """`copy`, with what a user has set on `tensor`."""
     for name, value in attributes_of(tensor).items():
         setattr(copy, name, value)
@@ -107,7 +107,7 @@ def first_other(
         if name.startswith(_BY_TORCH):
             continue
         was, found = before.get(name, MISSING), now.get(name, MISSING)
-        is_unread = isinstance(was, OfTensor) and isinstance(found, Tensor)
+        is_unread = isinstance(was, _OfTensor) and isinstance(found, Tensor)
         if not is_unread and not is_same(found, was):
             return name, was, found
     return None
@@ -122,12 +122,12 @@ class StandIns:
     on_batch : the names of the batch's leaves, each with what was set on it.
     """
 
-    def __init__(self, step: nn.Module, on_batch: Sequence[tuple[str, Attributes]]) -> None:
-        self._on_batch, self._of_state = on_batch, dict[str, Attributes]()
+    def __init__(self, step: nn.Module, on_batch: Sequence[tuple[str, _Attributes]]) -> None:
+        self._on_batch, self._of_state = on_batch, dict[str, _Attributes]()
         for path, tensor in _tensors_of(step).items():
             if given := attributes_of(tensor):
                 self._of_state[path] = dict(given)
-        self._given: list[tuple[str, Tensor, Attributes]] = []
+        self._given: list[tuple[str, Tensor, _Attributes]] = []
 
     def give(self, step: nn.Module, leaves: Sequence[Any]) -> None:
         """Let the stand-ins, in `step` and in the batch, have the attributes."""
@@ -150,14 +150,14 @@ class StandIns:
                     )
 
 
-def _set(tensor: Tensor, given: Attributes) -> Attributes:
+def _set(tensor: Tensor, given: _Attributes) -> _Attributes:
     for name, value in given.items():
         if name not in vars(tensor):
             setattr(tensor, name, value)
     return _own(tensor)
 
 
-def _own(tensor: Tensor) -> Attributes:
+def _own(tensor: Tensor) -> _Attributes:
     space = vars(tensor)
     return {name: value for name, value in space.items() if not name.startswith(_BY_TORCH)}
 
@@ -190,11 +190,11 @@ class Writer(enum.Enum):
     """And forward may have read it."""
 
 
-def writer_of(place: Place | Hidden | Stream, ran: CodeThatRan) -> Writer:
+def writer_of(place: StateSlot | OpaqueState | Stream, ran: ExecutedCode) -> Writer:
     """Who has changed `place`, by the code that forward ran, all of it."""
-    if isinstance(place, (Hidden, Stream, ModuleHooks)):
+    if isinstance(place, (OpaqueState, Stream, ModuleHooks)):
         return Writer.FORWARD
-    name = place.key if isinstance(place, (Entry, Slot)) else None
+    name = place.key if isinstance(place, (DictItem, SlotAttr)) else None
     own = ran.own_codes()
     if any(name in code.co_names and name in _names_stored_by(code) for code in own):
         return Writer.FORWARD

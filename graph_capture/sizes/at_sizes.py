@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 from torch import Tensor, fx
 
+from remat.graph_capture.costs.profile import flops_of
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.graph_capture.joint.nodes import is_tangent, result_bytes, tensors_of
-from remat.graph_capture.prices.profile import flops_of
 from remat.graph_capture.sizes.expressions import evaluated
-from remat.graph_capture.sizes.prices import WorkspacePoint, off_lines, point_of
+from remat.graph_capture.sizes.range_costs import WorkspacePoint, off_lines, point_of
 from remat.graph_capture.sizes.ranged_graph import Extent, RangedGraph, structure_of
-from remat.graph_capture.sizes.signature import RangedSignature
+from remat.graph_capture.sizes.ranged_signature import RangedSignature
 from remat.graph_capture.sizes.symbols import Sizes, corner, spread
 from remat.graph_capture.sizes.trace_over_sizes import Environment, at_sizes
 from remat.graph_capture.tracing.resident import resident_of_batch
@@ -25,14 +25,14 @@ from remat.graph_capture.tracing.trace import Trace, edit_traced, joint_of, num_
 # The shapes and bytes of a joint graph's values as expressions of the sizes that vary.
 
 
-Evaluated = tuple[Sizes, TrainingGraph]
+_Evaluated = tuple[Sizes, TrainingGraph]
 """Sizes, and the graph that was built of the trace at these sizes."""
 
 
-def extents_of(
-    gm: fx.GraphModule, env: Environment, graphs: Sequence[Evaluated]
+def _extents_of(
+    gm: fx.GraphModule, env: Environment, graphs: Sequence[_Evaluated]
 ) -> dict[str, Extent]:
-    """What varies of each value that varies.
+    """Symbolic shape and bytes of each value whose size depends on the batch.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ def extents_of(
     return found
 
 
-def _holds_at(extent: Extent, values: Sequence[Value], graphs: Sequence[Evaluated]) -> bool:
+def _holds_at(extent: Extent, values: Sequence[Value], graphs: Sequence[_Evaluated]) -> bool:
     return all(
         tuple(evaluated(text, sizes) for text in extent.shape) == value.shape
         and evaluated(extent.size_bytes, sizes) == value.size_bytes
@@ -89,18 +89,18 @@ def _traced_values(gm: fx.GraphModule, env: Environment) -> Iterator[tuple[str, 
 def _extent(node: fx.Node, tensor: Tensor, env: Environment) -> Extent:
     shape = tuple(env.text(n) for n in tensor.shape)
     size_bytes: Any = result_bytes(node, tensor)
-    if is_tangent(node):  # see `Values.add_tangents`
+    if is_tangent(node):  # see `ValueTable.add_tangents`
         size_bytes = tensor.numel() * tensor.element_size()
     return Extent(shape, env.text(size_bytes))
 
 
-Priced = Callable[[Trace], TrainingGraph]
+_CostModel = Callable[[Trace], TrainingGraph]
 WorkspacesOf = Callable[[Trace, Collection[str]], Mapping[str, int]]
-MOST_SIZES = 16
+_MOST_SIZES = 16
 
 
-def trace_at(trace: Trace, sizes: Sizes) -> Trace:
-    """The trace of a range at one of its sizes. It can be priced, and not compiled.
+def _trace_at(trace: Trace, sizes: Sizes) -> Trace:
+    """The trace of a range at one of its sizes. Its ops can be timed; it cannot be compiled.
 
     Raises
     ------
@@ -117,23 +117,23 @@ def trace_at(trace: Trace, sizes: Sizes) -> Trace:
     )
     gm = at_sizes(trace.descriptors.graph_module, env, sizes)
     edit_traced(gm, recipe)
-    joint = joint_of(gm, num_forward_outputs(trace.descriptors), recipe, trace.repeats)
+    joint = joint_of(gm, num_forward_outputs(trace.descriptors), recipe, trace.duplicate_outputs)
     _require_same_structure(trace.graph, joint.graph, sizes)
     return dataclasses.replace(trace, joint=joint, recipe=recipe, env=None, compiled=True)
 
 
 def ranged_graph_of(
-    trace: Trace, price: Priced, workspaces: WorkspacesOf | None = None
+    trace: Trace, cost_model: _CostModel, workspaces: WorkspacesOf | None = None
 ) -> RangedGraph:
-    """The graph over the range of a trace, priced at its ends and its geometric middle.
+    """The graph over the range of a trace, with costs at its ends and its geometric middle.
 
-    Workspaces that follow no formula are measured at up to `MOST_SIZES` of each size, with the
+    Workspaces that follow no formula are measured at up to `_MOST_SIZES` of each size, with the
     others at their largest.
 
     Parameters
     ----------
-    price : asked for the largest sizes first.
-    workspaces : of the named ops of a trace; left out, none are measured beside prices.
+    cost_model : asked for the largest sizes first.
+    workspaces : of the named ops of a trace; left out, none are measured beside costs.
 
     Raises
     ------
@@ -143,9 +143,9 @@ def ranged_graph_of(
     assert env is not None
     assert isinstance(signature, RangedSignature)
     corners = [corner(env.symbols, which) for which in ("low", "middle", "high")]
-    traces = [(sizes, trace_at(trace, sizes)) for sizes in corners]
+    traces = [(sizes, _trace_at(trace, sizes)) for sizes in corners]
     graphs = [(sizes, one.graph) for sizes, one in traces]
-    extents = extents_of(trace.descriptors.graph_module, env, graphs)
+    extents = _extents_of(trace.descriptors.graph_module, env, graphs)
     ranged = RangedGraph(
         base=graphs[-1][1],
         symbols=env.symbols,
@@ -161,18 +161,18 @@ def ranged_graph_of(
                 f"the step of {ranged.name} at {dict(sizes)} is not what follows from the range: "
                 "leave out of dynamic what is laid out unlike its batch"
             )
-    priced = [price(one) for _, one in reversed(traces)][::-1]
+    costed = [cost_model(one) for _, one in reversed(traces)][::-1]
     base = msgspec.structs.replace(
-        ranged.base, device=priced[-1].device, resident=priced[-1].resident
+        ranged.base, device=costed[-1].device, resident=costed[-1].resident
     )
     points = tuple(
         point_of(
             sizes,
             msgspec.structs.replace(one.graph, device=base.device),
-            by_price,
+            costed_one,
             [_flops(one, op) for op in one.graph.ops],
         )
-        for (sizes, one), by_price in zip(traces, priced, strict=True)
+        for (sizes, one), costed_one in zip(traces, costed, strict=True)
     )
     ranged = msgspec.structs.replace(ranged, base=base, points=points)
     if workspaces is None:
@@ -190,9 +190,9 @@ def _with_workspaces(
     high, index = corner(ranged.symbols, "high"), ranged.base.op_index
     more: list[WorkspacePoint] = []
     known = [one.sizes for one in ranged.points]
-    axes = [{**high, s.name: size} for s in ranged.symbols for size in spread(s, MOST_SIZES)]
+    axes = [{**high, s.name: size} for s in ranged.symbols for size in spread(s, _MOST_SIZES)]
     for sizes in (sizes for sizes in axes if sizes not in known):
-        found = workspaces(trace_at(trace, sizes), names)
+        found = workspaces(_trace_at(trace, sizes), names)
         made = [op.workspace_bytes for op in ranged.at(**sizes).ops]
         for name, workspace_bytes in found.items():
             made[index[name]] = workspace_bytes

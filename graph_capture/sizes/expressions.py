@@ -31,7 +31,7 @@ _COMPARES: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Gt: lambda a, b: a > b,
     ast.GtE: lambda a, b: a >= b,
 }
-MOST_POWER = 8
+_MOST_POWER = 8
 """The highest power that is evaluated: a text of a file must not make endless numbers."""
 
 
@@ -71,7 +71,7 @@ def _value(node: ast.expr, sizes: Mapping[str, int], text: str) -> Any:
             a, b = _value(left, sizes, text), _value(right, sizes, text)
             is_fit = b != 0 if isinstance(op, (ast.FloorDiv, ast.Mod)) else True
             if isinstance(op, ast.Pow):
-                is_fit = 0 <= b <= MOST_POWER
+                is_fit = 0 <= b <= _MOST_POWER
             if is_fit:
                 return _BINARY[type(op)](a, b)
         case ast.Call(func=ast.Name(id=name), args=args) if name in _CALLS and args:
@@ -134,10 +134,10 @@ def names_in(node: ast.expr) -> set[str]:
 # they may fall as a size grows.
 
 
-Interval = tuple[int, int]
+_Interval = tuple[int, int]
 
 
-def bounds_of(text: str, low: Mapping[str, int], high: Mapping[str, int]) -> Interval:
+def bounds_of(text: str, low: Mapping[str, int], high: Mapping[str, int]) -> _Interval:
     """Bounds of an expression where each size is from its `low` to its `high`, both included.
 
     Raises
@@ -147,7 +147,9 @@ def bounds_of(text: str, low: Mapping[str, int], high: Mapping[str, int]) -> Int
     return _bounds(parsed(text), low, high, text)
 
 
-def _bounds(node: ast.expr, low: Mapping[str, int], high: Mapping[str, int], text: str) -> Interval:
+def _bounds(
+    node: ast.expr, low: Mapping[str, int], high: Mapping[str, int], text: str
+) -> _Interval:
     if not names_in(node):
         value = evaluated(ast.unparse(node), {})
         return value, value
@@ -171,17 +173,17 @@ def _bounds(node: ast.expr, low: Mapping[str, int], high: Mapping[str, int], tex
     raise GraphError(f"{text[:80]!r} cannot be bounded over a range: capture again")
 
 
-def _ends(of: Callable[[int, int], int], a: Interval, b: Interval) -> Interval:
+def _ends(of: Callable[[int, int], int], a: _Interval, b: _Interval) -> _Interval:
     """Bounds of a function that goes one way in each argument: it is at its ends at theirs."""
     found = [of(x, y) for x, y in itertools.product(a, b)]
     return min(found), max(found)
 
 
-def _divided(a: Interval, b: Interval) -> Interval | None:
+def _divided(a: _Interval, b: _Interval) -> _Interval | None:
     return None if b[0] <= 0 <= b[1] else _ends(lambda x, y: x // y, a, b)
 
 
-def _remainder(a: Interval, b: Interval) -> Interval | None:
+def _remainder(a: _Interval, b: _Interval) -> _Interval | None:
     if b[0] <= 0:
         return None
     if b[0] == b[1] and a[0] // b[0] == a[1] // b[0]:
@@ -189,14 +191,14 @@ def _remainder(a: Interval, b: Interval) -> Interval | None:
     return 0, b[1] - 1
 
 
-def _power(a: Interval, b: Interval) -> Interval | None:
-    if b[0] != b[1] or not 0 <= b[0] <= MOST_POWER:
+def _power(a: _Interval, b: _Interval) -> _Interval | None:
+    if b[0] != b[1] or not 0 <= b[0] <= _MOST_POWER:
         return None
     least, most = _ends(lambda x, y: x**y, a, b)
     return (0 if a[0] < 0 < a[1] and b[0] % 2 == 0 and b[0] else least), most
 
 
-_BINARY_INTERVALS: dict[type[ast.operator], Callable[[Interval, Interval], Interval | None]] = {
+_BINARY_INTERVALS: dict[type[ast.operator], Callable[[_Interval, _Interval], _Interval | None]] = {
     ast.Add: lambda a, b: (a[0] + b[0], a[1] + b[1]),
     ast.Sub: lambda a, b: (a[0] - b[1], a[1] - b[0]),
     ast.Mult: lambda a, b: _ends(lambda x, y: x * y, a, b),
@@ -212,7 +214,7 @@ _BINARY_INTERVALS: dict[type[ast.operator], Callable[[Interval, Interval], Inter
 
 
 class SizeArgument(int):
-    """A whole number. `text` says how it follows from the sizes, see `shapes/expressions.py`."""
+    """A whole number. `text` says how it follows from the sizes, see `sizes/expressions.py`."""
 
     text: str
 

@@ -15,15 +15,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from remat.graph_capture.devices.table import counted_on
+from remat.graph_capture.devices.known_devices import plan_rounding
 from remat.graph_capture.errors import GraphError, ShapeError, TextError
-from remat.graph_capture.files import decoded
+from remat.graph_capture.files import decode_json
 from remat.graph_capture.graph import MOST_BYTES, TrainingGraph, Value, are_figures
 from remat.graph_capture.sizes.expressions import bounds_of, evaluated, never_falls
-from remat.graph_capture.sizes.prices import (
+from remat.graph_capture.sizes.range_costs import (
     NOT_ON_DEVICE,
-    PricePoint,
-    PricesOfRange,
+    CostPoint,
+    RangeCosts,
     WorkspacePoint,
     is_within,
 )
@@ -32,13 +32,13 @@ from remat.graph_capture.sizes.symbols import Guard, Sizes, Symbol, corner, requ
 # What holds of the points at which a range was measured, also of those in a file.
 
 
-def check_points(
+def _check_points(
     n_ops: int,
     symbols: Sequence[Symbol],
-    points: Sequence[PricePoint],
+    points: Sequence[CostPoint],
     workspaces: Sequence[WorkspacePoint],
 ) -> None:
-    """Raise `GraphError` unless each has a figure for each op, and the last price is at the top."""
+    """Raise `GraphError` unless each has a figure for each op, and the last point is at the top."""
     for one in (*points, *workspaces):
         if set(one.sizes) != {symbol.name for symbol in symbols}:
             raise GraphError(f"a range was measured at {one.sizes}, which are not its sizes")
@@ -52,7 +52,9 @@ def check_points(
         if point.libraries_bytes < 0 or not all(abs(one) < MOST_BYTES for one in kept):
             raise GraphError(f"bytes at {point.sizes} are negative, or too many")
     if points and not is_within(corner(symbols, "high"), points[-1].sizes):
-        raise GraphError(f"a range was priced up to {points[-1].sizes}, and goes further")
+        raise GraphError(
+            f"the ops of a range were timed up to {points[-1].sizes}, and it goes further"
+        )
 
 
 def _require_figures(
@@ -64,8 +66,8 @@ def _require_figures(
         raise GraphError(f"a figure at {sizes} is negative, or too large")
 
 
-RANGED_VERSION = 1
-SHOWN = 5
+_RANGED_VERSION = 1
+_SHOWN = 5
 """Values that a range's text shows: the largest ones."""
 
 
@@ -85,7 +87,7 @@ class RangedGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
     extents : by name, values whose shape or bytes vary. inputs : lines of the signature, with the
         sizes that vary in braces. batch_bytes : of the batch's tensors, each an expression.
     guards : what the trace asks of the sizes; they hold at all sizes of the range.
-    points : the sizes at which ops were priced; none for an unpriced graph.
+    points : the sizes at which ops were timed; none for a graph without costs.
     workspaces : further sizes at which workspaces were measured.
     traced_hash : of the graph at the sizes that were traced with, by which it is traced again.
     """
@@ -96,18 +98,18 @@ class RangedGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
     inputs: tuple[str, ...]
     batch_bytes: tuple[str, ...]
     guards: tuple[Guard, ...] = ()
-    points: tuple[PricePoint, ...] = ()
+    points: tuple[CostPoint, ...] = ()
     workspaces: tuple[WorkspacePoint, ...] = ()
     traced_hash: str = ""
-    schema_version: int = RANGED_VERSION
+    schema_version: int = _RANGED_VERSION
 
     def __post_init__(self) -> None:
-        if self.schema_version != RANGED_VERSION:
+        if self.schema_version != _RANGED_VERSION:
             raise GraphError(
                 f"this file of a range has schema version {self.schema_version}, this release "
-                f"reads {RANGED_VERSION}: capture the model again"
+                f"reads {_RANGED_VERSION}: capture the model again"
             )
-        check_points(len(self.base.ops), self.symbols, self.points, self.workspaces)
+        _check_points(len(self.base.ops), self.symbols, self.points, self.workspaces)
 
     @property
     def name(self) -> str:
@@ -122,7 +124,7 @@ class RangedGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
     def at(self, **sizes: int) -> TrainingGraph:
         """The graph of the step at these sizes, as a capture at these sizes would be.
 
-        Costs are fitted between the sizes that were priced. Workspaces, and what kernels keep
+        Costs are fitted between the sizes that were timed. Workspaces, and what kernels keep
         beyond their results, are those at the next sizes that were measured, the larger ones, where
         they follow no formula.
 
@@ -137,7 +139,7 @@ class RangedGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
         """The graph at the largest sizes of a part of the range, with bytes that bound the part.
 
         Batch, values and workspaces take at least what they take at any size of the part. So what
-        the judge says of a schedule's peak here, no size of the part exceeds. Costs are those of
+        `simulate` says of a schedule's peak here, no size of the part exceeds. Costs are those of
         the largest sizes.
 
         Raises
@@ -156,7 +158,7 @@ class RangedGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
         self, point: Sizes, bytes_of: Callable[[str], int], *, is_bound: bool = False
     ) -> TrainingGraph:
         shape_of = functools.cache(lambda text: evaluated(text, point))
-        counted = counted_on(self.base.device)
+        counted = plan_rounding(self.base.device)
         graph = msgspec.structs.replace(
             self.base,
             values=tuple(self._value(value, shape_of, bytes_of) for value in self.base.values),
@@ -166,18 +168,18 @@ class RangedGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
                 batch_bytes=sum(counted(bytes_of(text)) for text in self.batch_bytes),
             ),
         )
-        return self.prices.priced(graph, point, is_bound=is_bound) if self.points else graph
+        return self.costs.costed(graph, point, is_bound=is_bound) if self.points else graph
 
     @functools.cached_property
-    def prices(self) -> PricesOfRange:
-        """The prices of ops at any size, from those at `points`."""
+    def costs(self) -> RangeCosts:
+        """The costs of ops at any size, from those at `points`."""
         plain = msgspec.structs.replace(self, points=())
-        # They may be out of the range, where it is a part of the one that was priced.
+        # They may be out of the range, where it is a part of the one that was timed.
         graphs, more = (
             [plain._graph(one.sizes, functools.partial(evaluated, sizes=one.sizes)) for one in each]
             for each in (self.points, self.workspaces)
         )
-        return PricesOfRange(self.points, graphs, self.workspaces, more)
+        return RangeCosts(self.points, graphs, self.workspaces, more)
 
     def _value(
         self, value: Value, shape_of: Callable[[str], int], bytes_of: Callable[[str], int]
@@ -235,7 +237,7 @@ class RangedGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
         GraphError : the text is no graph over a range, or of another schema version.
         """
         try:
-            return decoded(data, cls)
+            return decode_json(data, cls)
         except ShapeError as error:
             raise GraphError(f"not a file of a range of this release: {error}") from error
         except TextError as error:
@@ -243,7 +245,7 @@ class RangedGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
 
     def __str__(self) -> str:
         made = [v for v in self.base.values if v.producer and v.name in self.extents]
-        largest = sorted(made, key=lambda value: -value.size_bytes)[:SHOWN]
+        largest = sorted(made, key=lambda value: -value.size_bytes)[:_SHOWN]
         lines = [f"  {value.name}: {self.size_text(value.name)}" for value in largest]
         asked = [f"  {guard.text}" for guard in self.guards]
         heads = [repr(self), "largest values:", *lines]
@@ -259,8 +261,10 @@ def _factor(text: str) -> str:
 
 
 def structure_of(graph: TrainingGraph) -> tuple[Any, ...]:
-    """What two sizes of one step have in common: ops and values, without shapes and prices."""
-    ops = [(op.name, op.target, op.phase, op.inputs, op.outputs, op.pinned) for op in graph.ops]
+    """What two sizes of one step have in common: ops and values, without shapes and costs."""
+    ops = [
+        (op.name, op.target, op.phase, op.inputs, op.outputs, op.no_recompute) for op in graph.ops
+    ]
     values = [(value.name, value.producer, value.kind, value.dtype) for value in graph.values]
     return ops, values, graph.forward_outputs, graph.outputs
 
@@ -296,7 +300,7 @@ class BytesOver:
         place = {text: i for i, text in enumerate(self._texts)}
         self._which = np.array([place[text] for text in texts], dtype=np.int64)
         self._index = {value.name: i for i, value in enumerate(graph.base.values)}
-        self._counted = counted_on(graph.base.device)
+        self._counted = plan_rounding(graph.base.device)
         self._known: dict[tuple[Symbol, ...], PartBytes] = {}
 
     def of(self, part: Sequence[Symbol]) -> PartBytes:
@@ -308,7 +312,7 @@ class BytesOver:
 
     def _of(self, part: tuple[Symbol, ...]) -> PartBytes:
         graph, high = self.graph, corner(part, "high")
-        # Of a graph that no price was taken of, sizes are as they are: see `RangedGraph.at`.
+        # Of a graph without costs, sizes are as they are: see `RangedGraph.at`.
         counted = self._counted if graph.points else int
         distinct = [self._bytes(text, part) for text in self._texts]
         plain = np.array(distinct, dtype=np.int64)[self._which]
@@ -316,9 +320,9 @@ class BytesOver:
         workspaces = np.array([op.workspace_bytes for op in graph.base.ops], dtype=np.int64)
         libraries_bytes = graph.base.resident.libraries_bytes
         if graph.points:
-            workspaces = graph.prices.workspaces_at(high, plain, is_bound=True)
-            libraries_bytes = graph.prices.libraries_at(high)
-            for name, extra in graph.prices.extra_at(high, plain, is_bound=True).items():
+            workspaces = graph.costs.workspaces_at(high, plain, is_bound=True)
+            libraries_bytes = graph.costs.libraries_at(high)
+            for name, extra in graph.costs.extra_at(high, plain, is_bound=True).items():
                 i = self._index[name]
                 values[i] = 0 if extra == NOT_ON_DEVICE else values[i] + extra
         batch_bytes = sum(self._counted(self._bytes(text, part)) for text in graph.batch_bytes)

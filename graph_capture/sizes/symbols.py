@@ -191,7 +191,7 @@ def _rank(size: int, symbol: Symbol, taken: Collection[int]) -> tuple[bool, bool
 # refused where it is captured, with the op and the line that asked, and the parts that hold.
 
 
-MOST_POINTS = 20_000
+_MOST_POINTS = 20_000
 """Combinations of sizes that a guard is tried at. Of more, those of two symbols at a time."""
 
 
@@ -224,7 +224,7 @@ def require_guards(guards: Sequence[Guard], symbols: Sequence[Symbol], model: st
     """Raise `RangeError` for the first guard that does not hold at all sizes of the ranges."""
     for guard in guards:
         used = [symbol for symbol in symbols if symbol.name in names_in(parsed(guard.text))]
-        if number_of_points(used) > MOST_POINTS:
+        if number_of_points(used) > _MOST_POINTS:
             raise _range_error(guard, used[0], (), model, "cannot be tried at each size")
         if all(guard.holds(sizes) for sizes in points(used)):
             continue

@@ -28,7 +28,7 @@ from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.nodes import storage_key, target_name
 from remat.graph_capture.joint.provenance import is_users, source_of
 from remat.graph_capture.sizes.expressions import FloatOfSizes, SizeArgument
-from remat.graph_capture.sizes.signature import RangedSignature
+from remat.graph_capture.sizes.ranged_signature import RangedSignature
 from remat.graph_capture.sizes.symbols import Guard, Symbol, number_of_points, points
 from remat.graph_capture.tracing.signature import Signature
 
@@ -94,7 +94,7 @@ class Environment:
         return [{**self.hints, **sizes} for sizes in points(symbols)]
 
     def text(self, number: Any) -> str:
-        """A number of the trace as an expression of sizes, see `shapes/expressions.py`."""
+        """A number of the trace as an expression of sizes, see `sizes/expressions.py`."""
         if not isinstance(number, torch.SymInt):
             return str(number)
         return self.text_of(number.node.expr)

@@ -17,21 +17,21 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch._ops import OpOverload
 
-MOST_WORK = 1 << 30
+_MOST_WORK = 1 << 30
 """Elements that are made to answer one question, at all sizes together: a second on a CPU."""
 
-Sizes = Mapping[str, int]
-Run = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
+_Sizes = Mapping[str, int]
+_Run = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
 
-class Range(Protocol):
-    """The sizes of one trace, see `Environment` in `environment.py`."""
+class TraceSizes(Protocol):
+    """The sizes of one trace, see `Environment` in `trace_over_sizes.py`."""
 
-    def points_of(self, numbers: Iterable[Any]) -> Sequence[Sizes]:
+    def points_of(self, numbers: Iterable[Any]) -> Sequence[_Sizes]:
         """All sizes of the symbols in these numbers, the largest last; none if these are many."""
         ...
 
-    def value(self, number: Any, sizes: Sizes) -> Any:
+    def value(self, number: Any, sizes: _Sizes) -> Any:
         """A number of the trace at these sizes."""
         ...
 
@@ -70,7 +70,7 @@ class Formula:
 class _Evaluation:
     """The values of formulas at one point. `work` counts the elements that were made."""
 
-    def __init__(self, over: Range, sizes: Sizes, run: Run) -> None:
+    def __init__(self, over: TraceSizes, sizes: _Sizes, run: _Run) -> None:
         self._over, self._sizes, self._run = over, sizes, run
         self._made: dict[tuple[int, ...], Any] = {}
         self.work = 0
@@ -89,7 +89,7 @@ class _Evaluation:
         return self.of(leaf) if isinstance(leaf, Formula) else self._over.value(leaf, self._sizes)
 
 
-def answer(formula: Formula, over: Range, run: Run) -> Any:
+def answer(formula: Formula, over: TraceSizes, run: _Run) -> Any:
     """What code that looks at a value finds at all sizes of a range; None if they differ.
 
     Also if the range is too large to try them all.
@@ -101,7 +101,7 @@ def answer(formula: Formula, over: Range, run: Run) -> Any:
         said = one.of(formula)
         if not i:
             found = said
-            if one.work * len(points) > MOST_WORK:
+            if one.work * len(points) > _MOST_WORK:
                 return None
         elif type(said) is not type(found) or said != found:
             return None

@@ -22,19 +22,24 @@ from remat.graph_capture.python_state.module_hooks import (
     hooked_modules,
     place_of_hooks,
 )
-from remat.graph_capture.python_state.places import (
+from remat.graph_capture.python_state.state_guards import (
+    Change,
+    LibraryCache,
+    PythonState,
+    added_to_library,
+)
+from remat.graph_capture.python_state.state_slots import (
     MISSING,
     PLAIN,
-    Entry,
-    Hidden,
-    Place,
+    DictItem,
+    OpaqueState,
+    StateSlot,
     Stream,
     is_same,
 )
 from remat.graph_capture.python_state.tensor_attributes import Writer, other_threads
-from remat.graph_capture.python_state.watch import Change, Memo, PythonState, added_to_library
 from remat.graph_capture.refusals import hook_tables, registered_hook
-from remat.graph_capture.tracing.outputs import Repeats
+from remat.graph_capture.tracing.outputs import DuplicateOutputs
 from remat.graph_capture.tracing.restore import ModuleAttributes, Written
 
 # What forward writes on modules: tensors that each step sets again, or a refusal.
@@ -45,7 +50,7 @@ from remat.graph_capture.tracing.restore import ModuleAttributes, Written
 
 
 @dataclass(frozen=True)
-class Carried:
+class MutatedAttribute:
     """An attribute that each step sets: a tree of tensors and constants.
 
     Attributes
@@ -76,7 +81,7 @@ class Carried:
 
 
 @dataclass(frozen=True)
-class Settled:
+class InitialisedOnce:
     """A place that forward finds empty at its first call, and then leaves at a plain value.
 
     Attributes
@@ -84,7 +89,7 @@ class Settled:
     place : with what was there. value : what each step leaves there, as eager does.
     """
 
-    place: Place | Hidden
+    place: StateSlot | OpaqueState
     value: Any
 
     def put(self) -> None:
@@ -100,12 +105,12 @@ class Settled:
         return is_same(now, self.value)
 
 
-def out_of_step(settled: Iterable[Settled]) -> tuple[Settled, Any] | None:
+def out_of_step(initialised: Iterable[InitialisedOnce]) -> tuple[InitialisedOnce, Any] | None:
     """The first place that is neither as before the first call nor as after it, and its value.
 
     Hooks are to be as after it unless everything is as before: forward sets them only once.
     """
-    found = [(one, one.place.now()) for one in settled]
+    found = [(one, one.place.now()) for one in initialised]
     if all(one.is_first(now) for one, now in found):
         return None
     for one, now in found:
@@ -126,7 +131,7 @@ def short(value: Any) -> str:
 def state_guarded(
     model: nn.Module,
     loss_fn: Callable[..., Any] | None,
-    carried: Iterable[Carried],
+    mutated: Iterable[MutatedAttribute],
     traced: PythonState,
 ) -> PythonState:
     """Python's state as it is now, without what each step sets.
@@ -135,18 +140,18 @@ def state_guarded(
     ----------
     traced : the state of a model of the same step, as it was traced.
     """
-    state = PythonState(model, loss_fn, traced.ran_alone)
+    state = PythonState(model, loss_fn, traced.code_in_scope)
     state.compare_as(traced)
     state.asks_identity = traced.asks_identity
-    state.leave_out(places_of(model, carried))
+    state.leave_out(places_of(model, mutated))
     state.compare_items_of(replace(place, value=place.now()) for place in traced.grown)
     return state
 
 
-def places_of(model: nn.Module, carried: Iterable[Carried]) -> list[Entry]:
+def places_of(model: nn.Module, mutated: Iterable[MutatedAttribute]) -> list[DictItem]:
     """Where these attributes are in a model."""
-    held = [(vars(model.get_submodule(one.path)), one) for one in carried]
-    return [Entry(one.text, space, one.name, space.get(one.name)) for space, one in held]
+    held = [(vars(model.get_submodule(one.path)), one) for one in mutated]
+    return [DictItem(one.text, space, one.name, space.get(one.name)) for space, one in held]
 
 
 def storages_in(leaves: Iterable[Any]) -> frozenset[int]:
@@ -164,8 +169,9 @@ class ForwardWrites:
 
     Attributes
     ----------
-    carried, settled : what the last run has set. memos : what it has added to dictionaries of
-        libraries. No step adds it.
+    mutated, initialised : what the last run has set.
+    library_caches : what it has added to dictionaries of libraries.
+        No step adds it.
     """
 
     def __init__(
@@ -175,9 +181,9 @@ class ForwardWrites:
         self._attributes = ModuleAttributes(model, but=_HELD_BY_TORCH)
         self._hooked = list(hooked_modules(model, loss_fn))
         self._hooks = [place_of_hooks(path, module) for path, module in self._hooked]
-        self.carried: list[Carried] = []
-        self.settled: list[Settled] = []
-        self.memos: list[Memo] = []
+        self.mutated: list[MutatedAttribute] = []
+        self.initialised: list[InitialisedOnce] = []
+        self.library_caches: list[LibraryCache] = []
         self._in_forward: set[str] = set()
 
     def begin(self) -> None:
@@ -196,20 +202,22 @@ class ForwardWrites:
         """
         tensors: list[Tensor] = []
         earlier = self._plain_values()
-        self.carried, self.settled, self.memos = [], [], []
+        self.mutated, self.initialised, self.library_caches = [], [], []
         for written in self._attributes.written():
             leaves, spec = pytree.tree_flatten(written.value)
             is_read = self._state.reads(vars(written.module), written.name)
             if is_read and _is_first_value(written.before, written.value):
-                self.settled.append(Settled(written.place, written.value))
+                self.initialised.append(InitialisedOnce(written.place, written.value))
                 continue
             if not _can_be_set(leaves, is_read=is_read):
                 raise self._refused(written)
             own = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             kept = [(isinstance(x, Tensor), None if isinstance(x, Tensor) else x) for x in leaves]
             before = storages_in(pytree.tree_leaves(written.held))
-            self.carried.append(
-                Carried(written.path, written.name, spec, tuple(kept), len(own), is_read, before)
+            self.mutated.append(
+                MutatedAttribute(
+                    written.path, written.name, spec, tuple(kept), len(own), is_read, before
+                )
             )
             tensors += own
         self._note_hooks()
@@ -219,8 +227,8 @@ class ForwardWrites:
 
     def _plain_values(self) -> dict[str, Any]:
         """What is not a tensor of all that the last run has set, by what it is."""
-        values = {one.place.text: one.value for one in self.settled}
-        for one in self.carried:
+        values = {one.place.text: one.value for one in self.initialised}
+        for one in self.mutated:
             items = enumerate(leaf for is_tensor, leaf in one.leaves if not is_tensor)
             values |= {f"item {i} of {one.text}" if i else one.text: leaf for i, leaf in items}
         return {text: value for text, value in values.items() if isinstance(value, PLAIN)}
@@ -249,15 +257,15 @@ class ForwardWrites:
                     f"forward of {self._kind} sets a {place.text} that keeps a tensor of its "
                     "batch: the next call would read it. Keep it on an attribute instead"
                 )
-            self.settled.append(Settled(place, now))
+            self.initialised.append(InitialisedOnce(place, now))
 
     def require_that_backward_writes_nothing(self) -> None:
         """Refuse a hook that forward has set on a tensor, and that changes something in backward.
 
         It runs while the step is traced, and never again.
         """
-        texts = {carried.text for carried in self.carried}
-        texts |= {settled.place.text for settled in self.settled}
+        texts = {mutated.text for mutated in self.mutated}
+        texts |= {initialised.place.text for initialised in self.initialised}
         late = [one.text for one in self._attributes.written() if one.text not in texts]
         late += [
             one.text
@@ -273,21 +281,21 @@ class ForwardWrites:
             )
 
     def _require_nothing_else(self) -> None:
-        texts = [carried.text for carried in self.carried]
-        texts += [settled.place.text for settled in self.settled]
+        texts = [mutated.text for mutated in self.mutated]
+        texts += [initialised.place.text for initialised in self.initialised]
         changes = self._state.changes()
         self._in_forward = {change.text for change in changes}
         for change in changes:
             if any(text in change.text for text in texts):
                 continue
-            if isinstance(change.place, (Hidden, Stream)):
+            if isinstance(change.place, (OpaqueState, Stream)):
                 raise CaptureError(_taken_text(self._kind, change.text))
             if self._state.writer(change.place) is Writer.THREAD:
                 raise CaptureError(_beside_text(self._kind, change))
             if _is_first_value(change.before, change.now) or _is_mode(change.place):
-                self.settled.append(Settled(change.place, change.now))
+                self.initialised.append(InitialisedOnce(change.place, change.now))
             elif memo := added_to_library(change):
-                self.memos.append(memo)
+                self.library_caches.append(memo)
             else:
                 raise self._changed(change)
 
@@ -335,7 +343,7 @@ def _is_first_value(before: Any, now: Any) -> bool:
 
 def _is_mode(place: object) -> bool:
     """Whether it is the mode of a module beside the model, such as a teacher of the loss."""
-    return isinstance(place, Entry) and place.key == "training" and "_modules" in place.space
+    return isinstance(place, DictItem) and place.key == "training" and "_modules" in place.space
 
 
 def _can_be_set(leaves: list[Any], *, is_read: bool) -> bool:
@@ -345,23 +353,23 @@ def _can_be_set(leaves: list[Any], *, is_read: bool) -> bool:
     return known and (any(tensors) or not is_read)
 
 
-# Whether forward does at its next call what it does at its first, given what the first has set.
+# Checks that a second call would trace the same graph, with the attributes that the first has set.
 
 
-class Unread:
+class UnreadSentinel:
     """Stands in an attribute that forward sets, to see whether it reads it before it does."""
 
     def __getattr__(self, name: str) -> Any:
         raise CaptureError(f"what an earlier step left is read ({name})")
 
 
-def doubtful(
-    carried: Iterable[Carried],
+def find_loop_carried(
+    mutated: Iterable[MutatedAttribute],
     results: int,
     end: fx.Node,
-    repeats: Repeats | None,
+    duplicate_outputs: DuplicateOutputs | None,
     constants: frozenset[int],
-) -> list[Carried]:
+) -> list[MutatedAttribute]:
     """Attributes that forward may read from an earlier step, and sets to something else.
 
     That is what it sets from its batch, and what the graph reads as it was before. What depends on
@@ -371,18 +379,18 @@ def doubtful(
     Parameters
     ----------
     constants : storages of the tensors that the graph holds itself.
-    results : how many of the joint graph's are forward's, of which the carried tensors are last.
-    end : its output node. repeats : where the results repeat a tensor.
+    results : how many of the joint graph's are forward's, of which the mutated tensors are last.
+    end : its output node. duplicate_outputs : where the results repeat a tensor.
     """
-    number = sum(one.tensors for one in carried)
+    number = sum(one.tensors for one in mutated)
     if not number:
         return []
     described = _forward_results(end, results)
     plain = [(what.idx, node) for what, node in described if hasattr(what, "idx")]
     distinct = [node for _, node in sorted(plain, key=lambda pair: pair[0])]
-    nodes = (repeats.of_leaves(distinct) if repeats else distinct)[-number:]
-    found: list[Carried] = []
-    for one in carried:
+    nodes = (duplicate_outputs.of_leaves(distinct) if duplicate_outputs else distinct)[-number:]
+    found: list[MutatedAttribute] = []
+    for one in mutated:
         own, nodes = nodes[: one.tensors], nodes[one.tensors :]
         is_another = any(_depends_on_input(node) for node in own)
         if one.is_read and (is_another or one.before & constants):
@@ -438,7 +446,7 @@ def _is_same_constant(one: Any, other: Any) -> bool:
 # `vector_to_parameters` sets data so, and code that averages weights does.
 
 
-class NoNewData(TorchFunctionMode):
+class NoSetData(TorchFunctionMode):
     """While forward is traced, refuse code that gives a tensor other data.
 
     Raises

@@ -22,12 +22,12 @@ from remat.graph_capture.refusals import refuse_all_frozen, refuse_module, refus
 from remat.graph_capture.tracing.recipe import Recipe, autocast_state
 from remat.graph_capture.tracing.signature import Signature
 
-SHOWN = 5
+_SHOWN = 5
 """Module paths that an error shows."""
 
 
 @dataclass
-class BlockCalls:
+class _BlockCalls:
     """What the blocks were called with in the last forward that was watched.
 
     Attributes
@@ -99,8 +99,8 @@ def matching_blocks(model: nn.Module, pattern: str, device: str) -> dict[str, nn
 
 def _nothing_matched(model: nn.Module, pattern: str) -> str:
     paths = [path for path, _ in model.named_modules() if path]
-    shown = ", ".join(paths[:SHOWN]) or "none"
-    more = f" and {len(paths) - SHOWN} more" if len(paths) > SHOWN else ""
+    shown = ", ".join(paths[:_SHOWN]) or "none"
+    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
     return (
         f"pattern '{pattern}' matches no submodule of {type(model).__name__}; these are {shown}"
         f"{more}. Blocks are named by their paths, such as 'model.layers.*'"
@@ -108,9 +108,9 @@ def _nothing_matched(model: nn.Module, pattern: str) -> str:
 
 
 @contextlib.contextmanager
-def watching_calls(model: nn.Module, blocks: dict[str, nn.Module]) -> Generator[BlockCalls]:
+def watching_calls(model: nn.Module, blocks: dict[str, nn.Module]) -> Generator[_BlockCalls]:
     """Note how forward calls `blocks` meanwhile; each call of the model starts anew."""
-    calls = BlockCalls(blocks)
+    calls = _BlockCalls(blocks)
 
     def start() -> None:
         calls.signatures.clear()
@@ -123,7 +123,7 @@ def watching_calls(model: nn.Module, blocks: dict[str, nn.Module]) -> Generator[
         yield calls
 
 
-def _noting(calls: BlockCalls, path: str) -> Callable[[Any, Any], None]:
+def _noting(calls: _BlockCalls, path: str) -> Callable[[Any, Any], None]:
     def note(args: Any, kwargs: Any) -> None:
         for leaf in filter(is_distributed, pytree.tree_leaves((args, kwargs))):
             refuse_subclass(f"an argument of block {path}", leaf)
@@ -293,14 +293,14 @@ def _state_name(node: fx.Node) -> str:
     return path_in_model(str(getattr(node.meta.get("desc"), "target", "")))
 
 
-def is_inside(module: str, path: str) -> bool:
+def _is_inside(module: str, path: str) -> bool:
     """Whether a module path is that of a block or of something in it."""
     return module == path or module.startswith(f"{path}.")
 
 
 def _match_forward(matcher: _Matcher, path: str) -> None:
     own, graph = matcher.block.graph, matcher.whole.graph
-    inside = [op for op in graph.ops[: graph.n_forward] if is_inside(op.module, path)]
+    inside = [op for op in graph.ops[: graph.n_forward] if _is_inside(op.module, path)]
     if len(inside) != own.n_forward:
         raise CaptureError(
             f"block {path} runs {own.n_forward} ops in forward by itself and {len(inside)} in the "
@@ -326,7 +326,7 @@ def _match_backward(matcher: _Matcher, path: str) -> None:
         if mine.target == TANGENTS:
             continue
         for theirs in backward:
-            begun = begun or is_inside(theirs.module, path)
+            begun = begun or _is_inside(theirs.module, path)
             if begun and matcher.is_same_op(mine, theirs):
                 break
         else:

@@ -8,8 +8,8 @@ takes a view where eager copies, and fails when it runs.
 On a CPU they also give the statistics that norms save the dtype of the input. The kernels give them
 that of the weights: of bfloat16 inputs and float32 weights, as under autocast, twice the bytes.
 
-`RULES` mend those that are known: on a CPU all of them, on a CUDA device all but `CPU_ONLY`.
-Pricing compares the strides of each op that it runs with the traced ones, and refuses a difference.
+`RULES` mend those that are known: on a CPU all of them, on a CUDA device all but `_CPU_ONLY`.
+Timing compares the strides of each op that it runs with the traced ones, and refuses a difference.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from remat.graph_capture.devices.table import CPU
+from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.distributed.dtensors import is_distributed
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.nodes import target_name, tensors_of
 
 aten = torch.ops.aten
-CONTIGUOUS = {"memory_format": torch.contiguous_format}
+_CONTIGUOUS = {"memory_format": torch.contiguous_format}
 
-Rule = Callable[..., Tensor]
+_Rule = Callable[..., Tensor]
 """From an op's arguments to a tensor on ``meta``: results of its shape are laid out like it."""
 
 
-def fake_with_true_strides(shape_env: ShapeEnv | None = None) -> FakeTensorMode:
+def fake_with_eager_strides(shape_env: ShapeEnv | None = None) -> FakeTensorMode:
     """A `FakeTensorMode` that gives the results of the ops in `RULES` their true strides.
 
     Parameters
@@ -55,7 +55,7 @@ def fake_with_true_strides(shape_env: ShapeEnv | None = None) -> FakeTensorMode:
     def mended_dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten.native_group_norm_backward.default:
             # Its fake kernel takes views of the gradient, which fail for some strides.
-            args = (dispatch(aten.clone.default, types, args[:1], CONTIGUOUS), *args[1:])
+            args = (dispatch(aten.clone.default, types, args[:1], _CONTIGUOUS), *args[1:])
         found = _with_true_statistics(mode, func, args, dispatch(func, types, args, kwargs or {}))
         rule = RULES.get(func)
         if rule is None or not _holds(func, found):
@@ -106,7 +106,7 @@ def _holds(func: Any, found: Any) -> bool:
     """Whether the rule of `func` is one of the device that its first result is on."""
     first = found[0] if isinstance(found, tuple) else found
     on_cpu = isinstance(first, Tensor) and first.device.type == CPU
-    return on_cpu or func not in CPU_ONLY
+    return on_cpu or func not in _CPU_ONLY
 
 
 def _contiguous(shape: Sequence[int]) -> Tensor:
@@ -171,7 +171,7 @@ def _pointwise(x: Tensor, y: Tensor, *_: Any) -> Tensor:
     return torch.empty_strided(x.shape, strides, device="meta")
 
 
-RULES: dict[Any, Rule] = {
+RULES: dict[Any, _Rule] = {
     aten.native_batch_norm.default: _like_input,
     aten._native_batch_norm_legit.default: _like_input,
     aten._native_batch_norm_legit.no_stats: _like_input,
@@ -208,7 +208,7 @@ RULES: dict[Any, Rule] = {
 }
 
 
-CPU_ONLY = {
+_CPU_ONLY = {
     aten.native_batch_norm.default,
     aten._native_batch_norm_legit.default,
     aten._native_batch_norm_legit.no_stats,
@@ -330,10 +330,10 @@ def has_storage(model: nn.Module) -> bool:
 # no mask.
 
 
-DROPOUT_POSITION = 4
+_DROPOUT_POSITION = 4
 """Of ``dropout_p`` among the arguments of `scaled_dot_product_attention`."""
-KEYS = DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd
-FAMILIES = (
+_KEYS = DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd
+_FAMILIES = (
     "rnn_tanh", "rnn_relu", "gru", "lstm", "softshrink", "hardshrink", "multi_margin_loss",
     "multilabel_margin_loss_forward", "stft", "istft",
 )  # fmt: skip
@@ -346,7 +346,7 @@ def kernels_of_eager() -> Generator[None]:
     taken = [
         (op, key, op.py_kernels.pop(key))
         for op in _decomposed()
-        for key in KEYS
+        for key in _KEYS
         if key in op.py_kernels
     ]
     for op, _, _ in taken:
@@ -363,10 +363,10 @@ def kernels_of_eager() -> Generator[None]:
 def _decomposed() -> tuple[Any, ...]:
     """The ops that this torch has in Python, and eager has compiled."""
     names = [name for name in dir(torch.ops.aten) if "upsample_" in name]
-    known = [name for name in (*names, *FAMILIES) if hasattr(torch.ops.aten, name)]
+    known = [name for name in (*names, *_FAMILIES) if hasattr(torch.ops.aten, name)]
     packets = [getattr(torch.ops.aten, name) for name in known]
     ops = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
-    return tuple(op for op in ops if any(key in op.py_kernels for key in KEYS))
+    return tuple(op for op in ops if any(key in op.py_kernels for key in _KEYS))
 
 
 _DROPOUTS = frozenset({"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"})
@@ -408,7 +408,7 @@ class FusedAttention(TorchFunctionMode):
         """Call `func`, changed where it is attention."""
         given = dict(kwargs or {})
         if func is functional.scaled_dot_product_attention:
-            at = DROPOUT_POSITION
+            at = _DROPOUT_POSITION
             args = (*args[:at], *(0.0 for _ in args[at : at + 1]), *args[at + 1 :])
             given.pop("dropout_p", None)
         return func(*args, **given)
@@ -421,7 +421,7 @@ class FusedAttention(TorchFunctionMode):
 # releases know that they have one. With every release they are refused (`refusals.py`).
 
 
-CHECKING_OPS = ("aten::_linalg_check_errors",)
+_CHECKING_OPS = ("aten::_linalg_check_errors",)
 
 
 @contextlib.contextmanager
@@ -429,7 +429,7 @@ def checks_kept() -> Generator[None]:
     """While tracing, let torch know that these ops have an effect."""
     torch_effects: Any = effects
     with contextlib.ExitStack() as stack:
-        for op in CHECKING_OPS:
+        for op in _CHECKING_OPS:
             if torch_effects._get_effect(op) is None:
                 ordered = torch_effects._EffectType.ORDERED
                 stack.callback(torch_effects._register_effectful_op(op, ordered).destroy)

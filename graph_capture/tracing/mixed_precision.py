@@ -18,7 +18,7 @@ from remat.graph_capture.distributed.dtensors import is_distributed
 from remat.graph_capture.distributed.sharding import Sharding
 from remat.graph_capture.errors import CaptureError, option
 
-MASTER = torch.float32
+_MASTER = torch.float32
 """What parameters are held in that a policy casts."""
 
 
@@ -41,11 +41,11 @@ def parameters_cast(model: nn.Module, sharding: Sharding) -> Generator[None]:
     ]
     split = list(_split_over_ranks(model))
     for path, parameter in model.named_parameters():
-        if parameter.is_floating_point() and parameter.dtype != MASTER:
+        if parameter.is_floating_point() and parameter.dtype != _MASTER:
             raise CaptureError(
                 f"parameter {path} is {_short(parameter.dtype)}, and a plan with "
                 f"{option('param_dtype', sharding.param_dtype)} is for parameters held in "
-                f"{_short(MASTER)}: call model.float() first, or leave it out and the policy's too"
+                f"{_short(_MASTER)}: call model.float() first, or leave it out and the policy's too"
             )
     try:
         for parameter, data in held:

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 # other code walks through it, so ours stands in its place while a step is traced.
 
 
-Context = tuple[Any, tuple[str, ...]]
+_Context = tuple[Any, tuple[str, ...]]
 
 
-class _Opened:
+class _FlatDataclass:
     """A container that torch knows, with what a dataclass holds, fields or not, by name."""
 
     def __init__(self, kind: type, values: dict[str, Any]) -> None:
@@ -39,42 +39,44 @@ class _Opened:
         return made
 
 
-def _flat(one: _Opened) -> tuple[list[Any], Context]:
+def _flat(one: _FlatDataclass) -> tuple[list[Any], _Context]:
     return list(one.values.values()), (one.kind, tuple(one.values))
 
 
-def _named(one: _Opened) -> tuple[list[tuple[Any, Any]], Context]:
+def _named(one: _FlatDataclass) -> tuple[list[tuple[Any, Any]], _Context]:
     values, context = _flat(one)
     keys: list[Any] = [pytree.GetAttrKey(name) for name in one.values]
     return list(zip(keys, values, strict=True)), context
 
 
-def _made(values: Any, context: Hashable) -> _Opened:
+def _made(values: Any, context: Hashable) -> _FlatDataclass:
     kind, names = context  # pyright: ignore
-    return _Opened(kind, dict(zip(names, values, strict=True)))
+    return _FlatDataclass(kind, dict(zip(names, values, strict=True)))
 
 
-pytree.register_pytree_node(_Opened, _flat, _made, flatten_with_keys_fn=_named)
+pytree.register_pytree_node(_FlatDataclass, _flat, _made, flatten_with_keys_fn=_named)
 
 
-def is_record(leaf: Any) -> bool:
+def is_plain_dataclass(leaf: Any) -> bool:
     """Whether it is a dataclass in which torch finds no tensor."""
     is_one = dataclasses.is_dataclass(leaf) and not isinstance(leaf, (type, Tensor, nn.Module))
     return is_one and type(leaf) not in pytree.SUPPORTED_NODES
 
 
-def opened(tree: Any) -> Any:
+def flatten_dataclasses(tree: Any) -> Any:
     """The tree with all dataclasses opened, those inside of others too."""
 
     def open_leaf(leaf: Any) -> Any:
-        if not is_record(leaf):
+        if not is_plain_dataclass(leaf):
             return leaf
         fields = [field.name for field in dataclasses.fields(leaf)]
         others = [name for name in getattr(leaf, "__dict__", ()) if name not in fields]
-        held = {k: opened(getattr(leaf, k)) for k in (*fields, *others) if hasattr(leaf, k)}
-        return _Opened(type(leaf), held)
+        held = {
+            k: flatten_dataclasses(getattr(leaf, k)) for k in (*fields, *others) if hasattr(leaf, k)
+        }
+        return _FlatDataclass(type(leaf), held)
 
-    if not any(map(is_record, pytree.tree_leaves(tree))):
+    if not any(map(is_plain_dataclass, pytree.tree_leaves(tree))):
         return tree
     return pytree.tree_map(open_leaf, tree)
 
@@ -82,33 +84,39 @@ def opened(tree: Any) -> Any:
 def leaves_in(tree: Any) -> list[Any]:
     """The leaves of a tree, with those in its dataclasses."""
     leaves = pytree.tree_leaves(tree)
-    return pytree.tree_leaves(opened(tree)) if any(map(is_record, leaves)) else leaves
+    return (
+        pytree.tree_leaves(flatten_dataclasses(tree))
+        if any(map(is_plain_dataclass, leaves))
+        else leaves
+    )
 
 
-def closed(tree: Any) -> Any:
-    """The tree with its dataclasses again, as `opened` has found them."""
+def unflatten_dataclasses(tree: Any) -> Any:
+    """The tree with its dataclasses again, as `flatten_dataclasses` has found them."""
 
     def is_opened(part: Any) -> bool:
-        return isinstance(part, _Opened)
+        return isinstance(part, _FlatDataclass)
 
     def close(part: Any) -> Any:
-        if not isinstance(part, _Opened):
+        if not isinstance(part, _FlatDataclass):
             return part
-        return _Opened(part.kind, {k: closed(v) for k, v in part.values.items()}).closed()
+        return _FlatDataclass(
+            part.kind, {k: unflatten_dataclasses(v) for k, v in part.values.items()}
+        ).closed()
 
     return pytree.tree_map(close, tree, is_leaf=is_opened)
 
 
-def holds_opened(spec: pytree.TreeSpec) -> bool:
+def has_flat_dataclass(spec: pytree.TreeSpec) -> bool:
     """Whether a tree of that structure has an opened dataclass."""
-    return spec.type is _Opened or any(map(holds_opened, spec.children()))
+    return spec.type is _FlatDataclass or any(map(has_flat_dataclass, spec.children()))
 
 
-Leaf = TypeVar("Leaf")
+_Leaf = TypeVar("_Leaf")
 
 
 @dataclass(frozen=True)
-class Repeats:
+class DuplicateOutputs:
     """A tree of results in which a tensor comes more than once, or a dataclass.
 
     Attributes
@@ -126,21 +134,21 @@ class Repeats:
         times = Counter(self.which[: self.own])
         return {i: number for i, number in times.items() if number > 1}
 
-    def of_leaves(self, distinct: Sequence[Leaf]) -> list[Leaf]:
+    def of_leaves(self, distinct: Sequence[_Leaf]) -> list[_Leaf]:
         """For each leaf of the tree, what belongs to it of a list for the distinct ones."""
         return [distinct[i] for i in self.which]
 
     def tree(self, distinct: Sequence[Any]) -> Any:
         """The tree of results, from the distinct ones."""
         tree = pytree.tree_unflatten(self.of_leaves(distinct), self.spec)
-        return closed(tree) if holds_opened(self.spec) else tree
+        return unflatten_dataclasses(tree) if has_flat_dataclass(self.spec) else tree
 
 
-def distinct_results(results: Any, own: int) -> tuple[Any, Repeats | None]:
+def distinct_results(results: Any, own: int) -> tuple[Any, DuplicateOutputs | None]:
     """The results with each tensor once, and how to make the tree of them again.
 
     Where no tensor repeats and no dataclass was opened, the results as they are, and None. `own` is
-    as of `Repeats`.
+    as of `DuplicateOutputs`.
     """
     leaves, spec = pytree.tree_flatten(results)
     seen: dict[int, int] = {}
@@ -152,6 +160,6 @@ def distinct_results(results: Any, own: int) -> tuple[Any, Repeats | None]:
         if known is None:
             seen[id(leaf)] = len(distinct)
             distinct.append(leaf)
-    if len(distinct) == len(leaves) and not holds_opened(spec):
+    if len(distinct) == len(leaves) and not has_flat_dataclass(spec):
         return results, None
-    return distinct, Repeats(spec, tuple(which), own)
+    return distinct, DuplicateOutputs(spec, tuple(which), own)

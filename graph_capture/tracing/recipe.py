@@ -22,10 +22,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from remat.graph_capture.devices.table import CPU, is_in_table
+from remat.graph_capture.devices.known_devices import CPU, is_in_table
 from remat.graph_capture.errors import CaptureError, RewriteError, option
 from remat.graph_capture.graph import Links, Resident
-from remat.graph_capture.joint.hand_over import HandOver
+from remat.graph_capture.joint.gradient_release import GradientRelease
 from remat.graph_capture.tracing.signature import Signature
 from remat.graph_capture.tracing.step_module import LossFunction
 
@@ -36,13 +36,13 @@ from remat.graph_capture.tracing.step_module import LossFunction
 # the last bits. So a model is first traced as in eager, where both say no.
 
 
-Flags = tuple[bool, bool]
-FLAGS: tuple[Flags, ...] = (False, False), (True, False), (True, True)
+_Flags = tuple[bool, bool]
+FLAGS: tuple[_Flags, ...] = (False, False), (True, False), (True, True)
 """What the model's code is told of compiling and of exporting: tried in this order."""
 
 
 @contextlib.contextmanager
-def told(flags: Flags) -> Generator[None]:
+def patched_flags(flags: _Flags) -> Generator[None]:
     """Set what `torch.compiler.is_compiling` and `is_exporting` tell the model's code."""
     before = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
     torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
@@ -53,7 +53,7 @@ def told(flags: Flags) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def unlogged() -> Generator[None]:
+def silenced_logs() -> Generator[None]:
     """Keep torch from logging ops that it cannot trace: we raise that, or try another way."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.disabled
@@ -65,10 +65,10 @@ def unlogged() -> Generator[None]:
 
 
 Split = Literal["none", "exact", "tolerance"]
-"""What may run in pieces: nothing; what gives eager's bits; also sums in another order.
+"""What may run in chunks: nothing; what gives eager's bits; also sums in another order.
 
 Where a user names none, it is None: ``exact``, for heads that take a large part of a step's memory,
-without a word of what stays whole.
+and heads that cannot be chunked stay whole, without a warning.
 """
 
 
@@ -93,8 +93,8 @@ class Recipe:
         CPU's are.
     flags : what the model's code is told of compiling and exporting; None before a first trace.
     float_inputs : names of numbers that each step reads anew, with their values in the trace.
-    split : what may run in pieces. pieces : of a plan: how many, and whether exactly, by region.
-    hand_over : how gradients are handed over as they are made, if they are.
+    split : what may run in chunks. chunks : of a plan: how many, and whether exactly, by region.
+    gradient_release : how gradients are released as they are made, if they are.
     links : the ways to memory below the device, if values may leave it.
     """
 
@@ -104,11 +104,11 @@ class Recipe:
     resident: Resident
     autocast: tuple[Any, ...]
     device: str = CPU
-    flags: Flags | None = None
+    flags: _Flags | None = None
     float_inputs: tuple[tuple[str, float], ...] = ()
     split: Split | None = "none"
-    pieces: tuple[tuple[str, int, bool], ...] = ()
-    hand_over: HandOver | None = None
+    chunks: tuple[tuple[str, int, bool], ...] = ()
+    gradient_release: GradientRelease | None = None
     links: Links | None = None
 
     @property
@@ -153,7 +153,7 @@ def recipe_for(model: nn.Module, graph_hash: str) -> Recipe | None:
 
 
 def keep_links(model: nn.Module, graph_hash: str, links: Links) -> None:
-    """Note the links that a captured step was priced with, so that rewriting finds them."""
+    """Note the links that a captured step was costed with, so that rewriting finds them."""
     recipe = _recipes[model][graph_hash]
     _recipes[model][graph_hash] = dataclasses.replace(recipe, links=links)
 
@@ -161,7 +161,7 @@ def keep_links(model: nn.Module, graph_hash: str, links: Links) -> None:
 # What a caller gives of a step besides the model: told at once where it has not the right form.
 
 
-def require_form(args: Any, kwargs: Any, loss_fn: Any = None, target: Any = None) -> None:
+def check_arguments(args: Any, kwargs: Any, loss_fn: Any = None, target: Any = None) -> None:
     """Refuse arguments of forward, or a loss, that are none.
 
     Raises
@@ -204,7 +204,7 @@ def require_switches(**given: Any) -> None:
             raise RewriteError(f"{option(name, value)} is unknown: give True or False")
 
 
-def not_taken(
+def call_error(
     model: nn.Module, args: Any, kwargs: Any, loss_fn: LossFunction | None, target: Any
 ) -> str:
     """Why forward, or the loss, cannot be called with what is given; empty where it can be."""

@@ -10,15 +10,15 @@ import msgspec
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from remat.graph_capture.devices.table import Allocated, allocated_on
+from remat.graph_capture.devices.known_devices import Allocated, allocator_rounding
 from remat.graph_capture.distributed.dtensors import local_part
 from remat.graph_capture.distributed.sharding import MASTER_BYTES, NO_SHARDING, Sharding
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Optimizer, Resident
 
-STATES_PER_PARAMETER: dict[str, int] = {"none": 0, "sgd": 0, "momentum": 1, "adamw": 2}
+_STATES_PER_PARAMETER: dict[str, int] = {"none": 0, "sgd": 0, "momentum": 1, "adamw": 2}
 """Buffers as large as the parameter that an optimizer keeps."""
-ADAMW_STEP_BYTES = 4
+_ADAMW_STEP_BYTES = 4
 """Of the step counter, one a parameter."""
 
 
@@ -29,13 +29,13 @@ def require_optimizer(optimizer: object) -> None:
     ------
     CaptureError : it names the kinds there are.
     """
-    if isinstance(optimizer, str) and optimizer in STATES_PER_PARAMETER:
+    if isinstance(optimizer, str) and optimizer in _STATES_PER_PARAMETER:
         return
     given = f"optimizer is a {type(optimizer).__name__}, and is asked for by a name"
     if isinstance(optimizer, str):
         given = f"unknown optimizer {optimizer!r}"
     raise CaptureError(
-        f"{given}: choose one of {', '.join(STATES_PER_PARAMETER)} by what it keeps for a "
+        f"{given}: choose one of {', '.join(_STATES_PER_PARAMETER)} by what it keeps for a "
         "parameter: momentum one tensor, as Lion and RMSprop do, adamw two, as Adam does"
     )
 
@@ -92,7 +92,7 @@ def resident_bytes(
 
 def resident_of_batch(resident: Resident, batch: Any, device: str) -> Resident:
     """`resident` with the bytes of another batch."""
-    batch_bytes = storage_bytes(pytree.tree_leaves(batch), allocated=allocated_on(device))
+    batch_bytes = storage_bytes(pytree.tree_leaves(batch), allocated=allocator_rounding(device))
     return msgspec.structs.replace(resident, batch_bytes=batch_bytes)
 
 
@@ -117,9 +117,9 @@ def _state_bytes(
     for own in _dealt_out(parameters, n_ranks):
         trained = [local_part(p) for p in own if p.requires_grad]
         sizes = [sharding.state_elements(p.shape) * _held_bytes(p, sharding) for p in trained]
-        state_bytes = STATES_PER_PARAMETER[optimizer] * sum(map(allocated, sizes))
+        state_bytes = _STATES_PER_PARAMETER[optimizer] * sum(map(allocated, sizes))
         if optimizer == "adamw":
-            state_bytes += allocated(ADAMW_STEP_BYTES) * len(trained)
+            state_bytes += allocated(_ADAMW_STEP_BYTES) * len(trained)
         most = max(most, state_bytes)
     return most
 
@@ -170,14 +170,14 @@ def storage_bytes(
 # module holds that they are still tied.
 
 
-Slot = tuple[nn.Module, str]
+_Slot = tuple[nn.Module, str]
 """A place that holds a parameter: the module, and the name in it."""
 
 
 class _Shared(dict[str, Any]):
     """A module's parameters; those that another slot holds first are found, but not listed."""
 
-    def __init__(self, own: dict[str, Any], elsewhere: dict[str, Slot]) -> None:
+    def __init__(self, own: dict[str, Any], elsewhere: dict[str, _Slot]) -> None:
         super().__init__({name: held for name, held in own.items() if name not in elsewhere})
         self.elsewhere = elsewhere
 
@@ -195,7 +195,7 @@ class _Shared(dict[str, Any]):
 def tied_as_one(model: nn.Module) -> Generator[None]:
     """List each parameter under its first name alone. Under the others it is still found."""
     before = [(module, module._parameters) for module in model.modules()]
-    elsewhere: dict[nn.Module, dict[str, Slot]] = {}
+    elsewhere: dict[nn.Module, dict[str, _Slot]] = {}
     for (module, name), first in _later_slots(model).items():
         elsewhere.setdefault(module, {})[name] = first
     try:
@@ -207,7 +207,7 @@ def tied_as_one(model: nn.Module) -> Generator[None]:
             module.__dict__["_parameters"] = held
 
 
-def _slots(model: nn.Module) -> list[Slot]:
+def _slots(model: nn.Module) -> list[_Slot]:
     """Where each parameter is held, in the order of ``named_parameters``, shared ones each time."""
     return [
         (module, name)
@@ -217,10 +217,10 @@ def _slots(model: nn.Module) -> list[Slot]:
     ]
 
 
-def _later_slots(model: nn.Module) -> dict[Slot, Slot]:
+def _later_slots(model: nn.Module) -> dict[_Slot, _Slot]:
     """Every slot of a parameter but its first, and that first one."""
-    firsts: dict[int, Slot] = {}
-    later: dict[Slot, Slot] = {}
+    firsts: dict[int, _Slot] = {}
+    later: dict[_Slot, _Slot] = {}
     for slot in _slots(model):
         first = firsts.setdefault(id(slot[0]._parameters[slot[1]]), slot)
         if first != slot:

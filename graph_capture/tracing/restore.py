@@ -20,10 +20,10 @@ from torch.overrides import TorchFunctionMode
 
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.provenance import is_users, line_of_user, source_of
-from remat.graph_capture.python_state.places import MISSING, Entry, copied, holds, refill
-from remat.graph_capture.python_state.watch import PythonState
+from remat.graph_capture.python_state.state_guards import PythonState
+from remat.graph_capture.python_state.state_slots import MISSING, DictItem, copied, holds, refill
 
-Attributes = dict[str, tuple[Any, Any]]
+_Attributes = dict[str, tuple[Any, Any]]
 """Values by name, each with a shallow copy of it where it is a plain container."""
 
 
@@ -48,9 +48,9 @@ class Written:
         return f"{self.path}.{self.name}".lstrip(".")
 
     @property
-    def place(self) -> Entry:
+    def place(self) -> DictItem:
         """Where it is."""
-        return Entry(self.text, vars(self.module), self.name, self.before)
+        return DictItem(self.text, vars(self.module), self.name, self.before)
 
     @property
     def value(self) -> Any:
@@ -94,7 +94,7 @@ def _is_torchs_own(module: nn.Module, name: str) -> bool:
     return name.startswith("_") and type(module).__module__.startswith("torch.")
 
 
-def _before(module: nn.Module, name: str, attributes: Attributes) -> tuple[Any, Any]:
+def _before(module: nn.Module, name: str, attributes: _Attributes) -> tuple[Any, Any]:
     """What the instance held, or else its class; and a copy of it where it is a container."""
     if name not in attributes:
         return (getattr(type(module), name, MISSING),) * 2
@@ -103,7 +103,7 @@ def _before(module: nn.Module, name: str, attributes: Attributes) -> tuple[Any, 
 
 
 @contextlib.contextmanager
-def untouched(model: nn.Module) -> Generator[ModuleAttributes]:
+def restored_after(model: nn.Module) -> Generator[ModuleAttributes]:
     """Restore every submodule's attributes and all random streams on leaving.
 
     Gradients are recorded meanwhile, also where the caller is under ``torch.no_grad()`` or in
@@ -122,7 +122,7 @@ def untouched(model: nn.Module) -> Generator[ModuleAttributes]:
             np.random.set_state(numpy)
 
 
-def _snapshot(module: nn.Module, but: frozenset[str]) -> Attributes:
+def _snapshot(module: nn.Module, but: frozenset[str]) -> _Attributes:
     """Each attribute, with a shallow copy of it where it is a plain container."""
     held = ((name, value) for name, value in vars(module).items() if name not in but)
     return {name: (value, _copy_of_container(value)) for name, value in held}
@@ -132,7 +132,7 @@ def _copy_of_container(value: Any) -> Any:
     return copied(value) if isinstance(value, (dict, list, set)) else None
 
 
-def _changed(now: dict[str, Any], attributes: Attributes, but: frozenset[str]) -> Iterator[str]:
+def _changed(now: dict[str, Any], attributes: _Attributes, but: frozenset[str]) -> Iterator[str]:
     yield from (name for name in now if name not in attributes and name not in but)
     for name, (value, kept) in attributes.items():
         is_another = name not in now or now[name] is not value
@@ -140,7 +140,7 @@ def _changed(now: dict[str, Any], attributes: Attributes, but: frozenset[str]) -
             yield name
 
 
-def _restore(now: dict[str, Any], attributes: Attributes, but: frozenset[str]) -> None:
+def _restore(now: dict[str, Any], attributes: _Attributes, but: frozenset[str]) -> None:
     for name in list(_changed(now, attributes, but)):
         if name not in attributes:
             del now[name]
@@ -344,7 +344,7 @@ def _owner(tensor: Tensor) -> Tensor | None:
 # In which order eager's gradients arrive: autograd's engine decides it, and a trace runs that.
 
 
-class Arrivals:
+class GradientOrder:
     """Notes the gradients of parameters as a backward makes them.
 
     Attributes

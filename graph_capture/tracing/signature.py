@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensorMode
 
 from remat.graph_capture.devices.placement import check_placement
 from remat.graph_capture.errors import CaptureError, SignatureError
-from remat.graph_capture.python_state.places import PLAIN, is_same
+from remat.graph_capture.python_state.state_slots import PLAIN, is_same
 from remat.graph_capture.python_state.tensor_attributes import kept_attributes
 from remat.graph_capture.refusals import refuse_subclass
 
@@ -28,15 +28,15 @@ from remat.graph_capture.refusals import refuse_subclass
 # libraries register theirs without, such as the outputs of diffusers. Parts of those are numbered.
 
 
-Path = tuple[Any, ...]
+_Path = tuple[Any, ...]
 
 
-def leaves_with_paths(tree: Any) -> list[tuple[Path, Any]]:
+def leaves_with_paths(tree: Any) -> list[tuple[_Path, Any]]:
     """All leaves in the order of `tree_flatten`, each with its path as `keystr` reads it."""
     return list(_below((), tree))
 
 
-def _below(path: Path, tree: Any) -> Iterator[tuple[Path, Any]]:
+def _below(path: _Path, tree: Any) -> Iterator[tuple[_Path, Any]]:
     # By number: torch's function refers to itself and to this one, so that a tree in it would live
     # on until Python collects garbage, with all of a model's result.
     whole = id(tree)
@@ -54,38 +54,38 @@ def _below(path: Path, tree: Any) -> Iterator[tuple[Path, Any]]:
         yield from _below((*path, key), part)
 
 
-OTHER_SHAPE = (
+_OTHER_SHAPE = (
     "A plan holds for one shape: drop or pad the last batch (DataLoader(drop_last=True)), "
     "or make another plan for this one"
 )
-OTHER_DIMENSIONS = (
+_OTHER_DIMENSIONS = (
     "A plan holds for one number of dimensions: pass as many, or make another plan for these"
 )
-OTHER_DTYPE = (
+_OTHER_DTYPE = (
     "A plan holds for one dtype, and something casts later, as FSDP's MixedPrecisionPolicy does. "
     "Plan for what it casts to, by remat.Sharding(..., param_dtype=...). Or leave the policy out; "
     "and plan and train within torch.autocast, or plan model.to({dtype})"
 )
-OTHER_KIND = "A plan holds for one dtype: pass it .to({dtype}), or make another plan for this one"
-OTHER_DEVICE = "A plan holds for one device: pass it .to({device!r}), or make another plan there"
-OTHER_LAYOUT = (
+_OTHER_KIND = "A plan holds for one dtype: pass it .to({dtype}), or make another plan for this one"
+_OTHER_DEVICE = "A plan holds for one device: pass it .to({device!r}), or make another plan there"
+_OTHER_LAYOUT = (
     "A plan holds for one layout in memory: pass it {way}, or make another plan for this one"
 )
-NEEDS_GRADIENT = (
+_NEEDS_GRADIENT = (
     "This plan makes no gradient of it: pass .detach() of it; or, if you want its gradient, make "
     "another plan with an input that requires grad"
 )
-NEEDS_NONE = (
+_NEEDS_NONE = (
     "This plan makes a gradient of it: call .requires_grad_() on it, or make another plan with an "
     "input that requires none"
 )
-OTHER_VALUE = (
+_OTHER_VALUE = (
     "A plan holds for one value of what is no tensor: pass that one, or let remat.plan_cache make "
     "a plan for each; what changes at every step should be a tensor"
 )
-MOST_SHOWN = 3
+_MOST_SHOWN = 3
 """Of the shapes of a batch, in one line."""
-NO_TENSOR = "Pass a tensor there, as at capture, or make another plan for this call"
+_NO_TENSOR = "Pass a tensor there, as at capture, or make another plan for this call"
 
 
 class Signature:
@@ -144,8 +144,8 @@ class Signature:
             f"{str(one[2]).removeprefix('torch.')}{list(one[0])}" for one in self.tensors if one
         ]
         distinct = list(dict.fromkeys(shapes))
-        more = f" and {len(distinct) - MOST_SHOWN} more" * (len(distinct) > MOST_SHOWN)
-        return ", ".join(distinct[:MOST_SHOWN]) + more or "no tensors"
+        more = f" and {len(distinct) - _MOST_SHOWN} more" * (len(distinct) > _MOST_SHOWN)
+        return ", ".join(distinct[:_MOST_SHOWN]) + more or "no tensors"
 
     def lines(self) -> tuple[str, ...]:
         """One line a leaf, as kept in a graph and in a plan."""
@@ -177,9 +177,9 @@ class Signature:
                 if not is_same(leaf, self.others[i]):
                     is_tensor = isinstance(leaf, Tensor)
                     shown = _facts_text(tensor_facts(leaf)) if is_tensor else repr(leaf)
-                    raise self._mismatch(i, repr(self.others[i]), shown, model, OTHER_VALUE)
+                    raise self._mismatch(i, repr(self.others[i]), shown, model, _OTHER_VALUE)
             elif not isinstance(leaf, Tensor):
-                raise self._mismatch(i, _facts_text(planned), repr(leaf), model, NO_TENSOR)
+                raise self._mismatch(i, _facts_text(planned), repr(leaf), model, _NO_TENSOR)
             elif (found := tensor_facts(leaf)) != planned:
                 way = _way_out(planned, found)
                 raise self._mismatch(i, _facts_text(planned), _facts_text(found), model, way)
@@ -199,37 +199,37 @@ def first_places(leaves: Sequence[Any]) -> list[int]:
     ]
 
 
-Facts = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
+TensorFacts = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
 """Shape, strides, dtype, device, and whether it requires a gradient."""
 
 
-def tensor_facts(tensor: Tensor) -> Facts:
+def tensor_facts(tensor: Tensor) -> TensorFacts:
     """What a plan relies on of a tensor in a batch."""
     return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
 
-def _is_cast(planned: Facts, found: Facts) -> bool:
+def _is_cast(planned: TensorFacts, found: TensorFacts) -> bool:
     """Whether the one is the other in another dtype of floating-point numbers."""
     is_float = planned[2].is_floating_point and found[2].is_floating_point
     return is_float and planned[2] != found[2] and planned[0] == found[0]
 
 
-def _way_out(planned: Facts, found: Facts) -> str:
+def _way_out(planned: TensorFacts, found: TensorFacts) -> str:
     """What to do about the first fact of a tensor that is not as planned."""
     shape, stride, dtype, device, requires_grad = planned
     if len(found[0]) != len(shape):
-        return OTHER_DIMENSIONS
+        return _OTHER_DIMENSIONS
     if found[0] != shape:
-        return OTHER_SHAPE
+        return _OTHER_SHAPE
     if found[2] != dtype:
-        way = OTHER_DTYPE if _is_cast(planned, found) else OTHER_KIND
-        return way.format(dtype=found[2] if way is OTHER_DTYPE else dtype)
+        way = _OTHER_DTYPE if _is_cast(planned, found) else _OTHER_KIND
+        return way.format(dtype=found[2] if way is _OTHER_DTYPE else dtype)
     if found[3] != device:
-        return OTHER_DEVICE.format(device=str(device))
+        return _OTHER_DEVICE.format(device=str(device))
     if found[1] != stride:
         is_plain = stride == torch.empty(shape, device="meta").stride()
-        return OTHER_LAYOUT.format(way=".contiguous()" if is_plain else "laid out as at capture")
-    return NEEDS_NONE if requires_grad else NEEDS_GRADIENT
+        return _OTHER_LAYOUT.format(way=".contiguous()" if is_plain else "laid out as at capture")
+    return _NEEDS_NONE if requires_grad else _NEEDS_GRADIENT
 
 
 def _others_text(planned: list[str], leaves: list[Any], spec: Any) -> str:
@@ -242,7 +242,7 @@ def _others_text(planned: list[str], leaves: list[Any], spec: Any) -> str:
     return f" ({', '.join(parts)})" if parts else ""
 
 
-def _facts_text(facts: Facts) -> str:
+def _facts_text(facts: TensorFacts) -> str:
     shape, stride, dtype, device, requires_grad = facts
     text = f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
     if stride != torch.empty(shape, device="meta").stride():
@@ -250,7 +250,7 @@ def _facts_text(facts: Facts) -> str:
     return text + (", requires_grad" if requires_grad else "")
 
 
-def _empty(facts: Facts) -> Tensor:
+def _empty(facts: TensorFacts) -> Tensor:
     shape, stride, dtype, device, requires_grad = facts
     return torch.empty_strided(
         shape, stride, dtype=dtype, device=device, requires_grad=requires_grad

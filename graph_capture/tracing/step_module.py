@@ -15,19 +15,23 @@ from torch.utils import checkpoint as torchs_checkpoint
 
 from remat.graph_capture.distributed.dtensors import is_distributed
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.joint.constant_folding import KnownValues
+from remat.graph_capture.joint.constant_folding import ConstantFolder
 from remat.graph_capture.joint.nodes import mark_forward
 from remat.graph_capture.joint.output_aliasing import views_told_apart
 from remat.graph_capture.joint.provenance import Provenance, line_of_user, path_in_model
-from remat.graph_capture.python_state.executed_code import CodeThatRan
+from remat.graph_capture.python_state.executed_code import ExecutedCode
 from remat.graph_capture.python_state.module_hooks import ALL_HOOKS
-from remat.graph_capture.python_state.places import PLAIN
+from remat.graph_capture.python_state.state_slots import PLAIN
 from remat.graph_capture.python_state.tensor_attributes import StandIns
 from remat.graph_capture.refusals import refuse_subclass
-from remat.graph_capture.sizes.values_over_sizes import Range
+from remat.graph_capture.sizes.values_over_sizes import TraceSizes
 from remat.graph_capture.tracing.attribute_writes import ForwardWrites
-from remat.graph_capture.tracing.outputs import Repeats, distinct_results, opened
-from remat.graph_capture.tracing.restore import Arrivals, no_seed, require_unmoved, streams
+from remat.graph_capture.tracing.outputs import (
+    DuplicateOutputs,
+    distinct_results,
+    flatten_dataclasses,
+)
+from remat.graph_capture.tracing.restore import GradientOrder, no_seed, require_unmoved, streams
 from remat.graph_capture.tracing.signature import (
     Signature,
     argument_name,
@@ -127,7 +131,7 @@ def refuse_checkpointed_writes(graph: fx.Graph, results: int, paths: set[str]) -
 
 
 @contextlib.contextmanager
-def no_packing(kind: str) -> Generator[None]:
+def _no_packing(kind: str) -> Generator[None]:
     """Refuse functions of the user's that pack what autograd saves, while forward runs.
 
     Those of torch, as `save_on_cpu` and a checkpoint's, give back the bits that they were given.
@@ -173,9 +177,10 @@ class StepModule(nn.Module):
 
     Attributes
     ----------
-    repeats : where the results of the last run repeat a tensor. They are the distinct ones then.
+    duplicate_outputs : where the results of the last run repeat a tensor. They are then the
+        distinct ones.
     known : what the last run has known of values.
-    arrivals : in which order its gradients come.
+    gradient_order : in which order its gradients come.
     """
 
     def __init__(
@@ -183,8 +188,8 @@ class StepModule(nn.Module):
         model: nn.Module,
         loss_fn: LossFunction | None,
         writes: ForwardWrites,
-        ran: CodeThatRan | None = None,
-        over: Range | None = None,
+        ran: ExecutedCode | None = None,
+        over: TraceSizes | None = None,
         signature: Signature | None = None,
     ) -> None:
         super().__init__()
@@ -195,8 +200,8 @@ class StepModule(nn.Module):
         on_batch = zip(signature.names, signature.attributes, strict=True) if signature else ()
         self._stand_ins = StandIns(self, list(on_batch))
         self._casts_once = torch.is_autocast_cache_enabled()
-        self.repeats: Repeats | None = None
-        self.known, self.arrivals = KnownValues(), Arrivals()
+        self.duplicate_outputs: DuplicateOutputs | None = None
+        self.known, self.gradient_order = ConstantFolder(), GradientOrder()
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
         """Run the model, then the loss.
@@ -207,21 +212,21 @@ class StepModule(nn.Module):
         """
         # A trace runs forward more than once, and each run must find what the first one found.
         self._writes.begin()
-        self.arrivals.watch(self.parameters())
+        self.gradient_order.watch(self.parameters())
         batch = leaves_with_paths((args, kwargs, target))
         named = [(argument_name(path), leaf) for path, leaf in batch]
-        self.known = KnownValues(named, self._over)
+        self.known = ConstantFolder(named, self._over)
         self._stand_ins.give(self, [leaf for _, leaf in batch])
         recorded = self._ran.recorded() if self._ran else contextlib.nullcontext()
         if self._signature and self._signature.as_one:
             args, kwargs, target = _as_one((args, kwargs, target), self._signature.firsts)
-        with autocast_cache(enabled=self._casts_once), self.known, recorded:
+        with _autocast_cache(enabled=self._casts_once), self.known, recorded:
             return self._run(args, kwargs, target)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
         stand, before = streams(), _state(self.model)
         kind = type(self.model).__name__
-        with no_seed(kind), no_packing(kind), without_own_hooks(self.model):
+        with no_seed(kind), _no_packing(kind), without_own_hooks(self.model):
             output = self.model(*args, **kwargs)
             self._refuse_own_hooks()
         now = _state(self.model)
@@ -233,7 +238,7 @@ class StepModule(nn.Module):
                 "self.name.copy_(...) under torch.no_grad(). Or, if only the first call does it, "
                 "call the model once on a batch, then plan"
             )
-        result = opened(apply_loss(self.loss_fn, output, target))
+        result = flatten_dataclasses(apply_loss(self.loss_fn, output, target))
         if self.known.failure is not None and not torch.compiler.is_compiling():
             raise self.known.failure  # the user's code has caught what eager would not raise
 
@@ -243,13 +248,13 @@ class StepModule(nn.Module):
         self._stand_ins.require_unwritten(kind)
         require_unmoved(type(self.model).__name__, stand, again)
         _require_known(type(self.model).__name__, result)
-        carried = self._writes.end()
-        for tensor in filter(is_distributed, carried):
+        mutated = self._writes.end()
+        for tensor in filter(is_distributed, mutated):
             refuse_subclass(f"what forward of {kind} sets on an attribute", tensor)
         mark_forward()
-        returned = (result, carried) if self._writes.carried else result
+        returned = (result, mutated) if self._writes.mutated else result
         told = views_told_apart(returned)
-        distinct, self.repeats = distinct_results(told, len(pytree.tree_leaves(result)))
+        distinct, self.duplicate_outputs = distinct_results(told, len(pytree.tree_leaves(result)))
         return distinct
 
     def _refuse_own_hooks(self) -> None:
@@ -277,7 +282,7 @@ def _require_known(kind: str, result: Any) -> None:
 
 
 @contextlib.contextmanager
-def autocast_cache(*, enabled: bool) -> Generator[None]:
+def _autocast_cache(*, enabled: bool) -> Generator[None]:
     """Tell forward what it is told in eager: whether autocast keeps what it has cast.
 
     AOTAutograd traces without autocast's cache, but a region of autocast in forward has it, unless

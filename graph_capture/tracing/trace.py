@@ -23,12 +23,15 @@ from torch._functorch.aot_autograd import (
 )
 from torch._subclasses import FakeTensorMode
 
-from remat.graph_capture.chunking.replace import split_parts
+from remat.graph_capture.chunking.replace import chunk_parts
+from remat.graph_capture.devices.known_devices import CPU, allocator_rounding
 from remat.graph_capture.devices.placement import refuse_other_devices, resolved_device
-from remat.graph_capture.devices.table import CPU, allocated_on
-from remat.graph_capture.distributed.collectives import arrived
+from remat.graph_capture.distributed.collectives import wait_all
 from remat.graph_capture.distributed.dtensors import describe_parts, has_dtensors
-from remat.graph_capture.distributed.refusals import modes_among_ranks, refuse_range_of_dtensors
+from remat.graph_capture.distributed.rank_refusals import (
+    modes_among_ranks,
+    refuse_range_of_dtensors,
+)
 from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.errors import CaptureError, FloatInputError
 from remat.graph_capture.float_inputs.inputs import (
@@ -41,20 +44,24 @@ from remat.graph_capture.float_inputs.inputs import (
 )
 from remat.graph_capture.float_inputs.traced_float import Log
 from remat.graph_capture.graph import Optimizer, TrainingGraph
+from remat.graph_capture.joint.autocast_cache import cast_weights_once
 from remat.graph_capture.joint.build import Joint, build_joint
 from remat.graph_capture.joint.eager_memory import EagerMemory
-from remat.graph_capture.joint.gradients import can_hand_over
-from remat.graph_capture.joint.hand_over import HandOver
+from remat.graph_capture.joint.gradient_release import GradientRelease
+from remat.graph_capture.joint.gradients import can_release_gradients
 from remat.graph_capture.joint.nodes import is_tangent, written_inputs
 from remat.graph_capture.joint.output_aliasing import take_out_of
 from remat.graph_capture.joint.provenance import Provenance
-from remat.graph_capture.joint.weight_casts import cast_weights_once
-from remat.graph_capture.python_state.executed_code import CodeThatRan
+from remat.graph_capture.python_state.executed_code import ExecutedCode
 from remat.graph_capture.python_state.module_hooks import ModuleHooks
-from remat.graph_capture.python_state.places import MISSING, Entry
-from remat.graph_capture.python_state.watch import Memo, PythonState, python_state_kept
+from remat.graph_capture.python_state.state_guards import (
+    LibraryCache,
+    PythonState,
+    python_state_kept,
+)
+from remat.graph_capture.python_state.state_slots import MISSING, DictItem
 from remat.graph_capture.refusals import refusal, refuse_all_frozen, refuse_module
-from remat.graph_capture.sizes.signature import (
+from remat.graph_capture.sizes.ranged_signature import (
     RangedSignature,
     ranged_signature,
     refuse_beside_ranges,
@@ -62,12 +69,12 @@ from remat.graph_capture.sizes.signature import (
 from remat.graph_capture.sizes.symbols import Dynamic, require_guards
 from remat.graph_capture.sizes.trace_over_sizes import Environment, at_sizes, environment_of
 from remat.graph_capture.tracing.attribute_writes import (
-    Carried,
     ForwardWrites,
-    NoNewData,
-    Settled,
-    Unread,
-    doubtful,
+    InitialisedOnce,
+    MutatedAttribute,
+    NoSetData,
+    UnreadSentinel,
+    find_loop_carried,
     is_same_graph,
     places_of,
     storages_in,
@@ -77,25 +84,25 @@ from remat.graph_capture.tracing.fake_tensors import (
     IdleDropout,
     as_if_on_cpu,
     checks_kept,
-    fake_with_true_strides,
+    fake_with_eager_strides,
     kernels_of_eager,
 )
 from remat.graph_capture.tracing.mixed_precision import inputs_cast
-from remat.graph_capture.tracing.outputs import Repeats
+from remat.graph_capture.tracing.outputs import DuplicateOutputs
 from remat.graph_capture.tracing.recipe import (
     FLAGS,
     Recipe,
     Split,
     autocast_state,
+    call_error,
+    check_arguments,
     keep_recipe,
-    not_taken,
-    require_form,
+    patched_flags,
     require_split,
-    told,
-    unlogged,
+    silenced_logs,
 )
 from remat.graph_capture.tracing.resident import resident_bytes, tied_as_one
-from remat.graph_capture.tracing.restore import NoForeignWrites, untouched
+from remat.graph_capture.tracing.restore import NoForeignWrites, restored_after
 from remat.graph_capture.tracing.signature import Signature, check_batch
 from remat.graph_capture.tracing.step_module import (
     LossFunction,
@@ -126,14 +133,14 @@ class Trace:
     joint : the graph and its fx nodes. recipe : how to trace again.
     descriptors : AOTAutograd's own record. It can be compiled once.
     python_state : what forward and the loss read of Python's state, as it was.
-    carried, settled : what forward sets on modules and elsewhere. Each step sets it too.
-    memos : what forward adds to dictionaries of libraries, at its first call.
-    unsure : of what is carried, what forward may read from an earlier step.
-    repeats : where the results repeat a tensor.
+    mutated, initialised : what forward sets on modules and elsewhere. Each step sets it too.
+    library_caches : what forward adds to dictionaries of libraries, at its first call.
+    loop_carried : of what is mutated, what forward may read from an earlier step.
+    duplicate_outputs : where the results repeat a tensor.
     looked_at : values that code has looked at, and those that they come from.
     floats : the numbers that each step reads anew, if there are any.
     compiled : whether the record has been compiled.
-    arrivals : places of parameters, in the order in which eager's gradients of them come.
+    gradient_order : places of parameters, in the order in which eager's gradients of them come.
     env : of a trace for a range of sizes: its symbols. `joint` is then at the sizes in its hints.
     """
 
@@ -141,25 +148,25 @@ class Trace:
     recipe: Recipe
     descriptors: JointWithDescriptors
     python_state: PythonState
-    carried: tuple[Carried, ...] = ()
-    settled: tuple[Settled, ...] = ()
-    memos: tuple[Memo, ...] = ()
-    unsure: tuple[Carried, ...] = ()
-    repeats: Repeats | None = None
+    mutated: tuple[MutatedAttribute, ...] = ()
+    initialised: tuple[InitialisedOnce, ...] = ()
+    library_caches: tuple[LibraryCache, ...] = ()
+    loop_carried: tuple[MutatedAttribute, ...] = ()
+    duplicate_outputs: DuplicateOutputs | None = None
     looked_at: bytes = b""
     floats: FloatInputs | None = None
     compiled: bool = False
-    arrivals: tuple[int, ...] = ()
+    gradient_order: tuple[int, ...] = ()
     env: Environment | None = None
 
     @property
     def graph(self) -> TrainingGraph:
-        """The unpriced training graph."""
+        """The training graph, without costs."""
         return self.joint.graph
 
 
-def trace_once(
-    model: nn.Module, recipe: Recipe, ran: CodeThatRan | None = None, *, whole: bool = True
+def _trace_once(
+    model: nn.Module, recipe: Recipe, ran: ExecutedCode | None = None, *, whole: bool = True
 ) -> Trace:
     """Trace with the flags of the recipe, and note which code runs.
 
@@ -168,11 +175,11 @@ def trace_once(
     whole : watch what any code may read of Python's state; else what runs alone.
     """
     env = environment_of(recipe.signature)
-    fake = fake_with_true_strides(env.shape_env if env else None)
+    fake = fake_with_eager_strides(env.shape_env if env else None)
     refuse_other_devices(fake, recipe.device)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(unlogged())
-        stack.enter_context(untouched(model))
+        stack.enter_context(silenced_logs())
+        stack.enter_context(restored_after(model))
         stack.enter_context(as_if_on_cpu(model, fake))
         stack.enter_context(tied_as_one(with_loss(model, recipe.loss_fn)))
         followed = None if whole or ran is None or not ran.can_be_seen else ran
@@ -183,11 +190,11 @@ def trace_once(
         if ran is not None:
             stack.enter_context(ran.told_to(state.begins))
         provenance = Provenance(step)
-        stack.enter_context(told(recipe.flags or FLAGS[0]))
+        stack.enter_context(patched_flags(recipe.flags or FLAGS[0]))
         stack.enter_context(kernels_of_eager())
         stack.enter_context(checks_kept())
         stack.enter_context(IdleDropout())
-        stack.enter_context(NoNewData(recipe.name))
+        stack.enter_context(NoSetData(recipe.name))
         stack.enter_context(NoForeignWrites(recipe.name, state))
         for mode in modes_among_ranks(recipe.name):
             stack.enter_context(mode)
@@ -219,7 +226,9 @@ def trace_once(
             raise CaptureError(env.in_words(str(refused))) if env else refused from error
     _refuse_no_backward(model, descriptors)
     signature = recipe.signature.with_attributes_of(state.of_tensors)
-    recipe = _handing_over(dataclasses.replace(recipe, signature=signature), model, descriptors)
+    recipe = _with_gradient_release(
+        dataclasses.replace(recipe, signature=signature), model, descriptors
+    )
     gm = descriptors.graph_module
     if env:
         recipe = _with_guards(recipe, env)
@@ -228,27 +237,31 @@ def trace_once(
     refuse_checkpointed_writes(gm.graph, results, checkpointed)
     edit_traced(gm, recipe)
     constants = storages_in(_held_by(gm))
-    unsure = tuple(doubtful(writes.carried, results, end, step.repeats, constants))
-    state.leave_out([*places_of(model, writes.carried), *(one.place for one in writes.settled)])
-    state.compare_items_of(one.place for one in writes.memos)
-    joint = joint_of(gm, results, recipe, step.repeats)
-    sets = tuple(writes.carried), tuple(writes.settled), tuple(writes.memos)
+    loop_carried = tuple(
+        find_loop_carried(writes.mutated, results, end, step.duplicate_outputs, constants)
+    )
+    state.leave_out([*places_of(model, writes.mutated), *(one.place for one in writes.initialised)])
+    state.compare_items_of(one.place for one in writes.library_caches)
+    joint = joint_of(gm, results, recipe, step.duplicate_outputs)
+    sets = tuple(writes.mutated), tuple(writes.initialised), tuple(writes.library_caches)
     looked_at = step.known.looked_at
-    arrivals = tuple(step.arrivals.places)
+    gradient_order = tuple(step.gradient_order.places)
     return Trace(
-        joint, recipe, descriptors, state, *sets, unsure, step.repeats, looked_at,
-        arrivals=arrivals, env=env,
+        joint, recipe, descriptors, state, *sets, loop_carried, step.duplicate_outputs, looked_at,
+        gradient_order=gradient_order, env=env,
     )  # fmt: skip
 
 
-def _handing_over(recipe: Recipe, model: nn.Module, descriptors: JointWithDescriptors) -> Recipe:
-    """The recipe, which hands gradients over as they are made only where that can be."""
-    if not recipe.hand_over:
+def _with_gradient_release(
+    recipe: Recipe, model: nn.Module, descriptors: JointWithDescriptors
+) -> Recipe:
+    """The recipe, which releases gradients as they are made only where that can be."""
+    if not recipe.gradient_release:
         return recipe
     is_of_parts = has_dtensors(model)
-    if not is_of_parts and can_hand_over(descriptors._aot_state.fw_metadata):
+    if not is_of_parts and can_release_gradients(descriptors._aot_state.fw_metadata):
         return recipe
-    if recipe.hand_over.updates:
+    if recipe.gradient_release.updates:
         if is_of_parts:
             raise CaptureError(
                 f"{recipe.name} has parameters that are DTensors, which cannot be updated during "
@@ -259,7 +272,7 @@ def _handing_over(recipe: Recipe, model: nn.Module, descriptors: JointWithDescri
             "returns a part of one, so that parameters cannot be updated during backward: give "
             "forward or the caller a copy (clone()), or update after backward"
         )
-    return dataclasses.replace(recipe, hand_over=None)
+    return dataclasses.replace(recipe, gradient_release=None)
 
 
 def _with_guards(recipe: Recipe, env: Environment) -> Recipe:
@@ -278,23 +291,31 @@ def _example(recipe: Recipe, fake: FakeTensorMode, env: Environment | None) -> A
 
 
 def edit_traced(gm: fx.GraphModule, recipe: Recipe) -> None:
-    """Change a traced graph to what eager runs, and to the pieces of the recipe."""
+    """Change a traced graph to what eager runs, and to the chunks of the recipe."""
     describe_parts(gm)
     cast_weights_once(gm)
     take_out_of(gm.graph)
-    split_parts(gm.graph, recipe.pieces)
+    chunk_parts(gm.graph, recipe.chunks)
 
 
-def joint_of(gm: fx.GraphModule, results: int, recipe: Recipe, repeats: Repeats | None) -> Joint:
+def joint_of(
+    gm: fx.GraphModule, results: int, recipe: Recipe, duplicate_outputs: DuplicateOutputs | None
+) -> Joint:
     """The joint of an edited graph, of whose outputs the forward returns `results`."""
-    several = repeats.gradients() if repeats else None
+    several = duplicate_outputs.gradients() if duplicate_outputs else None
     return build_joint(
-        gm, results, recipe.name, recipe.resident, several, recipe.hand_over, **recipe.facts()
+        gm,
+        results,
+        recipe.name,
+        recipe.resident,
+        several,
+        recipe.gradient_release,
+        **recipe.facts(),
     )
 
 
-def with_pieces(trace: Trace, pieces: tuple[tuple[str, int, bool], ...]) -> Trace:
-    """The trace with regions in pieces, as its recipe would have it with these.
+def with_chunks(trace: Trace, chunks: tuple[tuple[str, int, bool], ...]) -> Trace:
+    """The trace with regions in chunks, as its recipe would have it with these.
 
     It takes over the record of `trace`, which cannot be compiled any more.
 
@@ -303,10 +324,10 @@ def with_pieces(trace: Trace, pieces: tuple[tuple[str, int, bool], ...]) -> Trac
     ScheduleError : the step has no such region.
     """
     trace.compiled = True
-    gm, recipe = trace.descriptors.graph_module, dataclasses.replace(trace.recipe, pieces=pieces)
-    split_parts(gm.graph, pieces)
+    gm, recipe = trace.descriptors.graph_module, dataclasses.replace(trace.recipe, chunks=chunks)
+    chunk_parts(gm.graph, chunks)
     gm.recompile()
-    joint = joint_of(gm, trace.joint.num_forward_outputs, recipe, trace.repeats)
+    joint = joint_of(gm, trace.joint.num_forward_outputs, recipe, trace.duplicate_outputs)
     return dataclasses.replace(trace, joint=joint, recipe=recipe, compiled=False)
 
 
@@ -328,7 +349,7 @@ def _refuse_no_backward(model: nn.Module, descriptors: JointWithDescriptors) -> 
         )
 
 
-class Shown(Protocol):
+class ProgressCallback(Protocol):
     """Told how far work is: how much is done of what total, or in words what is done now."""
 
     def __call__(self, done: int = 0, total: int | None = None, *, text: str = "") -> None:
@@ -349,7 +370,7 @@ def trace(
     sharding: Sharding = NO_SHARDING,
     float_inputs: Sequence[str] = (),
     split: Split | None = "none",
-    hand_over: HandOver | bool | None = None,
+    gradient_release: GradientRelease | bool | None = None,
     dynamic: Dynamic | None = None,
 ) -> Trace:
     """Trace one training step of `model` on a batch, without running or changing anything.
@@ -360,16 +381,17 @@ def trace(
     loss_fn, target : where given, ``loss_fn(output, target)`` (or ``loss_fn(output)``) is
         part of the step, and the rewritten module returns its result.
     optimizer, accumulate : what stays allocated between steps, see `resident_bytes`.
-    device : what the trace is to be priced for; left at None, where the model is. Either ``cpu``
+    device : whose costs the graph gets; left at None, where the model is. Either ``cpu``
         or ``cuda``, where model and batch must be; or a name of `devices.json`, for which the CPU's
         ops are traced and the model may be on ``meta``.
     sharding : over ranks. It counts for what is resident on one of them.
     float_inputs : numbers of Python's that each step is to read anew, by the names that a refusal
         gives them, such as ``"temperature"`` or ``"layers.0.drop.p"``. It takes two more traces.
-    split : what may run in pieces: ``exact`` allows what gives eager's bits, ``tolerance`` also
+    split : what may run in chunks: ``exact`` allows what gives eager's bits, ``tolerance`` also
         what sums in another order. None allows ``exact`` for large heads of a step on one rank.
-    hand_over : how gradients are handed over as they are made. None lets them be added to others
-        where they are accumulated on one rank: wrappers for several take them in their own way.
+    gradient_release : how gradients are released as they are made. None lets them be added to
+        others where they are accumulated on one rank: wrappers for several take them in their own
+        way.
         True always does, False never.
     dynamic : sizes of the batch that vary; the trace is then for all sizes of their ranges.
 
@@ -379,10 +401,10 @@ def trace(
     DeviceError : the device is unknown or not here, or a tensor is on another one.
     """
     require_split(split)
-    require_form(args, kwargs, loss_fn, target)
+    check_arguments(args, kwargs, loss_fn, target)
     device = resolved_device(device, model)
     refuse_module(model, device, loss_fn)
-    args, kwargs, target = arrived((tuple(args), dict(kwargs or {}), target))
+    args, kwargs, target = wait_all((tuple(args), dict(kwargs or {}), target))
     refuse_all_frozen(model, (args, kwargs, target))
     given = args, kwargs
     batch = (*inputs_cast(args, kwargs, sharding), target)
@@ -401,17 +423,17 @@ def trace(
         )
         signature = ranged_signature(model, batch, dynamic)
         batch = signature.example_at(signature.hints)
-    asked = accumulate and sharding.kind == "none" if hand_over is None else hand_over
-    handing = asked if isinstance(asked, HandOver) else HandOver() if asked else None
+    asked = accumulate and sharding.kind == "none" if gradient_release is None else gradient_release
+    release = asked if isinstance(asked, GradientRelease) else GradientRelease() if asked else None
     # The caller holds the batch that was cast, beside the one that the step reads.
     counted = (batch, given) if sharding.param_dtype else batch
     resident = resident_bytes(
         with_loss(model, loss_fn), counted, optimizer=optimizer, accumulate=accumulate,
         sharding=sharding, is_on_host=sharding.cpu_offload and device != CPU,
-        allocated=allocated_on(device),
+        allocated=allocator_rounding(device),
     )  # fmt: skip
-    if handing and handing.state_bytes:
-        resident = msgspec.structs.replace(resident, optimizer_bytes=handing.state_bytes)
+    if release and release.state_bytes:
+        resident = msgspec.structs.replace(resident, optimizer_bytes=release.state_bytes)
     recipe = Recipe(
         name=type(model).__name__,
         signature=signature,
@@ -421,12 +443,12 @@ def trace(
         device=device,
         float_inputs=tuple((place.text, place.value) for place in numbers),
         split="none" if split is None and (dynamic or sharding.kind != "none") else split,
-        hand_over=handing,
+        gradient_release=release,
     )
     try:
         done = trace_recipe(model, recipe)
     except CaptureError as error:
-        why = not_taken(model, args, kwargs, loss_fn, target)
+        why = call_error(model, args, kwargs, loss_fn, target)
         if isinstance(error.cause, TypeError) and why:
             raise CaptureError(why).caused_by(error) from None
         raise
@@ -470,14 +492,17 @@ def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
 
 def _probe(done: Trace, log: Log) -> Probe:
     """What is compared between traces with different numbers."""
-    left = ([(one.text, one.leaves) for one in done.carried], [one.value for one in done.settled])
+    left = (
+        [(one.text, one.leaves) for one in done.mutated],
+        [one.value for one in done.initialised],
+    )
     return Probe(done.descriptors.graph_module, left, done.looked_at, log)
 
 
-def _traced_once(model: nn.Module, recipe: Recipe, ran: CodeThatRan, *, whole: bool) -> Trace:
-    """As `trace_once`, whose refusals have no frames of torch: those are of their cause."""
+def _traced_once(model: nn.Module, recipe: Recipe, ran: ExecutedCode, *, whole: bool) -> Trace:
+    """As `_trace_once`, whose refusals have no frames of torch: those are of their cause."""
     try:
-        return trace_once(model, recipe, ran, whole=whole)
+        return _trace_once(model, recipe, ran, whole=whole)
     except CaptureError as error:
         refused = type(error)(*error.args)
         vars(refused).update(vars(error))
@@ -487,18 +512,18 @@ def _traced_once(model: nn.Module, recipe: Recipe, ran: CodeThatRan, *, whole: b
 
 def _traced_anew(model: nn.Module, done: Trace) -> Trace:
     """As it was traced before."""
-    whole = not done.python_state.ran_alone
-    return _traced_once(model, done.recipe, CodeThatRan(), whole=whole)
+    whole = not done.python_state.code_in_scope
+    return _traced_once(model, done.recipe, ExecutedCode(), whole=whole)
 
 
 def _trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
     failed: list[CaptureError] = []
-    ran = CodeThatRan()
+    ran = ExecutedCode()
     for flags in FLAGS if recipe.flags is None else [recipe.flags]:
         try:
             one = dataclasses.replace(recipe, flags=flags)
             done = _traced_once(model, one, ran, whole=False)
-            if not ran.is_all and done.python_state.ran_alone:
+            if not ran.is_all and done.python_state.code_in_scope:
                 done = _traced_once(model, one, ran, whole=True)
         except CaptureError as error:
             # What is refused by us, and not by torch, no flag changes.
@@ -519,8 +544,8 @@ def _trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
             signature = done.recipe.signature.with_tensors_as_one()
             return _trace_recipe(model, dataclasses.replace(done.recipe, signature=signature))
         _require_the_same_again(model, done, ran)
-        if done.python_state.ran_alone:
-            done.python_state.compare_what_ran()
+        if done.python_state.code_in_scope:
+            done.python_state.compare_executed()
         return done
     first, last = failed[0], failed[-1]
     if str(last) == str(first):
@@ -548,40 +573,45 @@ def _counts_as_one(done: Trace) -> bool:
     return any(of_batch[i] is not None for i in places)
 
 
-def _require_the_same_again(model: nn.Module, done: Trace, ran: CodeThatRan) -> None:
+def _require_the_same_again(model: nn.Module, done: Trace, ran: ExecutedCode) -> None:
     """Refuse a forward that does something else at its second call, for what the first has set.
 
     A flag that only says that it was set may be set by each step. One that stands for a first
     call which initialises something may not, nor a result that the next call reads.
     """
-    first_only = (*done.settled, *(memo for memo in done.memos if memo.added))
-    if not first_only and not done.unsure:
+    first_only = (*done.initialised, *(memo for memo in done.library_caches if memo.added))
+    if not first_only and not done.loop_carried:
         return
-    spaces = [(vars(model.get_submodule(one.path)), one.name) for one in done.unsure]
-    before = [Entry("", space, name, space.get(name, MISSING)) for space, name in spaces]
+    spaces = [(vars(model.get_submodule(one.path)), one.name) for one in done.loop_carried]
+    before = [DictItem("", space, name, space.get(name, MISSING)) for space, name in spaces]
     kept = [(one.place, one.place.now()) for one in first_only]
     again: Trace | None = None
     try:
         for one in first_only:
             one.put()
         for space, name in spaces:
-            space[name] = Unread()
+            space[name] = UnreadSentinel()
         with contextlib.suppress(CaptureError):
-            again = trace_once(model, done.recipe, ran, whole=not done.python_state.ran_alone)
+            again = _trace_once(model, done.recipe, ran, whole=not done.python_state.code_in_scope)
     finally:
         for place, value in (*kept, *((entry, entry.value) for entry in before)):
             place.put(value)
     is_same = again is not None and is_same_graph(again.joint.module, done.joint.module)
-    if again is None or not is_same or again.settled or any(memo.added for memo in again.memos):
-        text = first_only[0].place.text if first_only else done.unsure[0].text
+    if (
+        again is None
+        or not is_same
+        or again.initialised
+        or any(memo.added for memo in again.library_caches)
+    ):
+        text = first_only[0].place.text if first_only else done.loop_carried[0].text
         raise CaptureError(
             f"forward of {done.recipe.name} sets {text} at its first call, and its next call does "
             "something else for it. If it is made once, call the model once on a batch, then plan. "
             "If each step reads what the last one left, pass it to forward and return it"
         )
-    if any(isinstance(one.place, ModuleHooks) for one in done.settled):
+    if any(isinstance(one.place, ModuleHooks) for one in done.initialised):
         # Hooks that forward sets are code of forward, which the first trace did not look into.
         again.python_state.asks_identity = done.python_state.asks_identity
         done.python_state = again.python_state
-        done.python_state.leave_out(one.place for one in done.settled)
-        done.python_state.compare_items_of(one.place for one in done.memos)
+        done.python_state.leave_out(one.place for one in done.initialised)
+        done.python_state.compare_items_of(one.place for one in done.library_caches)

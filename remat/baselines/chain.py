@@ -23,7 +23,7 @@ from remat.solver.local_search.repair import fill
 from remat.solver.problem import Problem
 from remat.solver.search import Search
 from remat.solver.segments.chen_sqrt import (
-    Split,
+    StageSplit,
     articulation_points,
     coarsened,
     kept_values,
@@ -32,12 +32,12 @@ from remat.solver.segments.chen_sqrt import (
 from remat.solver.state import State, recomputed_by_stage, schedule_of
 from remat.solver.store_all import store_all_state
 
-NO_SPLIT = "the graph is no chain: the backward ops do not split by stages of forward"
+_NO_SPLIT = "the graph is no chain: the backward ops do not split by stages of forward"
 
-Kind = Literal["store", "forward", "save", "backward", "discard"]
+_Kind = Literal["store", "forward", "save", "backward", "discard"]
 
 
-class Run(NamedTuple):
+class ChainRun(NamedTuple):
     """Some forward ops of a stage, run in order.
 
     `peak_bytes` leaves out the value that enters the stage.
@@ -70,11 +70,11 @@ class ChainStage:
     entry_bytes: int
     saved_bytes: int
     pending_bytes: int
-    first_drop: Run
-    first_save: Run
-    again_drop: Run
-    again_save: Run
-    again_leaf: Run
+    first_drop: ChainRun
+    first_save: ChainRun
+    again_drop: ChainRun
+    again_save: ChainRun
+    again_leaf: ChainRun
     backward: tuple[int, ...]
     backward_us: float
     backward_peak_bytes: int
@@ -104,7 +104,7 @@ def find_chain(problem: Problem, most_stages: int = 0) -> Chain:
         places = coarsened(problem, places, most_stages)
     split = split_by_backward(problem, kept, places)
     if not split.places:
-        return Chain((), base_bytes, NO_SPLIT)
+        return Chain((), base_bytes, _NO_SPLIT)
     return Chain(_Model(problem, kept, split).stages(), base_bytes)
 
 
@@ -122,7 +122,7 @@ class _Model:
 
     problem: Problem
     kept: bytearray
-    split: Split
+    split: StageSplit
 
     def stages(self) -> tuple[ChainStage, ...]:
         places, starts = self.split
@@ -190,7 +190,7 @@ class _Model:
                 missing.update(v for v in reads if not self.kept[v])
         return tuple(reversed(found))
 
-    def _run(self, ops: tuple[int, ...], wanted: list[int], *, is_first: bool = False) -> Run:
+    def _run(self, ops: tuple[int, ...], wanted: list[int], *, is_first: bool = False) -> ChainRun:
         """Run `ops`, freeing what is read no more, up to `wanted`.
 
         In a first run kept values do not count: `base_bytes` has them already.
@@ -210,7 +210,7 @@ class _Model:
                 if last[v] == op and v in live:
                     live.discard(v)
                     now -= problem.size_bytes[v]
-        return Run(ops, sum(problem.cost_us[op] for op in ops), peak_bytes)
+        return ChainRun(ops, sum(problem.cost_us[op] for op in ops), peak_bytes)
 
 
 def _backward_bytes(problem: Problem) -> tuple[list[int], list[int]]:
@@ -232,7 +232,7 @@ def _backward_bytes(problem: Problem) -> tuple[list[int], list[int]]:
     return running, waiting
 
 
-class Action(NamedTuple):
+class ChainAction(NamedTuple):
     """One step of a chain schedule.
 
     ``forward`` runs a stage and keeps its result alone, ``save`` keeps what backward reads
@@ -240,11 +240,11 @@ class Action(NamedTuple):
     stage into a slot, ``discard`` empties the slot.
     """
 
-    kind: Kind
+    kind: _Kind
     stage: int
 
 
-def ops_of_actions(chain: Chain, actions: Sequence[Action]) -> list[tuple[int, ...]]:
+def ops_of_actions(chain: Chain, actions: Sequence[ChainAction]) -> list[tuple[int, ...]]:
     """For each of `actions` the ops that it runs.
 
     First runs are whole stages; later ones are those ops that make what is asked for.
@@ -260,11 +260,11 @@ def ops_of_actions(chain: Chain, actions: Sequence[Action]) -> list[tuple[int, .
             runs.append(chain.stages[i].first_save.ops)
             reached += 1
         else:
-            runs.append(_run_again(chain.stages[i], kind, after == Action("backward", i)))
+            runs.append(_run_again(chain.stages[i], kind, after == ChainAction("backward", i)))
     return runs
 
 
-def _run_again(stage: ChainStage, kind: Kind, is_leaf: bool) -> tuple[int, ...]:
+def _run_again(stage: ChainStage, kind: _Kind, is_leaf: bool) -> tuple[int, ...]:
     if kind == "forward":
         return stage.again_drop.ops
     return (stage.again_leaf if is_leaf else stage.again_save).ops
@@ -273,11 +273,11 @@ def _run_again(stage: ChainStage, kind: Kind, is_leaf: bool) -> tuple[int, ...]:
 # What the chain solvers share: try schedules of a chain on the real graph, fill the best.
 
 
-NEIGHBOURS = 3
+_NEIGHBOURS = 3
 """Choices tried above the greatest that fits, since a peak may fall from one to the next."""
-FEW = 10000
+_FEW = 10000
 """All choices are tried if choices times ops are at most this many; else bisection."""
-FILLED = 3
+_FILLED = 3
 """How many of the fastest schedules are filled, beside the slowest, which leaves most room."""
 
 
@@ -306,12 +306,12 @@ class ChainSearch:
         self,
         search: Search,
         chain: Chain,
-        change: Callable[[Schedule, Sequence[Action]], Schedule] | None = None,
+        change: Callable[[Schedule, Sequence[ChainAction]], Schedule] | None = None,
     ) -> None:
         self.search, self.chain, self.change = search, chain, change
         self.found: dict[tuple[int, ...], float] = {}
 
-    def fits(self, actions: Sequence[Action]) -> bool:
+    def fits(self, actions: Sequence[ChainAction]) -> bool:
         """Judge the schedule of `actions` and take it if it is the best; return whether it fits."""
         search = self.search
         sequence = tuple(op for run in ops_of_actions(self.chain, actions) for op in run)
@@ -319,17 +319,17 @@ class ChainSearch:
         if self.change is not None:
             made = self.change(made, actions)
         found = simulate(search.graph, made)
-        if not search.offer_judged(made, found, or_least=True):
+        if not search.offer_evaluated(made, found, or_least=True):
             return False
         self.found[sequence] = found.time_us
         return True
 
-    def try_rising(self, actions_of: Callable[[int], Sequence[Action]], count: int) -> None:
+    def try_rising(self, actions_of: Callable[[int], Sequence[ChainAction]], count: int) -> None:
         """Find the greatest choice in 0..count - 1 that fits, by bisection if there are many.
 
         A greater choice takes more memory and less time.
         """
-        if count * self.search.problem.n_ops <= FEW:
+        if count * self.search.problem.n_ops <= _FEW:
             self._try_each(actions_of, range(count))
             return
         low, high = 1, count - 1 if self.fits(actions_of(0)) else 0
@@ -339,9 +339,9 @@ class ChainSearch:
                 low = middle + 1
             else:
                 high = middle - 1
-        self._try_each(actions_of, range(low, min(low + NEIGHBOURS, count)))
+        self._try_each(actions_of, range(low, min(low + _NEIGHBOURS, count)))
 
-    def _try_each(self, actions_of: Callable[[int], Sequence[Action]], choices: range) -> None:
+    def _try_each(self, actions_of: Callable[[int], Sequence[ChainAction]], choices: range) -> None:
         for choice in choices:
             if self.search.out_of_time():
                 return
@@ -352,7 +352,7 @@ class ChainSearch:
         search = self.search
         search.say("carrying what still fits")
         ranked = sorted(self.found, key=lambda sequence: self.found[sequence])
-        chosen = [*ranked[:FILLED], *ranked[FILLED:][-1:]]
+        chosen = [*ranked[:_FILLED], *ranked[_FILLED:][-1:]]
         # On a large graph a fill takes seconds, so the fastest schedule alone is filled.
         for sequence in chosen[:1] if search.is_large else chosen:
             if search.out_of_time():

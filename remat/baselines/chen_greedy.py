@@ -27,7 +27,7 @@ from remat.solver.search import Listener, Search
 from remat.solver.segments.chen_sqrt import articulation_points, checkpointed_state, kept_values
 from remat.solver.store_all import store_all_state
 
-POINTS = ("auto", "articulation", "all")
+_POINTS = ("auto", "articulation", "all")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ChenGreedy:
     ----------
     points : where a checkpoint may be: at the articulation points of forward, after all its
         ops, or ``auto``: the former where there are any. sizes : how many b are tried.
-    time_limit_s, progress : as in `remat.solver.solve`.
+    time_limit_s, progress : as in `remat.solver.solve_within`.
     """
 
     points: str = "auto"
@@ -47,8 +47,8 @@ class ChenGreedy:
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        if self.points not in POINTS:
-            raise SolverError(f"points must be one of {', '.join(POINTS)}, not '{self.points}'")
+        if self.points not in _POINTS:
+            raise SolverError(f"points must be one of {', '.join(_POINTS)}, not '{self.points}'")
         if self.sizes < 1:
             raise SolverError(f"sizes must be 1 or more, not {self.sizes}")
 
@@ -68,8 +68,8 @@ class ChenGreedy:
         if not places:
             search.message = "the forward graph has no articulation point; try points='all'"
         tried: set[tuple[int, ...]] = set()
-        for size_bytes in segment_sizes(problem, self.sizes):
-            ends = greedy_ends(problem, places, size_bytes)
+        for size_bytes in _segment_sizes(problem, self.sizes):
+            ends = _greedy_ends(problem, places, size_bytes)
             if not places or search.out_of_time():
                 return
             if ends not in tried:
@@ -85,7 +85,7 @@ class ChenGreedy:
         return found or (everywhere if self.points == "auto" else [])
 
 
-def segment_sizes(problem: Problem, count: int) -> list[int]:
+def _segment_sizes(problem: Problem, count: int) -> list[int]:
     """The b to try, from the mean bytes of an op up to those of all, in equal ratios.
 
     The middle ones, near their geometric mean, come first.
@@ -98,7 +98,7 @@ def segment_sizes(problem: Problem, count: int) -> list[int]:
     return sorted(dict.fromkeys(sizes), key=lambda size: abs(math.log(size / least) - middle))
 
 
-def greedy_ends(problem: Problem, places: Iterable[int], size_bytes: int) -> tuple[int, ...]:
+def _greedy_ends(problem: Problem, places: Iterable[int], size_bytes: int) -> tuple[int, ...]:
     """Those of `places` at which the bytes made since the last one exceed `size_bytes`."""
     ends: list[int] = []
     allowed, since_bytes = set(places), 0

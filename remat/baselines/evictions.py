@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from remat.solver.policies.eviction import Books, EvictedClasses, Policy, Scores, Values
+from remat.solver.policies.eviction import EvictedClasses, Policy, Scores, ValueIds, ValueStatistics
 from remat.solver.policies.online import PolicyPlanner
 from remat.solver.problem import Problem
 
@@ -18,7 +18,7 @@ from remat.solver.problem import Problem
 class LruPolicy(Policy):
     """Least 1 / staleness."""
 
-    def scores(self, books: Books, values: Values) -> Scores:
+    def scores(self, books: ValueStatistics, values: ValueIds) -> Scores:
         """In 1 / microseconds."""
         return 1.0 / books.staleness_us(values)
 
@@ -53,12 +53,12 @@ class Lru(PolicyPlanner):
 # Cost: a placement scans the holes; a release finds its place by bisection.
 
 
-Fit = Literal["best", "low", "high"]
+HoleFit = Literal["best", "low", "high"]
 """The smallest hole that fits; the lowest one, filled from below; the highest, from above."""
 HOLE = -1
 
 
-class Arena:
+class AddressSpace:
     """Blocks 0..n_blocks-1 in an address space of `capacity_bytes`.
 
     Blocks of no bytes have no address: they always fit. A hole's neighbours are blocks.
@@ -90,7 +90,7 @@ class Arena:
         for start in self._starts:
             yield start, self._sizes[start], self._owners[start]
 
-    def place(self, block: int, size_bytes: int, fit: Fit = "best") -> bool:
+    def place(self, block: int, size_bytes: int, fit: HoleFit = "best") -> bool:
         """Put `block` into a hole; return whether one was large enough."""
         if size_bytes == 0:
             return True
@@ -121,7 +121,7 @@ class Arena:
         self._insert(merged[0], size_bytes, HOLE)
         self._note_beside(merged[0])
 
-    def _find(self, size_bytes: int, fit: Fit) -> int | None:
+    def _find(self, size_bytes: int, fit: HoleFit) -> int | None:
         holes = reversed(self._holes) if fit == "high" else self._holes
         enough = (hole for hole in holes if self._sizes[hole] >= size_bytes)
         if fit == "best":
@@ -182,23 +182,23 @@ def cheapest_window(
 
 
 MIB = 1 << 20
-OFFSET = 1e-3
-RERUN_FACTOR = 1.0001
+_OFFSET = 1e-3
+_RERUN_FACTOR = 1.0001
 
 
 class DtePolicy(Policy):
     """Least cost around for the bytes of the hole that the eviction would make."""
 
     def __init__(self, problem: Problem, room_bytes: int) -> None:
-        self.arena = Arena(room_bytes, problem.n_values + 1)
+        self.arena = AddressSpace(room_bytes, problem.n_values + 1)
         super().__init__(problem, room_bytes, memory=self.arena, around=EvictedClasses(problem))
 
-    def scores(self, books: Books, values: Values) -> Scores:
+    def scores(self, books: ValueStatistics, values: ValueIds) -> Scores:
         """In microseconds a MiB and microsecond."""
         hole_mib = (books.size_bytes[values] + self.arena.beside_bytes[values]) / MIB
-        idle_us = books.clock_us - books.used_us[values] + OFFSET
-        cost_us = self.with_neighbours_us(books, values) + OFFSET
-        return cost_us * RERUN_FACTOR ** books.reruns[values] / (hole_mib * idle_us)
+        idle_us = books.clock_us - books.used_us[values] + _OFFSET
+        cost_us = self.with_neighbours_us(books, values) + _OFFSET
+        return cost_us * _RERUN_FACTOR ** books.reruns[values] / (hole_mib * idle_us)
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class Dte(PolicyPlanner):
     Solves: no stated problem; a rule for each moment at which no hole is large enough. The value
     of least (c_nb + 10^-3) 1.0001^(times recomputed) / ((MiB + free MiB on both sides)(dt +
     10^-3)) goes, c_nb being its cost with the evicted classes around, dt its staleness, until one
-    hole holds what is asked for. Memory is an `Arena` with best fit, as large as the budget
+    hole holds what is asked for. Memory is an `AddressSpace` with best fit, as large as the budget
     leaves. The policy runs over the captured graph; its runs are the plan, pruned by default, see
     `plan`.
     Optimal only where nothing need be evicted. Cost: for each eviction a scan of the live values.
@@ -228,12 +228,12 @@ class CoopPolicy(Policy):
     """Evicts whole windows; cheap and costly values grow from opposite ends."""
 
     def __init__(self, problem: Problem, room_bytes: int) -> None:
-        self.arena = Arena(room_bytes, problem.n_values + 1)
+        self.arena = AddressSpace(room_bytes, problem.n_values + 1)
         super().__init__(problem, room_bytes, memory=self.arena, around=EvictedClasses(problem))
         made_bytes = sum(problem.output_bytes)
         self._mean_us = sum(problem.cost_us) / made_bytes if made_bytes else 0.0
 
-    def scores(self, books: Books, values: Values) -> Scores:
+    def scores(self, books: ValueStatistics, values: ValueIds) -> Scores:
         """What each adds to a window: its cost with that around it, over the time unused."""
         return self.with_neighbours_us(books, values) / books.staleness_us(values)
 
@@ -245,7 +245,7 @@ class CoopPolicy(Policy):
         """First fit from above for a costly op, from below for a cheap one."""
         return self.arena.place(block, size_bytes, "high" if self.is_costly(op) else "low")
 
-    def victims(self, books: Books, asked_bytes: int) -> Sequence[int]:
+    def victims(self, books: ValueStatistics, asked_bytes: int) -> Sequence[int]:
         """The values of the cheapest window; none if no window is large enough."""
         values = np.flatnonzero(books.evictable)
         costs = np.full(books.evictable.size + 1, np.inf)
@@ -273,7 +273,7 @@ class Coop(PolicyPlanner):
     least sum of (c_nb + c) / dt is evicted whole, found by two pointers: c is a value's cost, c_nb
     that of the evicted classes around, dt its staleness. Ops that are cheap for the bytes they
     make place them from below, costly ones from above, so that windows hold values alike in cost;
-    cheap is less than the graph's mean cost a byte. Memory is an `Arena` with first fit, as large
+    cheap is below the graph's mean cost a byte. Memory is an `AddressSpace`, first fit, as large
     as the budget leaves. The policy runs over the captured graph; its runs are the plan, pruned by
     default, see `plan`.
     Optimal only where nothing need be evicted. Cost: for each window a scan of the address space.

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.solver.kept import DROPOUT, NO_ATTENTION, NO_CORE, attention_cores, op_kind
 from remat.solver.policies.template import (
     NO_BLOCK,
     NO_REPEATED_BLOCK,
@@ -18,6 +17,13 @@ from remat.solver.policies.template import (
     unavoidable,
 )
 from remat.solver.problem import Problem
+from remat.solver.recompute_summary import (
+    DROPOUT_OPS,
+    NO_ATTENTION,
+    NO_CORE,
+    attention_cores,
+    op_kind,
+)
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 
@@ -46,10 +52,10 @@ class Full:
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The unmodified step if it fits, else every block recomputed, if that does."""
         search = Search.of(self, "full", graph, budget_bytes)
-        return solve_templates(search, full_templates, NO_REPEATED_BLOCK)
+        return solve_templates(search, _full_templates, NO_REPEATED_BLOCK)
 
 
-def full_templates(problem: Problem) -> Iterator[Template]:
+def _full_templates(problem: Problem) -> Iterator[Template]:
     """The template with each block a region of its own; none where no block repeats."""
     blocks = module_blocks(problem.graph)
     if blocks.names:
@@ -80,10 +86,10 @@ class Selective:
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The unmodified step if it fits, else all attention cores recomputed, if that does."""
         search = Search.of(self, "selective", graph, budget_bytes)
-        return solve_templates(search, selective_templates, NO_ATTENTION)
+        return solve_templates(search, _selective_templates, NO_ATTENTION)
 
 
-def selective_templates(problem: Problem) -> Iterator[Template]:
+def _selective_templates(problem: Problem) -> Iterator[Template]:
     """The template with each core a region of its own; none where there is no attention."""
     core = attention_cores(problem)
     again = [part != NO_CORE for part in core]
@@ -120,10 +126,10 @@ class KeepAttentionOutput:
         search = Search.of(self, "keep_attention_output", graph, budget_bytes)
         has_blocks = bool(module_blocks(graph).names)
         absent = NO_ATTENTION if has_blocks else NO_REPEATED_BLOCK
-        return solve_templates(search, keep_attention_output_templates, absent)
+        return solve_templates(search, _keep_attention_output_templates, absent)
 
 
-def keep_attention_output_templates(problem: Problem) -> Iterator[Template]:
+def _keep_attention_output_templates(problem: Problem) -> Iterator[Template]:
     """The template; none where no block repeats or no block has attention."""
     blocks = module_blocks(problem.graph).of_op
     core = attention_cores(problem)
@@ -133,7 +139,7 @@ def keep_attention_output_templates(problem: Problem) -> Iterator[Template]:
         yield regions(problem, again, blocks)
 
 
-NORMS = frozenset(
+_NORMS = frozenset(
     {"native_layer_norm", "native_group_norm", "native_batch_norm", "_native_batch_norm_legit",
      "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training",
      "_batch_norm_with_update", "_batch_norm_with_update_functional", "cudnn_batch_norm",
@@ -141,15 +147,15 @@ NORMS = frozenset(
      "rms_norm", "_fused_rms_norm", "pow", "square", "mean", "rsqrt"}
 )  # fmt: skip
 """Norms that are one op, and the parts of a root-mean-square norm that is written out."""
-ACTIVATIONS = frozenset(
+_ACTIVATIONS = frozenset(
     {"gelu", "relu", "relu6", "silu", "mish", "sigmoid", "tanh", "elu", "selu", "celu", "glu",
      "leaky_relu", "hardswish", "hardsigmoid", "hardtanh", "softplus", "log_sigmoid_forward",
      "prelu", "_prelu_kernel", "threshold", "rrelu_with_noise_functional", "mul"}
 )  # fmt: skip
 """Elementwise functions, and the product of a gated unit."""
-FOLLOWING = frozenset({"add", "clone", "_to_copy"})
+_FOLLOWING = frozenset({"add", "clone", "_to_copy"})
 """Recomputed if the one value that they read is: epsilon of a norm, copies, casts."""
-NONE_FOUND = "no norm or activation that could be recomputed: the template does not apply"
+_NONE_FOUND = "no norm or activation that could be recomputed: the template does not apply"
 
 
 @dataclass(frozen=True)
@@ -178,17 +184,17 @@ class NormsAndActivations:
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The unmodified step if it fits, else the template, if that does."""
         search = Search.of(self, "norms_and_activations", graph, budget_bytes)
-        return solve_templates(search, norms_and_activations_templates, NONE_FOUND)
+        return solve_templates(search, _norms_and_activations_templates, _NONE_FOUND)
 
 
-def norms_and_activations_templates(problem: Problem) -> Iterator[Template]:
+def _norms_and_activations_templates(problem: Problem) -> Iterator[Template]:
     """The template; none where there is no such op."""
-    again = cheap_to_recompute(problem)
+    again = _cheap_to_recompute(problem)
     if any(again):
         yield regions(problem, again, [0] * problem.n_forward)
 
 
-def cheap_to_recompute(problem: Problem) -> list[bool]:
+def _cheap_to_recompute(problem: Problem) -> list[bool]:
     """Whether each forward op is a norm or an activation whose inputs backward has anyway."""
     at_hand = unavoidable(problem)
     for v in read_in_backward(problem):
@@ -198,11 +204,11 @@ def cheap_to_recompute(problem: Problem) -> list[bool]:
         kind = op_kind(problem.graph.ops[op].target)
         reads = problem.inputs[op]
         sources = [problem.producer[v] for v in reads]
-        is_named = kind in NORMS or kind in ACTIVATIONS or kind in DROPOUT
-        if kind in FOLLOWING:
+        is_named = kind in _NORMS or kind in _ACTIVATIONS or kind in DROPOUT_OPS
+        if kind in _FOLLOWING:
             is_named = len(sources) == 1 and again[sources[0]]
         there = all(at_hand[v] for v in reads)
-        again.append(is_named and there and not problem.pinned[op])
+        again.append(is_named and there and not problem.no_recompute[op])
         for v in problem.outputs[op] if again[-1] else ():
             at_hand[v] = 1
     return again

@@ -8,7 +8,7 @@ ends, (2) it is back when their backward begins, and (3) while any layer's backw
 layer as a whole, the next one's hosted share and the kept shares of all before it fit a cap. Then,
 layer by layer, the values dearest to make again for their bytes are kept, the next ones hosted.
 The cap is tried in equal steps, and the fastest schedule whose true peak fits is taken.
-Unlike the source: the inner choice is by rank and not by a second program; prices are the graph's.
+Unlike the source: the inner choice is by rank and not by a second program; costs are the graph's.
 Optimal: where the step fits as it is. Cost: O(steps) linear programs of two variables a layer.
 Shortcomings: needs layers, as `every_n_layers` does; a share is no set of values, so what is chosen
 misses its cap by a value a layer; blind to chains of recomputation.
@@ -25,7 +25,7 @@ from typing import ClassVar
 from remat.baselines.offload_policies import CopyChoice, Saved, SteppedPolicy
 from remat.solver.backends.mip import Limits, MixedProgram, solve_program
 
-UNIT = 1e6
+_UNIT = 1e6
 """Bytes in a unit of the rows: HiGHS's tolerances are absolute."""
 
 
@@ -37,7 +37,7 @@ class LayerFractions(SteppedPolicy):
     ----------
     steps : caps tried, of all that is saved down to nothing.
     least_bytes : smaller values stay.
-    time_limit_s, progress : as in `remat.solver.solve`.
+    time_limit_s, progress : as in `remat.solver.solve_within`.
     """
 
     name: ClassVar[str] = "layer_fractions"
@@ -118,19 +118,19 @@ class Layers:
         """
         saved = self.saved
         for i, layer in enumerate(self.values):
-            terms = [(hosted[j], self.size_bytes[j] / UNIT) for j in range(i, len(hosted))]
+            terms = [(hosted[j], self.size_bytes[j] / _UNIT) for j in range(i, len(hosted))]
             made_us = saved.begin_us[min(saved.problem.producer[v] for v in layer)]
             read_us = saved.begin_us[min(saved.first_read[v] for v in layer)]
             out_us, back_us = saved.forward_us - made_us, read_us - saved.forward_us
-            program.row(terms, upper=float(out_us) * saved.links.d2h.bytes_per_us / UNIT)
-            program.row(terms, upper=float(back_us) * saved.links.h2d.bytes_per_us / UNIT)
+            program.row(terms, upper=float(out_us) * saved.links.d2h.bytes_per_us / _UNIT)
+            program.row(terms, upper=float(back_us) * saved.links.h2d.bytes_per_us / _UNIT)
 
     def _peaks(
         self, program: MixedProgram, kept: list[int], hosted: list[int], cap_bytes: float
     ) -> None:
         """Σ of layers < i: size · kept, plus size · hosted of layer i - 1, ≤ cap - size of i."""
         for i, size_bytes in enumerate(self.size_bytes):
-            terms = [(kept[j], self.size_bytes[j] / UNIT) for j in range(i)]
+            terms = [(kept[j], self.size_bytes[j] / _UNIT) for j in range(i)]
             if i:
-                terms.append((hosted[i - 1], self.size_bytes[i - 1] / UNIT))
-                program.row(terms, upper=max(cap_bytes - size_bytes, 0.0) / UNIT)
+                terms.append((hosted[i - 1], self.size_bytes[i - 1] / _UNIT))
+                program.row(terms, upper=max(cap_bytes - size_bytes, 0.0) / _UNIT)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
-from remat.solver.backends.mip import BACKENDS, Answer, Backend, Limits, solve_program
+from remat.solver.backends.mip import BACKENDS, Backend, Limits, MipSolution, solve_program
 from remat.solver.exact.checkmate import EXACT_PASSES, StagedProgram
 from remat.solver.local_search.repair import Repair, fill
 from remat.solver.problem import Problem
@@ -33,14 +33,14 @@ from remat.solver.search import Listener, Search
 from remat.solver.state import State, recomputed_in
 from remat.solver.store_all import store_all_state
 
-THRESHOLDS = (0.5, 0.4, 0.6, 0.25, 0.75, 0.1, 0.9)
+_THRESHOLDS = (0.5, 0.4, 0.6, 0.25, 0.75, 0.1, 0.9)
 """Thresholds tried in turn; the first is the paper's."""
-SLACK_STEPS = (1.0, 2.0, 3.0, 0.5, 0.0)
+_SLACK_STEPS = (1.0, 2.0, 3.0, 0.5, 0.0)
 """Slacks tried in turn, in units of the one asked for, until a rounded schedule fits."""
-BOUND_SLACK = 1e-6
+_BOUND_SLACK = 1e-6
 """Relative tolerance of the LP's objective, taken off before it is claimed as a bound."""
 
-Relaxed = list[dict[int, float]]
+_Relaxed = list[dict[int, float]]
 """For each stage the relaxed value of carrying a value into it, by value."""
 
 
@@ -56,7 +56,7 @@ class LpRounding:
     repair : bring roundings that do not fit under the budget, and fill (not in the paper).
     most_ops : graphs of more ops are refused: their program takes gigabytes.
     backend : ``mathopt`` (HiGHS) or ``pulp`` (CBC).
-    time_limit_s, progress : as in `remat.solver.solve`.
+    time_limit_s, progress : as in `remat.solver.solve_within`.
     """
 
     slack: float = 0.1
@@ -119,10 +119,10 @@ class LpRounding:
     def _slacks(self) -> list[float]:
         """The full budget first if its LP is a bound; then the slack asked for, then others."""
         first = [0.0] if self.passes >= EXACT_PASSES else []
-        asked = [min(self.slack * step, 0.9) for step in SLACK_STEPS]
+        asked = [min(self.slack * step, 0.9) for step in _SLACK_STEPS]
         return list(dict.fromkeys((*first, *asked)))
 
-    def _relaxed(self, search: Search, slack: float) -> Relaxed | None:
+    def _relaxed(self, search: Search, slack: float) -> _Relaxed | None:
         """The LP's point at that slack; None if there is none, or time is up."""
         search.say(f"solving the relaxed program at slack {slack:g}")
         room_bytes = search.budget_bytes - search.problem.resident_bytes
@@ -138,7 +138,9 @@ class LpRounding:
             return None
         return _carried(made, answer.values)
 
-    def _claim(self, search: Search, made: StagedProgram, answer: Answer, slack: float) -> None:
+    def _claim(
+        self, search: Search, made: StagedProgram, answer: MipSolution, slack: float
+    ) -> None:
         """Record what the LP at the full budget proves."""
         if slack or self.passes < EXACT_PASSES or not answer.finished:
             return
@@ -146,9 +148,9 @@ class LpRounding:
             search.proved_infeasible = True
             return
         extra_us = max(answer.bound, 0.0) * made.cost_unit_us
-        search.raise_bound(search.graph.time_us + extra_us * (1 - BOUND_SLACK))
+        search.raise_bound(search.graph.time_us + extra_us * (1 - _BOUND_SLACK))
 
-    def _round(self, search: Search, point: Relaxed) -> None:
+    def _round(self, search: Search, point: _Relaxed) -> None:
         """Offer the schedules of every rounding of `point`."""
         for is_carried in _roundings(self.rounds, self.seed):
             if search.out_of_time():
@@ -163,23 +165,23 @@ class LpRounding:
 
 def _roundings(rounds: int, seed: int) -> Iterator[Callable[[float], bool]]:
     """Ways to make a relaxed value a bit."""
-    for threshold in THRESHOLDS:
+    for threshold in _THRESHOLDS:
         yield lambda part, threshold=threshold: part > threshold
     source = random.Random(seed)
     for _ in range(rounds):
         yield lambda part: source.random() < part
 
 
-def _carried(made: StagedProgram, values: Sequence[float]) -> Relaxed:
+def _carried(made: StagedProgram, values: Sequence[float]) -> _Relaxed:
     """What the point carries into the first sweep of each stage."""
-    point: Relaxed = []
+    point: _Relaxed = []
     for row in made.rows[:: made.passes]:
         before = made.values_before(row.stage)
         point.append({v: values[made.carried[row.index, v]] for v in before})
     return point
 
 
-def rounded_state(problem: Problem, point: Relaxed, is_carried: Callable[[float], bool]) -> State:
+def rounded_state(problem: Problem, point: _Relaxed, is_carried: Callable[[float], bool]) -> State:
     """Round what is carried into each stage, and run again what is then missing, no more.
 
     Values carried without a use are dropped, from the last stage back.
@@ -209,7 +211,7 @@ def _drop_unread(
 
 def _must_stay(problem: Problem, stage: int, v: int) -> bool:
     is_held = v in problem.held and stage >= problem.n_forward
-    return problem.pinned[problem.producer[v]] or is_held
+    return problem.no_recompute[problem.producer[v]] or is_held
 
 
 def _carried_on_anew(problem: Problem, bits: Sequence[bytearray], t: int) -> list[int]:

@@ -19,11 +19,16 @@ import numpy.typing as npt
 from remat.graph_capture.errors import SolverError, option
 from remat.graph_capture.graph import Links, TrainingGraph
 from remat.solver.local_search.repair import GapMove, apply, carriable
-from remat.solver.offload.arrivals import Base, base_of, hosting, movable
-from remat.solver.offload.placing import place_copies
+from remat.solver.offload.copy_placing import place_copies
+from remat.solver.offload.fetch_as_recompute import (
+    UntimedSchedule,
+    movable,
+    untimed_schedule,
+    with_fetches,
+)
 from remat.solver.policies.template import NO_BLOCK, module_blocks, read_in_backward, unavoidable
 from remat.solver.problem import Problem
-from remat.solver.reductions.copies import require_no_homes
+from remat.solver.reductions.copy_support import require_no_homes
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 from remat.solver.state import State, UnreachableError, recomputed_in
@@ -58,8 +63,8 @@ class Saved:
     @cached_property
     def values(self) -> list[int]:
         """Values that backward reads and that the caller does not hold anyway."""
-        handed = frozenset(self.problem.forward_outputs)
-        return [v for v in read_in_backward(self.problem) if v not in handed]
+        returned = frozenset(self.problem.forward_outputs)
+        return [v for v in read_in_backward(self.problem) if v not in returned]
 
     @cached_property
     def total_bytes(self) -> int:
@@ -125,7 +130,7 @@ class Saved:
         took_us = 0.0
         while waiting:
             op = waiting.pop()
-            if problem.pinned[op]:
+            if problem.no_recompute[op]:
                 return float("inf")
             took_us += problem.cost_us[op]
             for below in (problem.producer[u] for u in problem.inputs[op] if u not in saved):
@@ -139,22 +144,22 @@ class Saved:
         again = frozenset(self.values).difference(hosted, kept)
         return CopyChoice(frozenset(hosted), again)
 
-    def base(self, choice: CopyChoice) -> Base | None:
+    def base(self, choice: CopyChoice) -> UntimedSchedule | None:
         """What `choice` comes to; None where a pin forbids to make a value again."""
         problem = self.problem
         hosted = frozenset(problem.producer[v] for v in choice.hosted)
-        mine = hosting(problem, hosted, self.links)
+        mine = with_fetches(problem, hosted, self.links)
         kept = unavoidable(problem)
         for v in (*self.values, *problem.forward_outputs):
             kept[v] = 1
         for v in (*choice.hosted, *choice.again):
-            kept[v] = problem.pinned[problem.producer[v]] and v not in choice.hosted
+            kept[v] = problem.no_recompute[problem.producer[v]] and v not in choice.hosted
         try:
             state = State.from_recomputed(mine, _just_in_time(mine, kept))
         except UnreachableError:
             return None
         _carry(state, hosted, kept)
-        return base_of(state, hosted)
+        return untimed_schedule(state, hosted)
 
 
 def _carry(state: State, hosted: frozenset[int], kept: bytearray) -> None:
@@ -180,15 +185,15 @@ def _just_in_time(problem: Problem, kept: bytearray) -> list[list[int]]:
     return stages
 
 
-LEAST_BYTES = 1 << 20
+_LEAST_BYTES = 1 << 20
 """Smaller values stay, unless a policy is told otherwise."""
-NOTHING_LARGE = "backward reads nothing of forward that is large enough to leave the device"
-NO_ROOM = "the host has no room for what the policy sends there"
+_NOTHING_LARGE = "backward reads nothing of forward that is large enough to leave the device"
+_NO_ROOM = "the host has no room for what the policy sends there"
 
-Choices = Callable[[Saved], Iterable[CopyChoice]]
+_Choices = Callable[[Saved], Iterable[CopyChoice]]
 
 
-def links_of(graph: TrainingGraph, solver: str) -> Links:
+def _links_of(graph: TrainingGraph, solver: str) -> Links:
     """The links of `graph`.
 
     Raises
@@ -212,19 +217,19 @@ class SteppedPolicy(ABC):
     ----------
     name : in the table of solvers. steps : settings tried, both ends included.
     least_bytes : smaller values stay.
-    time_limit_s, progress : as in `remat.solver.solve`.
+    time_limit_s, progress : as in `remat.solver.solve_within`.
     """
 
     copies: ClassVar[bool] = True
     name: ClassVar[str]
 
     steps: int = 49
-    least_bytes: int = LEAST_BYTES
+    least_bytes: int = _LEAST_BYTES
     time_limit_s: float = 60.0
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        check_knobs(self.least_bytes, self.steps)
+        _check_knobs(self.least_bytes, self.steps)
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The unmodified step if it fits, else the fastest setting that does.
@@ -233,14 +238,14 @@ class SteppedPolicy(ABC):
         ------
         SolverError : the graph has no links.
         """
-        return solve_choices(self, self.name, graph, budget_bytes, self.choices)
+        return _solve_choices(self, self.name, graph, budget_bytes, self.choices)
 
     @abstractmethod
     def choices(self, saved: Saved) -> Iterator[CopyChoice]:
         """A choice for each setting."""
 
 
-def check_knobs(least_bytes: int, steps: int = 2) -> None:
+def _check_knobs(least_bytes: int, steps: int = 2) -> None:
     """Raise `SolverError` unless they are a number of bytes, and of settings to try."""
     if least_bytes < 1:
         raise SolverError(f"least_bytes must be 1 or more, not {least_bytes}")
@@ -248,8 +253,8 @@ def check_knobs(least_bytes: int, steps: int = 2) -> None:
         raise SolverError(f"steps must be 2 (all and nothing) or more, not {steps}")
 
 
-def solve_choices(
-    solver: Any, name: str, graph: TrainingGraph, budget_bytes: int, choices: Choices
+def _solve_choices(
+    solver: Any, name: str, graph: TrainingGraph, budget_bytes: int, choices: _Choices
 ) -> Result:
     """The fastest that fits of the unmodified step and of `choices`, all of them tried.
 
@@ -262,7 +267,7 @@ def solve_choices(
     ------
     SolverError : the graph has no links, or moves more than activations.
     """
-    links = links_of(graph, name)
+    links = _links_of(graph, name)
     search = Search.of(solver, name, graph, budget_bytes)
     with search.until_interrupted():
         if not search.offer_sequence(range(search.problem.n_ops), or_least=True):
@@ -270,9 +275,9 @@ def solve_choices(
     return search.result()
 
 
-def _try_choices(search: Search, saved: Saved, choices: Choices) -> None:
-    search.message = NOTHING_LARGE
-    over: list[Base] = []
+def _try_choices(search: Search, saved: Saved, choices: _Choices) -> None:
+    search.message = _NOTHING_LARGE
+    over: list[UntimedSchedule] = []
     seen: set[CopyChoice] = set()
     for choice in choices(saved):
         search.message = ""
@@ -287,19 +292,19 @@ def _try_choices(search: Search, saved: Saved, choices: Choices) -> None:
         _take_least(search, saved.links, over)
 
 
-def _take_least(search: Search, links: Links, over: list[Base]) -> None:
+def _take_least(search: Search, links: Links, over: list[UntimedSchedule]) -> None:
     """Name the least budget that a choice fits: no copy needs room beside its base."""
     for base in sorted(over, key=lambda one: one.peak_bytes):
         if base.peak_bytes >= search.lowest_bytes or _take(search, links, base, base.peak_bytes):
             return
-        search.message = NO_ROOM
+        search.message = _NO_ROOM
 
 
-def _take(search: Search, links: Links, base: Base, budget_bytes: int) -> bool:
+def _take(search: Search, links: Links, base: UntimedSchedule, budget_bytes: int) -> bool:
     """Offer `base` with its copies placed within `budget_bytes`; whether there is room."""
     placed = place_copies(search.graph, base, budget_bytes, links)
     if placed is not None:
-        search.offer_judged(placed.schedule, placed.found, or_least=True)
+        search.offer_evaluated(placed.schedule, placed.found, or_least=True)
     return placed is not None
 
 
@@ -321,17 +326,17 @@ class SwapAll:
     Attributes
     ----------
     least_bytes : smaller values stay.
-    time_limit_s, progress : as in `remat.solver.solve`.
+    time_limit_s, progress : as in `remat.solver.solve_within`.
     """
 
     copies: ClassVar[bool] = True
 
-    least_bytes: int = LEAST_BYTES
+    least_bytes: int = _LEAST_BYTES
     time_limit_s: float = 60.0
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        check_knobs(self.least_bytes)
+        _check_knobs(self.least_bytes)
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The unmodified step if it fits, else all on the host, if that does.
@@ -340,10 +345,10 @@ class SwapAll:
         ------
         SolverError : the graph has no links.
         """
-        return solve_choices(self, "swap_all", graph, budget_bytes, swap_all_choices)
+        return _solve_choices(self, "swap_all", graph, budget_bytes, _swap_all_choices)
 
 
-def swap_all_choices(saved: Saved) -> Iterator[CopyChoice]:
+def _swap_all_choices(saved: Saved) -> Iterator[CopyChoice]:
     """The one choice; none where nothing is large enough."""
     if saved.large:
         yield CopyChoice(frozenset(saved.large))
@@ -357,21 +362,21 @@ class Delta(SteppedPolicy):
     Paper: Y. Tang, C. Wang, Y. Zhang, Y. Liu, X. Zhang, L. Qiao, Z. Lai, D. Li, "DELTA:
     Dynamically Optimizing GPU Memory beyond Tensor Recomputation", 2022,
     https://arxiv.org/abs/2203.15980.
-    Solves: a knapsack of bytes to release, by ratio. The price of a value is the lesser of making
+    Solves: a knapsack of bytes to release, by ratio. The cost of a value is the lesser of making
     it again and of what its copies take beyond the time in which nobody reads it. A released value
     is hosted if the link can take it out before forward ends, and bring it in before its use
     beside those hosted so far; else it is made again. The bytes to release are tried in equal
     steps, and the fastest schedule whose true peak fits is taken. Unlike the paper: its filter and
     director run online; here they choose for the whole step.
     Optimal: where the step fits as it is. Cost: O(steps · copies · (copies + ops)).
-    Shortcomings: a price does not know what else is released, neither the chains behind a value
+    Shortcomings: a cost does not know what else is released, neither the chains behind a value
     that is made again, nor the queue on the link.
 
     Attributes
     ----------
     steps : shares of the bytes tried, none and all included.
     least_bytes : smaller values stay.
-    time_limit_s, progress : as in `remat.solver.solve`.
+    time_limit_s, progress : as in `remat.solver.solve_within`.
     """
 
     name: ClassVar[str] = "delta"
@@ -379,7 +384,7 @@ class Delta(SteppedPolicy):
     def choices(self, saved: Saved) -> Iterator[CopyChoice]:
         """A choice for each share of bytes to release; none where nothing is large enough."""
         size_bytes = saved.problem.size_bytes
-        ranked = sorted(saved.large, key=lambda v: price(saved, v))
+        ranked = sorted(saved.large, key=lambda v: cost_per_byte(saved, v))
         for i in range(1, self.steps if ranked else 0):
             short_bytes = saved.total_bytes * i // (self.steps - 1)
             released: list[int] = []
@@ -388,11 +393,11 @@ class Delta(SteppedPolicy):
                     break
                 released.append(v)
                 short_bytes -= size_bytes[v]
-            hosted = hidden(saved, released)
+            hosted = hidden_copies(saved, released)
             yield CopyChoice(hosted, frozenset(released) - hosted)
 
 
-def price(saved: Saved, v: int) -> tuple[float, float]:
+def cost_per_byte(saved: Saved, v: int) -> tuple[float, float]:
     """What it costs for each byte to be without `v`; the second entry decides between equals."""
     size_bytes, again_us = saved.problem.size_bytes[v], saved.again_us[v]
     unread_us = saved.begin_us[saved.first_read[v]] - saved.begin_us[saved.last_read[v] + 1]
@@ -401,7 +406,7 @@ def price(saved: Saved, v: int) -> tuple[float, float]:
     return min(again_us, exposed_us) / size_bytes, again_us / size_bytes
 
 
-def hidden(saved: Saved, released: Sequence[int]) -> frozenset[int]:
+def hidden_copies(saved: Saved, released: Sequence[int]) -> frozenset[int]:
     """Those of `released` to host: copies that hide, and what no op may make again."""
     links, size_bytes = saved.links, saved.problem.size_bytes
     free_us, hosted = 0.0, list[int]()
@@ -419,7 +424,7 @@ def hidden(saved: Saved, released: Sequence[int]) -> frozenset[int]:
     return frozenset(hosted)
 
 
-CHEAP = ("norm", "gelu", "silu", "rsqrt", "mul", "pow", "mean")
+_CHEAP = ("norm", "gelu", "silu", "rsqrt", "mul", "pow", "mean")
 """In the names of ops that norms and activation functions are made of."""
 
 
@@ -442,7 +447,7 @@ class Fraction(SteppedPolicy):
     ----------
     steps : fractions tried, 0 and 1 included.
     least_bytes : smaller values stay.
-    time_limit_s, progress : as in `remat.solver.solve`.
+    time_limit_s, progress : as in `remat.solver.solve_within`.
     """
 
     name: ClassVar[str] = "fraction"
@@ -463,7 +468,7 @@ class Fraction(SteppedPolicy):
 def is_cheap(saved: Saved, v: int) -> bool:
     """Whether the op that makes `v` is one of a norm or an activation function."""
     op = saved.problem.graph.ops[saved.problem.producer[v]]
-    return not op.pinned and any(word in op.target for word in CHEAP)
+    return not op.no_recompute and any(word in op.target for word in _CHEAP)
 
 
 def largest_of(saved: Saved, layer: list[int], part: float) -> list[int]:

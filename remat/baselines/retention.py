@@ -41,7 +41,7 @@ from remat.solver.store_all import store_all_state
 
 Stages = list[list[int]]
 """For each op the stages in which it runs, beginning with that of its first run."""
-FORWARD_END, STEP_END = -1, -2
+_FORWARD_END, _STEP_END = -1, -2
 """They stand for an op: the one that uses forward outputs, and the one that uses the step's."""
 
 
@@ -50,11 +50,11 @@ def event_of(stage: int, op: int) -> int:
     return stage * (stage + 1) // 2 + op
 
 
-def last_stages(problem: Problem) -> list[int]:
+def _last_stages(problem: Problem) -> list[int]:
     """For each op the last stage in which another run of it can be of use; its own if none."""
     last = list(range(problem.n_ops))
     for op in reversed(range(problem.n_ops)):
-        if not problem.pinned[op]:
+        if not problem.no_recompute[op]:
             for reader in problem.readers[op]:
                 last[op] = max(last[op], reader if reader == problem.n_ops else last[reader])
     return last
@@ -81,7 +81,7 @@ def stages_of_runs(problem: Problem, sequence: Sequence[int]) -> Stages:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class _Shown:
     """A schedule as intervals: which run each use reads, and when each run is last read.
 
     Attributes
@@ -94,7 +94,7 @@ class Shown:
     end: list[list[int]]
 
 
-def shown_by(problem: Problem, stages: Stages) -> Shown:
+def _shown_by(problem: Problem, stages: Stages) -> _Shown:
     """The intervals of the schedule with those stages; each use reads the latest run."""
     used: dict[tuple[int, int, int], int] = {}
     end = [[event_of(t, op) for t in stages[op]] for op in problem.producer]
@@ -112,12 +112,12 @@ def shown_by(problem: Problem, stages: Stages) -> Shown:
         latest[op] = i
         if op == problem.n_forward - 1 and i == 0:
             for v in problem.forward_outputs:
-                use(FORWARD_END, 0, v, event)
+                use(_FORWARD_END, 0, v, event)
             handed = {v: latest[problem.producer[v]] for v in sorted(problem.held)}
     last = event_of(problem.n_ops, problem.n_ops)
     for v in problem.needs[problem.n_ops]:
-        use(STEP_END, 0, v, last)
-    return Shown(used, end)
+        use(_STEP_END, 0, v, last)
+    return _Shown(used, end)
 
 
 # The retention-interval program of `retention`, built and solved with OR-Tools CP-SAT.
@@ -134,7 +134,7 @@ def shown_by(problem: Problem, stages: Stages) -> Shown:
 # written in the same way.
 
 
-COST_UNITS = 10_000_000
+_COST_UNITS = 10_000_000
 """Units that the time of the step is divided into, as CP-SAT counts in integers."""
 
 
@@ -155,12 +155,12 @@ class RetentionOutcome:
     finished: bool
 
 
-def cost_units(problem: Problem) -> tuple[list[int], float]:
+def _cost_units(problem: Problem) -> tuple[list[int], float]:
     """Costs as integers, and the time of one unit; exact where costs are small integers."""
     total_us = sum(problem.cost_us)
-    if total_us <= COST_UNITS and all(cost == int(cost) for cost in problem.cost_us):
+    if total_us <= _COST_UNITS and all(cost == int(cost) for cost in problem.cost_us):
         return [int(cost) for cost in problem.cost_us], 1.0
-    unit_us = total_us / COST_UNITS
+    unit_us = total_us / _COST_UNITS
     return [round(cost / unit_us) for cost in problem.cost_us], unit_us
 
 
@@ -196,13 +196,13 @@ class RetentionModel:
         self.api = cast(Any, cp_model)
         self.model = self.api.CpModel()
         problem = self.problem
-        self.last = last_stages(problem)
+        self.last = _last_stages(problem)
         self.end_event = event_of(problem.n_ops, problem.n_ops)
         self.start = [[event_of(op, op)] for op in range(problem.n_ops)]
         self.active = [[True] for _ in range(problem.n_ops)]
         self._runs()
         within = [times[: len(self.start[op])] for op, times in enumerate(self.hint)]
-        shown = shown_by(problem, within)
+        shown = _shown_by(problem, within)
         self.end = [self._retentions(v, shown) for v in range(problem.n_values)]
         self._uses(shown)
         self._memory()
@@ -238,7 +238,7 @@ class RetentionModel:
             self.intervals.append(made)
             self.demands.append(own_bytes)
 
-    def _retentions(self, v: int, shown: Shown) -> list[Any]:
+    def _retentions(self, v: int, shown: _Shown) -> list[Any]:
         """The last use of `v` from each run of its op; an idle run ends where it starts."""
         op, model = self.problem.producer[v], self.model
         ends: list[Any] = []
@@ -265,7 +265,7 @@ class RetentionModel:
         times = self.hint[op]
         return event_of(times[i] if i < len(times) else self.last[op], op)
 
-    def _uses(self, shown: Shown) -> None:
+    def _uses(self, shown: _Shown) -> None:
         problem = self.problem
         for op in range(problem.n_ops):
             for i, (at, active) in enumerate(zip(self.start[op], self.active[op], strict=True)):
@@ -274,10 +274,12 @@ class RetentionModel:
         forward_end = event_of(problem.n_forward - 1, problem.n_forward - 1)
         for v in problem.forward_outputs:
             until = self.end_event if v in problem.held else forward_end
-            self._use(v, forward_end, until, True, shown.used.get((FORWARD_END, 0, v)))
+            self._use(v, forward_end, until, True, shown.used.get((_FORWARD_END, 0, v)))
         for v in problem.needs[problem.n_ops]:
             if v not in problem.held:
-                self._use(v, self.end_event, self.end_event, True, shown.used.get((STEP_END, 0, v)))
+                self._use(
+                    v, self.end_event, self.end_event, True, shown.used.get((_STEP_END, 0, v))
+                )
 
     def _use(self, v: int, at: Any, until: Any, active: Any, hinted: int | None) -> None:
         """Some run of the producer of `v`, before event `at`, is retained up to `until`."""
@@ -301,7 +303,7 @@ class RetentionModel:
 
     def _objective(self) -> None:
         """Extra time, no less than what is proved and no more than that of the hint."""
-        costs, unit_us = cost_units(self.problem)
+        costs, unit_us = _cost_units(self.problem)
         again = [(active, costs[op]) for op, runs in enumerate(self.active) for active in runs[1:]]
         extra = self.api.LinearExpr.weighted_sum(
             [active for active, _ in again], [cost for _, cost in again]
@@ -355,9 +357,9 @@ def _watcher(made: RetentionModel) -> Any:
     return Watcher()
 
 
-RAISED = (2, 3)
+_RAISED = (2, 3)
 """Most computations of an op, one after the other, where that is chosen for the user."""
-CLOSED = 1e-9
+_CLOSED = 1e-9
 """With a gap of at most this, nothing is left to find."""
 
 
@@ -372,7 +374,7 @@ class Retention:
         limit CP-SAT by its own count of work, with one worker for each program.
     seed : of CP-SAT.
     most_ops : graphs of more ops are left to `cut`.
-    time_limit_s, progress : as in `remat.solver.solve`.
+    time_limit_s, progress : as in `remat.solver.solve_within`.
     """
 
     computations: int = 2
@@ -402,7 +404,7 @@ class Retention:
     def run(self, search: Search) -> None:
         """Search from the schedule and bound of `cut`, with more computations if there is time."""
         self._begin(search)
-        if search.gap <= CLOSED or search.proved_infeasible:
+        if search.gap <= _CLOSED or search.proved_infeasible:
             return
         if search.problem.n_ops > self.most_ops:
             search.message = (
@@ -410,8 +412,8 @@ class Retention:
                 f"{self.most_ops}: this is the outcome of cut"
             )
             return
-        for computations in (self.computations,) if self.computations else RAISED:
-            if search.gap > CLOSED and not search.out_of_time():
+        for computations in (self.computations,) if self.computations else _RAISED:
+            if search.gap > _CLOSED and not search.out_of_time():
                 self._improve(search, computations)
 
     def _begin(self, search: Search) -> None:
@@ -445,7 +447,7 @@ class Retention:
     def _note(self, search: Search, computations: int, outcome: RetentionOutcome) -> None:
         """Say what the end of the program proves."""
         search.cut_short = not outcome.finished
-        if not outcome.finished or search.gap <= CLOSED:
+        if not outcome.finished or search.gap <= _CLOSED:
             return
         proved = "optimal" if search.best is not None else "no schedule was found"
         if search.best is not None and outcome.stages is None:

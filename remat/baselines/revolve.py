@@ -30,7 +30,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from remat.baselines.chain import Action, Chain, ChainSearch, chain_or_done, ops_of_actions
+from remat.baselines.chain import Chain, ChainAction, ChainSearch, chain_or_done, ops_of_actions
 from remat.graph_capture.errors import SolverError, option
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
@@ -48,12 +48,12 @@ from remat.solver.search import Listener, Search
 # takes a slot if it is read again.
 
 
-Counts = npt.NDArray[np.int64]
-NEVER = 1 << 60
+_Counts = npt.NDArray[np.int64]
+_NEVER = 1 << 60
 """The count of what cannot be done."""
 
 
-def repetitions(stages: int, slots: int) -> int:
+def _repetitions(stages: int, slots: int) -> int:
     """The least t with C(s + t, s) ≥ n: no stage need run more than t times again."""
     times = 0
     while comb(slots + times, slots) < stages:
@@ -75,48 +75,48 @@ def _right_start(stages: int, slots: int) -> int:
     The left part must do with one repetition less and the same slots. The right part must do
     with the same repetitions and one slot less. Any split that allows both is optimal.
     """
-    times = repetitions(stages, slots)
+    times = _repetitions(stages, slots)
     left_most = comb(slots + times - 1, slots)
     right_least = comb(slots + times - 2, slots - 1)
     return max(1, min(left_most, stages - right_least))
 
 
-def binomial_actions(stages: int, slots: int) -> list[Action]:
+def binomial_actions(stages: int, slots: int) -> list[ChainAction]:
     """A schedule of the fewest forward runs with `slots` states stored.
 
-    Their number is n + t·n - C(s + t, t - 1), with t from `repetitions`.
+    Their number is n + t·n - C(s + t, t - 1), with t from `_repetitions`.
 
     Raises
     ------
     SolverError : no stage, or no slot for the first state.
     """
     _check_slots(stages, slots, least_slots=1)
-    found, stored = [Action("store", 0)], {0}
+    found, stored = [ChainAction("store", 0)], {0}
     waiting = [(0, stages, slots)]
     while waiting:
         start, count, free = waiting.pop()
         if count == 1:
-            found += [Action("save", start), Action("backward", start)]
+            found += [ChainAction("save", start), ChainAction("backward", start)]
             if start in stored:
                 stored.discard(start)
-                found.append(Action("discard", start))
+                found.append(ChainAction("discard", start))
             continue
         ahead = _right_start(count, free)
-        found += [Action("forward", start + i) for i in range(ahead)]
+        found += [ChainAction("forward", start + i) for i in range(ahead)]
         if count - ahead > 1:
             stored.add(start + ahead)
-            found.append(Action("store", start + ahead))
+            found.append(ChainAction("store", start + ahead))
         waiting += [(start, ahead, free), (start + ahead, count - ahead, free - 1)]
     return found
 
 
-def mixed_table(stages: int, slots: int) -> tuple[Counts, Counts]:
+def mixed_table(stages: int, slots: int) -> tuple[_Counts, _Counts]:
     """Fewest forward runs for [slots, stages], and the first choice.
 
     Choice 0: save what backward reads of the first stage; k > 0: store the state before it
     and run k stages forward.
     """
-    steps = np.full((slots + 1, stages + 1), NEVER, np.int64)
+    steps = np.full((slots + 1, stages + 1), _NEVER, np.int64)
     choice = np.zeros((slots + 1, stages + 1), np.int64)
     steps[:, 0], steps[:, 1] = 0, 1
     for held in range(1, slots + 1):
@@ -127,10 +127,10 @@ def mixed_table(stages: int, slots: int) -> tuple[Counts, Counts]:
             k = int(totals.argmin())
             if totals[k] < steps[held, n]:
                 steps[held, n], choice[held, n] = totals[k], k + 1
-    return np.minimum(steps, NEVER), choice
+    return np.minimum(steps, _NEVER), choice
 
 
-def mixed_actions(stages: int, slots: int) -> list[Action]:
+def mixed_actions(stages: int, slots: int) -> list[ChainAction]:
     """A schedule of the fewest forward runs where a slot holds a state, or what backward reads.
 
     Raises
@@ -140,20 +140,20 @@ def mixed_actions(stages: int, slots: int) -> list[Action]:
     _check_slots(stages, slots, least_slots=1 if stages > 1 else 0)
     slots = min(slots, stages)
     choice = mixed_table(stages, slots)[1]
-    found: list[Action] = []
+    found: list[ChainAction] = []
     waiting = [(0, stages, slots)]
     while waiting:
         start, count, free = waiting.pop()
         if count < 0:
-            found.append(Action("backward" if count == -1 else "discard", start))
+            found.append(ChainAction("backward" if count == -1 else "discard", start))
         elif (ahead := int(choice[free, count])) == 0:
-            found.append(Action("save", start))
+            found.append(ChainAction("save", start))
             waiting.append((start, -1, 0))
             if count > 1:
                 waiting.append((start + 1, count - 1, free - 1))
         else:
-            found.append(Action("store", start))
-            found += [Action("forward", start + i) for i in range(ahead)]
+            found.append(ChainAction("store", start))
+            found += [ChainAction("forward", start + i) for i in range(ahead)]
             waiting += [(start, ahead, free), (start, -2, 0)]
             waiting.append((start + ahead, count - ahead, free - 1))
     return found
@@ -166,7 +166,7 @@ def mixed_actions(stages: int, slots: int) -> list[Action]:
 # the slots that are written and read most stay in memory.
 
 
-class Stored(NamedTuple):
+class _Stored(NamedTuple):
     """A state in a slot.
 
     `position` is that of the action that stores it. `reads` counts how often forward starts
@@ -179,17 +179,19 @@ class Stored(NamedTuple):
     reads: int
 
 
-def stored_states(actions: Sequence[Action]) -> list[Stored]:
+def stored_states(actions: Sequence[ChainAction]) -> list[_Stored]:
     """Each state that `actions` store, in order.
 
     Slots are a stack: the last one taken is the first one left. Saved stages take slots too.
     """
     slots: list[int | None] = []
-    found: list[Stored] = []
+    found: list[_Stored] = []
     reached = 0
-    for position, ((kind, stage), after) in enumerate(pairwise((*actions, Action("discard", -1)))):
+    for position, ((kind, stage), after) in enumerate(
+        pairwise((*actions, ChainAction("discard", -1)))
+    ):
         if kind == "store":
-            found.append(Stored(position, stage, len(slots), 0))
+            found.append(_Stored(position, stage, len(slots), 0))
             slots.append(len(found) - 1)
         elif kind == "discard":
             slots.pop()
@@ -202,12 +204,12 @@ def stored_states(actions: Sequence[Action]) -> list[Stored]:
                 if index is not None and stage == found[index].stage != reached:
                     found[index] = found[index]._replace(reads=found[index].reads + 1)
             reached = stage + 1
-            if kind == "save" and after != Action("backward", stage):
+            if kind == "save" and after != ChainAction("backward", stage):
                 slots.append(None)
     return found
 
 
-def least_read(states: Sequence[Stored], count: int) -> list[Stored]:
+def least_read(states: Sequence[_Stored], count: int) -> list[_Stored]:
     """The states of the `count` slots that are written and read least.
 
     The first slot is left out: what enters the first stage is resident.
@@ -220,8 +222,8 @@ def least_read(states: Sequence[Stored], count: int) -> list[Stored]:
     return [state for state in states if state.slot in chosen]
 
 
-def with_disk(
-    problem: Problem, chain: Chain, made: Schedule, actions: Sequence[Action], count: int
+def _with_disk(
+    problem: Problem, chain: Chain, made: Schedule, actions: Sequence[ChainAction], count: int
 ) -> Schedule:
     """`made` from `actions`, with the states of `count` slots offloaded while they wait."""
     chosen = least_read(stored_states(actions), count)
@@ -283,7 +285,7 @@ class Revolve:
     disk_slots : how many of those wait in host memory; the least read ones do.
     mixed : a slot may hold what backward reads of a stage instead of a state.
     stages : the most stages.
-    time_limit_s, progress : as in `remat.solver.solve`.
+    time_limit_s, progress : as in `remat.solver.solve_within`.
     """
 
     slots: int = 0
@@ -322,8 +324,8 @@ class Revolve:
     def _solve_chain(self, search: Search, chain: Chain) -> None:
         length = len(chain.stages)
 
-        def change(made: Schedule, actions: Sequence[Action]) -> Schedule:
-            return with_disk(search.problem, chain, made, actions, self.disk_slots)
+        def change(made: Schedule, actions: Sequence[ChainAction]) -> Schedule:
+            return _with_disk(search.problem, chain, made, actions, self.disk_slots)
 
         tries = ChainSearch(search, chain, change if self.disk_slots else None)
         search.say(f"chain of {length} stages")
@@ -334,5 +336,5 @@ class Revolve:
         if not self.disk_slots:
             tries.fill_best()
 
-    def _actions(self, length: int, slots: int) -> list[Action]:
+    def _actions(self, length: int, slots: int) -> list[ChainAction]:
         return (mixed_actions if self.mixed else binomial_actions)(length, slots)

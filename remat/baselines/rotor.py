@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from remat.baselines.chain import Action, Chain, ChainSearch, Run, chain_or_done
+from remat.baselines.chain import Chain, ChainAction, ChainRun, ChainSearch, chain_or_done
 from remat.baselines.revolve import binomial_actions
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
@@ -45,8 +45,8 @@ from remat.solver.search import Listener, Search
 
 
 Floats = npt.NDArray[np.float64]
-Choices = npt.NDArray[np.int16]
-Slots = npt.NDArray[np.int64]
+_Choices = npt.NDArray[np.int16]
+_Slots = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,9 @@ class ChainRuns:
     leaf_peak_bytes: tuple[int, ...]
 
     @classmethod
-    def of(cls, drop: Sequence[Run], save: Sequence[Run], leaf: Sequence[Run]) -> ChainRuns:
+    def of(
+        cls, drop: Sequence[ChainRun], save: Sequence[ChainRun], leaf: Sequence[ChainRun]
+    ) -> ChainRuns:
         """From the runs of a chain."""
         drop_us, save_us, leaf_us = (
             tuple(run.cost_us for run in runs) for runs in (drop, save, leaf)
@@ -133,7 +135,7 @@ class RotorChain:
 
 
 @dataclass(frozen=True, slots=True)
-class RotorTable:
+class _RotorTable:
     """Least time (infinite: impossible) of sub-chain [i, j] with m slots, and the choice.
 
     Choice 0: stage i saves; k > i: the value that enters stage k is stored.
@@ -142,29 +144,29 @@ class RotorTable:
     model: RotorChain
     slot_bytes: int
     time_us: Floats
-    choice: Choices
+    choice: _Choices
 
     @property
     def whole_us(self) -> Floats:
         """Time of the whole chain for each number of slots."""
         return self.time_us[0, -1]
 
-    def actions(self, slots: int) -> list[Action]:
+    def actions(self, slots: int) -> list[ChainAction]:
         """The schedule of the whole chain that takes `whole_us[slots]`."""
-        found: list[Action] = []
+        found: list[ChainAction] = []
         waiting = [(0, len(self.model.entry_bytes) - 1, slots)]
         while waiting:
             i, j, left = waiting.pop()
             if j < i:
-                found.append(Action("backward", i))
+                found.append(ChainAction("backward", i))
             elif (k := int(self.choice[i, j, left])) == 0:
-                found.append(Action("save", i))
+                found.append(ChainAction("save", i))
                 waiting.append((i, -1, 0))
                 if i < j:
                     rest = left - self._slots(self.model.saved_bytes[i])
                     waiting.append((i + 1, j, rest))
             else:
-                found += [Action("forward", stage) for stage in range(i, k)]
+                found += [ChainAction("forward", stage) for stage in range(i, k)]
                 waiting.append((i, k - 1, left))
                 waiting.append((k, j, left - self._slots(self.model.entry_bytes[k])))
         return found
@@ -175,7 +177,7 @@ class RotorTable:
 
 def solve_rotor(
     model: RotorChain, limit_bytes: int, slots: int, stopped: Callable[[], bool] | None = None
-) -> RotorTable | None:
+) -> _RotorTable | None:
     """The table of all sub-chains for 0..`slots` slots, which make up `limit_bytes`.
 
     Takes fewer slots if all sizes have a common divisor larger than a slot. None if `stopped`
@@ -186,7 +188,7 @@ def solve_rotor(
     if grain_bytes > slot_bytes:
         slot_bytes = grain_bytes
     count, length = max(limit_bytes, 0) // slot_bytes, len(model.entry_bytes)
-    table = RotorTable(
+    table = _RotorTable(
         model,
         slot_bytes,
         np.full((length, length, count + 1), np.inf),
@@ -202,10 +204,10 @@ def solve_rotor(
 class _Column:
     """Fills in the sub-chains that end with stage `j`, the shortest first."""
 
-    def __init__(self, table: RotorTable, j: int) -> None:
+    def __init__(self, table: _RotorTable, j: int) -> None:
         self.table, self.model, self.j = table, table.model, j
         self.runs = table.model.first if j == table.time_us.shape[0] - 1 else table.model.again
-        self.slots: Slots = np.arange(table.time_us.shape[2], dtype=np.int64)
+        self.slots: _Slots = np.arange(table.time_us.shape[2], dtype=np.int64)
         self.stored = np.full((j + 1, self.slots.size), np.inf)
         """Row k: time of (k, j) if the value that enters k is stored in the same memory."""
 
@@ -261,13 +263,13 @@ class _Column:
         return -(-size_bytes // self.table.slot_bytes)
 
 
-BEYOND = 1.25
+_BEYOND = 1.25
 """The model's limit goes up to this multiple of the budget.
 
 The model counts more bytes than are live. A schedule that it puts beyond the budget may fit,
-and the judge says so.
+and the simulator says so.
 """
-LEAST_TRIES = 3
+_LEAST_TRIES = 3
 """Schedules of least memory that are judged where nothing else fits."""
 
 
@@ -278,7 +280,7 @@ class Rotor:
     Attributes
     ----------
     slots : units that the memory is divided into. stages : the most stages.
-    time_limit_s, progress : as in `remat.solver.solve`.
+    time_limit_s, progress : as in `remat.solver.solve_within`.
     """
 
     slots: int = 500
@@ -305,7 +307,7 @@ class Rotor:
         tries = ChainSearch(search, chain)
         model = RotorChain.of(chain)
         enough_bytes = model.enough_bytes()
-        room_bytes = int((search.budget_bytes - chain.base_bytes) * BEYOND)
+        room_bytes = int((search.budget_bytes - chain.base_bytes) * _BEYOND)
         if room_bytes > 0:
             self._try_table(tries, model, min(room_bytes, enough_bytes))
         if search.best is None and not search.out_of_time():
@@ -328,13 +330,13 @@ class Rotor:
         """
         table = solve_rotor(model, limit_bytes, self.slots, tries.search.out_of_time)
         if table is not None:
-            for slots in _breakpoints(table)[:LEAST_TRIES]:
+            for slots in _breakpoints(table)[:_LEAST_TRIES]:
                 tries.fits(table.actions(slots))
-            for slots in range(1, LEAST_TRIES + 1):
+            for slots in range(1, _LEAST_TRIES + 1):
                 tries.fits(binomial_actions(len(model.entry_bytes), slots))
 
 
-def _breakpoints(table: RotorTable) -> list[int]:
+def _breakpoints(table: _RotorTable) -> list[int]:
     """The numbers of slots at which the time of the whole chain falls, the least first."""
     whole_us = table.whole_us
     falls = np.concatenate((np.isfinite(whole_us[:1]), whole_us[1:] < whole_us[:-1]))

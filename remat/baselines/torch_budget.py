@@ -11,7 +11,7 @@ the others may run again, and the cut is made anew. Each op runs again at most o
 backward first needs it. f is tried in equal steps. The fastest schedule whose true peak fits is
 taken.
 As in torch: the lists of ops, sizes over all results of an op, the order of items, the cut, the
-knapsacks. Unlike torch: runtimes are the graph's prices, not FLOPs; f is a share of what the
+knapsacks. Unlike torch: runtimes are the graph's costs, not FLOPs; f is a share of what the
 unmodified step saves, not of a first cut; the cut of the cheap ops alone is not tried; views are
 no nodes; random states are saved and put back, where torch draws anew.
 Optimal: where the step fits without recomputation; in saved bytes and per op, not in the peak.
@@ -33,7 +33,6 @@ from ortools.graph.python import max_flow
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.solver.backends.mip import Limits, MixedProgram, solve_program
-from remat.solver.kept import DROPOUT, is_fused_attention, op_kind
 from remat.solver.policies.template import (
     Template,
     check_choice,
@@ -42,23 +41,24 @@ from remat.solver.policies.template import (
     unavoidable,
 )
 from remat.solver.problem import Problem
+from remat.solver.recompute_summary import DROPOUT_OPS, is_fused_attention, op_kind
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 
 # The 0/1 knapsack: which items to save for the most runtime within a memory.
 #
 # Also called: the solvers ``dp``, ``greedy`` and ``ilp`` of PyTorch's activation memory budget
-# (torch/_functorch/_activation_checkpointing/knapsack.py). A `Selection` has their three results,
+# (torch/_functorch/_activation_checkpointing/knapsack.py). A `_Selection` has their three results,
 # so that tests can compare the two. ``dp`` rounds each memory to a ten-thousandth of a unit, so
 # its choice may exceed the limit by that much for each item.
 
 
-SCALE = 10_000
+_SCALE = 10_000
 """Steps into which ``dp`` divides a unit of memory; torch has as many."""
-RELATIVE_GAP = 1e-4
+_RELATIVE_GAP = 1e-4
 
 
-class Selection(NamedTuple):
+class _Selection(NamedTuple):
     """Total runtime of the saved items, and the indices of saved and of other items."""
 
     saved_runtime: float
@@ -75,8 +75,8 @@ class KnapsackTable:
     def __init__(
         self, memory: Sequence[float], runtime: Sequence[float], max_memory: float
     ) -> None:
-        capacity = round(max_memory * SCALE)
-        self.weight = [round(size * SCALE) for size in memory]
+        capacity = round(max_memory * _SCALE)
+        self.weight = [round(size * _SCALE) for size in memory]
         self.runtime = [float(np.float32(time)) for time in runtime]
         self.taken: list[npt.NDArray[np.bool_]] = []
         best = np.zeros(capacity + 1, np.float32)
@@ -87,9 +87,9 @@ class KnapsackTable:
             self.taken.append(with_item > best)
             best = np.maximum(best, with_item)
 
-    def choose(self, max_memory: float) -> Selection:
+    def choose(self, max_memory: float) -> _Selection:
         """The items to save within `max_memory`; of equal choices, that of earlier items."""
-        left = round(max_memory * SCALE)
+        left = round(max_memory * _SCALE)
         saved: list[int] = []
         other: list[int] = []
         for item in reversed(range(len(self.weight))):
@@ -99,12 +99,12 @@ class KnapsackTable:
             else:
                 other.append(item)
         saved.reverse()
-        return Selection(sum(self.runtime[item] for item in saved), saved, other)
+        return _Selection(sum(self.runtime[item] for item in saved), saved, other)
 
 
 def greedy_knapsack(
     memory: Sequence[float], runtime: Sequence[float], max_memory: float
-) -> Selection:
+) -> _Selection:
     """Items by runtime for their memory, highest first, each saved if it still fits."""
     ratio = [time / size if size else math.inf for size, time in zip(memory, runtime, strict=True)]
     saved: list[int] = []
@@ -116,7 +116,7 @@ def greedy_knapsack(
             saved.append(item)
         else:
             other.append(item)
-    return Selection(sum(runtime[item] for item in saved), saved, other)
+    return _Selection(sum(runtime[item] for item in saved), saved, other)
 
 
 def ilp_knapsack(
@@ -124,16 +124,16 @@ def ilp_knapsack(
     runtime: Sequence[float],
     max_memory: float,
     time_limit_s: float = 60.0,
-) -> Selection:
+) -> _Selection:
     """The best items to one part in 10,000, by integer programming; none if time runs out."""
     program = MixedProgram()
     items = [program.variable(-time, integer=True) for time in runtime]
     program.row([(i, size) for i, size in zip(items, memory, strict=True)], upper=max_memory)
-    limits = Limits(time_limit_s=time_limit_s, relative_gap=RELATIVE_GAP)
+    limits = Limits(time_limit_s=time_limit_s, relative_gap=_RELATIVE_GAP)
     values = solve_program(program, limits).values if items else []
     saved = [i for i in items if values is not None and values[i] > 0.5]
     other = [i for i in items if values is None or values[i] <= 0.5]
-    return Selection(sum(runtime[i] for i in saved), saved, other)
+    return _Selection(sum(runtime[i] for i in saved), saved, other)
 
 
 # The fewest bytes to save so that backward can make the rest again without banned ops.
@@ -144,7 +144,7 @@ def ilp_knapsack(
 # minimum cuts the one nearest to backward is taken, as it recomputes least.
 
 
-SOURCE, SINK = 0, 1
+_SOURCE, _SINK = 0, 1
 
 
 def cheapest_saved(problem: Problem, banned: Collection[int]) -> list[int]:
@@ -159,22 +159,22 @@ def cheapest_saved(problem: Problem, banned: Collection[int]) -> list[int]:
             size_bytes = 0 if v in problem.held else problem.size_bytes[v]
             flow.add_arc_with_capacity(_cut_made(v), _cut_at_hand(v), size_bytes)
     for op in range(problem.n_forward):
-        fixed = problem.pinned[op] or op in banned
-        sources = [SOURCE] if fixed else [_cut_at_hand(v) for v in problem.inputs[op]]
+        fixed = problem.no_recompute[op] or op in banned
+        sources = [_SOURCE] if fixed else [_cut_at_hand(v) for v in problem.inputs[op]]
         for v in problem.outputs[op]:
             for source in sources:
                 flow.add_arc_with_capacity(source, _cut_made(v), unlimited)
     for v in read_in_backward(problem):
-        flow.add_arc_with_capacity(_cut_at_hand(v), SINK, unlimited)
+        flow.add_arc_with_capacity(_cut_at_hand(v), _SINK, unlimited)
     if flow.num_arcs() == 0:
         return []
-    flow.solve(SOURCE, SINK)
+    flow.solve(_SOURCE, _SINK)
     beyond = set(cast("list[int]", flow.get_sink_side_min_cut()))
     forward = (v for v, op in enumerate(problem.producer) if op < problem.n_forward)
     return [v for v in forward if _cut_made(v) not in beyond and _cut_at_hand(v) in beyond]
 
 
-def template_kept(problem: Problem, saved: Collection[int]) -> bytearray:
+def _template_kept(problem: Problem, saved: Collection[int]) -> bytearray:
     """The `saved` values, and those that every template keeps."""
     kept = unavoidable(problem)
     for v in saved:
@@ -190,14 +190,14 @@ def _cut_at_hand(v: int) -> int:
     return 2 * v + 3
 
 
-METHODS = ("dp", "greedy", "ilp")
-COMPUTE_INTENSIVE = frozenset(
+_METHODS = ("dp", "greedy", "ilp")
+_COMPUTE_INTENSIVE = frozenset(
     {"mm", "convolution", "bmm", "addmm", "upsample_bilinear2d", "_scaled_mm"}
 )
-RANDOM = DROPOUT | {"rand_like", "randn_like"}
-REDUCTION = 4
+_RANDOM = DROPOUT_OPS | {"rand_like", "randn_like"}
+_REDUCTION = 4
 """An op whose inputs are more than so many times its outputs is not to run again."""
-NOTHING_SAVED = "the step saves nothing for backward that could be made again"
+_NOTHING_SAVED = "the step saves nothing for backward that could be made again"
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class TorchKnapsack:
     ----------
     method : ``dp`` (torch's default), ``greedy`` or ``ilp``.
     steps : fractions tried, 0 and 1 included.
-    time_limit_s, progress : as in `remat.solver.solve`.
+    time_limit_s, progress : as in `remat.solver.solve_within`.
     """
 
     method: str = "dp"
@@ -217,14 +217,14 @@ class TorchKnapsack:
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        check_choice("method", self.method, METHODS)
+        check_choice("method", self.method, _METHODS)
         if self.steps < 2:
             raise SolverError(f"steps must be 2 (all and nothing) or more, not {self.steps}")
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The unmodified step if it fits, else the fastest fraction that does."""
         search = Search.of(self, "torch_knapsack", graph, budget_bytes)
-        return solve_templates(search, self.templates, NOTHING_SAVED)
+        return solve_templates(search, self.templates, _NOTHING_SAVED)
 
     def templates(self, problem: Problem) -> Iterator[Template]:
         """One template for each different choice of what to save, from more to less."""
@@ -257,11 +257,11 @@ class Partition:
         """Values kept where at most `fraction` of what the unmodified step saves is saved."""
         size_bytes = sum(self.problem.size_bytes[v] for v in self._avoidable(self.frugal))
         if size_bytes <= fraction * self.total_bytes:
-            return template_kept(self.problem, self.frugal)
+            return _template_kept(self.problem, self.frugal)
         banned = frozenset(self.items[i] for i in self.choose(fraction).saved)
-        return template_kept(self.problem, cheapest_saved(self.problem, banned))
+        return _template_kept(self.problem, cheapest_saved(self.problem, banned))
 
-    def choose(self, fraction: float) -> Selection:
+    def choose(self, fraction: float) -> _Selection:
         """The knapsack's choice among `items`."""
         if self.table is not None:
             return self.table.choose(fraction)
@@ -292,14 +292,14 @@ def banned_ops(problem: Problem) -> list[int]:
     return [
         op
         for op in range(problem.n_forward)
-        if wanted[op] and not problem.pinned[op] and _is_dear(problem.graph, ops[op])
+        if wanted[op] and not problem.no_recompute[op] and _is_dear(problem.graph, ops[op])
     ]
 
 
 def _is_dear(graph: TrainingGraph, op: Op) -> bool:
     kind = op_kind(op.target)
-    if kind in COMPUTE_INTENSIVE or kind in RANDOM or is_fused_attention(kind):
+    if kind in _COMPUTE_INTENSIVE or kind in _RANDOM or is_fused_attention(kind):
         return True
     values = graph.value_by_name
     read_bytes = sum(values[name].size_bytes for name in op.inputs)
-    return sum(values[name].size_bytes for name in op.outputs) * REDUCTION < read_bytes
+    return sum(values[name].size_bytes for name in op.outputs) * _REDUCTION < read_bytes

@@ -13,26 +13,26 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 from torch import nn
 
-from remat.blocks.planning import BlockPlanner, BlocksPlan, TracedBlocks, trace_blocks
+from remat.blocks.block_planner import BlockPlanner, BlocksPlan, TracedBlocks, trace_blocks
 from remat.budgets import parse_budget
 from remat.checks import Batch, is_checked, require_equal, say_unchecked, unless_short
-from remat.graph_capture.capturing import price_for, tiers_for
-from remat.graph_capture.devices.table import is_cuda
+from remat.graph_capture.capture_api import add_costs, tiers_for
+from remat.graph_capture.costs.profile import Profile, as_profile
+from remat.graph_capture.devices.known_devices import is_cuda
 from remat.graph_capture.distributed.collectives import collectives_in
 from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError, SignatureError
 from remat.graph_capture.graph import Optimizer
-from remat.graph_capture.prices.profile import Profile, as_profile
 from remat.graph_capture.sizes.symbols import Dynamic
 from remat.graph_capture.tracing.attribute_writes import state_guarded
 from remat.graph_capture.tracing.fake_tensors import has_storage
 from remat.graph_capture.tracing.mixed_precision import inputs_cast, parameters_cast, require_cast
-from remat.graph_capture.tracing.recipe import require_form
+from remat.graph_capture.tracing.recipe import check_arguments
 from remat.graph_capture.tracing.trace import trace_recipe
 from remat.progress import stopwatch_of_call
-from remat.ranges.rematerialized import require_options
+from remat.ranges.ranged_call import require_options
+from remat.ranks.collective_call import CollectiveCall
 from remat.ranks.same_order import agree_on_audits, refuse_fake, require_group
-from remat.ranks.together import Together
 from remat.reference import Reference, gradients_there
 from remat.rewriter.checking.audit import Audits
 from remat.rewriter.compiled import CompiledStep, compile_step
@@ -112,7 +112,7 @@ def rematerialize_blocks(
     """
     if dynamic:
         _refuse_range(dynamic)
-    require_form(args, kwargs, loss_fn, target)
+    check_arguments(args, kwargs, loss_fn, target)
     require_options(
         {
             "loss_fn": loss_fn, "optimizer": optimizer, "accumulate": accumulate, "group": group,
@@ -124,14 +124,15 @@ def rematerialize_blocks(
     refuse_fake(group)
     model = original_of(model)
     stages, name = stopwatch_of_call(verbose=verbose), type(model).__name__
-    ranks_together = Together(group, "remat.rematerialize_blocks")
+    ranks_together = CollectiveCall(group, "remat.rematerialize_blocks")
     with ranks_together as ranks, parameters_cast(model, sharding):
         _refuse(model)
         known, tiers = as_profile(profile), tiers_for(model, None, host, nvme)
         with stages.stage("capture", f"tracing {name} and its blocks"):
             traced = trace_blocks(
                 model, pattern, args, kwargs, loss_fn=loss_fn, target=target,
-                optimizer=optimizer, accumulate=accumulate, sharding=sharding, hand_over=False,
+                optimizer=optimizer, accumulate=accumulate, sharding=sharding,
+                gradient_release=False,
             )  # fmt: skip
         require_group(traced.whole.joint.module, group)
         for one in traced.distinct:
@@ -140,12 +141,12 @@ def rematerialize_blocks(
         def make() -> BlocksPlan:
             most_bytes = parse_budget(budget).most_bytes(traced.whole.graph)
             with stages.stage("profile", "timing ops") as shown:
-                priced = price_for(
+                costed = add_costs(
                     traced.whole, progress=shown, profile=known, tiers=tiers,
                     most_bytes=most_bytes,
                 )  # fmt: skip
             with stages.stage("solve", f"solving for {budget}"):
-                return _plan_within(BlockPlanner(traced, priced, sharding, time_limit_s), budget)
+                return _plan_within(BlockPlanner(traced, costed, sharding, time_limit_s), budget)
 
         ranks.require_same_step(traced.hash)
         plan = ranks.from_first(make, BlocksPlan)
@@ -156,7 +157,7 @@ def rematerialize_blocks(
         beside_bytes = gradients_there(model) if accumulate else 0
         beside = Reference(traced.whole.graph, budget_bytes, beside_bytes)
         checked = None
-        if ranks.all_say("check", is_checked(traced.whole.graph, check, beside)):
+        if ranks.all_agree("check", is_checked(traced.whole.graph, check, beside)):
             most_bytes = budget_bytes if is_bound else None
             with stages.stage("check", f"comparing a step of {name} with eager"):
                 checked = unless_short(
@@ -253,13 +254,13 @@ def _rewritten(
         key = (id(one), schedule.steps)
         step = compiled.get(key)
         # A step that holds objects of one block is of use to no other.
-        if step is None or step.settled or constants_of(step.forward, step.backward):
+        if step is None or step.initialised or constants_of(step.forward, step.backward):
             fresh = trace_recipe(block, recipe)
             step, state = compile_step(fresh, schedule, links=plan.links), fresh.python_state
             compiled[key] = step
         else:
             traced_as = one.trace.python_state
-            state = state_guarded(block, recipe.loss_fn, step.carried, traced_as)
+            state = state_guarded(block, recipe.loss_fn, step.mutated, traced_as)
         made = make_module(block, schedule, recipe, step, state, audit=audit)
         made.__setstate__(told)
         replaced[block] = made

@@ -19,26 +19,26 @@ from remat.checks import (
     say_unchecked,
     unless_short,
 )
-from remat.graph_capture.capturing import price_for, tiers_for
+from remat.graph_capture.capture_api import add_costs, tiers_for
+from remat.graph_capture.costs.op_costs import with_measured_chunks
+from remat.graph_capture.costs.profile import as_profile
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.prices.pricing import with_priced_pieces
-from remat.graph_capture.prices.profile import as_profile
 from remat.graph_capture.tracing.trace import Trace, trace
 from remat.levers.by_tolerance import naming_tolerance
-from remat.levers.pieces_at_need import may_wait, solved_at_need
+from remat.levers.chunks_at_need import may_wait, solved_at_need
 from remat.progress import Stopwatch, solver_shown, stopwatch_of_call
 from remat.ranks.same_order import require_group
 from remat.reference import Reference, gradients_there
 from remat.rewriter.rewriting import rewrite
 from remat.rewriter.user_module.module import RematModule
 from remat.solved import Solved, at_hand_text, facts_of, infeasible_text, planned_text
-from remat.solver.reductions.globs import Globs, as_globs
+from remat.solver.reductions.pin_globs import Globs, as_globs
 from remat.solver.result import Result
-from remat.solver.table import TAKE_PIECES
+from remat.solver.table import TAKE_CHUNKS
 
 if TYPE_CHECKING:
-    from remat.graph_capture.prices.profile import Profile
+    from remat.graph_capture.costs.profile import Profile
     from remat.graph_capture.tracing.recipe import Split
     from remat.rewriter.checking.check import Check
 
@@ -74,7 +74,7 @@ class Wishes:
     @property
     def may_keep_all(self) -> bool:
         """Whether a step that runs every op once is what a solve would give, where it fits."""
-        return self.solver in TAKE_PIECES and not self.recompute
+        return self.solver in TAKE_CHUNKS and not self.recompute
 
 
 def cached_plan(
@@ -153,11 +153,11 @@ def _solved(
     wishes: Wishes,
 ) -> RematModule:
     """The module of a schedule that is kept on disk, or is solved for now."""
-    question = Question(model, traced, budget, wishes)
+    question = _Question(model, traced, budget, wishes)
     is_whole = may_wait(traced, question.parsed)
-    graph = question.priced(traced, pieces=not is_whole)
+    graph = question.costed(traced, chunks=not is_whole)
     text = repr(sorted(wishes.of_solve.items()))
-    kept = kept_solve(graph, question.parsed, text, question.in_pieces)
+    kept = kept_solve(graph, question.parsed, text, question.in_chunks)
     found = kept or question.solved(graph, is_whole=is_whole)
     result, checked = found.result, None
     assert result.schedule is not None
@@ -187,7 +187,7 @@ def _solved(
 
 
 @dataclass(frozen=True)
-class Question:
+class _Question:
     """A trace and a budget, for which a schedule is wanted."""
 
     model: nn.Module
@@ -200,20 +200,20 @@ class Question:
         """The budget as `parse_budget` reads it."""
         return parse_budget(self.budget)
 
-    def priced(self, one: Trace, *, pieces: bool = True) -> TrainingGraph:
-        """The graph of a trace, with prices; of what may run in pieces, if they are wanted."""
+    def costed(self, one: Trace, *, chunks: bool = True) -> TrainingGraph:
+        """The graph of a trace, with costs; of what may run in chunks, if they are wanted."""
         wishes = self.wishes
         tiers = tiers_for(self.model, None, wishes.host, wishes.nvme)
         with wishes.stages.stage("profile", "timing ops") as shown:
-            return price_for(
+            return add_costs(
                 one, progress=shown, profile=as_profile(wishes.profile), tiers=tiers,
-                most_bytes=self.parsed.most_bytes(one.graph), pieces=pieces,
+                most_bytes=self.parsed.most_bytes(one.graph), chunks=chunks,
             )  # fmt: skip
 
-    def in_pieces(self, graph: TrainingGraph) -> TrainingGraph:
-        """A priced graph with what may run in pieces."""
-        with self.wishes.stages.stage("profile", "timing large layers in pieces") as shown:
-            return with_priced_pieces(self.traced, graph, shown)
+    def in_chunks(self, graph: TrainingGraph) -> TrainingGraph:
+        """A graph with costs, also of what may run in chunks."""
+        with self.wishes.stages.stage("profile", "timing large layers in chunks") as shown:
+            return with_measured_chunks(self.traced, graph, shown)
 
     def solved(self, graph: TrainingGraph, *, is_whole: bool) -> Solved:
         """A schedule and the graph that it is of.
@@ -224,13 +224,13 @@ class Question:
         """
         if is_whole:
             found = solved_at_need(
-                self.traced, graph, self._solve, self.in_pieces, self.wishes.stages
+                self.traced, graph, self._solve, self.in_chunks, self.wishes.stages
             )
         else:
             found = Solved(graph, self._solve(graph))
         if found.result.schedule is None:
             again = functools.partial(self._solve, budget_bytes=found.result.budget_bytes)
-            lost = naming_tolerance(found.result, self.traced, found.graph, self.priced, again)
+            lost = naming_tolerance(found.result, self.traced, found.graph, self.costed, again)
             raise BudgetError(infeasible_text(lost))
         return found
 

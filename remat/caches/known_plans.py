@@ -1,7 +1,7 @@
-"""What a cache of plans knows before it plans a batch, so that few batches are priced and solved.
+"""What a cache of plans knows before it plans a batch, so that few batches are timed and solved.
 
 A batch that fits with every op run once runs so. Another one takes a schedule that was made for
-other sizes, if its step has the same ops and the judge finds that it fits at the sizes at hand. A
+other sizes, if its step has the same ops and `simulate` finds that it fits at the sizes at hand. A
 trace tells both, with the bytes that its ops take and without their times.
 """
 
@@ -22,28 +22,28 @@ import remat.rewriter
 import remat.schedules
 import remat.solver
 from remat.budgets import Budget
+from remat.graph_capture.cache_files import CacheFiles
+from remat.graph_capture.costs.op_costs import Sized
 from remat.graph_capture.errors import PlanError, ScheduleError
-from remat.graph_capture.files import decoded
+from remat.graph_capture.files import decode_json
 from remat.graph_capture.graph import Links, TrainingGraph
-from remat.graph_capture.kept_files import KeptFiles
-from remat.graph_capture.prices.pricing import Sized
 from remat.graph_capture.tracing.trace import Trace
 from remat.rewriter.checking.audit import of_steps
 from remat.rewriter.compiled import compile_step
-from remat.rewriter.rewriting import trace_in_pieces
+from remat.rewriter.rewriting import trace_in_chunks
 from remat.rewriter.user_module.module import RematModule, make_module
-from remat.schedules.family import carried
+from remat.schedules.family import resized_schedule
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from remat.solved import Solved
-from remat.solver.result import INTERRUPTED, Result, judged
+from remat.solver.result import INTERRUPTED, Result, evaluate_schedule
 from remat.solver.store_all import StoreAll
 
-MOST_SCHEDULES = 16
+_MOST_SCHEDULES = 16
 """That are tried on a batch of other sizes; the first ones go first."""
 
 
-class Reusable(NamedTuple):
+class _Reusable(NamedTuple):
     """A schedule that may fit. `overhead` : that it was solved with, at its own sizes."""
 
     overhead: float
@@ -54,7 +54,7 @@ class Reusable(NamedTuple):
 class AtHand(NamedTuple):
     """A schedule for a trace that no solver was asked for.
 
-    `graph` has the bytes that ops take, and no times. `peak_bytes` is the judge's, on that graph.
+    `graph` has the bytes that ops take, and no times. `peak_bytes` is `simulate`'s, on that graph.
     """
 
     schedule: Schedule
@@ -74,15 +74,15 @@ class KnownPlans:
 
     def __init__(self) -> None:
         self.most_bytes, self.is_checked = 0, False
-        self._solved: list[Reusable] = []
+        self._solved: list[_Reusable] = []
 
     def note(self, found: Solved) -> None:
         """Keep a solved schedule at hand for batches of other sizes."""
         schedule = found.result.schedule
         assert schedule is not None
         self.took(found.result.peak_bytes)
-        self._solved.append(Reusable(found.result.overhead, schedule, found.graph.links))
-        del self._solved[:-MOST_SCHEDULES]
+        self._solved.append(_Reusable(found.result.overhead, schedule, found.graph.links))
+        del self._solved[:-_MOST_SCHEDULES]
 
     def forget(self) -> None:
         """Have the next batch planned and compared as the first one was."""
@@ -100,13 +100,13 @@ class KnownPlans:
         ----------
         may_keep_all : whether a step that runs every op once is what was asked for.
         """
-        plain = [Reusable(0.0, StoreAll().schedule(traced.graph))] if may_keep_all else []
+        plain = [_Reusable(0.0, StoreAll().schedule(traced.graph))] if may_keep_all else []
         # Without what kernels take for themselves a peak is too low: most end here.
         limit_bytes = self._budget_bytes(traced.graph, budget)
         tried = [
             one
             for one in (*plain, *sorted(self._solved, key=lambda one: one.overhead))
-            if one.schedule.pieces or _fitting(traced.graph, one, limit_bytes)
+            if one.schedule.chunks or _fitting(traced.graph, one, limit_bytes)
         ]
         if not tried:
             return None
@@ -124,17 +124,17 @@ class KnownPlans:
 
 
 def _graph_for(sized: Sized, schedule: Schedule) -> TrainingGraph:
-    """The graph to judge a schedule on: with its region in pieces, where it has one."""
-    if not schedule.pieces:
+    """The graph to judge a schedule on: with its region in chunks, where it has one."""
+    if not schedule.chunks:
         return sized.graph
-    one = schedule.pieces[0]
-    return sized.with_region(one.region, one.pieces, is_exact=one.exact)
+    one = schedule.chunks[0]
+    return sized.with_region(one.region, one.chunks, is_exact=one.exact)
 
 
-def _fitting(graph: TrainingGraph, one: Reusable, budget_bytes: int) -> AtHand | None:
+def _fitting(graph: TrainingGraph, one: _Reusable, budget_bytes: int) -> AtHand | None:
     """A candidate for a graph, if its step has the same ops and its peak is within the budget."""
     try:
-        schedule = carried(one.schedule, graph)
+        schedule = resized_schedule(one.schedule, graph)
         peak_bytes = simulate(graph, schedule, one.links).peak_bytes
     except ScheduleError:  # of another structure
         return None
@@ -159,10 +159,10 @@ def adopted(
     Parameters
     ----------
     audit : as of `remat.rematerialize`. is_compared : whether what its first step gives is compared
-        with the model's own forward. known : the prediction and the priced graph, as of `rewrite`.
+        with the model's own forward. known : prediction and graph with costs, as of `rewrite`.
     """
-    if schedule.pieces:
-        traced = trace_in_pieces(model, traced.recipe, schedule, traced)
+    if schedule.chunks:
+        traced = trace_in_chunks(model, traced.recipe, schedule, traced)
     step = compile_step(traced, schedule, links=links)
     audits = "first" if is_compared and not audit else of_steps(audit)
     module = make_module(
@@ -191,18 +191,18 @@ def sources_key() -> str:
 
 # Schedules of plan caches on disk, for the processes after this one: a file for each question.
 #
-# A question is a priced graph, with every op, size and price in it, a budget and the options of the
-# solve. A file is not believed (`graph_capture/kept_files.py`): its schedule is judged by
+# A question is a graph, with every op, size and cost in it, a budget and the options of the
+# solve. A file is not believed (`graph_capture/cache_files.py`): its schedule is judged by
 # `simulate` on the graph at hand, which holds its peak against the budget as it is now.
 
 
-SCHEMA_VERSION = 1
-FILES = KeptFiles(
+_SCHEMA_VERSION = 1
+FILES = CacheFiles(
     "plans", "each process plans anew", "planned", most_files=256, most_bytes=1 << 24
 )  # fmt: skip
-ADDRESS = " at 0x"
+_ADDRESS = " at 0x"
 """In the text of an option that says no more than where it lies."""
-NEAR, CHEAP = 0.97, 0.005
+_NEAR, _CHEAP = 0.97, 0.005
 """What is free is never the same twice: a plan for so large a part of it is taken, or of so little
 overhead."""
 
@@ -219,7 +219,7 @@ class KeptSolve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schedule: Schedule
     lower_bound_us: float
     budget_bytes: int
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int = _SCHEMA_VERSION
 
 
 def keeps_solves() -> bool:
@@ -231,13 +231,13 @@ def kept_solve(
     graph: TrainingGraph,
     budget: Budget,
     asked: str,
-    in_pieces: Callable[[TrainingGraph], TrainingGraph],
+    in_chunks: Callable[[TrainingGraph], TrainingGraph],
 ) -> Solved | None:
     """What was kept of this question, judged; None where it is to be solved.
 
     Parameters
     ----------
-    asked : the options of the solve, in words. in_pieces : prices what may run in pieces.
+    asked : the options of the solve, in words. in_chunks : adds what may run in chunks.
     """
     key = _question_key(graph, budget, asked)
     if not key:
@@ -245,9 +245,9 @@ def kept_solve(
     found: list[Solved] = []
 
     def take(data: bytes) -> KeptSolve:
-        kept = decoded(data, KeptSolve)
-        if (kept.key, kept.schema_version) == (key, SCHEMA_VERSION):
-            of_kept = in_pieces(graph) if kept.schedule.pieces and not graph.regions else graph
+        kept = decode_json(data, KeptSolve)
+        if (kept.key, kept.schema_version) == (key, _SCHEMA_VERSION):
+            of_kept = in_chunks(graph) if kept.schedule.chunks and not graph.regions else graph
             found.append(Solved(of_kept, _judged(of_kept, kept)))
         return kept
 
@@ -271,7 +271,7 @@ def _judged(graph: TrainingGraph, kept: KeptSolve) -> Result:
     ------
     RematError : it is none of the graph, is above its budget, or takes less than its bound.
     """
-    result = judged(
+    result = evaluate_schedule(
         graph, kept.schedule,
         budget_bytes=kept.budget_bytes, lower_bound_us=kept.lower_bound_us,
     )  # fmt: skip
@@ -289,13 +289,13 @@ def _suits(found: Result, budget: Budget, graph: TrainingGraph) -> bool:
     now_bytes = budget.bytes_for(graph)
     if budget.kind != "auto":
         return found.budget_bytes == now_bytes
-    is_enough = found.overhead <= CHEAP or found.budget_bytes >= NEAR * now_bytes
+    is_enough = found.overhead <= _CHEAP or found.budget_bytes >= _NEAR * now_bytes
     return found.peak_bytes <= now_bytes and is_enough
 
 
 def _question_key(graph: TrainingGraph, budget: Budget, asked: str) -> str:
     """SHA-256 of all that a plan depends on; empty where that has no lasting text."""
-    if ADDRESS in asked or not keeps_solves():
+    if _ADDRESS in asked or not keeps_solves():
         return ""
     # The lines of the user's files move while the step stays the same.
     ops = tuple(msgspec.structs.replace(op, source="") for op in graph.ops)

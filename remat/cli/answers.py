@@ -11,36 +11,36 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from remat.analysis.budget_sweep import Budgets, sweep, sweep_hosts
+from remat.analysis.compare import DEFAULT_BUDGETS, DEFAULT_SOLVERS, compare, comparison_screen
+from remat.analysis.explain import FURTHER_SOLVE_S, explain
+from remat.analysis.explanation import Explanation, explanation_screen
+from remat.analysis.inspect import InspectBy, inspect, inspection_screen
+from remat.analysis.plan_report import plain_table
 from remat.budgets import parse_budget
-from remat.cli import options
-from remat.cli.outcome import (
-    keep_layout,
+from remat.cli import shared_options
+from remat.cli.output import (
+    layout_entry,
     note_unproved,
     opened_feasible,
     place_shown,
-    said_layout,
-    said_range,
+    range_entry,
+    save_layout_file,
     show_layout,
     show_range,
 )
 from remat.cli.session import INFEASIBLE, Session
 from remat.cli.verb import verb
 from remat.formats import bytes_text, percent_text, proved_text, time_text
+from remat.graph_capture.devices.known_devices import parse_bytes
 from remat.graph_capture.devices.memory import AUTO
-from remat.graph_capture.devices.table import written_bytes
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
 from remat.job import pipeline
 from remat.job import screen as json_report
-from remat.job.opened import PLAN_FILES, Opened, captured, open_plan
+from remat.job.plan_source import PLAN_FILES, PlanSource, captured, open_plan
 from remat.job.request import Request
 from remat.job.screen import show_result
-from remat.questions.compare import DEFAULT_BUDGETS, DEFAULT_SOLVERS, compare, comparison_screen
-from remat.questions.explain import EACH_S, explain
-from remat.questions.explanation import Explanation, explanation_screen
-from remat.questions.inspect import By, inspect, inspection_screen
-from remat.questions.report import plain_table
-from remat.questions.sweep import Budgets, sweep, sweep_hosts
 from remat.schedules.simulate import bound_of
 from remat.solver import make_solver, solver_class
 from remat.solver.budgets.front import Front
@@ -48,37 +48,37 @@ from remat.solver.budgets.sweep import BudgetsDone, check_jobs
 from remat.solver.search import is_interrupted, note_interrupt
 
 if TYPE_CHECKING:
-    from remat.graph_capture.tracing.trace import Shown
+    from remat.graph_capture.tracing.trace import ProgressCallback
 
 
 # The verb that solves at many budgets: `sweep`.
 
 
-SWEPT = "12"
-HOSTS = "8GiB, or several with 0 for none: 0,8GiB,16GiB"
-SweptBudgets = Annotated[
+_SWEPT = "12"
+_HOSTS = "8GiB, or several with 0 for none: 0,8GiB,16GiB"
+_SweptBudgets = Annotated[
     str,
     typer.Option(
         help="how many, from the least peak to the unmodified one, or 50%,2GiB,...; "
-        f"{SWEPT} where none is named",
+        f"{_SWEPT} where none is named",
         show_default=False,
     ),
 ]
-Jobs = Annotated[int, typer.Option(help="solves at once; -1 for every core")]
+_Jobs = Annotated[int, typer.Option(help="solves at once; -1 for every core")]
 
 
 @verb()
 def sweep_verb(
     session: Session,
-    source: options.GraphOrModel,
+    source: shared_options.GraphOrModel,
     request: Request,
-    budgets: SweptBudgets = "",
+    budgets: _SweptBudgets = "",
     budget: list[str] = [],  # noqa: B006 typer copies it
     solver: list[str] = ["auto"],  # noqa: B006
     host: str = "",
     nvme: str = "",
-    jobs: Jobs = 1,
-    output: options.Output = None,
+    jobs: _Jobs = 1,
+    output: shared_options.Output = None,
 ) -> None:
     """Show the time of the step against the budget, with the bound at each."""
     wanted = asked_budgets(budgets, budget)
@@ -108,7 +108,7 @@ def sweep_verb(
     session.conclude(INFEASIBLE, [] if found else ["no schedule was found at any budget"])
 
 
-def asked_budgets(text: str, named: Sequence[str] = (), default: str = SWEPT) -> Budgets:
+def asked_budgets(text: str, named: Sequence[str] = (), default: str = _SWEPT) -> Budgets:
     """How many budgets, or which: what ``--budgets`` says, or each that ``--budget`` names.
 
     Raises
@@ -140,13 +140,13 @@ def asked_hosts(text: str) -> dict[str, int]:
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if parts == [AUTO]:
         return {AUTO: 1}
-    hosts = {part: 0 if part == "0" else written_bytes(part, "host", HOSTS) for part in parts}
+    hosts = {part: 0 if part == "0" else parse_bytes(part, "host", _HOSTS) for part in parts}
     if len(set(hosts.values())) < len(parts):
         raise BudgetError(f"hosts {text!r} name the same size twice: give each once")
     return hosts
 
 
-def _telling(progress: Shown) -> BudgetsDone:
+def _telling(progress: ProgressCallback) -> BudgetsDone:
     def tell(done: int, total: int) -> None:
         progress(done, total, text=f"budget {done + 1} of {total}")
 
@@ -184,12 +184,12 @@ def _add_rows(table: Table, solver: str, front: Front) -> None:
         table.add_row(bytes_text(budget_bytes), *figures, solver, f"{result.wall_s:.1f}")
 
 
-BUDGETS = ",".join(DEFAULT_BUDGETS)
-BudgetList = Annotated[
+_BUDGETS = ",".join(DEFAULT_BUDGETS)
+_BudgetList = Annotated[
     str,
     typer.Option(
         help="50%,2GiB,... or how many from the least peak to the unmodified one; "
-        f"{BUDGETS} where none is named",
+        f"{_BUDGETS} where none is named",
         show_default=False,
     ),
 ]
@@ -198,16 +198,16 @@ BudgetList = Annotated[
 @verb()
 def compare_verb(
     session: Session,
-    source: options.Anything,
+    source: shared_options.Anything,
     request: Request,
-    plan: options.PlanOption = None,
-    budgets: BudgetList = "",
+    plan: shared_options.PlanOption = None,
+    budgets: _BudgetList = "",
     budget: list[str] = [],  # noqa: B006 typer copies it
     solver: list[str] = list(DEFAULT_SOLVERS),  # noqa: B006
-    place: options.Place = False,
+    place: shared_options.PlaceOption = False,
 ) -> None:
     """Set solvers and rules side by side at several budgets, and a kept plan among them."""
-    wanted = asked_budgets(budgets, budget, BUDGETS)
+    wanted = asked_budgets(budgets, budget, _BUDGETS)
     for name in solver:
         solver_class(name)
     opened = open_plan(source, request, session.stopwatch, plan)
@@ -228,12 +228,12 @@ def compare_verb(
 # The verb `explain`: why a plan is as it is, and what the alternatives cost.
 
 
-WhyOf = Annotated[
+_WhyOf = Annotated[
     list[str],
     typer.Option("--why", metavar="GLOB", help="why these values are kept or not; repeatable"),
 ]
-EachLimit = Annotated[float, typer.Option(min=0.0, help="seconds for each further solve")]
-DOING = {
+_EachLimit = Annotated[float, typer.Option(min=0.0, help="seconds for each further solve")]
+_DOING = {
     "why": "solving with single ops pinned the other way",
     "price": "pricing memory",
     "least": "looking for the least budget",
@@ -246,12 +246,12 @@ DOING = {
 @verb()
 def explain_verb(
     session: Session,
-    source: options.Anything,
+    source: shared_options.Anything,
     request: Request,
-    plan: options.PlanOption = None,
-    why: WhyOf = [],  # noqa: B006 typer copies it
-    each_limit: EachLimit = EACH_S,
-    place: options.Place = False,
+    plan: shared_options.PlanOption = None,
+    why: _WhyOf = [],  # noqa: B006 typer copies it
+    each_limit: _EachLimit = FURTHER_SOLVE_S,
+    place: shared_options.PlaceOption = False,
 ) -> None:
     """Say who holds the peak, what memory is worth, what was forced, and if a rule would do."""
     opened = opened_feasible(session, source, request, plan)
@@ -263,14 +263,14 @@ def explain_verb(
         schedule = opened.schedule
         placed = place_shown(session, opened.graph, schedule) if place and schedule else None
         if session.as_json:
-            session.emit(found.as_json() | said_layout(placed))
+            session.emit(found.as_json() | layout_entry(placed))
         else:
             session.out.print(explanation_screen(found))
             show_layout(session, placed)
 
 
 def _asked_of(
-    session: Session, opened: Opened, why: list[str], each_limit: float
+    session: Session, opened: PlanSource, why: list[str], each_limit: float
 ) -> Explanation | None:
     """The explanation; None where Ctrl-C came before its last part."""
     try:
@@ -280,14 +280,14 @@ def _asked_of(
                 opened.solved,
                 why_of=why,
                 each_s=each_limit,
-                progress=lambda part: progress(text=DOING[part]),
+                progress=lambda part: progress(text=_DOING[part]),
             )
     except KeyboardInterrupt:
         note_interrupt()
         return None
 
 
-def _show_plan(session: Session, opened: Opened) -> None:
+def _show_plan(session: Session, opened: PlanSource) -> None:
     """The plan that was to be explained, without more solves."""
     again = pipeline.runs_again(opened.graph, opened.solved)
     if session.as_json:
@@ -299,9 +299,9 @@ def _show_plan(session: Session, opened: Opened) -> None:
 # The verb `inspect`: what a step holds, and what a plan keeps, makes again and frees.
 
 
-SumsBy = Annotated[By, typer.Option(help="one row a value, or sums by module, op or line")]
-AtPeak = Annotated[bool, typer.Option("--at-peak", help="only what is live at the plan's peak")]
-Only = Annotated[
+_SumsBy = Annotated[InspectBy, typer.Option(help="one row a value, or sums by module, op or line")]
+_AtPeak = Annotated[bool, typer.Option("--at-peak", help="only what is live at the plan's peak")]
+_Only = Annotated[
     list[str],
     typer.Option("--only", metavar="GLOB", help="of modules, values, ops or lines; repeatable"),
 ]
@@ -310,21 +310,21 @@ Only = Annotated[
 @verb()
 def inspect_verb(
     session: Session,
-    source: options.Anything,
+    source: shared_options.Anything,
     request: Request,
-    plan: options.PlanOption = None,
-    by: SumsBy = "value",
-    at_peak: AtPeak = False,
-    only: Only = [],  # noqa: B006 typer copies it
-    top: options.Top = 20,
-    layout: options.LayoutFile = None,
+    plan: shared_options.PlanOption = None,
+    by: _SumsBy = "value",
+    at_peak: _AtPeak = False,
+    only: _Only = [],  # noqa: B006 typer copies it
+    top: shared_options.Top = 20,
+    layout: shared_options.LayoutFile = None,
 ) -> None:
-    """Show what is kept, recomputed and freed: sizes, places and prices, equal layers folded."""
+    """Show what is kept, recomputed and freed: sizes, places and costs, equal layers folded."""
     opened = opened_feasible(session, source, request, plan)
     found = inspect(opened.graph, opened.result, by=by, only=only, at_peak=at_peak)
-    placed = keep_layout(session, layout, opened.graph, opened.solved) if layout else None
+    placed = save_layout_file(session, layout, opened.graph, opened.solved) if layout else None
     if session.as_json:
-        session.emit(found.as_json() | said_layout(placed) | said_range(opened.over))
+        session.emit(found.as_json() | layout_entry(placed) | range_entry(opened.over))
     else:
         session.out.print(inspection_screen(found, top, session.out.width))
         show_layout(session, placed)

@@ -8,26 +8,32 @@ from typing import Annotated
 import msgspec
 import typer
 
-from remat.cli import options
-from remat.cli.outcome import keep_layout, keep_result, said_layout, show_layout, show_offloaded
+from remat.analysis.memory_figures import offloaded
+from remat.cli import shared_options
+from remat.cli.output import (
+    layout_entry,
+    save_layout_file,
+    save_result_file,
+    show_layout,
+    show_offloaded,
+)
 from remat.cli.session import INFEASIBLE, Session
 from remat.cli.verb import verb
 from remat.graph_capture.errors import BudgetError
-from remat.job.fit import EACH_S, MOST, FitSearch, Range
 from remat.job.fitted import fit_screen
 from remat.job.request import Request
-from remat.questions.memory import offloaded
+from remat.job.size_search import LARGEST_SIZE, SOLVE_S, FitSearch, SizeRange
 
-Vary = Annotated[str, typer.Option(help="argument of the factory: batch, sequence, ...")]
-MaxOverhead = Annotated[
+_Vary = Annotated[str, typer.Option(help="argument of the factory: batch, sequence, ...")]
+_MaxOverhead = Annotated[
     str, typer.Option(help="most extra time over the step that keeps everything, such as 10%")
 ]
-FirstSizes = Annotated[
+_FirstSizes = Annotated[
     str, typer.Option("--sizes", help="the two to capture first, such as 8,16; default 2,4 steps")
 ]
-Step = Annotated[int, typer.Option(min=1, help="sizes are multiples of it")]
-Most = Annotated[int, typer.Option(min=1, help="no larger size is tried")]
-RunIt = Annotated[
+_Step = Annotated[int, typer.Option(min=1, help="sizes are multiples of it")]
+_Most = Annotated[int, typer.Option(min=1, help="no larger size is tried")]
+_RunIt = Annotated[
     bool | None,
     typer.Option(
         "--check/--no-check",
@@ -37,35 +43,35 @@ RunIt = Annotated[
 ]
 
 
-@verb(budget="auto", time_limit_s=EACH_S)
+@verb(budget="auto", time_limit_s=SOLVE_S)
 def fit_verb(
     session: Session,
-    model: options.Model,
+    model: shared_options.Model,
     request: Request,
-    vary: Vary = "batch",
-    max_overhead: MaxOverhead = "10%",
-    sizes: FirstSizes = "",
-    step: Step = 1,
-    most: Most = MOST,
-    check: RunIt = None,
-    output: options.Output = None,
-    layout: options.LayoutFile = None,
+    vary: _Vary = "batch",
+    max_overhead: _MaxOverhead = "10%",
+    sizes: _FirstSizes = "",
+    step: _Step = 1,
+    most: _Most = LARGEST_SIZE,
+    check: _RunIt = None,
+    output: shared_options.Output = None,
+    layout: shared_options.LayoutFile = None,
 ) -> None:
     """Find the largest size whose plan fits; it and the next are captured and solved."""
     search = FitSearch(
-        model, vary, Range(step, most, step), asked_overhead(max_overhead), request,
+        model, vary, SizeRange(step, most, step), _asked_overhead(max_overhead), request,
         session.stopwatch, request.time_limit_s,
     )  # fmt: skip
-    found = search.run(request.budget, asked_sizes(sizes, step), check)
+    found = search.run(request.budget, _asked_sizes(sizes, step), check)
     placed = moved = None
     if search.best is not None:
         _, of, result = search.best
-        keep_result(session, output, of, result)
-        placed = keep_layout(session, layout, of.graph, result)
+        save_result_file(session, output, of, result)
+        placed = save_layout_file(session, layout, of.graph, result)
         moved = offloaded(of.graph, result.schedule)
     if session.as_json:
         said = {"offload": msgspec.to_builtins(moved)}
-        session.emit(found.as_json() | said | said_layout(placed))
+        session.emit(found.as_json() | said | layout_entry(placed))
     else:
         session.out.print(fit_screen(found))
         show_offloaded(session, moved)
@@ -74,7 +80,7 @@ def fit_verb(
         raise SystemExit(INFEASIBLE)
 
 
-def asked_overhead(text: str) -> float:
+def _asked_overhead(text: str) -> float:
     """``10%`` or ``0.1`` as a fraction.
 
     Raises
@@ -87,7 +93,7 @@ def asked_overhead(text: str) -> float:
     return float(match[1]) / (100 if match[2] else 1)
 
 
-def asked_sizes(text: str, step: int) -> tuple[int, int]:
+def _asked_sizes(text: str, step: int) -> tuple[int, int]:
     """The two sizes to capture first; 2 and 4 steps where none are named.
 
     Raises

@@ -1,4 +1,4 @@
-"""The verb `profile`: measured prices of ops, kept as a file."""
+"""The verb `profile`: measured costs of ops, kept as a file."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ import typer
 from rich.text import Text
 
 from remat import __version__
-from remat.cli import options
+from remat.analysis.plan_report import plain_table
+from remat.cli import shared_options
 from remat.cli.session import REFUSED, Session
 from remat.cli.verb import verb
 from remat.formats import bytes_text, time_text
+from remat.graph_capture.devices.known_devices import CPU, CUDA, check_measured
 from remat.graph_capture.devices.memory import free_bytes
-from remat.graph_capture.devices.table import CPU, CUDA, check_measured
 from remat.graph_capture.errors import BudgetError, RewriteError
 from remat.graph_capture.spill_files import host_folder, missing_calls, require_writable
 from remat.job import pipeline
-from remat.job.opened import load_shown
+from remat.job.plan_source import load_shown
 from remat.job.request import Request
-from remat.questions.report import plain_table
 
 if TYPE_CHECKING:
-    from remat.graph_capture.prices.profile import Profile
+    from remat.graph_capture.costs.profile import Profile
 
 
-DriveFolder = Annotated[
+_DriveFolder = Annotated[
     Path | None,
     typer.Option("--nvme", metavar="FOLDER", help="a folder on NVMe, whose links to measure too"),
 ]
@@ -40,11 +40,11 @@ DriveFolder = Annotated[
 @verb()
 def profile_verb(
     session: Session,
-    model: options.Model,
-    top: options.Top = 20,
-    device: options.Here = CPU,
-    nvme: DriveFolder = None,
-    output: options.Output = None,
+    model: shared_options.Model,
+    top: shared_options.Top = 20,
+    device: shared_options.Here = CPU,
+    nvme: _DriveFolder = None,
+    output: shared_options.Output = None,
 ) -> None:
     """Measure each distinct op of MODEL and the links to the host, for use elsewhere."""
     check_measured(device)
@@ -100,7 +100,7 @@ def _show_profile(session: Session, measured: Profile, top: int) -> None:
 # The verb `doctor`: what is installed here, and whether it works.
 
 
-PACKAGES = ("torch", "numpy", "ortools", "pulp", "msgspec", "typer", "rich")
+_PACKAGES = ("torch", "numpy", "ortools", "pulp", "msgspec", "typer", "rich")
 
 
 @verb()
@@ -118,12 +118,12 @@ def doctor_verb(session: Session) -> None:
 def _findings() -> dict[str, Any]:
     import torch
 
-    from remat.graph_capture.kept_files import cache_folder
+    from remat.graph_capture.cache_files import cache_folder
 
     return {
         "remat": __version__,
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: _version(name) for name in _PACKAGES},
         "refused": _refused_release(),
         "torch_ok": _torch_works(),
         "ortools_ok": _ortools_works(),
@@ -148,7 +148,7 @@ def _known_links() -> dict[str, str]:
     """The links that were measured here before, by device and place."""
     import torch
 
-    from remat.graph_capture.prices.measuring import kept_links
+    from remat.graph_capture.costs.measuring import kept_links
 
     devices = [CPU, *(f"{CUDA}:{i}" for i in range(torch.cuda.device_count()))]
     return {
@@ -204,7 +204,7 @@ def _show_findings(session: Session, found: dict[str, Any]) -> None:
         table.add_row("torch is refused", found["refused"])
     table.add_row("torch computes", "yes" if found["torch_ok"] else "no")
     table.add_row("ortools solves", "yes" if found["ortools_ok"] else "no")
-    table.add_row("price cache", found["cache_folder"])
+    table.add_row("cost cache", found["cache_folder"])
     table.add_row("CPU threads", str(found["threads"]))
     free, folder = found["free_bytes"], found["host_folder"]
     table.add_row("free memory", "this system does not say" if free is None else bytes_text(free))

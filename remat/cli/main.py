@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     """`app`, with every verb: it imports them all."""
     if name == "app":
-        return app_of(VERBS)
+        return _app_of(VERBS)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def app_of(verbs: Iterable[str]) -> typer.Typer:
+def _app_of(verbs: Iterable[str]) -> typer.Typer:
     """The command line with these of its verbs."""
     made = typer.Typer(
         help="The fastest PyTorch training step that fits a memory budget, exactly.",
@@ -70,7 +70,7 @@ def main() -> None:
     # One verb is imported without the others; what is no verb is answered by all.
     asked = [word for word in sys.argv[1:2] if word in VERBS]
     try:
-        app_of(asked or VERBS)()
+        _app_of(asked or VERBS)()
     finally:
         # The verb has ended, so Ctrl-C has nothing to end. Python's own end should not change the
         # exit code that says how.

@@ -9,27 +9,27 @@ from typing import Annotated
 import msgspec
 import typer
 
-from remat.cli import options
-from remat.cli.outcome import opened_feasible, place_shown, said_layout
+from remat.cli import shared_options
+from remat.cli.output import layout_entry, opened_feasible, place_shown
 from remat.cli.session import Session
 from remat.cli.verb import verb
 from remat.cluster.command import page_of
 from remat.cluster.plan_file import is_cluster_plan, read_cluster_plan
-from remat.graph_capture.devices.table import CPU
+from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.errors import DeviceError, FileError, LayoutError
 from remat.graph_capture.files import read_contents, write_contents
-from remat.job.opened import PLAN_FILES, Opened, load_shown
 from remat.job.pipeline import trace_loaded
+from remat.job.plan_source import PLAN_FILES, PlanSource, load_shown
 from remat.job.request import Request
 from remat.placed import check_kept_layout
 from remat.schedules.exports.chrome_trace import trace_file
 from remat.schedules.exports.dot import to_dot
 from remat.schedules.exports.memory_snapshot import snapshot_file
 from remat.schedules.layout import Layout
-from remat.schedules.report.facts import MeasuredStep
+from remat.schedules.report.page_facts import MeasuredStep
 
 
-class Format(StrEnum):
+class _Format(StrEnum):
     """Files of other tools."""
 
     snapshot = "snapshot"
@@ -37,18 +37,18 @@ class Format(StrEnum):
     dot = "dot"
 
 
-SUFFIXES = {".pickle": Format.snapshot, ".json": Format.trace, ".dot": Format.dot}
+_SUFFIXES = {".pickle": _Format.snapshot, ".json": _Format.trace, ".dot": _Format.dot}
 
-FrontFile = Annotated[
+_FrontFile = Annotated[
     Path | None, typer.Option("--front", metavar="FILE", help="a front kept by sweep -o")
 ]
-Measure = Annotated[
+_Measure = Annotated[
     bool,
     typer.Option("--measure", help="also run a step of MODEL on this CPU, and show what it takes"),
 ]
-Into = Annotated[Path, typer.Option("--output", "-o", help="the file to write")]
-As = Annotated[
-    Format | None,
+_Into = Annotated[Path, typer.Option("--output", "-o", help="the file to write")]
+_As = Annotated[
+    _Format | None,
     typer.Option("--as", help="by default the suffix says it: .pickle, .trace.json or .dot"),
 ]
 
@@ -56,24 +56,24 @@ As = Annotated[
 @verb()
 def report_verb(
     session: Session,
-    source: options.Anything,
-    output: Into,
+    source: shared_options.Anything,
+    output: _Into,
     request: Request,
-    plan: options.PlanOption = None,
-    front: FrontFile = None,
-    measure: Measure = False,
-    kept_layout: options.KeptLayout = None,
-    place: options.Place = False,
+    plan: shared_options.PlanOption = None,
+    front: _FrontFile = None,
+    measure: _Measure = False,
+    kept_layout: shared_options.KeptLayout = None,
+    place: shared_options.PlaceOption = False,
 ) -> None:
     """Write one self-contained page of a plan: memory, schedule, tables, time against peak."""
-    from remat.questions.report import fronts_in, page_facts
+    from remat.analysis.plan_report import fronts_in, page_facts
     from remat.schedules.report.page import page_data, render
 
     if source.endswith(PLAN_FILES) and is_cluster_plan(read_contents(source)):
         _report_cluster(session, source, output)
         return
     if measure:
-        require_model(source, request)
+        _require_model(source, request)
     if kept_layout and place:
         raise LayoutError(f"--place makes a layout, and {kept_layout} is one: name one of the two")
     known = fronts_in(read_contents(front), str(front)) if front else None
@@ -89,13 +89,13 @@ def report_verb(
     if session.as_json:
         summary = msgspec.to_builtins(page.summary)
         said = {"report": str(output), "summary": summary, "note": facts.note}
-        session.emit(said | said_layout(layout))
+        session.emit(said | layout_entry(layout))
 
 
 def _report_cluster(session: Session, source: str, output: Path) -> None:
     """The page of a kept plan for a cluster."""
     # It imports torch, whose order of a pipeline is replayed.
-    from remat.cluster.judged import replay_of
+    from remat.cluster.replayed_plan import replay_of
 
     plan = read_cluster_plan(read_contents(source), source)
     _write(session, output, page_of(plan, replay_of(plan, source)).encode(), "report")
@@ -106,51 +106,51 @@ def _report_cluster(session: Session, source: str, output: Path) -> None:
 @verb()
 def export_verb(
     session: Session,
-    source: options.Anything,
-    output: Into,
+    source: shared_options.Anything,
+    output: _Into,
     request: Request,
-    form: As = None,
-    plan: options.PlanOption = None,
+    form: _As = None,
+    plan: shared_options.PlanOption = None,
 ) -> None:
     """Write a plan for PyTorch's memory viewer, for Perfetto, or a graph for Graphviz."""
-    chosen = form or format_of(output)
+    chosen = form or _format_of(output)
     opened = opened_feasible(session, source, request, plan)
-    _write(session, output, exported(opened, chosen), chosen.value)
+    _write(session, output, _exported(opened, chosen), chosen.value)
     if session.as_json:
         session.emit({"export": str(output), "as": chosen.value})
 
 
-def exported(opened: Opened, form: Format) -> bytes:
+def _exported(opened: PlanSource, form: _Format) -> bytes:
     """The file; a graph without a plan can be drawn too.
 
     Raises
     ------
     BudgetError : there is no plan, and the file is one of a schedule.
     """
-    if form is Format.dot:
+    if form is _Format.dot:
         return to_dot(opened.graph, opened.schedule).encode()
     schedule = opened.solved.schedule
     assert schedule is not None
-    write = snapshot_file if form is Format.snapshot else trace_file
+    write = snapshot_file if form is _Format.snapshot else trace_file
     return write(opened.graph, schedule)
 
 
-def format_of(path: Path) -> Format:
+def _format_of(path: Path) -> _Format:
     """What the suffix of a file asks for.
 
     Raises
     ------
     FileError : none is known for it.
     """
-    if path.suffix not in SUFFIXES:
+    if path.suffix not in _SUFFIXES:
         raise FileError(
             f"{path}: a name that ends in .pickle (memory snapshot), .trace.json (Chrome trace) or "
-            f".dot (Graphviz) says what to write; or say it: --as {'|'.join(Format)}"
+            f".dot (Graphviz) says what to write; or say it: --as {'|'.join(_Format)}"
         )
-    return SUFFIXES[path.suffix]
+    return _SUFFIXES[path.suffix]
 
 
-def require_model(source: str, request: Request) -> None:
+def _require_model(source: str, request: Request) -> None:
     """Refuse to measure what cannot be run here.
 
     Raises
@@ -166,7 +166,9 @@ def require_model(source: str, request: Request) -> None:
         raise DeviceError("--measure runs a step on this CPU: leave out --device and --shard")
 
 
-def _layout(session: Session, opened: Opened, kept: Path | None, is_placed: bool) -> Layout | None:
+def _layout(
+    session: Session, opened: PlanSource, kept: Path | None, is_placed: bool
+) -> Layout | None:
     """The layout to draw, from a file or made now; None where neither is asked for.
 
     Raises
@@ -182,7 +184,7 @@ def _layout(session: Session, opened: Opened, kept: Path | None, is_placed: bool
     return place_shown(session, opened.graph, schedule) if is_placed else None
 
 
-def _measured(session: Session, source: str, opened: Opened, request: Request) -> MeasuredStep:
+def _measured(session: Session, source: str, opened: PlanSource, request: Request) -> MeasuredStep:
     """A real step of the model under the plan."""
     from remat.rewriter.checking.measured_step import measured_step
     from remat.rewriter.rewriting import rewrite
@@ -192,7 +194,7 @@ def _measured(session: Session, source: str, opened: Opened, request: Request) -
     loaded = load_shown(source, session.stopwatch, request.device)
     with session.stopwatch.stage("measure", "running the step"):
         traced = trace_loaded(loaded, request)
-        module = rewrite(loaded.model, schedule, trace=traced, priced=graph)
+        module = rewrite(loaded.model, schedule, trace=traced, costed=graph)
         return measured_step(
             loaded.model, module, loaded.args, loaded.kwargs,
             loss_fn=loaded.loss_fn, target=loaded.target,

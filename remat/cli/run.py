@@ -10,89 +10,89 @@ import msgspec
 import typer
 from rich.text import Text
 
+from remat.analysis.plan_report import plain_table
 from remat.checks import failures
-from remat.cli import options
-from remat.cli.outcome import (
+from remat.cli import shared_options
+from remat.cli.output import (
     conclude_over,
-    keep_layout,
-    keep_plan,
-    keep_result,
+    layout_entry,
+    price_entry,
     priced,
-    said_layout,
-    said_price,
+    save_layout_file,
+    save_plan_file,
+    save_result_file,
     show_layout,
     show_price,
 )
 from remat.cli.session import CHECK_FAILED, INFEASIBLE, Session
 from remat.cli.verb import CAPTURED, COUNTED, FIELDS, verb
 from remat.formats import bytes_text, time_text
-from remat.graph_capture.devices.table import CPU
+from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.job import pipeline
 from remat.job import screen as json_report
 from remat.job.factory import Loaded
-from remat.job.opened import (
+from remat.job.pipeline import refuse_beside_dynamic
+from remat.job.plan_source import (
     captured,
     captured_model,
+    costed_graph_in,
     fitting_schedule,
     load_shown,
     plan_of_result,
-    priced_in,
     read_kept,
 )
-from remat.job.pipeline import refuse_beside_dynamic
 from remat.job.request import Request
 from remat.job.screen import show_check, show_result, show_run
-from remat.questions.report import plain_table
 from remat.schedules.layout import Layout
 from remat.schedules.plan import Plan
 from remat.solved import infeasible_text
 from remat.solver.budgets.front import GibPrice
-from remat.whole_step.entry import StepRequest, plan_step
 from remat.whole_step.microbatch import StateKind
-from remat.whole_step.screen import show_step, step_json
+from remat.whole_step.step_planning import StepRequest, plan_step
+from remat.whole_step.step_screen import show_step, step_json
 
 if TYPE_CHECKING:
     from remat.rewriter.checking.check import Check
 
 
-CheckAnyway = Annotated[
+_CheckAnyway = Annotated[
     bool, typer.Option("--check", help="run the unmodified step even where memory is short")
 ]
-CompareRule = Annotated[
+_CompareRule = Annotated[
     bool, typer.Option("--compare", help="also run square-root checkpointing, and measure it")
 ]
-STEP_PANEL = "A whole optimizer step, planned and not run"
-ONE_BATCH = (
-    "keep", "recompute", "solver", "order", "split", "shard", "update_at_once", "accumulate",
+_STEP_PANEL = "A whole optimizer step, planned and not run"
+_ONE_BATCH = (
+    "keep", "recompute", "solver", "order", "split", "shard", "optimizer_in_backward", "accumulate",
     "time_limit_s", "gap",
 )  # fmt: skip
 """Fields of a request that a whole step is planned without: it is limited by plans, not seconds."""
-Microbatches = Annotated[
+_Microbatches = Annotated[
     int | None,
     typer.Option(
         help="plan a whole optimizer step of so many such batches, with parameters, gradients and "
         "the state of --optimizer on the device, --host and --nvme; nothing is run",
-        rich_help_panel=STEP_PANEL,
+        rich_help_panel=_STEP_PANEL,
     ),
 ]
-State = Annotated[
+_State = Annotated[
     StateKind,
     typer.Option(
         "--optimizer-state",
         help="with --microbatches: float32, with a master copy of parameters in fewer bytes, or "
         "in the parameter's own type, as torch's optimizers keep it",
-        rich_help_panel=STEP_PANEL,
+        rich_help_panel=_STEP_PANEL,
     ),
 ]
-NvmeRate = Annotated[
+_NvmeRate = Annotated[
     float | None,
     typer.Option(
         "--nvme-gb-s",
         help="with --microbatches: rate of --nvme each way in 10^9 bytes a second; left out, that "
         "of the drive in the table",
-        rich_help_panel=STEP_PANEL,
+        rich_help_panel=_STEP_PANEL,
     ),
 ]
 
@@ -100,19 +100,19 @@ NvmeRate = Annotated[
 @verb(budget="auto")
 def run_verb(
     session: Session,
-    model: options.Model,
+    model: shared_options.Model,
     request: Request,
-    price: options.PriceOfGib = False,
-    check: CheckAnyway = False,
-    compare: CompareRule = False,
-    output: options.Output = None,
-    layout: options.LayoutFile = None,
-    dynamic: options.Dynamic = [],  # noqa: B006 typer copies it
-    microbatches: Microbatches = None,
-    state: State = "float32",
-    nvme_gb_s: NvmeRate = None,
+    price: shared_options.PriceOfGib = False,
+    check: _CheckAnyway = False,
+    compare: _CompareRule = False,
+    output: shared_options.Output = None,
+    layout: shared_options.LayoutFile = None,
+    dynamic: shared_options.DynamicOption = [],  # noqa: B006 typer copies it
+    microbatches: _Microbatches = None,
+    state: _State = "float32",
+    nvme_gb_s: _NvmeRate = None,
 ) -> None:
-    """Capture, price, solve, rewrite and check: the whole job, on one screen."""
+    """Capture, time, solve, rewrite and check: the whole job, on one screen."""
     if microbatches is not None or nvme_gb_s is not None or state != "float32":
         given = {
             "--price-of-gib": price, "--check": check, "--compare": compare,
@@ -132,15 +132,15 @@ def run_verb(
         conclude_over(session, model, request, dynamic, output, is_run=True, check=check)
         return
     loaded = load_shown(model, session.stopwatch, request.device)
-    report = pipeline.run(
+    report = pipeline.run_job(
         loaded, request, session.stopwatch, check=check, compare=compare,
         planned=lambda known: _keep(session, output, loaded, known),
     )  # fmt: skip
     report = replace(report, seconds=session.stopwatch.accounted())
-    placed = keep_layout(session, layout, report.graph, report.result)
+    placed = save_layout_file(session, layout, report.graph, report.result)
     worth = priced(session, report.graph, report.result, request) if price else None
     if session.as_json:
-        session.emit(json_report.report_json(report) | said_layout(placed) | said_price(worth))
+        session.emit(json_report.report_json(report) | layout_entry(placed) | price_entry(worth))
     _conclude_run(session, report, placed, worth)
 
 
@@ -174,7 +174,7 @@ def _refuse_beside_microbatches(is_left_out: bool, kept: Path | str | bool | Non
             "leave it out, --json prints what was found"
         )
     usual = Request()
-    for name in ONE_BATCH:
+    for name in _ONE_BATCH:
         if getattr(request, name) != getattr(usual, name):
             flag = FIELDS[name].metadata.get("flag", f"--{name.replace('_', '-')}")
             raise SolverError(
@@ -184,7 +184,9 @@ def _refuse_beside_microbatches(is_left_out: bool, kept: Path | str | bool | Non
 
 def _keep(session: Session, path: Path | None, loaded: Loaded, report: pipeline.Report) -> None:
     if path is not None and report.recipe is not None:
-        keep_plan(session, path, plan_of_result(loaded, report.recipe, report.graph, report.result))
+        save_plan_file(
+            session, path, plan_of_result(loaded, report.recipe, report.graph, report.result)
+        )
 
 
 def _conclude_run(
@@ -203,10 +205,10 @@ def _conclude_run(
 @verb(COUNTED)
 def check_verb(
     session: Session,
-    model: options.Model,
-    plan: options.Plan,
+    model: shared_options.Model,
+    plan: shared_options.PlanArgument,
     request: Request,
-    device: options.Here = CPU,
+    device: shared_options.Here = CPU,
 ) -> None:
     """Rewrite MODEL to a kept plan and compare it with eager, bit for bit."""
     kept, request = read_kept(plan), replace(request, device=device)
@@ -219,7 +221,7 @@ def check_verb(
         traced = pipeline.trace_loaded(loaded, request)
         schedule.check_captured_as(traced.graph)
     with session.stopwatch.stage("check", "checking the plan against eager"):
-        found = pipeline.check_schedule(loaded, traced, schedule, request, priced_in(kept))
+        found = pipeline.check_schedule(loaded, traced, schedule, request, costed_graph_in(kept))
     _conclude_check(session, found, schedule.budget_bytes)
 
 
@@ -249,7 +251,10 @@ def _conclude_check(session: Session, found: Check, budget_bytes: int) -> None:
 
 @verb(CAPTURED)
 def capture_verb(
-    session: Session, model: options.Model, request: Request, output: options.Output = None
+    session: Session,
+    model: shared_options.Model,
+    request: Request,
+    output: shared_options.Output = None,
 ) -> None:
     """Trace one training step of MODEL, and measure what each op costs."""
     loaded = load_shown(model, session.stopwatch, request.device)
@@ -264,12 +269,12 @@ def capture_verb(
 @verb(budget="auto")
 def solve_verb(
     session: Session,
-    source: options.GraphOrModel,
+    source: shared_options.GraphOrModel,
     request: Request,
-    price: options.PriceOfGib = False,
-    output: options.Output = None,
-    layout: options.LayoutFile = None,
-    dynamic: options.Dynamic = [],  # noqa: B006 typer copies it
+    price: shared_options.PriceOfGib = False,
+    output: shared_options.Output = None,
+    layout: shared_options.LayoutFile = None,
+    dynamic: shared_options.DynamicOption = [],  # noqa: B006 typer copies it
 ) -> None:
     """Find the fastest schedule that fits the budget."""
     if dynamic:
@@ -280,12 +285,14 @@ def solve_verb(
     graph = source_of.graph
     result = pipeline.solve_request(graph, request, session.stopwatch)
     again = pipeline.runs_again(graph, result)
-    keep_result(session, output, source_of, result)
-    placed = keep_layout(session, layout, graph, result)
+    save_result_file(session, output, source_of, result)
+    placed = save_layout_file(session, layout, graph, result)
     worth = priced(session, graph, result, request) if price else None
     if session.as_json:
         session.emit(
-            json_report.result_json(graph, result, again) | said_layout(placed) | said_price(worth)
+            json_report.result_json(graph, result, again)
+            | layout_entry(placed)
+            | price_entry(worth)
         )
     elif result.schedule:
         show_result(session.out, graph, result, again)
@@ -297,11 +304,11 @@ def solve_verb(
 @verb(COUNTED)
 def rewrite_verb(
     session: Session,
-    model: options.Model,
-    plan: options.Plan,
+    model: shared_options.Model,
+    plan: shared_options.PlanArgument,
     request: Request,
-    device: options.Here = CPU,
-    output: options.Output = None,
+    device: shared_options.Here = CPU,
+    output: shared_options.Output = None,
 ) -> None:
     """Print the forward and backward graphs of MODEL rewritten to a kept plan."""
     kept, request = read_kept(plan), replace(request, device=device)
@@ -311,7 +318,7 @@ def rewrite_verb(
         from remat.rewriter.rewriting import rewrite
 
         traced = pipeline.trace_loaded(loaded, request)
-        module = rewrite(loaded.model, schedule, trace=traced, priced=priced_in(kept))
+        module = rewrite(loaded.model, schedule, trace=traced, costed=costed_graph_in(kept))
     text = str(module)
     session.save(output, text.encode(), "code")
     if session.as_json:
@@ -323,8 +330,8 @@ def rewrite_verb(
 def _show_graph(session: Session, graph: TrainingGraph) -> None:
     backward = len(graph.ops) - graph.n_forward
     ops = f", {graph.n_forward} forward and {backward} backward ops"
-    prices = f", {time_text(graph.time_us)}, {graph.prices} on {graph.device}\n"
-    session.out.print(Text.assemble((graph.name, "bold"), ops, prices))
+    costs = f", {time_text(graph.time_us)}, {graph.cost_origin} on {graph.device}\n"
+    session.out.print(Text.assemble((graph.name, "bold"), ops, costs))
     table = plain_table("resident", "bytes")
     resident = msgspec.to_builtins(graph.resident)
     if not graph.resident.libraries_bytes:

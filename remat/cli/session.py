@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import msgspec
 import typer
 
-from remat.checkout import BESIDE, FOLDER
+from remat.checkout import BESIDE, PACKAGE_FOLDER
 from remat.graph_capture.devices.memory import is_out_of_memory
 from remat.graph_capture.errors import RematError, named_as_flags
 from remat.graph_capture.files import check_writable, write_contents
@@ -37,15 +37,15 @@ from remat.solver.result import INTERRUPTED
 from remat.solver.search import is_interrupted, note_interrupt, one_job
 
 if TYPE_CHECKING:
-    from remat.graph_capture.tracing.trace import Shown
+    from remat.graph_capture.tracing.trace import ProgressCallback
 
 
 # How Ctrl-C reaches a verb: noted at once, and not raised while torch is imported.
 
 
-IN_C = ("numpy", "torch")
+_IN_C = ("numpy", "torch")
 """Packages whose import an exception must not end: their C++ would abort the process."""
-SPELL_S = 0.02
+_SPELL_S = 0.02
 
 
 @contextlib.contextmanager
@@ -90,7 +90,7 @@ def interrupts_noted(abandon: Callable[[], None] | None = None) -> Generator[Non
 
 
 def _is_importing() -> bool:
-    specs = (getattr(sys.modules.get(name), "__spec__", None) for name in IN_C)
+    specs = (getattr(sys.modules.get(name), "__spec__", None) for name in _IN_C)
     return any(getattr(spec, "_initializing", False) for spec in specs)
 
 
@@ -99,9 +99,9 @@ def _interrupt_later() -> None:
 
 
 def _wait_and_interrupt() -> None:
-    time.sleep(SPELL_S)  # by then, a callback that dropped it has ended
+    time.sleep(_SPELL_S)  # by then, a callback that dropped it has ended
     while _is_importing():
-        time.sleep(SPELL_S)
+        time.sleep(_SPELL_S)
     if sys.platform == "win32":
         _thread.interrupt_main()
     else:  # the main thread may sleep, which only a true signal ends
@@ -111,7 +111,7 @@ def _wait_and_interrupt() -> None:
 # Warnings amid a verb: each once, and those of remat in one line without a place in its code.
 
 
-OURS = (FOLDER, *(FOLDER.parent / name for name in BESIDE))
+_OURS = (PACKAGE_FOLDER, *(PACKAGE_FOLDER.parent / name for name in BESIDE))
 
 
 @contextlib.contextmanager
@@ -148,19 +148,19 @@ def _is_of_ctrl_c(message: Warning | str) -> bool:
 
 
 def _is_ours(filename: str) -> bool:
-    return any(Path(filename).is_relative_to(folder) for folder in OURS)
+    return any(Path(filename).is_relative_to(folder) for folder in _OURS)
 
 
 REFUSED, INFEASIBLE, CHECK_FAILED, STOPPED = 2, 3, 4, 130
 
 
-class ShownStopwatch(TerminalStopwatch):
+class _ShownStopwatch(TerminalStopwatch):
     """Shows each stage on standard error, also where that is no terminal."""
 
     takes_prints = True
 
     @contextlib.contextmanager
-    def show(self, text: str) -> Generator[Shown]:
+    def show(self, text: str) -> Generator[ProgressCallback]:
         """A line that goes away when the stage is done; kept where no terminal shows it."""
         self.doing = text
         with _quiet_output():
@@ -220,7 +220,7 @@ class Session:
         use_simple_letters()
         self.out = steady_console()
         self.err = steady_console(stderr=True)
-        self.stopwatch = ShownStopwatch(self.err)
+        self.stopwatch = _ShownStopwatch(self.err)
         self.stopwatch.began = when_it_began()
         self.stopwatch.seconds["start"] = self.stopwatch.elapsed_s
 

@@ -18,14 +18,14 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from remat.cli import options
+from remat.cli import shared_options
 from remat.cli.session import Session
-from remat.job.opened import PLAN_FILES
+from remat.job.plan_source import PLAN_FILES
 from remat.job.request import Request
 
 PANEL = "Planning, the same in every verb that plans"
 ADVANCED_PANEL = "Planning, for special cases"
-USUAL = (
+_USUAL = (
     "budget",
     "host",
     "nvme",
@@ -39,9 +39,9 @@ USUAL = (
 )
 """Fields that most people want; the help shows the others below them."""
 FIELDS = {field.name: field for field in dataclasses.fields(Request)}
-KINDS = get_type_hints(Request, localns={"Profile": Path})
+_KINDS = get_type_hints(Request, localns={"Profile": Path})
 """Types of the fields. A profile is named by its file here; the class itself would import torch."""
-REPEATED = [name for name, field in FIELDS.items() if field.default == ()]
+_REPEATED = [name for name, field in FIELDS.items() if field.default == ()]
 COUNTED = ("optimizer", "accumulate")
 """Fields that a step is traced with."""
 CAPTURED = (
@@ -49,12 +49,12 @@ CAPTURED = (
     "reshard_after_forward", "bucket_views", "param_dtype", "reduce_dtype", "cpu_offload",
     "states_over", "profile", "measure_again",
 )  # fmt: skip
-"""Fields that a step is captured and priced with."""
+"""Fields that a step is captured and timed with."""
 
-Verb = Callable[..., None]
+_Verb = Callable[..., None]
 
 
-def verb(fields: Collection[str] = tuple(FIELDS), **defaults: Any) -> Callable[[Verb], Verb]:
+def verb(fields: Collection[str] = tuple(FIELDS), **defaults: Any) -> Callable[[_Verb], _Verb]:
     """A function of a session as a command, whose parameters typer can read.
 
     Parameters
@@ -63,7 +63,7 @@ def verb(fields: Collection[str] = tuple(FIELDS), **defaults: Any) -> Callable[[
     **defaults : of fields, where the verb has another one than the dataclass.
     """
 
-    def command_of(function: Verb) -> Verb:
+    def command_of(function: _Verb) -> _Verb:
         own = dict(inspect.signature(function, eval_str=True).parameters)
         del own["session"]
         planning = {}
@@ -80,7 +80,7 @@ def verb(fields: Collection[str] = tuple(FIELDS), **defaults: Any) -> Callable[[
     return command_of
 
 
-def _command(function: Verb, requested: Collection[str]) -> Verb:
+def _command(function: _Verb, requested: Collection[str]) -> _Verb:
     """The function with its session opened and guarded, and with the request put together."""
 
     @functools.wraps(function)
@@ -92,7 +92,7 @@ def _command(function: Verb, requested: Collection[str]) -> Verb:
             if requested:
                 asked: dict[str, Any] = {name: given.pop(name) for name in requested}
                 # What repeats comes as a list; a request is frozen, down to its pins.
-                asked |= {name: tuple(asked[name]) for name in REPEATED if name in asked}
+                asked |= {name: tuple(asked[name]) for name in _REPEATED if name in asked}
                 is_kept = given.get("source", "").endswith(PLAN_FILES)
                 given["request"] = Request(**asked).checked(is_kept=is_kept)
             function(session, **given)
@@ -104,12 +104,12 @@ def _planning_option(name: str, own: dict[str, Parameter], defaults: dict[str, A
     """The parameter of a command that stands for a field of `Request`."""
     field, shown = FIELDS[name], dict(FIELDS[name].metadata)
     flag = shown.pop("flag", f"--{name.replace('_', '-')}")
-    panel = PANEL if name in USUAL else ADVANCED_PANEL
+    panel = PANEL if name in _USUAL else ADVANCED_PANEL
     option = typer.Option(flag, rich_help_panel=panel, **shown)
     if name in own:
         return own[name].replace(annotation=Annotated[own[name].annotation, option])
-    kind, default = KINDS[name], defaults.get(name, field.default)
-    if name in REPEATED:
+    kind, default = _KINDS[name], defaults.get(name, field.default)
+    if name in _REPEATED:
         kind, default = list[str], []
     return Parameter(
         name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
@@ -118,7 +118,7 @@ def _planning_option(name: str, own: dict[str, Parameter], defaults: dict[str, A
 
 def _everywhere() -> dict[str, Parameter]:
     """`--json` and `--debug`."""
-    kinds = {"as_json": options.AsJson, "debug": options.Debug}
+    kinds = {"as_json": shared_options.AsJson, "debug": shared_options.Debug}
     return {
         name: Parameter(name, Parameter.KEYWORD_ONLY, default=False, annotation=kind)
         for name, kind in kinds.items()

@@ -10,18 +10,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from remat.cli import options
+from remat.analysis.plan_report import plain_table
+from remat.cli import shared_options
 from remat.cli.session import INFEASIBLE, Session
 from remat.cli.verb import verb
-from remat.cluster.mesh import SCHEDULES, Asked
+from remat.cluster.cluster_request import ClusterRequest
+from remat.cluster.mesh import SCHEDULES, MeshSpec
 from remat.cluster.pictures import cluster_page
-from remat.cluster.pipeline import (
-    ACTIVATIONS,
+from remat.cluster.pipeline_replay import (
     BORDERS,
     FOR_WEIGHTS,
     GRADIENTS,
     PARAMETERS,
     RUNNING,
+    SAVED_ACTIVATIONS,
     STATES,
     PipelineReplay,
     holders_in,
@@ -33,26 +35,24 @@ from remat.cluster.plan_file import (
     read_cluster_plan,
     require_world,
 )
-from remat.cluster.request import ClusterRequest
 from remat.formats import GIB, bytes_text, percent_text
 from remat.graph_capture.errors import DeviceError
 from remat.graph_capture.files import read_contents
-from remat.job.opened import PLAN_FILES
-from remat.questions.report import plain_table
+from remat.job.plan_source import PLAN_FILES
 
 # A plan for a cluster as one screen, or as a page, with what is modelled in it.
 
 
-MOST_STAGES = 8
+_MOST_STAGES = 8
 """More are not shown one by one: the first and last ones, and one of the middle."""
-HELD = {
-    STATES: "OS", PARAMETERS: "P", GRADIENTS: "G", BORDERS: "borders", ACTIVATIONS: "saved",
+_HELD = {
+    STATES: "OS", PARAMETERS: "P", GRADIENTS: "G", BORDERS: "borders", SAVED_ACTIVATIONS: "saved",
     FOR_WEIGHTS: "for W", RUNNING: "runs",
 }  # fmt: skip
 """Columns of bytes."""
 
 
-def show_cluster(console: Console, plan: ClusterFile, found: str = "") -> None:
+def _show_cluster(console: Console, plan: ClusterFile, found: str = "") -> None:
     """The whole screen.
 
     Parameters
@@ -84,10 +84,12 @@ def page_of(plan: ClusterFile, replay: PipelineReplay) -> str:
     ----------
     replay : of its pipeline.
     """
-    return cluster_page(plan, replay, mesh_text(plan.parallelism, plan.chunks), states_text(plan))
+    return cluster_page(
+        plan, replay, mesh_text(plan.parallelism, plan.virtual_stages), _states_text(plan)
+    )
 
 
-def nothing_fits(gpus: int, budget_bytes: int) -> str:
+def _nothing_fits(gpus: int, budget_bytes: int) -> str:
     """Said where no mesh fits."""
     return (
         f"no mesh of {gpus} GPUs fits {bytes_text(budget_bytes)} each, also with everything "
@@ -97,20 +99,20 @@ def nothing_fits(gpus: int, budget_bytes: int) -> str:
 
 def _mesh_rows(plan: ClusterFile, found: str) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
-    mesh = mesh_text(plan.parallelism, plan.chunks)
+    mesh = mesh_text(plan.parallelism, plan.virtual_stages)
     table.add_row("mesh", f"{mesh} (dp: replicate x shard)")
-    table.add_row("states", states_text(plan))
+    table.add_row("states", _states_text(plan))
     table.add_row(
         "batch", f"{plan.microbatches} microbatches of "
         f"{plan.parallelism.pipeline_parallel_microbatch_size} on each data parallel rank",
     )  # fmt: skip
     predicted = plan.predicted
-    step = f"{seconds_text(predicted.step_us)} modelled, MFU {percent_text(predicted.mfu)}"
+    step = f"{_seconds_text(predicted.step_us)} modelled, MFU {percent_text(predicted.mfu)}"
     if plan.parallelism.pipeline_parallel_schedule:
         step += f", ranks wait {percent_text(predicted.bubble)}, replayed in torch's order"
     table.add_row("step", step)
     table.add_row(
-        "overlap", f"without any, {seconds_text(predicted.without_overlap_us)}: what lies between "
+        "overlap", f"without any, {_seconds_text(predicted.without_overlap_us)}: what lies between "
         "is only as good as the model of it",
     )  # fmt: skip
     if found:
@@ -118,7 +120,7 @@ def _mesh_rows(plan: ClusterFile, found: str) -> Table:
     return table
 
 
-def mesh_text(mesh: Parallelism, chunks: int) -> str:
+def mesh_text(mesh: Parallelism, virtual_stages: int) -> str:
     """``tp 8  pp 4 ...``, with the pipeline's schedule."""
     text = (
         f"tp {mesh.tensor_parallel_degree}  cp {mesh.context_parallel_degree}  "
@@ -127,11 +129,13 @@ def mesh_text(mesh: Parallelism, chunks: int) -> str:
     )
     schedule = mesh.pipeline_parallel_schedule
     if schedule:
-        text += f"  {schedule}" + (f", {chunks} chunks a rank" if chunks > 1 else "")
+        text += f"  {schedule}" + (
+            f", {virtual_stages} virtual stages a rank" if virtual_stages > 1 else ""
+        )
     return text
 
 
-def states_text(plan: ClusterFile) -> str:
+def _states_text(plan: ClusterFile) -> str:
     """How parameters, gradients and optimizer states are held."""
     mesh = plan.parallelism
     ranks = mesh.data_parallel_shard_degree * mesh.context_parallel_degree
@@ -144,26 +148,26 @@ def states_text(plan: ClusterFile) -> str:
 
 def _stages(plan: ClusterFile) -> Table:
     shown = holders_in(stage.held_bytes for stage in plan.stages)
-    columns = ("blocks", "flight", "again", *(HELD[name] for name in shown), "peak")
+    columns = ("blocks", "flight", "again", *(_HELD[name] for name in shown), "peak")
     table = plain_table("stage", *columns)
-    for number in shown_stages(len(plan.stages)):
+    for number in _shown_stages(len(plan.stages)):
         stage = plan.stages[number]
         held = [f"{stage.held_bytes.get(name, 0) / GIB:.1f}" for name in shown]
         table.add_row(
             str(number), str(len(stage.blocks)), f"{stage.microbatches_in_flight:.3g}",
-            recompute_text(plan, stage), *held, f"{stage.peak_bytes / GIB:.1f}",
+            _recompute_text(plan, stage), *held, f"{stage.peak_bytes / GIB:.1f}",
         )  # fmt: skip
     return table
 
 
-def recompute_text(plan: ClusterFile, stage: StageFacts) -> str:
+def _recompute_text(plan: ClusterFile, stage: StageFacts) -> str:
     """``+2.8 %``."""
     return f"+{percent_text(stage.overhead)}" if stage.overhead > 0 else "none"
 
 
-def shown_stages(stages: int) -> list[int]:
+def _shown_stages(stages: int) -> list[int]:
     """All of a few stages, else those at both ends and one between."""
-    if stages <= MOST_STAGES:
+    if stages <= _MOST_STAGES:
         return list(range(stages))
     return [0, 1, 2, stages // 2, stages - 2, stages - 1]
 
@@ -173,18 +177,19 @@ def _runners_up(plan: ClusterFile) -> Table:
     for one in plan.runners_up:
         mesh = one.parallelism
         table.add_row(
-            f"{mesh_text(mesh, one.chunks)}, microbatch {mesh.pipeline_parallel_microbatch_size}",
-            mesh.fsdp_reshard_after_forward, seconds_text(one.step_us), percent_text(one.mfu),
+            f"{mesh_text(mesh, one.virtual_stages)}, "
+            f"microbatch {mesh.pipeline_parallel_microbatch_size}",
+            mesh.fsdp_reshard_after_forward, _seconds_text(one.step_us), percent_text(one.mfu),
         )  # fmt: skip
     return table
 
 
-def seconds_text(time_us: float) -> str:
+def _seconds_text(time_us: float) -> str:
     """``13.63 s``."""
     return f"{time_us / 1e6:.2f} s"
 
 
-def cluster_json(plan: ClusterFile) -> dict[str, Any]:
+def _cluster_json(plan: ClusterFile) -> dict[str, Any]:
     """The plan for programs, without graphs and schedules, which the file has."""
     import msgspec
 
@@ -195,15 +200,15 @@ def cluster_json(plan: ClusterFile) -> dict[str, Any]:
     return said | {"layers_per_stage": list(plan.layers_per_stage), "graph_hashes": hashes}
 
 
-CLUSTER_PANEL, FIX_PANEL = "Cluster and step", "Fix a choice"
-WITH_A_MODEL = "(required with a model)"
+_CLUSTER_PANEL, _FIX_PANEL = "Cluster and step", "Fix a choice"
+_WITH_A_MODEL = "(required with a model)"
 
 
 def _given(flag: str, text: str, panel: str) -> typer.models.OptionInfo:
     return typer.Option(flag, help=text, rich_help_panel=panel)
 
 
-ModelOrClusterPlan = Annotated[
+_ModelOrClusterPlan = Annotated[
     str,
     typer.Argument(
         metavar="MODEL|PLAN",
@@ -212,45 +217,49 @@ ModelOrClusterPlan = Annotated[
     ),
 ]
 # No option of click's is required for a model and left out for a plan: the help says so itself.
-Gpus = Annotated[
-    int | None, _given("--gpus", f"of the whole cluster {WITH_A_MODEL}", CLUSTER_PANEL)
+_Gpus = Annotated[
+    int | None, _given("--gpus", f"of the whole cluster {_WITH_A_MODEL}", _CLUSTER_PANEL)
 ]
-Batch = Annotated[
+_Batch = Annotated[
     int | None,
-    _given("--batch", f"sequences of a step, over all GPUs {WITH_A_MODEL}", CLUSTER_PANEL),
+    _given("--batch", f"sequences of a step, over all GPUs {_WITH_A_MODEL}", _CLUSTER_PANEL),
 ]
-Seq = Annotated[int | None, _given("--seq", f"tokens of a sequence {WITH_A_MODEL}", CLUSTER_PANEL)]
-OnDevice = Annotated[str, _given("--device", "a GPU of the table, such as h100", CLUSTER_PANEL)]
-NodeSize = Annotated[int, _given("--node-size", "GPUs of a node", CLUSTER_PANEL)]
-GpuBudget = Annotated[
-    str, _given("--budget", "bytes of one GPU, such as 72GiB; auto leaves a tenth", CLUSTER_PANEL)
+_Seq = Annotated[
+    int | None, _given("--seq", f"tokens of a sequence {_WITH_A_MODEL}", _CLUSTER_PANEL)
 ]
-LinksFile = Annotated[
+_OnDevice = Annotated[str, _given("--device", "a GPU of the table, such as h100", _CLUSTER_PANEL)]
+_NodeSize = Annotated[int, _given("--node-size", "GPUs of a node", _CLUSTER_PANEL)]
+_GpuBudget = Annotated[
+    str, _given("--budget", "bytes of one GPU, such as 72GiB; auto leaves a tenth", _CLUSTER_PANEL)
+]
+_LinksFile = Annotated[
     Path | None,
-    _given("--links", "a profile with links between GPUs, or JSON", CLUSTER_PANEL),
+    _given("--links", "a profile with links between GPUs, or JSON", _CLUSTER_PANEL),
 ]
-Blocks = Annotated[
-    str, _given("--blocks", "glob over the paths of blocks, such as 'layers.*'", CLUSTER_PANEL)
+_Blocks = Annotated[
+    str, _given("--blocks", "glob over the paths of blocks, such as 'layers.*'", _CLUSTER_PANEL)
 ]
-Ring = Annotated[
+_Ring = Annotated[
     bool,
     _given(
         "--receive-ring",
         "count receive buffers for microbatches in flight alone; torch has one for each",
-        CLUSTER_PANEL,
+        _CLUSTER_PANEL,
     ),
 ]
-Tp = Annotated[int | None, _given("--tp", "tensor parallel ranks", FIX_PANEL)]
-Cp = Annotated[int | None, _given("--cp", "context parallel ranks", FIX_PANEL)]
-Pp = Annotated[int | None, _given("--pp", "stages of a pipeline", FIX_PANEL)]
-Micro = Annotated[int | None, _given("--microbatch", "its sequences", FIX_PANEL)]
-Chunks = Annotated[int | None, _given("--chunks", "of the model on each rank", FIX_PANEL)]
-ScheduleName = Annotated[
-    str | None,
-    _given("--schedule", f"of the pipeline: {', '.join(SCHEDULES)}", FIX_PANEL),
+_Tp = Annotated[int | None, _given("--tp", "tensor parallel ranks", _FIX_PANEL)]
+_Cp = Annotated[int | None, _given("--cp", "context parallel ranks", _FIX_PANEL)]
+_Pp = Annotated[int | None, _given("--pp", "stages of a pipeline", _FIX_PANEL)]
+_Micro = Annotated[int | None, _given("--microbatch", "its sequences", _FIX_PANEL)]
+_VirtualStages = Annotated[
+    int | None, _given("--virtual-stages", "of the model on each rank", _FIX_PANEL)
 ]
-Shard = Annotated[int | None, _given("--shard", "ranks that states are split over", FIX_PANEL)]
-RunnersUp = Annotated[
+_ScheduleName = Annotated[
+    str | None,
+    _given("--schedule", f"of the pipeline: {', '.join(SCHEDULES)}", _FIX_PANEL),
+]
+_Shard = Annotated[int | None, _given("--shard", "ranks that states are split over", _FIX_PANEL)]
+_RunnersUp = Annotated[
     int, typer.Option("--runners-up", min=0, help="how many other meshes within 5 % to show")
 ]
 
@@ -258,25 +267,25 @@ RunnersUp = Annotated[
 @verb()
 def plan_cluster_verb(
     session: Session,
-    model: ModelOrClusterPlan,
-    gpus: Gpus = None,
-    batch: Batch = None,
-    seq: Seq = None,
-    device: OnDevice = "h100",
-    node_size: NodeSize = 8,
-    budget: GpuBudget = "auto",
-    links: LinksFile = None,
-    blocks: Blocks = "",
-    receive_ring: Ring = False,
-    tp: Tp = None,
-    cp: Cp = None,
-    pp: Pp = None,
-    microbatch: Micro = None,
-    chunks: Chunks = None,
-    shard: Shard = None,
-    schedule: ScheduleName = None,
-    runners_up: RunnersUp = 5,
-    output: options.Output = None,
+    model: _ModelOrClusterPlan,
+    gpus: _Gpus = None,
+    batch: _Batch = None,
+    seq: _Seq = None,
+    device: _OnDevice = "h100",
+    node_size: _NodeSize = 8,
+    budget: _GpuBudget = "auto",
+    links: _LinksFile = None,
+    blocks: _Blocks = "",
+    receive_ring: _Ring = False,
+    tp: _Tp = None,
+    cp: _Cp = None,
+    pp: _Pp = None,
+    microbatch: _Micro = None,
+    virtual_stages: _VirtualStages = None,
+    shard: _Shard = None,
+    schedule: _ScheduleName = None,
+    runners_up: _RunnersUp = 5,
+    output: shared_options.Output = None,
 ) -> None:
     """Choose mesh, states, stages and recomputation of a cluster; all times are modelled."""
     if model.endswith(PLAN_FILES):
@@ -289,7 +298,7 @@ def plan_cluster_verb(
         required = {"--gpus": gpus, "--batch": batch, "--seq": seq}
         missing = " and ".join(flag for flag, number in required.items() if not number)
         raise DeviceError(f"a cluster is planned for a number of GPUs and a batch: give {missing}")
-    asked = Asked(tp, cp, pp, microbatch, chunks, shard, schedule)
+    asked = MeshSpec(tp, cp, pp, microbatch, virtual_stages, shard, schedule)
     request = ClusterRequest(
         gpus, batch, seq, device, node_size, budget, links, asked, blocks, receive_ring
     )
@@ -298,7 +307,7 @@ def plan_cluster_verb(
 
     found = plan_cluster(model, request, runners_up, session.stopwatch)
     if found.file is None:
-        session.conclude(INFEASIBLE, [nothing_fits(gpus, found.cluster.budget_bytes)])
+        session.conclude(INFEASIBLE, [_nothing_fits(gpus, found.cluster.budget_bytes)])
         return
     if output is not None:
         session.save(output, found.file.to_json(), "plan")
@@ -311,6 +320,6 @@ def plan_cluster_verb(
 
 def _show(session: Session, plan: ClusterFile, found: str) -> None:
     if session.as_json:
-        session.emit(cluster_json(plan))
+        session.emit(_cluster_json(plan))
     else:
-        show_cluster(session.out, plan, found)
+        _show_cluster(session.out, plan, found)

@@ -13,22 +13,22 @@ import msgspec
 import torch
 
 from remat import __version__
-from remat.cluster.capture.chain_shape import Place
+from remat.cluster.capture.chain_shape import ChainPosition
 from remat.cluster.capture.rank_graph import behind_graph_on_rank, block_graph_on_rank
 from remat.cluster.mesh import Cluster, Job
 from remat.cluster.opened_chain import Chains
 from remat.cluster.parts import Part, PartOption, PartWork, part_of, part_work
+from remat.graph_capture.cache_files import CacheFiles
 from remat.graph_capture.distributed.fake_group import FakeGroups
-from remat.graph_capture.files import decoded
+from remat.graph_capture.files import decode_json
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.kept_files import KeptFiles
 
-SCHEMA = 5
+_SCHEMA = 5
 """Of the files; those of another one are not read."""
-FILES = KeptFiles("parts of clusters", "each plan captures them anew", "cluster", most_files=4096)
+_FILES = CacheFiles("parts of clusters", "each plan captures them anew", "cluster", most_files=4096)
 
 
-class KeptPart(msgspec.Struct, frozen=True):
+class _KeptPart(msgspec.Struct, frozen=True):
     """A graph, and its part.
 
     Attributes
@@ -58,11 +58,11 @@ class KeptParts:
     groups: FakeGroups
     captured: int = 0
     read: int = 0
-    known: dict[tuple[Place, int, int, int], KeptPart] = field(
-        default_factory=dict[tuple[Place, int, int, int], KeptPart]
+    known: dict[tuple[ChainPosition, int, int, int], _KeptPart] = field(
+        default_factory=dict[tuple[ChainPosition, int, int, int], _KeptPart]
     )
 
-    def work(self, place: Place, tp: int, cp: int, microbatch: int) -> PartWork:
+    def work(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> PartWork:
         """As of `Parts`."""
         found = self._begun(place, tp, cp, microbatch)
         if found.part is not None:
@@ -70,7 +70,7 @@ class KeptParts:
         assert found.graph is not None
         return part_work(found.graph, found.border_gradient)
 
-    def part(self, place: Place, tp: int, cp: int, microbatch: int) -> Part:
+    def part(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> Part:
         """As of `Parts`."""
         key = place, tp, cp, microbatch
         found = self._begun(*key)
@@ -82,13 +82,13 @@ class KeptParts:
         self._keep(key)
         return part
 
-    def graph(self, place: Place, tp: int, cp: int, microbatch: int) -> TrainingGraph:
-        """What the options of a part are of, one that is captured."""
+    def graph(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> TrainingGraph:
+        """The graph that a part's options were solved on."""
         found = self._begun(place, tp, cp, microbatch).graph
         assert found is not None
         return found
 
-    def _begun(self, place: Place, tp: int, cp: int, microbatch: int) -> KeptPart:
+    def _begun(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> _KeptPart:
         key = place, tp, cp, microbatch
         if key not in self.known:
             self.known[key] = (
@@ -96,18 +96,18 @@ class KeptParts:
             )
         return self.known[key]
 
-    def _embedding(self, tp: int, cp: int, microbatch: int) -> KeptPart:
-        """A look-up is priced by its bytes: rows read and written, a gradient filled and added."""
+    def _embedding(self, tp: int, cp: int, microbatch: int) -> _KeptPart:
+        """A look-up is costed by its bytes: rows read and written, a gradient filled and added."""
         rows = microbatch * self.job.border_bytes / (tp * cp)
         table_bytes = 2 * self.job.weights["first"].on_rank(tp)
         rate = self.cluster.bytes_per_us
         forward_us, backward_us = 2 * rows / rate, (table_bytes + 2 * rows) / rate
         need = int(rows) + table_bytes
-        return KeptPart(None, Part(forward_us, backward_us, (PartOption(0, need, 0.0),)))
+        return _KeptPart(None, Part(forward_us, backward_us, (PartOption(0, need, 0.0),)))
 
-    def _of_disk(self, place: Place, tp: int, cp: int, microbatch: int) -> KeptPart:
+    def _of_disk(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> _KeptPart:
         key = place, tp, cp, microbatch
-        found = FILES.read(self._name(*key), lambda data: decoded(data, KeptPart))
+        found = _FILES.read(self._name(*key), lambda data: decode_json(data, _KeptPart))
         if found is not None:
             self.read += 1
             return found
@@ -116,21 +116,21 @@ class KeptParts:
         self._keep(key)
         return self.known[key]
 
-    def _keep(self, key: tuple[Place, int, int, int]) -> None:
-        FILES.write(self._name(*key), msgspec.json.encode(self.known[key]))
+    def _keep(self, key: tuple[ChainPosition, int, int, int]) -> None:
+        _FILES.write(self._name(*key), msgspec.json.encode(self.known[key]))
 
-    def _captured(self, place: Place, tp: int, cp: int, microbatch: int) -> KeptPart:
+    def _captured(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> _KeptPart:
         chain, shape = self.chains.at(microbatch, self.job.seq // cp)
         device, links = self.cluster.device, self.cluster.links
         if place == "block":
             graph, gradient = block_graph_on_rank(chain, shape, tp, cp, self.groups, device, links)
-            return KeptPart(graph, border_gradient=gradient)
-        return KeptPart(behind_graph_on_rank(chain, shape, tp, self.groups, device, links))
+            return _KeptPart(graph, border_gradient=gradient)
+        return _KeptPart(behind_graph_on_rank(chain, shape, tp, self.groups, device, links))
 
-    def _name(self, place: Place, tp: int, cp: int, microbatch: int) -> str:
+    def _name(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> str:
         _, shape = self.chains.at(1, self.job.seq)
         said = (
-            SCHEMA, shape.digest, place, tp, cp, microbatch, self.job.seq, self.cluster.device,
+            _SCHEMA, shape.digest, place, tp, cp, microbatch, self.job.seq, self.cluster.device,
             self.cluster.links, str(torch.__version__), __version__,
         )  # fmt: skip
         return f"{hashlib.sha256(msgspec.json.encode(said)).hexdigest()[:24]}.json"

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import msgspec
 
-from remat.cluster.capture.chain_shape import PLACES, Place, shares_heads
+from remat.cluster.capture.chain_shape import CHAIN_POSITIONS, ChainPosition, shares_heads
 from remat.cluster.parts import Part, PartWork
 from remat.graph_capture.devices.rank_links import RankLinks
 
@@ -46,9 +46,9 @@ class Job(msgspec.Struct, frozen=True):
     layers: int
     batch: int
     seq: int
-    weights: dict[Place, Weights]
+    weights: dict[ChainPosition, Weights]
     border_bytes: int
-    products_flops: dict[Place, int]
+    products_flops: dict[ChainPosition, int]
     model_flops: int
     tensor_degrees: tuple[int, ...] = (1,)
     context_degrees: tuple[int, ...] = (1,)
@@ -69,7 +69,7 @@ class Cluster(msgspec.Struct, frozen=True):
     Attributes
     ----------
     budget_bytes : of one GPU. flops_per_us : the peak, for products. reached_flops_per_us : the
-        most that a product is priced at. bytes_per_us : of the GPU's memory, as ops reach it.
+        most that a product is taken to reach. bytes_per_us : of the GPU's memory, as ops reach it.
     receive_ring : count receive buffers for the microbatches in flight alone. Torch allocates one
         for each microbatch, and each direction.
     """
@@ -92,38 +92,40 @@ class Cluster(msgspec.Struct, frozen=True):
 class Parts(Protocol):
     """Gives the parts of a job: captured when first asked for, or kept from before."""
 
-    def work(self, place: Place, tp: int, cp: int, microbatch: int) -> PartWork:
+    def work(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> PartWork:
         """Of one part; its options need not be known."""
         ...
 
-    def part(self, place: Place, tp: int, cp: int, microbatch: int) -> Part:
+    def part(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> Part:
         """The part of one rank, for one microbatch."""
         ...
 
 
 def products_us(job: Job, cluster: Cluster, tokens_of: float) -> float:
-    """Time of all matrix products with weights at the rate that no product is priced above.
+    """Time of all matrix products with weights at the rate that no product is taken to exceed.
 
     Parameters
     ----------
     tokens_of : sequences that one rank's share of the work comes to.
     """
-    flops = sum(job.products_flops[p] * (job.layers if p == "block" else 1) for p in PLACES)
+    flops = sum(
+        job.products_flops[p] * (job.layers if p == "block" else 1) for p in CHAIN_POSITIONS
+    )
     return flops * tokens_of / cluster.reached_flops_per_us
 
 
-def divisors(n: int) -> list[int]:
+def _divisors(n: int) -> list[int]:
     """All of them, ascending."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
 
 
-MICROBATCHES = (1, 2, 4, 8)
-CHUNKS = (1, 2, 3, 4, 6, 8)
-"""Sizes of a microbatch and chunks of a rank that are tried."""
+_MICROBATCHES = (1, 2, 4, 8)
+_VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8)
+"""Sizes of a microbatch and virtual stages of a rank that are tried."""
 SCHEDULES = "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"
-"""Torch's names of those that are planned: one chunk a rank, several, several with W apart."""
-LEAST_TOKENS = 4096
+"""Torch's names of those that are planned: one stage a rank, several, several with W apart."""
+_LEAST_TOKENS = 4096
 """Fewer tokens of a sequence are given to a rank only where that is asked for."""
 
 
@@ -133,9 +135,9 @@ class Degrees(msgspec.Struct, frozen=True, order=True):
     Attributes
     ----------
     tp, cp, pp, dp : tensor, context, pipeline and data parallel; their product is all GPUs.
-    microbatch : its sequences. microbatches : of each data parallel rank. chunks : of the model on
-        each rank of a pipeline. is_split : whether gradients of weights are made apart, where a
-        rank would wait.
+    microbatch : its sequences. microbatches : of each data parallel rank.
+    virtual_stages : parts of the model on each rank of a pipeline. is_split : whether gradients of
+        weights are made apart, where a rank would wait.
     """
 
     tp: int
@@ -144,7 +146,7 @@ class Degrees(msgspec.Struct, frozen=True, order=True):
     dp: int
     microbatch: int
     microbatches: int
-    chunks: int
+    virtual_stages: int = msgspec.field(name="chunks")
     is_split: bool = False
 
     @property
@@ -152,7 +154,7 @@ class Degrees(msgspec.Struct, frozen=True, order=True):
         """Torch's name of how the pipeline runs; empty without one."""
         if self.pp == 1:
             return ""
-        return SCHEDULES[0] if self.chunks == 1 else SCHEDULES[1 + self.is_split]
+        return SCHEDULES[0] if self.virtual_stages == 1 else SCHEDULES[1 + self.is_split]
 
     def rounds(self, weight_share: float = 0.5) -> float:
         """Microbatches, and the bubble in microbatches of one stage, over all stages.
@@ -164,10 +166,10 @@ class Degrees(msgspec.Struct, frozen=True, order=True):
         weight_share : of a block's time, what gradients of weights take. Where they are made apart
             they fill the bubble twice: a half of the time leaves none of it.
         """
-        if self.chunks == 1:
+        if self.virtual_stages == 1:
             return (self.microbatches - 1) / self.pp + 1
         left = max(1 - 2 * weight_share, 0.0) if self.is_split else 1.0
-        return (self.microbatches + left * (self.pp - 1) / self.chunks) / self.pp
+        return (self.microbatches + left * (self.pp - 1) / self.virtual_stages) / self.pp
 
 
 class Mesh(msgspec.Struct, frozen=True):
@@ -191,14 +193,14 @@ class Mesh(msgspec.Struct, frozen=True):
         return self.degrees.dp * self.degrees.cp // self.shard
 
 
-class Asked(msgspec.Struct, frozen=True):
+class MeshSpec(msgspec.Struct, frozen=True):
     """What the user fixes; None leaves a choice open."""
 
     tp: int | None = None
     cp: int | None = None
     pp: int | None = None
     microbatch: int | None = None
-    chunks: int | None = None
+    virtual_stages: int | None = msgspec.field(default=None, name="chunks")
     shard: int | None = None
     schedule: str | None = None
 
@@ -212,10 +214,10 @@ class Asked(msgspec.Struct, frozen=True):
         return usual if asked is None else (asked,)
 
 
-def all_degrees(job: Job, cluster: Cluster, asked: Asked) -> Iterator[Degrees]:
+def all_degrees(job: Job, cluster: Cluster, asked: MeshSpec) -> Iterator[Degrees]:
     """Every mesh that splits the GPUs without a rest, within the limits above."""
     tensor = tuple(tp for tp in job.tensor_degrees if tp <= cluster.node_size)
-    stages = (1,) if job.tied else tuple(d for d in divisors(cluster.gpus) if d <= job.layers)
+    stages = (1,) if job.tied else tuple(d for d in _divisors(cluster.gpus) if d <= job.layers)
     for tp, cp, pp in product(
         asked.of("tp", tensor), asked.of("cp", job.context_degrees), asked.of("pp", stages)
     ):
@@ -223,68 +225,68 @@ def all_degrees(job: Job, cluster: Cluster, asked: Asked) -> Iterator[Degrees]:
         if not is_split or not _is_context(job, asked, tp, cp):
             continue
         dp = cluster.gpus // (tp * cp * pp)
-        for microbatch in asked.of("microbatch", MICROBATCHES):
+        for microbatch in asked.of("microbatch", _MICROBATCHES):
             if job.batch % (dp * microbatch) == 0:
                 m = job.batch // (dp * microbatch)
-                yield from _with_chunks(job, asked, tp, cp, pp, dp, microbatch, m)
+                yield from _with_virtual_stages(job, asked, tp, cp, pp, dp, microbatch, m)
 
 
-def _is_context(job: Job, asked: Asked, tp: int, cp: int) -> bool:
+def _is_context(job: Job, asked: MeshSpec, tp: int, cp: int) -> bool:
     """Whether a rank has whole tokens of a sequence, and enough of them, and whole heads."""
     if job.seq % (tp * cp) or not all(shares_heads(heads, tp, cp) for heads in job.heads):
         return False
-    return cp == 1 or asked.cp is not None or job.seq // cp >= LEAST_TOKENS
+    return cp == 1 or asked.cp is not None or job.seq // cp >= _LEAST_TOKENS
 
 
-def _with_chunks(
-    job: Job, asked: Asked, tp: int, cp: int, pp: int, dp: int, microbatch: int, m: int
+def _with_virtual_stages(
+    job: Job, asked: MeshSpec, tp: int, cp: int, pp: int, dp: int, microbatch: int, m: int
 ) -> Iterator[Degrees]:
-    if m < pp or (pp == 1 and not asked.allows(chunks=1, schedule="")):
+    if m < pp or (pp == 1 and not asked.allows(virtual_stages=1, schedule="")):
         return
-    for chunks in asked.of("chunks", CHUNKS) if pp > 1 else (1,):
-        if chunks > 1 and (even_layers(job.layers, pp, chunks) is None or m % pp):
+    for virtual_stages in asked.of("virtual_stages", _VIRTUAL_STAGES) if pp > 1 else (1,):
+        if virtual_stages > 1 and (even_layers(job.layers, pp, virtual_stages) is None or m % pp):
             continue
         # Backward with collectives is not split (`rewriter/split_backward/splitting.py`).
-        for is_split in (False, True) if chunks > 1 and tp == cp == 1 else (False,):
-            found = Degrees(tp, cp, pp, dp, microbatch, m, chunks, is_split)
+        for is_split in (False, True) if virtual_stages > 1 and tp == cp == 1 else (False,):
+            found = Degrees(tp, cp, pp, dp, microbatch, m, virtual_stages, is_split)
             if asked.allows(schedule=found.schedule):
                 yield found
 
 
-def even_layers(layers: int, pp: int, chunks: int) -> tuple[int, ...] | None:
-    """Blocks of each rank whose chunks are even; the last, and then the first, may lack one.
+def even_layers(layers: int, pp: int, virtual_stages: int) -> tuple[int, ...] | None:
+    """Blocks of each rank, in even virtual stages; the last, and then the first, may lack one.
 
     None where they are not even so.
     """
-    of_chunk = -(-layers // (pp * chunks))
-    lacking = of_chunk * pp * chunks - layers
-    if lacking > 2 or (lacking and of_chunk == 1):
+    of_each = -(-layers // (pp * virtual_stages))
+    lacking = of_each * pp * virtual_stages - layers
+    if lacking > 2 or (lacking and of_each == 1):
         return None
-    found = [of_chunk * chunks] * pp
+    found = [of_each * virtual_stages] * pp
     found[-1] -= lacking > 0
     found[0] -= lacking > 1
     return tuple(found)
 
 
-def places_of_blocks(layers: tuple[int, ...], chunks: int) -> list[list[range]]:
-    """For each rank, and each of its chunks, which blocks of the model it has.
+def places_of_blocks(layers: tuple[int, ...], virtual_stages: int) -> list[list[range]]:
+    """For each rank, and each of its virtual stages, which blocks it has.
 
-    The chunks of all ranks come one after another: the first of each rank, then the second.
+    The virtual stages of all ranks come in turn: the first of each rank, then the second.
     """
-    sizes = [[-(-n // chunks)] * chunks for n in layers]
+    sizes = [[-(-n // virtual_stages)] * virtual_stages for n in layers]
     # A first rank lacks a block beside the embedding, a last one beside the head.
     sizes[0][0] -= sum(sizes[0]) - layers[0]
     sizes[-1][-1] -= sum(sizes[-1]) - layers[-1]
     places: list[list[range]] = [[] for _ in layers]
     at = 0
-    for chunk in range(chunks):
+    for virtual_stage in range(virtual_stages):
         for rank, of_rank in enumerate(sizes):
-            places[rank].append(range(at, at + of_rank[chunk]))
-            at += of_rank[chunk]
+            places[rank].append(range(at, at + of_rank[virtual_stage]))
+            at += of_rank[virtual_stage]
     return places
 
 
-def all_states(degrees: Degrees, cluster: Cluster, asked: Asked) -> Iterator[Mesh]:
+def all_states(degrees: Degrees, cluster: Cluster, asked: MeshSpec) -> Iterator[Mesh]:
     """Every way in which torch can hold the states (DDP, ZeRO-1 to 3, hpZ, HSDP).
 
     Inside of `torch.distributed.pipelining`, FSDP2 keeps parameters and gradients whole through all

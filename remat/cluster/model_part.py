@@ -18,7 +18,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from remat.cluster.capture.chain import leaf_on_meta, state_on_meta
+from remat.cluster.capture.model_chain import leaf_on_meta, state_on_meta
 from remat.cluster.capture.rank_graph import SEQUENCE
 from remat.cluster.capture.watching import WAY_OUT
 from remat.graph_capture.errors import CaptureError

@@ -9,22 +9,27 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from remat.cluster.capture.chain import ChainModel, chain_of
-from remat.cluster.capture.chain_shape import PLACES, ChainShape, Place, shares_heads
+from remat.cluster.capture.chain_shape import (
+    CHAIN_POSITIONS,
+    ChainPosition,
+    ChainShape,
+    shares_heads,
+)
+from remat.cluster.capture.model_chain import ChainModel, chain_of
 from remat.cluster.capture.rank_graph import runs_split
 from remat.cluster.capture.watching import watch
-from remat.cluster.mesh import Asked, Job, Weights
+from remat.cluster.mesh import Job, MeshSpec, Weights
 from remat.graph_capture.distributed.fake_group import FakeGroups
 from remat.graph_capture.errors import CaptureError, FactoryError
 from remat.job.factory import Loaded, NamedFunction, call, function_named
 
-SEQ_NAMES = ("seq", "sequence", "seq_len")
-TENSOR, CONTEXT = (1, 2, 4, 8, 16), (1, 2, 4, 8, 16)
+_SEQ_NAMES = ("seq", "sequence", "seq_len")
+_TENSOR, _CONTEXT = (1, 2, 4, 8, 16), (1, 2, 4, 8, 16)
 """Tensor and context parallel degrees that are tried."""
-BACKWARD_TIMES = 3
+_BACKWARD_TIMES = 3
 """Operations of forward and backward over those of forward: two products for each one."""
 
-Shown = tuple[ChainModel, ChainShape]
+_Shown = tuple[ChainModel, ChainShape]
 
 
 @dataclass
@@ -33,9 +38,9 @@ class Chains:
 
     source: str
     pattern: str
-    known: dict[tuple[int, int], Shown] = field(default_factory=dict[tuple[int, int], Shown])
+    known: dict[tuple[int, int], _Shown] = field(default_factory=dict[tuple[int, int], _Shown])
 
-    def at(self, microbatch: int, seq: int) -> Shown:
+    def at(self, microbatch: int, seq: int) -> _Shown:
         """The chain of that batch, and what its forward shows.
 
         Raises
@@ -63,7 +68,7 @@ def _loaded(source: str, batch: int, seq: int) -> Loaded:
 
 def _seq_name(named: NamedFunction) -> str:
     taken = inspect.signature(named.function).parameters
-    found = next((name for name in SEQ_NAMES if name in taken), None)
+    found = next((name for name in _SEQ_NAMES if name in taken), None)
     if found is None or "batch" not in taken:
         raise FactoryError(
             f"factory {named.name} of {named.where} takes {', '.join(taken) or 'nothing'}: for a "
@@ -74,7 +79,7 @@ def _seq_name(named: NamedFunction) -> str:
 
 
 def job_of(
-    chains: Chains, batch: int, seq: int, asked: Asked, groups: FakeGroups, most_tp: int
+    chains: Chains, batch: int, seq: int, asked: MeshSpec, groups: FakeGroups, most_tp: int
 ) -> Job:
     """The facts of a job.
 
@@ -100,10 +105,10 @@ def job_of(
     blocks_flops = layers * (flops["block"] + shape.attention_flops)
     return Job(
         type(chain.model).__name__, layers, batch, seq,
-        {place: _weights(chain, shape, place) for place in PLACES},
+        {place: _weights(chain, shape, place) for place in CHAIN_POSITIONS},
         shape.border.numel() * shape.border.element_size(),
-        {place: BACKWARD_TIMES * flops[place] for place in PLACES},
-        BACKWARD_TIMES * (blocks_flops + flops["last"]),
+        {place: _BACKWARD_TIMES * flops[place] for place in CHAIN_POSITIONS},
+        _BACKWARD_TIMES * (blocks_flops + flops["last"]),
         _tensor_degrees(chain, shape, asked, groups, most_tp), _context_degrees(shape, asked),
         tied, tuple(sorted(shape.heads)),
     )  # fmt: skip
@@ -117,7 +122,7 @@ def tied_weights(chain: ChainModel, shape: ChainShape) -> tuple[str, ...]:
     return tuple(name for name, p in names if name in both or count[id(p)] > 1)
 
 
-def _weights(chain: ChainModel, shape: ChainShape, place: Place) -> Weights:
+def _weights(chain: ChainModel, shape: ChainShape, place: ChainPosition) -> Weights:
     modules = dict(chain.model.named_modules())
     split = whole = 0
     for name in sorted(shape.parameters[place]):
@@ -131,9 +136,9 @@ def _weights(chain: ChainModel, shape: ChainShape, place: Place) -> Weights:
 
 
 def _tensor_degrees(
-    chain: ChainModel, shape: ChainShape, asked: Asked, groups: FakeGroups, most: int
+    chain: ChainModel, shape: ChainShape, asked: MeshSpec, groups: FakeGroups, most: int
 ) -> tuple[int, ...]:
-    tried = (asked.tp,) if asked.tp is not None else tuple(tp for tp in TENSOR if tp <= most)
+    tried = (asked.tp,) if asked.tp is not None else tuple(tp for tp in _TENSOR if tp <= most)
     whys = {tp: runs_split(chain, shape, tp, groups) if tp > 1 else "" for tp in tried}
     if asked.tp is not None and whys[asked.tp]:
         raise CaptureError(
@@ -144,7 +149,7 @@ def _tensor_degrees(
     return tuple(tp for tp in tried if not whys[tp])
 
 
-def _context_degrees(shape: ChainShape, asked: Asked) -> tuple[int, ...]:
+def _context_degrees(shape: ChainShape, asked: MeshSpec) -> tuple[int, ...]:
     why = shape.unshared
     if not shape.has_fused_attention or shape.has_open_attention:
         why = "is not torch.nn.functional.scaled_dot_product_attention"
@@ -158,4 +163,4 @@ def _context_degrees(shape: ChainShape, asked: Asked) -> tuple[int, ...]:
         )
     if why:
         return (1,)
-    return CONTEXT if asked.cp is None else (asked.cp,)
+    return _CONTEXT if asked.cp is None else (asked.cp,)

@@ -2,7 +2,7 @@
 
 A part is captured at one tensor parallel degree, context parallel degree and microbatch. All that
 the planner of a cluster asks of it are two times and its options: bytes that wait for backward
-against extra time. They come from the option tables of blocks (`blocks/options.py`).
+against extra time. They come from the option tables of blocks (`blocks/block_options.py`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.schedules.schedule import Schedule
-from remat.solver.blocks.options import TURN, BlockOption, block_options
-from remat.solver.kept import op_kind
+from remat.solver.blocks.block_options import TURN, BlockOption, block_options
 from remat.solver.problem import Problem
+from remat.solver.recompute_summary import op_kind
 from remat.solver.state import State
 
 # What backward of a block leaves for later where the gradients of weights are made apart.
@@ -35,7 +35,7 @@ from remat.solver.state import State
 # that cut but for ops that make no product and copy, of which either side holds as much.
 
 
-PRODUCTS = frozenset(
+_PRODUCTS = frozenset(
     {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution", "_convolution",
      "cudnn_convolution", "convolution_overrideable", "_slow_conv2d_forward",
      "convolution_backward"}
@@ -59,7 +59,7 @@ class WeightsLater(NamedTuple):
 def is_product(target: str) -> bool:
     """Whether an op is one of those that models spend their time in."""
     kind = op_kind(target)
-    return kind in PRODUCTS or "attention" in kind
+    return kind in _PRODUCTS or "attention" in kind
 
 
 def weights_later(graph: TrainingGraph, border_gradient: str) -> WeightsLater:
@@ -102,7 +102,7 @@ def _needed_for(graph: TrainingGraph, value: str) -> set[str]:
     return found
 
 
-LIMITS = 12
+_LIMITS = 12
 """At how many limits on its kept bytes a part is solved."""
 
 
@@ -164,12 +164,12 @@ class Part(msgspec.Struct, frozen=True):
         return PartWork(self.work_us, self.later.weight_us)
 
 
-NOTHING = Part(0.0, 0.0, (PartOption(0, 0, 0.0),))
+NO_PART = Part(0.0, 0.0, (PartOption(0, 0, 0.0),))
 """A part that a model does not have."""
 
 
 def part_of(graph: TrainingGraph, border_gradient: str = "") -> Part:
-    """Solve a priced graph of one part at several limits on what it keeps.
+    """Solve a graph with costs of one part at several limits on what it keeps.
 
     PartWork is limited by nodes of each program, so the same graph gives the same part.
 
@@ -179,7 +179,7 @@ def part_of(graph: TrainingGraph, border_gradient: str = "") -> Part:
         backward runs as a whole.
     """
     forward_us = sum(op.cost_us for op in graph.ops[: graph.n_forward])
-    found = block_options(graph, LIMITS, lambda: math.inf)
+    found = block_options(graph, _LIMITS, lambda: math.inf)
     made = {name for op in graph.ops if op.target == TURN for name in op.outputs}
     tangents_bytes = sum(value.size_bytes for value in graph.values if value.name in made)
     options = [_option(one, tangents_bytes) for one in found]
@@ -224,16 +224,16 @@ def schedule_of_option(graph: TrainingGraph, option: PartOption) -> Schedule:
 # step of the grid for each block and microbatch in flight (`tests/solver/cluster`).
 
 
-SLOTS = 2048
+_SLOTS = 2048
 """Steps of the grid for what all blocks save together."""
-CLOSE_US = 1e-6
+_CLOSE_US = 1e-6
 """Two sums of the same times, in another order, differ by less."""
 
 Floats = npt.NDArray[np.float64]
-Counts = npt.NDArray[np.int64]
+_Counts = npt.NDArray[np.int64]
 
 
-class NeedTable(NamedTuple):
+class _NeedTable(NamedTuple):
     """Least extra time by blocks (row) and slots (column), of options that need no more."""
 
     need_bytes: int
@@ -246,17 +246,17 @@ class Limit(NamedTuple):
     Attributes
     ----------
     room_bytes : for each number of blocks. in_flight : microbatches whose saved bytes are live at
-        once; a fraction where a rank has several chunks, of which one holds a part of the blocks.
+        once; a fraction where a rank has several virtual stages, each with a part of the blocks.
     """
 
-    room_bytes: Counts
+    room_bytes: _Counts
     in_flight: float
 
 
 class EqualBlocks:
     """Tables for up to `most` blocks that share `options`."""
 
-    def __init__(self, options: Sequence[PartOption], most: int, slots: int = SLOTS) -> None:
+    def __init__(self, options: Sequence[PartOption], most: int, slots: int = _SLOTS) -> None:
         self.options = tuple(options)
         self.most = most
         largest = max((option.saved_bytes for option in self.options), default=0)
@@ -265,10 +265,10 @@ class EqualBlocks:
         self.width = max(self.steps, default=0) * most + 1
 
     @cached_property
-    def tables(self) -> list[NeedTable]:
+    def tables(self) -> list[_NeedTable]:
         """One for each distinct need, ascending."""
         needs = sorted({option.need_bytes for option in self.options})
-        return [NeedTable(need, self._least_us(need)) for need in needs]
+        return [_NeedTable(need, self._least_us(need)) for need in needs]
 
     def _least_us(self, need_bytes: int) -> Floats:
         least = np.full((self.most + 1, self.width), np.inf)
@@ -280,7 +280,7 @@ class EqualBlocks:
                     np.minimum(least[n, step:], reached, out=least[n, step:])
         return least
 
-    def least_us(self, blocks: Counts, limits: Sequence[Limit], beside_bytes: int = 0) -> Floats:
+    def least_us(self, blocks: _Counts, limits: Sequence[Limit], beside_bytes: int = 0) -> Floats:
         """For each number of blocks: the least extra time of one microbatch.
 
         Parameters
@@ -316,7 +316,7 @@ class EqualBlocks:
                 i
                 for i, (option, step) in enumerate(zip(self.options, self.steps, strict=True))
                 if option.need_bytes <= need_bytes and step <= slot
-                if abs(least[n - 1, slot - step] + option.extra_us - least[n, slot]) < CLOSE_US
+                if abs(least[n - 1, slot - step] + option.extra_us - least[n, slot]) < _CLOSE_US
             )
             count[i] += 1
             slot -= self.steps[i]
@@ -328,14 +328,14 @@ class EqualBlocks:
         best: tuple[float, int, Floats, int] | None = None
         for need_bytes, least in self.tables:
             slot = int(self._slots(limits, max(need_bytes, beside_bytes))[0])
-            if slot >= 0 and (best is None or least[blocks, slot] < best[0] - CLOSE_US):
+            if slot >= 0 and (best is None or least[blocks, slot] < best[0] - _CLOSE_US):
                 best = float(least[blocks, slot]), need_bytes, least, slot
         if best is None or not np.isfinite(best[0]):
             rooms = " and ".join(str(int(limit.room_bytes[0])) for limit in limits)
             raise ValueError(f"{blocks} blocks do not fit {rooms} bytes")
         return best[1:]
 
-    def _slots(self, limits: Sequence[Limit], need_bytes: int) -> Counts:
+    def _slots(self, limits: Sequence[Limit], need_bytes: int) -> _Counts:
         """What all blocks may save together, in steps of the grid; -1 where there is no room."""
         found = [
             np.floor_divide(limit.room_bytes - need_bytes, limit.in_flight * self.unit_bytes)

@@ -8,12 +8,12 @@ from html import escape
 from importlib import resources
 from typing import NamedTuple
 
-from remat.cluster.pipeline import (
-    ACTIVATIONS,
+from remat.cluster.pipeline_replay import (
     BORDERS,
     GRADIENTS,
     PARAMETERS,
     RUNNING,
+    SAVED_ACTIVATIONS,
     STANDING,
     STATES,
     ActionSpan,
@@ -42,7 +42,7 @@ from remat.schedules.views.palette import (  # fmt: skip
 # Lines and letters take the colour of what is around them, so one text serves light and dark.
 
 
-class Picture:
+class _Picture:
     """Elements in the order in which they are drawn, on a plane of whole units."""
 
     def __init__(self, width: int, height: int, says: str) -> None:
@@ -113,10 +113,10 @@ class Picture:
         self.elements.append(f"<{name} {attributes}{end}")
 
 
-def stacked(*pictures: Picture) -> Picture:
+def stacked_pictures(*pictures: _Picture) -> _Picture:
     """One below the other, in one picture."""
     says = "; ".join(picture.says for picture in pictures)
-    whole = Picture(max(p.width for p in pictures), sum(p.height for p in pictures), says)
+    whole = _Picture(max(p.width for p in pictures), sum(p.height for p in pictures), says)
     down = 0
     for picture in pictures:
         body = "\n".join(picture.elements)
@@ -131,40 +131,42 @@ def stacked(*pictures: Picture) -> Picture:
 # context and tensor parallel ranks, so that the last lie side by side.
 
 
-CELL, GAP, MESH_LEFT, TOP = 14, 12, 150, 46
-LEAST = 520
+_CELL, _GAP, _MESH_LEFT, _TOP = 14, 12, 150, 46
+_LEAST = 520
 """Width that the line below needs."""
-MOST_COLUMNS, MOST_ROWS = 8, 6
+_MOST_COLUMNS, _MOST_ROWS = 8, 6
 """Stages and data parallel ranks that are drawn; of more, the first ones and the last."""
 
 
-def mesh_picture(plan: ClusterFile) -> Picture:
+def mesh_picture(plan: ClusterFile) -> _Picture:
     """Stages from left to right, data parallel ranks from top to bottom; a cell is a GPU."""
     mesh = plan.parallelism
     tp, cp = mesh.tensor_parallel_degree, mesh.context_parallel_degree
-    stages = shown(mesh.pipeline_parallel_degree, MOST_COLUMNS)
-    rows = shown(_data_parallel(mesh), MOST_ROWS)
-    wide, high = max(tp * CELL, 64) + GAP, cp * CELL + GAP
-    picture = Picture(
-        max(MESH_LEFT + len(stages) * wide + 20, LEAST),
-        TOP + len(rows) * high + 40,
+    stages = shown(mesh.pipeline_parallel_degree, _MOST_COLUMNS)
+    rows = shown(_data_parallel(mesh), _MOST_ROWS)
+    wide, high = max(tp * _CELL, 64) + _GAP, cp * _CELL + _GAP
+    picture = _Picture(
+        max(_MESH_LEFT + len(stages) * wide + 20, _LEAST),
+        _TOP + len(rows) * high + 40,
         _mesh_says(plan),
     )
     for column, stage in enumerate(stages):
         blocks = len(plan.stages[stage].blocks)
-        picture.text(MESH_LEFT + column * wide, 16, f"stage {stage}")
-        picture.text(MESH_LEFT + column * wide, 34, f"{blocks} blocks")
+        picture.text(_MESH_LEFT + column * wide, 16, f"stage {stage}")
+        picture.text(_MESH_LEFT + column * wide, 34, f"{blocks} blocks")
         for row, replica in enumerate(rows):
-            x, y = MESH_LEFT + column * wide, TOP + row * high
+            x, y = _MESH_LEFT + column * wide, _TOP + row * high
             first = rank_of(mesh, stage, replica)
-            cells = [(x + t * CELL, y + c * CELL, CELL - 2, CELL - 2)
+            cells = [(x + t * _CELL, y + c * _CELL, _CELL - 2, _CELL - 2)
                      for c in range(cp) for t in range(tp)]  # fmt: skip
             last = first + tp * cp - 1
             node = f"node {first // plan.node_size}"
             title = f"stage {stage}, data parallel rank {replica}: GPUs {first} to {last}, {node}"
             picture.boxes(cells, CYCLE[column % len(CYCLE)], title)
     for row, replica in enumerate(rows):
-        picture.text(MESH_LEFT - 14, TOP + row * high + CELL - 3, _row_text(mesh, replica), "end")
+        picture.text(
+            _MESH_LEFT - 14, _TOP + row * high + _CELL - 3, _row_text(mesh, replica), "end"
+        )
     drawn = f"{len(stages)} of {len(plan.stages)} stages, {len(rows)} of {_data_parallel(mesh)}"
     picture.text(8, picture.height - 12, f"a cell is a GPU; drawn are {drawn} data parallel ranks")
     return picture
@@ -202,41 +204,43 @@ def _mesh_says(plan: ClusterFile) -> str:
 # Pictures of a step as the judge of pipelines replays it: who runs when, and who holds bytes.
 
 
-WIDTH, LEFT, LANE, HIGH = 900, 90, 20, 150
-MOST_LANES, MOST_STAGES = 16, 4
+_WIDTH, _LEFT, _LANE, _HIGH = 900, 90, 20, 150
+_MOST_LANES, _MOST_STAGES = 16, 4
 """Ranks of the timeline, and stages whose bytes are drawn; of more, the first ones and the last."""
-ACTIONS = {"F": ROLES["forward"], "B": ROLES["backward"], "I": ROLES["backward"], "W": GREEN}
-NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "of weights"}
-COLOURS = {
-    STATES: GREY, PARAMETERS: PURPLE, GRADIENTS: GREEN, BORDERS: YELLOW, ACTIVATIONS: BLUE,
+_ACTIONS = {"F": ROLES["forward"], "B": ROLES["backward"], "I": ROLES["backward"], "W": GREEN}
+_NAMES = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "of weights"}
+_COLOURS = {
+    STATES: GREY, PARAMETERS: PURPLE, GRADIENTS: GREEN, BORDERS: YELLOW, SAVED_ACTIVATIONS: BLUE,
     RUNNING: ORANGE,
 }  # fmt: skip
 """What is saved and what waits for gradients of weights have one."""
-SHORT = {STATES: "OS", ACTIVATIONS: "saved", RUNNING: "running"}
-BEHIND = DARK_GREY
+_SHORT = {STATES: "OS", SAVED_ACTIVATIONS: "saved", RUNNING: "running"}
+_BEHIND = DARK_GREY
 
 
-def timeline_picture(plan: ClusterFile, replay: PipelineReplay) -> Picture:
+def timeline_picture(plan: ClusterFile, replay: PipelineReplay) -> _Picture:
     """One lane a rank; what is empty is a bubble. Behind, gathers, reductions and updates."""
-    lanes = shown(len(replay.ranks), MOST_LANES)
+    lanes = shown(len(replay.ranks), _MOST_LANES)
     step_us = plan.predicted.step_us
     says = f"{percent_text(replay.bubble)} of the ranks' time in the pipeline is spent waiting"
-    picture = Picture(WIDTH + LEFT + 20, len(lanes) * LANE + 66, says)
+    picture = _Picture(_WIDTH + _LEFT + 20, len(lanes) * _LANE + 66, says)
     kinds: set[str] = set()
     for row, rank in enumerate(lanes):
-        y = 6 + row * LANE
-        picture.text(LEFT - 10, y + 13, f"rank {rank}", "end")
-        picture.frame(LEFT, y, WIDTH, LANE - 4)
+        y = 6 + row * _LANE
+        picture.text(_LEFT - 10, y + 13, f"rank {rank}", "end")
+        picture.frame(_LEFT, y, _WIDTH, _LANE - 4)
         for kind, boxes in _touching(replay.ranks[rank].spans, step_us).items():
             kinds.add(kind)
-            picture.boxes([(x, y, w, LANE - 4) for x, w in boxes], ACTIONS[kind])
+            picture.boxes([(x, y, w, _LANE - 4) for x, w in boxes], _ACTIONS[kind])
         end = _across(replay.time_us, step_us)
-        picture.boxes([(end, y, LEFT + WIDTH - end, LANE - 4)], BEHIND, "states: reduce, update")
-    foot = 6 + len(lanes) * LANE + 18
-    shown_kinds = [(NAMES[k], ACTIONS[k]) for k in ACTIONS if k in kinds]
-    picture.legend(LEFT, foot, [*shown_kinds, ("states behind", BEHIND)])
-    picture.text(LEFT + WIDTH, foot, f"{step_us / 1e6:.2f} s", "end")
-    picture.text(LEFT, foot + 24, says)
+        picture.boxes(
+            [(end, y, _LEFT + _WIDTH - end, _LANE - 4)], _BEHIND, "states: reduce, update"
+        )
+    foot = 6 + len(lanes) * _LANE + 18
+    shown_kinds = [(_NAMES[k], _ACTIONS[k]) for k in _ACTIONS if k in kinds]
+    picture.legend(_LEFT, foot, [*shown_kinds, ("states behind", _BEHIND)])
+    picture.text(_LEFT + _WIDTH, foot, f"{step_us / 1e6:.2f} s", "end")
+    picture.text(_LEFT, foot + 24, says)
     return picture
 
 
@@ -257,31 +261,34 @@ def _touching(spans: Sequence[ActionSpan], step_us: float) -> dict[str, list[tup
 
 
 def _across(time_us: float, step_us: float) -> int:
-    return LEFT + min(WIDTH, round(WIDTH * time_us / step_us))
+    return _LEFT + min(_WIDTH, round(_WIDTH * time_us / step_us))
 
 
 def bytes_picture(
-    plan: ClusterFile, replay: PipelineReplay, most_stages: int = MOST_STAGES
-) -> Picture:
+    plan: ClusterFile, replay: PipelineReplay, most_stages: int = _MOST_STAGES
+) -> _Picture:
     """Bytes by holder over the step, of a few stages, below the budget."""
     stages = shown(len(plan.stages), most_stages)
     fullest = max(stage.peak_bytes for stage in plan.stages)
     says = f"the fullest stage holds {bytes_text(fullest)} of {bytes_text(plan.budget_bytes)}"
-    picture = Picture(WIDTH + LEFT + 20, len(stages) * (HIGH + 24) + 40, says)
+    picture = _Picture(_WIDTH + _LEFT + 20, len(stages) * (_HIGH + 24) + 40, says)
     for row, stage in enumerate(stages):
-        _draw_stage(picture, plan, replay.ranks[stage], stage, 8 + row * (HIGH + 24))
-    colours = [(SHORT.get(name, name), colour) for name, colour in COLOURS.items()]
+        _draw_stage(picture, plan, replay.ranks[stage], stage, 8 + row * (_HIGH + 24))
+    colours = [(_SHORT.get(name, name), colour) for name, colour in _COLOURS.items()]
     picture.legend(
-        LEFT, picture.height - 12, [*colours, ("budget", VERMILLION)], WIDTH // (len(COLOURS) + 1)
+        _LEFT,
+        picture.height - 12,
+        [*colours, ("budget", VERMILLION)],
+        _WIDTH // (len(_COLOURS) + 1),
     )
     return picture
 
 
 def _draw_stage(
-    picture: Picture, plan: ClusterFile, rank: RankReplay, stage: int, top: int
+    picture: _Picture, plan: ClusterFile, rank: RankReplay, stage: int, top: int
 ) -> None:
-    scale = HIGH / (1.05 * plan.budget_bytes)
-    base = top + HIGH
+    scale = _HIGH / (1.05 * plan.budget_bytes)
+    base = top + _HIGH
 
     def y(size_bytes: float) -> int:
         return base - round(scale * size_bytes)
@@ -289,24 +296,24 @@ def _draw_stage(
     held = plan.stages[stage].held_bytes
     standing = sum(held.get(name, 0) for name in STANDING)
     saved, running = _stairs(rank, plan.predicted.step_us)
-    picture.area(((x, y(standing + size)) for x, size in running), base, COLOURS[RUNNING])
-    picture.area(((x, y(standing + size)) for x, size in saved), base, COLOURS[ACTIVATIONS])
+    picture.area(((x, y(standing + size)) for x, size in running), base, _COLOURS[RUNNING])
+    picture.area(((x, y(standing + size)) for x, size in saved), base, _COLOURS[SAVED_ACTIVATIONS])
     for name in reversed(STANDING):
         top_of = sum(held.get(one, 0) for one in STANDING[: STANDING.index(name) + 1])
-        picture.boxes([(LEFT, y(top_of), WIDTH, base - y(top_of))], COLOURS[name])
-    picture.line(LEFT, y(plan.budget_bytes), LEFT + WIDTH, VERMILLION)
-    picture.text(LEFT - 10, top + 26, f"stage {stage}", "end")
+        picture.boxes([(_LEFT, y(top_of), _WIDTH, base - y(top_of))], _COLOURS[name])
+    picture.line(_LEFT, y(plan.budget_bytes), _LEFT + _WIDTH, VERMILLION)
+    picture.text(_LEFT - 10, top + 26, f"stage {stage}", "end")
     peak = plan.stages[stage].peak_bytes
-    picture.text(LEFT - 10, top + 44, bytes_text(peak), "end")
+    picture.text(_LEFT - 10, top + 44, bytes_text(peak), "end")
 
 
-Stairs = list[tuple[int, int]]
+_Stairs = list[tuple[int, int]]
 
 
-def _stairs(rank: RankReplay, step_us: float) -> tuple[Stairs, Stairs]:
+def _stairs(rank: RankReplay, step_us: float) -> tuple[_Stairs, _Stairs]:
     """Saved bytes, and those with what runs, as ends of steps and sizes; the most at each x."""
-    saved: dict[int, int] = {LEFT: 0}
-    running: dict[int, int] = {LEFT: 0}
+    saved: dict[int, int] = {_LEFT: 0}
+    running: dict[int, int] = {_LEFT: 0}
     before = 0
     for span in rank.spans:
         begin, end = _across(span.begin_us, step_us), _across(span.end_us, step_us)
@@ -315,16 +322,16 @@ def _stairs(rank: RankReplay, step_us: float) -> tuple[Stairs, Stairs]:
         saved[end] = max(saved.get(end, 0), span.saved_bytes)
         running[end] = max(running.get(end, 0), span.saved_bytes + span.need_bytes)
         before = span.after_bytes
-    saved[LEFT + WIDTH] = running[LEFT + WIDTH] = before
+    saved[_LEFT + _WIDTH] = running[_LEFT + _WIDTH] = before
     return _rising(saved), _rising(running)
 
 
-def _rising(stairs: dict[int, int]) -> Stairs:
+def _rising(stairs: dict[int, int]) -> _Stairs:
     """For each x the size of the step that ends there, from left to right."""
     return [(x, stairs[x]) for x in sorted(stairs)]
 
 
-class Section(NamedTuple):
+class _Section(NamedTuple):
     """A picture with what it says."""
 
     name: str
@@ -373,15 +380,15 @@ def _page_figures(plan: ClusterFile) -> list[Figure]:
     ]
 
 
-def _sections(plan: ClusterFile, replay: PipelineReplay) -> list[Section]:
+def _sections(plan: ClusterFile, replay: PipelineReplay) -> list[_Section]:
     mesh = mesh_picture(plan)
-    found = [Section("mesh", "Mesh", f"{mesh.says}.", mesh.inline())]
+    found = [_Section("mesh", "Mesh", f"{mesh.says}.", mesh.inline())]
     for name, title, picture in (
         ("step", "The step of each rank", timeline_picture(plan, replay)),
         ("bytes", "Bytes of a GPU over the step", bytes_picture(plan, replay)),
     ):
         found.append(
-            Section(
+            _Section(
                 name, title, picture.says[:1].upper() + picture.says[1:] + ".", picture.inline()
             )
         )
@@ -409,14 +416,14 @@ def _page_runners_up(plan: ClusterFile) -> Table:
         p = one.parallelism
         degrees = (
             p.tensor_parallel_degree, p.context_parallel_degree, p.pipeline_parallel_degree,
-            p.data_parallel_replicate_degree, p.data_parallel_shard_degree, one.chunks,
+            p.data_parallel_replicate_degree, p.data_parallel_shard_degree, one.virtual_stages,
             p.pipeline_parallel_microbatch_size,
         )  # fmt: skip
         later = percent_text(one.step_us / plan.predicted.step_us - 1)
         how = p.pipeline_parallel_schedule or "-", p.fsdp_reshard_after_forward
         rows.append((f"+{later}", *map(str, degrees), *how))
     headers = (
-        "step", "tp", "cp", "pp", "replicas", "shards", "chunks", "microbatch", "schedule",
+        "step", "tp", "cp", "pp", "replicas", "shards", "virtual stages", "microbatch", "schedule",
         "P kept",
     )  # fmt: skip
     return Table("near", "Meshes within 5 % of the step", headers, tuple(rows))

@@ -11,16 +11,16 @@ import math
 
 import msgspec
 
-from remat.cluster.pipeline import StageCosts
+from remat.cluster.pipeline_replay import StageCosts
 from remat.graph_capture.errors import GraphError, PlanError, ScheduleError, TextError
-from remat.graph_capture.files import decoded
+from remat.graph_capture.files import decode_json
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.plan import Versions
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import require_valid
 
-CLUSTER_KIND = "remat cluster plan"
-CLUSTER_SCHEMA = 1
+_CLUSTER_KIND = "remat cluster plan"
+_CLUSTER_SCHEMA = 1
 MAKE_AGAIN = "Make it again with: remat plan-cluster MODEL --gpus N -o FILE"
 
 
@@ -58,11 +58,11 @@ class StageFacts(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
-    layers : paths of its blocks, by chunk of the model. schedules : how many of them run by which
+    layers : paths of its blocks, by virtual stage. schedules : how many of them run by which
         of the plan's schedules, by its number; those with most recomputation come first. head : the
         schedule of what follows all blocks, on the last stage. microbatches_in_flight : of all
         blocks. overhead : of the recomputation.
-    peak_bytes : in all. held_bytes : by holder. costs : of one microbatch, by chunk, as the
+    peak_bytes : in all. held_bytes : by holder. costs : of one microbatch, by virtual stage, as the
         judge of pipelines takes them; empty in files of before.
     """
 
@@ -77,8 +77,8 @@ class StageFacts(msgspec.Struct, frozen=True):
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """Of all chunks."""
-        return tuple(path for chunk in self.layers for path in chunk)
+        """Of all virtual stages."""
+        return tuple(path for virtual_stage in self.layers for path in virtual_stage)
 
 
 class PartSchedule(msgspec.Struct, frozen=True):
@@ -107,7 +107,7 @@ class RunnerUp(msgspec.Struct, frozen=True):
     """Another mesh that is nearly as fast."""
 
     parallelism: Parallelism
-    chunks: int
+    virtual_stages: int = msgspec.field(name="chunks")
     step_us: float
     mfu: float
 
@@ -118,9 +118,9 @@ class ClusterFile(msgspec.Struct, frozen=True):
     Attributes
     ----------
     model : name of its class. parameters : elements. device, node_size, gpus, budget_bytes : of the
-        cluster. batch, seq, microbatches : of the step. chunks : of the model on each rank.
+        cluster. batch, seq, microbatches : of the step. virtual_stages : of each rank.
     gradients : reduced after ``each`` microbatch, or ``once``.
-    graphs : of the distinct block and of the head, as one rank runs them, with prices.
+    graphs : of the distinct block and of the head, as one rank runs them, with costs.
     modelled : what is modelled, in words. hop_us : from one stage to the next.
     """
 
@@ -133,7 +133,7 @@ class ClusterFile(msgspec.Struct, frozen=True):
     batch: int
     seq: int
     microbatches: int
-    chunks: int
+    virtual_stages: int = msgspec.field(name="chunks")
     parallelism: Parallelism
     gradients: str
     stages: tuple[StageFacts, ...]
@@ -143,8 +143,8 @@ class ClusterFile(msgspec.Struct, frozen=True):
     runners_up: tuple[RunnerUp, ...]
     modelled: tuple[str, ...]
     versions: Versions
-    kind: str = CLUSTER_KIND
-    schema_version: int = CLUSTER_SCHEMA
+    kind: str = _CLUSTER_KIND
+    schema_version: int = _CLUSTER_SCHEMA
     hop_us: float = 0.0
 
     @property
@@ -166,7 +166,7 @@ class _OfKind(msgspec.Struct):
 def is_cluster_plan(data: bytes | str) -> bool:
     """Whether a text says that it is a plan for a cluster, sound or not."""
     try:
-        return decoded(data, _OfKind).kind == CLUSTER_KIND
+        return decode_json(data, _OfKind).kind == _CLUSTER_KIND
     except TextError:
         return False
 
@@ -180,13 +180,13 @@ def read_cluster_plan(data: bytes | str, name: str = "the file") -> ClusterFile:
         not belong together.
     """
     try:
-        plan = decoded(data, ClusterFile)
+        plan = decode_json(data, ClusterFile)
     except (TextError, GraphError, ScheduleError, PlanError) as error:
         raise PlanError(f"{name} is no plan for a cluster ({error}). {MAKE_AGAIN}") from error
-    if (plan.kind, plan.schema_version) != (CLUSTER_KIND, CLUSTER_SCHEMA):
+    if (plan.kind, plan.schema_version) != (_CLUSTER_KIND, _CLUSTER_SCHEMA):
         raise PlanError(
             f"{name} is of kind {plan.kind!r}, version {plan.schema_version}; this release reads "
-            f"{CLUSTER_KIND!r}, version {CLUSTER_SCHEMA}. {MAKE_AGAIN}"
+            f"{_CLUSTER_KIND!r}, version {_CLUSTER_SCHEMA}. {MAKE_AGAIN}"
         )
     wrong = _wrong(plan)
     if wrong:
@@ -209,12 +209,14 @@ def _wrong(plan: ClusterFile) -> str:
     if len(set(paths)) != len(paths):
         return "a block is in two stages"
     for number, stage in enumerate(plan.stages):
-        if len(stage.layers) != plan.chunks:
-            return f"stage {number} has {len(stage.layers)} chunks, not {plan.chunks}"
+        if len(stage.layers) != plan.virtual_stages:
+            return (
+                f"stage {number} has {len(stage.layers)} virtual stages, not {plan.virtual_stages}"
+            )
         if sum(stage.schedules.values()) != len(stage.blocks):
             return f"stage {number} has not one schedule for each block"
-        if stage.costs and len(stage.costs) != plan.chunks:
-            return f"stage {number} has not one cost for each chunk"
+        if stage.costs and len(stage.costs) != plan.virtual_stages:
+            return f"stage {number} has not one cost for each virtual stage"
         if stage.peak_bytes > plan.budget_bytes:
             return f"stage {number} is over the budget"
     return _wrong_schedule(plan)

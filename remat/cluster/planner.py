@@ -7,8 +7,8 @@ are too large is left out. All of these hold, so the pruned search finds what th
 (`tests/solver/cluster`). To have all runners-up within a share of the best, meshes are pruned only
 above that share.
 
-Optimal for this model of memory and time, on the grid of `parts.py`, among even chunks where
-a rank has several. Sources: the space of Megatron-LM (Narayanan et al. 2021,
+Optimal for this model of memory and time, on the grid of `parts.py`, among even virtual stages
+where a rank has several. Sources: the space of Megatron-LM (Narayanan et al. 2021,
 https://arxiv.org/abs/2104.04473) and PaRO (Wu et al. 2023, https://arxiv.org/abs/2310.06003),
 searched as in Alpa (Zheng et al. 2022, https://arxiv.org/abs/2201.12023), with recomputation chosen
 for each stage inside as in AdaPipe (Sun et al. 2024, https://doi.org/10.1145/3620666.3651359).
@@ -25,13 +25,20 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from remat.cluster.capture.chain_shape import PLACES
+from remat.cluster.capture.chain_shape import CHAIN_POSITIONS
+from remat.cluster.communication_time import (
+    behind_pipeline_us,
+    data_parallel_us,
+    hop_us,
+    no_overlap,
+    update_us,
+)
 from remat.cluster.mesh import (
-    Asked,
     Cluster,
     Degrees,
     Job,
     Mesh,
+    MeshSpec,
     Parts,
     all_degrees,
     all_states,
@@ -45,13 +52,6 @@ from remat.cluster.stages import (
     least_states_bytes,
     stage_parameters,
     stage_table,
-)
-from remat.cluster.step_time import (
-    behind_pipeline_us,
-    data_parallel_us,
-    hop_us,
-    no_overlap,
-    update_us,
 )
 
 # Where to cut a chain of blocks into the stages of a 1F1B pipeline.
@@ -70,14 +70,14 @@ from remat.cluster.step_time import (
 Floats = npt.NDArray[np.float64]
 
 
-class Borders(NamedTuple):
+class _Borders(NamedTuple):
     """Time of all microbatches in µs, and the number of blocks of each stage."""
 
     time_us: float
     layers: tuple[int, ...]
 
 
-def best_borders(times_us: Floats, layers: int, microbatches: int) -> Borders | None:
+def best_borders(times_us: Floats, layers: int, microbatches: int) -> _Borders | None:
     """The borders of least time; None where no stage may be so long that all blocks have a place.
 
     Parameters
@@ -89,7 +89,7 @@ def best_borders(times_us: Floats, layers: int, microbatches: int) -> Borders | 
     if loosest is None:
         return None
     limits = np.unique(times_us[np.isfinite(times_us)])
-    best: Borders | None = None
+    best: _Borders | None = None
     for limit_us in limits[_first_feasible(times_us, layers, limits) :]:
         if best and (microbatches - 1) * limit_us + loosest.time_us >= best.time_us:
             break
@@ -98,7 +98,7 @@ def best_borders(times_us: Floats, layers: int, microbatches: int) -> Borders | 
         slowest_us = max(times_us[s, n] for s, n in enumerate(found.layers))
         time_us = float(found.time_us + (microbatches - 1) * slowest_us)
         if best is None or time_us < best.time_us:
-            best = Borders(time_us, found.layers)
+            best = _Borders(time_us, found.layers)
     return best
 
 
@@ -113,7 +113,7 @@ def _first_feasible(times_us: Floats, layers: int, limits: Floats) -> int:
     return low
 
 
-def _least_sum(times_us: Floats, layers: int, limit_us: float) -> Borders | None:
+def _least_sum(times_us: Floats, layers: int, limit_us: float) -> _Borders | None:
     """The least sum of times with no stage above the limit."""
     reached = np.full(layers + 1, np.inf)
     reached[0] = 0.0
@@ -132,7 +132,7 @@ def _least_sum(times_us: Floats, layers: int, limit_us: float) -> Borders | None
     for pick in reversed(picks):
         chosen.append(int(pick[at]))
         at -= chosen[-1]
-    return Borders(float(reached[layers]), tuple(reversed(chosen)))
+    return _Borders(float(reached[layers]), tuple(reversed(chosen)))
 
 
 def _put_blocks(
@@ -145,7 +145,7 @@ def _put_blocks(
     pick[blocks:][better] = blocks
 
 
-CLOSE = 0.05
+_CLOSE = 0.05
 """Runners-up are within this share of the best."""
 
 
@@ -178,8 +178,8 @@ class ClusterSearch:
     job: Job
     cluster: Cluster
     parts: Parts
-    asked: Asked = field(default_factory=Asked)
-    close: float = CLOSE
+    asked: MeshSpec = field(default_factory=MeshSpec)
+    close: float = _CLOSE
     evaluated: int = 0
     pruned: int = 0
     found: list[ClusterPlan] = field(default_factory=list[ClusterPlan])
@@ -235,7 +235,8 @@ class ClusterSearch:
 
     def _work_us(self, degrees: Degrees) -> float:
         first, block, last = (
-            self.parts.work(place, degrees.tp, degrees.cp, degrees.microbatch) for place in PLACES
+            self.parts.work(place, degrees.tp, degrees.cp, degrees.microbatch)
+            for place in CHAIN_POSITIONS
         )
         time_us = first.time_us + self.job.layers * block.time_us + last.time_us
         if degrees.pp > 1:
@@ -245,7 +246,8 @@ class ClusterSearch:
 
     def _parts(self, degrees: Degrees) -> tuple[Part, Part, Part]:
         first, block, last = (
-            self.parts.part(place, degrees.tp, degrees.cp, degrees.microbatch) for place in PLACES
+            self.parts.part(place, degrees.tp, degrees.cp, degrees.microbatch)
+            for place in CHAIN_POSITIONS
         )
         return first, block, last
 
@@ -267,8 +269,8 @@ class ClusterSearch:
         if mesh.degrees.pp == 1:
             return self._without_pipeline(mesh, tables[0])
         waits = self._waits_us(mesh.degrees)
-        if mesh.degrees.chunks > 1:
-            return self._with_chunks(mesh, tables, waits)
+        if mesh.degrees.virtual_stages > 1:
+            return self._with_virtual_stages(mesh, tables, waits)
         times = np.array([one.times_us + wait for one, wait in zip(tables, waits, strict=True)])
         times[:, 0] = np.inf
         cut = best_borders(times, self.job.layers, mesh.degrees.microbatches)
@@ -287,12 +289,12 @@ class ClusterSearch:
         time_us += update_us(self.cluster, mesh, elements)
         return ClusterPlan(mesh, time_us, 0.0, (layers,))
 
-    def _with_chunks(
+    def _with_virtual_stages(
         self, mesh: Mesh, tables: list[StageTable], waits: tuple[float, ...]
     ) -> ClusterPlan | None:
-        """Of even chunks: m max t, and (S - 1) / v times what fills and drains the slowest."""
+        """Even virtual stages: m max t, and (S - 1) / v times to fill and drain the slowest."""
         d = mesh.degrees
-        layers = even_layers(self.job.layers, d.pp, d.chunks)
+        layers = even_layers(self.job.layers, d.pp, d.virtual_stages)
         assert layers is not None
         slowest_us, fill_us = max(
             (float(one.times_us[n]) + wait, one.fill_us(n, wait))
@@ -300,7 +302,7 @@ class ClusterSearch:
         )
         if not math.isfinite(slowest_us):
             return None
-        pipeline_us = slowest_us * d.microbatches + fill_us * (d.pp - 1) / d.chunks
+        pipeline_us = slowest_us * d.microbatches + fill_us * (d.pp - 1) / d.virtual_stages
         return self._with_tail(mesh, pipeline_us, layers)
 
     def _with_tail(self, mesh: Mesh, pipeline_us: float, layers: tuple[int, ...]) -> ClusterPlan:
@@ -324,8 +326,8 @@ class ClusterSearch:
     def _waits_us(self, d: Degrees) -> tuple[float, ...]:
         """Of each stage, for what its neighbours send in both directions, of one microbatch."""
         once_us = hop_us(self.job, self.cluster, d)
-        if d.chunks > 1:  # the chunks go round, so each rank has both neighbours
-            return (2 * once_us * d.chunks,) * d.pp
+        if d.virtual_stages > 1:  # virtual stages go round, so each rank has both neighbours
+            return (2 * once_us * d.virtual_stages,) * d.pp
         return tuple(once_us * ((s > 0) + (s < d.pp - 1)) for s in range(d.pp))
 
     def stages(self, plan: ClusterPlan) -> list[StagePlan]:
@@ -350,4 +352,4 @@ class ClusterSearch:
 def _quickest_first(plan: ClusterPlan) -> tuple[float, int, int, int, int, bool]:
     """Quickest first; of equals the mesh with least of what is hard to set up."""
     d = plan.mesh.degrees
-    return plan.time_us, d.pp, d.cp, d.tp, d.chunks, d.is_split
+    return plan.time_us, d.pp, d.cp, d.tp, d.virtual_stages, d.is_split

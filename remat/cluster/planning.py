@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from remat import __version__
-from remat.cluster.capture.chain_shape import Place
-from remat.cluster.judged import JudgedPlan, judged_plan
+from remat.cluster.capture.chain_shape import ChainPosition
+from remat.cluster.cluster_request import ClusterRequest
+from remat.cluster.communication_time import hop_us
 from remat.cluster.kept_parts import KeptParts
 from remat.cluster.mesh import Cluster, Job, Mesh, all_degrees, places_of_blocks
 from remat.cluster.opened_chain import Chains, job_of
@@ -22,21 +23,20 @@ from remat.cluster.plan_file import (
     StageFacts,
 )
 from remat.cluster.planner import ClusterSearch
-from remat.cluster.request import ClusterRequest
+from remat.cluster.replayed_plan import ReplayedPlan, replayed_plan
 from remat.cluster.stages import StagePlan
-from remat.cluster.step_time import hop_us
-from remat.graph_capture.devices.table import device_table
+from remat.graph_capture.devices.known_devices import device_table
 from remat.graph_capture.distributed.fake_group import fake_ranks
 from remat.graph_capture.errors import DeviceError
 from remat.progress import Stopwatch
 from remat.schedules.plan import Versions
 
-WRITTEN: tuple[Place, ...] = ("block", "last")
+_WRITTEN: tuple[ChainPosition, ...] = ("block", "last")
 """Parts whose graphs and schedules a file has."""
-WIDEST_SEEN = 128
+_WIDEST_SEEN = 128
 """The most ranks with a shard of the states of which a published step was compared with the model:
 5,762 tokens/s on 8 H100, 5,605 on 128 (torchtitan, benchmarks/llama3_h100_202412_torchtitan.md)."""
-REPLAYED = 32
+_REPLAYED = 32
 """Most plans, of those near the best, whose pipelines are replayed to rank them."""
 
 
@@ -53,7 +53,7 @@ class ClusterOutcome:
 
     job: Job
     cluster: Cluster
-    ranked: tuple[JudgedPlan, ...]
+    ranked: tuple[ReplayedPlan, ...]
     block: Part | None
     file: ClusterFile | None
     evaluated: int
@@ -87,7 +87,7 @@ def plan_cluster(
         with watch.stage("solve", "searching meshes") as shown:
             near = search.run(lambda done: shown(done))
             ranked = sorted(
-                (judged_plan(search, plan) for plan in near[:REPLAYED]),
+                (replayed_plan(search, plan) for plan in near[:_REPLAYED]),
                 key=lambda one: (one.time_us, one.formula_us),
             )
         # The search ranks by the formula; what is shown as near is so as replayed.
@@ -127,7 +127,10 @@ def parallelism_of(mesh: Mesh, schedule: str) -> Parallelism:
 
 
 def _file(
-    request: ClusterRequest, search: ClusterSearch, parts: KeptParts, ranked: tuple[JudgedPlan, ...]
+    request: ClusterRequest,
+    search: ClusterSearch,
+    parts: KeptParts,
+    ranked: tuple[ReplayedPlan, ...],
 ) -> ClusterFile:
     best, job = ranked[0], search.job
     d = best.plan.mesh.degrees
@@ -138,13 +141,13 @@ def _file(
     )
     return ClusterFile(
         job.name, job.parameters, request.device, request.node_size, request.gpus,
-        search.cluster.budget_bytes, job.batch, job.seq, d.microbatches, d.chunks,
+        search.cluster.budget_bytes, job.batch, job.seq, d.microbatches, d.virtual_stages,
         parallelism_of(best.plan.mesh, best.schedule),
         "each" if best.plan.mesh.reduce_each else "once",
         stages, tuple(writer.graphs), tuple(writer.schedules), figures,
         tuple(
             RunnerUp(
-                parallelism_of(one.plan.mesh, one.schedule), one.plan.mesh.degrees.chunks,
+                parallelism_of(one.plan.mesh, one.schedule), one.plan.mesh.degrees.virtual_stages,
                 one.time_us, one.mfu,
             )
             for one in ranked[1:]
@@ -176,9 +179,9 @@ def _doubts(cluster: Cluster, mesh: Mesh) -> tuple[str, ...]:
     """What published steps say against states over many nodes."""
     if mesh.shard <= cluster.node_size:
         return ()
-    seen = ", and more were not compared" if mesh.shard > WIDEST_SEEN else ""
+    seen = ", and more were not compared" if mesh.shard > _WIDEST_SEEN else ""
     return (
-        f"states over {mesh.shard} ranks may be flattered: from 8 to {WIDEST_SEEN} ranks, "
+        f"states over {mesh.shard} ranks may be flattered: from 8 to {_WIDEST_SEEN} ranks, "
         f"torchtitan's published Llama 8B became 2.8 % slower, and the modelled one does not{seen}",
     )
 
@@ -186,33 +189,35 @@ def _doubts(cluster: Cluster, mesh: Mesh) -> tuple[str, ...]:
 class _Schedules:
     """Writes stages, and each distinct schedule of theirs once."""
 
-    def __init__(self, parts: KeptParts, judged: JudgedPlan) -> None:
-        d = judged.plan.mesh.degrees
-        self.judged = judged
+    def __init__(self, parts: KeptParts, replayed: ReplayedPlan) -> None:
+        d = replayed.plan.mesh.degrees
+        self.replayed = replayed
         key = d.tp, d.cp, d.microbatch
-        self.parts = [parts.part(place, *key) for place in WRITTEN]
-        self.graphs = [parts.graph(place, *key) for place in WRITTEN]
+        self.parts = [parts.part(place, *key) for place in _WRITTEN]
+        self.graphs = [parts.graph(place, *key) for place in _WRITTEN]
         self.schedules: list[PartSchedule] = []
-        self.numbers: dict[tuple[Place, int], int] = {}
+        self.numbers: dict[tuple[ChainPosition, int], int] = {}
         self.paths = list(parts.chains.at(1, parts.job.seq)[0].blocks)
-        self.places = places_of_blocks(judged.plan.layers, d.chunks)
+        self.places = places_of_blocks(replayed.plan.layers, d.virtual_stages)
 
     def stage(self, index: int, stage: StagePlan) -> StageFacts:
         """One stage."""
-        paths = tuple(tuple(self.paths[i] for i in chunk) for chunk in self.places[index])
+        paths = tuple(
+            tuple(self.paths[i] for i in virtual_stage) for virtual_stage in self.places[index]
+        )
         dearest = sorted(stage.options, reverse=True)
         return StageFacts(
             paths, {self._number("block", i): stage.options[i] for i in dearest},
             None if stage.last is None else self._number("last", stage.last),
-            stage.in_flight, stage.overhead, self.judged.peak_bytes[index],
-            stage.held_bytes, self.judged.costs[index],
+            stage.in_flight, stage.overhead, self.replayed.peak_bytes[index],
+            stage.held_bytes, self.replayed.costs[index],
         )  # fmt: skip
 
-    def _number(self, place: Place, option: int) -> int:
+    def _number(self, place: ChainPosition, option: int) -> int:
         key = place, option
         if key not in self.numbers:
             self.numbers[key] = len(self.schedules)
-            at = WRITTEN.index(place)
+            at = _WRITTEN.index(place)
             schedule = schedule_of_option(self.graphs[at], self.parts[at].options[option])
             self.schedules.append(PartSchedule(at, schedule))
         return self.numbers[key]

@@ -21,14 +21,14 @@ import numpy as np
 import numpy.typing as npt
 
 from remat.cluster.mesh import Cluster, Degrees, Job, Mesh
-from remat.cluster.parts import NOTHING, EqualBlocks, Limit, Part, PartOption
-from remat.cluster.pipeline import (
-    ACTIVATIONS,
+from remat.cluster.parts import NO_PART, EqualBlocks, Limit, Part, PartOption
+from remat.cluster.pipeline_replay import (
     BORDERS,
     FOR_WEIGHTS,
     GRADIENTS,
     PARAMETERS,
     RUNNING,
+    SAVED_ACTIVATIONS,
     STATES,
 )
 
@@ -46,13 +46,13 @@ from remat.cluster.pipeline import (
 # measured on CPU ranks. Not counted: temporaries of the optimizer's step.
 
 
-Counts = npt.NDArray[np.int64]
+_Counts = npt.NDArray[np.int64]
 
 STATE_BYTES, WEIGHT_BYTES, GRADIENT_BYTES = 12, 2, 4
 """Of one parameter: master and two moments in float32; in bfloat16; its float32 gradient."""
 
 
-def stage_parameters(job: Job, tp: int, blocks: Counts, *, first: bool, last: bool) -> Counts:
+def stage_parameters(job: Job, tp: int, blocks: _Counts, *, first: bool, last: bool) -> _Counts:
     """Elements that one rank has of a stage with so many blocks."""
     ends = first * job.weights["first"].on_rank(tp) + last * job.weights["last"].on_rank(tp)
     return blocks * job.weights["block"].on_rank(tp) + ends
@@ -75,15 +75,15 @@ def border_bytes(job: Job, degrees: Degrees) -> int:
     return degrees.microbatch * job.border_bytes // (degrees.tp * degrees.cp)
 
 
-def held_bytes(
-    job: Job, cluster: Cluster, mesh: Mesh, blocks: Counts, open_forwards: int,
+def _bytes_by_holder(
+    job: Job, cluster: Cluster, mesh: Mesh, blocks: _Counts, open_forwards: int,
     *, first: bool, last: bool,
-) -> dict[str, Counts]:  # fmt: skip
+) -> dict[str, _Counts]:  # fmt: skip
     """By holder, for each number of blocks.
 
     Parameters
     ----------
-    open_forwards : chunks of the stage in flight.
+    open_forwards : of the virtual stages in flight.
     """
     tp, shard = mesh.degrees.tp, mesh.shard
     parameters = stage_parameters(job, tp, blocks, first=first, last=last)
@@ -108,10 +108,10 @@ def _border_buffers(
     degrees = mesh.degrees
     if degrees.pp == 1:
         return 0
-    all_of = degrees.microbatches * degrees.chunks
+    all_of = degrees.microbatches * degrees.virtual_stages
     of_gradients = open_forwards if cluster.receive_ring else all_of
     of_inputs = 0 if cluster.receive_ring else all_of - open_forwards
-    ends = degrees.chunks > 1  # each rank then receives on both sides, but for one chunk of an end
+    ends = degrees.virtual_stages > 1  # each rank then receives on both sides, but at one end
     takes_inputs, takes_gradients = not first or ends, not last or ends
     slots = of_inputs * takes_inputs + of_gradients * takes_gradients
     return border_bytes(job, degrees) * (slots + 2)
@@ -120,13 +120,13 @@ def _border_buffers(
 # How many microbatches are in flight on a stage: their saved bytes are live at once.
 #
 # Sources: PipeDream-Flush, called 1F1B (Narayanan et al. 2021, https://arxiv.org/abs/2006.09503),
-# its interleaved form with several chunks of the model a rank (Narayanan et al. 2021,
+# its interleaved form with several virtual stages a rank (Narayanan et al. 2021,
 # https://arxiv.org/abs/2104.04473), and that with gradients of weights apart, ZB1P (Qi et al. 2023,
 # https://arxiv.org/abs/2401.10241). `tests/schedules/pipeline` replays torch's own action lists and
 # finds the same counts.
 
 
-class Flight(NamedTuple):
+class _Flight(NamedTuple):
     """What is live at once, in microbatches of all of a rank's blocks.
 
     Attributes
@@ -139,35 +139,35 @@ class Flight(NamedTuple):
     waiting: float = 0.0
 
 
-def chunks_in_flight(
-    stage: int, stages: int, microbatches: int, chunks: int, *, is_split: bool = False
+def forwards_in_flight(
+    stage: int, stages: int, microbatches: int, virtual_stages: int, *, is_split: bool = False
 ) -> int:
-    """Forwards of a chunk that rank `stage` of `stages` has open at most.
+    """Forwards of virtual stages that rank `stage` of `stages` has open at most.
 
-    With one chunk a rank, a chunk is the whole stage.
+    With one virtual stage a rank, that is the whole stage.
 
     Parameters
     ----------
     is_split : whether gradients of weights are made apart.
     """
     behind = stages - 1 - stage
-    if chunks == 1 and not is_split:
+    if virtual_stages == 1 and not is_split:
         return min(microbatches, behind + 1)
-    warm = (1 if is_split else 2) * behind + (chunks - 1) * stages
-    return min(microbatches * chunks, warm + 1)
+    warm = (1 if is_split else 2) * behind + (virtual_stages - 1) * stages
+    return min(microbatches * virtual_stages, warm + 1)
 
 
 def flights(
-    stage: int, stages: int, microbatches: int, chunks: int, *, is_split: bool = False
-) -> tuple[Flight, ...]:
+    stage: int, stages: int, microbatches: int, virtual_stages: int, *, is_split: bool = False
+) -> tuple[_Flight, ...]:
     """Any of which may hold the most: while a forward runs, and after the next backward."""
-    opened = chunks_in_flight(stage, stages, microbatches, chunks, is_split=is_split)
+    opened = forwards_in_flight(stage, stages, microbatches, virtual_stages, is_split=is_split)
     if not is_split:
-        return (Flight(opened / chunks),)
-    waiting = min(stage, microbatches * chunks - opened)
+        return (_Flight(opened / virtual_stages),)
+    waiting = min(stage, microbatches * virtual_stages - opened)
     return (
-        Flight(opened / chunks, waiting / chunks),
-        Flight((opened - 1) / chunks, (waiting + 1) / chunks),
+        _Flight(opened / virtual_stages, waiting / virtual_stages),
+        _Flight((opened - 1) / virtual_stages, (waiting + 1) / virtual_stages),
     )
 
 
@@ -224,10 +224,10 @@ class StageTable:
     block: Part
     ends: tuple[Part, Part]
     table: EqualBlocks
-    held: dict[str, Counts]
-    room_bytes: Counts
+    held: dict[str, _Counts]
+    room_bytes: _Counts
     extra_us: Floats
-    picks: Counts
+    picks: _Counts
     pairs: list[tuple[int, int]]
 
     @property
@@ -273,18 +273,18 @@ class StageTable:
             held[FOR_WEIGHTS] = int(_waiting_bytes(fullest, self.block, np.array(blocks)))
         return StagePlan(
             blocks, fullest.saved, options,
-            pair[0] if self.ends[0] is not NOTHING else None,
-            pair[1] if self.ends[1] is not NOTHING else None,
+            pair[0] if self.ends[0] is not NO_PART else None,
+            pair[1] if self.ends[1] is not NO_PART else None,
             float(self.work_us[blocks]), float(self.extra_us[blocks]), by_blocks,
-            held | {ACTIVATIONS: int(fullest.saved * by_blocks) + by_ends,
+            held | {SAVED_ACTIVATIONS: int(fullest.saved * by_blocks) + by_ends,
                     RUNNING: need},
         )  # fmt: skip
 
-    def _fullest(self, blocks: int, saved_bytes: int) -> Flight:
+    def _fullest(self, blocks: int, saved_bytes: int) -> _Flight:
         """Where so many blocks, which save so much together, hold the most."""
         later_bytes = blocks * self.block.later.held_bytes
 
-        def held_bytes_at(one: Flight) -> float:
+        def held_bytes_at(one: _Flight) -> float:
             return one.saved * saved_bytes + one.waiting * later_bytes
 
         return max(_flights(self.mesh, self.index), key=held_bytes_at)
@@ -302,10 +302,10 @@ def stage_table(
     """
     degrees = mesh.degrees
     is_first, is_last = index == 0, index == degrees.pp - 1
-    ends = parts[0] if is_first else NOTHING, parts[2] if is_last else NOTHING
+    ends = parts[0] if is_first else NO_PART, parts[2] if is_last else NO_PART
     blocks = np.arange(job.layers + 1)
-    opened = _chunks_in_flight(mesh, index)
-    held = held_bytes(job, cluster, mesh, blocks, opened, first=is_first, last=is_last)
+    opened = _forwards_in_flight(mesh, index)
+    held = _bytes_by_holder(job, cluster, mesh, blocks, opened, first=is_first, last=is_last)
     room = cluster.budget_bytes - sum(held.values(), np.zeros_like(blocks))
     pairs = list(product(range(len(ends[0].options)), range(len(ends[1].options))))
     extra, picks = np.full(blocks.shape, np.inf), np.zeros_like(blocks)
@@ -323,7 +323,7 @@ def stage_table(
 
 
 def _limits(
-    mesh: Mesh, index: int, block: Part, blocks: Counts, left_bytes: Counts
+    mesh: Mesh, index: int, block: Part, blocks: _Counts, left_bytes: _Counts
 ) -> list[Limit]:  # fmt: skip
     """Room for what so many blocks save, at each moment that may hold the most."""
     return [
@@ -332,23 +332,23 @@ def _limits(
     ]
 
 
-def _waiting_bytes(flight: Flight, block: Part, blocks: Counts) -> Counts:
+def _waiting_bytes(flight: _Flight, block: Part, blocks: _Counts) -> _Counts:
     """Held for gradients of weights: of all that wait, and of the block that runs."""
     later = block.later.held_bytes
     return np.ceil(flight.waiting * blocks * later).astype(np.int64) + later
 
 
-def _flights(mesh: Mesh, index: int) -> tuple[Flight, ...]:
+def _flights(mesh: Mesh, index: int) -> tuple[_Flight, ...]:
     d = mesh.degrees
-    return flights(index, d.pp, d.microbatches, d.chunks, is_split=d.is_split)
+    return flights(index, d.pp, d.microbatches, d.virtual_stages, is_split=d.is_split)
 
 
-def _chunks_in_flight(mesh: Mesh, index: int) -> int:
+def _forwards_in_flight(mesh: Mesh, index: int) -> int:
     d = mesh.degrees
-    return chunks_in_flight(index, d.pp, d.microbatches, d.chunks, is_split=d.is_split)
+    return forwards_in_flight(index, d.pp, d.microbatches, d.virtual_stages, is_split=d.is_split)
 
 
 def _saved_by_ends(mesh: Mesh, index: int, first: PartOption, last: PartOption) -> int:
-    """Of all microbatches in flight. Behind the last chunk backward begins at once."""
-    of_first = min(mesh.degrees.microbatches, _chunks_in_flight(mesh, index))
+    """Of all microbatches in flight. Behind the last virtual stage backward begins at once."""
+    of_first = min(mesh.degrees.microbatches, _forwards_in_flight(mesh, index))
     return of_first * first.saved_bytes + last.saved_bytes

@@ -22,7 +22,7 @@ from remat.rewriter.user_module.module import RematModule
 # at once holds the same bytes for the same time.
 
 
-ReceiveInfos = Mapping[int, Sequence[Any]]
+_ReceiveInfos = Mapping[int, Sequence[Any]]
 
 
 class RingStage(PipelineStage):
@@ -62,7 +62,7 @@ class RingStage(PipelineStage):
         super().perform_reduce_grad(*args, **kwargs)
         for module in self.submod.modules():
             if isinstance(module, RematModule):
-                module._remat_guards.left_whole.note_sharded()
+                module._remat_guards.unsharded_parameters.note_sharded()
 
     @property
     def received_bytes(self) -> int:
@@ -78,7 +78,7 @@ def _buffer(info: Any) -> Tensor | None:
     return getattr(info, "buffer", None)
 
 
-def _share(infos: ReceiveInfos, size: int) -> None:
+def _share(infos: _ReceiveInfos, size: int) -> None:
     for microbatch in range(size, len(infos) if size else 0):
         for info, shared in zip(infos[microbatch], infos[microbatch % size], strict=True):
             if _buffer(info) is not None:

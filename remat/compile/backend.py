@@ -23,26 +23,26 @@ from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from remat.compile.compile_options import read_options
 from remat.compile.given_up import refuse_given_up_frames, refuse_lstm
-from remat.compile.one_shape import (
-    device_of,
+from remat.compile.graph_context import GraphContext
+from remat.compile.planned_subgraphs import PlannedSubgraphs, planned_subgraphs
+from remat.compile.shared_budget import forget_graphs, shared_budget, watched, whole_model
+from remat.compile.specialize import (
+    device_of_inputs,
     has_symbols,
     numbered,
-    of_one_shape,
     refuse_data_dependent,
+    specialized,
     symbols_of,
 )
-from remat.compile.options import read_options
-from remat.compile.pieces import handing_out
-from remat.compile.piecewise import PlannedPieces, planned_pieces
-from remat.compile.place import Place
-from remat.compile.shared_budget import forget_graphs, shared_budget, watched, whole_model
 from remat.compile.start import Start
-from remat.graph_capture.distributed.refusals import refuse_compiled_writes
+from remat.compile.subgraphs import submod_compiler
+from remat.graph_capture.distributed.rank_refusals import refuse_compiled_writes
 from remat.graph_capture.errors import CaptureError
 from remat.ranks.one_plan import CompiledLater, compiled_alike
 from remat.rewriter.guards.backward import refuse_compiled_autograd
-from remat.rewriter.inductor.nodes import refuse_lost_gradients, refuse_regions
+from remat.rewriter.inductor.fused_nodes import refuse_lost_gradients, refuse_regions
 from remat.rewriter.inductor.partition import FusedStep, Pair, Partitioner, planned
 
 # Plans for the sizes that come to one graph of dynamo's whose sizes are symbols.
@@ -51,14 +51,14 @@ from remat.rewriter.inductor.partition import FusedStep, Pair, Partitioner, plan
 # dynamo itself would have it planned if that shape were the only one: the same plan, the same code.
 
 
-MOST_SIZES = 16
+_MOST_SIZES = 16
 """Sizes whose code is kept; of those beyond, what was not used for longest goes."""
-WAY_OUT = (
+_WAY_OUT = (
     'remat.plan_cache(model, budget=..., dynamic="auto") makes one plan for a range of sizes, '
     "without Inductor's code"
 )
-Compiled = Callable[..., Any]
-CompileOne = Callable[[fx.GraphModule, Sequence[Any], int, str], Compiled]
+_Compiled = Callable[..., Any]
+_CompileOne = Callable[[fx.GraphModule, Sequence[Any], int, str], _Compiled]
 """Compiles a graph of one shape on fake inputs; takes the number and the name of its sizes too."""
 
 
@@ -70,13 +70,15 @@ class SizeTable:
     gm : whose inputs have symbolic sizes, or are symbols. most : sizes that are kept.
     """
 
-    def __init__(self, gm: fx.GraphModule, compile_one: CompileOne, most: int = MOST_SIZES) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, compile_one: _CompileOne, most: int = _MOST_SIZES
+    ) -> None:
         self._gm, self._compile_one, self._most = gm, compile_one, most
         self._symbols = symbols_of(gm)
         n_inputs = len(gm.graph.find_nodes(op="placeholder"))
         self._others = [i for i in range(n_inputs) if i not in self._symbols]
         self._compile_id = CompileContext.current_compile_id()
-        self._calls: OrderedDict[tuple[float, ...], Compiled] = OrderedDict()
+        self._calls: OrderedDict[tuple[float, ...], _Compiled] = OrderedDict()
         self._numbers: dict[tuple[float, ...], int] = {}
         self._has_told_of_dropping = False
 
@@ -90,7 +92,7 @@ class SizeTable:
         self._calls.move_to_end(sizes)
         return call(*[args[i] for i in self._others])
 
-    def _planned(self, sizes: tuple[float, ...], args: Sequence[Any]) -> Compiled:
+    def _planned(self, sizes: tuple[float, ...], args: Sequence[Any]) -> _Compiled:
         """The code for sizes that come for the first time, or that were dropped.
 
         Dynamo restores the random stream around its compilations, and closes what traces itself.
@@ -124,7 +126,7 @@ class SizeTable:
         ]
         warnings.warn(
             f"{', '.join(changed)}: under torch.compile each size is planned when it first comes, "
-            f"and the code for {self._most} is kept. {WAY_OUT}",
+            f"and the code for {self._most} is kept. {_WAY_OUT}",
             stacklevel=4,
         )
 
@@ -137,7 +139,7 @@ class SizeTable:
             warnings.warn(
                 f"{len(self._numbers)} sizes have come, and the code for {self._most} is kept, so "
                 "that sizes that come again may be planned again. Pad batches to fewer sizes. "
-                f"{WAY_OUT}",
+                f"{_WAY_OUT}",
                 stacklevel=4,
             )
 
@@ -173,26 +175,26 @@ def backend(
 
     A frame that dynamo gives up never comes here: `given_up` refuses it.
     """
-    if has_symbols(gm) and handing_out() is None and _has_gradients(gm, example_inputs):
-        place = _place_of_graph(gm, example_inputs, options, mode)
-        return _of_many_sizes(gm, place)
+    if has_symbols(gm) and submod_compiler() is None and _has_gradients(gm, example_inputs):
+        context = _context_of_graph(gm, example_inputs, options, mode)
+        return _of_many_sizes(gm, context)
     with compiled_alike(gm, example_inputs) as later:
-        place = _place_of_graph(gm, example_inputs, options, mode)
-        cut = handing_out()
+        context = _context_of_graph(gm, example_inputs, options, mode)
+        cut = submod_compiler()
         if cut is not None:
-            pieces = planned_pieces(cut, place.asked, place.shared, place.frame)
-            return _piece(gm, of_one_shape(gm, example_inputs), place, pieces, later)
+            subgraphs = planned_subgraphs(cut, context.asked, context.shared, context.frame)
+            return _subgraph(gm, specialized(gm, example_inputs), context, subgraphs, later)
         if has_symbols(gm):
             return _without_gradients(gm, example_inputs, later)
-        return _planned(gm, example_inputs, place, later)
+        return _planned(gm, example_inputs, context, later)
 
 
-def _place_of_graph(
+def _context_of_graph(
     gm: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any] | None, mode: str | None
-) -> Place:
+) -> GraphContext:
     """Where the graph stands; raises what can be said against it before it is traced."""
     asked = read_options(options, mode=mode)
-    device = device_of(inputs)
+    device = device_of_inputs(inputs)
     if torch.is_grad_enabled():
         refuse_compiled_autograd()
         refuse_regions(gm.graph)
@@ -201,9 +203,9 @@ def _place_of_graph(
         refuse_compiled_writes(gm)
         refuse_lost_gradients(gm.graph)
         refuse_lstm(gm, device)
-    place = Place(asked, shared_budget(options), whole_model(), _frame())
-    place.shared.runs_on(device)
-    return place
+    context = GraphContext(asked, shared_budget(options), whole_model(), _frame())
+    context.shared.runs_on(device)
+    return context
 
 
 def _has_gradients(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
@@ -212,40 +214,42 @@ def _has_gradients(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def _of_many_sizes(gm: fx.GraphModule, place: Place) -> SizeTable:
+def _of_many_sizes(gm: fx.GraphModule, context: GraphContext) -> SizeTable:
     """What plans for each size when it first comes."""
 
     def compile_one(one: fx.GraphModule, inputs: Sequence[Any], number: int, sizes: str) -> Any:
-        at = dataclasses.replace(place, frame=(*place.frame, number), sizes=sizes)
+        at = dataclasses.replace(context, frame=(*context.frame, number), sizes=sizes)
         with compiled_alike(one, inputs) as later:
             return _planned(one, inputs, at, later)
 
     return SizeTable(gm, compile_one)
 
 
-def _planned(gm: fx.GraphModule, inputs: Sequence[Any], place: Place, later: CompiledLater) -> Any:
+def _planned(
+    gm: fx.GraphModule, inputs: Sequence[Any], context: GraphContext, later: CompiledLater
+) -> Any:
     """The code for one shape."""
-    start = Start(place, gm, inputs)
+    start = Start(context, gm, inputs)
     partitioner = Partitioner(start.plan, _n_visible(gm), lambda: start.name)
     call = _code(gm, inputs, partitioner, later)
     if not partitioner.was_called:
         start.go_without_a_graph()
-    if place.frame not in place.shared.noted:
+    if context.frame not in context.shared.noted:
         return call
-    return watched(call, place.shared, place.frame)
+    return watched(call, context.shared, context.frame)
 
 
-def _piece(
-    gm: fx.GraphModule, inputs: Sequence[Any], place: Place, pieces: PlannedPieces,
+def _subgraph(
+    gm: fx.GraphModule, inputs: Sequence[Any], context: GraphContext, subgraphs: PlannedSubgraphs,
     later: CompiledLater,
 ) -> Any:  # fmt: skip
-    """The code for one of the pieces into which DDP cuts a model."""
-    call = _code(gm, inputs, Partitioner(pieces.plan, _n_visible(gm)), later)
-    shared, frame = place.shared, place.frame
+    """The code for one of the subgraphs into which DDP cuts a model."""
+    call = _code(gm, inputs, Partitioner(subgraphs.plan, _n_visible(gm)), later)
+    shared, frame = context.shared, context.frame
     if frame not in shared.noted:
         return call
-    run = watched(call, shared, frame, is_first=pieces.is_first, is_last=pieces.is_last)
-    pieces.at += 1
+    run = watched(call, shared, frame, is_first=subgraphs.is_first, is_last=subgraphs.is_last)
+    subgraphs.at += 1
     return run
 
 

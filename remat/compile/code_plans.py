@@ -28,7 +28,7 @@ from remat.rewriter.user_module.module import RematModule
 from remat.solved import Solved, facts_of
 
 _LOG = logging.getLogger("remat")
-TRIES = 6
+_TRIES = 6
 """Most plans whose code is generated; each takes some seconds."""
 
 
@@ -64,7 +64,7 @@ def with_fitting_code(
     ------
     BudgetError : the code of no plan that was tried keeps to the budget.
     """
-    return first if _is_least(budget) else plan_for_code(traced, solve, first)
+    return first if _is_least(budget) else _plan_for_code(traced, solve, first)
 
 
 def compiled_module(
@@ -86,7 +86,7 @@ def _is_least(budget: str | SupportsIndex) -> bool:
     return parse_budget(budget).kind == "min"
 
 
-def plan_for_code(traced: Trace, solve: Callable[[int], Solved], first: Solved) -> Solved:
+def _plan_for_code(traced: Trace, solve: Callable[[int], Solved], first: Solved) -> Solved:
     """The first result found whose code keeps to the budget of `first`.
 
     Parameters
@@ -108,7 +108,7 @@ def plan_for_code(traced: Trace, solve: Callable[[int], Solved], first: Solved) 
         return _PlanWithCode(found, peaks[-1])
 
     # The first plan that fits is taken: a closer one would cost seconds for each further try.
-    best = fastest_within(limit_bytes, with_code, tries=TRIES, is_enough=lambda _: True)
+    best = fastest_within(limit_bytes, with_code, tries=_TRIES, is_enough=lambda _: True)
     if best is not None:
         # What was asked for is what binds the code, not the target that it was reached by.
         result = msgspec.structs.replace(best.solved.result, budget_bytes=limit_bytes)

@@ -24,14 +24,14 @@ from torch._dynamo.exc import Unsupported, UserError
 from torch._dynamo.resume_execution import ContinueExecutionCache
 
 from remat.formats import bytes_text
-from remat.graph_capture.devices.table import CPU
+from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.tracing.resident import storage_bytes
 from remat.rewriter.guards.backward import COMPILED_NODE
 
-SHOWN = 3
+_SHOWN = 3
 """Layers that an error names."""
-REMEDIES = {
+_REMEDY = {
     "recompile limit": (
         "Pad batches to fewer sizes, leave out dynamic=False, or raise "
         "torch._dynamo.config.recompile_limit"
@@ -87,7 +87,7 @@ def warn_of_eager_ops(inputs: Iterable[Any]) -> None:
     nodes = _eager_nodes(inputs)
     held_bytes = storage_bytes(t for node in nodes for t in _saved(node) if not t.is_leaf)
     if held_bytes:
-        names = ", ".join(sorted({node.name() for node in nodes})[:SHOWN])
+        names = ", ".join(sorted({node.name() for node in nodes})[:_SHOWN])
         warnings.warn(
             f"{len(nodes)} ops ran eagerly between two compiled graphs ({names}, ...), and save "
             f"{bytes_text(held_bytes)} for backward, which the budget does not count: remove the "
@@ -138,12 +138,12 @@ def _refuse_if_trained(frame: Any, error: Exception) -> None:
     whole = _whole(code)
     where = f"{whole.co_qualname} ({whole.co_filename}:{whole.co_firstlineno})"
     if trained:
-        more = f" and {len(trained) - SHOWN} more" if len(trained) > SHOWN else ""
+        more = f" and {len(trained) - _SHOWN} more" if len(trained) > _SHOWN else ""
         reason = _reason(error)
         raise CaptureError(
-            f"{next(text for part, text in REMEDIES.items() if part in reason)}. The budget cannot "
+            f"{next(text for part, text in _REMEDY.items() if part in reason)}. The budget cannot "
             f"be kept here:\ndynamo gave up at: {reason}. It would run {where} eagerly, and train "
-            f"{', '.join(trained[:SHOWN])}{more} without a plan"
+            f"{', '.join(trained[:_SHOWN])}{more} without a plan"
         )
     if code not in _warned and any(_is_activation(value) for value in named.values()):
         _warned.add(code)

@@ -1,7 +1,7 @@
 """Plans of compiled steps on disk, for the processes after this one: one file for each `start_key`.
 
-A file is not believed (`graph_capture/kept_files.py`): its schedule is judged by `simulate`
-on the graph in it, and its prices must be those that are measured here.
+A file is not believed (`graph_capture/cache_files.py`): its schedule is judged by `simulate`
+on the graph in it, and its costs must be those that are measured here.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from collections.abc import Iterator
 
 import msgspec
 
-from remat.compile.place import Taken
-from remat.graph_capture.devices.here import meter_of
+from remat.compile.graph_context import ChosenPlan
+from remat.graph_capture.cache_files import CacheFiles
+from remat.graph_capture.costs.cache import CostCache, OpCost
+from remat.graph_capture.devices.local_devices import meter_of
 from remat.graph_capture.errors import PlanError
-from remat.graph_capture.files import decoded
+from remat.graph_capture.files import decode_json
 from remat.graph_capture.graph import MOST_BYTES, TrainingGraph
-from remat.graph_capture.kept_files import KeptFiles
-from remat.graph_capture.prices.cache import Price, PriceCache
-from remat.rewriter.inductor.replay import Replay, StepBytes
+from remat.rewriter.inductor.replay import ReplayedMemory, StepBytes
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import gap_of, simulate
 
-SCHEMA_VERSION = 1
-FOLDER = "compiled"
+_SCHEMA_VERSION = 1
+CHOICES_FOLDER = "compiled"
 MOST_FILES = 256
 """Of the folder; those that were not used for longest go first."""
 MOST_ENTRY_BYTES = 1 << 24
@@ -40,7 +40,7 @@ class KeptChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stock, chosen : peaks of the code as torch makes it, and of the code that was chosen.
     static_bytes ... awaited_gradient_bytes : as in `StepBytes`.
     budget_bytes : that it was planned for, parameters included.
-    prices : of the calls and kernels, by their keys in the `PriceCache`.
+    costs : of the calls and kernels, by their keys in the `CostCache`.
     """
 
     key: str
@@ -48,8 +48,8 @@ class KeptChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     graph: TrainingGraph | None = None
     schedule: Schedule | None = None
     lower_bound_us: float = 0.0
-    stock: Replay = Replay(0, 0, 0)
-    chosen: Replay = Replay(0, 0, 0)
+    stock: ReplayedMemory = ReplayedMemory(0, 0, 0)
+    chosen: ReplayedMemory = ReplayedMemory(0, 0, 0)
     static_bytes: int = 0
     dynamic_bytes: int = 0
     gradient_bytes: int = 0
@@ -57,10 +57,10 @@ class KeptChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     modules: int = 1
     awaited_gradient_bytes: int = 0
     budget_bytes: int = 0
-    prices: dict[str, Price] = {}
-    schema_version: int = SCHEMA_VERSION
+    costs: dict[str, OpCost] = msgspec.field(default_factory=dict[str, OpCost], name="prices")
+    schema_version: int = _SCHEMA_VERSION
 
-    def taken(self) -> Taken:
+    def taken(self) -> ChosenPlan:
         """Its figures; those of the schedule by `simulate`.
 
         Raises
@@ -68,13 +68,13 @@ class KeptChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         RematError : the schedule is none of the graph, or takes less than its bound.
         """
         if self.schedule is None or self.graph is None:
-            return Taken(self.stock, self.chosen)
+            return ChosenPlan(self.stock, self.chosen)
         found = simulate(self.graph, self.schedule)
         if self.lower_bound_us > (1 + 1e-9) * found.time_us:
             raise PlanError("its bound is above its time")
         gap = gap_of(found.time_us, self.lower_bound_us)
         gap = None if gap is None else max(0.0, gap)
-        return Taken(self.stock, self.chosen, self.schedule, found.overhead, gap)
+        return ChosenPlan(self.stock, self.chosen, self.schedule, found.overhead, gap)
 
     def step(self) -> StepBytes:
         """The bytes of its graph, with nothing beside them."""
@@ -84,9 +84,9 @@ class KeptChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def kept_choice(key: str) -> KeptChoice | None:
     """What is kept under a key; None if there is nothing, or nothing that can be taken."""
     found = _files().read(_name(key), _whole_choice)
-    if found is None or found.key != key or found.schema_version != SCHEMA_VERSION:
+    if found is None or found.key != key or found.schema_version != _SCHEMA_VERSION:
         return None
-    return found if _has_prices(found) else None
+    return found if _has_costs(found) else None
 
 
 def keep_choice(choice: KeptChoice) -> None:
@@ -94,9 +94,9 @@ def keep_choice(choice: KeptChoice) -> None:
     _files().write(_name(choice.key), msgspec.json.encode(choice))
 
 
-def _files() -> KeptFiles:
-    return KeptFiles(
-        "plans", "each process plans anew", FOLDER,
+def _files() -> CacheFiles:
+    return CacheFiles(
+        "plans", "each process plans anew", CHOICES_FOLDER,
         most_files=MOST_FILES, most_bytes=MOST_ENTRY_BYTES,
     )  # fmt: skip
 
@@ -112,7 +112,7 @@ def _whole_choice(data: bytes) -> KeptChoice:
     ------
     RematError : it cannot.
     """
-    found = decoded(data, KeptChoice)
+    found = decode_json(data, KeptChoice)
     if not all(0 <= size < MOST_BYTES for size in _choice_sizes(found)):
         raise PlanError("a size cannot be")
     found.taken()
@@ -127,9 +127,9 @@ def _choice_sizes(choice: KeptChoice) -> Iterator[int]:
         yield from (one.saved_bytes, one.output_bytes)
 
 
-def _has_prices(choice: KeptChoice) -> bool:
-    """Whether the prices of the plan are those that are kept for its device here."""
-    if not choice.prices or choice.graph is None:
+def _has_costs(choice: KeptChoice) -> bool:
+    """Whether the costs of the plan are those that are kept for its device here."""
+    if not choice.costs or choice.graph is None:
         return True
-    known = PriceCache.of(meter_of(choice.graph.device)).prices
-    return all(known.get(key) == price for key, price in choice.prices.items())
+    known = CostCache.of(meter_of(choice.graph.device)).costs
+    return all(known.get(key) == cost for key, cost in choice.costs.items())

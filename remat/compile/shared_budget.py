@@ -27,13 +27,13 @@ from torch._dynamo import symbolic_convert
 from torch._subclasses.fake_tensor import FakeTensor
 
 from remat.compile.given_up import warn_of_eager_ops
-from remat.compile.one_shape import libraries_bytes
+from remat.compile.specialize import libraries_bytes
 from remat.formats import budget_text, bytes_text
-from remat.graph_capture.devices.table import CPU
+from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.tracing.resident import storage_bytes
 from remat.rewriter.guards.backward import OpenForwards, refuse_compiled_autograd
-from remat.rewriter.inductor.replay import Replay
+from remat.rewriter.inductor.replay import ReplayedMemory
 
 # What a model holds beyond the graph that is compiled, where it is compiled in parts.
 #
@@ -45,7 +45,7 @@ from remat.rewriter.inductor.replay import Replay
 # and their gradients from their backward on, which comes before that of the first.
 
 
-BUFFERS = 3
+_BUFFERS = 3
 """How many buffers of the size of a block FSDP2 needs beside the block that runs."""
 _CALL: Any = nn.Module._call_impl.__code__
 """The code that calls the forward of every module."""
@@ -81,7 +81,7 @@ def whole_model() -> WholeModel:
     outer = _outermost(modules)
     static_bytes, gradient_bytes = _bytes_held_by(modules)
     outer_bytes, outer_gradient_bytes = (0, 0) if outer is None else _bytes_held_by([outer])
-    outer_bytes += 0 if outer is None else sharding_buffers_bytes(outer)
+    outer_bytes += 0 if outer is None else _sharding_buffers_bytes(outer)
     reason = translator.output.compile_subgraph_reason
     is_part = outer_bytes > static_bytes
     return WholeModel(
@@ -123,7 +123,7 @@ def _bytes_held_by(modules: Iterable[nn.Module]) -> tuple[int, int]:
     return storage_bytes(here, set()), gradient_bytes
 
 
-def sharding_buffers_bytes(outer: nn.Module) -> int:
+def _sharding_buffers_bytes(outer: nn.Module) -> int:
     """What FSDP2 holds beside a block that runs; 0 where nothing is sharded.
 
     These are the parameters that it gathers ahead, the buffer that it reduces gradients in, and on
@@ -134,7 +134,7 @@ def sharding_buffers_bytes(outer: nn.Module) -> int:
     from torch.distributed.fsdp import FSDPModule
 
     sharded = [module for module in outer.modules() if isinstance(module, FSDPModule)]
-    return BUFFERS * max(map(_sharded_bytes, sharded), default=0)
+    return _BUFFERS * max(map(_sharded_bytes, sharded), default=0)
 
 
 def _sharded_bytes(module: nn.Module) -> int:
@@ -172,13 +172,15 @@ class _Noted:
     static_bytes: int
     dynamic_bytes: int
     gradient_bytes: int
-    chosen: Replay
-    stock: Replay
+    chosen: ReplayedMemory
+    stock: ReplayedMemory
     budget_bytes: int
     is_of_several: bool = False
 
     @classmethod
-    def of(cls, step: Measured, chosen: Replay, stock: Replay, budget_bytes: int) -> _Noted:
+    def of(
+        cls, step: Measured, chosen: ReplayedMemory, stock: ReplayedMemory, budget_bytes: int
+    ) -> _Noted:
         return cls(
             step.static_bytes, step.dynamic_bytes, step.gradient_bytes,
             step.alone(chosen), step.alone(stock), budget_bytes, step.modules > 1,
@@ -186,7 +188,7 @@ class _Noted:
 
 
 class Measured(Protocol):
-    """A graph whose bytes are noted: one step, or the pieces of one."""
+    """A graph whose bytes are noted: one step, or the subgraphs of one."""
 
     @property
     def static_bytes(self) -> int:
@@ -208,7 +210,7 @@ class Measured(Protocol):
         """How many modules run the graph, each with gradients of its own."""
         ...
 
-    def alone(self, found: Replay) -> Replay:
+    def alone(self, found: ReplayedMemory) -> ReplayedMemory:
         """`found` without what other calls and later graphs have left."""
         ...
 
@@ -268,7 +270,9 @@ class SharedBudget:
         left = self._left(before, is_stock=False)
         return self.libraries_bytes + own + awaited + dynamic_bytes + left
 
-    def base_bytes(self, frame: Frame, step: Measured, stock: Replay, held_bytes: int) -> int:
+    def base_bytes(
+        self, frame: Frame, step: Measured, stock: ReplayedMemory, held_bytes: int
+    ) -> int:
         """The peak that all graphs so far have as torch compiles them, that of `frame` included."""
         before = self.forwards.graphs()
         left, held = self._left(before, is_stock=True), self._left(before, is_stock=False)
@@ -289,7 +293,8 @@ class SharedBudget:
         return max((one.budget_bytes for one in others), default=0)
 
     def note(
-        self, frame: Frame, step: Measured, chosen: Replay, stock: Replay, budget_bytes: int,
+        self, frame: Frame, step: Measured, chosen: ReplayedMemory, stock: ReplayedMemory,
+        budget_bytes: int,
         *, is_bound: bool = True,
     ) -> None:  # fmt: skip
         """Keep what a compiled graph takes, and what it was planned for.
@@ -401,19 +406,19 @@ def watched(
 ) -> Callable[..., Any]:
     """`call`, a compiled training graph, that counts as open from each run until its backward.
 
-    Of a graph in pieces, the first asks for room, and the last has the results.
+    Of a graph in subgraphs, the first asks for room, and the last has the results.
     """
 
-    is_piece, is_new = not (is_first and is_last), True
+    is_subgraph, is_new = not (is_first and is_last), True
 
     def run(*args: Any) -> Any:
         nonlocal is_new
-        # Looked at for pieces alone: each forward comes through here, with all its parameters.
-        if is_piece and any(isinstance(value, FakeTensor) for value in args):
-            # DDP's pieces run once on fake tensors, for the shapes that the next piece gets.
+        # Looked at for subgraphs alone: each forward comes through here, with all its parameters.
+        if is_subgraph and any(isinstance(value, FakeTensor) for value in args):
+            # DDP's subgraphs run once on fake tensors, for the shapes that the next subgraph gets.
             return call(*args)
         refuse_compiled_autograd()
-        if is_new and not is_piece:
+        if is_new and not is_subgraph:
             is_new = False
             warn_of_eager_ops(args)
         if is_first:

@@ -27,21 +27,21 @@ from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 
 from remat.caches.known_plans import sources_key
-from remat.compile.agreed import Choice, plan_key, require_within
+from remat.compile.compile_options import CompileOptions
+from remat.compile.graph_context import ChosenPlan, GraphContext
 from remat.compile.kept_choices import KeptChoice, keep_choice, kept_choice
-from remat.compile.one_shape import device_of
-from remat.compile.options import CompileOptions
-from remat.compile.place import Place, Taken
-from remat.compile.search import CLOSE, Candidate, PlanSearch, is_good_enough
+from remat.compile.plan_search import CLOSE_ENOUGH, Candidate, PlanSearch, is_good_enough
+from remat.compile.rank_consensus import AgreedPlan, plan_key, require_within
+from remat.compile.specialize import device_of_inputs
 from remat.formats import budget_text, bytes_text
 from remat.graph_capture.devices.cpu import cpu_title
-from remat.graph_capture.devices.here import meter_of
-from remat.graph_capture.devices.table import CPU, CUDA, is_cuda
+from remat.graph_capture.devices.known_devices import CPU, CUDA, is_cuda
+from remat.graph_capture.devices.local_devices import meter_of
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.joint.nodes import storage_key
 from remat.ranks.one_plan import is_alone, one_plan
-from remat.rewriter.inductor.nodes import place_of
+from remat.rewriter.inductor.fused_nodes import module_and_line
 from remat.rewriter.inductor.partition import FusedStep, Pair
 from remat.rewriter.inductor.replay import StepBytes
 from remat.solver.search import Clock
@@ -51,10 +51,10 @@ from remat.solver.search import Clock
 # The key is made of dynamo's graph, before anything of Inductor runs. It has the ops with their
 # arguments, what they read of which shapes, and what is around the graph: the options, the forwards
 # that are open, the machine, the rank, and the releases and settings of torch. Names that differ
-# from run to run are left out. Prices are not in it: they are kept with the plan, and compared.
+# from run to run are left out. Costs are not in it: they are kept with the plan, and compared.
 
 
-ADDRESS = " at 0x"
+_ADDRESS = " at 0x"
 """In the text of an object that says no more than where it lies."""
 
 
@@ -66,10 +66,10 @@ def start_key(gm: fx.GraphModule, inputs: Sequence[Any], asked: CompileOptions, 
     inputs : of the graph, real or fake. around : what is known of the graphs before this one.
     """
     digest = hashlib.sha256()
-    surroundings = _surroundings(device_of(inputs))
+    surroundings = _surroundings(device_of_inputs(inputs))
     parts = (repr(asked), around, *surroundings, *_input_lines(inputs), *_graph_lines(gm))
     for part in parts:
-        if ADDRESS in part:
+        if _ADDRESS in part:
             return ""
         digest.update(part.encode() + b"\n")
     return digest.hexdigest()
@@ -121,7 +121,7 @@ def _graph_lines(gm: fx.GraphModule) -> Iterator[str]:
             continue
         arguments = fx.map_arg((node.args, node.kwargs), number.__getitem__)
         target = node.target if isinstance(node.target, str) else _name_of(node.target)
-        yield f"{node.op} {target} {arguments} {place_of(node)[0]}"
+        yield f"{node.op} {target} {arguments} {module_and_line(node)[0]}"
         if node.op in ("get_attr", "call_module"):
             yield from _attribute_lines(gm, str(node.target))
 
@@ -143,7 +143,7 @@ def _name_of(target: Any) -> str:
     return f"{getattr(target, '__module__', '')}.{name}" if name else repr(target)
 
 
-NAME_BYTES = 16
+_NAME_BYTES = 16
 
 
 def keeps_plans(asked: CompileOptions) -> bool:
@@ -162,22 +162,22 @@ class Start:
 
     Parameters
     ----------
-    place : of the graph. gm : as dynamo has made it. inputs : real or fake.
+    context : of the graph. gm : as dynamo has made it. inputs : real or fake.
 
     Attributes
     ----------
     name : of the plan, as `Partitioner` takes it; empty where nothing is kept.
     """
 
-    def __init__(self, place: Place, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
-        self.place, clock = place, Clock()
+    def __init__(self, context: GraphContext, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        self.context, clock = context, Clock()
         self._key = ""
-        if keeps_plans(place.asked):
-            self._key = start_key(gm, inputs, place.asked, place.text())
+        if keeps_plans(context.asked):
+            self._key = start_key(gm, inputs, context.asked, context.text())
         self._kept = kept_choice(self._key) if self._key else None
         if self._kept and not self._suits(self._kept):
             self._kept = None
-        drawn = secrets.token_hex(NAME_BYTES) if self._key else ""
+        drawn = secrets.token_hex(_NAME_BYTES) if self._key else ""
         self.name = self._kept.name if self._kept else drawn
         self._looked_s = clock.elapsed_s
 
@@ -188,7 +188,7 @@ class Start:
         ------
         BudgetError : no plan fits.
         """
-        self.place.set_beside(step)
+        self.context.set_beside(step)
         kept = self._kept
         if kept and kept.graph == _without_lines(step.graph):
             self._note_kept(kept, step)
@@ -202,7 +202,7 @@ class Start:
         """Torch has asked for no plan: it has the code, or the graph has no gradients."""
         if self._kept and self._kept.graph:
             step = self._kept.step()
-            self.place.set_beside(step)
+            self.context.set_beside(step)
             self._note_kept(self._kept, step)
         elif self._key and not self._kept:
             keep_choice(KeptChoice(self._key, self.name))
@@ -212,34 +212,34 @@ class Start:
         if kept.graph is None:
             return True
         step = kept.step()
-        self.place.set_beside(step)
+        self.context.set_beside(step)
         if _calls_beside(step) != (kept.calls, kept.modules, kept.awaited_gradient_bytes):
             return False
-        held_bytes = self.place.held_bytes(step)
+        held_bytes = self.context.held_bytes(step)
         peak_bytes = held_bytes + kept.chosen.peak_bytes
-        budgets_bytes = self.place.budgets_bytes(step, kept.stock)
-        if self.place.asked.parsed.kind == "auto":
+        budgets_bytes = self.context.budgets_bytes(step, kept.stock)
+        if self.context.asked.parsed.kind == "auto":
             # What is free is never the same twice.
             return peak_bytes <= budgets_bytes[0] and _is_near(kept, budgets_bytes[0], held_bytes)
         is_same = not budgets_bytes or kept.budget_bytes in budgets_bytes
         return is_same and peak_bytes <= kept.budget_bytes
 
     def _note_kept(self, kept: KeptChoice, step: StepBytes) -> None:
-        self.place.warn_of_part()
-        self.place.note(step, kept.taken(), kept.budget_bytes, self._looked_s)
+        self.context.warn_of_part()
+        self.context.note(step, kept.taken(), kept.budget_bytes, self._looked_s)
 
     def _planned(self, step: FusedStep) -> Pair:
         """Choose what Inductor compiles, and keep what was chosen."""
         clock = Clock()
-        self.place.warn_of_part()
-        search = PlanSearch(step, self.place.asked)
+        self.context.warn_of_part()
+        search = PlanSearch(step, self.context.asked)
         stock = search.stock()
         budget_bytes, found = self._agreed(search, stock)
         replays = 1 + len(search.tried)
-        taken = Taken(
+        taken = ChosenPlan(
             stock.replay, found.replay, found.schedule, found.overhead, found.gap, replays
         )
-        self.place.note(step, taken, budget_bytes, self._looked_s + clock.elapsed_s)
+        self.context.note(step, taken, budget_bytes, self._looked_s + clock.elapsed_s)
         if self._key:
             self._keep(step, stock, found, budget_bytes)
         return found.pair
@@ -249,7 +249,7 @@ class Start:
         keep_choice(
             KeptChoice(
                 key=self._key,
-                name=self.name or secrets.token_hex(NAME_BYTES),
+                name=self.name or secrets.token_hex(_NAME_BYTES),
                 graph=_without_lines(step.graph),
                 schedule=found.schedule,
                 lower_bound_us=result.lower_bound_us if result and result.schedule else 0.0,
@@ -262,24 +262,24 @@ class Start:
                 modules=step.modules,
                 awaited_gradient_bytes=step.awaited_gradient_bytes,
                 budget_bytes=budget_bytes,
-                prices=step.prices,
+                costs=step.costs,
             )
         )
 
     def _agreed(self, search: PlanSearch, stock: Candidate) -> tuple[int, Candidate]:
         """The budget in bytes, and what was chosen here, or on the rank that plans for all."""
-        asked, step = self.place.asked, search.step
+        asked, step = self.context.asked, search.step
         with one_plan(plan_key(asked, [step])) as one:
             if one.is_made_here:
                 budget_bytes, found = self._chosen(search, stock)
-                one.post(Choice.of(budget_bytes, [found]))
+                one.post(AgreedPlan.of(budget_bytes, [found]))
                 return budget_bytes, found
-            choice = one.theirs(Choice)
-            found = search.of(*choice.of_piece(0))
-            held_bytes = self.place.held_bytes(step)
+            choice = one.theirs(AgreedPlan)
+            found = search.of(*choice.of_subgraph(0))
+            held_bytes = self.context.held_bytes(step)
             peak_bytes = held_bytes + found.code_peak_bytes
             require_within(
-                one, asked, self.place.shared.device, choice.budget_bytes, peak_bytes, held_bytes
+                one, asked, self.context.shared.device, choice.budget_bytes, peak_bytes, held_bytes
             )
             return choice.budget_bytes, found
 
@@ -291,8 +291,8 @@ class Start:
         BudgetError : none fits.
         """
         step = search.step
-        held_bytes = self.place.held_bytes(step)
-        budgets_bytes = self.place.budgets_bytes(step, stock.replay)
+        held_bytes = self.context.held_bytes(step)
+        budgets_bytes = self.context.budgets_bytes(step, stock.replay)
         if not budgets_bytes:
             least = search.least() or stock
             return held_bytes + least.replay.peak_bytes, least
@@ -307,7 +307,7 @@ def _is_near(kept: KeptChoice, budget_bytes: int, held_bytes: int) -> bool:
     """Whether a kept plan is what a search at another budget would be content with."""
     limit_bytes = budget_bytes - held_bytes
     is_enough = is_good_enough(kept.taken().overhead, kept.chosen.peak_bytes, limit_bytes)
-    return is_enough or kept.budget_bytes >= CLOSE * budget_bytes
+    return is_enough or kept.budget_bytes >= CLOSE_ENOUGH * budget_bytes
 
 
 def _calls_beside(step: StepBytes) -> tuple[int, int, int]:

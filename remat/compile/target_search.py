@@ -12,13 +12,13 @@ from typing import Protocol, TypeVar
 
 from remat.budgets import UNBOUNDED_BYTES
 
-NARROW = 1.01
+_NARROW = 1.01
 """Ratio of a target that does not fit to one that does, below which nothing is tried between."""
-STEP = 0.995
+_STEP = 0.995
 """How far below a target that did not fit the next one is, at least."""
 
 
-class Generated(Protocol):
+class _Generated(Protocol):
     """A schedule with the code that was made of it."""
 
     @property
@@ -42,16 +42,16 @@ class Generated(Protocol):
         ...
 
 
-G = TypeVar("G", bound=Generated)
+_G = TypeVar("_G", bound=_Generated)
 
 
 def fastest_within(
     limit_bytes: int,
-    generated: Callable[[int], G | None],
+    generated: Callable[[int], _G | None],
     *,
     tries: int,
-    is_enough: Callable[[G], bool],
-) -> G | None:
+    is_enough: Callable[[_G], bool],
+) -> _G | None:
     """The fastest plan found whose code keeps to the limit; None where none does.
 
     Parameters
@@ -60,8 +60,8 @@ def fastest_within(
     tries : most targets; each costs a solve and some seconds for the code.
     is_enough : whether a plan that fits is good enough to stop at.
     """
-    best: G | None = None
-    seen: list[G] = []
+    best: _G | None = None
+    seen: list[_G] = []
     fitting, failing, target = 0, UNBOUNDED_BYTES, limit_bytes
     for _ in range(tries):
         found = generated(target)
@@ -78,14 +78,14 @@ def fastest_within(
         target = _next_target(found, limit_bytes, target, fitting, failing)
         # A lower target gives the least schedule again, so there is nothing more to find.
         is_bottom = found.is_least and any(found is one for one in seen)
-        if failing <= NARROW * fitting or is_bottom:
+        if failing <= _NARROW * fitting or is_bottom:
             break
         seen.append(found)
     return best
 
 
 def _next_target(
-    found: Generated, limit_bytes: int, target: int, fitting: int, failing: int
+    found: _Generated, limit_bytes: int, target: int, fitting: int, failing: int
 ) -> int:
     """The target whose code would just meet the limit, between what fits and what does not.
 
@@ -96,11 +96,11 @@ def _next_target(
     room_bytes = limit_bytes - found.code_peak_bytes
     ratio = limit_bytes / max(1, found.code_peak_bytes)
     if room_bytes >= 0:
-        reached = max(found.schedule_peak_bytes, int(target / NARROW))
+        reached = max(found.schedule_peak_bytes, int(target / _NARROW))
         guess = min(reached + room_bytes, int(max(reached, target) * ratio))
     else:
         least = min(target, found.schedule_peak_bytes)
-        guess = min(max(least + room_bytes, int(least * ratio)), int(STEP * least))
+        guess = min(max(least + room_bytes, int(least * ratio)), int(_STEP * least))
     if fitting and failing < UNBOUNDED_BYTES and not fitting < guess < failing:
         return (fitting + failing) // 2
     return guess

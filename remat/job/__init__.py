@@ -1,1 +1,1 @@
-"""The job behind the verbs: load a factory, capture, price, solve, rewrite, check."""
+"""The job behind the verbs: load a factory, capture, time, solve, rewrite, check."""

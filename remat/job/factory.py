@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
-from remat.graph_capture.devices.table import check_device, is_cuda
+from remat.graph_capture.devices.known_devices import check_device, is_cuda
 from remat.graph_capture.errors import FactoryError
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 # A function that is only named by mistake is never called: it may train for an epoch.
 
 
-MODEL, BATCH = "model", "batch"
-OTHERS = ("loss_fn", "target")
-Function = ast.FunctionDef | ast.AsyncFunctionDef
+_MODEL, _BATCH = "model", "batch"
+_OTHERS = ("loss_fn", "target")
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
 _TRAINS = {"backward", "zero_grad", "fit", "train_step", "train_epoch", "train_one_epoch"}
 """Methods that code which trains calls."""
 _OF_TRAINING = re.compile(
@@ -44,7 +44,7 @@ _OF_TRAINING = re.compile(
 _OF_A_MODEL = re.compile(r"model|net(work)?$|module", re.IGNORECASE)
 
 
-def factory_of(module: ModuleType) -> Callable[[], dict[str, Any]] | None:
+def _factory_of(module: ModuleType) -> Callable[[], dict[str, Any]] | None:
     """A factory of the variables `model` and `batch` of a module; None if it lacks one of them.
 
     A batch that is a dict is given to forward by keywords, a tuple or list by position, and
@@ -52,12 +52,12 @@ def factory_of(module: ModuleType) -> Callable[[], dict[str, Any]] | None:
     """
     from torch import nn
 
-    if not isinstance(getattr(module, MODEL, None), nn.Module) or not hasattr(module, BATCH):
+    if not isinstance(getattr(module, _MODEL, None), nn.Module) or not hasattr(module, _BATCH):
         return None
 
     def factory() -> dict[str, Any]:
-        batch = getattr(module, BATCH)
-        parts = {name: getattr(module, name) for name in OTHERS if hasattr(module, name)}
+        batch = getattr(module, _BATCH)
+        parts = {name: getattr(module, name) for name in _OTHERS if hasattr(module, name)}
         if isinstance(batch, dict):
             return {"model": module.model, "kwargs": batch, **parts}
         args = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
@@ -66,7 +66,7 @@ def factory_of(module: ModuleType) -> Callable[[], dict[str, Any]] | None:
     return factory
 
 
-def unseen_text(module: ModuleType, where: str) -> str:
+def _unseen_text(module: ModuleType, where: str) -> str:
     """What is said of a `model` or `batch` that an import of the file does not make, or ''.
 
     Parameters
@@ -74,7 +74,7 @@ def unseen_text(module: ModuleType, where: str) -> str:
     where : the file as a person wrote it.
     """
     parsed = ast.parse(_source(module))
-    missing = [name for name in (MODEL, BATCH) if not hasattr(module, name)]
+    missing = [name for name in (_MODEL, _BATCH) if not hasattr(module, name)]
     for statement in parsed.body:
         made = [name for name in missing if name in _assigned(statement)]
         if made and _is_of_scripts(statement):
@@ -83,8 +83,8 @@ def unseen_text(module: ModuleType, where: str) -> str:
                 f'"__main__"` (line {statement.lineno}), which runs only as a script: move what '
                 "builds the model and a batch above it"
             )
-    if missing == [BATCH]:
-        return f"{where} has a `{MODEL}` and no `{BATCH}`"
+    if missing == [_BATCH]:
+        return f"{where} has a `{_MODEL}` and no `{_BATCH}`"
     return ""
 
 
@@ -101,7 +101,7 @@ def _assigned(statement: ast.stmt) -> set[str]:
 
 
 @dataclass(frozen=True)
-class Written:
+class _Written:
     """A function as it is written.
 
     Attributes
@@ -124,14 +124,14 @@ class Written:
         return self.gives and not self.trains and not is_named_otherwise
 
 
-def written_functions(module: ModuleType) -> dict[str, Written]:
+def _written_functions(module: ModuleType) -> dict[str, _Written]:
     """The functions of a module, by name and by its text; none if there is no text."""
     found = {
-        one.name: one for one in ast.walk(ast.parse(_source(module))) if isinstance(one, Function)
+        one.name: one for one in ast.walk(ast.parse(_source(module))) if isinstance(one, _Function)
     }
     training = _training(found)
     return {
-        name: Written(
+        name: _Written(
             name,
             any(_values(one)),
             any(map(_is_with_batch, _values(one))),
@@ -142,7 +142,7 @@ def written_functions(module: ModuleType) -> dict[str, Written]:
     }
 
 
-def returns_nothing(function: Any) -> bool:
+def _returns_nothing(function: Any) -> bool:
     """Whether a function returns no value, by its text; False where that cannot be told."""
     if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
         return False
@@ -168,12 +168,12 @@ def _source(module: ModuleType) -> str:
 def _own(statement: ast.AST) -> Iterator[ast.AST]:
     """What is written in a statement, but not in the functions and classes inside it."""
     for part in ast.iter_child_nodes(statement):
-        if not isinstance(part, Function | ast.ClassDef | ast.Lambda):
+        if not isinstance(part, _Function | ast.ClassDef | ast.Lambda):
             yield part
             yield from _own(part)
 
 
-def _values(function: Function) -> Iterator[ast.expr]:
+def _values(function: _Function) -> Iterator[ast.expr]:
     """What its own returns return; `return None` returns nothing."""
     for part in _own(function):
         if isinstance(part, ast.Return) and part.value is not None:
@@ -189,7 +189,7 @@ def _is_with_batch(value: ast.expr) -> bool:
     return isinstance(value, ast.Tuple) and len(value.elts) in (2, 3)
 
 
-def _training(functions: Mapping[str, Function]) -> set[str]:
+def _training(functions: Mapping[str, _Function]) -> set[str]:
     """The names of functions that train, or call one that does."""
     called = {name: set(_called(one)) for name, one in functions.items()}
     found = {name for name, names in called.items() if names & _TRAINS}
@@ -200,7 +200,7 @@ def _training(functions: Mapping[str, Function]) -> set[str]:
     return found
 
 
-def _called(function: Function) -> Iterator[str]:
+def _called(function: _Function) -> Iterator[str]:
     for part in ast.walk(function):
         if isinstance(part, ast.Call):
             called = part.func
@@ -213,10 +213,10 @@ def _called(function: Function) -> Iterator[str]:
 # The function that a person names as ``path/to/file.py:function``, or as ``path/to/file.py``.
 
 
-DEFAULT = "factory"
+_DEFAULT = "factory"
 """The function of a file or module that is taken where none is named."""
 _WRITE = (
-    f"write def {DEFAULT}(): return model, (x,); or name the model `model` and its batch `batch`"
+    f"write def {_DEFAULT}(): return model, (x,); or name the model `model` and its batch `batch`"
 )
 
 
@@ -242,7 +242,7 @@ def function_named(name: str) -> Generator[NamedFunction]:
     Parameters
     ----------
     name : ``path/to/file.py:function``, ``package.module:function``, or either without a function,
-        which takes `DEFAULT`, else the variables ``model`` and ``batch``.
+        which takes `_DEFAULT`, else the variables ``model`` and ``batch``.
 
     Raises
     ------
@@ -254,10 +254,10 @@ def function_named(name: str) -> Generator[NamedFunction]:
     folder = path.resolve().parent if is_file else Path.cwd()
     with _importable(folder), _without_arguments(where):
         module = _import_file(path) if is_file else _import_module(where)
-        is_open = inside == MODEL or (not inside and not hasattr(module, DEFAULT))
-        plain = factory_of(module) if is_open else None
+        is_open = inside == _MODEL or (not inside and not hasattr(module, _DEFAULT))
+        plain = _factory_of(module) if is_open else None
         if plain is not None:
-            yield NamedFunction(plain, where, MODEL)
+            yield NamedFunction(plain, where, _MODEL)
             return
         inside = inside or _default_of(module, where)
         yield NamedFunction(_find(module, where, inside), where, inside)
@@ -271,8 +271,8 @@ def _place(name: str) -> tuple[str, str]:
         where, inside = name, ""
     if not where:
         raise FactoryError(
-            f"{name!r} names no factory: write path/to/file.py:{DEFAULT} or "
-            f"package.module:{DEFAULT}"
+            f"{name!r} names no factory: write path/to/file.py:{_DEFAULT} or "
+            f"package.module:{_DEFAULT}"
         )
     return where, inside
 
@@ -313,7 +313,7 @@ def _import_file(path: Path) -> ModuleType:
         raise FactoryError(f"{path} is not a Python file: its name should end with .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    with explained(f"importing {path}"):
+    with _explained_errors(f"importing {path}"):
         spec.loader.exec_module(module)
     return module
 
@@ -328,7 +328,7 @@ def _import_module(name: str) -> ModuleType:
             f"there is no module {name}: is it installed here, or did you mean a file, "
             f"{name.replace('.', '/')}.py?"
         )
-    with explained(f"importing {name}"):
+    with _explained_errors(f"importing {name}"):
         return importlib.import_module(name)
 
 
@@ -344,7 +344,7 @@ def _near_files(path: Path) -> str:
 
 def _find(module: ModuleType, where: str, name: str) -> Callable[..., Any]:
     found = getattr(module, name, None)
-    if returns_nothing(found):
+    if _returns_nothing(found):
         raise FactoryError(
             f"{name} of {where} returns nothing, so it was not called. A factory returns the model "
             f"and its batch: {_WRITE}"
@@ -367,24 +367,24 @@ def _default_of(module: ModuleType, where: str) -> str:
     ------
     FactoryError : there is no function of that name; lists those that there are.
     """
-    if hasattr(module, DEFAULT):
-        return DEFAULT
+    if hasattr(module, _DEFAULT):
+        return _DEFAULT
     own = _own_functions(module)
-    written = written_functions(module)
+    written = _written_functions(module)
     building = [name for name in own if name in written and written[name].may_build]
-    unseen = unseen_text(module, where)
+    unseen = _unseen_text(module, where)
     if unseen or not building:
         is_given = [name for name in own if name in written and written[name].gives]
         nothing = f"and nothing is returned by {', '.join(own)}" if own else "and no other"
         other = f"and {', '.join(own)} train, or build no model" if is_given else nothing
-        raise FactoryError(f"{unseen or f'{where} has no function {DEFAULT}, {other}'}: {_WRITE}")
-    has = f"{where} has no function {DEFAULT}. It has {', '.join(own)}"
+        raise FactoryError(f"{unseen or f'{where} has no function {_DEFAULT}, {other}'}: {_WRITE}")
+    has = f"{where} has no function {_DEFAULT}. It has {', '.join(own)}"
     with_batch = [name for name in building if written[name].has_batch]
     alone = [name for name in building if written[name].is_of_a_model]
     if alone and not with_batch:
         name, given = alone[0], "" if _is_called_with_nothing(own[alone[0]]) else "..."
         raise FactoryError(
-            f"{has}: {name} returns a model without a batch, so write def {DEFAULT}(): return "
+            f"{has}: {name} returns a model without a batch, so write def {_DEFAULT}(): return "
             f"{name}({given}), (x,)"
         )
     proposed = with_batch or building
@@ -413,7 +413,7 @@ def _is_called_with_nothing(function: Callable[..., Any]) -> bool:
 
 
 @contextlib.contextmanager
-def explained(doing: str) -> Generator[None]:
+def _explained_errors(doing: str) -> Generator[None]:
     """Turn whatever the user's code raises into one line that names its place."""
     try:
         yield
@@ -509,7 +509,7 @@ def _moved(tree: Any, device: str) -> Any:
     return pytree.tree_map(moved, tree)
 
 
-def load(name: str, **sizes: int) -> Loaded:
+def load_model(name: str, **sizes: int) -> Loaded:
     """Import what `name` names, call it, and read what it returns.
 
     Parameters
@@ -541,7 +541,7 @@ def call(
     title = title or f"factory {name}"
     _require_arguments(factory, title, sizes)
     given = "".join(f", {size}={value}" for size, value in sizes.items())
-    with explained(f"{title}{given}"):
+    with _explained_errors(f"{title}{given}"):
         built = factory(**sizes)
     return _read(built, name)
 

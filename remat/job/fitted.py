@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from remat.analysis.plan_report import plain_table, rendered
 from remat.formats import bytes_text, percent_text
-from remat.questions.report import plain_table, rendered
 
 
 class SizeTried(msgspec.Struct, frozen=True):
@@ -76,10 +76,10 @@ class Fit(msgspec.Struct, frozen=True):
 
 def fit_screen(found: Fit) -> RenderableType:
     """The answer, why no more, and a line for each capture."""
-    return Group(*(Text(line) for line in answer_lines(found)), Text(), _sizes_table(found))
+    return Group(*(Text(line) for line in _answer_lines(found)), Text(), _sizes_table(found))
 
 
-def answer_lines(found: Fit) -> list[str]:
+def _answer_lines(found: Fit) -> list[str]:
     """Sentences: the largest size, what it takes, what stops the next."""
     budget, limit = bytes_text(found.budget_bytes), percent_text(found.max_overhead)
     if found.answer is None:

@@ -1,4 +1,4 @@
-"""The main job in one piece: capture, price, solve, rewrite, check, each timed."""
+"""The main job in one piece: capture, time, solve, rewrite, check, each timed."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import remat.solver as solvers
+from remat.analysis.layer_checkpoints import EveryNth, every_n_layers
+from remat.analysis.memory_figures import reserved_beside, shortage_text
 from remat.budgets import UNBOUNDED_BYTES, parse_budget, unmodified_step
 from remat.checks import Batch, failures, unless_short, why_unchecked
-from remat.graph_capture.distributed.sharded_step import on_one_rank
+from remat.graph_capture.distributed.sharded_step import local_step
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.sizes.symbols import Dynamic
 from remat.job.factory import Loaded
 from remat.job.request import Request
-from remat.levers.handed_over import planned_hand_over
-from remat.levers.pieces_at_need import may_wait, solved_at_need
+from remat.levers.chunks_at_need import may_wait, solved_at_need
+from remat.levers.optimizer_in_backward import planned_optimizer_in_backward
 from remat.one_call import solve
 from remat.progress import Stopwatch, solver_shown
-from remat.questions.layer_checkpoints import EveryNth, every_n_layers
-from remat.questions.memory import reserved_beside, shortage_text
 from remat.ranges.curve import Curve, overheads_over, solve_over
-from remat.schedules.derived import whole
+from remat.schedules.derived import unchunked
 from remat.schedules.family import Family
 from remat.schedules.plan import Plan
 from remat.schedules.reserved import Reserved
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from remat.schedules.simulation import Simulation
-from remat.solver.kept import Kind, kinds_of
+from remat.solver.recompute_summary import OpKind, kinds_of
 from remat.solver.result import INTERRUPTED, Result
 from remat.solver.search import is_interrupted
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from remat.graph_capture.prices.profile import Profile
+    from remat.graph_capture.costs.profile import Profile
     from remat.graph_capture.sizes.symbols import Dynamic
     from remat.graph_capture.tracing.recipe import Recipe
     from remat.graph_capture.tracing.trace import Trace
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 # The rows of `remat run`: schedules of one step, as predicted and as measured.
 
 
-EXACT = 1e-9
+_EXACT = 1e-9
 """Of a step: times that differ by less are the same sum in another order."""
-FAR = 1.25
+FAR_OFF = 1.25
 """A measured step that is longer or shorter than the predicted one by this is told."""
 
 
@@ -75,18 +75,18 @@ class Row:
     reserved_bytes: int | None = None
 
 
-def predicted_row(graph: TrainingGraph, name: str, result: Result, base_us: float) -> Row:
+def _predicted_row(graph: TrainingGraph, name: str, result: Result, base_us: float) -> Row:
     """A row with what `simulate` says of a schedule, where the unmodified step takes `base_us`."""
     reserved = reserved_beside(graph, result)
     # It is below zero where the plan is faster than the user's own checkpoints.
-    is_same = abs(result.time_us - base_us) <= EXACT * base_us
+    is_same = abs(result.time_us - base_us) <= _EXACT * base_us
     overhead = 0.0 if is_same else result.time_us / base_us - 1
     return Row(name, result.peak_bytes, result.time_us, overhead, reserved)
 
 
-def quicker_than_priced(row: Row) -> bool:
-    """Whether a step took far less than its prices say, so that these were taken in a busy time."""
-    return row.measured_step_us is not None and FAR * row.measured_step_us < row.time_us
+def _quicker_than_predicted(row: Row) -> bool:
+    """Whether a step took far less than its costs say, so that these were taken in a busy time."""
+    return row.measured_step_us is not None and FAR_OFF * row.measured_step_us < row.time_us
 
 
 def rows_as_run(rows: Sequence[Row], check: Check, of_chen: Check | None) -> tuple[Row, ...]:
@@ -127,7 +127,7 @@ class RunsAgain:
         1 % of the plan.
     """
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[OpKind, ...]
     simpler: EveryNth | None
 
 
@@ -163,13 +163,13 @@ def runs_again(graph: TrainingGraph, result: Result) -> RunsAgain:
 
 
 def trace_loaded(loaded: Loaded, request: Request, dynamic: Dynamic | None = None) -> Trace:
-    """The unpriced trace of what a factory made; over ranges of sizes where these are given."""
+    """The trace, without costs, of what a factory made; over ranges of sizes if these are given."""
     from remat.graph_capture.tracing.mixed_precision import parameters_cast
     from remat.graph_capture.tracing.trace import trace
 
-    hand_over = None
-    if request.update_at_once:
-        hand_over = planned_hand_over(
+    gradient_release = None
+    if request.optimizer_in_backward:
+        gradient_release = planned_optimizer_in_backward(
             loaded.model, request.optimizer, request.device,
             loss_fn=loaded.loss_fn, accumulate=request.accumulate,
         )  # fmt: skip
@@ -177,31 +177,32 @@ def trace_loaded(loaded: Loaded, request: Request, dynamic: Dynamic | None = Non
         return trace(
             loaded.model, loaded.args, loaded.kwargs, loss_fn=loaded.loss_fn, target=loaded.target,
             optimizer=request.optimizer, accumulate=request.accumulate, device=request.device,
-            sharding=request.sharding, split=request.split, hand_over=hand_over, dynamic=dynamic,
+            sharding=request.sharding, split=request.split, gradient_release=gradient_release,
+            dynamic=dynamic,
         )  # fmt: skip
 
 
-def price_trace(
-    traced: Trace, request: Request, stopwatch: Stopwatch, *, pieces: bool = True
+def graph_with_costs(
+    traced: Trace, request: Request, stopwatch: Stopwatch, *, chunks: bool = True
 ) -> TrainingGraph:
-    """The priced graph of a trace, on one rank where it is sharded; `pieces` as of `price_for`."""
-    from remat.graph_capture.capturing import price_for
+    """The graph of a trace with costs, on one rank if it is sharded; `chunks` as of `add_costs`."""
+    from remat.graph_capture.capture_api import add_costs
 
     recipe = traced.recipe
     doing = f"modelling ops on {recipe.device}" if recipe.is_modelled else "timing ops"
     with stopwatch.stage("profile", doing) as progress:
-        graph = price_for(
+        graph = add_costs(
             traced, progress=progress, profile=request.read_profile(),
-            measure_again=request.measure_again, tiers=request.tiers(), pieces=pieces,
+            measure_again=request.measure_again, tiers=request.tiers(), chunks=chunks,
         )  # fmt: skip
-    return on_one_rank(graph, request.sharding)
+    return local_step(graph, request.sharding)
 
 
 def measure_loaded(
     loaded: Loaded, request: Request, stopwatch: Stopwatch, *, nvme_path: str = ""
 ) -> Profile:
     """The measured ops of what a factory made, and the links of its device."""
-    from remat.graph_capture.prices.measuring import measure
+    from remat.graph_capture.costs.measuring import measure
 
     with stopwatch.stage("capture", "tracing the training step"):
         traced = trace_loaded(loaded, request)
@@ -212,7 +213,7 @@ def measure_loaded(
 def solve_request(
     graph: TrainingGraph, request: Request, stopwatch: Stopwatch, *, at_hand: Result | None = None
 ) -> Result:
-    """Solve for the request's budget; `at_hand` as of `remat.solver.solve`."""
+    """Solve for the request's budget; `at_hand` as of `remat.solver.solve_within`."""
     known = {} if at_hand is None else {"at_hand": at_hand}
     with stopwatch.stage("solve", f"solving for {request.budget}") as progress:
         return solve(
@@ -224,14 +225,14 @@ def solve_request(
 def _named_beside(
     result: Result, traced: Trace, graph: TrainingGraph, request: Request, stopwatch: Stopwatch
 ) -> Result:
-    """`result`; where nothing fits, with what a head in pieces would need by tolerance."""
+    """`result`; where nothing fits, with what a head in chunks would need by tolerance."""
     if result.schedule is not None:
         return result
     from remat.levers.by_tolerance import naming_tolerance
 
     within = replace(request, budget=f"{result.budget_bytes}B")
     return naming_tolerance(
-        result, traced, graph, lambda one: price_trace(one, request, stopwatch),
+        result, traced, graph, lambda one: graph_with_costs(one, request, stopwatch),
         lambda graph: solve_request(graph, within, stopwatch),
     )  # fmt: skip
 
@@ -241,15 +242,15 @@ def check_schedule(
     traced: Trace,
     schedule: Schedule,
     request: Request,
-    priced: TrainingGraph | None = None,
+    costed: TrainingGraph | None = None,
 ) -> Check:
     """Rewrite the model to `schedule` and compare it with eager.
 
-    `priced` is the graph it was solved on, whose links say where a schedule may copy values to.
+    `costed` is the graph it was solved on, whose links say where a schedule may copy values to.
     """
     from remat.rewriter.rewriting import rewrite
 
-    module = rewrite(loaded.model, schedule, trace=traced, priced=priced)
+    module = rewrite(loaded.model, schedule, trace=traced, costed=costed)
     return compare_with_eager(loaded, module, request)
 
 
@@ -264,7 +265,7 @@ def compare_with_eager(loaded: Loaded, module: nn.Module, request: Request) -> C
     )  # fmt: skip
 
 
-def run(
+def run_job(
     loaded: Loaded,
     request: Request,
     stopwatch: Stopwatch,
@@ -273,7 +274,7 @@ def run(
     compare: bool = False,
     planned: Callable[[Report], None] = lambda _: None,
 ) -> Report:
-    """Capture, price, solve, rewrite and check.
+    """Capture, time, solve, rewrite and check.
 
     Stops after solving where nothing fits, where the device or the ranks are not here, and where
     the unmodified step does not fit into free memory. `check` runs that step all the same.
@@ -306,16 +307,16 @@ def run(
         with stopwatch.stage("compare", "measuring square-root checkpointing"):
             compared = checked_to(chen.schedule)
     rows = rows_as_run(report.rows, checked, compared)
-    if quicker_than_priced(rows[0]) and request.profile is None:
-        _doubt_prices(traced)
+    if _quicker_than_predicted(rows[0]) and request.profile is None:
+        _doubt_costs(traced)
     return replace(report, rows=rows, check=checked, unchecked="".join(said))
 
 
-def _doubt_prices(traced: Trace) -> None:
-    """Prices say that steps take longer than they do: they are measured again next time."""
-    from remat.graph_capture.prices.pricing import doubt_prices
+def _doubt_costs(traced: Trace) -> None:
+    """Costs say that steps take longer than they do: they are measured again next time."""
+    from remat.graph_capture.costs.op_costs import doubt_costs
 
-    doubt_prices(traced)
+    doubt_costs(traced)
 
 
 def _before_the_check(
@@ -335,20 +336,22 @@ def _before_the_check(
 def _solved_in_turn(
     traced: Trace, request: Request, stopwatch: Stopwatch
 ) -> tuple[TrainingGraph, Result | None]:
-    """The priced graph of a trace, and its outcome if that decided on the prices of pieces."""
+    """The graph of a trace with costs, and its outcome if that decided on the costs of chunks."""
     if not may_wait(traced, parse_budget(request.budget)):
-        return price_trace(traced, request, stopwatch), None
+        return graph_with_costs(traced, request, stopwatch), None
 
     def with_measured(graph: TrainingGraph) -> TrainingGraph:
-        from remat.graph_capture.prices.pricing import with_priced_pieces
+        from remat.graph_capture.costs.op_costs import with_measured_chunks
 
-        with stopwatch.stage("profile", "timing large layers in pieces") as progress:
-            return with_priced_pieces(traced, graph, progress, measure_again=request.measure_again)
+        with stopwatch.stage("profile", "timing large layers in chunks") as progress:
+            return with_measured_chunks(
+                traced, graph, progress, measure_again=request.measure_again
+            )
 
     def solve_for(graph: TrainingGraph, /, *, at_hand: Result | None = None) -> Result:
         return solve_request(graph, request, stopwatch, at_hand=at_hand)
 
-    graph = price_trace(traced, request, stopwatch, pieces=False)
+    graph = graph_with_costs(traced, request, stopwatch, chunks=False)
     found = solved_at_need(traced, graph, solve_for, with_measured, stopwatch)
     return found.graph, found.result
 
@@ -362,25 +365,25 @@ def planned_report(
     """
     result = result or solve_request(graph, request, stopwatch)
     with stopwatch.stage("rules", "comparing with simpler rules"):
-        chen = solvers.solve(whole(graph), UNBOUNDED_BYTES, solver="chen_sqrt")
+        chen = solvers.solve_within(unchunked(graph), UNBOUNDED_BYTES, solver="chen_sqrt")
         eager = unmodified_step(graph)
         base_us = eager.result.time_us
         rows = (
-            predicted_row(eager.graph, "unmodified", eager.result, base_us),
-            predicted_row(graph, "chen_sqrt", chen, base_us),
+            _predicted_row(eager.graph, "unmodified", eager.result, base_us),
+            _predicted_row(graph, "chen_sqrt", chen, base_us),
         )
         report = Report(graph, result, rows, stopwatch.seconds, runs_again(graph, result))
         if result.schedule is None:
             return report, chen
         report = replace(
-            report, rows=(*rows, predicted_row(graph, "this plan", result, base_us)),
+            report, rows=(*rows, _predicted_row(graph, "this plan", result, base_us)),
             simulation=simulate(graph, result.schedule),
             shortage=shortage_text(graph, result.schedule),
         )  # fmt: skip
     return report, chen
 
 
-# The job behind ``--dynamic``: capture over a range, price, solve for a family, rewrite, check.
+# The job behind ``--dynamic``: capture over a range, time, solve for a family, rewrite, check.
 
 
 @dataclass(frozen=True)
@@ -446,18 +449,18 @@ def plan_over(
 
 
 def _ranged_graph(traced: Trace, request: Request, stopwatch: Stopwatch) -> RangedGraph:
-    from remat.graph_capture.capturing import workspaces_by
+    from remat.graph_capture.capture_api import workspaces_by
     from remat.graph_capture.sizes.at_sizes import ranged_graph_of
 
-    def priced(one: Trace) -> TrainingGraph:
-        return price_trace(one, request, stopwatch)
+    def costed(one: Trace) -> TrainingGraph:
+        return graph_with_costs(one, request, stopwatch)
 
     workspaces = workspaces_by(traced, request.read_profile())
-    return ranged_graph_of(traced, priced, workspaces)
+    return ranged_graph_of(traced, costed, workspaces)
 
 
 def _plan_of(loaded: Loaded, traced: Trace, family: Family, graph: RangedGraph) -> Plan:
-    from remat.graph_capture.sizes.signature import RangedSignature
+    from remat.graph_capture.sizes.ranged_signature import RangedSignature
     from remat.rewriter.plans.loading import plan_of_family
 
     signature = traced.recipe.signature
@@ -467,7 +470,7 @@ def _plan_of(loaded: Loaded, traced: Trace, family: Family, graph: RangedGraph) 
 
 def _batch_sizes(loaded: Loaded, traced: Trace, request: Request) -> dict[str, int] | None:
     """The sizes of the factory's batch; None if they are out of the range."""
-    from remat.ranges.rematerialized import sizes_within
+    from remat.ranges.ranged_call import sizes_within
 
     batch = Batch(
         loaded.args, loaded.kwargs, loaded.loss_fn, loaded.target,
@@ -505,7 +508,8 @@ def _checked(
 def refuse_beside_dynamic(request: Request, **given: bool) -> None:
     """Raise `CaptureError` for an option that a verb does not take beside ``--dynamic``."""
     options = {
-        **given, "--update-at-once": request.update_at_once, "--host": bool(request.host)
+        **given, "--optimizer-in-backward": request.optimizer_in_backward,
+        "--host": bool(request.host)
     }  # fmt: skip
     if named := next((name for name, is_given in options.items() if is_given), ""):
         raise CaptureError(

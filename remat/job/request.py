@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from remat.budgets import parse_budget
+from remat.graph_capture.devices.known_devices import CPU, check_device, device_table, is_in_table
 from remat.graph_capture.devices.memory import LowerTiers, lower_tiers
-from remat.graph_capture.devices.table import CPU, check_device, device_table, is_in_table
 from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding, ShardingKind
 from remat.graph_capture.errors import DeviceError
 from remat.graph_capture.graph import Optimizer
@@ -20,7 +20,7 @@ from remat.solver import TABLE, make_solver
 from remat.solver.stopping import DEFAULT_GAP
 
 if TYPE_CHECKING:
-    from remat.graph_capture.prices.profile import Profile
+    from remat.graph_capture.costs.profile import Profile
 
 NO_BUDGET = ""
 """The budget of a request that asks for no solve."""
@@ -92,16 +92,16 @@ class Request:
     split: Literal["none", "exact", "tolerance"] | None = field(
         default=None,
         metadata={
-            "help": "let a linear head with its cross-entropy run in pieces: exact if that gives "
-            "eager's bits, tolerance also if a sum has another order; left out, exact for large "
-            "heads, without a word of what stays whole"
+            "help": "let a linear head with its cross-entropy run in chunks: exact if that gives "
+            "eager's bits, tolerance also if a sum has another order; default: exact for "
+            "large heads; heads that cannot be chunked stay whole, without a warning"
         },
     )
     optimizer: Optimizer = field(
         default="none",
         metadata={"help": "count this optimizer's state as resident; Adam's is that of adamw"},
     )
-    update_at_once: bool = field(
+    optimizer_in_backward: bool = field(
         default=False,
         metadata={
             "help": "plan with updates during backward, as remat.training_step makes them, by the "
@@ -165,11 +165,11 @@ class Request:
     )
     profile: Profile | Path | None = field(
         default=None,
-        metadata={"help": "prices kept by remat profile, to use as they are", "metavar": "FILE"},
+        metadata={"help": "costs kept by remat profile, to use as they are", "metavar": "FILE"},
     )
     measure_again: bool = field(
         default=False,
-        metadata={"help": "measure ops anew, also those whose prices are kept from before"},
+        metadata={"help": "measure ops anew, also those whose costs are kept from before"},
     )
 
     @property
@@ -197,7 +197,7 @@ class Request:
     def is_run_here(self) -> bool:
         """Whether the plan is one of the very step that can run on this machine, alone."""
         is_here = not is_in_table(self.device) and self.sharding == NO_SHARDING
-        return is_here and not self.update_at_once
+        return is_here and not self.optimizer_in_backward
 
     def tiers(self, device: str | None = None, *, is_here: bool | None = None) -> LowerTiers | None:
         """What may be used below the device; `device` is of a kept graph, else the one asked for.
@@ -231,10 +231,10 @@ class Request:
         known = self.read_profile()
         make_solver(self.solver, order=self.order, gap=self.gap)
         sharding = self.sharding
-        if self.update_at_once and sharding != NO_SHARDING:
+        if self.optimizer_in_backward and sharding != NO_SHARDING:
             raise DeviceError(
-                "--update-at-once plans a step on one rank: wrappers for several take gradients "
-                "first. Leave out --shard, or --update-at-once"
+                "--optimizer-in-backward plans a step on one rank: wrappers for several take "
+                "gradients first. Leave out --shard, or --optimizer-in-backward"
             )
         return replace(self, profile=known)
 
@@ -248,7 +248,7 @@ class Request:
         if self.profile is None:
             return None
         # Profiles import torch, which a request does without.
-        from remat.graph_capture.prices.profile import as_profile
+        from remat.graph_capture.costs.profile import as_profile
 
         return as_profile(self.profile)
 

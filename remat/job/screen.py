@@ -11,6 +11,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from remat.analysis.memory_figures import (
+    Offloaded,
+    chunks_of,
+    offloaded,
+    reserved_beside,
+    reserved_text,
+)
+from remat.analysis.plan_report import costs_text, plain_table
 from remat.checks import CHECKED, advice_of
 from remat.formats import (
     NO_BOUND,
@@ -23,33 +31,31 @@ from remat.formats import (
     time_pair,
     time_text,
 )
-from remat.graph_capture.devices.table import is_in_table
+from remat.graph_capture.devices.known_devices import is_in_table
 from remat.graph_capture.graph import TrainingGraph
-from remat.job.pipeline import FAR, RangeReport, Report, Row, RunsAgain
+from remat.job.pipeline import FAR_OFF, RangeReport, Report, Row, RunsAgain
 from remat.progress import took_text
-from remat.questions.memory import Offloaded, offloaded, pieces_of, reserved_beside, reserved_text
-from remat.questions.report import plain_table, prices_text
 from remat.ranges.curve import Curve
-from remat.schedules.derived import as_planned
+from remat.schedules.derived import graph_of_schedule
 from remat.schedules.family import Family, sizes_text
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import bound_of
 from remat.schedules.simulation import Simulation
 from remat.solved import infeasible_text
-from remat.solver.kept import kinds_text
+from remat.solver.recompute_summary import kinds_text
 from remat.solver.result import Result
 
 if TYPE_CHECKING:
     from remat.rewriter.checking.check import Check
 
 
-# What to do about a run: no plan is needed, or its prices are not those of this hour.
+# What to do about a run: no plan is needed, or its costs are not those of this hour.
 
 
-OFF = 0.1
+_OFF = 0.1
 """A measured overhead of the plan that is this far from the predicted one is told."""
 
-FASTER = 0.01
+_FASTER = 0.01
 """A plan that takes this much less time than the unmodified step, with checkpoints, is told."""
 
 
@@ -64,9 +70,9 @@ def _no_plan(rows: tuple[Row, ...], budget_bytes: int) -> tuple[str, ...]:
     if unmodified.peak_bytes > budget_bytes:
         return ()
     needs = f"the unmodified step needs {bytes_text(unmodified.peak_bytes)} and fits already"
-    if plan.overhead < -FASTER:
+    if plan.overhead < -_FASTER:
         return (
-            f"{needs}, with checkpoints of its own. This plan computes less again: by prices it "
+            f"{needs}, with checkpoints of its own. This plan computes less again: by costs it "
             f"takes {percent_text(-plan.overhead)} less time",
         )
     return (f"{needs}: train without a plan",)
@@ -76,9 +82,9 @@ def _far_apart(rows: tuple[Row, ...]) -> tuple[str, ...]:
     """Of all rows: one that was measured in a slow spell says little."""
     measured = [(row.measured_step_us, row.time_us) for row in rows if row.time_us]
     ratios = [is_us / said_us for is_us, said_us in measured if is_us]
-    if not ratios or (max(ratios) >= 1 / FAR and min(ratios) <= FAR):
+    if not ratios or (max(ratios) >= 1 / FAR_OFF and min(ratios) <= FAR_OFF):
         return ()
-    worst = max(ratios) if min(ratios) > FAR else min(ratios)
+    worst = max(ratios) if min(ratios) > FAR_OFF else min(ratios)
     return (
         f"steps took {worst:.2f} times as long as predicted: the machine was busy, now or when ops "
         "were measured. On a quiet one, --measure-again measures them anew",
@@ -88,18 +94,18 @@ def _far_apart(rows: tuple[Row, ...]) -> tuple[str, ...]:
 def _off(plan: Row) -> tuple[str, ...]:
     """Of the plan's overhead, where steps as such took about as long as predicted."""
     measured = plan.measured_overhead
-    if measured is None or abs(measured - plan.overhead) < OFF:
+    if measured is None or abs(measured - plan.overhead) < _OFF:
         return ()
     return (
-        f"the clock said {percent_text(measured)} overhead where prices say "
+        f"the clock said {percent_text(measured)} overhead where costs say "
         f"{percent_text(plan.overhead)}: other programs that run meanwhile do that. Run it "
         "again on a quiet machine before you rely on either",
     )
 
 
-HELD_ROWS = 3
-OUTSIDE = "the loss and what is outside of modules"
-LABELS = {"chen_sqrt": "square-root checkpointing"}
+_HELD_ROWS = 3
+_OUTSIDE = "the loss and what is outside of modules"
+_LABELS = {"chen_sqrt": "square-root checkpointing"}
 """What a row is called on the screen, where a solver's name says nothing to a stranger."""
 
 
@@ -110,18 +116,18 @@ def show_run(console: Console, report: Report) -> None:
     ops = f", {graph.n_forward} forward and {backward} backward ops"
     budget = f", budget {bytes_text(result.budget_bytes)}\n"
     console.print(Text.assemble((graph.name, "bold"), ops, budget))
-    console.print(schedules_table(report.rows))
+    console.print(_schedules_table(report.rows))
     console.print()
     console.print(_verdict(report))
 
 
-def schedules_table(rows: Iterable[Row]) -> Table:
+def _schedules_table(rows: Iterable[Row]) -> Table:
     """One row a schedule, predicted beside measured."""
     table = plain_table("predicted | measured", "peak", "step", "overhead")
     for row in rows:
         overhead = percent_pair(row.overhead, row.measured_overhead)
         table.add_row(
-            LABELS.get(row.name, row.name),
+            _LABELS.get(row.name, row.name),
             bytes_pair(row.peak_bytes, row.measured_peak_bytes),
             time_pair(row.time_us, row.measured_step_us),
             "-" if row.name == "unmodified" else overhead,
@@ -142,15 +148,15 @@ def _verdict(report: Report) -> Table:
     if report.shortage:
         table.add_row("advice", Text(report.shortage))
     if report.check:
-        table.add_row("equal", equal_text(report.check))
+        table.add_row("equal", _equal_text(report.check))
         for advice in advice_of(report.check, result.budget_bytes):
             table.add_row("advice", Text(advice))
     if report.unchecked:
         table.add_row("not run", Text(report.unchecked))
-    _add_pieces(table, graph, result)
+    _add_chunks(table, graph, result)
     _add_offloaded(table, offloaded(graph, result.schedule, report.simulation))
     _add_again(table, result, report.again)
-    _add_prices(table, graph)
+    _add_costs(table, graph)
     table.add_row("took", took_text(seconds))
     style = "bold red" if report.failures else "bold green"
     table.add_row("status", Text.assemble((result.status, style), f", by {result.solver}"))
@@ -166,15 +172,15 @@ def _add_reserved(table: Table, rows: Iterable[Row]) -> None:
     if plan is not None and plan.reserved is not None:
         table.add_row("reserved", reserved_text(plan.reserved, without))
     measured = [(row.name, row.reserved_bytes) for row in known.values()]
-    said = [f"{LABELS.get(n, n)} {bytes_text(held)}" for n, held in measured if held is not None]
+    said = [f"{_LABELS.get(n, n)} {bytes_text(held)}" for n, held in measured if held is not None]
     if said:
         table.add_row("", f"measured: {', '.join(said)}")
 
 
-def _add_pieces(table: Table, graph: TrainingGraph, result: Result) -> None:
-    """What runs in pieces, and what that takes."""
-    for one in pieces_of(graph, result.schedule):
-        table.add_row("in pieces", Text(str(one)))
+def _add_chunks(table: Table, graph: TrainingGraph, result: Result) -> None:
+    """What runs in chunks, and what that takes."""
+    for one in chunks_of(graph, result.schedule):
+        table.add_row("in chunks", Text(str(one)))
 
 
 def _add_offloaded(table: Table, moved: Offloaded | None) -> None:
@@ -194,10 +200,10 @@ def _add_again(table: Table, result: Result, again: RunsAgain) -> None:
         table.add_row("simpler", str(again.simpler))
 
 
-def _add_prices(table: Table, graph: TrainingGraph) -> None:
+def _add_costs(table: Table, graph: TrainingGraph) -> None:
     """What is behind the figures, where that is not a measurement on this machine."""
     if is_in_table(graph.device) or graph.notes:
-        table.add_row("prices", prices_text(graph))
+        table.add_row("costs", costs_text(graph))
 
 
 def _bound_said(graph: TrainingGraph, result: Result) -> str:
@@ -212,13 +218,13 @@ def _bound_said(graph: TrainingGraph, result: Result) -> str:
 
 def _held(graph: TrainingGraph, schedule: Schedule | None, simulation: Simulation) -> str:
     """What is resident, and the modules whose values weigh most at the peak."""
-    graph = as_planned(graph, schedule) if schedule else graph
+    graph = graph_of_schedule(graph, schedule) if schedule else graph
     module = {op.name: op.module for op in graph.ops}
     held_bytes: Counter[str] = Counter()
     for name in simulation.held_at_peak:
         value = graph.value_by_name[name]
-        held_bytes[module.get(value.producer) or OUTSIDE] += value.size_bytes
-    heaviest = held_bytes.most_common(HELD_ROWS)
+        held_bytes[module.get(value.producer) or _OUTSIDE] += value.size_bytes
+    heaviest = held_bytes.most_common(_HELD_ROWS)
     parts = [f"resident {bytes_text(graph.resident.total_bytes)}"]
     parts += [f"{place} {bytes_text(size)}" for place, size in heaviest]
     rest = len(held_bytes) - len(heaviest)
@@ -230,7 +236,7 @@ def _held(graph: TrainingGraph, schedule: Schedule | None, simulation: Simulatio
     return ", ".join(parts)
 
 
-def equal_text(check: Check) -> Text:
+def _equal_text(check: Check) -> Text:
     """Which of outputs, gradients, buffers and RNG are bit-identical to eager's."""
     said = Text(f"{check.gradients} of {check.gradients_total} gradients bit-identical")
     for name in CHECKED:
@@ -253,7 +259,7 @@ def show_check(console: Console, check: Check, budget_bytes: int) -> None:
         percent_text(check.overhead),
     )
     console.print(table)
-    console.print(Text("\nequal  ").append(equal_text(check)))
+    console.print(Text("\nequal  ").append(_equal_text(check)))
     if check.plan_reserved_bytes is not None:
         console.print(f"reserved  {bytes_text(check.plan_reserved_bytes)}")
     for advice in advice_of(check, budget_bytes):
@@ -269,13 +275,13 @@ def show_result(console: Console, graph: TrainingGraph, result: Result, again: R
     table.add_row("step", time_text(result.time_us))
     table.add_row("overhead", percent_text(result.overhead))
     table.add_row("gap", proved_text(result.gap))
-    _add_pieces(table, graph, result)
+    _add_chunks(table, graph, result)
     _add_offloaded(table, offloaded(graph, result.schedule))
     reserved = reserved_beside(graph, result)
     if reserved is not None:
         table.add_row("reserved", reserved_text(reserved))
     _add_again(table, result, again)
-    _add_prices(table, graph)
+    _add_costs(table, graph)
     if result.message:
         table.add_row("note", Text(result.message))
     console.print(table)
@@ -294,17 +300,17 @@ def report_json(report: Report) -> dict[str, Any]:
         "model": report.graph.name,
         "ops": len(report.graph.ops),
         "device": report.graph.device,
-        "prices": report.graph.prices,
+        "prices": report.graph.cost_origin,
         "price_notes": report.graph.notes,
         "baseline": _row_json(rows["unmodified"]),
         "chen_sqrt": _row_json(rows["chen_sqrt"]),
         "plan": _row_json(rows["this plan"]) if "this plan" in rows else None,
         "bound": bound_json(report.graph, result),
         "message": result.message,
-        "pieces": msgspec.to_builtins(pieces_of(report.graph, result.schedule)),
+        "pieces": msgspec.to_builtins(chunks_of(report.graph, result.schedule)),
         "offload": msgspec.to_builtins(offloaded(report.graph, result.schedule)),
-        **again_json(result, report.again),
-        "check": check_json(report.check, result.budget_bytes) if report.check else None,
+        **_again_json(result, report.again),
+        "check": _check_json(report.check, result.budget_bytes) if report.check else None,
         "unchecked": report.unchecked,
         "shortage": report.shortage,
         "advice": advice_on_run(report),
@@ -312,17 +318,17 @@ def report_json(report: Report) -> dict[str, Any]:
         "seconds": {name: round(value, 3) for name, value in report.seconds.items()},
     }
     if result.schedule is None:
-        said |= infeasible_json(result)
+        said |= _infeasible_json(result)
     return said
 
 
 def result_json(graph: TrainingGraph, result: Result, again: RunsAgain) -> dict[str, Any]:
     """The object that ``remat solve --json`` prints."""
     said: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(result, least_schedule=None))
-    said |= {"bound": bound_json(graph, result)} | again_json(result, again)
+    said |= {"bound": bound_json(graph, result)} | _again_json(result, again)
     said |= {"offload": msgspec.to_builtins(offloaded(graph, result.schedule))}
     said |= {"predicted_reserved": msgspec.to_builtins(reserved_beside(graph, result))}
-    return said if result.schedule else said | infeasible_json(result)
+    return said if result.schedule else said | _infeasible_json(result)
 
 
 def bound_json(graph: TrainingGraph, result: Result) -> dict[str, float | None]:
@@ -335,7 +341,7 @@ def bound_json(graph: TrainingGraph, result: Result) -> dict[str, float | None]:
     return {"lower_bound_us": bound_us, "overhead": overhead, "gap": result.gap}
 
 
-def again_json(result: Result, again: RunsAgain) -> dict[str, Any]:
+def _again_json(result: Result, again: RunsAgain) -> dict[str, Any]:
     """What runs again, by kind of op and in attention; the floor; a simpler way if there is one."""
     attention = result.attention
     return {
@@ -346,7 +352,7 @@ def again_json(result: Result, again: RunsAgain) -> dict[str, Any]:
     }
 
 
-def check_json(check: Check, budget_bytes: int) -> dict[str, Any]:
+def _check_json(check: Check, budget_bytes: int) -> dict[str, Any]:
     """What was equal, and how many gradients were."""
     equal = {f"{name}_equal": bool(getattr(check, f"{name}_equal")) for name in CHECKED}
     return {
@@ -362,7 +368,7 @@ def checked_json(check: Check, budget_bytes: int, failures: list[str]) -> dict[s
     """The object that ``remat check --json`` prints."""
     return {
         "budget_bytes": budget_bytes,
-        "check": check_json(check, budget_bytes),
+        "check": _check_json(check, budget_bytes),
         "baseline": {
             "measured_peak_bytes": check.baseline_peak_bytes,
             "reserved_bytes": check.baseline_reserved_bytes,
@@ -378,7 +384,7 @@ def checked_json(check: Check, budget_bytes: int, failures: list[str]) -> dict[s
     }
 
 
-def infeasible_json(result: Result) -> dict[str, Any]:
+def _infeasible_json(result: Result) -> dict[str, Any]:
     """What there is to say where nothing fits."""
     held = [
         {"name": item.name, "size_bytes": item.size_bytes, "module": item.module}
@@ -413,7 +419,7 @@ def show_range_report(console: Console, report: RangeReport) -> None:
     table = Table.grid(padding=(0, 2, 0, 0))
     if report.check:
         at = f" at {sizes_text(report.sizes)}" if report.sizes else ""
-        table.add_row("equal", Text(f"{equal_text(report.check)}{at}"))
+        table.add_row("equal", Text(f"{_equal_text(report.check)}{at}"))
         for advice in advice_of(report.check, report.family.budget_bytes):
             table.add_row("advice", Text(advice))
     if report.unchecked:
@@ -452,8 +458,8 @@ def _certificate(family: Family) -> Table:
     )
     bound, top = percent_text(family.top.lower_overhead), sizes_text(family.top.sizes)
     table.add_row("lower bound", f"{bound} overhead at this budget at {top}")
-    off = percent_text(family.prices_error)
-    table.add_row("prices", f"of three sizes, fitted between; {off} off at the middle")
+    off = percent_text(family.cost_error)
+    table.add_row("costs", f"of three sizes, fitted between; {off} off at the middle")
     return table
 
 
@@ -474,7 +480,7 @@ def range_json(family: Family, curve: Curve) -> dict[str, Any]:
         "budget_bytes": family.budget_bytes,
         "peak_bytes": family.peak_bytes,
         "certificate": family.certificate,
-        "prices_error": family.prices_error,
+        "prices_error": family.cost_error,
         "schedules": members,
         "curve": msgspec.to_builtins(curve.points),
     }
@@ -488,7 +494,7 @@ def range_report_json(report: RangeReport) -> dict[str, Any]:
         "budget_bytes": family.budget_bytes,
         "range": range_json(family, report.curve),
         "sizes": report.sizes,
-        "check": check_json(report.check, family.budget_bytes) if report.check else None,
+        "check": _check_json(report.check, family.budget_bytes) if report.check else None,
         "unchecked": report.unchecked,
         "failures": report.failures,
         "seconds": {name: round(value, 3) for name, value in report.seconds.items()},

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from remat.schedules.layout import CPU_ALIGNMENT_BYTES
-from remat.solver.layout.placing import place
+from remat.solver.layout.placing import place_buffers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,5 +57,5 @@ def use_arena(
     # Compiled before a step runs, as there may be no compiler.
     arena_library()
     requests = record_step(rewritten, args, kwargs, loss_fn, target)
-    layout = place(requests.buffers, alignment_bytes=CPU_ALIGNMENT_BYTES)
+    layout = place_buffers(requests.buffers, alignment_bytes=CPU_ALIGNMENT_BYTES)
     return Arena(rewritten._remat_compiled_step.memory, requests, layout)

@@ -11,8 +11,8 @@ from remat.budgets import parse_budget
 from remat.checks import Batch, is_checked, require_equal
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
-from remat.levers.handed_over import (
-    hand_over_of,
+from remat.levers.optimizer_in_backward import (
+    optimizer_in_backward_of,
     refuse_clipping,
     refuse_scaling,
     require_no_other_reader,
@@ -20,16 +20,16 @@ from remat.levers.handed_over import (
 from remat.one_call import solve
 from remat.progress import solver_shown, stopwatch_of_call
 from remat.solved import Solved, facts_of, infeasible_text, planned_text
-from remat.solver.reductions.globs import Globs
+from remat.solver.reductions.pin_globs import Globs
 from remat.solver.result import Result
-from remat.whole_step.entry import StepPlan, plan_step, step_request
 from remat.whole_step.on_this_device import step_here
+from remat.whole_step.step_planning import StepPlan, plan_step, step_request
 
 if TYPE_CHECKING:
     from torch import fx, nn
     from torch.optim import Optimizer
 
-    from remat.graph_capture.prices.profile import Profile
+    from remat.graph_capture.costs.profile import Profile
     from remat.graph_capture.tracing.recipe import Split
     from remat.graph_capture.tracing.trace import Trace
     from remat.whole_step.step import WholeStep
@@ -161,18 +161,18 @@ def training_step(
     BudgetError : no schedule fits; the message names the least budget that is known to fit.
     RewriteError : the check found a difference.
     """
-    from remat.graph_capture.prices.pricing import price
-    from remat.graph_capture.prices.profile import as_profile
-    from remat.graph_capture.tracing.recipe import require_form
+    from remat.graph_capture.costs.op_costs import measure_costs
+    from remat.graph_capture.costs.profile import as_profile
+    from remat.graph_capture.tracing.recipe import check_arguments
     from remat.graph_capture.tracing.trace import trace
     from remat.levers.by_tolerance import naming_tolerance
-    from remat.ranges.rematerialized import require_options
+    from remat.ranges.ranged_call import require_options
     from remat.ranks.same_order import ONE_RANK, require_group
     from remat.rewriter.graphs.updating import Updates
     from remat.rewriter.rewriting import rewrite
     from remat.rewriter.user_module.module import original_of
 
-    require_form(args, kwargs, loss_fn, target)
+    check_arguments(args, kwargs, loss_fn, target)
     require_options(
         {
             "loss_fn": loss_fn, "accumulate": accumulate, "profile": profile, "keep": keep,
@@ -202,31 +202,31 @@ def training_step(
             raise BudgetError(plan.shortage)
         stages.say(f"remat: {plan!r}; {stages.elapsed_s:.1f} s")
         return plan
-    hand_over = hand_over_of(model, optimizer, loss_fn, accumulate)
+    gradient_release = optimizer_in_backward_of(model, optimizer, loss_fn, accumulate)
     with stages.stage("capture", f"tracing {name}"):
         traced: Trace = trace(
             model, args, kwargs, loss_fn=loss_fn, target=target, accumulate=accumulate,
-            hand_over=hand_over, split=split,
+            gradient_release=gradient_release, split=split,
         )  # fmt: skip
     require_no_other_reader(traced, optimizer)
     require_group(traced.joint.module, None, ONE_RANK.format(what="remat.training_step"))
     most_bytes = parse_budget(budget).most_bytes(traced.graph)
     pins: Any = {"keep": keep, "recompute": recompute}
 
-    def priced(one: Trace) -> TrainingGraph:
+    def costed(one: Trace) -> TrainingGraph:
         with stages.stage("profile", "timing ops") as shown:
-            return price(one, progress=shown, profile=known, most_bytes=most_bytes)
+            return measure_costs(one, progress=shown, profile=known, most_bytes=most_bytes)
 
     def solved(graph: TrainingGraph, budget: str | SupportsIndex) -> Result:
         with stages.stage("solve", f"solving for {budget}") as shown:
             told: Any = {"progress": solver_shown(shown, budget), **options}
             return solve(graph, budget, solver, time_limit_s, **pins, **told)
 
-    graph = priced(traced)
+    graph = costed(traced)
     result = solved(graph, budget)
     if result.schedule is None:
         again = functools.partial(solved, budget=result.budget_bytes)
-        lost = naming_tolerance(result, traced, graph, priced, again)
+        lost = naming_tolerance(result, traced, graph, costed, again)
         raise BudgetError(infeasible_text(lost))
     updates = Updates(optimizer, type(model).__name__, accumulates=accumulate)
     known_of = facts_of(Solved(graph, result))

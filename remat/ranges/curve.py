@@ -13,16 +13,16 @@ from remat.formats import bytes_text, percent_text, time_text
 from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
-from remat.schedules.family import Family, carried, sizes_text
+from remat.schedules.family import Family, resized_schedule, sizes_text
 from remat.schedules.simulate import simulate
 from remat.solver.reductions.sizes import Reach, plan_family
 from remat.solver.result import Result
 
-SIZES = 10
+_SIZES = 10
 """Sizes of a curve that names none."""
 
 
-class CurvePoint(msgspec.Struct, frozen=True):
+class _CurvePoint(msgspec.Struct, frozen=True):
     """A family at one size.
 
     Attributes
@@ -46,7 +46,7 @@ class Curve(msgspec.Struct, frozen=True):
 
     model: str
     budget_bytes: int
-    points: tuple[CurvePoint, ...]
+    points: tuple[_CurvePoint, ...]
 
     @property
     def most_above_alone(self) -> float:
@@ -63,7 +63,7 @@ class Curve(msgspec.Struct, frozen=True):
 def overheads_over(
     graph: RangedGraph,
     family: Family,
-    sizes: int | Sequence[Mapping[str, int]] = SIZES,
+    sizes: int | Sequence[Mapping[str, int]] = _SIZES,
     *,
     alone: bool = False,
     solver: str = "auto",
@@ -74,8 +74,8 @@ def overheads_over(
 
     Parameters
     ----------
-    graph : priced, that the family was made for. sizes : which ones, such as ``[{"seq": 512}]``; or
-        how many, from the smallest to the largest.
+    graph : with costs, that the family was made for. sizes : which ones, such as
+        ``[{"seq": 512}]``; or how many, from the smallest to the largest.
     alone : also plan for each of these sizes alone, within the same budget, by `solver`, which has
         `time_limit_s` for each.
 
@@ -89,15 +89,15 @@ def overheads_over(
             "solved on"
         )
     asked = _spread(graph, sizes) if isinstance(sizes, int) else sizes
-    points: list[CurvePoint] = []
+    points: list[_CurvePoint] = []
     for one in asked:
         at, number = graph.at(**one), family.number_at(**one)
-        found = simulate(at, carried(family.members[number].schedule, at))
+        found = simulate(at, resized_schedule(family.members[number].schedule, at))
         planned = None
         if alone:
             planned = _alone(at, family.budget_bytes, solver, time_limit_s, options)
         points.append(
-            CurvePoint(
+            _CurvePoint(
                 dict(one), number, found.peak_bytes, found.time_us, at.base_us, found.overhead,
                 planned,
             )
@@ -108,7 +108,7 @@ def overheads_over(
 def _alone(
     graph: TrainingGraph, budget_bytes: int, solver: str, time_limit_s: float, options: Any
 ) -> float | None:
-    result = solvers.solve(graph, budget_bytes, solver, time_limit_s=time_limit_s, **options)
+    result = solvers.solve_within(graph, budget_bytes, solver, time_limit_s=time_limit_s, **options)
     return None if result.schedule is None else result.overhead
 
 
@@ -120,7 +120,7 @@ def _spread(graph: RangedGraph, count: int) -> list[dict[str, int]]:
     return [levels[place] for place in sorted(places)]
 
 
-def _point_row(point: CurvePoint) -> str:
+def _point_row(point: _CurvePoint) -> str:
     planned = "-" if point.alone_overhead is None else percent_text(point.alone_overhead)
     return (
         f"  {sizes_text(point.sizes)} | {bytes_text(point.peak_bytes)} | "
@@ -131,7 +131,7 @@ def _point_row(point: CurvePoint) -> str:
 # From a graph over a range and a budget to a family of schedules.
 
 
-CUT_PART = 0.25
+_CUT_PART = 0.25
 """Of the time limit: what each schedule but that of the largest sizes may take at most. There are
 up to eight, so that together they take at most twice as long as that."""
 
@@ -156,7 +156,7 @@ def solve_over(
     top = asked.solve(bounding, solver, time_limit_s=time_limit_s, **options)
 
     def solve_part(part: TrainingGraph, budget_bytes: int) -> Result:
-        limit_s = CUT_PART * time_limit_s
-        return solvers.solve(part, budget_bytes, solver, time_limit_s=limit_s, **options)
+        limit_s = _CUT_PART * time_limit_s
+        return solvers.solve_within(part, budget_bytes, solver, time_limit_s=limit_s, **options)
 
     return plan_family(graph, top.budget_bytes, solve_part, top)

@@ -14,7 +14,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from remat.graph_capture.errors import CaptureError, DifferenceError, TooLargeError
-from remat.graph_capture.sizes.signature import places_in
+from remat.graph_capture.sizes.ranged_signature import places_in
 from remat.graph_capture.sizes.symbols import Dynamic, RangeError, Symbol
 from remat.graph_capture.tracing.recipe import autocast_state
 from remat.graph_capture.tracing.signature import Signature, tensor_facts
@@ -32,10 +32,10 @@ Shapes = tuple[tuple[int, ...] | None, ...]
 """Of each leaf of a batch; None for one that is no tensor, or whose sizes stay as they are."""
 At = tuple[int, int]
 """A leaf and a dimension."""
-LEAST = 2
+_LEAST = 2
 """Torch runs other ops for sizes of 0 and 1, so that no range holds them."""
-Follows = Callable[[At, At], bool]
-WAYS: tuple[Follows, ...] = (
+_Follows = Callable[[At, At], bool]
+_WAYS: tuple[_Follows, ...] = (
     lambda at, named: at[0] != named[0] and at[1] == named[1],
     lambda at, named: at[0] != named[0],
     lambda at, named: True,
@@ -43,7 +43,7 @@ WAYS: tuple[Follows, ...] = (
 )
 """Which places of one size follow a named one, the likeliest first: the same dimension of other
 tensors, any dimension of them, or also one of the same tensor; and none."""
-GROWTH = 2
+_GROWTH = 2
 """How many times the size that was the largest a range reaches once it has to be extended."""
 
 
@@ -85,7 +85,7 @@ class LearnedSizes:
         if self.given is not None:
             return False
         before = self._groups
-        while self._groups == before and self._way < len(WAYS) - 1:
+        while self._groups == before and self._way < len(_WAYS) - 1:
             self._way += 1
             self._groups = self._grouped()
         return self._groups != before
@@ -108,7 +108,7 @@ class LearnedSizes:
     def _may_vary(self, at: At, shapes: Shapes) -> bool:
         step = self.given[at].multiple if self.given else 1
         size = _size(shapes, at)
-        return size >= LEAST * step and size % step == 0
+        return size >= _LEAST * step and size % step == 0
 
     def ranges_for(self, shapes: Shapes) -> tuple[dict[str, Symbol], bool]:
         """Ranges that hold a batch, and whether their ends are guesses of what may come."""
@@ -122,7 +122,7 @@ class LearnedSizes:
 
     def _range(self, at: At, name: str, shapes: Shapes) -> tuple[Symbol, bool]:
         size, before = _size(shapes, at), self.planned.get(name)
-        named = self.given[at] if self.given else Symbol(name, LEAST, 0)
+        named = self.given[at] if self.given else Symbol(name, _LEAST, 0)
         low, multiple = min(named.low, size), named.multiple
         seen = [_size(one, at) for one in self.told]
         upto = max(self.upto.get(one, 0) for one, own in self._groups.items() if own == name)
@@ -132,7 +132,7 @@ class LearnedSizes:
         low = min(low, before.low)
         if size <= before.high:
             return Symbol(name, low, before.high, multiple), False
-        return Symbol(name, low, max(high, GROWTH * before.high), multiple), True
+        return Symbol(name, low, max(high, _GROWTH * before.high), multiple), True
 
     def _is_as_known(self, shapes: Shapes) -> bool:
         groups: dict[str, int] = {}
@@ -164,7 +164,7 @@ class LearnedSizes:
         """The place that the user named and that another one goes with."""
         equal = [one for one in self.upto if sizes.get(one) == sizes[at]]
         if not has_varied:
-            equal = [one for one in equal if WAYS[self._way](at, one)]
+            equal = [one for one in equal if _WAYS[self._way](at, one)]
         return min(equal, key=lambda one: one[1] != at[1], default=None)
 
 
@@ -178,12 +178,12 @@ def _size(shapes: Shapes, at: At) -> int:
     return shape[at[1]]
 
 
-Asked = Dynamic | Literal["auto"]
+DynamicOrAuto = Dynamic | Literal["auto"]
 Upto = Mapping[str | int, Any]
 """The largest sizes to come: by argument and dimension, ``{"tokens": {1: 2048}}``, or by name."""
 
 
-class Wanted(NamedTuple):
+class _Wanted(NamedTuple):
     """A plan to make. `dynamic` : ranges by leaf and dimension; None for a plan of one size.
 
     `is_guess` : whether ends of ranges are guesses, so that less may be planned for.
@@ -201,7 +201,7 @@ class VaryingSizes:
     dynamic : as of `remat.rematerialize`, or ``auto`` to learn it. upto : see `Upto`.
     """
 
-    def __init__(self, model: nn.Module, dynamic: Asked, upto: Upto | None) -> None:
+    def __init__(self, model: nn.Module, dynamic: DynamicOrAuto, upto: Upto | None) -> None:
         if isinstance(dynamic, str) and dynamic != "auto":
             raise CaptureError(
                 f"dynamic={dynamic!r} is unknown: give 'auto', or sizes by argument and dimension, "
@@ -234,7 +234,7 @@ class VaryingSizes:
         )
         return (kind, sizes), is_new
 
-    def wanted(self, batch: Any) -> Wanted:
+    def wanted(self, batch: Any) -> _Wanted:
         """The plan to make for a batch, whose `key` was asked for before."""
         kind, shapes = self._kind(batch)
         ranges, is_guess = kind.ranges_for(shapes)
@@ -244,7 +244,7 @@ class VaryingSizes:
             one = ranges[name]
             entry = (one.name, one.low, one.high, one.multiple)
             dynamic.setdefault(names[leaf], {})[dim] = entry
-        return Wanted(dynamic or None, is_guess)
+        return _Wanted(dynamic or None, is_guess)
 
     def planned(self, batch: Any, symbols: tuple[Symbol, ...]) -> None:
         """Take note of the ranges of a plan that was made for a batch."""
@@ -298,7 +298,7 @@ class VaryingSizes:
                     'dimension, such as {"tokens": {1: 2048}}, or by a name that dynamic gives'
                 )
             entries = cast("Mapping[int, Any]", dims).items()
-            asked = {dim: (f"upto_{dim}", LEAST, most) for dim, most in entries}
+            asked = {dim: (f"upto_{dim}", _LEAST, most) for dim, most in entries}
             symbols, places = places_in(batch, self.model, {argument: asked})
             high = {symbol.name: symbol.high for symbol in symbols}
             found |= {(one.leaf, one.dim): high[one.symbol] for one in places}
@@ -309,7 +309,7 @@ def _with_ranges(dynamic: Dynamic) -> Dynamic:
     """`dynamic`, with a short range for a name alone, which batches then extend."""
 
     def ranged(entry: Any) -> Any:
-        return (entry, LEAST, LEAST + 1) if isinstance(entry, str) else entry
+        return (entry, _LEAST, _LEAST + 1) if isinstance(entry, str) else entry
 
     return {
         argument: {dim: ranged(entry) for dim, entry in dims.items()}
@@ -345,9 +345,9 @@ def _identifier(name: str, dim: int) -> str:
 # One plan of a cache for a range: as wide as the model, the budget and the batch allow.
 
 
-MOST_PARTS = 4
+_MOST_PARTS = 4
 """Of a range in which a guard changes its answer more often, sizes have a plan each."""
-MOST_NARROWED = 8
+_MOST_NARROWED = 8
 """How often a range is narrowed to what a guard allows, before sizes have a plan each."""
 
 
@@ -389,14 +389,14 @@ def planned_over(
 
 
 def _within_guards(
-    wanted: Wanted, batch: Any, make: Callable[..., RangedModule]
+    wanted: _Wanted, batch: Any, make: Callable[..., RangedModule]
 ) -> tuple[RangedModule | None, str]:
     """A plan for the ranges that are wanted, or parts of them; else None, and why not.
 
     One that gives other bits than eager, as the check finds, is not wanted.
     """
     dynamic, why = wanted.dynamic, ""
-    for _ in range(MOST_NARROWED):
+    for _ in range(_MOST_NARROWED):
         if dynamic is None:
             break
         try:
@@ -415,7 +415,7 @@ def _with_part(dynamic: Dynamic, error: RangeError, batch: Any) -> Dynamic | Non
     """The ranges with that part of one in which a guard answers as it does for the batch."""
     size = _size_of(dynamic, error.symbol, batch)
     part = next(((low, high) for low, high in error.parts if low <= size <= high), None)
-    if part is None or part[0] == part[1] or len(error.parts) > MOST_PARTS:
+    if part is None or part[0] == part[1] or len(error.parts) > _MOST_PARTS:
         return None
     narrowed: Any = copy.deepcopy(dict(dynamic))
     is_other = False
@@ -437,7 +437,7 @@ def _size_of(dynamic: Dynamic, symbol: str, batch: Any) -> int:
     )
 
 
-def is_within(plan: nn.Module, other: nn.Module) -> bool:
+def is_covered_by(plan: nn.Module, other: nn.Module) -> bool:
     """Whether all sizes that one plan serves are served by another one."""
     if not isinstance(plan, RangedModule) or not isinstance(other, RangedModule):
         return False

@@ -1,6 +1,6 @@
 """One plan for a graph that several ranks compile: the first rank that comes makes it for all.
 
-Each rank has prices of its own, measured or kept on its disk, so plans that ranks made by
+Each rank has costs of its own, measured or kept on its disk, so plans that ranks made by
 themselves could differ. Dynamo compiles where a rank first meets a graph, so nobody knows who else
 will compile it, or when. So nobody is waited for, except one that is at it: the first rank that
 comes to a graph plans it and leaves the plan in the store. A rank that comes later takes it from
@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from remat.graph_capture.distributed.collectives import collectives_in, groups_of
 from remat.graph_capture.errors import AgreementError
-from remat.ranks.board import PAUSE_S, SILENT_S, Board, Watch
+from remat.ranks.collective_call import error_of, failure_of
+from remat.ranks.rank_messages import PAUSE_S, SILENT_S, RankMessages, RankWatch
 from remat.ranks.same_order import resolved
-from remat.ranks.together import error_of, failure_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 # to begin. A rank that then still has not begun runs code that it has, and is not waited for.
 
 
-BEGIN_S = 10.0
+_BEGIN_S = 10.0
 """How long others may take to begin, once a rank has compiled."""
-WHAT = 'torch.compile(backend="remat")'
+_WHAT = 'torch.compile(backend="remat")'
 
 
 @contextlib.contextmanager
@@ -84,18 +84,18 @@ class CompiledLater:
 @contextlib.contextmanager
 def _together(groups: Iterable[dist.ProcessGroup], what: str) -> Generator[None]:
     with contextlib.ExitStack() as stack:
-        boards = [Board(group, what) for group in groups]
-        for board in boards:
-            stack.callback(board.close)
+        of_groups = [RankMessages(group, what) for group in groups]
+        for messages in of_groups:
+            stack.callback(messages.close)
         try:
             yield
         except BaseException as error:
-            for board in boards:
-                board.fail(failure_of(error, board.ranks[board.rank]))
-                board.leave()
+            for messages in of_groups:
+                messages.fail(failure_of(error, messages.ranks[messages.rank]))
+                messages.leave()
             raise
-        for board in boards:
-            _hear(board)
+        for messages in of_groups:
+            _hear(messages)
 
 
 def _groups(gm: fx.GraphModule) -> list[dist.ProcessGroup]:
@@ -114,70 +114,70 @@ def _graph_key(gm: fx.GraphModule, inputs: Iterable[Any]) -> str:
     return hashlib.sha256(f"{gm.code}{shapes}{torch.is_grad_enabled()}".encode()).hexdigest()[:16]
 
 
-def _hear(board: Board) -> None:
+def _hear(messages: RankMessages) -> None:
     """Wait for the ranks that compile; raise what one of them has failed with."""
-    board.post(f"done/{board.rank}", "")
-    end = time.monotonic() + BEGIN_S
-    watches = {rank: Watch(board, rank) for rank in board.others}
+    messages.post(f"done/{messages.rank}", "")
+    end = time.monotonic() + _BEGIN_S
+    watches = {rank: RankWatch(messages, rank) for rank in messages.others}
     while watches:
         for rank, watch in list(watches.items()):
-            if board.read(f"done/{rank}") is not None:
+            if messages.read(f"done/{rank}") is not None:
                 del watches[rank]
             elif watch.silent_s() > SILENT_S:
                 raise AgreementError(
-                    f"rank {board.ranks[rank]} has not been heard of for {SILENT_S:.0f} s while it "
-                    "compiled: its process has ended or stands still. See what it said last"
+                    f"rank {messages.ranks[rank]} has not been heard of for {SILENT_S:.0f} s while "
+                    "it compiled: its process has ended or stands still. See what it said last"
                 )
             elif not watch.has_come and time.monotonic() > end:
                 del watches[rank]
-        if failure := board.failure():
-            board.leave()
-            raise error_of(failure, WHAT)
+        if failure := messages.failure():
+            messages.leave()
+            raise error_of(failure, _WHAT)
         time.sleep(PAUSE_S)
-    board.leave()
+    messages.leave()
 
 
-Plan = TypeVar("Plan")
+_Plan = TypeVar("_Plan")
 
 
 class OnePlan:
-    """The plan of one graph, on one rank; without a board, this rank is alone.
+    """The plan of one graph, on one rank; without messages, this rank is alone.
 
     Attributes
     ----------
     leader : the rank, among all, that makes the plan; None where this rank is alone.
     """
 
-    def __init__(self, board: Board | None) -> None:
-        self._board = board
-        self.leader = None if board is None else board.ranks[int(board.first("leader"))]
+    def __init__(self, messages: RankMessages | None) -> None:
+        self._messages = messages
+        self.leader = None if messages is None else messages.ranks[int(messages.first("leader"))]
 
     @property
     def is_made_here(self) -> bool:
         """Whether this rank makes the plan."""
-        board = self._board
-        return board is None or board.ranks[board.rank] == self.leader
+        messages = self._messages
+        return messages is None or messages.ranks[messages.rank] == self.leader
 
     def post(self, plan: object) -> None:
         """Leave the plan, a msgspec struct, for those that come later."""
-        if self._board is not None:
-            self._board.post("plan", msgspec.json.encode(plan).decode())
+        if self._messages is not None:
+            self._messages.post("plan", msgspec.json.encode(plan).decode())
 
-    def theirs(self, kind: type[Plan]) -> Plan:
+    def theirs(self, kind: type[_Plan]) -> _Plan:
         """The plan of the rank that makes it, waited for.
 
         Raises
         ------
         AgreementError : that rank has ended, or stands still. Its own error is raised here too.
         """
-        board, leader = self._board, self.leader
-        assert board is not None
+        messages, leader = self._messages, self.leader
+        assert messages is not None
         assert leader is not None
-        watch = Watch(board, board.ranks.index(leader))
-        while (text := board.read("plan")) is None:
-            if failure := board.failure():
-                board.leave()
-                raise error_of(failure, WHAT)
+        watch = RankWatch(messages, messages.ranks.index(leader))
+        while (text := messages.read("plan")) is None:
+            if failure := messages.failure():
+                messages.leave()
+                raise error_of(failure, _WHAT)
             if watch.silent_s() > SILENT_S:
                 raise AgreementError(
                     f"rank {leader} has not been heard of for {SILENT_S:.0f} s while it planned "
@@ -195,17 +195,17 @@ def one_plan(key: str) -> Generator[OnePlan]:
     if group is None:
         yield OnePlan(None)
         return
-    board = Board(group, f"plan/{key}")
-    one = OnePlan(board)
+    messages = RankMessages(group, f"plan/{key}")
+    one = OnePlan(messages)
     try:
         yield one
     except BaseException as error:
         if one.is_made_here:
-            board.fail(failure_of(error, board.ranks[board.rank]))
-            board.leave()
+            messages.fail(failure_of(error, messages.ranks[messages.rank]))
+            messages.leave()
         raise
     finally:
-        board.close()
+        messages.close()
 
 
 def is_alone() -> bool:

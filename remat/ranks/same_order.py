@@ -17,8 +17,8 @@ from torch import fx, nn
 from remat.graph_capture.distributed.collectives import collectives_in, groups_of
 from remat.graph_capture.distributed.fake_group import is_fake
 from remat.graph_capture.errors import AgreementError
-from remat.graph_capture.joint.nodes import Places, target_name
-from remat.ranks.together import Together
+from remat.graph_capture.joint.nodes import NodeOrigins, target_name
+from remat.ranks.collective_call import CollectiveCall
 from remat.rewriter.plans import loading
 from remat.rewriter.rewriting import rewrite as rewrite_alone
 from remat.rewriter.user_module.module import RematModule
@@ -26,7 +26,7 @@ from remat.rewriter.user_module.module import RematModule
 # Models with collectives: all ranks that take part must plan together.
 
 
-PASS_A_GROUP = (
+_PASS_A_GROUP = (
     "pass a group that has them all, such as group=torch.distributed.group.WORLD, and call on each "
     "of them"
 )
@@ -34,7 +34,7 @@ ONE_RANK = "{what} is for one rank. Use remat.rematerialize(model, args, budget=
 
 
 def require_group(
-    joint: fx.GraphModule, group: dist.ProcessGroup | None, way: str = PASS_A_GROUP
+    joint: fx.GraphModule, group: dist.ProcessGroup | None, way: str = _PASS_A_GROUP
 ) -> None:
     """Refuse a step whose collectives need ranks that do not plan with this one.
 
@@ -51,9 +51,9 @@ def require_group(
     """
     together = set() if group is None else set(dist.get_process_group_ranks(group))
     for node in collectives_in(joint):
-        ranks = ranks_of(groups_of([node]))
+        ranks = _ranks_of(groups_of([node]))
         if len(ranks) > 1 and not together.issuperset(ranks):
-            module, line = Places(joint.graph).of(node)
+            module, line = NodeOrigins(joint.graph).of(node)
             raise AgreementError(
                 f"{target_name(node)} of module {module or '(root)'} ({line or 'unknown line'}) "
                 f"needs ranks {', '.join(map(str, ranks))}, which must plan together, or some "
@@ -70,7 +70,7 @@ def refuse_fake(group: dist.ProcessGroup | None) -> None:
         )
 
 
-def ranks_of(groups: tuple[Any, ...]) -> list[int]:
+def _ranks_of(groups: tuple[Any, ...]) -> list[int]:
     """All ranks of some groups, which are given by name or as they are."""
     found = [dist.get_process_group_ranks(resolved(group)) for group in groups]
     return sorted(set().union(*found))
@@ -82,11 +82,11 @@ def resolved(group: Any) -> dist.ProcessGroup:
     return named._resolve_process_group(group) if isinstance(group, str) else group
 
 
-Given = ParamSpec("Given")
-Made = TypeVar("Made")
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
 
 
-def require_same_order(module: RematModule, what: str) -> None:
+def _require_same_order(module: RematModule, what: str) -> None:
     """Refuse a module whose collectives are run in another order, or as often, on other ranks.
 
     Each rank of the collectives' groups must call, in the same order as the others.
@@ -103,35 +103,35 @@ def require_same_order(module: RematModule, what: str) -> None:
     order = hashlib.sha256(" ".join(f"{node.name}" for node in run).encode()).hexdigest()
     for group in dict.fromkeys(map(resolved, groups_of(run))):
         if group.size() > 1 and not is_fake(group):
-            with Together(group, what) as ranks:
+            with CollectiveCall(group, what) as ranks:
                 ranks.require_same_order(order)
 
 
-def _agreed(make: Callable[Given, Made], what: str) -> Callable[Given, Made]:
+def _agreed(make: Callable[_Given, _Made], what: str) -> Callable[_Given, _Made]:
     @functools.wraps(make)
-    def compared(*args: Given.args, **kwargs: Given.kwargs) -> Made:
+    def compared(*args: _Given.args, **kwargs: _Given.kwargs) -> _Made:
         made = make(*args, **kwargs)
         module: Any = made
         if isinstance(module, RematModule):
-            require_same_order(module, what)
+            _require_same_order(module, what)
         return made
 
     return compared
 
 
-rewrite = _agreed(rewrite_alone, "remat.rewrite")
-load = _agreed(loading.load, "remat.load")
+agreed_rewrite = _agreed(rewrite_alone, "remat.rewrite")
+agreed_load = _agreed(loading.load, "remat.load")
 
 
 # Which steps ranks compare with eager: those with collectives in forward compare the same.
 
 
-def agree_on_audits(ranks: Together, modules: Iterable[nn.Module]) -> None:
+def agree_on_audits(ranks: CollectiveCall, modules: Iterable[nn.Module]) -> None:
     """Let ranks audit steps in which they meet, if all of them are to; else let none of them.
 
     Ranks that follow one plan run it equally often, so they need to agree only once.
     """
     audits = [type(m)._remat_audit for m in modules if isinstance(m, RematModule)]
-    is_agreed = ranks.all_say("audit", all(audit is not None for audit in audits))
+    is_agreed = ranks.all_agree("audit", all(audit is not None for audit in audits))
     for audit in filter(None, audits):
         audit.is_agreed = is_agreed

@@ -16,16 +16,16 @@ import msgspec
 
 from remat.graph_capture.distributed.sharding import element_bytes
 from remat.graph_capture.errors import SolverError
-from remat.graph_capture.graph import TrainingGraph, Value, kept_with
-from remat.solver.blocks.options import BlockOption, Options, block_graph, block_options
+from remat.graph_capture.graph import TrainingGraph, Value, cached_on
+from remat.solver.blocks.block_options import BlockOption, Options, block_graph, block_options
 from remat.solver.blocks.repeated import Block, Reads, Shape, find_blocks, shape_of
 from remat.solver.problem import Problem
-from remat.whole_step.microbatch import Group, Layer, LayerOption, Microbatch
+from remat.whole_step.microbatch import Layer, LayerOption, Microbatch, UpdateGroup
 
 # A block's options as those of a layer of the whole step.
 
 
-def layer_option(
+def _layer_option(
     option: BlockOption, block: Block, held_bytes: int, back_bytes: int, *, turns: bool
 ) -> LayerOption:
     """A block's option, with what each phase takes beside what the whole step's graph counts.
@@ -49,7 +49,7 @@ def layer_option(
     )
 
 
-def worth_having(options: Sequence[LayerOption]) -> list[LayerOption]:
+def _worth_having(options: Sequence[LayerOption]) -> list[LayerOption]:
     """Those that save less, or need less in some phase, than each faster one."""
     kept: list[LayerOption] = []
     for one in sorted(options, key=lambda option: (option.extra_us, option.saved_bytes)):
@@ -67,7 +67,7 @@ def worth_having(options: Sequence[LayerOption]) -> list[LayerOption]:
 # Which gradient is of which parameter, in a graph that does not say it.
 
 
-def parameter_gradients(graph: TrainingGraph, parameters: Collection[str]) -> dict[str, str]:
+def _parameter_gradients(graph: TrainingGraph, parameters: Collection[str]) -> dict[str, str]:
     """The gradient of each parameter that has one.
 
     Both stand in the order of the model's parameters. Those that are frozen have none.
@@ -97,18 +97,18 @@ def parameter_gradients(graph: TrainingGraph, parameters: Collection[str]) -> di
     return found
 
 
-def elements(value: Value) -> int:
+def _elements(value: Value) -> int:
     """How many numbers a value holds."""
     return math.prod(value.shape)
 
 
 def _is_of(gradient: Value, parameter: Value) -> bool:
-    return gradient.dtype == parameter.dtype and elements(gradient) == elements(parameter)
+    return gradient.dtype == parameter.dtype and _elements(gradient) == _elements(parameter)
 
 
-LIMITS = 12
+_LIMITS = 12
 """At how many limits on what it saves a layer is solved."""
-UNLIMITED_S = 1e9
+_UNLIMITED_S = 1e9
 """The programs of a block are limited by their nodes alone, so that options do not depend on how
 busy the machine is."""
 
@@ -128,7 +128,7 @@ def microbatch_of(graph: TrainingGraph, gradient_of: Mapping[str, str] | None = 
     """
     if gradient_of is not None:
         return _Layers.of(graph, gradient_of).microbatch()
-    return kept_with(graph, "layers of a microbatch", lambda: _Layers.of(graph).microbatch())
+    return cached_on(graph, "layers of a microbatch", lambda: _Layers.of(graph).microbatch())
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class _Layers:
             for name in op.inputs:
                 if graph.value_by_name[name].kind == "parameter":
                     read_by.setdefault(name, {})[layer_of[op.name]] = None
-        gradient_of = parameter_gradients(graph, read_by) if known is None else known
+        gradient_of = _parameter_gradients(graph, read_by) if known is None else known
         last = {v: layer_of[op.name] for op in graph.ops for v in (*op.inputs, *op.outputs)}
         # Of tied parameters, a later layer adds in place to what an earlier one made.
         given_by = {
@@ -204,7 +204,7 @@ class _Layers:
         forward = {op.name for op in graph.ops if op.phase == "forward"}
         return Microbatch(
             graph.name, layers, self._groups(), crossing, outputs, resident, graph.device,
-            graph.inputs, graph.prices, draws=not forward.isdisjoint(graph.ordered_ops),
+            graph.inputs, graph.cost_origin, draws=not forward.isdisjoint(graph.ordered_ops),
         )  # fmt: skip
 
     def _unread_bytes(self) -> int:
@@ -225,15 +225,15 @@ class _Layers:
                 found[name] = values[name].size_bytes
         return found
 
-    def _groups(self) -> tuple[Group, ...]:
-        values, groups, gives = self.graph.value_by_name, list[Group](), self.gradient_of
+    def _groups(self) -> tuple[UpdateGroup, ...]:
+        values, groups, gives = self.graph.value_by_name, list[UpdateGroup](), self.gradient_of
         for at, readers in enumerate(self.readers):
             mine = [values[name] for name, group in self.group_of.items() if group == at]
             trained = [one for one in mine if one.name in gives]
             groups.append(
-                Group(
+                UpdateGroup(
                     name=" and ".join(self._name(layer) for layer in readers),
-                    trained=sum(elements(one) for one in trained),
+                    trained=sum(_elements(one) for one in trained),
                     parameter_bytes=sum(one.size_bytes for one in mine),
                     gradient_bytes=sum(values[gives[one.name]].size_bytes for one in trained),
                     item_bytes=max((element_bytes(one.dtype) for one in trained), default=0),
@@ -265,7 +265,7 @@ class _Layers:
             shape = shape_of(self.problem, self.reads, one)
             if shape not in known:
                 small = block_graph(self.problem, self.reads, one)
-                known[shape] = block_options(small, LIMITS, lambda: UNLIMITED_S)
+                known[shape] = block_options(small, _LIMITS, lambda: _UNLIMITED_S)
             tables.append(known[shape])
         return tables
 
@@ -288,13 +288,13 @@ class _Layers:
         held_bytes = sum(crossing[name] for name in makes[0])
         back_bytes = sum(crossing[name] for name in makes[1])
         found = [
-            layer_option(option, block, held_bytes, back_bytes, turns=turns) for option in kept
+            _layer_option(option, block, held_bytes, back_bytes, turns=turns) for option in kept
         ]
         return Layer(
             self._name(at), tuple(groups), tuple(given),
             sum(op.cost_us for op in halves[0]), sum(op.cost_us for op in halves[1]),
             tuple(reads[0]), tuple(makes[0]), tuple(_not_in(reads[1], makes[1])), tuple(makes[1]),
-            tuple(worth_having(found)), turns,
+            tuple(_worth_having(found)), turns,
             *(tuple(op.name for op in half) for half in halves),
         )  # fmt: skip
 

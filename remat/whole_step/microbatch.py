@@ -12,11 +12,11 @@ from typing import Literal
 
 import msgspec
 
-from remat.graph_capture.devices.table import device_table, modelled_device
+from remat.graph_capture.devices.known_devices import device_table, modelled_device
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Optimizer, Resident
 
-IDS = re.compile(r": int64\[(\d+(?:, \d+)*)\]")
+_IDS = re.compile(r": int64\[(\d+(?:, \d+)*)\]")
 """How the signature of an input begins that holds ids."""
 
 
@@ -72,7 +72,7 @@ class Layer(msgspec.Struct, frozen=True):
     backward_ops: tuple[str, ...] = ()
 
 
-class Group(msgspec.Struct, frozen=True):
+class UpdateGroup(msgspec.Struct, frozen=True):
     """Parameters that are moved and updated together.
 
     Attributes
@@ -102,20 +102,20 @@ class Microbatch(msgspec.Struct, frozen=True):
     name : of the model. layers : in forward order; the last one turns.
     sizes : bytes of each value between layers. outputs : those that live until the step ends.
     resident : bytes that live throughout: buffers, one batch, what libraries keep.
-    device, inputs, prices : as of the captured graph.
+    device, inputs, cost_origin : as of the captured graph.
     draws : whether forward draws random numbers or changes buffers, so that microbatches must run
         one after the other.
     """
 
     name: str
     layers: tuple[Layer, ...]
-    groups: tuple[Group, ...]
+    groups: tuple[UpdateGroup, ...]
     sizes: dict[str, int]
     outputs: tuple[str, ...]
     resident: Resident
     device: str
     inputs: tuple[str, ...]
-    prices: str
+    cost_origin: str = msgspec.field(name="prices")
     draws: bool
 
     @property
@@ -126,7 +126,7 @@ class Microbatch(msgspec.Struct, frozen=True):
     @property
     def n_tokens(self) -> int:
         """Numbers in the first input, if they are whole ones, as ids of tokens are; else 0."""
-        found = IDS.search(self.inputs[0]) if self.inputs else None
+        found = _IDS.search(self.inputs[0]) if self.inputs else None
         return math.prod(int(size) for size in found[1].split(",")) if found else 0
 
 
@@ -194,19 +194,19 @@ class Update(msgspec.Struct, frozen=True):
         share = device_table().classes["other"].bandwidth
         return cls(optimizer, state, host_gb_s, modelled_device(device).bandwidth_gb_s * share)
 
-    def state_bytes(self, group: Group) -> int:
+    def state_bytes(self, group: UpdateGroup) -> int:
         """What is kept of a group between steps, beside the parameters themselves."""
         return int(group.trained * self._state_of_one(group.item_bytes))
 
-    def host_us(self, group: Group) -> float:
+    def host_us(self, group: UpdateGroup) -> float:
         """Time of a group's update on the host."""
         return self._touched_bytes(group) / (self.host_gb_s * 1e3)
 
-    def device_us(self, group: Group) -> float:
+    def device_us(self, group: UpdateGroup) -> float:
         """Time of a group's update on the device."""
         return self._touched_bytes(group) / (self.device_gb_s * 1e3)
 
-    def add_us(self, group: Group, *, on_host: bool) -> float:
+    def add_us(self, group: UpdateGroup, *, on_host: bool) -> float:
         """Time in which one gradient is added to another: two are read, one is written."""
         return 3 * group.gradient_bytes / ((self.host_gb_s if on_host else self.device_gb_s) * 1e3)
 
@@ -217,7 +217,7 @@ class Update(msgspec.Struct, frozen=True):
         master = FLOAT32_BYTES if item_bytes < FLOAT32_BYTES else 0
         return moments * FLOAT32_BYTES + master
 
-    def _touched_bytes(self, group: Group) -> float:
+    def _touched_bytes(self, group: UpdateGroup) -> float:
         """The gradient is read, the state read and written, the parameter written.
 
         Without a master copy in the state, the parameter is read too.

@@ -11,21 +11,21 @@ import msgspec
 from remat.budgets import parse_budget
 from remat.graph_capture.errors import BudgetError, CaptureError
 from remat.graph_capture.graph import Tier, TrainingGraph
-from remat.levers.handed_over import require_no_other_reader, require_own_storages
-from remat.schedules.derived import whole
-from remat.whole_step.entry import StepPlan, StepRequest
+from remat.levers.optimizer_in_backward import require_no_other_reader, require_own_storages
+from remat.schedules.derived import unchunked
 from remat.whole_step.layers import microbatch_of
-from remat.whole_step.microbatch import MOMENTS, Group, Microbatch, ParameterUpdate, Update
+from remat.whole_step.microbatch import MOMENTS, Microbatch, ParameterUpdate, Update, UpdateGroup
 from remat.whole_step.op_writer import op_by_op
 from remat.whole_step.planned_step import PlannedStep, StepTask
-from remat.whole_step.search import plan_whole_step
+from remat.whole_step.step_planning import StepPlan, StepRequest
+from remat.whole_step.step_search import plan_whole_step
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from remat.graph_capture.costs.profile import Profile
     from remat.graph_capture.graph import Optimizer as OptimizerName
-    from remat.graph_capture.prices.profile import Profile
     from remat.graph_capture.tracing.trace import Trace
     from remat.rewriter.guards.forward import Guards
     from remat.whole_step.program import JointResults
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 BYTES_PER_US_IN_GB_S = 1e3
 
 
-def parameter_updates(
+def _parameter_updates(
     optimizer: Optimizer, kind: OptimizerName, parameters: Mapping[str, nn.Parameter], device: str
 ) -> dict[str, ParameterUpdate]:
     """By name, what the update of each parameter keeps and takes: measured on made data."""
-    from remat.graph_capture.devices.here import meter_of
-    from remat.graph_capture.devices.table import allocated_on
+    from remat.graph_capture.devices.known_devices import allocator_rounding
+    from remat.graph_capture.devices.local_devices import meter_of
     from remat.graph_capture.joint.optimizers import update_costs
 
-    costs = update_costs(optimizer, parameters, meter_of(device), allocated_on(device))
+    costs = update_costs(optimizer, parameters, meter_of(device), allocator_rounding(device))
     return {
         name: ParameterUpdate(
             MOMENTS[kind] * parameter.untyped_storage().nbytes(), costs[name].workspace_bytes
@@ -55,10 +55,10 @@ def parameter_updates(
     }
 
 
-def with_workspaces(microbatch: Microbatch, updates: Mapping[str, ParameterUpdate]) -> Microbatch:
+def _with_workspaces(microbatch: Microbatch, updates: Mapping[str, ParameterUpdate]) -> Microbatch:
     """The microbatch whose groups say what an update takes beside them."""
 
-    def workspace_bytes(group: Group) -> int:
+    def workspace_bytes(group: UpdateGroup) -> int:
         found = (updates[name].workspace_bytes for name in group.gradient_of if name in updates)
         return max(found, default=0)
 
@@ -69,14 +69,14 @@ def with_workspaces(microbatch: Microbatch, updates: Mapping[str, ParameterUpdat
     return msgspec.structs.replace(microbatch, groups=tuple(groups))
 
 
-def measured_update(
+def _measured_update(
     optimizer: Optimizer, kind: OptimizerName, largest: nn.Parameter, device: str
 ) -> Update:
     """The update at the rate of memory at which one parameter goes through it here."""
     import torch
     from torch import nn
 
-    from remat.graph_capture.devices.here import meter_of
+    from remat.graph_capture.devices.local_devices import meter_of
     from remat.graph_capture.joint.optimizers import parameter_groups, step_alone
 
     group = parameter_groups(optimizer)[id(largest)]
@@ -86,7 +86,7 @@ def measured_update(
     other: Optimizer = make([{**options, "params": [made]}])
     made.grad = torch.zeros_like(made)
     other.step()
-    alone = Group("", made.numel(), made.nbytes, made.nbytes, made.element_size())
+    alone = UpdateGroup("", made.numel(), made.nbytes, made.nbytes, made.element_size())
     unit = Update(kind, "parameter", 1.0, 1.0)
     moved_bytes = round(unit.device_us(alone) * BYTES_PER_US_IN_GB_S)
     took_us = meter_of(device).median_us(
@@ -96,7 +96,7 @@ def measured_update(
     return Update(kind, "parameter", rate, rate)
 
 
-Parameters = dict[str, tuple[str, "nn.Parameter"]]
+_Parameters = dict[str, tuple[str, "nn.Parameter"]]
 """By its name in the graph, each parameter with the path that the user knows."""
 
 
@@ -107,7 +107,7 @@ class StepHere:
     Attributes
     ----------
     guards : of the model and its batches. results : places in the traced graph.
-    graph : of one batch, priced. updates : of each trained parameter.
+    graph : of one batch, with costs. updates : of each trained parameter.
     """
 
     request: StepRequest
@@ -115,7 +115,7 @@ class StepHere:
     traced: Trace
     guards: Guards
     results: JointResults
-    parameters: Parameters
+    parameters: _Parameters
     graph: TrainingGraph
     task: StepTask
     updates: dict[str, ParameterUpdate]
@@ -139,10 +139,10 @@ class StepHere:
         ------
         CaptureError, SolverError : the step cannot be run so; the message says what can be.
         """
-        from remat.graph_capture.capturing import price_for, tiers_for
+        from remat.graph_capture.capture_api import add_costs, tiers_for
         from remat.graph_capture.tracing.trace import trace
         from remat.rewriter.guards.forward import Guards
-        from remat.whole_step.program import refuse_unusual, results_of
+        from remat.whole_step.program import joint_results, refuse_unusual
 
         tiers = tiers_for(model, request.device, request.host, request.nvme)
         traced = trace(
@@ -151,14 +151,14 @@ class StepHere:
         )  # fmt: skip
         refuse_unusual(traced)
         require_no_other_reader(traced, optimizer)
-        results = results_of(traced.joint, traced.recipe.name)
+        results = joint_results(traced.joint, traced.recipe.name)
         module = traced.joint.module
         guards = Guards(model, traced.recipe, traced.python_state, (), module, module)
         parameters = _parameters_of(guards, results)
         _require_in_optimizer(guards, results, parameters, optimizer)
-        graph = whole(price_for(traced, profile=profile, tiers=tiers))
+        graph = unchunked(add_costs(traced, profile=profile, tiers=tiers))
         trained = {name: parameters[name][1] for name in results.gradient_of}
-        updates = parameter_updates(optimizer, request.optimizer, trained, request.device)
+        updates = _parameter_updates(optimizer, request.optimizer, trained, request.device)
         task = _task(graph, request, optimizer, trained, updates, results)
         return cls(request, optimizer, traced, guards, results, parameters, graph, task, updates)
 
@@ -219,7 +219,7 @@ def step_here(
     return captured.ready(captured.planned())
 
 
-def _parameters_of(guards: Guards, results: JointResults) -> Parameters:
+def _parameters_of(guards: Guards, results: JointResults) -> _Parameters:
     """All parameters of the step, each once."""
     from torch import nn
 
@@ -234,7 +234,7 @@ def _parameters_of(guards: Guards, results: JointResults) -> Parameters:
 
 
 def _require_in_optimizer(
-    guards: Guards, results: JointResults, parameters: Parameters, optimizer: Optimizer
+    guards: Guards, results: JointResults, parameters: _Parameters, optimizer: Optimizer
 ) -> None:
     """Refuse gradients that no update takes, and updates that keep more than is counted."""
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -262,8 +262,8 @@ def _task(
     assert graph.links is not None
     largest = max(trained.values(), key=lambda one: one.numel())
     return StepTask(
-        with_workspaces(microbatch_of(graph, results.gradient_of), updates),
-        measured_update(optimizer, request.optimizer, largest, request.device),
+        _with_workspaces(microbatch_of(graph, results.gradient_of), updates),
+        _measured_update(optimizer, request.optimizer, largest, request.device),
         request.links(graph.links),
         parse_budget(request.budget).bytes_for(graph),
         host_computes=False,

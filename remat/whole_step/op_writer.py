@@ -15,16 +15,16 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 from remat.schedules.simulate import simulate
 from remat.schedules.simulation import Simulation
-from remat.whole_step.graph import TANGENTS, GroupPlace, OpByOp
 from remat.whole_step.microbatch import Layer, ParameterUpdate
 from remat.whole_step.planned_step import PlannedStep, StepTask
+from remat.whole_step.step_graph import TANGENTS, GroupPlace, OpByOp
 
-LASTING = ("G:", "O:")
+_LASTING = ("G:", "O:")
 """How values begin that are dropped where the plan says so, and not after their last use."""
 
 
 @dataclass
-class OpWriter:
+class _OpWriter:
     """Writes one step out.
 
     Attributes
@@ -162,7 +162,7 @@ class OpWriter:
         is_update = run.startswith("update:")
         return [
             name for name in names
-            if is_update or (not name.startswith(LASTING) and not self._is_read_after(name, at))
+            if is_update or (not name.startswith(_LASTING) and not self._is_read_after(name, at))
         ]  # fmt: skip
 
     def _is_read_after(self, name: str, at: int) -> bool:
@@ -233,12 +233,12 @@ def _with_value(step: Free | Fetch | Offload, value: str) -> Step:
     return Fetch(value, step.to) if isinstance(step, Fetch) else Offload(value, step.to)
 
 
-# A planned step of layers, op by op: what is run, and what the judge says of it.
+# A planned step of layers, op by op: what is run, and what the simulator says of it.
 
 
 @dataclass(frozen=True)
-class StepOfOps:
-    """A step op by op: its parts, its graph and schedule, and what the judge says of them."""
+class _StepOfOps:
+    """A step op by op: its parts, its graph and schedule, and what the simulator says of them."""
 
     parts: OpByOp
     graph: TrainingGraph
@@ -251,7 +251,7 @@ def op_by_op(
     task: StepTask,
     planned: PlannedStep,
     updates: Mapping[str, ParameterUpdate],
-) -> StepOfOps:
+) -> _StepOfOps:
     """The step of a plan, op by op.
 
     Parameters
@@ -259,15 +259,15 @@ def op_by_op(
     captured : the graph of one batch, of which `task` has the layers with their gradients.
     updates : by the captured name of each trained parameter, what its update takes.
     """
-    microbatch, setting = task.microbatch, planned.setting
-    places = [GroupPlace("device" if tier == "device" else "host", tier) for tier in setting.state]
-    parts = OpByOp(captured, microbatch, places, task.update, updates, planned.setting.microbatches)
-    options = [one.options for one in setting.passes for _ in range(one.microbatches)]
-    writer = OpWriter(parts, options)
+    microbatch, config = task.microbatch, planned.config
+    places = [GroupPlace("device" if tier == "device" else "host", tier) for tier in config.state]
+    parts = OpByOp(captured, microbatch, places, task.update, updates, planned.config.microbatches)
+    options = [one.options for one in config.passes for _ in range(one.microbatches)]
+    writer = _OpWriter(parts, options)
     steps = writer.steps(planned.schedule.steps)
     names = dict.fromkeys(step.op for step in steps if isinstance(step, Compute))
     graph = parts.graph(list(names), task.links)
     schedule = Schedule.for_graph(
         graph, steps, budget_bytes=task.budget_bytes, solver=planned.schedule.solver
     )
-    return StepOfOps(parts, graph, schedule, simulate(graph, schedule))
+    return _StepOfOps(parts, graph, schedule, simulate(graph, schedule))

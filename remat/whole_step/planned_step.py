@@ -1,4 +1,4 @@
-"""One setting of a whole step, as a schedule that the judge has seen."""
+"""One config of a whole step, as a schedule that the simulator has seen."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from remat.graph_capture.graph import Links, Op, TrainingGraph
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 from remat.schedules.simulate import simulate
 from remat.schedules.simulation import Simulation
-from remat.whole_step.graph import GROUP_UPDATE, HOST_SUM
 from remat.whole_step.microbatch import Microbatch, Update
-from remat.whole_step.setting import Setting
+from remat.whole_step.step_config import StepConfig
+from remat.whole_step.step_graph import GROUP_UPDATE, HOST_SUM
 
 # What is on the device while each op of a whole step runs, as if copies took no time.
 #
-# The first of three steps from a `Setting` to a schedule; `streams` gives copies their time, and
+# The first of three steps from a `StepConfig` to a schedule; `streams` gives copies their time, and
 # `steps` writes the schedule. A value arrives right before its first use and leaves right after the
 # last before a gap. Gaps are chosen here: what is needed again soonest stays, as far as there is
 # room, which for a known order moves the fewest bytes (Belady 1966,
 # https://doi.org/10.1147/sj.52.0078; of pages of one size).
 
 
-AHEAD = 3
+_AHEAD = 3
 """Parameters of so many layers have room kept for them, to arrive before their use."""
 
 
-class DeviceEvent(NamedTuple):
+class _DeviceEvent(NamedTuple):
     """One event on the device: a value arrives, an op runs, a value is dropped, or it leaves.
 
     What leaves goes down; what is dropped has a copy below, or no reader.
@@ -52,7 +52,7 @@ class Residence:
     ops : by name. sizes : of each value. hosted : values of layers that leave and come back.
     """
 
-    items: list[DeviceEvent]
+    items: list[_DeviceEvent]
     live_bytes: npt.NDArray[np.int64]
     ops: dict[str, Op]
     sizes: dict[str, int]
@@ -60,10 +60,10 @@ class Residence:
 
     @classmethod
     def of(
-        cls, graph: TrainingGraph, microbatch: Microbatch, setting: Setting, budget_bytes: int
+        cls, graph: TrainingGraph, microbatch: Microbatch, config: StepConfig, budget_bytes: int
     ) -> Residence:
-        """The events for a setting; its `live_bytes` may be above the budget."""
-        return _Gaps(graph, microbatch, setting).residence(budget_bytes)
+        """The events for a config; its `live_bytes` may be above the budget."""
+        return _Gaps(graph, microbatch, config).residence(budget_bytes)
 
     @property
     def peak_bytes(self) -> int:
@@ -74,9 +74,9 @@ class Residence:
 class _Gaps:
     """Uses of each value on the device, and between which of them it is gone."""
 
-    def __init__(self, graph: TrainingGraph, microbatch: Microbatch, setting: Setting) -> None:
-        self.graph, self.setting = graph, setting
-        self.order = setting.device_order(microbatch, graph)
+    def __init__(self, graph: TrainingGraph, microbatch: Microbatch, config: StepConfig) -> None:
+        self.graph, self.config = graph, config
+        self.order = config.device_order(microbatch, graph)
         self.sizes = {value.name: value.size_bytes for value in graph.values}
         self.home = {v.name: v.home for v in graph.values if not v.producer}
         self.ops = {op.name: op for op in self.order}
@@ -88,7 +88,7 @@ class _Gaps:
         self.hosted = frozenset(self._hosted(microbatch))
         self.gone: set[tuple[str, int]] = set()
         self.weights = (
-            AHEAD
+            _AHEAD
             * sorted(g.parameter_bytes for g in microbatch.groups)[len(microbatch.groups) // 2]
         )
 
@@ -96,7 +96,7 @@ class _Gaps:
         """With as many gaps closed as there is room for."""
         self._open()
         items, live_bytes = self._replayed()
-        if self.setting.keeping == "near":
+        if self.config.keeping == "near":
             self._close(items, live_bytes, budget_bytes)
             items, live_bytes = self._replayed()
         return Residence(items, live_bytes, self.ops, self.sizes, self.hosted)
@@ -104,7 +104,7 @@ class _Gaps:
     def _hosted(self, microbatch: Microbatch) -> Iterable[str]:
         """What the first layers of each pass save, and what they read of the layers before."""
         first = 0
-        for one in self.setting.passes:
+        for one in self.config.passes:
             for i in range(first, first + one.microbatches):
                 for at, layer in enumerate(microbatch.layers[: one.hosted]):
                     names = (f"S.{at}.{i}", *(f"{name}.{i}" for name in layer.reads))
@@ -113,8 +113,8 @@ class _Gaps:
 
     def _open(self) -> None:
         """Gaps of all that may leave: of activations on the host the longest one."""
-        above = [at for at, tier in enumerate(self.setting.state) if tier == "device"]
-        kept = {f"G.{at}" for at in (*self.setting.kept_gradients, *above)}
+        above = [at for at, tier in enumerate(self.config.state) if tier == "device"]
+        kept = {f"G.{at}" for at in (*self.config.kept_gradients, *above)}
         for name, uses in self.uses.items():
             gaps = [(b - a, a) for a, b in pairwise(uses) if b - a > 1]
             if name in self.hosted and gaps:
@@ -123,11 +123,11 @@ class _Gaps:
                 # What the device itself updates waits for that where it is.
                 last = self.order[uses[-1]].target == GROUP_UPDATE
                 self.gone |= {(name, a) for _, a in gaps if not (last and a == uses[-2])}
-            elif name in self.home and self.setting.keeping != "stay":
+            elif name in self.home and self.config.keeping != "stay":
                 self.gone |= {(name, a) for _, a in gaps}
 
     def _close(
-        self, items: list[DeviceEvent], live_bytes: npt.NDArray[np.int64], budget_bytes: int
+        self, items: list[_DeviceEvent], live_bytes: npt.NDArray[np.int64], budget_bytes: int
     ) -> None:
         """Keep parameters over their gaps, the shortest first, where room is left for others."""
         places: dict[str, list[int]] = {}
@@ -143,21 +143,21 @@ class _Gaps:
                 live_bytes[a:b] += self.sizes[name]
                 self.gone.discard((name, begins[name, a]))
 
-    def _replayed(self) -> tuple[list[DeviceEvent], npt.NDArray[np.int64]]:
+    def _replayed(self) -> tuple[list[_DeviceEvent], npt.NDArray[np.int64]]:
         """The events, and the bytes on the device while each takes place."""
         there = {name for name, tier in self.home.items() if tier == "device"}
         now = self.graph.resident.total_bytes + sum(self.sizes[name] for name in there)
-        items, live = list[DeviceEvent](), list[int]()
+        items, live = list[_DeviceEvent](), list[int]()
         for at, op in enumerate(self.order):
             for name in op.inputs:
                 if name not in there:
                     there.add(name)
                     now += self.sizes[name]
-                    items.append(DeviceEvent("arrive", name))
+                    items.append(_DeviceEvent("arrive", name))
                     live.append(now)
             now += sum(self.sizes[name] for name in op.outputs)
             there.update(op.outputs)
-            items.append(DeviceEvent("run", op.name))
+            items.append(_DeviceEvent("run", op.name))
             live.append(now + op.workspace_bytes)
             for item in self._ends(at, op):
                 live.append(now)
@@ -166,9 +166,9 @@ class _Gaps:
                 now -= self.sizes[item.name]
         return items, np.array(live, np.int64)
 
-    def _ends(self, at: int, op: Op) -> list[DeviceEvent]:
+    def _ends(self, at: int, op: Op) -> list[_DeviceEvent]:
         """What goes after an op: first what is dropped, then what leaves."""
-        found = list[DeviceEvent]()
+        found = list[_DeviceEvent]()
         for name in dict.fromkeys((*op.inputs, *op.outputs)):
             if name not in self.uses or name in self.graph.outputs:
                 continue
@@ -176,7 +176,7 @@ class _Gaps:
             if not is_last and (name, at) not in self.gone:
                 continue
             found.append(
-                DeviceEvent("leave" if self._goes_down(name, op, is_last) else "drop", name)
+                _DeviceEvent("leave" if self._goes_down(name, op, is_last) else "drop", name)
             )
         return sorted(found, key=lambda item: item.kind == "leave")
 
@@ -189,7 +189,7 @@ class _Gaps:
         return name in self.hosted and not is_last
 
 
-def _run_places(items: list[DeviceEvent]) -> Iterable[tuple[int, DeviceEvent, int]]:
+def _run_places(items: list[_DeviceEvent]) -> Iterable[tuple[int, _DeviceEvent, int]]:
     """Each event with the number of the op that ran last before it."""
     place = -1
     for k, item in enumerate(items):
@@ -199,18 +199,18 @@ def _run_places(items: list[DeviceEvent]) -> Iterable[tuple[int, DeviceEvent, in
 
 # When copies of a whole step begin and end: one queue each way, and no byte above the budget.
 #
-# The second of three steps from a `Setting` to a schedule. What goes down begins as soon as it may,
+# The second of three steps from a `StepConfig` to a schedule. What goes down begins when it may,
 # in that order; its bytes leave the device at the end of the copy, or when the room is needed. What
 # comes up begins at the latest moment from which nothing waits, counted back from the last need, or
-# where room begins. The clock is that of the judge for the schedule before.
+# where room begins. The clock is that of the simulator for the schedule before.
 
 
-Clock = npt.NDArray[np.float64]
+_Clock = npt.NDArray[np.float64]
 """The device's time before each event, and after the last."""
 
 
 @dataclass(frozen=True)
-class Streams:
+class _Streams:
     """Where copies begin and end, as indices of events; one past the last is the end of the step.
 
     Attributes
@@ -223,7 +223,7 @@ class Streams:
     ends: dict[int, int]
 
 
-def first_clock(residence: Residence) -> Clock:
+def _first_clock(residence: Residence) -> _Clock:
     """The device's time if it never waits."""
     costs = [
         residence.ops[item.name].cost_us if item.kind == "run" else 0.0 for item in residence.items
@@ -231,17 +231,17 @@ def first_clock(residence: Residence) -> Clock:
     return np.concatenate(([0.0], np.cumsum(costs)))
 
 
-def streams(
-    residence: Residence, setting: Setting, links: Links, clock: Clock, budget_bytes: int
-) -> Streams:
+def _streams(
+    residence: Residence, config: StepConfig, links: Links, clock: _Clock, budget_bytes: int
+) -> _Streams:
     """Both queues for a clock."""
     room = budget_bytes - residence.live_bytes
     ends = _departures(residence, links, clock, room)
-    return Streams(_begins_of_arrivals(residence, setting, links, clock, room, ends), ends)
+    return _Streams(_begins_of_arrivals(residence, config, links, clock, room, ends), ends)
 
 
 def _departures(
-    residence: Residence, links: Links, clock: Clock, room: npt.NDArray[np.int64]
+    residence: Residence, links: Links, clock: _Clock, room: npt.NDArray[np.int64]
 ) -> dict[int, int]:
     """Ends of departures: each stays while it is copied and there is room."""
     items, made = residence.items, _made_at(residence)
@@ -281,19 +281,19 @@ def _arrivals_of(residence: Residence) -> dict[str, list[int]]:
 
 
 def _begins_of_arrivals(
-    residence: Residence, setting: Setting, links: Links, clock: Clock,
+    residence: Residence, config: StepConfig, links: Links, clock: _Clock,
     room: npt.NDArray[np.int64], ends: dict[int, int],
 ) -> dict[int, int]:  # fmt: skip
     """Begins of arrivals, in the order of their needs."""
     items = residence.items
     arrivals = [k for k, item in enumerate(items) if item.kind == "arrive"]
-    if not setting.prefetch:
+    if not config.prefetch:
         return {k: k for k in arrivals}
     latest, following = dict[int, float](), float("inf")
     for k in reversed(arrivals):
         following = min(clock[k], following) - links.h2d.us(residence.sizes[items[k].name])
         latest[k] = following
-    may = _earliest(residence, setting, ends)
+    may = _earliest(residence, config, ends)
     begins, last = dict[int, int](), 0
     for k in arrivals:
         size_bytes = residence.sizes[items[k].name]
@@ -306,7 +306,7 @@ def _begins_of_arrivals(
     return begins
 
 
-def _earliest(residence: Residence, setting: Setting, ends: dict[int, int]) -> dict[int, int]:
+def _earliest(residence: Residence, config: StepConfig, ends: dict[int, int]) -> dict[int, int]:
     """The first event before which each arrival may be issued.
 
     What was there before must be gone; with a window, so must all but the last parameters. States
@@ -316,7 +316,7 @@ def _earliest(residence: Residence, setting: Setting, ends: dict[int, int]) -> d
     read, written = 0, list[int]()
     for k, item in enumerate(residence.items):
         is_weight = item.name.startswith("W.")
-        is_read = item.kind in ("arrive", "leave") and setting.state_is_on_nvme(item.name)
+        is_read = item.kind in ("arrive", "leave") and config.state_is_on_nvme(item.name)
         if item.kind == "drop":
             gone[item.name] = k + 1
             dropped += [k + 1] if is_weight else []
@@ -326,11 +326,11 @@ def _earliest(residence: Residence, setting: Setting, ends: dict[int, int]) -> d
         elif item.kind == "arrive":
             may[k] = gone.get(item.name, 0)
             if is_read:  # it is read from NVMe once a state before it has made room on the host
-                may[k] = written[read - setting.slots] if read >= setting.slots else 0
+                may[k] = written[read - config.slots] if read >= config.slots else 0
                 read += 1
             if is_weight:
-                before = fetched - setting.window
-                if setting.window and 0 <= before < len(dropped):
+                before = fetched - config.window
+                if config.window and 0 <= before < len(dropped):
                     may[k] = max(may[k], dropped[before])
                 fetched += 1
     return may
@@ -338,24 +338,24 @@ def _earliest(residence: Residence, setting: Setting, ends: dict[int, int]) -> d
 
 # The schedule of a whole step, written from its events and the places of their copies.
 #
-# The third of three steps from a `Setting` to a schedule. What the host computes is issued right
+# The third of three steps from a `StepConfig` to a schedule. What the host computes is issued right
 # after the copy of the gradient that it waits for. States on NVMe come up in the order of their
 # updates, so many ahead as there are slots, and go back down.
 
 
 @dataclass
-class StepWriter:
+class _StepWriter:
     """Writes one schedule.
 
     Attributes
     ----------
-    places : of each step that it wrote, the event at which it stands: how the judge's clock of
+    places : of each step that it wrote, the event at which it stands: how the simulator's clock of
         steps becomes one of events.
     """
 
     graph: TrainingGraph
     residence: Residence
-    streams: Streams
+    streams: _Streams
     slots: int
     places: list[int] = field(default_factory=list[int])
 
@@ -460,7 +460,7 @@ class StepWriter:
 def host_peak_bytes(graph: TrainingGraph, steps: list[Step]) -> int:
     """The most bytes on the host, by the order of the steps.
 
-    Asked before the judge is, which refuses a step that finds the host full.
+    Asked before the simulator is, which refuses a step that finds the host full.
     """
     sizes = {value.name: value.size_bytes for value in graph.values}
     ops = {op.name: op for op in graph.ops}
@@ -481,9 +481,9 @@ def host_peak_bytes(graph: TrainingGraph, steps: list[Step]) -> int:
     return peak
 
 
-ROUNDS = 3
+_ROUNDS = 3
 """How often copies are placed anew by the clock of the schedule before: stalls move needs."""
-HOPELESS = 1.05
+_HOPELESS = 1.05
 """Times the best time, after a first round: what later rounds do not make up for."""
 
 
@@ -503,18 +503,18 @@ class StepTask:
     budget_bytes: int
     host_computes: bool = True
 
-    def feasible(self, setting: Setting) -> Setting:
-        """The setting with nothing computed on a host that cannot."""
+    def feasible(self, config: StepConfig) -> StepConfig:
+        """The config with nothing computed on a host that cannot."""
         if self.host_computes:
-            return setting
-        return msgspec.structs.replace(setting, sums="device", updates="device")
+            return config
+        return msgspec.structs.replace(config, sums="device", updates="device")
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A setting with its schedule and what the judge says of it."""
+    """A config with its schedule and what the simulator says of it."""
 
-    setting: Setting
+    config: StepConfig
     graph: TrainingGraph
     schedule: Schedule
     simulation: Simulation
@@ -522,27 +522,27 @@ class PlannedStep:
 
 @dataclass(frozen=True)
 class Short:
-    """Why a setting does not fit: the tier that is too small, and what it would need."""
+    """Why a config does not fit: the tier that is too small, and what it would need."""
 
     tier: str
     need_bytes: int
 
 
 def planned_step(
-    task: StepTask, setting: Setting, name: str, limit_us: float = float("inf")
+    task: StepTask, config: StepConfig, name: str, limit_us: float = float("inf")
 ) -> PlannedStep | Short:
-    """The fastest schedule of a setting in `ROUNDS` rounds, or what it lacks.
+    """The fastest schedule of a config in `_ROUNDS` rounds, or what it lacks.
 
     A first round far beyond `limit_us` is the last: the others gain less than that.
     """
-    graph = setting.graph(task.microbatch, task.update, task.links)
-    residence = Residence.of(graph, task.microbatch, setting, task.budget_bytes)
+    graph = config.graph(task.microbatch, task.update, task.links)
+    residence = Residence.of(graph, task.microbatch, config, task.budget_bytes)
     if residence.peak_bytes > task.budget_bytes:
         return Short("device", residence.peak_bytes)
-    clock, best = first_clock(residence), None
-    for _ in range(ROUNDS):
-        found = streams(residence, setting, task.links, clock, task.budget_bytes)
-        writer = StepWriter(graph, residence, found, setting.slots)
+    clock, best = _first_clock(residence), None
+    for _ in range(_ROUNDS):
+        found = _streams(residence, config, task.links, clock, task.budget_bytes)
+        writer = _StepWriter(graph, residence, found, config.slots)
         steps = writer.steps()
         need_bytes = host_peak_bytes(graph, steps)
         if need_bytes > task.links.host_bytes:
@@ -550,22 +550,22 @@ def planned_step(
         schedule = Schedule.for_graph(graph, steps, budget_bytes=task.budget_bytes, solver=name)
         simulation = simulate(graph, schedule)
         if best is None or simulation.time_us < best.simulation.time_us:
-            best = PlannedStep(setting, graph, schedule, simulation)
-        if not simulation.stalls or simulation.time_us > HOPELESS * limit_us:
+            best = PlannedStep(config, graph, schedule, simulation)
+        if not simulation.stalls or simulation.time_us > _HOPELESS * limit_us:
             break
         clock = _clock_of(writer.places, simulation, len(residence.items))
     assert best is not None
     return best
 
 
-def device_peak_bytes(task: StepTask, setting: Setting) -> int:
-    """The device's peak of a setting's schedule, which copies do not raise."""
-    graph = setting.graph(task.microbatch, task.update, task.links)
-    return Residence.of(graph, task.microbatch, setting, task.budget_bytes).peak_bytes
+def device_peak_bytes(task: StepTask, config: StepConfig) -> int:
+    """The device's peak of a config's schedule, which copies do not raise."""
+    graph = config.graph(task.microbatch, task.update, task.links)
+    return Residence.of(graph, task.microbatch, config, task.budget_bytes).peak_bytes
 
 
-def _clock_of(places: list[int], simulation: Simulation, n_items: int) -> Clock:
-    """The judge's clock before each event: after the last step of the event before."""
+def _clock_of(places: list[int], simulation: Simulation, n_items: int) -> _Clock:
+    """The simulator's clock before each event: after the last step of the event before."""
     clock = np.zeros(n_items + 1)
     for at, us in zip(places, simulation.clock_us, strict=True):
         clock[min(at + 1, n_items)] = us

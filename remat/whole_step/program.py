@@ -19,7 +19,7 @@ from remat.graph_capture.joint.build import Joint
 from remat.graph_capture.joint.nodes import is_tangent
 from remat.graph_capture.tracing.trace import Trace
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
-from remat.whole_step.graph import ADD, FORWARD_ENDS, STEP, OpByOp
+from remat.whole_step.step_graph import ADD, FORWARD_ENDS, STEP, OpByOp
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class StepOf:
     parameter: str
 
 
-Action = Resume | Add | StepOf | Fetch | Offload | Free
+StepAction = Resume | Add | StepOf | Fetch | Offload | Free
 
 
 @dataclass
@@ -83,7 +83,7 @@ class _Cut:
         }  # fmt: skip
         self.moving = {v.name for v in self.graph.values if v.home is not None}
 
-    def actions(self, steps: Iterable[Step]) -> Iterator[Action]:
+    def actions(self, steps: Iterable[Step]) -> Iterator[StepAction]:
         """All actions in order."""
         for step in steps:
             if isinstance(step, Compute):
@@ -97,7 +97,7 @@ class _Cut:
                 self.steps.append(_renamed(step, name))
         yield from self._closed()
 
-    def _compute(self, step: Compute) -> Iterator[Action]:
+    def _compute(self, step: Compute) -> Iterator[StepAction]:
         op = self.graph.ops[self.graph.op_index[step.op]]
         if op.target == STEP:
             yield from self._closed()
@@ -115,12 +115,12 @@ class _Cut:
         if op.target == FORWARD_ENDS or gradients:
             yield from self._closed(op.target == FORWARD_ENDS, gradients)
 
-    def _opened(self, i: int) -> Iterator[Action]:
+    def _opened(self, i: int) -> Iterator[StepAction]:
         if self.open != i:
             yield from self._closed()
             self.open = i
 
-    def _closed(self, ends: bool = False, gradients: tuple[str, ...] = ()) -> Iterator[Action]:
+    def _closed(self, ends: bool = False, gradients: tuple[str, ...] = ()) -> Iterator[StepAction]:
         if self.open >= 0:
             segment = Segment(tuple(self.steps), ends, gradients)
             yield Resume(self.open, segment, tuple(self.reads))
@@ -129,7 +129,7 @@ class _Cut:
         self.reads.clear()
 
 
-def actions_of(parts: OpByOp, graph: TrainingGraph, schedule: Schedule) -> list[Action]:
+def actions_of(parts: OpByOp, graph: TrainingGraph, schedule: Schedule) -> list[StepAction]:
     """What a whole step does, in order."""
     return list(_Cut(parts, graph).actions(schedule.steps))
 
@@ -143,7 +143,7 @@ def _renamed(step: Free | Fetch | Offload, value: str) -> Step:
 # What a joint graph of one microbatch takes and gives: parameters, gradients, loss, buffers.
 
 
-WAY_OUT = "train with remat.rematerialize, or plan for a device of the table"
+_WAY_OUT = "train with remat.rematerialize, or plan for a device of the table"
 
 
 @dataclass(frozen=True)
@@ -175,20 +175,20 @@ def refuse_unusual(traced: Trace) -> None:
         numbers anew.
     """
     name = traced.recipe.name
-    if traced.carried or traced.settled:
-        first = (*traced.carried, *traced.settled)[0]
+    if traced.mutated or traced.initialised:
+        first = (*traced.mutated, *traced.initialised)[0]
         raise CaptureError(
             f"forward of {name} sets {first}, which a whole step does not carry out: leave that "
-            f"out in training, or {WAY_OUT}"
+            f"out in training, or {_WAY_OUT}"
         )
-    if traced.floats or traced.repeats:
+    if traced.floats or traced.duplicate_outputs:
         raise CaptureError(
             f"forward of {name} reads numbers anew at each step, or returns one tensor twice or a "
-            f"dataclass, which a whole step does not: {WAY_OUT}"
+            f"dataclass, which a whole step does not: {_WAY_OUT}"
         )
 
 
-def results_of(joint: Joint, name: str) -> JointResults:
+def joint_results(joint: Joint, name: str) -> JointResults:
     """The places of a joint graph whose forward returns one loss.
 
     Raises
@@ -238,6 +238,6 @@ def _require_own_tensors(joint: Joint, gradient_of: Mapping[str, str], name: str
             other = "what backward is given" if is_given else f"the gradient of {owner[gradient]}"
             raise CaptureError(
                 f"the gradient of {parameter} of {name} and {other} are one tensor, which a whole "
-                f"step would change twice: {WAY_OUT}"
+                f"step would change twice: {_WAY_OUT}"
             )
         owner[gradient] = parameter

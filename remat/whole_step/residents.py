@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from remat.graph_capture.errors import RewriteError, TierError
 from remat.graph_capture.graph import Tier
 from remat.graph_capture.spill_files import File, Folder
-from remat.rewriter.tiers.file_tier import Copy, link_thread
+from remat.rewriter.tiers.file_tier import PendingCopy, link_thread
 
 # A parameter, its optimizer's state or its gradient: in memory, or in files below it.
 #
@@ -36,7 +36,7 @@ from remat.rewriter.tiers.file_tier import Copy, link_thread
 # moment it is known where the bytes are, and `restore` brings them back from there.
 
 
-Folders = Mapping[Tier, Folder]
+_Folders = Mapping[Tier, Folder]
 """Of the tiers ``host`` and ``nvme``."""
 
 
@@ -53,7 +53,7 @@ class Held:
     is_in_memory : whether the storages hold the bytes. copied : the tiers whose files hold them.
     """
 
-    def __init__(self, name: str, tensors: Iterable[Tensor], folders: Folders) -> None:
+    def __init__(self, name: str, tensors: Iterable[Tensor], folders: _Folders) -> None:
         self.name, self.folders = name, folders
         self.tensors: list[Tensor] = []
         self.whole: list[Tensor] = []
@@ -61,8 +61,8 @@ class Held:
         self.is_in_memory = True
         self.copied: set[Tier] = set()
         self._files: dict[Tier, list[File]] = {}
-        self._leaving: list[Copy] = []
-        self._arriving: list[Copy] = []
+        self._leaving: list[PendingCopy] = []
+        self._arriving: list[PendingCopy] = []
         self.adopt(tensors)
 
     def adopt(self, tensors: Iterable[Tensor]) -> None:
@@ -237,14 +237,14 @@ def uninterrupted() -> Generator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
-COUNT = "step"
+_COUNT = "step"
 """The key of an optimizer's state under which it counts steps: a number, which stays in memory."""
 
 
 def moments(optimizer: Optimizer, parameter: Tensor) -> list[Tensor]:
     """The tensors that an optimizer keeps of a parameter, beside the count of steps."""
     state: Mapping[str, Any] = optimizer.state.get(parameter, {})
-    return [one for key, one in state.items() if key != COUNT and isinstance(one, Tensor)]
+    return [one for key, one in state.items() if key != _COUNT and isinstance(one, Tensor)]
 
 
 @dataclass
@@ -260,7 +260,7 @@ class Residents:
     optimizer: Optimizer
     parameters: dict[str, tuple[str, nn.Parameter]]
     homes: Mapping[str, Tier]
-    folders: Folders
+    folders: _Folders
     held: dict[str, Held] = field(default_factory=dict[str, Held])
 
     def __post_init__(self) -> None:

@@ -14,14 +14,14 @@ from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.joint.build import Joint
 from remat.graph_capture.joint.optimizers import parameter_groups, step_alone
 from remat.rewriter.graphs.codegen import compile_in_steps
-from remat.rewriter.graphs.copies import Moving, MovingEmitter, copy_times, written_by
+from remat.rewriter.graphs.copies import CopyContext, CopyEmitter, copy_times, written_by
 from remat.rewriter.graphs.eager import EagerEmitter
 from remat.rewriter.graphs.emit import leave_out_views
 from remat.rewriter.graphs.emitter import Demanded, as_module
-from remat.rewriter.graphs.gradients import Handed, Steps, hand_over
-from remat.rewriter.tiers.tier import Tier
+from remat.rewriter.graphs.result_gradients import Released, Steps, release_gradients
+from remat.rewriter.tiers.tier import TierCopies
 from remat.schedules.schedule import Fetch, Offload, Schedule, Step
-from remat.whole_step.program import Action, Add, Resume, Segment, StepOf
+from remat.whole_step.program import Add, Resume, Segment, StepAction, StepOf
 from remat.whole_step.residents import Held, Residents, moments, uninterrupted
 
 # The code of one microbatch: forward and backward in one generator, which stops at each segment.
@@ -31,16 +31,16 @@ from remat.whole_step.residents import Held, Residents, moments, uninterrupted
 
 
 @dataclass(frozen=True)
-class MicrobatchCode:
+class _MicrobatchCode:
     """The generator's function, which takes all inputs in a list, and the graph behind it."""
 
     run: Steps
     module: fx.GraphModule
 
 
-def microbatch_code(
-    joint: Joint, segments: Sequence[Segment], place_of: Mapping[str, int], tier: Tier
-) -> MicrobatchCode:
+def _microbatch_code(
+    joint: Joint, segments: Sequence[Segment], place_of: Mapping[str, int], tier: TierCopies
+) -> _MicrobatchCode:
     """Compile the segments of a microbatch.
 
     Parameters
@@ -53,45 +53,45 @@ def microbatch_code(
     inputs = joint.module.graph.find_nodes(op="placeholder")
     emitter.take_inputs(inputs)
     results: Any = joint.module.graph.output_node().args[0]
-    handed, begun = dict[int, Any](), 0
+    released, begun = dict[int, Any](), 0
     for segment in segments:
         emitter.carry_out(segment.steps, first=begun)
         begun += len(segment.steps)
         forward = range(joint.num_forward_outputs) if segment.ends_forward else ()
         places = (*forward, *(place_of[name] for name in segment.gradients))
         given = tuple(emitter.results(results[place] for place in places))
-        emitter.graph.call_function(hand_over, (places, given))
-        handed |= zip(places, given, strict=True)
-    emitter.graph.output(tuple(handed.get(place) for place in range(len(results))))
+        emitter.graph.call_function(release_gradients, (places, given))
+        released |= zip(places, given, strict=True)
+    emitter.graph.output(tuple(released.get(place) for place in range(len(results))))
     leave_out_views(emitter.graph)
     module = as_module(joint, emitter.graph)
-    return MicrobatchCode(compile_in_steps(module), module)
+    return _MicrobatchCode(compile_in_steps(module), module)
 
 
 def codes_of(
-    joint: Joint, actions: Sequence[Action], place_of: Mapping[str, int], tier: Tier
-) -> list[MicrobatchCode]:
+    joint: Joint, actions: Sequence[StepAction], place_of: Mapping[str, int], tier: TierCopies
+) -> list[_MicrobatchCode]:
     """The code of each microbatch of a step; equal ones are compiled once."""
     segments = dict[int, list[Segment]]()
     for action in actions:
         if isinstance(action, Resume):
             segments.setdefault(action.microbatch, []).append(action.segment)
-    known = dict[tuple[Segment, ...], MicrobatchCode]()
+    known = dict[tuple[Segment, ...], _MicrobatchCode]()
     for i in sorted(segments):
         key = tuple(segments[i])
         if key not in known:
-            known[key] = microbatch_code(joint, key, place_of, tier)
+            known[key] = _microbatch_code(joint, key, place_of, tier)
     return [known[tuple(segments[i])] for i in sorted(segments)]
 
 
-def _emitter(joint: Joint, steps: tuple[Step, ...], tier: Tier) -> EagerEmitter:
+def _emitter(joint: Joint, steps: tuple[Step, ...], tier: TierCopies) -> EagerEmitter:
     schedule = Schedule(steps, joint.graph.hash)
     repeated = {name for name, count in schedule.computations().items() if count > 1}
     again, none = set[str](), frozenset[str]()
     if not schedule.moves:
         return EagerEmitter(joint, _refuse_dead, again, repeated, none, True)
-    moving = Moving(tier, copy_times(schedule, lambda op: written_by(joint, op)))
-    return MovingEmitter(joint, _refuse_dead, again, repeated, none, True, moving)
+    moving = CopyContext(tier, copy_times(schedule, lambda op: written_by(joint, op)))
+    return CopyEmitter(joint, _refuse_dead, again, repeated, none, True, moving)
 
 
 def _refuse_dead(what: Demanded) -> NoReturn:
@@ -112,8 +112,8 @@ class StepCode:
         result of forward, the input that it is the new value of. tangent : of the loss, one.
     """
 
-    actions: Sequence[Action]
-    codes: Sequence[MicrobatchCode]
+    actions: Sequence[StepAction]
+    codes: Sequence[_MicrobatchCode]
     place_of: Mapping[str, int]
     loss_place: int
     written: Mapping[int, int]
@@ -146,7 +146,7 @@ class StepRun:
         self.held = dict(self.residents.held)
         self.groups = parameter_groups(self.optimizer)
         self.waiting: dict[tuple[str, int], Tensor] = {}
-        self.running: dict[int, Iterator[Handed]] = {}
+        self.running: dict[int, Iterator[Released]] = {}
 
     def run(self) -> list[Tensor]:
         """Run all actions; the losses of the microbatches."""
@@ -168,7 +168,7 @@ class StepRun:
         if self.updating:
             self.residents.parameters[self.updating][1].grad = None
 
-    def _carry_out(self, action: Action) -> None:
+    def _carry_out(self, action: StepAction) -> None:
         if isinstance(action, Resume):
             self._resume(action)
         elif isinstance(action, Add):

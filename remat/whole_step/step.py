@@ -22,7 +22,7 @@ from remat.whole_step.running import StepCode, StepRun
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What was planned: the step op by op, and what the judge says of it."""
+    """What was planned: the step op by op, and what the simulator says of it."""
 
     graph: TrainingGraph
     schedule: Schedule
@@ -55,7 +55,7 @@ class WholeStep:
 
     Attributes
     ----------
-    graph, schedule, simulation : what is carried out, op by op, and what the judge says of it.
+    graph, schedule, simulation : what is carried out, op by op, and what the simulator says of it.
     resting_bytes : in memory between steps. What a step takes above that is
         ``simulation.peak_bytes - resting_bytes``.
     """

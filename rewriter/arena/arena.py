@@ -11,11 +11,11 @@ import numpy as np
 
 from remat.rewriter.arena.library import Counts, arena_library
 from remat.rewriter.arena.recording import Requests
-from remat.rewriter.arena.step_memory import Phase, StepMemory
+from remat.rewriter.arena.step_allocator import PassKind, StepAllocator
 from remat.rewriter.graphs.codegen import Boxed
 from remat.schedules.layout import Layout, check_layout
 
-PATIENCE = 64
+_PATIENCE = 64
 """Graphs that may run until what the user has kept no longer is in the way."""
 
 
@@ -36,7 +36,7 @@ class Arena:
     layout : where each request lies.
     """
 
-    def __init__(self, memory: StepMemory, requests: Requests, layout: Layout) -> None:
+    def __init__(self, memory: StepAllocator, requests: Requests, layout: Layout) -> None:
         check_layout(requests.buffers, layout)
         self.layout = layout
         self._memory, self._library = memory, arena_library()
@@ -55,7 +55,7 @@ class Arena:
         self._close = weakref.finalize(self, self._library.close, self._number)
         # Blocks are given back until the process has ended, and its end frees all.
         self._close.atexit = False
-        self._has_warned, self._patience = False, PATIENCE
+        self._has_warned, self._patience = False, _PATIENCE
         self._last_counts = Counts()
         memory.source = self
 
@@ -92,7 +92,7 @@ class Arena:
     ) -> None:
         self.close()
 
-    def run(self, phase: Phase, graph: Boxed, args: list[Any]) -> Any:
+    def run(self, phase: PassKind, graph: Boxed, args: list[Any]) -> Any:
         """What the graph returns. This thread is armed while it runs, and not after."""
         if self._library.is_armed():
             return graph(args)
@@ -109,7 +109,7 @@ class Arena:
                 self._warn(phase, counts)
         return results
 
-    def _warn(self, phase: Phase, counts: Counts) -> None:
+    def _warn(self, phase: PassKind, counts: Counts) -> None:
         self._has_warned = True
         warnings.warn(
             f"{counts.misses} of {counts.misses + counts.hits} requests of a {phase}, "

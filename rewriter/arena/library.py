@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from remat.graph_capture.cache_files import cache_folder
 from remat.graph_capture.errors import ArenaError
-from remat.graph_capture.kept_files import cache_folder
 
 # The allocator in C++, compiled when it is first needed and kept in the cache folder.
 #

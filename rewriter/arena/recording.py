@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.devices.meter import Run
-from remat.graph_capture.devices.table import CPU
 from remat.graph_capture.errors import ArenaError, DeviceError
-from remat.graph_capture.python_state.watch import python_state_kept
-from remat.graph_capture.tracing.restore import untouched
+from remat.graph_capture.python_state.state_guards import python_state_kept
+from remat.graph_capture.tracing.restore import restored_after
 from remat.graph_capture.tracing.step_module import LossFunction, apply_loss
 from remat.rewriter.arena.library import ArenaLibrary, Ints, arena_library
-from remat.rewriter.arena.step_memory import Phase, StepMemory
+from remat.rewriter.arena.step_allocator import PassKind, StepAllocator
 from remat.rewriter.checking.check import plan_run
 from remat.rewriter.checking.outcomes import OwnBatch, StepState, own_parameters
 from remat.rewriter.graphs.codegen import Boxed
@@ -31,7 +31,7 @@ from remat.rewriter.user_module.module import RematModule
 from remat.rewriter.user_module.unplanned import as_before
 from remat.schedules.layout import Buffers
 
-Mask = NDArray[np.bool_]
+_Mask = NDArray[np.bool_]
 _one_at_a_time = threading.Lock()
 
 
@@ -58,12 +58,12 @@ class Requests:
         return len(self.size_bytes)
 
     @property
-    def outlives(self) -> Mask:
+    def outlives(self) -> _Mask:
         """Which are still alive when backward's graph has returned."""
         return self.end == self.n_events
 
     @property
-    def is_placed(self) -> Mask:
+    def is_placed(self) -> _Mask:
         """All but what forward leaves to the user, who may hold it while the next step runs."""
         of_forward = np.arange(len(self)) < self.n_forward
         placed = ~(of_forward & self.outlives)
@@ -82,11 +82,11 @@ class Recorder:
 
     def __init__(self, library: ArenaLibrary, n_results: int) -> None:
         self._library, self._n_results = library, n_results
-        self.marks: dict[Phase, tuple[int, int]] = {}
+        self.marks: dict[PassKind, tuple[int, int]] = {}
         self._results: tuple[int, ...] = ()
         self._has_gradients = False
 
-    def run(self, phase: Phase, graph: Boxed, args: list[Any]) -> Any:
+    def run(self, phase: PassKind, graph: Boxed, args: list[Any]) -> Any:
         """What the graph returns."""
         if phase in self.marks:
             raise ArenaError(
@@ -149,7 +149,7 @@ def requests_of(
 
 
 @contextlib.contextmanager
-def recorded(memory: StepMemory) -> Generator[Recorder]:
+def recorded(memory: StepAllocator) -> Generator[Recorder]:
     """Record the step that runs meanwhile with this memory."""
     library = arena_library()
     with _one_at_a_time:
@@ -171,7 +171,7 @@ def require_arena_fits(module: nn.Module) -> RematModule:
 
     Raises
     ------
-    ArenaError : it is no such module, is not in training mode, hands over gradients, or has an
+    ArenaError : it is no such module, is not in training mode, releases gradients, or has an
         arena.
     DeviceError : it is not on a CPU.
     """
@@ -191,9 +191,9 @@ def require_arena_fits(module: nn.Module) -> RematModule:
         raise ArenaError(
             "the module is in eval mode, which runs no step of its plan: call train() on it first"
         )
-    if module._remat_compiled_step.handing is not None:
+    if module._remat_compiled_step.gradient_gates is not None:
         raise ArenaError(
-            "the module hands over gradients while backward runs, whose parts an arena does not "
+            "the module releases gradients while backward runs, whose parts an arena does not "
             "follow: plan with accumulate=False and remat.rematerialize, or train without one"
         )
     if module._remat_compiled_step.memory.source is not None:
@@ -225,9 +225,9 @@ def record_step(
     run = _with_loss(module, batch, outside) if outside else plan_run(module, batch, captured_loss)
     overwrites = module._remat_compiled_step.gradients.overwrites
     with contextlib.ExitStack() as stack:
-        stack.enter_context(untouched(model))
+        stack.enter_context(restored_after(model))
         stack.enter_context(as_before(module))
-        ran = guards.python_state.ran_alone
+        ran = guards.python_state.code_in_scope
         python_state = stack.enter_context(python_state_kept(model, captured_loss, ran))
         stack.enter_context(own_parameters(model, module))
         state = StepState(model, batch.leaves, CPU, python_state, keep_parameters=overwrites)

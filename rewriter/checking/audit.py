@@ -25,26 +25,30 @@ from torch import fx, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from remat.formats import bytes_text
+from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.devices.memory import is_out_of_memory
-from remat.graph_capture.devices.table import CPU
-from remat.graph_capture.distributed.collectives import any_rank_says, collectives_in
-from remat.graph_capture.eager_step import as_unmodified
+from remat.graph_capture.distributed.collectives import any_rank, collectives_in
+from remat.graph_capture.eager_step import baseline_graph
 from remat.graph_capture.errors import AuditError, NotComparedError
 from remat.graph_capture.graph import Links, TrainingGraph
 from remat.graph_capture.joint.nodes import is_custom, target_name
-from remat.graph_capture.python_state.reached import is_users_module
-from remat.rewriter.checking.forward_outcomes import BeforeForward, ForwardOutcomes, device_of
+from remat.graph_capture.python_state.reachable_objects import is_users_module
+from remat.rewriter.checking.forward_outcomes import BeforeForward, ForwardOutcomes, device_of_model
 from remat.rewriter.checking.outcomes import (
+    EagerVariation,
     Outcome,
-    Repeats,
-    compared,
-    compared_nearly,
+    differing_beyond,
+    differing_names,
     tolerance_of,
 )
-from remat.rewriter.checking.rounding import InOneOrder, add_in_no_order, moved_by_rounding
+from remat.rewriter.checking.rounding import (
+    DeterministicReductions,
+    adds_nondeterministically,
+    moved_by_rounding,
+)
 from remat.rewriter.compiled import CompiledStep
 from remat.rewriter.guards.forward import Guards
-from remat.schedules.derived import as_planned, whole
+from remat.schedules.derived import graph_of_schedule, unchunked
 from remat.schedules.kept_in_forward import end_of_forward, forward_alone
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
@@ -52,7 +56,7 @@ from remat.schedules.simulate import simulate
 # Whether the model's own forward has room beside what is resident in a planned step.
 
 
-SMALL_BYTES = 16 * 1024
+_SMALL_BYTES = 16 * 1024
 """What is not looked at: in models of a few kilobytes, roundings and the states of random streams
 would decide."""
 
@@ -75,15 +79,15 @@ def why_no_room(
         forward, as it is beside the planned forward: only that peak is then known to fit.
     results_bytes : of what is held beside the planned step too.
     """
-    need_bytes = simulate(*forward_alone(as_unmodified(whole(graph)))).peak_bytes + kept_bytes
+    need_bytes = simulate(*forward_alone(baseline_graph(unchunked(graph)))).peak_bytes + kept_bytes
     planned = simulate(graph, schedule, links)
     most_bytes = max(planned.peak_bytes, schedule.budget_bytes)
-    if planned.peak_bytes + results_bytes > most_bytes + SMALL_BYTES:
+    if planned.peak_bytes + results_bytes > most_bytes + _SMALL_BYTES:
         return f"its results take {bytes_text(results_bytes)} beside the planned step"
     if is_block:
-        end = end_of_forward(as_planned(graph, schedule), schedule)
+        end = end_of_forward(graph_of_schedule(graph, schedule), schedule)
         most_bytes = max(planned.live_bytes[:end], default=0)
-    if need_bytes <= most_bytes + SMALL_BYTES:
+    if need_bytes <= most_bytes + _SMALL_BYTES:
         return ""
     return (
         f"the model's own forward takes {bytes_text(need_bytes)}, and there is room for "
@@ -134,9 +138,9 @@ def of_steps(audit: bool) -> Audits:
     return "step" if audit else "none"
 
 
-EVERY = 1000
+_EVERY = 1000
 """Beside the steps 2, 4, 8 and so on, every so many steps are audited."""
-MOST_EAGER = 8
+_MOST_EAGER = 8
 """Runs of eager where one does not repeat its bits, before the plan's are called others."""
 _pauses: list[None] = []
 """One for each `audits_paused` that is under way."""
@@ -144,7 +148,7 @@ _LOG = logging.getLogger("remat")
 
 
 @dataclass
-class Seen:
+class _Seen:
     """What eager's forward gave, to be compared with a planned one.
 
     Attributes
@@ -154,7 +158,7 @@ class Seen:
     moved : how far rounding alone moves each result, where that was looked at.
     """
 
-    expected: Repeats
+    expected: EagerVariation
     leaves: list[Any]
     before: BeforeForward
     moved: dict[str, float] | None = None
@@ -162,7 +166,7 @@ class Seen:
 
 def is_audited(step: int) -> bool:
     """Whether a step of that number is compared: powers of two, and every thousandth."""
-    return step > 1 and (step & (step - 1) == 0 or step % EVERY == 0)
+    return step > 1 and (step & (step - 1) == 0 or step % _EVERY == 0)
 
 
 @contextlib.contextmanager
@@ -180,7 +184,7 @@ class Audit:
 
     Parameters
     ----------
-    guards, step, schedule : of the plan. priced : the graph that it was solved on, if at hand.
+    guards, step, schedule : of the plan. costed : the graph that it was solved on, if at hand.
     audits : what is compared, but for nothing.
 
     Attributes
@@ -194,12 +198,12 @@ class Audit:
         guards: Guards,
         step: CompiledStep,
         schedule: Schedule,
-        priced: TrainingGraph | None,
+        costed: TrainingGraph | None,
         *,
         audits: Audits = "step",
     ) -> None:
         self._guards, self._step, self._audits = guards, step, audits
-        self._schedule, self._priced = schedule, priced
+        self._schedule, self._costed = schedule, costed
         self._outcomes = ForwardOutcomes(guards, step)
         self.steps = self.audited = 0
         self.is_agreed = False
@@ -219,7 +223,7 @@ class Audit:
         """Compare the next step too, whatever its number."""
         self._is_due = True
 
-    def begin(self, module: nn.Module, leaves: list[Any]) -> Seen | None:
+    def begin(self, module: nn.Module, leaves: list[Any]) -> _Seen | None:
         """Run eager's forward on a batch if this step is to be compared; else None.
 
         Parameters
@@ -247,11 +251,11 @@ class Audit:
             self._give_up("memory ran out")
         return None
 
-    def running(self, seen: Seen | None) -> contextlib.AbstractContextManager[Any]:
+    def running(self, seen: _Seen | None) -> contextlib.AbstractContextManager[Any]:
         """In which the planned forward runs that is to be compared."""
         return self._in_one_order() if seen else contextlib.nullcontext()
 
-    def differing(self, module: nn.Module, seen: Seen, output: Any) -> tuple[str, ...]:
+    def differing(self, module: nn.Module, seen: _Seen, output: Any) -> tuple[str, ...]:
         """Names of what the planned forward, which has returned `output`, gave otherwise.
 
         Empty too where that may be eager's own noise: the next step then tells.
@@ -260,7 +264,7 @@ class Audit:
         found = self._outcomes.left(seen.before, seen.leaves, output, self._keeps_values(module))
         names = _compared(seen, found, tolerance_of(module))
         if self._meets_ranks:
-            is_any = any_rank_says(self._collectives, bool(names), self._device)
+            is_any = any_rank(self._collectives, bool(names), self._device)
             names = names or ("result on another rank",) * is_any
         was_doubted, self._is_doubted = self._is_doubted, bool(names)
         return names if was_doubted or not self._keeps_values(module) else ()
@@ -278,7 +282,7 @@ class Audit:
             f"This was step {self.steps} of the plan for {'; '.join(recipe.signature.lines())}"
         )
 
-    def _seen(self, module: nn.Module, leaves: list[Any]) -> Seen:
+    def _seen(self, module: nn.Module, leaves: list[Any]) -> _Seen:
         """Eager's forward, once; more often where an audit found a difference that may be noise."""
         values = self._keeps_values(module)
 
@@ -286,11 +290,11 @@ class Audit:
             return self._outcomes.of_eager(before, leaves, values)
 
         before = self._outcomes.before(leaves)
-        seen = Seen(Repeats(run()), leaves, before)
+        seen = _Seen(EagerVariation(run()), leaves, before)
         if self._is_doubted and tolerance_of(module):
             seen.moved = moved_by_rounding(run, seen.expected.expected)
         elif self._is_doubted:
-            for _ in range(1, MOST_EAGER):
+            for _ in range(1, _MOST_EAGER):
                 seen.expected.add(run())
         before.forget()
         return seen
@@ -301,7 +305,7 @@ class Audit:
 
     @functools.cached_property
     def _device(self) -> str:
-        return device_of(self._guards.step)
+        return device_of_model(self._guards.step)
 
     @functools.cached_property
     def _collectives(self) -> list[fx.Node]:
@@ -313,14 +317,14 @@ class Audit:
 
     @property
     def _rounds_otherwise(self) -> bool:
-        return self._step.by_inductor or any(not one.exact for one in self._schedule.pieces)
+        return self._step.by_inductor or any(not one.exact for one in self._schedule.chunks)
 
     @functools.cached_property
     def _is_in_no_order(self) -> bool:
-        return self._device == CPU and add_in_no_order(self._step.forward)
+        return self._device == CPU and adds_nondeterministically(self._step.forward)
 
     def _in_one_order(self) -> contextlib.AbstractContextManager[Any]:
-        return InOneOrder() if self._is_in_no_order else contextlib.nullcontext()
+        return DeterministicReductions() if self._is_in_no_order else contextlib.nullcontext()
 
     def _give_up(self, why: str) -> None:
         self._gave_up = why
@@ -342,8 +346,8 @@ class Audit:
             self._step.graph,
             (self._schedule.graph_hash, self._schedule.captured_hash),
         )
-        if self._priced is not None and self._priced.hash in made_for:  # not one of a whole rank
-            graph = self._priced
+        if self._costed is not None and self._costed.hash in made_for:  # not one of a whole rank
+            graph = self._costed
         return why_no_room(
             graph, self._schedule, graph.links or self._step.links, self._outcomes.kept_bytes,
             is_block=self._audits == "block",
@@ -368,10 +372,10 @@ class Audit:
         return any(value.kind == "rng_state" for value in self._step.graph.values)
 
 
-def _compared(seen: Seen, found: Outcome, allowed: float) -> tuple[str, ...]:
+def _compared(seen: _Seen, found: Outcome, allowed: float) -> tuple[str, ...]:
     """Names of what differs, and of what only one of the two gave."""
     expected = seen.expected.expected
     alone = tuple(name for name in found if name not in expected)
     if allowed:
-        return (*compared_nearly(expected, found, allowed, seen.moved)[0], *alone)
-    return (*compared(seen.expected, found), *alone)
+        return (*differing_beyond(expected, found, allowed, seen.moved)[0], *alone)
+    return (*differing_names(seen.expected, found), *alone)

@@ -16,50 +16,50 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from remat.graph_capture.devices.here import meter_of
+from remat.graph_capture.devices.known_devices import CPU, allocator_rounding
+from remat.graph_capture.devices.local_devices import meter_of
 from remat.graph_capture.devices.meter import (
+    LoadAwareTimer,
     Meter,
     Run,
     StepMemory,
-    Watch,
     have_agreed,
     least_agreed,
 )
 from remat.graph_capture.devices.placement import resolved_device
-from remat.graph_capture.devices.table import CPU, allocated_on
 from remat.graph_capture.graph import Optimizer
-from remat.graph_capture.python_state.executed_code import CodeThatRan
-from remat.graph_capture.python_state.watch import python_state_kept
+from remat.graph_capture.python_state.executed_code import ExecutedCode
+from remat.graph_capture.python_state.state_guards import python_state_kept
 from remat.graph_capture.tracing.outputs import leaves_in
 from remat.graph_capture.tracing.resident import resident_bytes
-from remat.graph_capture.tracing.restore import untouched
+from remat.graph_capture.tracing.restore import restored_after
 from remat.graph_capture.tracing.step_module import (
     LossFunction,
     apply_loss,
     with_loss,
     without_own_hooks,
 )
-from remat.rewriter.checking.elsewhere import Elsewhere
+from remat.rewriter.checking.off_device import OffDeviceMemory
 from remat.rewriter.checking.outcomes import (
     STREAM,
+    EagerVariation,
     Outcome,
     OwnBatch,
-    Repeats,
     Rounding,
     StepState,
-    compared,
-    compared_nearly,
+    differing_beyond,
+    differing_names,
     distance,
-    not_repeated,
     own_parameters,
     rounding_of,
     tolerance_of,
+    unsteady_names,
 )
 from remat.rewriter.checking.rounding import (
-    InOneOrder,
-    first_other_line,
+    DeterministicReductions,
+    first_divergent_line,
+    has_nondeterministic_sums,
     moved_by_rounding,
-    sums_in_no_order,
 )
 from remat.rewriter.guards.forward import constants_of
 from remat.rewriter.user_module.module import RematModule, SharedState
@@ -72,7 +72,7 @@ _T: Any = torch
 
 
 @contextlib.contextmanager
-def outside_autocast(device: str) -> Generator[None]:
+def _outside_autocast(device: str) -> Generator[None]:
     """Leave all open regions of autocast for a while, though the caller is within them.
 
     A region that opens meanwhile is the outermost one, so that what it has cast goes when it ends,
@@ -95,7 +95,7 @@ def outside_autocast(device: str) -> Generator[None]:
 
 MOST_EAGER = 8
 """Runs of eager on a CUDA device, before a result that none of them gives is called another."""
-SOON_US, ENOUGH_US = 5e5, 4e6
+SOON_US, _ENOUGH_US = 5e5, 4e6
 """Once the steps have taken this long in all, no more are timed, unless there are other ranks."""
 
 
@@ -119,11 +119,11 @@ class Check(msgspec.Struct, frozen=True):
     baseline_reserved_bytes, plan_reserved_bytes : the peak, and what the allocator held beside it;
         None on a CPU, whose allocator holds nothing.
     distances : how far from eager's each of `differences` is at most; NaN for what is no tensor.
-    other_line : the first ``file:line`` at which eager runs an op that the plan does not; empty
+    diverges_at : the first ``file:line`` at which eager runs an op that the plan does not; empty
         where all are the plan's, None where that was not looked at.
     tolerance : how far from eager's a result may be, as a part of its norm; 0 for equal bits.
     largest_error : how far off the worst result is; 0 if bits were compared.
-    rounding : what rounds otherwise than eager, ``inductor`` or ``pieces``; empty for nothing.
+    rounding : what rounds otherwise than eager, ``inductor`` or ``chunks``; empty for nothing.
     """
 
     outputs_equal: bool
@@ -145,7 +145,7 @@ class Check(msgspec.Struct, frozen=True):
     tolerance: float = 0.0
     largest_error: float = 0.0
     distances: tuple[float, ...] = ()
-    other_line: str | None = None
+    diverges_at: str | None = None
     rounding: Rounding = ""
 
     @property
@@ -192,7 +192,7 @@ def check(
     model, module : the original and the rewritten module.
     args, kwargs, loss_fn, target, optimizer, accumulate : as given to `capture`.
     tolerance : how far results may be from eager's, as a part of their norm. By default 0, which
-        means equal bits; 0.01 for a module that runs Inductor's code. Where pieces sum in another
+        means equal bits; 0.01 for a module that runs Inductor's code. Where chunks sum in another
         order, 1e-5 in float32 and 0.02 if 16 bits are in use. The random stream has to be eager's
         to the bit in any case.
     steps : how many are timed. With 0, nor is eager's peak measured: these figures are NaN and 0.
@@ -218,15 +218,15 @@ def check(
     elsewhere = None
     if results_elsewhere or saved_elsewhere is not None:
         held = (t for t in pytree.tree_leaves(kept) if isinstance(t, Tensor))
-        elsewhere = Elsewhere(meter.device, (*step.parameters(), *step.buffers(), *held))
+        elsewhere = OffDeviceMemory(meter.device, (*step.parameters(), *step.buffers(), *held))
     if elsewhere and saved_elsewhere is not None:
         eager = elsewhere.running(eager, saved_elsewhere)
     resident = resident_bytes(
         step, kept,
-        optimizer=optimizer, accumulate=accumulate, allocated=allocated_on(meter.device),
+        optimizer=optimizer, accumulate=accumulate, allocated=allocator_rounding(meter.device),
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
-        stack.enter_context(untouched(model))
+        stack.enter_context(restored_after(model))
         stack.enter_context(as_before(module))
         python_state = stack.enter_context(python_state_kept(model, loss_fn, _code_of(module)))
         stack.enter_context(own_parameters(step, module))
@@ -238,31 +238,31 @@ def check(
         )  # fmt: skip
         stack.enter_context(state.put_back())
         alike = stack.enter_context(contextlib.ExitStack())
-        in_one_order = meter.device == CPU and sums_in_no_order(module)
+        in_one_order = meter.device == CPU and has_nondeterministic_sums(module)
         if in_one_order:
-            alike.enter_context(InOneOrder())
+            alike.enter_context(DeterministicReductions())
         first_us = list[float]()
         expected = state.outcome(_timed(eager, first_us))
-        repeats, is_steady = Repeats(expected), meter.device == CPU
+        variation, is_steady = EagerVariation(expected), meter.device == CPU
         if not is_steady:
-            repeats.add(state.outcome(eager))
+            variation.add(state.outcome(eager))
         allowed = tolerance_of(module) if tolerance is None else tolerance
         outcome, error = state.outcome(_timed(plan, first_us)), 0.0
-        differences = compared(repeats, outcome)
+        differences = differing_names(variation, outcome)
         if differences and not is_steady:
-            differences = _compared_again(state, eager, repeats, outcome)
-        unsteady = tuple(name for name in expected if name in repeats.noise)
+            differences = _compared_again(state, eager, variation, outcome)
+        unsteady = tuple(name for name in expected if name in variation.noise)
         if allowed:
-            differences, error = compared_nearly(expected, outcome, allowed)
+            differences, error = differing_beyond(expected, outcome, allowed)
         if allowed and differences:
             moved = moved_by_rounding(lambda: state.outcome(eager), expected)
-            differences, error = compared_nearly(expected, outcome, allowed, moved)
+            differences, error = differing_beyond(expected, outcome, allowed, moved)
         distances = tuple(distance(expected[name], outcome.get(name)) for name in differences)
-        other_line = None
+        diverges_at = None
         # Other ranks may have found no difference, and would not join in collectives.
         if differences and is_steady and not _has_other_ranks():
-            unsteady = not_repeated(expected, state.outcome(eager))
-            other_line = _other_line(state, eager, module)
+            unsteady = unsteady_names(expected, state.outcome(eager))
+            diverges_at = _diverges_at(state, eager, module)
         del outcome
         alike.close()
         resident_total_bytes = resident.total_bytes + meter.library_bytes()
@@ -299,34 +299,34 @@ def check(
         tolerance=allowed,
         largest_error=error,
         distances=distances,
-        other_line=other_line,
+        diverges_at=diverges_at,
         rounding=rounding_of(module),
     )
 
 
 def _compared_again(
-    state: StepState, eager: Run, repeats: Repeats, outcome: Outcome
+    state: StepState, eager: Run, variation: EagerVariation, outcome: Outcome
 ) -> tuple[str, ...]:
     """What differs, once eager has run until it accounts for all of it, or `MOST_EAGER` times.
 
     Two runs may add up alike by chance. All ranks run as often, since steps may hold collectives.
     """
-    differences = compared(repeats, outcome)
+    differences = differing_names(variation, outcome)
     for _ in range(2, MOST_EAGER):
         if not differences and not _has_other_ranks():
             break
-        repeats.add(state.outcome(eager))
-        differences = compared(repeats, outcome)
+        variation.add(state.outcome(eager))
+        differences = differing_names(variation, outcome)
     return differences
 
 
-def _other_line(state: StepState, eager: Run, module: nn.Module) -> str | None:
+def _diverges_at(state: StepState, eager: Run, module: nn.Module) -> str | None:
     """Where eager first runs another op than the plan; None where its ops are not known."""
     if not isinstance(module, RematModule) or module._remat_compiled_step.by_inductor:
         return None
     state.reset()
     step = module._remat_compiled_step
-    return first_other_line(eager, (step.forward, step.backward))
+    return first_divergent_line(eager, (step.forward, step.backward))
 
 
 def _overwrites(module: nn.Module) -> bool:
@@ -384,7 +384,7 @@ def _backward(output: Any) -> None:
         None if root.numel() == 1 else torch.empty_like(root).normal_(generator=generator)
         for root in roots
     ]
-    with outside_autocast(roots[0].device.type):
+    with _outside_autocast(roots[0].device.type):
         torch.autograd.backward(roots, tangents)
 
 
@@ -392,7 +392,7 @@ def _timed(run: Run, times_us: list[float]) -> Run:
     """`run`, which adds to `times_us` what it took."""
 
     def timed() -> Any:
-        watch = Watch()
+        watch = LoadAwareTimer()
         result = run()
         times_us.append(watch.taken_us)
         return result
@@ -419,7 +419,7 @@ def _step_times(
     if not steps:
         return math.nan, math.nan
     # Steps may hold collectives. By its own clock, a rank would end before the others.
-    enough_us = math.inf if _has_other_ranks() else ENOUGH_US
+    enough_us = math.inf if _has_other_ranks() else _ENOUGH_US
     soon_us = math.inf if _has_other_ranks() else SOON_US
     times = list(begun)
     while len(times) < steps + len(begun):
@@ -433,10 +433,10 @@ def _step_times(
     return least_agreed(eager_us), least_agreed(plan_us)
 
 
-def _code_of(module: nn.Module) -> CodeThatRan | None:
+def _code_of(module: nn.Module) -> ExecutedCode | None:
     """The code that eager's step runs, where that is known."""
     if isinstance(module, RematModule):
-        return module._remat_guards.python_state.ran_alone
+        return module._remat_guards.python_state.code_in_scope
     return None
 
 

@@ -15,18 +15,18 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from remat.graph_capture.devices.table import CPU
+from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.distributed.dtensors import local_part
 from remat.graph_capture.errors import NotComparedError
 from remat.graph_capture.joint.nodes import bits_of
 from remat.graph_capture.joint.provenance import path_in_model
-from remat.graph_capture.python_state.places import Cell, Entry, Slot, stream
-from remat.graph_capture.tracing.outputs import opened
+from remat.graph_capture.python_state.state_slots import ClosureCell, DictItem, SlotAttr, stream
+from remat.graph_capture.tracing.outputs import flatten_dataclasses
 from remat.graph_capture.tracing.restore import OF_TORCH, ModuleAttributes
 from remat.graph_capture.tracing.signature import leaves_with_paths
 from remat.graph_capture.tracing.step_module import apply_loss
-from remat.rewriter.checking.elsewhere import takes_no_hooks
-from remat.rewriter.checking.outcomes import STREAM, Outcome, same
+from remat.rewriter.checking.off_device import takes_no_hooks
+from remat.rewriter.checking.outcomes import STREAM, Outcome, bitwise_equal
 from remat.rewriter.compiled import CompiledStep
 from remat.rewriter.graphs.rng import save_rng_state, set_rng_state
 from remat.rewriter.guards.forward import Guards, constants_of
@@ -51,14 +51,14 @@ class BeforeForward:
         model = guards.step
         self.attributes = ModuleAttributes(model, but=OF_TORCH - {"training"})
         self._state = guards.python_state
-        places = [*self._state.places, *(one.place for one in guards.settled)]
+        places = [*self._state.places, *(one.place for one in guards.initialised)]
         self._places = [(place, place.now()) for place in places]
         distinct = {id(tensor): tensor for tensor in written}
         parts = [local_part(tensor.detach()) for tensor in distinct.values()]
         self._tensors = [(tensor, tensor.clone()) for tensor in parts]
         read = {id(t): t for t in others if id(t) not in distinct and not t.is_inference()}
         self._versions = [(tensor, tensor._version) for tensor in read.values()]
-        self._streams = {name: save_rng_state(name) for name in (CPU, device_of(model))}
+        self._streams = {name: save_rng_state(name) for name in (CPU, device_of_model(model))}
         self.devices = tuple(self._streams)
         self._others = random.getstate(), np.random.get_state()
         self._own = [stream(one.text, one.owner) for one in self._state.streams]
@@ -76,7 +76,7 @@ class BeforeForward:
         """Leave everything as it was. What is as it was already is not written to."""
         with torch.no_grad():
             for tensor, before in self._tensors:
-                if not same(tensor, before):
+                if not bitwise_equal(tensor, before):
                     tensor.copy_(before)
         for device, state in self._streams.items():
             if not torch.equal(save_rng_state(device), state):
@@ -89,7 +89,10 @@ class BeforeForward:
     def _put_back_places(self) -> None:
         for place, before in self._places:
             # What makes an object at each look sees for itself whether anything is to be done.
-            if not isinstance(place, (Entry, Cell, Slot)) or place.now() is not before:
+            if (
+                not isinstance(place, (DictItem, ClosureCell, SlotAttr))
+                or place.now() is not before
+            ):
                 place.put(before)
         for _, space, names in self._state.watched:
             for name in space.keys() & names:
@@ -98,7 +101,7 @@ class BeforeForward:
             one.put_back()
 
 
-def device_of(model: nn.Module) -> str:
+def device_of_model(model: nn.Module) -> str:
     """Where a model is, as `torch` names it; ``cpu`` for one without tensors."""
     tensor = next(itertools.chain(model.parameters(), model.buffers()), None)
     return CPU if tensor is None else str(tensor.device)
@@ -107,7 +110,7 @@ def device_of(model: nn.Module) -> str:
 # The bits of a tensor as a short text, so that results are compared without a copy of them.
 
 
-PIECE_BYTES = 1 << 16
+HASH_BLOCK_BYTES = 1 << 16
 """Of a tensor that is not contiguous, so much is copied at a time."""
 
 
@@ -117,21 +120,21 @@ def fingerprint(tensor: Tensor) -> str:
     Source: J.-P. Aumasson et al., BLAKE2, 2013.
     """
     found = hashlib.blake2b(digest_size=16)
-    for piece in _pieces(tensor.detach()):
-        found.update(bits_of(piece).numpy().data)
+    for block in _blocks(tensor.detach()):
+        found.update(bits_of(block).numpy().data)
     return f"{tensor.dtype} {list(tensor.shape)} {found.hexdigest()}"
 
 
-def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+def _blocks(tensor: Tensor) -> Iterator[Tensor]:
     is_whole = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-    if is_whole or tensor.nbytes <= PIECE_BYTES:
+    if is_whole or tensor.nbytes <= HASH_BLOCK_BYTES:
         yield tensor
         return
     for part in tensor.unbind(0):
-        yield from _pieces(part)
+        yield from _blocks(part)
 
 
-def has_bits(tensor: Tensor) -> bool:
+def _has_bits(tensor: Tensor) -> bool:
     """Whether its bits can be read one after the other: not those of a sparse tensor."""
     return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
 
@@ -201,7 +204,7 @@ class ForwardOutcomes:
     ) -> dict[str, Any]:
         """What a forward that began at `before` has left, by name. `output` : its result."""
         keep = _value if keeps_values else _bits
-        found = {f"output{at}": keep(leaf) for at, leaf in _by_path(opened(output))}
+        found = {f"output{at}": keep(leaf) for at, leaf in _by_path(flatten_dataclasses(output))}
         for name, buffer in self._guards.step.named_buffers():
             found[f"buffer {name}"] = keep(buffer)
         names = self._guards.recipe.signature.names
@@ -231,7 +234,7 @@ def _bits(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return f"{type(leaf).__name__} {leaf!r}"
     own = local_part(leaf.detach())
-    return fingerprint(own) if has_bits(own) else f"{type(own).__name__} {list(own.shape)}"
+    return fingerprint(own) if _has_bits(own) else f"{type(own).__name__} {list(own.shape)}"
 
 
 def _value(leaf: Any) -> Any:

@@ -11,20 +11,20 @@ import numpy as np
 from torch import nn
 
 from remat.graph_capture.devices.cpu import CpuMeter
+from remat.graph_capture.devices.known_devices import CPU, allocator_rounding
 from remat.graph_capture.devices.memory_events import measure_live
 from remat.graph_capture.devices.placement import resolved_device
-from remat.graph_capture.devices.table import CPU, allocated_on
 from remat.graph_capture.errors import DeviceError
 from remat.graph_capture.graph import Optimizer
 from remat.graph_capture.tracing.resident import resident_bytes
-from remat.graph_capture.tracing.restore import untouched
+from remat.graph_capture.tracing.restore import restored_after
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.rewriter.checking.check import plan_run
 from remat.rewriter.checking.outcomes import OwnBatch, StepState, own_parameters
 from remat.rewriter.user_module.unplanned import as_before
-from remat.schedules.report.facts import MeasuredStep
+from remat.schedules.report.page_facts import MeasuredStep
 
-STEPS = 3
+_STEPS = 3
 """How many steps the median time is taken of."""
 
 
@@ -41,7 +41,7 @@ def measured_step(
 ) -> MeasuredStep:
     """Run steps of `module`: what they have live, by the profiler, and how long they take.
 
-    The first step is not measured, the second is for memory, and `STEPS` more are for the median
+    The first step is not measured, the second is for memory, and `_STEPS` more are for the median
     time. Gradients, buffers, the batch and the random streams are put back as they were.
 
     Parameters
@@ -66,17 +66,17 @@ def measured_step(
         batch.leaves,
         optimizer=optimizer,
         accumulate=accumulate,
-        allocated=allocated_on(device),
+        allocated=allocator_rounding(device),
     )
     with contextlib.ExitStack() as stack:
-        stack.enter_context(untouched(model))
+        stack.enter_context(restored_after(model))
         stack.enter_context(as_before(module))
         stack.enter_context(own_parameters(model, module))
         state = StepState(model, batch.leaves, device)
         stack.enter_context(state.put_back())
         state.prepared(run, accumulate)
         moments, live = state.prepared(lambda: measure_live(run), accumulate)
-        times = [state.prepared(lambda: meter.step_us(run), accumulate) for _ in range(STEPS)]
+        times = [state.prepared(lambda: meter.step_us(run), accumulate) for _ in range(_STEPS)]
     live_bytes = np.array(live, dtype=np.int64) + resident.total_bytes
     return MeasuredStep(
         moments=np.array(moments, dtype=np.float64),

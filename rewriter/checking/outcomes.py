@@ -14,41 +14,41 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.devices.meter import Run
-from remat.graph_capture.devices.table import CPU
-from remat.graph_capture.distributed.dtensors import is_distributed, local_part, placed
+from remat.graph_capture.distributed.dtensors import dtensor_layout, is_distributed, local_part
 from remat.graph_capture.joint.nodes import bits_of
+from remat.graph_capture.python_state.state_guards import PythonState
 from remat.graph_capture.python_state.tensor_attributes import with_attributes_of
-from remat.graph_capture.python_state.watch import PythonState
-from remat.graph_capture.tracing.outputs import opened
+from remat.graph_capture.tracing.outputs import flatten_dataclasses
 from remat.graph_capture.tracing.restore import ModuleAttributes
 from remat.graph_capture.tracing.signature import leaves_with_paths
-from remat.rewriter.checking.elsewhere import Elsewhere, Read
+from remat.rewriter.checking.off_device import OffDeviceMemory, Read
 from remat.rewriter.graphs.rng import save_rng_state, set_rng_state
 
 Outcome = Mapping[str, Any]
 """What a step leaves, by name: outputs, gradients, buffers, random streams."""
 
-TIMES = 10.0
+_TIMES = 10.0
 """Where eager does not repeat itself, a result may be this many times as far from its first run as
 its second run is. Both distances are rounding errors; a wrong gradient is off by far more."""
 
 
-TOLERANCE = 0.01
+_TOLERANCE = 0.01
 """For compiled steps: how far a result may be from eager's, as a part of its norm. Kernels that are
 fused otherwise round otherwise, and batch norm makes that as large as 1e-3. A wrong gradient, such
 as that of another dropout mask, is off by its own size."""
-LEAST_PART = 1e-3
+_LEAST_PART = 1e-3
 """A result counts as at least this part of the norm of all results of its kind. Smaller ones are
 made of rounding errors, such as the gradient of a bias before a batch norm."""
-ROUNDINGS = 16
+_ROUNDINGS = 16
 """A result of a type with few bits may always be off by this many units in the last place."""
-MOST_ROUNDING = ROUNDINGS * torch.finfo(torch.bfloat16).eps
+_MOST_ROUNDING = _ROUNDINGS * torch.finfo(torch.bfloat16).eps
 """A result that is larger than noise may be off by no more than this part, 0.125, however far
 rounding moves it. That of another dropout mask is off by more, from one element in a hundred on."""
 
 
-class Repeats:
+class EagerVariation:
     """How far runs of eager from the same state are from the first of them.
 
     Parameters
@@ -67,32 +67,33 @@ class Repeats:
 
     def add(self, again: Outcome) -> None:
         """Take in what another run gave."""
-        for name in not_repeated(self.expected, again):
+        for name in unsteady_names(self.expected, again):
             noise = distance(self.expected[name], again.get(name))
             self.noise[name] = max(self.noise.get(name, 0.0), 0.0 if math.isnan(noise) else noise)
 
 
-def compared(repeats: Repeats, found: Outcome) -> tuple[str, ...]:
+def differing_names(variation: EagerVariation, found: Outcome) -> tuple[str, ...]:
     """Names of what differs from the first run of eager.
 
-    What eager does not repeat differs if it is further off than `TIMES` what runs of eager are.
+    If eager varies from run to run, a result differs when it is off by more than TIMES that
+    variation.
 
     Parameters
     ----------
     found : of the rewritten step.
     """
-    expected, noise = repeats.expected, repeats.noise
-    differing = [name for name in expected if not same(expected[name], found.get(name))]
+    expected, noise = variation.expected, variation.noise
+    differing = [name for name in expected if not bitwise_equal(expected[name], found.get(name))]
     return tuple(
         name
         for name in differing
-        if not distance(expected[name], found.get(name)) <= TIMES * noise.get(name, -math.inf)
+        if not distance(expected[name], found.get(name)) <= _TIMES * noise.get(name, -math.inf)
     )
 
 
-def not_repeated(expected: Outcome, again: Outcome) -> tuple[str, ...]:
+def unsteady_names(expected: Outcome, again: Outcome) -> tuple[str, ...]:
     """Names of tensors that two runs of eager, from the same state, do not give alike."""
-    changing = [name for name in expected if not same(expected[name], again.get(name))]
+    changing = [name for name in expected if not bitwise_equal(expected[name], again.get(name))]
     return tuple(name for name in changing if isinstance(expected[name], Tensor))
 
 
@@ -103,7 +104,7 @@ def distance(expected: Any, found: Any) -> float:
     return float((found.double() - expected.double()).abs().max())
 
 
-def compared_nearly(
+def differing_beyond(
     expected: Outcome,
     found: Outcome,
     tolerance: float,
@@ -115,17 +116,17 @@ def compared_nearly(
 
     Parameters
     ----------
-    moved : how far rounding alone moves results. They may be off by `TIMES` that, up to
-        `MOST_ROUNDING`. One that is not larger than `TIMES` that is noise, and may be off by the
+    moved : how far rounding alone moves results. They may be off by `_TIMES` that, up to
+        `_MOST_ROUNDING`. One that is not larger than `_TIMES` that is noise, and may be off by the
         tolerance of all results of its kind together.
     """
     errors: dict[str, float] = {}
     wrong: list[str] = []
     for name, like in expected.items():
         if not _has_error(like, found.get(name)):
-            wrong += [] if same(like, found.get(name)) else [name]
+            wrong += [] if bitwise_equal(like, found.get(name)) else [name]
             continue
-        rounding = TIMES * (moved or {}).get(name, 0.0)
+        rounding = _TIMES * (moved or {}).get(name, 0.0)
         size, least = _size(expected, name, rounding), _least(like, rounding) if tolerance else 0.0
         errors[name] = _norm(found[name].double() - like.double()) / size if size else 0.0
         if not errors[name] <= max(tolerance, least):
@@ -140,13 +141,13 @@ def _size(expected: Outcome, name: str, rounding: float) -> float:
     part in all results of its kind says whether it matters.
     """
     norm, of_all = _norm(expected[name]), _norm_of_kind(expected, name)
-    return of_all if 0 < norm <= rounding else max(norm, LEAST_PART * of_all)
+    return of_all if 0 < norm <= rounding else max(norm, _LEAST_PART * of_all)
 
 
 def _least(like: Tensor, rounding: float) -> float:
     """The part of its size that a result may be off by in any case."""
-    own, norm = ROUNDINGS * torch.finfo(like.dtype).eps, _norm(like)
-    return max(own, min(MOST_ROUNDING, rounding / norm)) if norm > rounding else own
+    own, norm = _ROUNDINGS * torch.finfo(like.dtype).eps, _norm(like)
+    return max(own, min(_MOST_ROUNDING, rounding / norm)) if norm > rounding else own
 
 
 def _has_error(expected: Any, found: Any) -> bool:
@@ -156,7 +157,7 @@ def _has_error(expected: Any, found: Any) -> bool:
         and isinstance(found, Tensor)
         and expected.is_floating_point()
         and (expected.dtype, expected.shape) == (found.dtype, found.shape)
-        and not same(expected, found)
+        and not bitwise_equal(expected, found)
     )
 
 
@@ -171,7 +172,7 @@ def _norm_of_kind(outcome: Outcome, name: str) -> float:
     return sum(_norm(t) ** 2 for t in alike if isinstance(t, Tensor)) ** 0.5
 
 
-def same(expected: Any, found: Any) -> bool:
+def bitwise_equal(expected: Any, found: Any) -> bool:
     """Whether two results have the same bits; a NaN equals a NaN of the same bits."""
     if isinstance(expected, Tensor) and isinstance(found, Tensor):
         if expected.dtype != found.dtype or expected.shape != found.shape:
@@ -184,7 +185,7 @@ def same(expected: Any, found: Any) -> bool:
 
 
 STREAM = "random stream"
-Measure = TypeVar("Measure")
+_Measure = TypeVar("_Measure")
 
 
 class OwnBatch:
@@ -271,7 +272,7 @@ class StepState:
         python_state: PythonState | None = None,
         *,
         keep_parameters: bool = False,
-        elsewhere: Elsewhere | None = None,
+        elsewhere: OffDeviceMemory | None = None,
     ) -> None:
         self.elsewhere = elsewhere
         self.model, self.python_state = model, python_state
@@ -316,7 +317,7 @@ class StepState:
         if self.python_state is not None:
             self.python_state.restore()
 
-    def prepared(self, run: Callable[[], Measure], accumulate: bool) -> Measure:
+    def prepared(self, run: Callable[[], _Measure], accumulate: bool) -> _Measure:
         """What `run` returns from the start of a step; with zeros as gradients if `accumulate`."""
         self.reset()
         if accumulate:
@@ -329,12 +330,12 @@ class StepState:
         self.reset()
         found: MutableMapping[str, Any] = self.elsewhere.outcome() if self.elsewhere else {}
         copy = self.elsewhere is None  # else `found` copies what it is given
-        for path, leaf in leaves_with_paths(opened(run())):
+        for path, leaf in leaves_with_paths(flatten_dataclasses(run())):
             found[f"output{pytree.keystr(path)}"] = _kept(leaf, copy)
         for name, leaf in self.leaves.items():
             found[f"gradient of {name}"] = _kept(leaf.grad, False)
             if is_distributed(leaf):
-                found[f"placements of the gradient of {name}"] = str(placed(leaf.grad))
+                found[f"placements of the gradient of {name}"] = str(dtensor_layout(leaf.grad))
             if self.elsewhere:
                 leaf.grad = None  # it would be there beside those that are compared
         for name, buffer in self.buffers.items():
@@ -363,13 +364,13 @@ def _kept(leaf: Any, copy: bool) -> Any:
 
 
 SPLIT_FLOAT32, SPLIT_HALF = 1e-5, 2e-2
-"""For pieces whose sums have another order: how far a result may be from eager's, as a part of its
+"""For chunks whose sums have another order: how far a result may be from eager's, as a part of its
 norm. The first is for steps in float32, the second where 16 bits are in use."""
 FLOAT32_BYTES = 4
 
 
-Rounding = Literal["", "inductor", "pieces"]
-"""What rounds otherwise than eager: Inductor's code, pieces that sum in another order; or none."""
+Rounding = Literal["", "inductor", "chunks"]
+"""What rounds otherwise than eager: Inductor's code, chunks that sum in another order; or none."""
 
 
 def rounding_of(module: nn.Module) -> Rounding:
@@ -379,14 +380,14 @@ def rounding_of(module: nn.Module) -> Rounding:
         return ""
     if kind._remat_compiled_step.by_inductor:
         return "inductor"
-    return "" if all(one.exact for one in kind._remat_schedule.pieces) else "pieces"
+    return "" if all(one.exact for one in kind._remat_schedule.chunks) else "chunks"
 
 
 def tolerance_of(module: nn.Module) -> float:
-    """0 unless Inductor made the module's code, or its pieces sum in another order than eager."""
+    """0 unless Inductor made the module's code, or its chunks sum in another order than eager."""
     rounding, kind = rounding_of(module), type(module)
-    if rounding != "pieces":
-        return TOLERANCE if rounding else 0.0
+    if rounding != "chunks":
+        return _TOLERANCE if rounding else 0.0
     is_half = any(is_on for _, is_on, _ in kind._remat_guards.recipe.autocast)  # pyright: ignore
     is_half |= any(parameter.itemsize < FLOAT32_BYTES for parameter in module.parameters())
     return SPLIT_HALF if is_half else SPLIT_FLOAT32

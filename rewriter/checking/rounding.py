@@ -24,7 +24,7 @@ from remat.graph_capture.joint.provenance import MODULE_KEY, SOURCE_KEY, path_in
 from remat.rewriter.graphs.rng import drawn
 
 
-class RoundedOtherwise(TorchDispatchMode):
+class RoundingNoise(TorchDispatchMode):
     """In here, each new result is off by up to one unit in the last place of its dtype.
 
     Whole numbers stay as they are: they are counts and masks, and most are exact. So do results
@@ -64,17 +64,17 @@ class RoundedOtherwise(TorchDispatchMode):
         return self._generators[device]
 
 
-Outcome = Mapping[str, Any]
+_Outcome = Mapping[str, Any]
 
 
-def moved_by_rounding(outcome: Callable[[], Outcome], expected: Outcome) -> dict[str, float]:
+def moved_by_rounding(outcome: Callable[[], _Outcome], expected: _Outcome) -> dict[str, float]:
     """For each floating-point result, how far its norm moves if each op rounds otherwise.
 
     Parameters
     ----------
     outcome : runs the eager step. expected : what it gave without this.
     """
-    with RoundedOtherwise():
+    with RoundingNoise():
         found = outcome()
     return {
         name: float((found[name].double() - like.double()).norm())
@@ -90,11 +90,11 @@ def moved_by_rounding(outcome: Callable[[], Outcome], expected: Outcome) -> dict
 # `scatter_add` and embeddings have an order on a CPU.
 
 
-ACCUMULATE_AT = {"index_put": 3, "_unsafe_index_put": 3, "_index_put_impl": 3, "put": 3}
+_ACCUMULATE_AT = {"index_put": 3, "_unsafe_index_put": 3, "_index_put_impl": 3, "put": 3}
 """Ops that add so, each with the place of its argument `accumulate`."""
 
 
-class InOneOrder(TorchDispatchMode):
+class DeterministicReductions(TorchDispatchMode):
     """Within the block such sums have one order, in which a rewritten step and eager are compared.
 
     Their bits then are the same or not. Without it, a plan that is wrong by a little could not be
@@ -106,7 +106,7 @@ class InOneOrder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run the op."""
-        if plain_name(func) not in ACCUMULATE_AT:
+        if plain_name(func) not in _ACCUMULATE_AT:
             return func(*args, **(kwargs or {}))
         torch.use_deterministic_algorithms(True)
         try:
@@ -115,14 +115,16 @@ class InOneOrder(TorchDispatchMode):
             torch.use_deterministic_algorithms(False)
 
 
-def sums_in_no_order(module: nn.Module) -> bool:
+def has_nondeterministic_sums(module: nn.Module) -> bool:
     """Whether a rewritten part of `module` holds such an op, and threads for it."""
     kinds: list[Any] = [type(m) for m in module.modules()]  # of its own, which holds the plan
     steps = [kind._remat_compiled_step for kind in kinds if hasattr(kind, "_remat_compiled_step")]
-    return any(add_in_no_order(graph) for one in steps for graph in (one.forward, one.backward))
+    return any(
+        adds_nondeterministically(graph) for one in steps for graph in (one.forward, one.backward)
+    )
 
 
-def add_in_no_order(gm: fx.GraphModule) -> bool:
+def adds_nondeterministically(gm: fx.GraphModule) -> bool:
     """Whether a graph holds such an op, and there are threads for it."""
     if torch.get_num_threads() == 1 or torch.are_deterministic_algorithms_enabled():
         return False
@@ -130,7 +132,7 @@ def add_in_no_order(gm: fx.GraphModule) -> bool:
 
 
 def _adds_at_once(node: fx.Node) -> bool:
-    at = ACCUMULATE_AT.get(plain_name(node.target))
+    at = _ACCUMULATE_AT.get(plain_name(node.target))
     if at is None:
         return False
     value = node.meta.get("val")
@@ -176,7 +178,7 @@ class _Ran(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def first_other_line(run: Callable[[], Any], graphs: Iterable[fx.GraphModule]) -> str:
+def first_divergent_line(run: Callable[[], Any], graphs: Iterable[fx.GraphModule]) -> str:
     """The first line at which `run` runs an op that is not in the plan's graphs for that line.
 
     ``file:line``, with the module where it is known. Empty where all ops are the plan's, as where

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.graph_capture.joint.nodes import is_getitem
-from remat.rewriter.graphs.gradients import Steps, marks, places_handed
+from remat.rewriter.graphs.result_gradients import Steps, marks, places_released
 
 # The quickest Python callables that run exactly a given ATen op.
 #
@@ -29,7 +29,7 @@ from remat.rewriter.graphs.gradients import Steps, marks, places_handed
 # and taken only if it runs the same overload with the same arguments.
 
 
-Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+_Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 _C: Any = torch._C
 _NAMESPACES: tuple[Any, ...] = (
@@ -44,7 +44,7 @@ _REJECTED = (TypeError, ValueError, RuntimeError)
 """What a function raises if its parameters are not those of the op."""
 
 
-class Bindings:
+class OpBindings:
     """Callables for the nodes of a graph. Each kind of call is tried once."""
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[Call] = []
+        self.calls: list[_Call] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -119,7 +119,7 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _same_call(found: Call, wanted: Call) -> bool:
+def _same_call(found: _Call, wanted: _Call) -> bool:
     if found[0] is not wanted[0]:
         return False
     parameters = found[0]._schema.arguments
@@ -129,7 +129,7 @@ def _same_call(found: Call, wanted: Call) -> bool:
     )
 
 
-def _given(parameter: Any, i: int, call: Call) -> Any:
+def _given(parameter: Any, i: int, call: _Call) -> Any:
     _, args, kwargs = call
     return args[i] if i < len(args) else kwargs.get(parameter.name, parameter.default_value)
 
@@ -152,16 +152,16 @@ class _Writer:
 
     Parameters
     ----------
-    in_steps : whether it stops at each mark of `handed_over`, as a generator.
+    in_steps : whether it stops at each mark of `release_gradients`, as a generator.
     """
 
     def __init__(self, gm: fx.GraphModule, *, in_steps: bool = False) -> None:
         self.gm = gm
         results: Any = gm.graph.output_node().args[0]
         self.marks = frozenset(marks(gm.graph) if in_steps else ())
-        self.rest = places_handed(gm.graph)[-1] if in_steps else ()
+        self.rest = places_released(gm.graph)[-1] if in_steps else ()
         self.results = [results[place] for place in self.rest] if in_steps else results
-        self.bindings = Bindings()
+        self.bindings = OpBindings()
         self.bound: dict[str, Any] = {}
         self.names: dict[int, str] = {}
         self.lines: list[str] = []
@@ -180,7 +180,7 @@ class _Writer:
             self._line(node)
             self._drop(dead.get(node, []))
             if node in self.marks:  # not before: it would hold what it waits with
-                self.lines.append(f"yield {node.args[0]!r}, _handed")
+                self.lines.append(f"yield {node.args[0]!r}, _released")
         body = "\n    ".join(self.lines)
         return f"def run(args_list):\n    {body}\n"
 
@@ -194,7 +194,7 @@ class _Writer:
             self.lines.append(f"return {self._shown(node.args[0])}")
         elif node in self.marks:
             gradients: Any = node.args[1]
-            self.lines.append(f"_handed = {self._shown(list(gradients))}")
+            self.lines.append(f"_released = {self._shown(list(gradients))}")
         elif node.op == "call_function":
             result = f"{node.name} = " if node.users else ""
             self.lines.append(f"{result}{self._call(node)}")
@@ -251,9 +251,9 @@ def compile_boxed(gm: fx.GraphModule, example_inputs: Any) -> Boxed:
 
 
 def compile_in_steps(gm: fx.GraphModule) -> Steps:
-    """Backward as a generator that hands over gradients where the graph has marks.
+    """Backward as a generator that releases gradients where the graph has marks.
 
-    Its last result is the gradients that no mark hands over.
+    Its last result is the gradients that no mark releases.
     """
     return _compiled(_Writer(gm, in_steps=True))
 

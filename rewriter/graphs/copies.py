@@ -24,9 +24,9 @@ from remat.graph_capture.graph import Tier as TierName
 from remat.graph_capture.joint.build import Joint
 from remat.graph_capture.joint.nodes import draws_randomness
 from remat.rewriter.graphs.eager import RNG_STATE, EagerEmitter
-from remat.rewriter.graphs.emitter import Below, Demand, Demanded
+from remat.rewriter.graphs.emitter import Demand, Demanded, LowerTierCopy
 from remat.rewriter.tiers.handles import HANDLE_BYTES
-from remat.rewriter.tiers.tier import Tier
+from remat.rewriter.tiers.tier import TierCopies
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 
 # When copies out of values begin that ops write to in place.
@@ -36,7 +36,7 @@ from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, St
 # copy below holds what backward is to read, as a tensor that is saved does.
 
 
-WritesOf = Callable[[str], tuple[str, ...]]
+_WritesOf = Callable[[str], tuple[str, ...]]
 """The values that the first run of an op writes to, beside those that it makes."""
 
 
@@ -56,7 +56,7 @@ class CopyTimes:
     )
 
 
-def copy_times(schedule: Schedule, writes_of: WritesOf) -> CopyTimes:
+def copy_times(schedule: Schedule, writes_of: _WritesOf) -> CopyTimes:
     """When each copy out begins.
 
     Raises
@@ -81,7 +81,7 @@ def copy_times(schedule: Schedule, writes_of: WritesOf) -> CopyTimes:
     return times
 
 
-def _writes(schedule: Schedule, writes_of: WritesOf) -> dict[str, list[int]]:
+def _writes(schedule: Schedule, writes_of: _WritesOf) -> dict[str, list[int]]:
     """By value, the indices of the runs that write to it."""
     found: dict[str, list[int]] = {}
     ran: set[str] = set()
@@ -124,7 +124,7 @@ def _stale(value: str) -> RewriteError:
 
 
 @dataclass
-class Moving:
+class CopyContext:
     """What the emitters of the two graphs of one plan share.
 
     Attributes
@@ -133,12 +133,12 @@ class Moving:
     leaving : values whose copy out may still read them.
     """
 
-    tier: Tier
+    tier: TierCopies
     times: CopyTimes
     leaving: dict[str, None] = field(default_factory=dict[str, None])
 
 
-class MovingEmitter(EagerEmitter):
+class CopyEmitter(EagerEmitter):
     """Emits one of the two graphs of a schedule with copies.
 
     Attributes
@@ -156,11 +156,11 @@ class MovingEmitter(EagerEmitter):
         repeated: set[str],
         left_live: frozenset[str],
         writes: bool,
-        moving: Moving,
+        moving: CopyContext,
     ) -> None:
         super().__init__(joint, demand, again, repeated, left_live, writes)
         self.moving = moving
-        self.handles: dict[Below, fx.Node] = {}
+        self.handles: dict[LowerTierCopy, fx.Node] = {}
         self.pending: dict[str, fx.Node] = {}
         self.leaving: dict[str, fx.Node] = {}
 
@@ -176,13 +176,13 @@ class MovingEmitter(EagerEmitter):
         elif step.to == "host":
             self._below(step.value, "nvme", "host", "read", self._place(self.at))
         else:
-            handle = self._handle(Below(step.value, "host"))
+            handle = self._handle(LowerTierCopy(step.value, "host"))
             self.pending[step.value] = self._call("fetch", (handle,), f"{step.value}_fetch")
 
     def drop(self, step: Free) -> None:
         """Drop one copy of a value; that on the device once no copy reads or writes it."""
         if step.at != "device":
-            self.handles.pop(Below(step.value, step.at), None)
+            self.handles.pop(LowerTierCopy(step.value, step.at), None)
             return
         self._arrive(step.value)
         self._leave(step.value)
@@ -204,7 +204,7 @@ class MovingEmitter(EagerEmitter):
 
     def kept(self, what: Demanded) -> fx.Node:
         """The emitted node to save: a handle, a random state or a tensor."""
-        if isinstance(what, Below):
+        if isinstance(what, LowerTierCopy):
             return self.handles.get(what) or self.leaving[what.value]
         if isinstance(what, str):
             self._arrive(what)
@@ -223,22 +223,22 @@ class MovingEmitter(EagerEmitter):
     def _offload(self, value: str, begun_at: int) -> None:
         args = self._tensor(value), self._place(begun_at)
         self.leaving[value] = self._call("offload", args, f"{value}_host")
-        self._keep(Below(value, "host"), self.leaving[value])
+        self._keep(LowerTierCopy(value, "host"), self.leaving[value])
         self.moving.leaving[value] = None
 
     def _below(
         self, value: str, source: TierName, to: TierName, function: str, *place: int
     ) -> None:
-        handle = self._handle(Below(value, source))
+        handle = self._handle(LowerTierCopy(value, source))
         made = self._call(function, (handle, *place), f"{value}_{to}")
-        self._keep(Below(value, to), made)
+        self._keep(LowerTierCopy(value, to), made)
 
     def _leave(self, value: str) -> None:
         """Wait for what copies the value out, if anything may still do so."""
         if value not in self.moving.leaving:
             return
         del self.moving.leaving[value]
-        key = Below(value, "host")
+        key = LowerTierCopy(value, "host")
         handle = self.leaving.pop(value, None) or self._handle(key)
         left = self._call("leave", (handle, self._tensor(value)), f"{value}_left")
         left.meta = dict(handle.meta)
@@ -271,13 +271,13 @@ class MovingEmitter(EagerEmitter):
         """Not where nothing reads a value, nor for what stands for a write in place."""
         return value in self.joint.base_of_value or self.is_saved_state(value)
 
-    def _handle(self, key: Below) -> fx.Node:
+    def _handle(self, key: LowerTierCopy) -> fx.Node:
         """That of this graph, or of the one before it."""
         if key not in self.handles:
             self.handles[key] = self.bring(key)
         return self.handles[key]
 
-    def _keep(self, key: Below, handle: fx.Node) -> None:
+    def _keep(self, key: LowerTierCopy, handle: fx.Node) -> None:
         base = self.joint.base_of_value.get(key.value)
         like: Any = self.fake_state(key.value) if base is None else base.meta["val"]
         with like.fake_mode:

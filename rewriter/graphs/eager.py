@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from remat.graph_capture.distributed.collectives import waited_for, waits_for
-from remat.graph_capture.graph import DELIVER, UPDATE, Op
+from remat.graph_capture.distributed.collectives import skip_wait, wait_nodes
+from remat.graph_capture.graph import ACCUMULATE, UPDATE, Op
 from remat.graph_capture.joint.build import SAVE_RNG, STATISTICS, TANGENTS, Joint
-from remat.graph_capture.joint.exact_ops import AGAIN
-from remat.graph_capture.joint.in_place_ops import STEP_METAS, AsOne, JoinedOp
+from remat.graph_capture.joint.exact_ops import RECOMPUTED_BY
+from remat.graph_capture.joint.in_place_ops import STEP_METAS, JoinedOp, JoinedTarget
 from remat.graph_capture.joint.nodes import (
     drawn_on,
     draws_randomness,
@@ -21,7 +21,7 @@ from remat.graph_capture.joint.nodes import (
     tensors_of,
 )
 from remat.rewriter.graphs.emitter import Demand, Demanded, Emitter
-from remat.rewriter.graphs.gradients import hand_over
+from remat.rewriter.graphs.result_gradients import release_gradients
 from remat.rewriter.graphs.rng import draw_noting, run_with_rng_state, save_rng_state
 
 RNG_STATE = "rng_state_"
@@ -60,7 +60,7 @@ class EagerEmitter(Emitter[Joint]):
         self.tuples: dict[fx.Node, fx.Node] = {}
         self.states: dict[str, fx.Node] = {}
         self.updates: dict[str, tuple[fx.Node, fx.Node]] = {}
-        self.handed: dict[int, fx.Node] = {}
+        self.released: dict[int, fx.Node] = {}
 
     def values_behind(self, node: fx.Node) -> tuple[str, ...]:
         """The one value that a tensor node belongs to."""
@@ -99,11 +99,11 @@ class EagerEmitter(Emitter[Joint]):
         return copy
 
     def _copy(self, node: fx.Node, name: str) -> fx.Node:
-        if isinstance(node.target, AsOne):
+        if isinstance(node.target, JoinedTarget):
             return self._steps(node, node.target, name)
         return self.copy_of(node, name, self.resolve)
 
-    def _steps(self, node: fx.Node, target: AsOne, name: str) -> fx.Node:
+    def _steps(self, node: fx.Node, target: JoinedTarget, name: str) -> fx.Node:
         """Emit each op of a node that runs several as one; the last stands for it."""
 
         def run(i: int, step: JoinedOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
@@ -125,8 +125,8 @@ class EagerEmitter(Emitter[Joint]):
         self.again.add(op.name)
         if op.target == TANGENTS:
             return
-        if op.target in (DELIVER, UPDATE):
-            self._hand_over(op)
+        if op.target in (ACCUMULATE, UPDATE):
+            self._release_gradients(op)
         elif op.target == SAVE_RNG:
             self._save_rng_state(op)
         elif op.target == STATISTICS:
@@ -137,20 +137,20 @@ class EagerEmitter(Emitter[Joint]):
             self._run(op, self.joint.node_of_op[op.name], again)
 
     def gradients(self, results: Sequence[Any]) -> list[Any]:
-        """The results of backward; those that were handed over may not be live any more."""
-        rest = {i: r for i, r in enumerate(results) if i not in self.handed}
-        found = dict(zip(rest, self.results(rest.values()), strict=True)) | self.handed
+        """The results of backward; those that were released may not be live any more."""
+        rest = {i: r for i, r in enumerate(results) if i not in self.released}
+        found = dict(zip(rest, self.results(rest.values()), strict=True)) | self.released
         return [found[i] for i in range(len(results))]
 
-    def _hand_over(self, op: Op) -> None:
+    def _release_gradients(self, op: Op) -> None:
         """Note the gradients, and mark in the graph that they are final here."""
-        places = self.joint.deliveries[op.name]
+        places = self.joint.accumulations[op.name]
         results: Any = self.joint.module.graph.output_node().args[0]
         own = results[self.joint.num_forward_outputs :]
-        self.handed |= {place: self.resolve(own[place]) for place in places}
+        self.released |= {place: self.resolve(own[place]) for place in places}
         if self.writes:
-            given = tuple(self.handed[place] for place in places)
-            self.graph.call_function(hand_over, (places, given))
+            given = tuple(self.released[place] for place in places)
+            self.graph.call_function(release_gradients, (places, given))
 
     def _save_rng_state(self, op: Op) -> None:
         """Save the state only if the op that draws from it runs again."""
@@ -176,7 +176,7 @@ class EagerEmitter(Emitter[Joint]):
             copy = self._draw(op, node, run_with_rng_state, f"{node.name}_again")
         elif self.writes and f"{RNG_STATE}{op.name}" in self.states:
             copy = self._draw(op, node, draw_noting, node.name)
-        elif again and node.target in AGAIN:
+        elif again and node.target in RECOMPUTED_BY:
             copy = self._normalise_again(node)
         else:
             copy = self._copy(node, f"{node.name}_again" if again else node.name)
@@ -210,7 +210,7 @@ class EagerEmitter(Emitter[Joint]):
 
     def _wait(self, made: fx.Node) -> None:
         """Wait for a collective at once: its result is what was waited for, wherever it is read."""
-        for wait in waits_for(made):
+        for wait in wait_nodes(made):
             self.put(wait, self._copy(wait, wait.name))
 
     def _draw(self, op: Op, node: fx.Node, drawing: Any, name: str) -> fx.Node:
@@ -228,7 +228,7 @@ class EagerEmitter(Emitter[Joint]):
     def _normalise_again(self, node: fx.Node) -> fx.Node:
         """Batch norm without its running statistics, which were updated the first time."""
         read = [self.resolve(a) if isinstance(a, fx.Node) else a for a in node.args[:3]]
-        target, n_results = AGAIN[node.target]
+        target, n_results = RECOMPUTED_BY[node.target]
         taken: tuple[Any, ...] = (*read, *node.args[5:])
         copy = self.graph.create_node("call_function", target, taken, {}, f"{node.name}_again")
         copy.meta = dict(node.meta)
@@ -250,7 +250,7 @@ class EagerEmitter(Emitter[Joint]):
         """Emit those of `op`'s outputs, results of `node`, that are not live already."""
         for name in op.outputs:
             base = self.joint.base_of_value.get(name)
-            picked = base and waited_for(base)
+            picked = base and skip_wait(base)
             if picked is None or not is_getitem(picked):
                 continue
             if name in self.left_live or picked in self.copies:

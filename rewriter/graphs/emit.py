@@ -12,12 +12,12 @@ from remat.graph_capture.distributed.dtensors import is_beside_local_part
 from remat.graph_capture.joint.build import Joint
 from remat.graph_capture.joint.nodes import is_tangent
 from remat.graph_capture.sizes.trace_over_sizes import Environment
-from remat.rewriter.graphs.copies import Moving, MovingEmitter, copy_times, written_by
+from remat.rewriter.graphs.copies import CopyContext, CopyEmitter, copy_times, written_by
 from remat.rewriter.graphs.eager import EagerEmitter
 from remat.rewriter.graphs.emitter import Demand, as_module, emit_both
-from remat.rewriter.graphs.gradients import take_as_they_come
+from remat.rewriter.graphs.result_gradients import take_as_they_come
 from remat.rewriter.graphs.step_inputs import FloatSource, read_floats, read_sizes
-from remat.rewriter.tiers.tier import Tier
+from remat.rewriter.tiers.tier import TierCopies
 from remat.schedules.kept_in_forward import end_of_forward
 from remat.schedules.schedule import Compute, Schedule
 
@@ -92,7 +92,7 @@ def emit(
     *,
     writes: bool = True,
     env: Environment | None = None,
-    tier: Tier | None = None,
+    tier: TierCopies | None = None,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward GraphModules that carry out `schedule`, in AOTAutograd's contract.
 
@@ -112,13 +112,13 @@ def emit(
     repeated = {name for name, count in schedule.computations().items() if count > 1}
     again: set[str] = set()
 
-    moving: Moving | None = None
+    moving: CopyContext | None = None
     if tier is not None:
-        moving = Moving(tier, copy_times(schedule, lambda op: written_by(joint, op)))
+        moving = CopyContext(tier, copy_times(schedule, lambda op: written_by(joint, op)))
 
     def start(demand: Demand, left_live: frozenset[str]) -> EagerEmitter:
         given = joint, demand, again, repeated, left_live, writes
-        return MovingEmitter(*given, moving) if moving else EagerEmitter(*given)
+        return CopyEmitter(*given, moving) if moving else EagerEmitter(*given)
 
     graphs = emit_both(joint, schedule, joint.num_forward_outputs, start)
     if metadata is not None:
@@ -140,7 +140,7 @@ def emit(
 # ``.data``.
 
 
-def read_again(joint: Joint, schedule: Schedule) -> tuple[int, ...]:
+def recompute_inputs(joint: Joint, schedule: Schedule) -> tuple[int, ...]:
     """Places of the inputs that ops of forward read which run in backward; parameters first."""
     graph, end = joint.graph, end_of_forward(joint.graph, schedule)
     again = {step.op for step in schedule.steps[end:] if isinstance(step, Compute)}

@@ -22,7 +22,7 @@ from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, St
 
 
 @dataclass(frozen=True)
-class Below:
+class LowerTierCopy:
     """The copy of a value in a tier below the device, for which a graph has a handle."""
 
     value: str
@@ -32,14 +32,14 @@ class Below:
         return f"{self.value}_{self.tier}"
 
 
-Demanded = fx.Node | str | Below
+Demanded = fx.Node | str | LowerTierCopy
 """A node of the joint graph, the name of a value that has no node there (a random state), or a copy
 below the device."""
 Demand = Callable[[Demanded], fx.Node]
 """Called for what a graph has not made itself; returns the node of the graph before it."""
 
 
-class JointGraph(Protocol):
+class _JointGraph(Protocol):
     """A joint graph together with the fx nodes that its names stand for."""
 
     module: fx.GraphModule
@@ -48,10 +48,10 @@ class JointGraph(Protocol):
     base_of_value: dict[str, fx.Node]
 
 
-AnyJoint = TypeVar("AnyJoint", bound=JointGraph)
+_AnyJoint = TypeVar("_AnyJoint", bound=_JointGraph)
 
 
-class Emitter(ABC, Generic[AnyJoint]):
+class Emitter(ABC, Generic[_AnyJoint]):
     """Emits one of the two graphs.
 
     Attributes
@@ -64,7 +64,7 @@ class Emitter(ABC, Generic[AnyJoint]):
     cannot_move: ClassVar[str]
     """Why a step that copies a value to the host is refused."""
 
-    def __init__(self, joint: AnyJoint, demand: Demand) -> None:
+    def __init__(self, joint: _AnyJoint, demand: Demand) -> None:
         self.joint = joint
         self.demand = demand
         self.graph = fx.Graph()
@@ -203,7 +203,7 @@ class Emitter(ABC, Generic[AnyJoint]):
 
 
 def emit_both(
-    joint: JointGraph,
+    joint: _JointGraph,
     schedule: Schedule,
     n_outputs: int,
     start: Callable[[Demand, frozenset[str]], Emitter[Any]],
@@ -219,7 +219,7 @@ def emit_both(
     start : makes the emitter of forward, then that of backward, from a demand and the names of
         the values that the graph before it leaves live.
     """
-    end = require_end_of_forward(joint.graph, schedule)
+    end = _require_end_of_forward(joint.graph, schedule)
     inputs = joint.module.graph.find_nodes(op="placeholder")
     returned = joint.module.graph.output_node().args[0]
     assert isinstance(returned, (tuple, list))
@@ -239,7 +239,7 @@ def emit_both(
     return forward.graph, backward.graph
 
 
-def require_end_of_forward(graph: TrainingGraph, schedule: Schedule) -> int:
+def _require_end_of_forward(graph: TrainingGraph, schedule: Schedule) -> int:
     """Index after the step that first computes the last forward op.
 
     Raises
@@ -261,7 +261,7 @@ def placeholder_like(graph: fx.Graph, name: str, like: fx.Node) -> fx.Node:
     return node
 
 
-def as_module(joint: JointGraph, graph: fx.Graph) -> fx.GraphModule:
+def as_module(joint: _JointGraph, graph: fx.Graph) -> fx.GraphModule:
     """The graph, checked, as a module that holds the joint graph's constants."""
     graph.lint()
     return fx.GraphModule(joint.module, graph)

@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx
 
-from remat.graph_capture.devices.table import is_cuda
+from remat.graph_capture.devices.known_devices import is_cuda
 from remat.graph_capture.errors import RandomStreamError
 
 # States of torch's random streams, as tensors on the host with room for a note.
@@ -36,11 +36,11 @@ from remat.graph_capture.errors import RandomStreamError
 # 8 bytes each, so it is kept with 8 bytes more.
 
 
-Words = NDArray[np.uint32]
+_Words = NDArray[np.uint32]
 
 
 @dataclass(frozen=True)
-class StateForm:
+class _StateForm:
     """Where things stand in the state of a kind of device.
 
     Attributes
@@ -57,9 +57,9 @@ class StateForm:
     block: int
 
 
-OF_CPU = StateForm(5056, 5056, slice(7, 11, 2), slice(16, 24), 624)
+_OF_CPU = _StateForm(5056, 5056, slice(7, 11, 2), slice(16, 24), 624)
 """The upper halves of the first two words are not read; a block has 624 words."""
-OF_CUDA = StateForm(16, 24, slice(4, 6), slice(8, 16), 1 << 64)
+_OF_CUDA = _StateForm(16, 24, slice(4, 6), slice(8, 16), 1 << 64)
 
 
 _one_at_a_time = threading.RLock()
@@ -68,17 +68,17 @@ collects garbage there, another thread may run. If that one asks for the lock, i
 Python's own in its hands, and both wait for ever."""
 
 
-def form_of(device: str) -> StateForm:
+def _form_of(device: str) -> _StateForm:
     """The form of the states of `device`."""
-    return OF_CUDA if is_cuda(device) else OF_CPU
+    return _OF_CUDA if is_cuda(device) else _OF_CPU
 
 
 def save_rng_state(device: str = "cpu") -> Tensor:
     """State of the default generator of `device`: uint8, of shape (5056,), on CUDA (24,)."""
     if not is_cuda(device):
         return _torchs_state(device)
-    kept = np.zeros(OF_CUDA.kept_bytes, np.uint8)
-    kept[: OF_CUDA.torch_bytes] = _torchs_state(device).numpy()
+    kept = np.zeros(_OF_CUDA.kept_bytes, np.uint8)
+    kept[: _OF_CUDA.torch_bytes] = _torchs_state(device).numpy()
     return torch.from_numpy(kept)
 
 
@@ -97,48 +97,48 @@ def set_rng_state(state: Tensor, device: str = "cpu") -> None:
     """Put the default generator of `device` into `state`."""
     with _one_at_a_time:
         if is_cuda(device):
-            torch.cuda.set_rng_state(state[: OF_CUDA.torch_bytes], device)
+            torch.cuda.set_rng_state(state[: _OF_CUDA.torch_bytes], device)
         else:
             torch.set_rng_state(state)
 
 
-def takes_note(state: Tensor, device: str) -> bool:
+def _takes_note(state: Tensor, device: str) -> bool:
     """Whether a state has room for a note."""
-    return state.nbytes == form_of(device).kept_bytes
+    return state.nbytes == _form_of(device).kept_bytes
 
 
-def bring_up_to_date(state: Tensor, device: str) -> None:
+def _bring_up_to_date(state: Tensor, device: str) -> None:
     """Make `state` that of now, in its own memory, as there may be no room for another."""
     state.numpy()[:] = save_rng_state(device).numpy()
 
 
-def write_note(state: Tensor, after: Tensor, device: str) -> None:
+def _write_note(state: Tensor, after: Tensor, device: str) -> None:
     """Note in `state` that the stream was at `after` once it was drawn from."""
-    state.numpy().view(np.uint32)[form_of(device).note] = note_of(after, device)
+    state.numpy().view(np.uint32)[_form_of(device).note] = _note_of(after, device)
 
 
-def parted(state: Tensor, device: str) -> tuple[Tensor, Words]:
+def _parted(state: Tensor, device: str) -> tuple[Tensor, _Words]:
     """A state as torch takes it, without its note; and the note, of zeros where there is none."""
-    form, bare = form_of(device), state.clone()
+    form, bare = _form_of(device), state.clone()
     words = bare.numpy().view(np.uint32)
     note = words[form.note].copy()
     words[form.note] = 0
     return bare[: form.torch_bytes], note
 
 
-def note_of(state: Tensor, device: str) -> Words:
+def _note_of(state: Tensor, device: str) -> _Words:
     """Two words that stand for a state; not both zero, as they are where there is no note."""
-    held = state.numpy()[: form_of(device).torch_bytes].tobytes()
+    held = state.numpy()[: _form_of(device).torch_bytes].tobytes()
     return np.array([hash(held) | 1], dtype=np.int64).view(np.uint32)
 
 
-def moved(before: Tensor, after: Tensor, device: str) -> int:
+def _moved(before: Tensor, after: Tensor, device: str) -> int:
     """How far the stream moved, modulo the size of a block."""
-    form = form_of(device)
+    form = _form_of(device)
     return (_place(after, form) - _place(before, form)) % form.block
 
 
-def _place(state: Tensor, form: StateForm) -> int:
+def _place(state: Tensor, form: _StateForm) -> int:
     return int(state.numpy()[form.place].view(np.uint64)[0])
 
 
@@ -162,16 +162,16 @@ def draw_noting(
 
     The first three have no names: `op` may have arguments of the same, as `aten.randn` has.
     """
-    if not takes_note(state, device):
+    if not _takes_note(state, device):
         return op(*args, **kwargs)
     key = _key(op, args, kwargs)
     with _drawing:
         for _ in range(TRIES):
-            bring_up_to_date(state, device)
+            _bring_up_to_date(state, device)
             result = op(*args, **kwargs)
             after = save_rng_state(device)
-            if _moves.get(key) in (None, moved(state, after, device)):
-                write_note(state, after, device)
+            if _moves.get(key) in (None, _moved(state, after, device)):
+                _write_note(state, after, device)
                 return result
             del result  # there is room for one
     raise RandomStreamError(f"{op} cannot draw alone: {_OTHERS}")
@@ -193,8 +193,8 @@ def run_with_rng_state(
     ------
     RandomStreamError : another thread drew between `state` and the first run of `op`.
     """
-    is_noted = takes_note(state, device)
-    bare, note = parted(state, device) if is_noted else (state, None)
+    is_noted = _takes_note(state, device)
+    bare, note = _parted(state, device) if is_noted else (state, None)
     form = form_with_generator(op)
     if form is None:
         result, after = _draw_from_default(bare, device, op, args, kwargs)
@@ -205,7 +205,7 @@ def run_with_rng_state(
         result, after = form(*args, **kwargs, generator=generator), generator.get_state()
     if note is not None:
         _require_note(note, after, op, device)
-        _learn(_key(op, args, kwargs), moved(state, after, device))
+        _learn(_key(op, args, kwargs), _moved(state, after, device))
     return result
 
 
@@ -238,8 +238,8 @@ def _takes_generator(op: Any) -> bool:
     return any(one.name == "generator" for one in op._schema.arguments)
 
 
-def _require_note(note: Words, after: Tensor, op: Any, device: str) -> None:
-    if note.any() and (note != note_of(after, device)).any():
+def _require_note(note: _Words, after: Tensor, op: Any, device: str) -> None:
+    if note.any() and (note != _note_of(after, device)).any():
         raise RandomStreamError(f"{op} cannot draw again what it drew in forward: {_OTHERS}")
 
 

@@ -137,7 +137,7 @@ def _fake(graph: fx.Graph, source: FloatSource) -> Tensor:
 # integers: forward returns them last, and backward takes them first.
 
 
-Numbers = Callable[..., tuple[Any, ...]]
+_Numbers = Callable[..., tuple[Any, ...]]
 
 
 def read_sizes(forward: fx.Graph, backward: fx.Graph, env: Environment) -> None:
@@ -235,7 +235,7 @@ def _compute(graph: fx.Graph, sizes: Sequence[fx.Node], env: Environment) -> Non
             node.args, node.kwargs = pytree.tree_map(read, (tuple(node.args), dict(node.kwargs)))
 
 
-def _program(leaves: Sequence[Any], names: Sequence[str]) -> Numbers:
+def _program(leaves: Sequence[Any], names: Sequence[str]) -> _Numbers:
     """A function from the sizes to all of the numbers."""
     space: dict[str, Any] = {}
     texts: list[str] = []

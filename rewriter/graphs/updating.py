@@ -34,7 +34,7 @@ from remat.graph_capture.joint.optimizers import parameter_groups, require_known
 # mostly the loop that clips. So their code is looked at, once each.
 
 
-CLIPPERS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "clip_gradients")
+_CLIPPERS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "clip_gradients")
 """Functions of torch, and methods of wrappers around models that call them."""
 
 
@@ -77,9 +77,9 @@ class ClippingWatch:
 
 def _clipper_in(frame: FrameType) -> str:
     """The name by which the code of a frame loads a function that clips; empty without one."""
-    ours = {id(getattr(clip_grad, name)) for name in CLIPPERS if hasattr(clip_grad, name)}
+    ours = {id(getattr(clip_grad, name)) for name in _CLIPPERS if hasattr(clip_grad, name)}
     for name in frame.f_code.co_names:
-        if name in CLIPPERS or id(frame.f_globals.get(name)) in ours:
+        if name in _CLIPPERS or id(frame.f_globals.get(name)) in ours:
             return name
     return ""
 

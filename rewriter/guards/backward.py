@@ -20,9 +20,9 @@ from torch._dynamo import compiled_autograd, config
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.tracing.outputs import leaves_in
 from remat.graph_capture.tracing.step_module import is_inside_checkpoint
-from remat.rewriter.graphs.gradients import GradientFacts
-from remat.rewriter.guards.live_state import LeftWhole
-from remat.rewriter.guards.unchanged import ReadAgain
+from remat.rewriter.graphs.result_gradients import GradientFacts
+from remat.rewriter.guards.live_state import UnshardedParameters
+from remat.rewriter.guards.recompute_inputs import RecomputeInputs
 
 COMPILED_NODE = "CompiledFunctionBackward"
 """What AOTAutograd calls the autograd node of a compiled step."""
@@ -34,7 +34,7 @@ class OnlyLooks:
     """A hook of ours on a parameter. It is of no importance whether a gradient comes with it."""
 
 
-class Expecting(Protocol):
+class _Expecting(Protocol):
     """What runs backward otherwise than at once, and is told of it just before."""
 
     def expect(self, unreached: Sequence[int]) -> None:
@@ -51,9 +51,9 @@ class BackwardGuards:
     names, inputs : what the step was called with, parameters and buffers first.
     facts : of the step's gradients.
     constants : tensors that backward's graph holds itself, by what they are.
-    running : what hands gradients over as they are made, if they are.
-    left_whole : is told that backward begins.
-    read_again : of the inputs, those that backward reads to make values again.
+    running : what releases gradients as they are made, if they are.
+    unsharded_parameters : is told that backward begins.
+    recompute_inputs : of the inputs, those that backward reads to make values again.
     """
 
     def __init__(
@@ -63,20 +63,20 @@ class BackwardGuards:
         inputs: list[Any],
         facts: GradientFacts,
         constants: list[tuple[str, Tensor]],
-        running: Expecting | None = None,
-        left_whole: LeftWhole | None = None,
-        read_again: ReadAgain | None = None,
+        running: _Expecting | None = None,
+        unsharded_parameters: UnshardedParameters | None = None,
+        recompute_inputs: RecomputeInputs | None = None,
     ) -> None:
         self.model, self.names, self.facts, self.running = model, names, facts, running
-        self.left_whole = left_whole
+        self.unsharded_parameters = unsharded_parameters
         self.constants = [(name, tensor, tensor._version) for name, tensor in constants]
-        self.read_again = read_again
-        self.noted = read_again.noted(names, inputs, constants) if read_again else None
+        self.recompute_inputs = recompute_inputs
+        self.noted = recompute_inputs.noted(names, inputs, constants) if recompute_inputs else None
         self.trained = {i: weakref.ref(inputs[i]) for i in facts.needs}
 
     def watch(self, output: Any) -> None:
         """Hook the node behind `output`, which a forward has just returned."""
-        node = next(filter(None, map(compiled_node, leaves_in(output))), None)
+        node = next(filter(None, map(_compiled_node, leaves_in(output))), None)
         if node is not None:
             node.register_prehook(self._before)
             node.register_hook(self._after)
@@ -88,8 +88,8 @@ class BackwardGuards:
                 "backward is a fixed sequence of ops that cannot be differentiated again. Use the "
                 "original model for steps that need second derivatives"
             )
-        if self.left_whole:
-            self.left_whole.note_backward()
+        if self.unsharded_parameters:
+            self.unsharded_parameters.note_backward()
         self._require_own_pass()
         self._require_unchanged()
         unreached = self._unreached(tangents)
@@ -125,8 +125,8 @@ class BackwardGuards:
         Eager refuses it too where it has saved the tensor. Where it has saved what was made of it,
         the plan might make that again.
         """
-        if self.read_again and self.noted:
-            self.read_again.require(self.noted, self._kind)
+        if self.recompute_inputs and self.noted:
+            self.recompute_inputs.require(self.noted, self._kind)
         for name, tensor, version in self.constants:
             if tensor._version != version:
                 raise RewriteError(
@@ -167,7 +167,7 @@ def _has_hook(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks) or not all(isinstance(one, OnlyLooks) for one in after)
 
 
-def compiled_node(leaf: Any) -> Any:
+def _compiled_node(leaf: Any) -> Any:
     """The autograd node of the compiled step behind a result, also behind a view of one."""
     node = leaf.grad_fn if isinstance(leaf, Tensor) else None
     while node is not None and node.name() != COMPILED_NODE:
@@ -241,7 +241,7 @@ class OpenForwards:
 
     def watch(self, graph: Hashable, output: Any) -> None:
         """Count the forward of `graph` that has returned `output` as open."""
-        node = next(filter(None, map(compiled_node, pytree.tree_leaves(output))), None)
+        node = next(filter(None, map(_compiled_node, pytree.tree_leaves(output))), None)
         if node is None:
             return
         self._number += 1

@@ -14,7 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from remat.graph_capture.distributed.dtensors import is_distributed, placed
+from remat.graph_capture.distributed.dtensors import dtensor_layout, is_distributed
 from remat.graph_capture.errors import RewriteError, StateChangedError
 from remat.graph_capture.joint.provenance import path_in_model
 from remat.graph_capture.python_state.module_hooks import (
@@ -23,8 +23,7 @@ from remat.graph_capture.python_state.module_hooks import (
     ModuleHooks,
     hooked_modules,
 )
-from remat.graph_capture.python_state.tensor_attributes import first_other, kept_attributes
-from remat.graph_capture.python_state.watch import (
+from remat.graph_capture.python_state.state_guards import (
     Change,
     ObjectNames,
     PythonState,
@@ -32,14 +31,15 @@ from remat.graph_capture.python_state.watch import (
     WatchedDicts,
     same_facts,
 )
+from remat.graph_capture.python_state.tensor_attributes import first_other, kept_attributes
 from remat.graph_capture.refusals import Hooked, distributed_message, hook_tables, unheard_hook
-from remat.graph_capture.tracing.attribute_writes import Settled, out_of_step, short
+from remat.graph_capture.tracing.attribute_writes import InitialisedOnce, out_of_step, short
 from remat.graph_capture.tracing.recipe import Recipe, autocast_state
 from remat.graph_capture.tracing.resident import tied_places
 from remat.graph_capture.tracing.signature import Signature
 from remat.graph_capture.tracing.step_module import LossFunction, with_loss
-from remat.rewriter.guards.live_state import LeftWhole, LiveState, named_state
-from remat.rewriter.guards.unchanged import first_other_identity, first_shared
+from remat.rewriter.guards.live_state import LiveState, UnshardedParameters, named_state
+from remat.rewriter.guards.recompute_inputs import first_other_identity, first_shared
 
 # The leaves of a batch, without a walk where it is made of tensors and numbers alone.
 
@@ -48,7 +48,7 @@ _LEAVES = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str})
 """Types that hold no other leaves. Of other types torch's walk knows."""
 
 
-class FlatBatches:
+class BatchFlattener:
     """Batches whose arguments are leaves themselves, as most are: no lists, no dictionaries.
 
     Parameters
@@ -88,13 +88,13 @@ class FlatBatches:
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
-def same_objects(
+def _same_objects(
     model: nn.Module,
     state: Sequence[Tensor],
     modes: Sequence[tuple[str, nn.Module, bool]],
     hooks: Sequence[tuple[str, nn.Module, str, dict[Any, Any]]],
 ) -> Callable[[], bool]:
-    """A function that is true while all is as it is now.
+    """Returns a check that holds while the model has the same modules, parameters and buffers.
 
     Parameters
     ----------
@@ -149,7 +149,7 @@ def _is_plain(tensor: Tensor) -> bool:
 # Settings of torch, other than autocast, that decide which ops a model runs.
 
 
-Settings = tuple[Any, ...]
+_Settings = tuple[Any, ...]
 
 _NAMES = (
     "torch.backends.mkldnn.enabled",
@@ -163,7 +163,7 @@ _NAMES = (
 )
 
 
-def settings() -> Settings:
+def _settings() -> _Settings:
     """The values of the settings now, in the order of `_NAMES`."""
     return (
         torch._C._get_mkldnn_enabled(),
@@ -177,7 +177,7 @@ def settings() -> Settings:
     )
 
 
-def first_difference(before: Settings, now: Settings) -> tuple[str, Any, Any]:
+def _first_difference(before: _Settings, now: _Settings) -> tuple[str, Any, Any]:
     """The first setting that differs: its name and both values."""
     for name, was, found in zip(_NAMES, before, now, strict=True):
         if was != found:
@@ -196,7 +196,7 @@ class Guards:
     ----------
     model : as captured. recipe : signature of the batch and autocast state at capture.
     python_state : what forward and the loss read, as it was when the model was traced.
-    settled : what forward sets at its first call alone.
+    initialised : what forward sets at its first call alone.
     forward, backward : the rewritten graphs, whose constants are watched.
     written : places of the inputs that the step writes to.
     """
@@ -206,7 +206,7 @@ class Guards:
         model: nn.Module,
         recipe: Recipe,
         python_state: PythonState,
-        settled: tuple[Settled, ...],
+        initialised: tuple[InitialisedOnce, ...],
         forward: fx.GraphModule,
         backward: fx.GraphModule,
         written: tuple[int, ...] = (),
@@ -215,11 +215,11 @@ class Guards:
         self.written = written
         self.model = model
         self.recipe = recipe
-        self.batches = FlatBatches(recipe.signature)
+        self.batches = BatchFlattener(recipe.signature)
         self.python_state = python_state
         self.takes_target = recipe.signature.has_target
-        self.settled = settled
-        self.unhooked = _tables_to_stay_empty(model, recipe.loss_fn, python_state, settled)
+        self.initialised = initialised
+        self.unhooked = _tables_to_stay_empty(model, recipe.loss_fn, python_state, initialised)
         self.modes = [(p, m, m.training) for p, m in model.named_modules() if p]
         self.step = with_loss(model, recipe.loss_fn)
         self.live = LiveState(self.step)
@@ -233,8 +233,8 @@ class Guards:
         self.attributes = [*of_state, *recipe.signature.attributes]
         self.constants = _watched_constants(model, forward, backward)
         self.read_in_backward = self._named(constants_of(backward))
-        self.settings = settings()
-        self.left_whole = LeftWhole()
+        self.settings = _settings()
+        self.unsharded_parameters = UnshardedParameters()
         self._last: list[Tensor] = []
         self._is_same: Callable[[], bool] | None = None
         self._looks = 0
@@ -268,7 +268,7 @@ class Guards:
         self._require_apart(taken, leaves)
         if change := self.python_state.first_change():
             raise self._changed_state(change)
-        if self.settled and (left := out_of_step(self.settled)):
+        if self.initialised and (left := out_of_step(self.initialised)):
             one, now = left
             raise self._changed(*_in_words(Change(one.place.text, one.value, now, one.place)))
         for path, module, attribute, tensor in self.constants:
@@ -294,7 +294,7 @@ class Guards:
         if self._looks < MOST_LOOKS:
             self._looks += 1
             self._last = list(taken)
-            self._is_same = same_objects(self.step, state, self.modes, self.unhooked)
+            self._is_same = _same_objects(self.step, state, self.modes, self.unhooked)
         return taken
 
     def _require_attributes(self, tensors: list[Any]) -> None:
@@ -332,8 +332,8 @@ class Guards:
         now = autocast_state()
         if now != self.recipe.autocast:
             raise self._changed("autocast", _shown(self.recipe.autocast), _shown(now))
-        if settings() != self.settings:
-            name, before, found = first_difference(self.settings, settings())
+        if _settings() != self.settings:
+            name, before, found = _first_difference(self.settings, _settings())
             raise StateChangedError(
                 f"{name} was {before} when {self.kind} was rewritten and is {found} now: eager may "
                 "run other ops. Put it back, or capture and solve again"
@@ -390,10 +390,10 @@ def _tables_to_stay_empty(
     model: nn.Module,
     loss_fn: LossFunction | None,
     python_state: PythonState,
-    settled: tuple[Settled, ...],
+    initialised: tuple[InitialisedOnce, ...],
 ) -> list[Hooked]:
     """Tables of hooks that were empty when the model was traced, and that no step fills."""
-    places = (*python_state.places, *(one.place for one in settled))
+    places = (*python_state.places, *(one.place for one in initialised))
     known = {place.module for place in places if isinstance(place, ModuleHooks)}
     modules = list(hooked_modules(model, loss_fn))
     others = [(path, module) for path, module in modules if module not in known]
@@ -405,7 +405,7 @@ def _mode(training: bool) -> str:
 
 
 def _facts(tensor: Tensor) -> tuple[Any, ...]:
-    layout = tensor.shape, tensor.stride(), placed(tensor)
+    layout = tensor.shape, tensor.stride(), dtensor_layout(tensor)
     return tensor.requires_grad, tensor.dtype, tensor.device, *layout
 
 

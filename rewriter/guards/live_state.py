@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from remat.graph_capture.errors import StateChangedError
 
-Slot = tuple[str, nn.Module, str]
+_Slot = tuple[str, nn.Module, str]
 """Path, module and name."""
 
 
@@ -52,10 +52,10 @@ class LiveState:
         return state  # pyright: ignore[reportReturnType]
 
 
-def _slots(model: nn.Module, table: str) -> tuple[list[Slot], list[Slot]]:
+def _slots(model: nn.Module, table: str) -> tuple[list[_Slot], list[_Slot]]:
     """Places that hold a tensor, and places that hold none."""
-    filled: list[Slot] = []
-    empty: list[Slot] = []
+    filled: list[_Slot] = []
+    empty: list[_Slot] = []
     for path, module in model.named_modules(remove_duplicate=False):
         for name, tensor in getattr(module, table).items():
             slot = (f"{path}.{name}".lstrip("."), module, name)
@@ -79,11 +79,11 @@ def _held(module: nn.Module) -> tuple[str, ...]:
 # forward would go on with the old parameters, without a sign.
 
 
-Versions = list[tuple[int, int]]
+_Versions = list[tuple[int, int]]
 """How often each parameter and its part on this rank were written to."""
 
 
-class LeftWhole:
+class UnshardedParameters:
     """Watches the FSDP2 groups of one rewritten module, if it is sharded.
 
     Every rank has the same flags and updates, so that all raise, or none.
@@ -91,7 +91,7 @@ class LeftWhole:
 
     def __init__(self) -> None:
         self._groups: list[Any] = []
-        self._kept: list[tuple[Any, Versions]] = []
+        self._kept: list[tuple[Any, _Versions]] = []
 
     def require_fresh(self, module: nn.Module) -> None:
         """Raise `StateChangedError` if forward would read parameters from before an update."""
@@ -130,6 +130,6 @@ def _groups_of(module: nn.Module) -> list[Any]:
     return [group for group in found if group is not None]
 
 
-def _versions(group: Any) -> Versions:
+def _versions(group: Any) -> _Versions:
     parameters = [one.sharded_param for one in group.fsdp_params]
     return [(p._version, p._local_tensor._version) for p in parameters]

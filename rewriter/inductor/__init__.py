@@ -1,1 +1,1 @@
-"""Schedules for Inductor: its graphs, its prices, the peak of its code."""
+"""Schedules for Inductor: its graphs, its costs, the peak of its code."""

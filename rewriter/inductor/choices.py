@@ -23,7 +23,7 @@ from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 from torch._inductor.virtualized import V
 
 
-class BetweenCalls(InductorChoices):
+class _BetweenCalls(InductorChoices):
     """Inductor's own choices, without fusions across a call."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ def calls_in_order(is_asked: bool) -> Generator[None]:
     backend: Any = CppScheduling
     most, backend.MAX_FUSED_KERNEL_ARGS_NUM = backend.MAX_FUSED_KERNEL_ARGS_NUM, 0
     try:
-        with V.set_choices_handler(BetweenCalls()), config.patch(allow_buffer_reuse=False):
+        with V.set_choices_handler(_BetweenCalls()), config.patch(allow_buffer_reuse=False):
             yield
     finally:
         backend.MAX_FUSED_KERNEL_ARGS_NUM = most

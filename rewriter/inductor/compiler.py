@@ -31,11 +31,11 @@ from remat.rewriter.graphs.codegen import Boxed
 from remat.rewriter.graphs.emit import emit
 from remat.rewriter.graphs.rng import save_rng_state, set_rng_state
 from remat.rewriter.inductor.choices import calls_in_order
-from remat.rewriter.inductor.emit import MOVED, REALIZE
 from remat.rewriter.inductor.functional_draws import make_functional, underlying
-from remat.rewriter.inductor.nodes import is_generated, is_inlined, is_view
+from remat.rewriter.inductor.fused_emit import MOVED, REALIZE
+from remat.rewriter.inductor.fused_nodes import is_generated, is_inlined, shares_storage
+from remat.rewriter.inductor.kernel_costs import CallCosts
 from remat.rewriter.inductor.partition import CONFIG
-from remat.rewriter.inductor.prices import CallPrices
 from remat.rewriter.inductor.replay import replay
 from remat.schedules.schedule import Schedule
 
@@ -73,7 +73,7 @@ def _place_of(node: fx.Node) -> str:
     return f"{name} ({line})" if line else name
 
 
-def inputs_of(gm: fx.GraphModule, mode: FakeTensorMode) -> list[Any]:
+def _inputs_of(gm: fx.GraphModule, mode: FakeTensorMode) -> list[Any]:
     """A fake tensor for each placeholder that holds a tensor; other values stay as they are."""
     values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
     return [
@@ -83,7 +83,7 @@ def inputs_of(gm: fx.GraphModule, mode: FakeTensorMode) -> list[Any]:
 
 
 def _decomposed(gm: fx.GraphModule, mode: FakeTensorMode) -> fx.GraphModule:
-    inputs = inputs_of(gm, mode)
+    inputs = _inputs_of(gm, mode)
     table = select_decomp_table()
     table = {**table, DROPOUT_BACKWARD: table[aten.native_dropout_backward.default]}
     with mode, preserve_node_meta(), torch.no_grad():
@@ -130,7 +130,7 @@ def _with_stored_results(gm: fx.GraphModule) -> fx.GraphModule:
         return copies[node, in_kernel]
 
     for node in gm.graph.nodes:
-        if is_view(node):
+        if shares_storage(node):
             continue
         in_kernel = node.op == "call_function" and is_generated(node)
         copy = graph.node_copy(node, lambda n, k=in_kernel: read(n, k))
@@ -150,7 +150,7 @@ def _lasting(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     last = dict(place)
     for node in reversed(nodes):
         for source in node.all_input_nodes:
-            last[source] = max(last[source], last[node] if is_view(node) else place[node])
+            last[source] = max(last[source], last[node] if shares_storage(node) else place[node])
     found: set[fx.Node] = set()
     for node in nodes:
         could_move = is_inlined(node) or node.target in MOVED
@@ -161,7 +161,7 @@ def _lasting(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 def _is_call(node: fx.Node) -> bool:
     return node.op == "call_function" and not (
-        is_generated(node) or is_view(node) or is_getitem(node)
+        is_generated(node) or shares_storage(node) or is_getitem(node)
     )
 
 
@@ -206,11 +206,11 @@ class InductorStep:
         returned: Any = forward.graph.output_node().args[0]
         backward = copy_of(self._backward.graph)
         _without_states(backward, len(self._backward.devices))
-        prices = CallPrices(forward, self._joint.graph.device)
+        costs = CallCosts(forward, self._joint.graph.device)
         with inductor_config.patch(CONFIG), calls_in_order(True), torch.no_grad():
             found = replay(
                 forward, backward, self._joint.num_forward_outputs,
-                lambda calls: _workspaces(prices, calls), range(len(returned)),
+                lambda calls: _workspaces(costs, calls), range(len(returned)),
             )  # fmt: skip
         return self._joint.graph.resident.total_bytes + found.peak_bytes
 
@@ -237,7 +237,7 @@ class InductorStep:
 
     def _compiled(self, phase: _Phase, gm: fx.GraphModule, *, is_backward: bool) -> Boxed:
         _require_same_inputs(phase, gm)
-        inputs = inputs_of(phase.graph, self._mode)
+        inputs = _inputs_of(phase.graph, self._mode)
         with inductor_config.patch(CONFIG), calls_in_order(True), torch.no_grad():
             run = compile_fx_inner(
                 copy_of(phase.graph), inputs, is_backward=is_backward, static_input_idxs=()
@@ -281,8 +281,8 @@ def _without_states(gm: fx.GraphModule, n_states: int) -> None:
     end.args = (tuple(returned[: len(returned) - n_states]),)
 
 
-def _workspaces(prices: CallPrices, calls: Sequence[fx.Node]) -> list[int]:
-    return [price.workspace_bytes for price in prices.of(map(underlying, calls))]
+def _workspaces(costs: CallCosts, calls: Sequence[fx.Node]) -> list[int]:
+    return [cost.workspace_bytes for cost in costs.of(map(underlying, calls))]
 
 
 def _lift_constants(gm: fx.GraphModule) -> tuple[Tensor, ...]:

@@ -22,7 +22,7 @@ from remat.graph_capture.joint.nodes import argument, drawn_on, draws_randomness
 from remat.rewriter.graphs.rng import run_with_rng_state, save_rng_state, set_rng_state
 
 _library = torch.library.Library("remat", "FRAGMENT")
-STATE = "random_state_"
+_STATE = "random_state_"
 _wrapped: dict[Any, Any] = {}
 
 
@@ -72,7 +72,7 @@ def _refuse_own_generator(node: fx.Node) -> None:
 def _state_input(graph: fx.Graph, device: str) -> fx.Node:
     last = graph.find_nodes(op="placeholder")
     with graph.inserting_after(last[-1]) if last else graph.inserting_before(None):
-        node = graph.placeholder(f"{STATE}{device.replace(':', '_')}")
+        node = graph.placeholder(f"{_STATE}{device.replace(':', '_')}")
     node.meta["val"] = save_rng_state(device)
     return node
 

@@ -1,6 +1,6 @@
 """What Inductor's generated code allocates and frees, read off before anything is compiled.
 
-This file, `calls` and `unwritten` are the only ones that read Inductor's private code. It runs
+Only this file reads Inductor's private code. It runs
 `compile_fx_inner` on copies of the two graphs, up to and including `GraphLowering.codegen`. Then it
 reads the lines of the wrapper that this leaves behind: allocations, frees, reuses, and calls of
 kernels that are not generated. A line of an unknown kind is an error, not a guess. Callers then
@@ -37,15 +37,15 @@ from torch._inductor.virtualized import V
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 
-from remat.graph_capture.devices.table import allocated_on
+from remat.graph_capture.devices.known_devices import allocator_rounding
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.joint.nodes import copy_of, tensors_of
-from remat.rewriter.inductor.nodes import subgraphs
+from remat.rewriter.inductor.fused_nodes import subgraphs
 
 # Calls in Inductor's code as fx nodes, with the strides that their arguments really have.
 
 
-def as_laid_out(kernel: Any) -> fx.Node | None:
+def _as_laid_out(kernel: Any) -> fx.Node | None:
     """The fx node behind a kernel, with the strides that its tensor arguments really have."""
     origin = _origin(kernel)
     if origin is None:
@@ -117,12 +117,12 @@ _WRITES = (MemoryUsageType.STORE, MemoryUsageType.STORE_REDUCTION)
 
 
 @contextlib.contextmanager
-def kernels_unwritten() -> Generator[None]:
+def skip_kernel_codegen() -> Generator[None]:
     """Let C++ kernels that Inductor generates have no body."""
     backend: Any = CppScheduling
     group: Any = KernelGroup
     proxy, finalize = backend.kernel_proxy_cls, group.finalize_kernel
-    backend.kernel_proxy_cls, group.finalize_kernel = _Unwritten, _schedule
+    backend.kernel_proxy_cls, group.finalize_kernel = _SkippedKernel, _schedule
     try:
         yield
     finally:
@@ -134,7 +134,7 @@ def _schedule(group: Any, kernel: Any, nodes: Iterable[SchedulerNode]) -> None:
     group.scheduled_nodes += nodes
 
 
-class _Unwritten(CppKernelProxy):
+class _SkippedKernel(CppKernelProxy):
     """Several nodes as one kernel. Its loops are tiled only if somebody asks for them."""
 
     _nodes: list[SchedulerNode]
@@ -219,7 +219,7 @@ def _use(kernel: Any, node: SchedulerNode, stored: set[str]) -> None:
             kernel.args.output(name)
 
 
-EventKind = Literal["allocate", "free", "alias", "rename", "call"]
+_EventKind = Literal["allocate", "free", "alias", "rename", "call"]
 
 _WITHOUT_MEMORY = frozenset(
     {
@@ -250,7 +250,7 @@ class Event:
         measured from that.
     """
 
-    kind: EventKind
+    kind: _EventKind
     name: str
     of: str = ""
     sizes_bytes: tuple[int, ...] = ()
@@ -311,7 +311,7 @@ def _stopped_after_codegen() -> Generator[list[Any]]:
     found: list[Any] = []
 
     def stop(graph: GraphLowering) -> None:
-        with kernels_unwritten():
+        with skip_kernel_codegen():
             graph.codegen()
         try:
             found.append(_read(graph))
@@ -369,11 +369,11 @@ def _allocate(graph: GraphLowering, line: Any, kept: set[str]) -> Iterator[Event
 def _size_bytes(graph: GraphLowering, buffer: Any) -> int:
     elements = graph.sizevars.optimization_hint(graph.get_allocation_storage_size(buffer))
     size_bytes = int(elements) * buffer.get_dtype().itemsize
-    return allocated_on(str(buffer.get_device()))(size_bytes)
+    return allocator_rounding(str(buffer.get_device()))(size_bytes)
 
 
 def _allocated_bytes(tensor: Tensor) -> int:
-    return allocated_on(str(tensor.device))(tensor.untyped_storage().nbytes())
+    return allocator_rounding(str(tensor.device))(tensor.untyped_storage().nbytes())
 
 
 def _free(graph: GraphLowering, line: Any, kept: set[str]) -> Iterator[Event]:
@@ -391,11 +391,11 @@ def _reinterpret(graph: GraphLowering, line: Any, kept: set[str]) -> Iterator[Ev
 
 
 def _call_out(graph: GraphLowering, line: Any, kept: set[str]) -> Iterator[Event]:
-    yield Event("call", line.node.get_name(), node=as_laid_out(line.node))
+    yield Event("call", line.node.get_name(), node=_as_laid_out(line.node))
 
 
 def _call(graph: GraphLowering, line: Any, kept: set[str]) -> Iterator[Event]:
-    node = as_laid_out(line.node)
+    node = _as_laid_out(line.node)
     name = line.node.get_name()
     if type(line.node.layout).__name__ == "MultiOutputLayout":
         if node is None:

@@ -3,7 +3,7 @@
 Inductor hands over its joint graph, decomposed and after its own joint passes, and compiles the two
 graphs that it gets back. So guards, graph breaks, views and mutated buffers stay dynamo's and
 AOTAutograd's; with a second export, the guards would be ours. A `FusedStep` is the joint graph with
-prices. It emits schedules of the graph, and replays the peaks of their code.
+costs. It emits schedules of the graph, and replays the peaks of their code.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
+from remat.graph_capture.costs.cache import OpCost
+from remat.graph_capture.devices.known_devices import allocator_rounding
 from remat.graph_capture.devices.placement import device_holding
-from remat.graph_capture.devices.table import allocated_on
 from remat.graph_capture.graph import Resident, TrainingGraph
 from remat.graph_capture.joint.nodes import (
     copy_of,
@@ -34,21 +35,20 @@ from remat.graph_capture.joint.nodes import (
     mutates,
     storage_key,
 )
-from remat.graph_capture.prices.cache import Price
 from remat.graph_capture.refusals import refuse_sparse
 from remat.graph_capture.tracing.resident import storage_bytes
 from remat.rewriter.inductor.choices import calls_in_order
-from remat.rewriter.inductor.emit import emit_fused
-from remat.rewriter.inductor.graph import FusedJoint, build_fused
-from remat.rewriter.inductor.nodes import (
+from remat.rewriter.inductor.fused_emit import emit_fused
+from remat.rewriter.inductor.fused_graph import FusedJoint, build_fused
+from remat.rewriter.inductor.fused_nodes import (
     SEEDS,
-    is_view,
     keep_masks_as_bytes,
-    place_of,
+    module_and_line,
     refuse_drawing,
+    shares_storage,
 )
-from remat.rewriter.inductor.prices import CallPrices, price_fused
-from remat.rewriter.inductor.replay import Replay, StepBytes, replay
+from remat.rewriter.inductor.kernel_costs import CallCosts, with_kernel_costs
+from remat.rewriter.inductor.replay import ReplayedMemory, StepBytes, replay
 from remat.schedules.schedule import Schedule
 
 # Inputs that a step overwrites: what it reads of them is read before that, or from a copy.
@@ -63,7 +63,7 @@ from remat.schedules.schedule import Schedule
 _COPY = torch.ops.aten.clone.default
 
 
-def overwritten_inputs(gm: fx.GraphModule) -> list[fx.Node]:
+def _overwritten_inputs(gm: fx.GraphModule) -> list[fx.Node]:
     """Inputs that the graph writes to, or whose new value it returns for the caller to write.
 
     So are those that share a storage with one of them.
@@ -76,12 +76,12 @@ def overwritten_inputs(gm: fx.GraphModule) -> list[fx.Node]:
     return [n for n in inputs if n in found or _storage_of(n) in storages]
 
 
-def n_written_by_caller(gm: fx.GraphModule) -> int:
+def _n_written_by_caller(gm: fx.GraphModule) -> int:
     """How many results of forward are new values of inputs; they come before all others."""
     return sum(hasattr(said, "mutated_input") for said in _descriptions(gm))
 
 
-def read_from_copies(gm: fx.GraphModule, overwritten: Sequence[fx.Node]) -> list[fx.Node]:
+def _read_from_copies(gm: fx.GraphModule, overwritten: Sequence[fx.Node]) -> list[fx.Node]:
     """Let the readers of overwritten inputs read copies, which are returned; changed in place."""
     copies: list[fx.Node] = []
     inputs = gm.graph.find_nodes(op="placeholder")
@@ -116,7 +116,7 @@ def _storage_of(node: fx.Node) -> int | None:
 # computes again does the same a second time.
 
 
-def is_right(
+def is_valid(
     forward: fx.GraphModule, backward: fx.GraphModule, n_outputs: int, overwritten: Iterable[str]
 ) -> bool:
     """Whether backward reads no overwritten input, and runs nothing again that must run once.
@@ -139,7 +139,7 @@ def _runs_once(node: fx.Node) -> bool:
 
 def _viewed(node: fx.Node) -> fx.Node:
     """What a node is a view of."""
-    while is_view(node):
+    while shares_storage(node):
         node = node.all_input_nodes[0]
     return node
 
@@ -165,7 +165,7 @@ class FusedStep(StepBytes):
 
     Attributes
     ----------
-    graph : its kernels and calls, priced, with nothing resident.
+    graph : its kernels and calls with their costs, and nothing resident.
     n_masks : how many masks a plan keeps as bytes and torch's own cut as bool.
     holds_outputs : whether forward's results are held while backward runs.
     """
@@ -177,26 +177,26 @@ class FusedStep(StepBytes):
         static: Sequence[int], n_visible: int,
     ) -> None:  # fmt: skip
         for node in gm.graph.nodes:
-            refuse_sparse(node, place_of)
+            refuse_sparse(node, module_and_line)
         refuse_drawing(gm.graph)
         # Torch's own cut is made of the graph without bytes: cut from the changed graph, it would
         # keep the bool from which the byte is made. Nor would it keep copies of inputs.
         self._gm, self._joint_inputs, self._static = copy_of(gm), joint_inputs, list(static)
-        overwritten = overwritten_inputs(gm)
+        overwritten = _overwritten_inputs(gm)
         self._overwritten = {node.name for node in overwritten}
-        read_from_copies(gm, overwritten)
+        _read_from_copies(gm, overwritten)
         self.n_masks = keep_masks_as_bytes(gm, n_outputs)
         # Users see forward's results after those that are written back to inputs.
-        first = n_written_by_caller(gm)
+        first = _n_written_by_caller(gm)
         self._visible = range(first, first + n_visible)
         inputs = [n for n in gm.graph.find_nodes(op="placeholder") if not is_tangent(n)]
         device = device_holding(node.meta.get("val") for node in inputs)
-        self._prices = CallPrices(gm, device)
+        self._costs = CallCosts(gm, device)
         self.joint: FusedJoint = build_fused(
             gm, n_outputs, "torch.compile", Resident(), device, self._overwritten
         )
-        self.joint.graph = price_fused(self.joint, self._prices)
-        known, allocated = set[int](), allocated_on(device)
+        self.joint.graph = with_kernel_costs(self.joint, self._costs)
+        known, allocated = set[int](), allocator_rounding(device)
         results: Any = gm.graph.output_node().args[0]
         made = [results[n_outputs + i] for i in self._static if n_outputs + i < len(results)]
         super().__init__(
@@ -209,13 +209,13 @@ class FusedStep(StepBytes):
         )
 
     @property
-    def prices(self) -> dict[str, Price]:
-        """What its plans rest on: the measured prices, by their keys."""
-        return self._prices.taken()
+    def costs(self) -> dict[str, OpCost]:
+        """What its plans rest on: the measured costs, by their keys."""
+        return self._costs.taken()
 
     @property
     def graph(self) -> TrainingGraph:
-        """The priced graph."""
+        """The graph with costs."""
         return self.joint.graph
 
     def emit(self, schedule: Schedule) -> Pair:
@@ -238,12 +238,12 @@ class FusedStep(StepBytes):
                 holds_order=False,
             )  # fmt: skip
 
-    def is_right(self, stock: Pair) -> bool:
+    def is_valid(self, stock: Pair) -> bool:
         """Whether torch's own cut computes the step's gradients."""
         pair = stock.forward, stock.backward
-        return is_right(*pair, self.joint.n_outputs, self._overwritten)
+        return is_valid(*pair, self.joint.n_outputs, self._overwritten)
 
-    def replay(self, pair: Pair) -> Replay:
+    def replay(self, pair: Pair) -> ReplayedMemory:
         """What Inductor's code for `pair` allocates.
 
         Raises
@@ -258,7 +258,7 @@ class FusedStep(StepBytes):
         return self.beside(found)
 
     def _workspaces(self, calls: Sequence[fx.Node]) -> list[int]:
-        return [price.workspace_bytes for price in self._prices.of(calls)]
+        return [cost.workspace_bytes for cost in self._costs.of(calls)]
 
 
 @contextlib.contextmanager
@@ -340,7 +340,7 @@ def planned(partitioner: Partitioner) -> Generator[dict[str, Any]]:
 
     Donated buffers are off, so that backward may run twice. On a Llama that costs 3 % of the peak
     of torch's own cut. Caches in which torch shares code between machines stay off: a plan is for
-    the prices of one.
+    the costs of one.
     """
     is_named = bool(partitioner.name())
     with functorch_config.patch(

@@ -19,11 +19,11 @@ from remat.graph_capture.joint.nodes import is_tangent, storage_key
 from remat.rewriter.inductor.lowering import Event, Lowered, lower
 from remat.rewriter.torch_compat import holds_tangents
 
-Workspaces = Callable[[Sequence[fx.Node]], Sequence[int]]
+_Workspaces = Callable[[Sequence[fx.Node]], Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Replay:
+class ReplayedMemory:
     """What a compiled step allocates beyond its inputs.
 
     Attributes
@@ -46,7 +46,7 @@ class Replay:
 
 @dataclass(eq=False)
 class StepBytes:
-    """What one graph takes beside what it allocates, from what others have left.
+    """Bytes live while a graph runs that other graphs have allocated.
 
     Attributes
     ----------
@@ -65,7 +65,7 @@ class StepBytes:
     modules: int = 1
     awaited_gradient_bytes: int = 0
 
-    def beside(self, found: Replay, times: int = 1) -> Replay:
+    def beside(self, found: ReplayedMemory, times: int = 1) -> ReplayedMemory:
         """`found` with what other calls and later graphs have left."""
         forward_bytes, backward_bytes = self._left_by_others_bytes(found)
         return dataclasses.replace(
@@ -74,11 +74,11 @@ class StepBytes:
             backward_peak_bytes=found.backward_peak_bytes + times * backward_bytes,
         )
 
-    def alone(self, found: Replay) -> Replay:
+    def alone(self, found: ReplayedMemory) -> ReplayedMemory:
         """`found` without what other calls and later graphs have left."""
         return self.beside(found, -1)
 
-    def _left_by_others_bytes(self, found: Replay) -> tuple[int, int]:
+    def _left_by_others_bytes(self, found: ReplayedMemory) -> tuple[int, int]:
         """What is there beside forward and beside backward, at most, from others.
 
         The last call's backward runs first, beside what all others have saved. In each later one
@@ -99,11 +99,11 @@ def replay(
     forward: fx.GraphModule,
     backward: fx.GraphModule,
     n_outputs: int,
-    workspaces: Workspaces,
+    workspaces: _Workspaces,
     visible: Sequence[int],
     *,
     holds_outputs: bool = True,
-) -> Replay:
+) -> ReplayedMemory:
     """Lower both graphs and replay what they allocate.
 
     Parameters
@@ -136,13 +136,13 @@ def replay(
         saved,
         lowered.output_strides[n_outputs:],
     )
-    return Replay(forward_peak, then.peak_bytes, saved_bytes, output_bytes)
+    return ReplayedMemory(forward_peak, then.peak_bytes, saved_bytes, output_bytes)
 
 
 class LiveStorages:
     """Storages that are live while events are carried out, by the names that hold them."""
 
-    def __init__(self, workspaces: Workspaces, held: set[str]) -> None:
+    def __init__(self, workspaces: _Workspaces, held: set[str]) -> None:
         self.workspaces = workspaces
         self.held = held
         self.size_bytes: list[int] = []
@@ -212,7 +212,7 @@ def _held_by(run: LiveStorages, name: str | None) -> list[int]:
 def _backward_run(
     run: LiveStorages,
     backward: fx.GraphModule,
-    workspaces: Workspaces,
+    workspaces: _Workspaces,
     outputs: Sequence[list[int]],
     saved: Sequence[list[int]],
     strides: Sequence[tuple[int, ...] | None],

@@ -21,12 +21,12 @@ import msgspec
 import torch.utils._pytree as pytree
 
 from remat.graph_capture.errors import PlanError, TextError
-from remat.graph_capture.files import decoded
+from remat.graph_capture.files import decode_json
 
-PROTOCOL = 1
-MOST_DEPTH = 100
+_PROTOCOL = 1
+_MOST_DEPTH = 100
 """Containers within containers. torch takes such a tree apart by recursion."""
-ENUM = "__enum__"
+_ENUM = "__enum__"
 
 
 class _Node(msgspec.Struct, forbid_unknown_fields=True):
@@ -54,8 +54,8 @@ def tree_from(text: str) -> pytree.TreeSpec:
     ValueError, TypeError, ... : what a type that is registered raises of its own context.
     """
     protocol, root = _decoded(text, tuple[int, _Node])
-    if protocol != PROTOCOL:
-        raise _unread(f"its tree is of protocol {protocol}, this release reads {PROTOCOL}")
+    if protocol != _PROTOCOL:
+        raise _unread(f"its tree is of protocol {protocol}, this release reads {_PROTOCOL}")
     return _spec(root, 0)
 
 
@@ -65,14 +65,14 @@ def _unread(why: object) -> PlanError:
 
 def _decoded(text: str, kind: Any) -> Any:
     try:
-        return decoded(text, kind)
+        return decode_json(text, kind)
     except TextError as error:
         raise _unread(error) from error
 
 
 def _spec(node: _Node, depth: int) -> pytree.TreeSpec:
-    if depth > MOST_DEPTH:
-        raise _unread(f"it has more than {MOST_DEPTH} containers within each other")
+    if depth > _MOST_DEPTH:
+        raise _unread(f"it has more than {_MOST_DEPTH} containers within each other")
     if node.type is None:
         if node.context is not None or node.children_spec:
             raise _unread("a leaf of its tree has parts")
@@ -111,7 +111,7 @@ def _with_enums(one: Any) -> Any:
         return [_with_enums(part) for part in one]
     if not isinstance(one, dict):
         return one
-    if ENUM in one:
+    if _ENUM in one:
         return _enum_member(str(one.get("fqn")), one.get("name"))
     return {key: _with_enums(part) for key, part in one.items()}
 

@@ -23,10 +23,10 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from remat.graph_capture.devices.cpu import cpu_title
-from remat.graph_capture.devices.table import CPU, CUDA, is_in_table, modelled_device
+from remat.graph_capture.devices.known_devices import CPU, CUDA, is_in_table, modelled_device
 from remat.graph_capture.errors import PlanError, for_caller
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.joint.hand_over import HandOver
+from remat.graph_capture.joint.gradient_release import GradientRelease
 from remat.graph_capture.tracing.recipe import Recipe, autocast_state
 from remat.graph_capture.tracing.resident import tied_places
 from remat.graph_capture.tracing.signature import Signature
@@ -57,10 +57,10 @@ _UNREADABLE = (
     AssertionError,
 )  # fmt: skip
 """What torch and Python raise for a tree or a leaf that is none."""
-MOST_SHOWN = 40
+_MOST_SHOWN = 40
 
 
-def state_of(model: nn.Module) -> tuple[StateFact, ...]:
+def _state_of(model: nn.Module) -> tuple[StateFact, ...]:
     """Parameters, then buffers, as the model has them now."""
     named, tied = named_state(model), tied_places(model)
     n_parameters = len(list(model.named_parameters(remove_duplicate=False)))
@@ -78,19 +78,19 @@ def state_of(model: nn.Module) -> tuple[StateFact, ...]:
     )
 
 
-def modules_in_eval(model: nn.Module) -> tuple[str, ...]:
+def _modules_in_eval(model: nn.Module) -> tuple[str, ...]:
     """Paths of the submodules that are in eval mode."""
     return tuple(path for path, module in model.named_modules() if path and not module.training)
 
 
-def loss_name(loss_fn: LossFunction | None) -> str:
+def _loss_name(loss_fn: LossFunction | None) -> str:
     """The function's name, or that of its class; empty for None."""
     if isinstance(loss_fn, functools.partial):
-        return loss_name(loss_fn.func)
+        return _loss_name(loss_fn.func)
     return "" if loss_fn is None else getattr(loss_fn, "__name__", type(loss_fn).__name__)
 
 
-def title_of(device: str) -> str:
+def _title_of(device: str) -> str:
     """The name of the machine behind a device's name."""
     if is_in_table(device):
         return modelled_device(device).title
@@ -172,13 +172,13 @@ def _python_leaf(name: str, value: Any) -> PythonLeaf:
 def _leaf(leaf: TensorLeaf | PythonLeaf) -> Any:
     if isinstance(leaf, TensorLeaf):
         return torch.empty_strided(
-            leaf.shape, leaf.strides, dtype=dtype_of(leaf.dtype), device=leaf.device,
+            leaf.shape, leaf.strides, dtype=_dtype_of(leaf.dtype), device=leaf.device,
             requires_grad=leaf.requires_grad,
         )  # fmt: skip
     if leaf.kind == "str":
         # One literal and nothing else: Python's parser has limits of its own for what is nested.
         if not _TEXT.fullmatch(leaf.text):
-            raise ValueError(f"{leaf.text[:MOST_SHOWN]} is no text")
+            raise ValueError(f"{leaf.text[:_MOST_SHOWN]} is no text")
         return ast.literal_eval(leaf.text)
     return _VALUES[leaf.kind](leaf.text)
 
@@ -187,7 +187,7 @@ def _dtype_text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def dtype_of(text: str) -> torch.dtype:
+def _dtype_of(text: str) -> torch.dtype:
     """The dtype of a name such as ``bfloat16``."""
     found = vars(torch).get(text)
     if not isinstance(found, torch.dtype):
@@ -197,7 +197,7 @@ def dtype_of(text: str) -> torch.dtype:
     return found
 
 
-def autocast_of(state: tuple[Any, ...]) -> tuple[Autocast, ...]:
+def _autocast_of(state: tuple[Any, ...]) -> tuple[Autocast, ...]:
     """Autocast as a file holds it."""
     return tuple(Autocast(kind, enabled, _dtype_text(dtype)) for kind, enabled, dtype in state)
 
@@ -210,7 +210,7 @@ def under_autocast(planned: tuple[Autocast, ...]) -> Generator[None]:
         for one in planned:
             if one.device in here:
                 stack.enter_context(
-                    torch.autocast(one.device, dtype_of(one.dtype), enabled=one.enabled)
+                    torch.autocast(one.device, _dtype_of(one.dtype), enabled=one.enabled)
                 )
         yield
 
@@ -225,7 +225,7 @@ def recipe_from(plan: Plan, loss_fn: LossFunction | None, device: str) -> Recipe
         autocast=autocast_state(),
         device=device,
         flags=(plan.told_compiling, plan.told_exporting),
-        hand_over=HandOver() if plan.schedule.hands_over else None,
+        gradient_release=GradientRelease() if plan.schedule.releases_gradients else None,
     )
 
 
@@ -237,26 +237,26 @@ def make_plan(
     recipe: Recipe,
     schedule: Schedule,
     prediction: Prediction | None = None,
-    priced: TrainingGraph | None = None,
+    costed: TrainingGraph | None = None,
 ) -> Plan:
     """The plan of a schedule for a model as it was traced, with the graph it was made for."""
     flags = recipe.flags or (False, False)
     return Plan(
         model=recipe.name,
-        state=state_of(model),
-        in_eval=modules_in_eval(model),
+        state=_state_of(model),
+        in_eval=_modules_in_eval(model),
         batch=batch_signature(recipe.signature),
-        loss_fn=loss_name(recipe.loss_fn),
-        autocast=autocast_of(recipe.autocast),
+        loss_fn=_loss_name(recipe.loss_fn),
+        autocast=_autocast_of(recipe.autocast),
         told_compiling=flags[0],
         told_exporting=flags[1],
         resident=recipe.resident,
         device=recipe.device,
-        title=title_of(recipe.device),
+        title=_title_of(recipe.device),
         versions=Versions(torch=str(torch.__version__), remat=version("remat")),
         schedule=schedule,
         prediction=prediction,
-        graph=priced,
+        graph=costed,
     )
 
 
@@ -307,7 +307,7 @@ def _require_device(plan: Plan, model: nn.Module) -> None:
     here = next((p.device.type for p in model.parameters()), CPU)
     if here not in (planned, "meta"):
         raise _differs("the device", plan.device, here)
-    title = title_of(here) if here in (CPU, CUDA) else plan.title
+    title = _title_of(here) if here in (CPU, CUDA) else plan.title
     if title != plan.title:
         warnings.warn(
             f"the plan was made for {plan.title} and is loaded on {title}: gradients stay the "
@@ -319,7 +319,7 @@ def _require_device(plan: Plan, model: nn.Module) -> None:
 def _require_model(plan: Plan, model: nn.Module) -> None:
     if plan.model != type(model).__name__:
         raise _differs("the model's class", plan.model, type(model).__name__)
-    found = state_of(model)
+    found = _state_of(model)
     for mine, theirs in zip(plan.state, found, strict=False):
         _require_same(mine, theirs)
     if len(plan.state) != len(found):
@@ -327,7 +327,7 @@ def _require_model(plan: Plan, model: nn.Module) -> None:
         extra = longer[min(len(plan.state), len(found))]
         here = "is not there" if longer is plan.state else "is new"
         raise _does_not_fit(f"{extra.kind} {extra.name} {here}")
-    in_eval = modules_in_eval(model)
+    in_eval = _modules_in_eval(model)
     for path in (*plan.in_eval, *in_eval):
         if (path in plan.in_eval) != (path in in_eval):
             modes = ("eval mode", "training mode")
@@ -363,7 +363,7 @@ def _require_batch(plan: Plan, batch: Any) -> None:
 
 
 def _require_loss(plan: Plan, loss_fn: LossFunction | None) -> None:
-    given = loss_name(loss_fn)
+    given = _loss_name(loss_fn)
     if plan.loss_fn and not given:
         raise PlanError(
             f"the plan's step ends in the loss function {plan.loss_fn}, and no file holds a "

@@ -17,11 +17,16 @@ from torch.export.pt2_archive import PT2ArchiveWriter
 
 from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.errors import ArchiveError, CaptureError, PlanError
-from remat.graph_capture.files import archived, read_contents, replaced, write_contents
+from remat.graph_capture.files import (
+    atomic_write,
+    read_archive_member,
+    read_contents,
+    write_contents,
+)
 from remat.graph_capture.refusals import refuse_module
 from remat.graph_capture.sizes.at_sizes import ranged_graph_of
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
-from remat.graph_capture.sizes.signature import RangedSignature, refuse_beside_ranges
+from remat.graph_capture.sizes.ranged_signature import RangedSignature, refuse_beside_ranges
 from remat.graph_capture.sizes.symbols import Place, as_symbol
 from remat.graph_capture.tracing.recipe import Recipe, keep_recipe, require_switches
 from remat.graph_capture.tracing.step_module import LossFunction
@@ -34,11 +39,11 @@ from remat.rewriter.plans.facts import (
     signature_from,
     under_autocast,
 )
-from remat.rewriter.rewriting import rewrite, trace_in_pieces
+from remat.rewriter.rewriting import rewrite, trace_in_chunks
 from remat.rewriter.user_module.module import RematModule, SharedState
 from remat.rewriter.user_module.ranged import RangedModule, make_ranged
-from remat.schedules.family import Family, carried
-from remat.schedules.plan import AGAIN, Plan, RangeFacts, judge_family, judge_plan
+from remat.schedules.family import Family, resized_schedule
+from remat.schedules.plan import MAKE_PLAN_AGAIN, Plan, RangeFacts, evaluate_family, evaluate_plan
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -47,7 +52,7 @@ if TYPE_CHECKING:
 # Plan files on disk: JSON, or one extra file in a ``.pt2`` archive of `torch.export`.
 
 
-ARCHIVE = ".pt2"
+_ARCHIVE = ".pt2"
 EXTRA_FILE = "remat_plan.json"
 """The plan's name among the `extra_files` of `torch.export.save`."""
 _RECORD = f"extra/{EXTRA_FILE}"
@@ -107,12 +112,12 @@ def save_plan(plan: Plan, path: str | Path, program: ExportedProgram | None = No
     FileError : the file cannot be written; an old one is as it was.
     """
     path = Path(path)
-    if path.suffix != ARCHIVE:
+    if path.suffix != _ARCHIVE:
         if program is not None:
-            raise PlanError(f"{path} holds no program: name the file with {ARCHIVE} to keep both")
+            raise PlanError(f"{path} holds no program: name the file with {_ARCHIVE} to keep both")
         write_contents(path, plan.to_json() + b"\n")
     elif program is not None:
-        with replaced(path) as out:
+        with atomic_write(path) as out:
             deferring: Any = _Deferring(out)  # torch declares less than it takes
             extra = {EXTRA_FILE: plan.to_json().decode()}
             torch.export.save(program, deferring, extra_files=extra)
@@ -133,16 +138,16 @@ def read_plan(path: str | Path) -> Plan:
     FileError : the file cannot be read.
     """
     path = Path(path)
-    data = read_contents(path) if path.suffix != ARCHIVE else _from_archive(path)
+    data = read_contents(path) if path.suffix != _ARCHIVE else _from_archive(path)
     return Plan.from_json(data, str(path))
 
 
 def _from_archive(path: Path) -> bytes:
     try:
-        found = archived(path, _RECORD)
+        found = read_archive_member(path, _RECORD)
     except ArchiveError as error:
         raise PlanError(
-            f"{path} is no {ARCHIVE} archive, or is cut short ({error}). {AGAIN}"
+            f"{path} is no {_ARCHIVE} archive, or is cut short ({error}). {MAKE_PLAN_AGAIN}"
         ) from error
     if found is None:
         raise PlanError(
@@ -155,12 +160,12 @@ def _from_archive(path: Path) -> bytes:
 # Plans for a range of sizes: made of a module, and rewritten to.
 
 
-def plan_over_range(kind: type[RangedModule]) -> Plan:
+def _plan_over_range(kind: type[RangedModule]) -> Plan:
     """The plan of a module for a range of sizes.
 
     Raises
     ------
-    PlanError : the prices of its graph are not at hand; or its batch holds what a file cannot.
+    PlanError : the costs of its graph are not at hand; or its batch holds what a file cannot.
     """
     members, family, graph = kind._remat_members, kind._remat_family, kind._remat_graph
     if graph is None:
@@ -178,12 +183,12 @@ def plan_of_family(
 ) -> Plan:
     """The plan of a family for a model as it was traced, with the graph that it was made for."""
     top = graph.bounding(graph.symbols)
-    schedule = carried(family.top.schedule, top)
+    schedule = resized_schedule(family.top.schedule, top)
     plan = make_plan(model, recipe, schedule, None, top)
     return msgspec.structs.replace(plan, over=RangeFacts(places, family, graph))
 
 
-def load_over_range(
+def _load_over_range(
     plan: Plan, over: RangeFacts, model: nn.Module, loss_fn: LossFunction | None, *,
     audit: bool = True,
 ) -> RangedModule:  # fmt: skip
@@ -193,7 +198,7 @@ def load_over_range(
     ------
     PlanError : the plan was edited; or the model has other values, or values of other sizes.
     """
-    judge_family(over)
+    evaluate_family(over)
     with under_autocast(plan.autocast):
         recipe = recipe_from(plan, loss_fn, resolved_device(None, model))
         traced = trace_recipe(model, dataclasses.replace(recipe, signature=_ranged(plan, over)))
@@ -241,7 +246,7 @@ def plan_of(module: nn.Module) -> Plan:
     """
     kind = type(module)._remat_last_used() if isinstance(module, SharedState) else None
     if kind is not None and issubclass(kind, RangedModule):
-        return plan_over_range(kind)
+        return _plan_over_range(kind)
     if kind is None or not issubclass(kind, RematModule):
         raise PlanError(
             f"a {type(module).__name__} follows no plan: pass what remat.rematerialize, "
@@ -252,7 +257,7 @@ def plan_of(module: nn.Module) -> Plan:
             f"this {type(module).__name__} runs one schedule over a range of sizes, which no plan "
             "file holds: keep a family of them, remat.rewrite(model, remat.solve(graph, budget))"
         )
-    known = (kind._remat_prediction, kind._remat_priced)
+    known = (kind._remat_prediction, kind._remat_costed)
     return make_plan(
         kind._remat_original_module, kind._remat_guards.recipe, kind._remat_schedule, *known
     )
@@ -290,7 +295,7 @@ def load(
     require_switches(compile=compile, audit=audit)
     kept = plan if isinstance(plan, Plan) else read_plan(plan)
     if kept.graph is not None:
-        judge_plan(kept, "the plan" if isinstance(plan, Plan) else str(plan))
+        evaluate_plan(kept, "the plan" if isinstance(plan, Plan) else str(plan))
     if kept.schedule.updates:
         raise PlanError(
             "the plan updates parameters during backward, and a file holds no optimizer: make it "
@@ -302,11 +307,11 @@ def load(
     require_fit(kept, model, batch, loss_fn)
     if kept.over is not None:
         refuse_beside_ranges(compile=compile)
-        return load_over_range(kept, kept.over, model, loss_fn, audit=audit)
+        return _load_over_range(kept, kept.over, model, loss_fn, audit=audit)
     with under_autocast(kept.autocast):
         recipe = recipe_from(kept, loss_fn, resolved_device(None, model))
-        traced = trace_in_pieces(model, recipe, kept.schedule)
+        traced = trace_in_chunks(model, recipe, kept.schedule)
     # Without the graph behind them, figures are what somebody says.
     prediction = kept.prediction if kept.graph is not None else None
-    known: dict[str, Any] = {"prediction": prediction, "priced": kept.graph}
+    known: dict[str, Any] = {"prediction": prediction, "costed": kept.graph}
     return rewrite(model, kept.schedule, trace=traced, compile=compile, audit=audit, **known)

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from remat.graph_capture.distributed.collectives import is_wait
 from remat.graph_capture.joint.nodes import is_getitem, storage_key, tensors_of
-from remat.rewriter.graphs.gradients import hand_over, marks
+from remat.rewriter.graphs.result_gradients import marks, release_gradients
 from remat.rewriter.graphs.rng import draw_noting, drawn
 
 Storage = tuple[fx.Node, int]
@@ -154,7 +154,7 @@ def is_heavy(node: fx.Node) -> bool:
 
 def is_mark(node: fx.Node) -> bool:
     """Whether the node only says that gradients are final."""
-    return node.op == "call_function" and node.target is hand_over
+    return node.op == "call_function" and node.target is release_gradients
 
 
 # How many bytes each part of a split backward has live at once, as its code frees them.
@@ -205,11 +205,11 @@ def _is_free(node: fx.Node, resident: Collection[str]) -> bool:
 def _last_uses(part: fx.GraphModule, facts: Dependencies) -> dict[Storage, int]:
     """By storage, the place of the node that needs it last.
 
-    Results are needed to the end, but those that marks hand over, as W does with all.
+    Results are needed to the end, but those that marks release, as W does with all.
     """
     last: dict[Storage, int] = {}
-    hands_over = bool(marks(part.graph))
+    releases_gradients = bool(marks(part.graph))
     for place, node in enumerate(part.graph.nodes):
-        if node.op != "output" or not hands_over:
+        if node.op != "output" or not releases_gradients:
             last |= {s: place for one in node.all_input_nodes for s in facts.storages[one]}
     return last

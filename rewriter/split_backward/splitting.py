@@ -10,12 +10,12 @@ from torch import fx, nn
 from remat.graph_capture.distributed.collectives import collectives_in
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.joint.nodes import draws_randomness
-from remat.rewriter.split_backward.cut import split_graph
 from remat.rewriter.split_backward.waiting import SplitCode, SplitGraphs, StepSplit, WeightsQueue
+from remat.rewriter.split_backward.weight_cut import split_graph
 from remat.rewriter.user_module.module import RematModule
 from remat.rewriter.user_module.ranged import RangedModule
 
-WITHOUT = "or take a schedule without zero bubbles, such as 1F1B or Interleaved1F1B"
+_WITHOUT = "or take a schedule without zero bubbles, such as 1F1B or Interleaved1F1B"
 
 
 class SplitBackward:
@@ -151,7 +151,7 @@ def _refuse_shared(module: nn.Module, blocks: dict[str, RematModule]) -> None:
                 raise RewriteError(
                     f"{name} belongs to {where or 'the module'} and to {path or 'the module'}, "
                     "and its gradient would be added up in another order in two parts: rewrite "
-                    f"the two together as one module, {WITHOUT}"
+                    f"the two together as one module, {_WITHOUT}"
                 )
 
 
@@ -171,4 +171,4 @@ def _holders(
 
 def _not_split(path: str, block: nn.Module, why: str) -> RewriteError:
     name = f"{path} ({type(block).__name__})" if path else type(block).__name__
-    return RewriteError(f"backward of {name} cannot be split: it {why}, {WITHOUT}")
+    return RewriteError(f"backward of {name} cannot be split: it {why}, {_WITHOUT}")

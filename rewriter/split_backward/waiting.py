@@ -1,7 +1,7 @@
 """The backward of one forward in two parts: the first now, the second when it is asked for.
 
 The node of a compiled step runs I alone, and gives autograd no gradient of a weight. What W needs
-is kept in a `Waiting`. The parameters of a step come in as leaves of their own, so that a pass of
+is kept in a `_Waiting`. The parameters of a step come in as leaves of their own, so that a pass of
 autograd's engine that wants gradients of inputs alone can be told from one that adds to ``.grad``:
 the first leaves nothing to wait for.
 """
@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from remat.graph_capture.errors import RewriteError
 from remat.rewriter.graphs.codegen import Boxed, compile_boxed, compile_in_steps
-from remat.rewriter.graphs.handing_over import ExpectedBackward
+from remat.rewriter.graphs.gradient_gates import ExpectedBackward
 from remat.rewriter.split_backward.dependencies import SplitBytes
 
 # Adds gradients to ``.grad`` as eager does: by autograd's own node of each parameter.
@@ -28,7 +28,7 @@ from remat.rewriter.split_backward.dependencies import SplitBytes
 # the first gradient becomes ``.grad`` itself where eager would take it.
 
 
-def accumulate(parameters: Sequence[Tensor], gradients: list[Tensor]) -> None:
+def _accumulate(parameters: Sequence[Tensor], gradients: list[Tensor]) -> None:
     """Add a gradient to each parameter; the list is empty afterwards."""
     with torch.enable_grad():
         root = _Given.apply(gradients, *parameters)
@@ -61,7 +61,7 @@ class SplitGraphs:
     ----------
     inputs : I. It takes what backward takes, and returns backward's results, None in the places of
         weights, then what it carries to W.
-    weights : W. It takes what is carried, and hands over gradients where `hand_over` marks it.
+    weights : W. It takes what is carried, and releases gradients where the graph has marks.
     n_results : of backward. places : of the results that W makes.
     live : bytes of both, of one microbatch.
     reads_tangents : whether W reads a gradient that backward is given.
@@ -102,7 +102,7 @@ class SplitRun:
     """
 
     def __init__(
-        self, code: SplitCode, state: Sequence[Tensor], leave: Callable[[Waiting], None]
+        self, code: SplitCode, state: Sequence[Tensor], leave: Callable[[_Waiting], None]
     ) -> None:
         self.code, self.leave = code, leave
         self.parameters = {place: state[place] for place in code.graphs.places}
@@ -130,11 +130,11 @@ class SplitRun:
         n_results = self.code.graphs.n_results
         if self._sink is not None and _C._will_engine_execute_node(self._sink):
             wanted = {p: t for p, t in self.parameters.items() if p not in self.unreached}
-            self.leave(Waiting(self.code, wanted, list(results[n_results:])))
+            self.leave(_Waiting(self.code, wanted, list(results[n_results:])))
         return list(results[:n_results])
 
 
-class Waiting:
+class _Waiting:
     """W of one microbatch, which is still to run.
 
     Parameters
@@ -164,7 +164,7 @@ class Waiting:
             gradients.clear()
             if found:
                 parameters = [self.parameters[place] for place in found]
-                accumulate(parameters, _emptied(found))
+                _accumulate(parameters, _emptied(found))
 
 
 def in_parts(whole: Boxed) -> Boxed:
@@ -201,9 +201,9 @@ class WeightsQueue:
     """W of the blocks whose backward has run, until a runner takes it."""
 
     def __init__(self) -> None:
-        self._left: list[Waiting] = []
+        self._left: list[_Waiting] = []
 
-    def leave(self, waiting: Waiting) -> None:
+    def leave(self, waiting: _Waiting) -> None:
         """Keep what waits until it is taken."""
         self._left.append(waiting)
 

@@ -23,7 +23,7 @@ from remat.graph_capture.errors import TierError
 from remat.graph_capture.graph import Tier as TierName
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.spill_files import File, Folder, host_folder
-from remat.rewriter.tiers.handles import Shown, Store, handle_of, store_of
+from remat.rewriter.tiers.handles import StorageView, Store, handle_of, store_of
 from remat.schedules.schedule import Fetch, Free, Offload, Schedule
 
 # Copies by plain threads, one a link, each in the order in which copies are begun.
@@ -36,10 +36,10 @@ from remat.schedules.schedule import Fetch, Free, Offload, Schedule
 # Python ends while it is in torch's C++ aborts the process, so all are ended before Python's end.
 
 
-Work = Callable[..., None]
+_Work = Callable[..., None]
 
 
-class Copy:
+class PendingCopy:
     """A copy that has begun."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Copy:
         """Wait for its end, whatever came of it."""
         self._ended.wait()
 
-    def carry_out(self, work: Work, given: list[Any], after: Copy | None) -> None:
+    def carry_out(self, work: _Work, given: list[Any], after: PendingCopy | None) -> None:
         """Do the work, unless what it reads has failed; called by the thread of a link."""
         try:
             if after is not None:
@@ -89,18 +89,20 @@ class LinkThread:
     """The thread of one link. It starts with the first copy, and ends with the process."""
 
     def __init__(self, name: str) -> None:
-        self._queue: queue.SimpleQueue[tuple[Copy, Work, list[Any], Copy | None] | None]
+        self._queue: queue.SimpleQueue[
+            tuple[PendingCopy, _Work, list[Any], PendingCopy | None] | None
+        ]
         self._queue = queue.SimpleQueue()
         self._is_ending = False
         self._thread = threading.Thread(target=self._run, name=f"remat-{name}", daemon=True)
         self._thread.start()
 
-    def begin(self, work: Work, given: list[Any], after: Copy | None = None) -> Copy:
+    def begin(self, work: _Work, given: list[Any], after: PendingCopy | None = None) -> PendingCopy:
         """Begin ``work(*given)`` once all earlier copies of the link have ended, and `after`.
 
         `given` is emptied before the copy ends.
         """
-        copy = Copy()
+        copy = PendingCopy()
         self._queue.put((copy, work, given, after))
         return copy
 
@@ -231,14 +233,14 @@ def _lowest(stay: _Stay, placed: list[tuple[_Stay, int]]) -> int:
     return offset
 
 
-Pending = tuple[Tensor, Copy]
+_Pending = tuple[Tensor, PendingCopy]
 
 
 @dataclass(eq=False)
 class FileOf:
     """The file of one handle, once the copy into it has taken its range."""
 
-    copied: Copy = field(init=False)
+    copied: PendingCopy = field(init=False)
     file: File | None = None
 
 
@@ -265,41 +267,41 @@ class FileTier:
         return {"host": self._host, "nvme": self._nvme}
 
     def require_room(self) -> None:
-        """As of `Tier`. What other steps take meanwhile is not known."""
+        """As of `TierCopies`. What other steps take meanwhile is not known."""
         for folder, size_bytes in self._needs:
             folder.require_room(size_bytes)
 
     def offload(self, x: Tensor, place_bytes: int) -> Tensor:
-        """As of `Tier`; files have no places."""
-        shown, kept = Shown.of(x), FileOf()
+        """As of `TierCopies`; files have no places."""
+        shown, kept = StorageView.of(x), FileOf()
         kept.copied = link_thread("d2h").begin(_fill_from_memory, [self._host, kept, x, shown])
         return handle_of(Store(shown, kept))
 
     def leave(self, handle: Tensor, x: Tensor) -> Tensor:
-        """As of `Tier`."""
+        """As of `TierCopies`."""
         store_of(handle).kept.copied.wait()
         return handle
 
-    def fetch(self, handle: Tensor) -> Pending:
-        """As of `Tier`."""
+    def fetch(self, handle: Tensor) -> _Pending:
+        """As of `TierCopies`."""
         store = store_of(handle)
         whole = torch.empty(store.shown.size_bytes, dtype=torch.uint8)
         x = store.shown.over(whole)
         kept: FileOf = store.kept
         return x, link_thread("h2d").begin(_fill_memory, [kept, whole], kept.copied)
 
-    def arrive(self, pending: Pending) -> Tensor:
-        """As of `Tier`."""
+    def arrive(self, pending: _Pending) -> Tensor:
+        """As of `TierCopies`."""
         x, copy = pending
         copy.wait()
         return x
 
     def write(self, handle: Tensor) -> Tensor:
-        """As of `Tier`."""
+        """As of `TierCopies`."""
         return self._to_folder(handle, self._nvme, "write")
 
     def read(self, handle: Tensor, place_bytes: int) -> Tensor:
-        """As of `Tier`; files have no places."""
+        """As of `TierCopies`; files have no places."""
         return self._to_folder(handle, self._host, "read")
 
     def _to_folder(self, handle: Tensor, folder: Folder, link: str) -> Tensor:
@@ -310,7 +312,7 @@ class FileTier:
         return handle_of(Store(store.shown, kept))
 
 
-def _fill_from_memory(folder: Folder, kept: FileOf, x: Tensor, shown: Shown) -> None:
+def _fill_from_memory(folder: Folder, kept: FileOf, x: Tensor, shown: StorageView) -> None:
     file = File(folder, shown.size_bytes)
     file.write_from(x.untyped_storage().data_ptr())
     kept.file = file

@@ -14,13 +14,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from remat.graph_capture.spill_files import Ending
+from remat.graph_capture.spill_files import Finalizer
 
 HANDLE_BYTES = 8
 
 
 @dataclass(frozen=True)
-class Shown:
+class StorageView:
     """How a tensor shows its storage, of which all bytes are copied."""
 
     size: tuple[int, ...]
@@ -49,14 +49,14 @@ class Shown:
 class Store(bytearray):
     """The memory of one handle, with what its tier keeps of the value."""
 
-    def __init__(self, shown: Shown, kept: Any) -> None:
+    def __init__(self, shown: StorageView, kept: Any) -> None:
         super().__init__(HANDLE_BYTES)
         self.shown, self.kept = shown, kept
 
 
-_stores: dict[int, Ending[int]] = {}
+_stores: dict[int, Finalizer[int]] = {}
 """By the address of a handle's memory, which is its own for as long as it lives."""
-_ended: deque[Ending[int]] = deque()
+_ended: deque[Finalizer[int]] = deque()
 
 
 def handle_of(store: Store) -> Tensor:
@@ -67,7 +67,7 @@ def handle_of(store: Store) -> Tensor:
             del _stores[gone.fact]
     handle = torch.frombuffer(store, dtype=torch.uint8)
     address = handle.untyped_storage().data_ptr()
-    _stores[address] = Ending(store, _ended.append, address)
+    _stores[address] = Finalizer(store, _ended.append, address)
     return handle
 
 

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from remat.graph_capture.errors import TierError, option
 from remat.graph_capture.graph import Links
-from remat.graph_capture.spill_files import Ending, File, Folder, host_folder
-from remat.rewriter.tiers.file_tier import Copy, FileOf, HostPlaces, link_thread
-from remat.rewriter.tiers.handles import Shown, Store, handle_of, store_of
+from remat.graph_capture.spill_files import File, Finalizer, Folder, host_folder
+from remat.rewriter.tiers.file_tier import FileOf, HostPlaces, PendingCopy, link_thread
+from remat.rewriter.tiers.handles import StorageView, Store, handle_of, store_of
 
 # Pinned memory of the host: one planned range a plan, whose parts handles take in turn.
 #
@@ -42,11 +42,11 @@ _PORTABLE = 1
 
 
 @dataclass
-class Uses:
+class _Uses:
     """What may still read or write a part: events of streams, and copies by threads."""
 
     events: list[Any] = field(default_factory=list[Any])
-    copies: list[Copy] = field(default_factory=list[Copy])
+    copies: list[PendingCopy] = field(default_factory=list[PendingCopy])
 
     def settle(self) -> None:
         """Wait for the copies by threads; streams wait for the events."""
@@ -61,7 +61,7 @@ class _Taken:
 
     start: int
     end: int
-    uses: Uses
+    uses: _Uses
 
     def meets(self, other: _Taken) -> bool:
         """Whether both have a byte."""
@@ -73,14 +73,14 @@ class _Taken:
 
 
 @dataclass(eq=False)
-class Part:
+class _Part:
     """Some bytes of a range, as long as one handle has them."""
 
     memory: Tensor
-    uses: Uses
+    uses: _Uses
 
 
-class Range:
+class _Range:
     """Pinned memory of that size.
 
     Raises
@@ -91,44 +91,44 @@ class Range:
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = max(size_bytes, mmap.PAGESIZE)
         self.memory = pinned(self.size_bytes)
-        self.live: list[Ending[_Taken]] = []
+        self.live: list[Finalizer[_Taken]] = []
         self.former: list[_Taken] = []
         # A handle may die in any thread, and while a part is being taken.
-        self.released: deque[Ending[_Taken]] = deque()
+        self.released: deque[Finalizer[_Taken]] = deque()
 
-    def take(self, start: int, end: int) -> Part | None:
+    def take(self, start: int, end: int) -> _Part | None:
         """The part, with what it has to wait for; None where some of it is held or not there."""
         while self.released:
             gone = self.released.popleft()
             self.live = [one for one in self.live if one is not gone]
             self.former.append(gone.fact)
-        wanted = _Taken(start, end, Uses())
+        wanted = _Taken(start, end, _Uses())
         if end > self.size_bytes or any(wanted.meets(one.fact) for one in self.live):
             return None
         for former in filter(wanted.meets, self.former):
             wanted.uses.events += former.uses.events
             wanted.uses.copies += former.uses.copies
         self.former = [one for one in self.former if not wanted.covers(one)]
-        part = Part(self.memory[start:end], wanted.uses)
-        self.live.append(Ending(part, self.released.append, wanted))
+        part = _Part(self.memory[start:end], wanted.uses)
+        self.live.append(Finalizer(part, self.released.append, wanted))
         return part
 
 
-class PinnedRanges:
+class _PinnedRanges:
     """The ranges of one plan; the first is enough for steps that follow each other."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
-        self.ranges: list[Range] = []
+        self.ranges: list[_Range] = []
         self._taking = threading.Lock()
 
     def require(self) -> None:
         """Pin the first range, if it is not there yet."""
         with self._taking:
             if not self.ranges:
-                self.ranges.append(Range(self.size_bytes))
+                self.ranges.append(_Range(self.size_bytes))
 
-    def take(self, start: int, size_bytes: int) -> Part:
+    def take(self, start: int, size_bytes: int) -> _Part:
         """That part of the first range in which it is free."""
         end = start + size_bytes
         with self._taking:
@@ -136,7 +136,7 @@ class PinnedRanges:
                 part = one.take(start, end)
                 if part is not None:
                     return part
-            self.ranges.append(Range(max(self.size_bytes, end)))
+            self.ranges.append(_Range(max(self.size_bytes, end)))
             part = self.ranges[-1].take(start, end)
             assert part is not None
             return part
@@ -184,16 +184,16 @@ def _refused(size_bytes: int, why: str) -> TierError:
 
 
 @dataclass(eq=False)
-class OnHost:
+class _PinnedCopy:
     """A value in pinned memory: there once `copied` is passed, or `read` has ended."""
 
-    part: Part
+    part: _Part
     copied: Any = None
-    read: Copy | None = None
+    read: PendingCopy | None = None
 
 
 @dataclass(eq=False)
-class Kept:
+class _Kept:
     """A tensor that is on the host in any case, as random states are."""
 
     x: Tensor
@@ -234,65 +234,65 @@ class StreamTier:
                 f"with a smaller {option('host')} and train with this one"
             )
         self.places, self.device = places, torch.device(device)
-        self._ranges, self._nvme_bytes = PinnedRanges(places.size_bytes), nvme_bytes
+        self._ranges, self._nvme_bytes = _PinnedRanges(places.size_bytes), nvme_bytes
         folder = links.nvme_path or host_folder()
         self._nvme = Folder(folder, "nvme") if nvme_bytes else None
 
     def require_room(self) -> None:
-        """As of `Tier`: pinned memory is taken before the first step."""
+        """As of `TierCopies`: pinned memory is taken before the first step."""
         self._ranges.require()
         if self._nvme is not None:
             self._nvme.require_room(self._nvme_bytes)
 
     def offload(self, x: Tensor, place_bytes: int) -> Tensor:
-        """As of `Tier`."""
-        shown = Shown.of(x)
+        """As of `TierCopies`."""
+        shown = StorageView.of(x)
         if x.device != self.device:
-            return handle_of(Store(shown, Kept(x)))
+            return handle_of(Store(shown, _Kept(x)))
         part = self._ranges.take(place_bytes, shown.size_bytes)
         part.uses.settle()
         way = side_stream(str(self.device), "d2h")
         way.wait_event(self._computing().record_event())
         copied = self._queued(way, part.uses, part.memory, _whole(x, shown.size_bytes))
         part.uses.events[:] = [copied]
-        return handle_of(Store(shown, OnHost(part, copied)))
+        return handle_of(Store(shown, _PinnedCopy(part, copied)))
 
     def leave(self, handle: Tensor, x: Tensor) -> Tensor:
-        """As of `Tier`: the computing stream waits, the host does not."""
+        """As of `TierCopies`: the computing stream waits, the host does not."""
         kept = store_of(handle).kept
-        if isinstance(kept, OnHost) and kept.copied is not None:
+        if isinstance(kept, _PinnedCopy) and kept.copied is not None:
             self._computing().wait_event(kept.copied)
         return handle
 
     def fetch(self, handle: Tensor) -> Arriving:
-        """As of `Tier`."""
+        """As of `TierCopies`."""
         store = store_of(handle)
-        if isinstance(store.kept, Kept):
+        if isinstance(store.kept, _Kept):
             return Arriving(store.kept.x, None, None)
-        kept: OnHost = store.kept
+        kept: _PinnedCopy = store.kept
         if kept.read is not None:
             kept.read.wait()
-        whole = taken(store.shown.size_bytes, self.device)
+        whole = compute_memory(store.shown.size_bytes, self.device)
         computing, way = self._computing(), side_stream(str(self.device), "h2d")
         way.wait_event(computing.record_event())
-        source = Uses() if kept.copied is None else Uses([kept.copied])
+        source = _Uses() if kept.copied is None else _Uses([kept.copied])
         copied = self._queued(way, source, whole, kept.part.memory)
         kept.part.uses.events.append(copied)
         return Arriving(store.shown.over(whole), copied, computing)
 
     def arrive(self, pending: Arriving) -> Tensor:
-        """As of `Tier`: the computing stream waits, the host does not."""
+        """As of `TierCopies`: the computing stream waits, the host does not."""
         if pending.copied is not None:
             self._computing().wait_event(pending.copied)
             pending.copied = None
         return pending.x
 
     def write(self, handle: Tensor) -> Tensor:
-        """As of `Tier`."""
+        """As of `TierCopies`."""
         store = store_of(handle)
-        if isinstance(store.kept, Kept):
+        if isinstance(store.kept, _Kept):
             return handle
-        source: OnHost = store.kept
+        source: _PinnedCopy = store.kept
         kept = FileOf()
         given = [self._nvme, kept, source.part.memory, source.copied]
         kept.copied = link_thread("write").begin(_write_file, given, source.read)
@@ -300,21 +300,21 @@ class StreamTier:
         return handle_of(Store(store.shown, kept))
 
     def read(self, handle: Tensor, place_bytes: int) -> Tensor:
-        """As of `Tier`."""
+        """As of `TierCopies`."""
         store = store_of(handle)
-        if isinstance(store.kept, Kept):
+        if isinstance(store.kept, _Kept):
             return handle
         kept: FileOf = store.kept
         part = self._ranges.take(place_bytes, store.shown.size_bytes)
-        before = Uses(list(part.uses.events), list(part.uses.copies))
+        before = _Uses(list(part.uses.events), list(part.uses.copies))
         read = link_thread("read").begin(_read_file, [kept, part.memory, before], kept.copied)
         part.uses.copies.append(read)
-        return handle_of(Store(store.shown, OnHost(part, read=read)))
+        return handle_of(Store(store.shown, _PinnedCopy(part, read=read)))
 
     def _computing(self) -> Any:
         return torch.cuda.current_stream(self.device)
 
-    def _queued(self, way: Any, after: Uses, target: Tensor, source: Tensor) -> Any:
+    def _queued(self, way: Any, after: _Uses, target: Tensor, source: Tensor) -> Any:
         """Queue a copy on a side stream, after events; the event of its end."""
         for event in after.events:
             way.wait_event(event)
@@ -328,7 +328,7 @@ def side_stream(device: str, link: str) -> Any:
     return torch.cuda.Stream(device)
 
 
-def taken(size_bytes: int, device: torch.device) -> Tensor:
+def compute_memory(size_bytes: int, device: torch.device) -> Tensor:
     """Memory of the computing stream."""
     return torch.empty(size_bytes, dtype=torch.uint8, device=device)
 
@@ -353,7 +353,7 @@ def _write_file(folder: Folder, kept: FileOf, memory: Tensor, copied: Any) -> No
     kept.file = file
 
 
-def _read_file(kept: FileOf, memory: Tensor, before: Uses) -> None:
+def _read_file(kept: FileOf, memory: Tensor, before: _Uses) -> None:
     assert kept.file is not None
     for event in before.events:
         event.synchronize()

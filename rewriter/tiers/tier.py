@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from remat.graph_capture.devices.table import is_cuda
+from remat.graph_capture.devices.known_devices import is_cuda
 from remat.graph_capture.errors import TierError
 from remat.graph_capture.graph import Links, TrainingGraph
 from remat.rewriter.tiers.file_tier import HostPlaces, host_places
@@ -18,7 +18,7 @@ from remat.schedules.schedule import Schedule
 from remat.schedules.simulation import Simulation
 
 
-class Tier(Protocol):
+class TierCopies(Protocol):
     """Copies of values below one device. Each function is called by a node of a graph.
 
     Attributes
@@ -59,7 +59,7 @@ class Tier(Protocol):
 
 def tier_for(
     graph: TrainingGraph, schedule: Schedule, links: Links | None, found: Simulation
-) -> Tier | None:
+) -> TierCopies | None:
     """The memory that a plan copies values to; None for a plan that copies nothing.
 
     Parameters
@@ -72,9 +72,9 @@ def tier_for(
     """
     if not schedule.moves:
         return None
-    if links is None:  # the judge has refused it already
+    if links is None:  # the simulator has refused it already
         raise TierError("this plan copies values to the host, and nothing is known of a host")
-    tier: Tier
+    tier: TierCopies
     if is_cuda(graph.device):
         from remat.rewriter.tiers.stream_tier import StreamTier
 

@@ -10,27 +10,27 @@ from typing import Any, ClassVar, NoReturn, SupportsIndex
 import torch
 from torch import Tensor, fx, nn
 
-from remat.graph_capture.distributed.collectives import arrived, is_sent
+from remat.graph_capture.distributed.collectives import is_in_flight, wait_all
 from remat.graph_capture.distributed.dtensors import is_sharded_by_fsdp
 from remat.graph_capture.errors import RewriteError, StateChangedError
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.python_state.watch import PythonState
-from remat.graph_capture.tracing.attribute_writes import Carried, state_guarded
+from remat.graph_capture.python_state.state_guards import PythonState
+from remat.graph_capture.tracing.attribute_writes import MutatedAttribute, state_guarded
 from remat.graph_capture.tracing.recipe import Recipe
 from remat.graph_capture.tracing.step_module import LossFunction, apply_loss
 from remat.graph_capture.tracing.trace import trace_recipe
 from remat.rewriter.checking.audit import Audit, Audits
 from remat.rewriter.compiled import CompiledStep, compile_step, links_of
-from remat.rewriter.graphs.handing_over import (
+from remat.rewriter.graphs.gradient_gates import (
     Running,
-    in_arrival_order,
+    in_gradient_order,
     is_order_noted,
     warn_of_own_order,
 )
 from remat.rewriter.graphs.updating import Updates
 from remat.rewriter.guards.backward import BackwardGuards, refuse_checkpoint
 from remat.rewriter.guards.forward import Guards, constants_of
-from remat.rewriter.guards.unchanged import ReadAgain
+from remat.rewriter.guards.recompute_inputs import RecomputeInputs
 from remat.rewriter.split_backward.waiting import SplitRun, StepSplit
 from remat.rewriter.user_module.own_forward import class_of_user, original_of_shell, replacement_of
 from remat.rewriter.user_module.unplanned import Unplanned
@@ -175,11 +175,11 @@ class RematModule(SharedState, fx.GraphModule):
     audit: ClassVar[Audit | None]
     _remat_compiled_step: ClassVar[CompiledStep]
     _remat_guards: ClassVar[Guards]
-    _remat_read_again: ClassVar[ReadAgain | None]
+    _remat_recompute_inputs: ClassVar[RecomputeInputs | None]
     _remat_audit: ClassVar[Audit | None]
     _remat_audits: ClassVar[Audits]
     _remat_prediction: ClassVar[Prediction | None]
-    _remat_priced: ClassVar[TrainingGraph | None]
+    _remat_costed: ClassVar[TrainingGraph | None]
     _remat_updates: ClassVar[Updates | None]
     _remat_split: ClassVar[StepSplit | None] = None
 
@@ -214,10 +214,10 @@ class RematModule(SharedState, fx.GraphModule):
     def _remat_step(self, batch: Any) -> Any:
         self._remat_unplanned.plan_runs()
         guards, step = self._remat_guards, self._remat_compiled_step
-        guards.left_whole.require_fresh(self)
+        guards.unsharded_parameters.require_fresh(self)
         state, leaves = guards.require(batch)
-        if any(map(is_sent, leaves)):
-            leaves = arrived(leaves)
+        if any(map(is_in_flight, leaves)):
+            leaves = wait_all(leaves)
             batch = guards.batches.tree(leaves)
         if step.floats and (unlike := step.floats.refresh()):
             raise StateChangedError(unlike)
@@ -229,35 +229,35 @@ class RematModule(SharedState, fx.GraphModule):
         used = [t.detach() if i in step.gradients.unused else t for i, t in enumerate(state)]
         running: Running | SplitRun | None = None
         if is_order_noted():
-            if step.handing:
+            if step.gradient_gates:
                 warn_of_own_order(guards.kind)
             else:
-                used = in_arrival_order(used, step.arrivals)
+                used = in_gradient_order(used, step.gradient_order)
         if self._remat_split:
             used, running = self._remat_split.begin(state, used)
-        elif step.handing:
+        elif step.gradient_gates:
             updates = self._remat_updates
             if updates:
                 updates.require_forward()
-            passed, running = step.handing.through_gates([*used, *leaves], updates)
+            passed, running = step.gradient_gates.through_gates([*used, *leaves], updates)
             used, batch = passed[: len(used)], self._remat_guards.batches.tree(passed[len(used) :])
         with audit.running(seen) if audit else contextlib.nullcontext():
             output = step.results(*used, *batch)
-        if step.carried:
+        if step.mutated:
             output, tensors = output
-            self._remat_set(step.carried, tensors)
-        for one in step.settled:
+            self._remat_set(step.mutated, tensors)
+        for one in step.initialised:
             one.put()
         if audit and seen and (names := audit.differing(self, seen, output)):
             raise audit.error(names)
         inputs = [*state, *leaves]
         BackwardGuards(
             guards.model, guards.input_names, inputs, step.gradients, guards.read_in_backward,
-            running, guards.left_whole, self._remat_read_again,
+            running, guards.unsharded_parameters, self._remat_recompute_inputs,
         ).watch(output)  # fmt: skip
         return output
 
-    def _remat_set(self, attributes: tuple[Carried, ...], tensors: list[Tensor]) -> None:
+    def _remat_set(self, attributes: tuple[MutatedAttribute, ...], tensors: list[Tensor]) -> None:
         """What eager's forward sets on modules, from the results of this step."""
         for one in attributes:
             one.put(self._remat_guards.model.get_submodule(one.path), tensors[: one.tensors])
@@ -272,13 +272,13 @@ class RematModule(SharedState, fx.GraphModule):
         it is where each step sets something that is not found by a path in the model.
         """
         guards = cls._remat_guards
-        is_own = guards.settled or cls._remat_compiled_step.floats
+        is_own = guards.initialised or cls._remat_compiled_step.floats
         if guards.constants or is_own or guards.python_state.first_change():
             make, (_, *given) = cls._remat_recipe_to_pickle()
             return make(model, *given)
-        recipe, known = guards.recipe, (cls._remat_prediction, cls._remat_priced)
-        carried = cls._remat_compiled_step.carried
-        state = state_guarded(model, recipe.loss_fn, carried, guards.python_state)
+        recipe, known = guards.recipe, (cls._remat_prediction, cls._remat_costed)
+        mutated = cls._remat_compiled_step.mutated
+        state = state_guarded(model, recipe.loss_fn, mutated, guards.python_state)
         return make_module(
             model, cls._remat_schedule, recipe, cls._remat_compiled_step, state, *known,
             audit=cls._remat_audits,
@@ -288,8 +288,8 @@ class RematModule(SharedState, fx.GraphModule):
     def _remat_recipe_to_pickle(cls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         guards = cls._remat_guards
         made_of = (cls._remat_schedule, guards.recipe, guards.captured_modes)
-        known = (cls._remat_prediction, cls._remat_priced, cls._remat_compiled_step.by_inductor)
-        return restored, (cls._remat_original_module, *made_of, *known, cls._remat_audits)
+        known = (cls._remat_prediction, cls._remat_costed, cls._remat_compiled_step.by_inductor)
+        return _restored, (cls._remat_original_module, *made_of, *known, cls._remat_audits)
 
     @property
     def graph(self) -> fx.Graph:
@@ -338,7 +338,7 @@ def make_module(
     step: CompiledStep,
     python_state: PythonState,
     prediction: Prediction | None = None,
-    priced: TrainingGraph | None = None,
+    costed: TrainingGraph | None = None,
     updates: Updates | None = None,
     *,
     audit: Audits = "step",
@@ -353,12 +353,12 @@ def make_module(
         step, whole steps, or the forward of a part of a model.
     """
     guards = Guards(
-        model, recipe, python_state, step.settled, step.forward, step.backward,
+        model, recipe, python_state, step.initialised, step.forward, step.backward,
         tuple(step.gradients.written),
     )  # fmt: skip
     audits = None
     if audit != "none":
-        audits = Audit(guards, step, schedule, priced, audits=audit)
+        audits = Audit(guards, step, schedule, costed, audits=audit)
     kind = class_of_user(
         RematModule,
         model,
@@ -371,34 +371,34 @@ def make_module(
         _remat_original_module=model,
         _remat_compiled_step=step,
         _remat_guards=guards,
-        _remat_read_again=_read_again(model, step, prediction),
+        _remat_recompute_inputs=_recompute_inputs(model, step, prediction),
         audit=None if audit == "first" else audits,
         _remat_audit=audits,
         _remat_audits=audit,
         _remat_prediction=prediction,
-        _remat_priced=priced,
+        _remat_costed=costed,
         _remat_updates=updates,
         _remat_loss_fn=staticmethod(recipe.loss_fn) if recipe.loss_fn else None,
     )
     return kind()
 
 
-def _read_again(
+def _recompute_inputs(
     model: nn.Module, step: CompiledStep, prediction: Prediction | None
-) -> ReadAgain | None:
+) -> RecomputeInputs | None:
     """What is compared between forward and backward; not of parameters that FSDP2 frees there."""
-    if is_sharded_by_fsdp(model) or not (step.read_again or constants_of(step.backward)):
+    if is_sharded_by_fsdp(model) or not (step.recompute_inputs or constants_of(step.backward)):
         return None
-    return ReadAgain(step.read_again, prediction.time_us if prediction else 0.0)
+    return RecomputeInputs(step.recompute_inputs, prediction.time_us if prediction else 0.0)
 
 
-def restored(
+def _restored(
     model: nn.Module,
     schedule: Schedule,
     recipe: Recipe,
     modes: dict[str, bool],
     prediction: Prediction | None,
-    priced: TrainingGraph | None,
+    costed: TrainingGraph | None,
     by_inductor: bool = False,
     audit: Audits = "step",
 ) -> RematModule:
@@ -415,9 +415,9 @@ def restored(
     """
     with in_modes(model, modes):
         traced = trace_recipe(model, recipe)
-        links = links_of(traced, priced)
+        links = links_of(traced, costed)
         step = compile_step(traced, schedule, by_inductor=by_inductor, links=links)
-        known = (prediction, priced)
+        known = (prediction, costed)
         return make_module(model, schedule, recipe, step, traced.python_state, *known, audit=audit)
 
 

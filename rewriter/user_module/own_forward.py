@@ -16,12 +16,12 @@ from remat.graph_capture.python_state.module_hooks import ALL_HOOKS
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.rewriter.user_module.unplanned import Unplanned
 
-Forward = Callable[..., Any]
+_Forward = Callable[..., Any]
 _TAKEN_BY = ("__getitem__", "__iter__")
 """Methods of a container, such as `nn.Sequential`, that hand out its parts."""
 
 
-class OwnForward:
+class _OwnForward:
     """A descriptor, which Python finds before the instance's ``__dict__``, which is the user's too.
 
     So a ``model.forward = ...`` that the user has set does not hide the plan. And a forward that a
@@ -29,16 +29,16 @@ class OwnForward:
     user's module, where the two would call each other without end.
     """
 
-    def __init__(self, function: Forward) -> None:
+    def __init__(self, function: _Forward) -> None:
         self.function = function
-        self.replacement: Forward | None = None
+        self.replacement: _Forward | None = None
 
-    def __get__(self, instance: Any, owner: type) -> Forward:
+    def __get__(self, instance: Any, owner: type) -> _Forward:
         if instance is None:
             return self.function
         return self.replacement or MethodType(self.function, instance)
 
-    def __set__(self, instance: Any, replacement: Forward) -> None:
+    def __set__(self, instance: Any, replacement: _Forward) -> None:
         if getattr(replacement, "__func__", None) is self.function:  # ours again
             self.replacement = None
             return
@@ -52,7 +52,7 @@ class OwnForward:
 def replacement_of(module: nn.Module) -> Any:
     """What has taken the place of a planned module's forward, on it or on its class, or None."""
     found = inspect.getattr_static(type(module), "forward")
-    return found.replacement if isinstance(found, OwnForward) else found
+    return found.replacement if isinstance(found, _OwnForward) else found
 
 
 def class_of_user(
@@ -66,7 +66,7 @@ def class_of_user(
     """
     user = type(model)
     names = {"__module__": user.__module__, "__qualname__": user.__qualname__}
-    forward = OwnForward(torch.compiler.disable(_like_users(user, base.forward, loss_fn)))
+    forward = _OwnForward(torch.compiler.disable(_like_users(user, base.forward, loss_fn)))
     ours = {
         "forward": forward,
         "_remat_unplanned": Unplanned(),
@@ -76,13 +76,13 @@ def class_of_user(
     body = {"__doc__": base.__doc__, **names, **ours, **own}
     body |= {name: _noting(user, name) for name in _TAKEN_BY if hasattr(user, name)}
     body |= {
-        name: OfUser(name, user) for name in _names_of_user(model) if _is_ours(base, body, name)
+        name: _OfUser(name, user) for name in _names_of_user(model) if _is_ours(base, body, name)
     }
     # Not by calling the metaclass: a registry of the user's would take this class for one of his.
     return type.__new__(type(user), user.__name__, (_Unannounced, base, user), body)
 
 
-def _noting(user: type[nn.Module], name: str) -> Forward:
+def _noting(user: type[nn.Module], name: str) -> _Forward:
     """The user's method, which is noted as one that hands out parts of the planned module."""
 
     def method(self: Any, *args: Any) -> Any:
@@ -92,7 +92,7 @@ def _noting(user: type[nn.Module], name: str) -> Forward:
     return functools.wraps(getattr(user, name))(method)
 
 
-class OfUser:
+class _OfUser:
     """A name that both the user's module and a planned one have: it is the user's.
 
     What is ours under it, as the schedule, is found by `remat.plan_of`.
@@ -149,7 +149,7 @@ class _Unannounced:
         """Nothing."""
 
 
-def _like_users(user: type[nn.Module], forward: Forward, loss_fn: LossFunction | None) -> Forward:
+def _like_users(user: type[nn.Module], forward: _Forward, loss_fn: LossFunction | None) -> _Forward:
     """`forward` under the user's signature, with a ``target`` if there is a loss."""
 
     @functools.wraps(user.forward)

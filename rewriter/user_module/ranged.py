@@ -10,18 +10,18 @@ from torch import nn
 
 from remat.graph_capture.errors import RewriteError, SignatureError
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
-from remat.graph_capture.sizes.signature import RangedSignature
+from remat.graph_capture.sizes.ranged_signature import RangedSignature
 from remat.graph_capture.tracing.recipe import Recipe
 from remat.graph_capture.tracing.trace import Trace, trace_recipe
 from remat.rewriter.checking.audit import Audit, Audits
 from remat.rewriter.compiled import compile_step, copy_to_compile
-from remat.rewriter.guards.forward import FlatBatches
+from remat.rewriter.guards.forward import BatchFlattener
 from remat.rewriter.user_module.module import RematModule, SharedState, in_modes, make_module
 from remat.rewriter.user_module.own_forward import class_of_user
-from remat.schedules.family import Family, carried
+from remat.schedules.family import Family, resized_schedule
 
 
-class Members:
+class _Members:
     """The rewritten modules of a family, each compiled when a batch first needs it.
 
     All are of one trace. A later one relies on what the first one was made for, which is looked at
@@ -39,7 +39,7 @@ class Members:
             )
         self.model, self.family, self.traced = model, family, traced
         self.audit: Audits = audit
-        self.signature, self.batches = signature, FlatBatches(signature)
+        self.signature, self.batches = signature, BatchFlattener(signature)
         self._pick = family.compiled_pick()
         self._modules: list[RematModule | None] = [None] * len(family.members)
         self.first = self.last = self._modules[first] = self._compiled(first)
@@ -74,7 +74,7 @@ class Members:
 
     def _compiled(self, number: int) -> RematModule:
         traced = copy_to_compile(self.traced)
-        schedule = carried(self.family.members[number].schedule, traced.graph)
+        schedule = resized_schedule(self.family.members[number].schedule, traced.graph)
         step = compile_step(traced, schedule)
         state = traced.python_state
         return make_module(self.model, schedule, traced.recipe, step, state, audit=self.audit)
@@ -90,14 +90,14 @@ class RangedModule(SharedState, nn.Module):
     Class attributes (each instance has a class of its own)
     -------------------------------------------------------
     family : the schedules, and the sizes that each of them serves.
-    ranged_graph : with the prices that they were solved by; None where it was not at hand.
+    ranged_graph : with the costs that they were solved by; None where it was not at hand.
     """
 
     family: ClassVar[Family]
     ranged_graph: ClassVar[RangedGraph | None]
     _remat_family: ClassVar[Family]
     _remat_graph: ClassVar[RangedGraph | None]
-    _remat_members: ClassVar[Members]
+    _remat_members: ClassVar[_Members]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Take what the user's forward takes, and ``target`` if a loss was captured.
@@ -133,7 +133,7 @@ class RangedModule(SharedState, nn.Module):
         guards = cls._remat_members.first._remat_guards
         known = (cls._remat_family, cls._remat_graph)
         given = (*known, guards.recipe, guards.captured_modes, cls._remat_members.audit)
-        return restored_over_range, (cls._remat_original_module, *given)
+        return _restored_over_range, (cls._remat_original_module, *given)
 
 
 def make_ranged(
@@ -149,7 +149,7 @@ def make_ranged(
 
     Parameters
     ----------
-    traced : for the family's range. graph : priced, if it is at hand.
+    traced : for the family's range. graph : with costs, if it is at hand.
     first : the member to compile now; None for the last one. audit : as of `make_module`.
 
     Raises
@@ -167,13 +167,13 @@ def make_ranged(
         _remat_original_module=model,
         _remat_family=family,
         _remat_graph=graph,
-        _remat_members=Members(model, family, traced, number, audit),
+        _remat_members=_Members(model, family, traced, number, audit),
         _remat_loss_fn=staticmethod(traced.recipe.loss_fn) if traced.recipe.loss_fn else None,
     )
     return kind()
 
 
-def restored_over_range(
+def _restored_over_range(
     model: nn.Module,
     family: Family,
     graph: RangedGraph | None,
@@ -181,6 +181,6 @@ def restored_over_range(
     modes: dict[str, bool],
     audit: Audits = "step",
 ) -> RangedModule:
-    """The module of a family over a copy of its model, traced anew; see `restored`."""
+    """The module of a family over a copy of its model, traced anew; see `_restored`."""
     with in_modes(model, modes):
         return make_ranged(model, family, trace_recipe(model, recipe), graph, audit=audit)

@@ -18,13 +18,13 @@ from remat.schedules.views.timeline import Timeline, timeline
 
 LANES = {"forward": 1, "backward": 2, "recompute": 3}
 LINK_LANES = {name: len(LANES) + 1 + i for i, name in enumerate(LINK_NAMES)}
-PROCESS = 1
+_PROCESS = 1
 
 
 def chrome_trace(graph: TrainingGraph, schedule: Schedule) -> dict[str, Any]:
     """The trace of a step, with a lane each for forward, backward, what runs again, and each link.
 
-    ``otherData`` holds the figures of `simulate`. If the graph has no prices, each run takes 1 µs.
+    ``otherData`` holds the figures of `simulate`. If the graph has no costs, each run takes 1 µs.
 
     Raises
     ------
@@ -65,7 +65,7 @@ def _name_events(graph: TrainingGraph, found: Simulation) -> list[dict[str, Any]
         ("thread_name", LINK_LANES[one], LINK_TITLES[one]) for one in LINK_NAMES if one in used
     ]
     return [
-        {"ph": "M", "pid": PROCESS, "tid": lane, "name": kind, "args": {"name": name}}
+        {"ph": "M", "pid": _PROCESS, "tid": lane, "name": kind, "args": {"name": name}}
         for kind, lane, name in names
     ]
 
@@ -81,7 +81,7 @@ def _run_events(line: Timeline) -> list[dict[str, Any]]:
         lane = "recompute" if line.again[run] else op.phase
         events.append(
             {
-                "ph": "X", "pid": PROCESS, "tid": LANES[lane], "cat": lane, "name": op.target,
+                "ph": "X", "pid": _PROCESS, "tid": LANES[lane], "cat": lane, "name": op.target,
                 "ts": _micros(line, run), "dur": op.cost_us if line.is_timed else 1.0,
                 "args": {
                     "op": op.name, "module": op.module, "source": op.source,
@@ -95,7 +95,7 @@ def _run_events(line: Timeline) -> list[dict[str, Any]]:
 def _copy_events(graph: TrainingGraph, found: Simulation) -> list[dict[str, Any]]:
     return [
         {
-            "ph": "X", "pid": PROCESS, "tid": LINK_LANES[copy.link], "cat": "copy",
+            "ph": "X", "pid": _PROCESS, "tid": LINK_LANES[copy.link], "cat": "copy",
             "name": copy.value, "ts": copy.start_us, "dur": copy.end_us - copy.start_us,
             "args": {
                 "link": copy.link, "bytes": copy.size_bytes,
@@ -115,7 +115,7 @@ def _below_events(found: Simulation) -> list[dict[str, Any]]:
             if size_bytes != before:
                 events.append(
                     {
-                        "ph": "C", "pid": PROCESS, "name": f"{tier} bytes", "ts": at_us,
+                        "ph": "C", "pid": _PROCESS, "name": f"{tier} bytes", "ts": at_us,
                         "args": {"bytes": size_bytes},
                     }
                 )  # fmt: skip
@@ -126,7 +126,7 @@ def _below_events(found: Simulation) -> list[dict[str, Any]]:
 def _counter_events(line: Timeline) -> list[dict[str, Any]]:
     return [
         {
-            "ph": "C", "pid": PROCESS, "name": "live bytes", "ts": _micros(line, run),
+            "ph": "C", "pid": _PROCESS, "name": "live bytes", "ts": _micros(line, run),
             "args": {"bytes": int(line.live_bytes[run])},
         }
         for run in range(len(line))

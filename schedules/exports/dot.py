@@ -11,12 +11,12 @@ from collections import Counter
 
 from remat.formats import bytes_text, time_text
 from remat.graph_capture.graph import Op, TrainingGraph
-from remat.schedules.derived import as_planned
+from remat.schedules.derived import graph_of_schedule
 from remat.schedules.schedule import Schedule
 from remat.schedules.views.palette import ROLES
 from remat.schedules.views.timeline import layer_of
 
-HEAD = (
+_HEAD = (
     "  rankdir=TB;",
     '  node [shape=box, style="filled,rounded", fontname="sans-serif", fontsize=10];',
     '  edge [color="#999999"];',
@@ -36,10 +36,10 @@ def to_dot(graph: TrainingGraph, schedule: Schedule | None = None) -> str:
     """
     runs = Counter(op.name for op in graph.ops)
     if schedule is not None:
-        graph = as_planned(graph, schedule)
+        graph = graph_of_schedule(graph, schedule)
         schedule.check_made_for(graph)
         runs = schedule.computations()
-    lines = [f"digraph {_quoted(graph.name)} {{", *HEAD]
+    lines = [f"digraph {_quoted(graph.name)} {{", *_HEAD]
     clusters: dict[str, list[Op]] = {}
     for op in graph.ops[: graph.n_forward]:
         clusters.setdefault(layer_of(op.module), []).append(op)

@@ -13,18 +13,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from remat.graph_capture.graph import Op, TrainingGraph
-from remat.schedules.derived import as_planned
-from remat.schedules.schedule import Compute, Schedule, brought, dropped, workspaces_of_updates
+from remat.schedules.derived import graph_of_schedule
+from remat.schedules.schedule import (
+    Compute,
+    Schedule,
+    fetched_value,
+    freed_value,
+    workspaces_of_updates,
+)
 from remat.schedules.views.timeline import timeline
 
-BASE = 0x7F00_0000_0000
+_BASE = 0x7F00_0000_0000
 """Where addresses begin. Any number would do."""
 
-VIEWER_PROTOCOL = 4
+_VIEWER_PROTOCOL = 4
 """The newest version of pickles that the viewer in the browser reads."""
 
-Frame = dict[str, Any]
-Event = dict[str, Any]
+_Frame = dict[str, Any]
+_Event = dict[str, Any]
 
 
 @dataclass
@@ -32,7 +38,7 @@ class _Arena:
     """Addresses. Each block goes into the lowest hole that it fits into."""
 
     holes: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    top: int = BASE
+    top: int = _BASE
 
     def take(self, size: int) -> int:
         for i, (begin, end) in enumerate(self.holes):
@@ -55,12 +61,12 @@ class _Recording:
     """The trace so far, and what is allocated: address, size and frames by name."""
 
     arena: _Arena = field(default_factory=_Arena)
-    events: list[Event] = field(default_factory=list[Event])
-    blocks: dict[str, tuple[int, int, list[Frame]]] = field(
-        default_factory=dict[str, tuple[int, int, list[Frame]]]
+    events: list[_Event] = field(default_factory=list[_Event])
+    blocks: dict[str, tuple[int, int, list[_Frame]]] = field(
+        default_factory=dict[str, tuple[int, int, list[_Frame]]]
     )
 
-    def alloc(self, name: str, size: int, frames: list[Frame], time_us: int) -> None:
+    def alloc(self, name: str, size: int, frames: list[_Frame], time_us: int) -> None:
         if size:
             address = self.arena.take(size)
             self.blocks[name] = address, size, frames
@@ -86,7 +92,7 @@ def memory_snapshot(graph: TrainingGraph, schedule: Schedule) -> dict[str, Any]:
     ------
     ScheduleError : the schedule was not made for the graph, or is invalid.
     """
-    graph = as_planned(graph, schedule)
+    graph = graph_of_schedule(graph, schedule)
     line = timeline(graph, schedule)
     updates = workspaces_of_updates(graph, schedule)
     recording = _Recording()
@@ -100,10 +106,10 @@ def memory_snapshot(graph: TrainingGraph, schedule: Schedule) -> dict[str, Any]:
             workspace_bytes = updates.get(op.name, op.workspace_bytes)
             _run_op(recording, graph, op, workspace_bytes, now_us)
             run += 1
-        elif brought(step):
+        elif fetched_value(step):
             value = graph.value_by_name[step.value]
             recording.alloc(step.value, value.size_bytes, [_frame("fetch", "", 0)], now_us)
-        elif dropped(step):
+        elif freed_value(step):
             recording.free(step.value, now_us)
     return {
         "segments": [_segment(recording)],
@@ -115,14 +121,14 @@ def memory_snapshot(graph: TrainingGraph, schedule: Schedule) -> dict[str, Any]:
 
 def snapshot_file(graph: TrainingGraph, schedule: Schedule) -> bytes:
     """The snapshot, pickled as torch's viewers read it: dictionaries, lists, texts and numbers."""
-    return pickle.dumps(memory_snapshot(graph, schedule), protocol=VIEWER_PROTOCOL)
+    return pickle.dumps(memory_snapshot(graph, schedule), protocol=_VIEWER_PROTOCOL)
 
 
 def _run_op(
     recording: _Recording, graph: TrainingGraph, op: Op, workspace_bytes: int, now_us: int
 ) -> None:
     """One run. Second copies of live outputs, and the workspace, are freed when it ends."""
-    frames = frames_of(op)
+    frames = _frames_of(op)
     for name in op.outputs:
         copy = f"{name} again" if name in recording.blocks else name
         recording.alloc(copy, graph.value_by_name[name].size_bytes, frames, now_us)
@@ -132,7 +138,7 @@ def _run_op(
         recording.free(f"{name} again", now_us)
 
 
-def frames_of(op: Op) -> list[Frame]:
+def _frames_of(op: Op) -> list[_Frame]:
     """The op as the innermost frame, its module as the outer one, both at the user's line."""
     file, _, line = op.source.rpartition(":")
     if not line.isdigit():
@@ -141,7 +147,7 @@ def frames_of(op: Op) -> list[Frame]:
     return [*frames, _frame(op.module, file, int(line))] if op.module else frames
 
 
-def _frame(name: str, file: str, line: int) -> Frame:
+def _frame(name: str, file: str, line: int) -> _Frame:
     return {"name": name, "filename": file, "line": line}
 
 
@@ -152,11 +158,11 @@ def _resident(graph: TrainingGraph) -> list[tuple[str, int]]:
     return [*categories, ("communication", resident.communication_bytes)]
 
 
-def _growth(recording: _Recording) -> Event:
+def _growth(recording: _Recording) -> _Event:
     """The one segment, there from the start."""
-    size = recording.arena.top - BASE
+    size = recording.arena.top - _BASE
     return {
-        "action": "segment_alloc", "addr": BASE, "size": size, "stream": 0, "frames": [],
+        "action": "segment_alloc", "addr": _BASE, "size": size, "stream": 0, "frames": [],
         "time_us": 0,
     }  # fmt: skip
 
@@ -171,8 +177,8 @@ def _segment(recording: _Recording) -> dict[str, Any]:
     allocated = sum(size for _, size, _ in recording.blocks.values())
     return {
         "device": 0,
-        "address": BASE,
-        "total_size": recording.arena.top - BASE,
+        "address": _BASE,
+        "total_size": recording.arena.top - _BASE,
         "stream": 0,
         "segment_type": "large",
         "segment_pool_id": (0, 0),
@@ -185,7 +191,7 @@ def _segment(recording: _Recording) -> dict[str, Any]:
     }
 
 
-def _block(address: int, size: int, state: str, frames: list[Frame]) -> dict[str, Any]:
+def _block(address: int, size: int, state: str, frames: list[_Frame]) -> dict[str, Any]:
     return {
         "address": address,
         "size": size,

@@ -7,7 +7,12 @@ Colours are those of `remat.schedules.views.palette`.
 from __future__ import annotations
 
 from remat.schedules.plots.curves import draw_convergence, draw_front, draw_predicted_measured
-from remat.schedules.plots.memory import draw_layout, draw_live_bytes, draw_peak_values, draw_ribbon
+from remat.schedules.plots.memory_plots import (
+    draw_layout,
+    draw_live_bytes,
+    draw_peak_values,
+    draw_ribbon,
+)
 
 __all__ = [
     "draw_convergence",

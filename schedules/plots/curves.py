@@ -34,10 +34,10 @@ def scale_of(largest_bytes: float) -> tuple[float, str]:
     return 2.0**10, "KiB"
 
 
-MARKERS = "osD^vP*X"
+_MARKERS = "osD^vP*X"
 
 
-class Outcome(Protocol):
+class _Outcome(Protocol):
     """What a picture needs of `remat.solver.result.Result`."""
 
     @property
@@ -61,7 +61,7 @@ class Outcome(Protocol):
         ...
 
 
-class DrawnFront(Protocol):
+class _DrawnFront(Protocol):
     """What a picture needs of `remat.solver.budgets.front.Front`."""
 
     @property
@@ -80,17 +80,17 @@ class DrawnFront(Protocol):
         ...
 
     @property
-    def points(self) -> Iterable[tuple[int, Outcome]]:
+    def points(self) -> Iterable[tuple[int, _Outcome]]:
         """Budgets in bytes, and the outcome at each."""
         ...
 
 
 def draw_front(
     ax: Axes,
-    fronts: DrawnFront | Mapping[str, DrawnFront],
+    fronts: _DrawnFront | Mapping[str, _DrawnFront],
     *,
     budget_bytes: int = 0,
-    plan: Outcome | None = None,
+    plan: _Outcome | None = None,
 ) -> Axes:
     """Draw overhead against peak, one line a solver, and the best bound at each budget.
 
@@ -108,7 +108,7 @@ def draw_front(
         found.sort()
         ax.plot(
             [x / scale for x, _ in found], [y for _, y in found],
-            marker=MARKERS[i % len(MARKERS)], ms=4, lw=1.2, color=colours[name],
+            marker=_MARKERS[i % len(_MARKERS)], ms=4, lw=1.2, color=colours[name],
             label=literal(name),
         )  # fmt: skip
     budgets, bounds = _bounds(curves.values())
@@ -127,15 +127,15 @@ def draw_front(
     return ax
 
 
-def _solver(curve: DrawnFront) -> str:
+def _solver(curve: _DrawnFront) -> str:
     return str(getattr(curve, "solver", "plans"))
 
 
-def _percent(time_us: float, curve: DrawnFront) -> float:
+def _percent(time_us: float, curve: _DrawnFront) -> float:
     return 100 * overhead_of(time_us, curve.base_us)
 
 
-def _bounds(curves: Iterable[DrawnFront]) -> tuple[list[int], list[float]]:
+def _bounds(curves: Iterable[_DrawnFront]) -> tuple[list[int], list[float]]:
     """The highest bound known at each budget that was solved."""
     best: dict[int, float] = {}
     for curve in curves:
@@ -150,7 +150,7 @@ def _bounds(curves: Iterable[DrawnFront]) -> tuple[list[int], list[float]]:
 # How a solve went: its best schedule and its bound over time.
 
 
-class Moment(Protocol):
+class _Moment(Protocol):
     """What a picture needs of `remat.solver.Progress`."""
 
     @property
@@ -170,14 +170,14 @@ class Moment(Protocol):
 
 
 def draw_convergence(
-    ax: Axes, told: Sequence[Moment] | Mapping[str, Sequence[Moment]], *, title: str = ""
+    ax: Axes, told: Sequence[_Moment] | Mapping[str, Sequence[_Moment]], *, title: str = ""
 ) -> Axes:
     """Draw best overhead and bound against seconds.
 
     Parameters
     ----------
     told : what a solver reported, in order: ``told = []``, then
-        ``remat.solver.solve(..., progress=told.append)``. Or several such lists by name.
+        ``remat.solver.solve_within(..., progress=told.append)``. Or several such lists by name.
     """
     runs = dict(told) if isinstance(told, Mapping) else {"best schedule": told}
     colours = cycled(list(runs)) if len(runs) > 1 else dict.fromkeys(runs, ROLES["plan"])
@@ -207,14 +207,14 @@ def draw_predicted_measured(ax: Axes, predicted: TrainingGraph, measured: Traini
 
     Parameters
     ----------
-    predicted, measured : the same step, priced twice: modelled for a device and measured on it,
+    predicted, measured : the same step, costed twice: modelled for a device and measured on it,
         or measured on two days. An op that takes no time in one of them is left out.
 
     Raises
     ------
     GraphError : they are not the same step.
     """
-    pairs = paired_costs_us(predicted, measured)
+    pairs = _paired_costs_us(predicted, measured)
     for phase in ("forward", "backward"):
         chosen = [(x, y) for x, y, p in pairs if p == phase]
         ax.scatter(
@@ -231,7 +231,7 @@ def draw_predicted_measured(ax: Axes, predicted: TrainingGraph, measured: Traini
     return ax
 
 
-def paired_costs_us(
+def _paired_costs_us(
     predicted: TrainingGraph, measured: TrainingGraph
 ) -> list[tuple[float, float, str]]:
     """Predicted and measured time of each op that takes any, and its phase."""

@@ -11,17 +11,17 @@ import msgspec
 
 from remat.formats import NO_BOUND, bytes_text, gap_text, percent_text, proved_text, time_text
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.plots.memory import band_colours
-from remat.schedules.report.facts import Alternative, Facts
+from remat.schedules.plots.memory_plots import band_colours
+from remat.schedules.report.page_facts import Alternative, PageFacts
 from remat.schedules.report.svg import arena_picture, copies_picture
 from remat.schedules.simulate import bound_of, gap_of, simulate
-from remat.schedules.verdicts.grouping import FoldedRow, folded
-from remat.schedules.verdicts.rows import ValueRow, value_rows
+from remat.schedules.value_report.grouping import FoldedRow, fold_rows
+from remat.schedules.value_report.rows import ValueRow, value_rows
 from remat.schedules.views.palette import KINDS, ROLES, cycled
 from remat.schedules.views.ribbon import Span, ribbon
 from remat.schedules.views.timeline import (
     OUTSIDE,
-    By,
+    BandsBy,
     Floats,
     Timeline,
     live_bands,
@@ -34,7 +34,7 @@ from remat.schedules.views.timeline import (
 # The page's charts are drawn from one JSON object of this form. Tests compare it with `simulate`.
 
 
-class Summary(msgspec.Struct, frozen=True):
+class _Summary(msgspec.Struct, frozen=True):
     """The figures of the plan, each from `simulate`, and of the step that it replaces."""
 
     peak_bytes: int
@@ -55,35 +55,35 @@ class Summary(msgspec.Struct, frozen=True):
     stall_us: float = 0.0
 
 
-class Texts(msgspec.Struct, frozen=True):
+class _Texts(msgspec.Struct, frozen=True):
     """Each text once, and where it is used."""
 
     texts: list[str]
     index: list[int]
 
 
-class Ops(msgspec.Struct, frozen=True):
+class _Ops(msgspec.Struct, frozen=True):
     """Ops in captured order, a column a fact; `backward` is 0 or 1."""
 
     name: list[str]
-    target: Texts
-    module: Texts
-    source: Texts
+    target: _Texts
+    module: _Texts
+    source: _Texts
     cost_us: list[float]
     backward: list[int]
 
 
-class Values(msgspec.Struct, frozen=True):
+class _Values(msgspec.Struct, frozen=True):
     """Values that ops make; `producer` is an index into the ops."""
 
     name: list[str]
     size_bytes: list[int]
     producer: list[int]
-    kind: Texts
-    shape: Texts
+    kind: _Texts
+    shape: _Texts
 
 
-class Runs(msgspec.Struct, frozen=True):
+class _Runs(msgspec.Struct, frozen=True):
     """Runs in order: which op, and what is live meanwhile. `again` is 1 if the op ran before.
 
     `edges` are where runs begin, and where the last one ends: one entry more than there are runs.
@@ -95,7 +95,7 @@ class Runs(msgspec.Struct, frozen=True):
     again: list[int]
 
 
-class Stays(msgspec.Struct, frozen=True):
+class _Stays(msgspec.Struct, frozen=True):
     """Value `value` is live from run `begin` to before run `end`."""
 
     value: list[int]
@@ -103,7 +103,7 @@ class Stays(msgspec.Struct, frozen=True):
     end: list[int]
 
 
-class Band(msgspec.Struct, frozen=True):
+class _Band(msgspec.Struct, frozen=True):
     """One band of the timeline. Its bytes at a run are the sum of `changes` up to that run.
 
     Changes are mostly 0, which is short: the page of a step of 6,000 ops has 1.9 MB.
@@ -114,47 +114,47 @@ class Band(msgspec.Struct, frozen=True):
     changes: list[int]
 
 
-class Curve(msgspec.Struct, frozen=True):
+class _Curve(msgspec.Struct, frozen=True):
     """Bytes live from each moment on."""
 
     edges: list[float]
     live_bytes: list[int]
 
 
-class RibbonRows(msgspec.Struct, frozen=True):
+class _RibbonRows(msgspec.Struct, frozen=True):
     """Titles of rows, and spans in them, each as three numbers: row, begin, end."""
 
     titles: list[str]
     spans: dict[str, list[int]]
 
 
-class Page(msgspec.Struct, frozen=True):
+class _Page(msgspec.Struct, frozen=True):
     """All that the page's script draws; `bound_name` says whose bounds the fronts have."""
 
     model: str
     axis: str
-    summary: Summary
+    summary: _Summary
     peak_run: int
     forward_runs: int
-    ops: Ops
-    values: Values
-    runs: Runs
-    stays: Stays
-    bands: dict[str, list[Band]]
-    unmodified: Curve
-    measured: Curve | None
-    ribbon: RibbonRows
+    ops: _Ops
+    values: _Values
+    runs: _Runs
+    stays: _Stays
+    bands: dict[str, list[_Band]]
+    unmodified: _Curve
+    measured: _Curve | None
+    ribbon: _RibbonRows
     rules: list[Alternative]
     fronts: dict[str, list[Alternative]]
     colours: dict[str, str]
     bound_name: str = "bound"
 
 
-DIGITS = 6
+_DIGITS = 6
 """Digits of times in ms after the point, which is to the nanosecond."""
 
 
-def page_data(facts: Facts) -> Page:
+def page_data(facts: PageFacts) -> _Page:
     """The data of the page of a plan.
 
     Raises
@@ -164,10 +164,10 @@ def page_data(facts: Facts) -> Page:
     line = timeline(facts.graph, facts.schedule)
     eager = timeline(facts.unmodified_graph, facts.unmodified_schedule)
     colours = cycled([name for name, _ in facts.fronts])
-    return Page(
+    return _Page(
         model=facts.graph.name,
         axis=line.axis_title,
-        summary=summary_of(facts, line, eager),
+        summary=_summary_of(facts, line, eager),
         peak_run=line.peak_run,
         forward_runs=line.forward_runs,
         ops=_ops(facts.graph),
@@ -175,7 +175,7 @@ def page_data(facts: Facts) -> Page:
         runs=_runs(line),
         stays=_stays(line),
         bands={by: _bands(line, by) for by in ("kind", "module")},
-        unmodified=Curve(_rounded(eager.edges), eager.live_bytes.tolist()),
+        unmodified=_Curve(_rounded(eager.edges), eager.live_bytes.tolist()),
         measured=_measured(facts, line),
         ribbon=_ribbon(line),
         rules=list(facts.rules),
@@ -185,10 +185,10 @@ def page_data(facts: Facts) -> Page:
     )
 
 
-def summary_of(facts: Facts, line: Timeline, eager: Timeline) -> Summary:
+def _summary_of(facts: PageFacts, line: Timeline, eager: Timeline) -> _Summary:
     """The figures of the plan."""
     found, bound_us = line.simulation, facts.lower_bound_us
-    return Summary(
+    return _Summary(
         peak_bytes=found.peak_bytes,
         time_us=found.time_us,
         overhead=found.overhead,
@@ -208,14 +208,14 @@ def summary_of(facts: Facts, line: Timeline, eager: Timeline) -> Summary:
     )
 
 
-def _texts(texts: Iterable[str]) -> Texts:
+def _texts(texts: Iterable[str]) -> _Texts:
     places: dict[str, int] = {}
     index = [places.setdefault(text, len(places)) for text in texts]
-    return Texts(list(places), index)
+    return _Texts(list(places), index)
 
 
-def _ops(graph: TrainingGraph) -> Ops:
-    return Ops(
+def _ops(graph: TrainingGraph) -> _Ops:
+    return _Ops(
         name=[op.name for op in graph.ops],
         target=_texts(op.target for op in graph.ops),
         module=_texts(op.module for op in graph.ops),
@@ -225,9 +225,9 @@ def _ops(graph: TrainingGraph) -> Ops:
     )
 
 
-def _values(graph: TrainingGraph) -> Values:
+def _values(graph: TrainingGraph) -> _Values:
     made = [value for value in graph.values if value.producer]
-    return Values(
+    return _Values(
         name=[value.name for value in made],
         size_bytes=[value.size_bytes for value in made],
         producer=[graph.op_index[value.producer] for value in made],
@@ -237,11 +237,11 @@ def _values(graph: TrainingGraph) -> Values:
 
 
 def _rounded(edges: Floats) -> list[float]:
-    return [round(edge, DIGITS) for edge in edges.tolist()]
+    return [round(edge, _DIGITS) for edge in edges.tolist()]
 
 
-def _runs(line: Timeline) -> Runs:
-    return Runs(
+def _runs(line: Timeline) -> _Runs:
+    return _Runs(
         op=line.ops.tolist(),
         edges=_rounded(line.edges),
         live_bytes=line.live_bytes.tolist(),
@@ -249,22 +249,22 @@ def _runs(line: Timeline) -> Runs:
     )
 
 
-def _stays(line: Timeline) -> Stays:
+def _stays(line: Timeline) -> _Stays:
     made = [value.name for value in line.graph.values if value.producer]
     place = {name: i for i, name in enumerate(made)}
     stays = line.residences
-    return Stays(
+    return _Stays(
         value=[place[stay.value] for stay in stays],
         begin=[stay.begin for stay in stays],
         end=[stay.end for stay in stays],
     )
 
 
-def _bands(line: Timeline, by: By) -> list[Band]:
+def _bands(line: Timeline, by: BandsBy) -> list[_Band]:
     bands = {name: curve for name, curve in live_bands(line, by).items() if curve.any()}
     colours = band_colours(list(bands), by)
     return [
-        Band(name, colours.get(name, KINDS["resident"]), _changes(curve.tolist()))
+        _Band(name, colours.get(name, KINDS["resident"]), _changes(curve.tolist()))
         for name, curve in bands.items()
     ]
 
@@ -273,19 +273,21 @@ def _changes(curve: list[int]) -> list[int]:
     return [after - before for before, after in zip([0, *curve], curve, strict=False)]
 
 
-def _measured(facts: Facts, line: Timeline) -> Curve | None:
+def _measured(facts: PageFacts, line: Timeline) -> _Curve | None:
     """The measured curve, over the length of the predicted step."""
     step = facts.measured
     if step is None or not len(step.moments):
         return None
     moments = step.moments * (line.edges[-1] / step.moments[-1])
-    return Curve(_rounded(moments), step.live_bytes.tolist())
+    return _Curve(_rounded(moments), step.live_bytes.tolist())
 
 
-def _ribbon(line: Timeline) -> RibbonRows:
+def _ribbon(line: Timeline) -> _RibbonRows:
     picture = ribbon(line)
     kinds = ("holds", "holds_most", "forward", "backward", "recompute")
-    return RibbonRows(list(picture.titles), {kind: _flat(getattr(picture, kind)) for kind in kinds})
+    return _RibbonRows(
+        list(picture.titles), {kind: _flat(getattr(picture, kind)) for kind in kinds}
+    )
 
 
 def _flat(spans: tuple[Span, ...]) -> list[int]:
@@ -295,8 +297,8 @@ def _flat(spans: tuple[Span, ...]) -> list[int]:
 # The tables of the page, as rows of text. They show without the page's script too.
 
 
-MOST_ROWS = 30
-NOTHING = "-"
+_MOST_ROWS = 30
+_NOTHING = "-"
 
 
 @dataclass(frozen=True)
@@ -310,17 +312,17 @@ class Table:
     numbers: tuple[int, ...] = ()
 
 
-def tables(facts: Facts, summary: Summary) -> list[Table]:
+def _tables(facts: PageFacts, summary: _Summary) -> list[Table]:
     """The tables, in the order of the page, without those that have no rows."""
     rows = value_rows(facts.graph, facts.schedule)
     made = (
-        at_peak(facts, rows), kept(rows), to_the_host(rows), computed_again(facts),
-        alternatives(facts, summary),
+        _at_peak(facts, rows), _kept(rows), _to_the_host(rows), _computed_again(facts),
+        _alternatives(facts, summary),
     )  # fmt: skip
     return [table for table in made if table.rows]
 
 
-def steps(summary: Summary) -> Table:
+def _steps(summary: _Summary) -> Table:
     """The unmodified step and the plan, and what was measured."""
     rows = [
         ("unmodified", summary.unmodified_peak_bytes, summary.unmodified_time_us, None),
@@ -340,10 +342,10 @@ def steps(summary: Summary) -> Table:
 
 
 def _or_nothing(figure: float | None, text: Callable[[float], str]) -> str:
-    return NOTHING if figure is None else text(figure)
+    return _NOTHING if figure is None else text(figure)
 
 
-def at_peak(facts: Facts, rows: Sequence[ValueRow]) -> Table:
+def _at_peak(facts: PageFacts, rows: Sequence[ValueRow]) -> Table:
     """What is live at the peak, equal layers folded."""
     graph = facts.graph
     found = simulate(graph, facts.schedule)
@@ -355,7 +357,7 @@ def at_peak(facts: Facts, rows: Sequence[ValueRow]) -> Table:
     return _of_values("peak", caption, [row for row in rows if row.at_peak])
 
 
-def to_the_host(rows: Sequence[ValueRow]) -> Table:
+def _to_the_host(rows: Sequence[ValueRow]) -> Table:
     """What is copied to the host, equal layers folded."""
     chosen = [row for row in rows if row.verdict == "offload"]
     size_bytes = sum(row.size_bytes for row in chosen)
@@ -363,7 +365,7 @@ def to_the_host(rows: Sequence[ValueRow]) -> Table:
     return _of_values("host", caption, chosen)
 
 
-def kept(rows: Sequence[ValueRow]) -> Table:
+def _kept(rows: Sequence[ValueRow]) -> Table:
     """What forward keeps for backward, equal layers folded."""
     chosen = [row for row in rows if row.verdict == "keep"]
     size_bytes = sum(row.size_bytes for row in chosen)
@@ -373,13 +375,13 @@ def kept(rows: Sequence[ValueRow]) -> Table:
 
 def _of_values(name: str, caption: str, rows: Sequence[ValueRow]) -> Table:
     """One row for equal layers, most bytes first."""
-    found = sorted(folded(rows), key=lambda row: -row.size_bytes)
-    rest = found[MOST_ROWS:]
+    found = sorted(fold_rows(rows), key=lambda row: -row.size_bytes)
+    rest = found[_MOST_ROWS:]
     if rest:
         rest_bytes = sum(row.size_bytes for row in rest)
         caption += f"; not shown: {len(rest)} smaller rows, {bytes_text(rest_bytes)}"
     headers = ("module", "values", "size", "together", "kind", "shape", "op", "line")
-    return Table(name, caption, headers, tuple(map(_value_row, found[:MOST_ROWS])), (1, 2, 3))
+    return Table(name, caption, headers, tuple(map(_value_row, found[:_MOST_ROWS])), (1, 2, 3))
 
 
 def _value_row(row: FoldedRow) -> tuple[str, ...]:
@@ -396,7 +398,7 @@ def _value_row(row: FoldedRow) -> tuple[str, ...]:
     )
 
 
-def computed_again(facts: Facts) -> Table:
+def _computed_again(facts: PageFacts) -> Table:
     """What is computed again, summed over the same place in all layers."""
     graph, runs = facts.graph, facts.schedule.computations()
     groups: dict[tuple[str, str], list[tuple[int, float]]] = {}
@@ -414,7 +416,7 @@ def computed_again(facts: Facts) -> Table:
             str(sum(more for more, _ in found)),
             time_text(sum(us for _, us in found)),
         )
-        for (place, target), found in ranked[:MOST_ROWS]
+        for (place, target), found in ranked[:_MOST_ROWS]
     ]
     ops = sum(len(found) for found in groups.values())
     spent_us = sum(us for found in groups.values() for _, us in found)
@@ -423,14 +425,14 @@ def computed_again(facts: Facts) -> Table:
     return Table("again", caption, headers, tuple(rows), (2, 3, 4))
 
 
-def alternatives(facts: Facts, summary: Summary) -> Table:
+def _alternatives(facts: PageFacts, summary: _Summary) -> Table:
     """Other schedules of the step."""
     base_us = facts.graph.base_us
     points = [*facts.rules, *(point for _, curve in facts.fronts for point in curve)]
     rows = [_point_row(point, summary.budget_bytes, base_us) for point in _ranked(points)]
     headers = ("schedule", "budget", "peak", "time", "overhead", facts.bound_name, "fits yours")
     caption = "Other schedules of this step, by peak"
-    return Table("others", caption, headers, tuple(rows[:MOST_ROWS]), (1, 2, 3, 4, 5))
+    return Table("others", caption, headers, tuple(rows[:_MOST_ROWS]), (1, 2, 3, 4, 5))
 
 
 def _ranked(points: Iterable[Alternative]) -> list[Alternative]:
@@ -441,12 +443,12 @@ def _point_row(point: Alternative, budget_bytes: int, base_us: float) -> tuple[s
     fits = "yes" if point.peak_bytes <= budget_bytes else "no"
     return (
         point.name,
-        bytes_text(point.budget_bytes) if point.budget_bytes else NOTHING,
+        bytes_text(point.budget_bytes) if point.budget_bytes else _NOTHING,
         bytes_text(point.peak_bytes),
         time_text(point.time_us),
         percent_text(point.overhead),
         proved_text(bound_of(point.lower_bound_us, base_us)),
-        fits if budget_bytes else NOTHING,
+        fits if budget_bytes else _NOTHING,
     )
 
 
@@ -458,8 +460,8 @@ def _point_row(point: Alternative, budget_bytes: int, base_us: float) -> tuple[s
 # every request.
 
 
-LIBRARY = "vendor/echarts.common.min.js"
-SCRIPTS = ("text", "run_chart", "memory", "ribbon", "front", "start")
+_LIBRARY = "vendor/echarts.common.min.js"
+_SCRIPTS = ("text", "run_chart", "memory", "ribbon", "front", "start")
 """Each script uses only those before it."""
 
 
@@ -471,7 +473,7 @@ class Figure(NamedTuple):
     note: str
 
 
-def render(facts: Facts, page: Page) -> str:
+def render(facts: PageFacts, page: _Page) -> str:
     """The page of a plan, as HTML; `page` is its `page_data`.
 
     Raises
@@ -487,13 +489,13 @@ def render(facts: Facts, page: Page) -> str:
         page=page,
         arena=arena_picture(facts),
         copies=copies_picture(facts),
-        figures=figures(facts, page.summary),
-        steps=steps(page.summary),
-        tables=tables(facts, page.summary),
+        figures=_figures(facts, page.summary),
+        steps=_steps(page.summary),
+        tables=_tables(facts, page.summary),
         data=script_safe(page),
         style=_file("page.css"),
-        script="\n".join(_file(f"scripts/{name}.js") for name in SCRIPTS),
-        library=_file(LIBRARY),
+        script="\n".join(_file(f"scripts/{name}.js") for name in _SCRIPTS),
+        library=_file(_LIBRARY),
     )
 
 
@@ -501,12 +503,12 @@ def _file(name: str) -> str:
     return resources.files("remat.schedules.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def script_safe(page: Page) -> str:
+def script_safe(page: _Page) -> str:
     """JSON in which nothing can end the script element or begin a comment."""
     return msgspec.json.encode(page).decode().replace("<", "\\u003c")
 
 
-def figures(facts: Facts, summary: Summary) -> list[Figure]:
+def _figures(facts: PageFacts, summary: _Summary) -> list[Figure]:
     """What a reader wants to know first."""
     base, peak = summary.unmodified_peak_bytes, summary.peak_bytes
     of_base = f"{percent_text(peak / base)} of the unmodified {bytes_text(base)}" if base else ""
@@ -519,14 +521,14 @@ def figures(facts: Facts, summary: Summary) -> list[Figure]:
     ]
 
 
-def _more(summary: Summary) -> str:
+def _more(summary: _Summary) -> str:
     text = f"{time_text(summary.again_us)} for {summary.runs_again} further runs of ops"
     if not summary.stall_us:
         return text
     return f"{text}, {time_text(summary.stall_us)} of waits for copies"
 
 
-def _bound(facts: Facts, summary: Summary) -> str:
+def _bound(facts: PageFacts, summary: _Summary) -> str:
     least = bound_of(summary.lower_bound_us, facts.graph.base_us)
     if least is None:
         return NO_BOUND

@@ -9,7 +9,7 @@ import numpy as np
 
 from remat.formats import bytes_text, fine_time_text, percent_text, time_text
 from remat.graph_capture.graph import LINK_NAMES, LINK_TITLES
-from remat.schedules.report.facts import Facts
+from remat.schedules.report.page_facts import PageFacts
 from remat.schedules.simulate import simulate
 from remat.schedules.simulation import Simulation
 from remat.schedules.views.addresses import Addresses, Box, addresses
@@ -27,12 +27,12 @@ from remat.schedules.views.palette import (
 
 WIDTH, HEIGHT = 2000, 700
 """Units of the picture: whole numbers keep the page small."""
-NAMED = 150
+_NAMED = 150
 """Boxes that say what they are when pointed at, the largest."""
-TICKS = 5
+_TICKS = 5
 
 
-class Shape(NamedTuple):
+class _Shape(NamedTuple):
     """Rectangles of one colour as the path of an SVG; `title` is empty for those without a name."""
 
     name: str
@@ -41,14 +41,14 @@ class Shape(NamedTuple):
     title: str = ""
 
 
-class Tick(NamedTuple):
+class _Tick(NamedTuple):
     """A mark at the axis of addresses."""
 
     y: float
     text: str
 
 
-class ArenaPicture(NamedTuple):
+class _ArenaPicture(NamedTuple):
     """What the page draws of a layout.
 
     Attributes
@@ -58,17 +58,17 @@ class ArenaPicture(NamedTuple):
     says : the sizes, in words.
     """
 
-    shapes: tuple[Shape, ...]
+    shapes: tuple[_Shape, ...]
     legend: tuple[tuple[str, str], ...]
     live: str
     load_y: int
-    ticks: tuple[Tick, ...]
+    ticks: tuple[_Tick, ...]
     says: str
     width: int = WIDTH
     height: int = HEIGHT
 
 
-def arena_picture(facts: Facts) -> ArenaPicture | None:
+def arena_picture(facts: PageFacts) -> _ArenaPicture | None:
     """The picture; None where there is no layout, or nothing in its arena.
 
     Raises
@@ -81,17 +81,17 @@ def arena_picture(facts: Facts) -> ArenaPicture | None:
     if not found.layout.arena_bytes:
         return None
     scale = _Scale(found)
-    named, others = found.boxes[:NAMED], found.boxes[NAMED:]
-    small = Shape(SMALL, GREY, "".join(scale.path(*one) for one in found.merged))
+    named, others = found.boxes[:_NAMED], found.boxes[_NAMED:]
+    small = _Shape(_SMALL, GREY, "".join(scale.path(*one) for one in found.merged))
     kinds = [kind for kind in KINDS if any(box.kind == kind for box in found.boxes)]
     legend = [(kind, _colour(kind)) for kind in kinds]
-    return ArenaPicture(
+    return _ArenaPicture(
         shapes=(
             *([small] if found.merged else []),
             *_of_kinds(scale, kinds, others),
             *(_named(scale, box) for box in named),
         ),
-        legend=(*legend, *([(SMALL, GREY)] if found.merged else [])),
+        legend=(*legend, *([(_SMALL, GREY)] if found.merged else [])),
         live=_live_path(scale, found),
         load_y=scale.y(found.layout.load_bytes),
         ticks=_ticks(scale, found.layout.arena_bytes),
@@ -99,7 +99,7 @@ def arena_picture(facts: Facts) -> ArenaPicture | None:
     )
 
 
-SMALL = "small, merged"
+_SMALL = "small, merged"
 
 
 def _colour(kind: str) -> str:
@@ -126,21 +126,21 @@ class _Scale:
         return f"M{x} {y}h{width}v{height}h-{width}z"
 
 
-def _of_kinds(scale: _Scale, kinds: Iterable[str], boxes: Iterable[Box]) -> Iterable[Shape]:
+def _of_kinds(scale: _Scale, kinds: Iterable[str], boxes: Iterable[Box]) -> Iterable[_Shape]:
     """The boxes of each kind as one shape."""
     paths: dict[str, list[str]] = {kind: [] for kind in kinds}
     for box in boxes:
         paths[box.kind].append(scale.path(box.start, box.end, box.low, box.high))
-    return [Shape(kind, _colour(kind), "".join(path)) for kind, path in paths.items() if path]
+    return [_Shape(kind, _colour(kind), "".join(path)) for kind, path in paths.items() if path]
 
 
-def _named(scale: _Scale, box: Box) -> Shape:
+def _named(scale: _Scale, box: Box) -> _Shape:
     title = (
         f"{box.name}, {box.kind}, {bytes_text(box.high - box.low)} at {bytes_text(box.low)}, "
         f"runs {box.start + 1} to {box.end}"
     )
     path = scale.path(box.start, box.end, box.low, box.high)
-    return Shape(box.kind, _colour(box.kind), path, title)
+    return _Shape(box.kind, _colour(box.kind), path, title)
 
 
 def _live_path(scale: _Scale, of: Addresses) -> str:
@@ -157,9 +157,9 @@ def _live_path(scale: _Scale, of: Addresses) -> str:
     )
 
 
-def _ticks(scale: _Scale, arena_bytes: int) -> tuple[Tick, ...]:
-    marks = [arena_bytes * i // (TICKS - 1) for i in range(TICKS)]
-    return tuple(Tick(scale.y(mark), bytes_text(mark) if mark else "0") for mark in marks)
+def _ticks(scale: _Scale, arena_bytes: int) -> tuple[_Tick, ...]:
+    marks = [arena_bytes * i // (_TICKS - 1) for i in range(_TICKS)]
+    return tuple(_Tick(scale.y(mark), bytes_text(mark) if mark else "0") for mark in marks)
 
 
 def _says(of: Addresses) -> str:
@@ -174,14 +174,14 @@ def _says(of: Addresses) -> str:
 # The picture of copies on the page, an SVG that needs no script: a lane a link, a band a tier.
 
 
-COPIES_WIDTH, LANE, BAND, GAP = 2000, 46, 150, 24
+COPIES_WIDTH, LANE, BAND, _GAP = 2000, 46, 150, 24
 """Units of the picture, which are whole numbers: what is narrower than one is drawn as one."""
-COLOURS = {"d2h": BLUE, "h2d": SKY, "write": PURPLE, "read": GREEN}
-WAITS, WAITS_COLOUR = "device waits", VERMILLION
-TIERS = {"host": "on the host", "nvme": "on NVMe"}
+_COLOURS = {"d2h": BLUE, "h2d": SKY, "write": PURPLE, "read": GREEN}
+_WAITS, _WAITS_COLOUR = "device waits", VERMILLION
+_TIERS = {"host": "on the host", "nvme": "on NVMe"}
 
 
-class Bar(NamedTuple):
+class _Bar(NamedTuple):
     """One copy, or one wait: where it is in its lane, and what it is, in words."""
 
     x: int
@@ -189,16 +189,16 @@ class Bar(NamedTuple):
     title: str
 
 
-class CopyLane(NamedTuple):
+class _CopyLane(NamedTuple):
     """The copies over a link, or the waits for them; `y` is its upper edge."""
 
     name: str
     colour: str
     y: int
-    bars: tuple[Bar, ...]
+    bars: tuple[_Bar, ...]
 
 
-class TierBand(NamedTuple):
+class _TierBand(NamedTuple):
     """Bytes in a lower tier through the step, as a filled path; `y` is the upper edge."""
 
     name: str
@@ -208,19 +208,19 @@ class TierBand(NamedTuple):
     most: str
 
 
-class TimeTick(NamedTuple):
+class _TimeTick(NamedTuple):
     """A mark at the axis of time."""
 
     x: int
     text: str
 
 
-class CopiesPicture(NamedTuple):
+class _CopiesPicture(NamedTuple):
     """What the page draws of a plan that copies; `says` has its figures in words."""
 
-    lanes: tuple[CopyLane, ...]
-    bands: tuple[TierBand, ...]
-    ticks: tuple[TimeTick, ...]
+    lanes: tuple[_CopyLane, ...]
+    bands: tuple[_TierBand, ...]
+    ticks: tuple[_TimeTick, ...]
     says: str
     height: int
     width: int = COPIES_WIDTH
@@ -228,7 +228,7 @@ class CopiesPicture(NamedTuple):
     band: int = BAND
 
 
-def copies_picture(facts: Facts) -> CopiesPicture | None:
+def copies_picture(facts: PageFacts) -> _CopiesPicture | None:
     """The picture; None where nothing is copied.
 
     Raises
@@ -239,31 +239,31 @@ def copies_picture(facts: Facts) -> CopiesPicture | None:
         return None
     found = simulate(facts.graph, facts.schedule)
     lanes = _lanes(found)
-    top = len(lanes) * (LANE + GAP)
+    top = len(lanes) * (LANE + _GAP)
     bands = tuple(
-        _band(found, tier, there, top + i * (BAND + GAP))
+        _band(found, tier, there, top + i * (BAND + _GAP))
         for i, (tier, there) in enumerate(found.below_bytes.items())
     )
     ticks = [
-        TimeTick(COPIES_WIDTH * i // TICKS, time_text(found.time_us * i / TICKS))
-        for i in range(TICKS)
+        _TimeTick(COPIES_WIDTH * i // _TICKS, time_text(found.time_us * i / _TICKS))
+        for i in range(_TICKS)
     ]
-    height = top + len(bands) * (BAND + GAP)
-    return CopiesPicture(lanes, bands, tuple(ticks), _copies_said(found), height)
+    height = top + len(bands) * (BAND + _GAP)
+    return _CopiesPicture(lanes, bands, tuple(ticks), _copies_said(found), height)
 
 
 def _x(found: Simulation, at_us: float) -> int:
     return round(COPIES_WIDTH * at_us / found.time_us) if found.time_us else 0
 
 
-def _bar(found: Simulation, start_us: float, end_us: float, title: str) -> Bar:
+def _bar(found: Simulation, start_us: float, end_us: float, title: str) -> _Bar:
     x = _x(found, start_us)
-    return Bar(x, max(_x(found, end_us) - x, 1), title)
+    return _Bar(x, max(_x(found, end_us) - x, 1), title)
 
 
-def _lanes(found: Simulation) -> tuple[CopyLane, ...]:
+def _lanes(found: Simulation) -> tuple[_CopyLane, ...]:
     """The links that copy anything, and the waits of the device where there are some."""
-    bars: list[tuple[str, str, tuple[Bar, ...]]] = []
+    bars: list[tuple[str, str, tuple[_Bar, ...]]] = []
     for link in LINK_NAMES:
         copies = tuple(
             _bar(
@@ -274,18 +274,18 @@ def _lanes(found: Simulation) -> tuple[CopyLane, ...]:
             for copy in found.copies
             if copy.link == link
         )  # fmt: skip
-        bars.append((LINK_TITLES[link], COLOURS[link], copies))
-    bars.append((WAITS, WAITS_COLOUR, _waits(found)))
+        bars.append((LINK_TITLES[link], _COLOURS[link], copies))
+    bars.append((_WAITS, _WAITS_COLOUR, _waits(found)))
     used = [lane for lane in bars if lane[2]]
     return tuple(
-        CopyLane(name, colour, i * (LANE + GAP), each)
+        _CopyLane(name, colour, i * (LANE + _GAP), each)
         for i, (name, colour, each) in enumerate(used)
     )
 
 
-def _waits(found: Simulation) -> tuple[Bar, ...]:
+def _waits(found: Simulation) -> tuple[_Bar, ...]:
     """Stalls of a step follow one another, from the clock before it on."""
-    bars: list[Bar] = []
+    bars: list[_Bar] = []
     ends: dict[int, float] = {}
     for stall in found.stalls:
         before_us = found.clock_us[stall.step - 1] if stall.step else 0.0
@@ -296,15 +296,15 @@ def _waits(found: Simulation) -> tuple[Bar, ...]:
     return tuple(bars)
 
 
-def _band(found: Simulation, tier: str, there: Sequence[int], y: int) -> TierBand:
+def _band(found: Simulation, tier: str, there: Sequence[int], y: int) -> _TierBand:
     most_bytes, bottom = max(there), y + BAND
     path, before = f"M0 {bottom}", 0
     for at_us, size_bytes in zip(found.clock_us, there, strict=True):
         if size_bytes != before:
             path += f"H{_x(found, at_us)}V{bottom - round(BAND * size_bytes / most_bytes)}"
         before = size_bytes
-    return TierBand(
-        TIERS[tier], ORANGE, y, f"{path}H{COPIES_WIDTH}V{bottom}Z", bytes_text(most_bytes)
+    return _TierBand(
+        _TIERS[tier], ORANGE, y, f"{path}H{COPIES_WIDTH}V{bottom}Z", bytes_text(most_bytes)
     )
 
 

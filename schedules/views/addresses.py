@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.derived import as_planned
+from remat.schedules.derived import graph_of_schedule
 from remat.schedules.layout import BufferKind, Buffers, Ints, Layout, buffers_of, check_layout
 from remat.schedules.schedule import Schedule
 
-ROWS, COLUMNS = 256, 1024
+ROWS, _COLUMNS = 256, 1024
 """Of the grid on which small buffers are merged; a buffer below one row is small."""
 MOST_BOXES, MOST_MERGED = 3000, 2000
 """Rectangles of buffers of their own, and of merged ones."""
@@ -34,7 +34,7 @@ class Box(NamedTuple):
     high: int
 
 
-class Merged(NamedTuple):
+class _Merged(NamedTuple):
     """A rectangle that covers small buffers, and room between them."""
 
     start: float
@@ -56,7 +56,7 @@ class Addresses:
     layout: Layout
     buffers: Buffers
     boxes: tuple[Box, ...]
-    merged: tuple[Merged, ...]
+    merged: tuple[_Merged, ...]
     n_merged: int
 
 
@@ -75,7 +75,7 @@ def addresses(graph: TrainingGraph, schedule: Schedule, layout: Layout) -> Addre
     shown = largest[buffers.size_bytes[largest] * ROWS >= layout.arena_bytes][:MOST_BOXES]
     is_small = np.ones(len(buffers), bool)
     is_small[shown] = False
-    kinds = kinds_of_buffers(as_planned(graph, schedule), buffers)
+    kinds = kinds_of_buffers(graph_of_schedule(graph, schedule), buffers)
     low = np.array(layout.offsets_bytes, np.int64)
     boxes = tuple(
         Box(
@@ -98,11 +98,11 @@ def kinds_of_buffers(graph: TrainingGraph, buffers: Buffers) -> list[str]:
 
 def _over_small(
     buffers: Buffers, low: Ints, arena_bytes: int, is_small: NDArray[np.bool_]
-) -> tuple[Merged, ...]:
+) -> tuple[_Merged, ...]:
     """Rectangles over the small buffers, on the finest grid on which they are few enough."""
     if not is_small.any():
         return ()
-    rows, columns = ROWS, min(COLUMNS, buffers.n_times)
+    rows, columns = ROWS, min(_COLUMNS, buffers.n_times)
     top = low + buffers.size_bytes
     edges = [one[is_small].astype(np.float64) for one in (buffers.start, buffers.end, low, top)]
     while True:
@@ -110,15 +110,15 @@ def _over_small(
         on_grid = [edge * scale for edge, scale in zip(edges, (x, x, y, y), strict=True)]
         found = _rectangles(_covered(*on_grid, rows=rows, columns=columns))
         if len(found) <= MOST_MERGED:
-            return tuple(Merged(a / x, b / x, c / y, d / y) for a, b, c, d in found)
+            return tuple(_Merged(a / x, b / x, c / y, d / y) for a, b, c, d in found)
         rows, columns = max(rows // 2, 1), max(columns // 2, 1)
 
 
-Corners = NDArray[np.float64]
+_Corners = NDArray[np.float64]
 
 
 def _covered(
-    start: Corners, end: Corners, low: Corners, high: Corners, *, rows: int, columns: int
+    start: _Corners, end: _Corners, low: _Corners, high: _Corners, *, rows: int, columns: int
 ) -> NDArray[np.bool_]:
     """The cells that rectangles touch, rows by columns."""
     x0, y0 = np.floor(start).astype(np.int64), np.floor(low).astype(np.int64)

@@ -27,7 +27,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Ribbon:
+class _Ribbon:
     """What each row runs and holds.
 
     Attributes
@@ -46,14 +46,14 @@ class Ribbon:
     holds_most: tuple[Span, ...]
 
 
-def ribbon(line: Timeline) -> Ribbon:
+def ribbon(line: Timeline) -> _Ribbon:
     """The picture of a schedule."""
     titles, row_of_op = rows_of_ops(line.graph)
     rows = np.array(row_of_op, dtype=np.int64)[line.ops]
     is_forward = line.ops < line.graph.n_forward
     held = _held_bytes(line, row_of_op, len(titles))
     most = held.max(axis=1, keepdims=True, initial=0)
-    return Ribbon(
+    return _Ribbon(
         titles=titles,
         forward=_spans_of_runs(rows, is_forward & ~line.again),
         backward=_spans_of_runs(rows, ~is_forward & ~line.again),

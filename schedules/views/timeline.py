@@ -1,7 +1,7 @@
 """A schedule as it runs: when each op runs, how much is live meanwhile, which values are there.
 
 Everything that draws or exports a schedule reads a `Timeline`. Bytes and times are those of
-`simulate`, so no picture can say otherwise than the judge.
+`simulate`, so no picture can say otherwise than the simulator.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from remat.graph_capture.graph import Op, TrainingGraph
-from remat.schedules.derived import as_planned
+from remat.schedules.derived import graph_of_schedule
 from remat.schedules.kept_in_forward import end_of_forward
-from remat.schedules.schedule import Compute, Schedule, brought, dropped
+from remat.schedules.schedule import Compute, Schedule, fetched_value, freed_value
 from remat.schedules.simulate import simulate
 from remat.schedules.simulation import Simulation
 
@@ -26,7 +26,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Residence:
+class _Residence:
     """A value is on the device from run `begin` to before run `end`."""
 
     value: str
@@ -65,12 +65,12 @@ class Timeline:
 
     @property
     def is_timed(self) -> bool:
-        """Whether the ops have prices."""
+        """Whether the ops have costs."""
         return self.simulation.time_us > 0
 
     @cached_property
     def edges(self) -> Floats:
-        """Where runs begin, and where the last ends, [runs + 1]: in ms, or in runs if unpriced."""
+        """Where runs begin, and where the last ends, [runs + 1]: in ms; without costs in runs."""
         if not self.is_timed:
             return np.arange(len(self) + 1, dtype=np.float64)
         return np.append(self.start_us, self.simulation.time_us) / 1e3
@@ -92,9 +92,9 @@ class Timeline:
         return len(self) if end is None else int(np.searchsorted(self.steps, end))
 
     @cached_property
-    def residences(self) -> tuple[Residence, ...]:
+    def residences(self) -> tuple[_Residence, ...]:
         """Each stay of each value on the device, in the order of their ends."""
-        found: list[Residence] = []
+        found: list[_Residence] = []
         since: dict[str, int] = {}
         run = 0
         for step in self.schedule.steps:
@@ -102,11 +102,11 @@ class Timeline:
                 outputs = self.graph.ops[self.graph.op_index[step.op]].outputs
                 since |= {name: run for name in outputs if name not in since}
                 run += 1
-            elif brought(step):
+            elif fetched_value(step):
                 since[step.value] = run
-            elif dropped(step):
-                found.append(Residence(step.value, since.pop(step.value), run))
-        found += [Residence(name, begin, run) for name, begin in since.items()]
+            elif freed_value(step):
+                found.append(_Residence(step.value, since.pop(step.value), run))
+        found += [_Residence(name, begin, run) for name, begin in since.items()]
         return tuple(found)
 
 
@@ -117,7 +117,7 @@ def timeline(graph: TrainingGraph, schedule: Schedule) -> Timeline:
     ------
     ScheduleError : the schedule is not one of this graph, or breaks a rule of `simulate`.
     """
-    graph = as_planned(graph, schedule)
+    graph = graph_of_schedule(graph, schedule)
     simulation = simulate(graph, schedule)
     runs = [(i, step.op) for i, step in enumerate(schedule.steps) if isinstance(step, Compute)]
     steps = np.array([i for i, _ in runs], dtype=np.int64)
@@ -212,14 +212,14 @@ def _merged(titles: Sequence[str], rows: Sequence[int]) -> tuple[tuple[str, ...]
 # Live bytes through the step, taken apart: by what the bytes are for, or by module.
 
 
-By = Literal["kind", "module"]
+BandsBy = Literal["kind", "module"]
 
 RESIDENT, WORKSPACE, OTHERS = "resident", "workspace", "others"
-MOST = 6
+_MOST = 6
 """How many modules have a band of their own: as many as the palette has colours for."""
 
 
-def live_bands(line: Timeline, by: By = "kind") -> dict[str, Ints]:
+def live_bands(line: Timeline, by: BandsBy = "kind") -> dict[str, Ints]:
     """Bytes live during each run, [runs], by name; at each run they sum to `line.live_bytes`.
 
     ``resident`` comes first: no schedule changes it. ``workspace`` comes last: what the op takes
@@ -231,14 +231,14 @@ def live_bands(line: Timeline, by: By = "kind") -> dict[str, Ints]:
     resident = np.full(len(line), line.graph.resident.total_bytes, dtype=np.int64)
     held = sum(curves.values(), resident)
     ranked = sorted(curves, key=lambda name: -int(curves[name].sum()))
-    bands = {RESIDENT: resident} | {name: curves[name] for name in ranked[:MOST]}
-    if ranked[MOST:]:
-        bands[OTHERS] = sum((curves[name] for name in ranked[MOST:]), np.zeros_like(resident))
+    bands = {RESIDENT: resident} | {name: curves[name] for name in ranked[:_MOST]}
+    if ranked[_MOST:]:
+        bands[OTHERS] = sum((curves[name] for name in ranked[_MOST:]), np.zeros_like(resident))
     # The workspace is what no value accounts for, so the bands cannot but sum to the simulator's.
     return bands | {WORKSPACE: line.live_bytes - held}
 
 
-def _groups(graph: TrainingGraph, by: By) -> Mapping[str, str]:
+def _groups(graph: TrainingGraph, by: BandsBy) -> Mapping[str, str]:
     """The group of each value that an op makes."""
     made = [value for value in graph.values if value.producer]
     if by == "kind":

@@ -6,7 +6,7 @@ be imported: OR-Tools carries its own HiGHS and the two break each other.
 
 HiGHS can neither be interrupted nor be kept from printing, so it runs in another process. It does
 not look at the clock everywhere: a program of 5,000 ops has taken 2.4 s under a limit of 0.5. So
-the process ends `OVERTIME_S` after the limit.
+the process ends `_OVERTIME_S` after the limit.
 """
 
 from __future__ import annotations
@@ -21,13 +21,18 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from remat.graph_capture.errors import SolverError
-from remat.solver.backends.processes import ChildEndedError, OverdueError, ended_after, run_apart
+from remat.solver.backends.processes import (
+    ChildEndedError,
+    OverdueError,
+    ended_after,
+    run_in_process,
+)
 
 Backend = Literal["mathopt", "pulp"]
 BACKENDS: tuple[Backend, ...] = ("mathopt", "pulp")
-LONGEST_S = 1e9
+_LONGEST_S = 1e9
 """Durations have an end; this is 30 years."""
-OVERTIME_S = 0.5
+_OVERTIME_S = 0.5
 """What HiGHS may take beyond its limit."""
 
 
@@ -66,7 +71,7 @@ class MixedProgram:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class MipSolution:
     """What a backend found.
 
     `values` is None where no point was found; `bound` is proved (-inf if nothing is);
@@ -82,7 +87,7 @@ class Answer:
     iterations: int = 0
 
 
-LATE = Answer(None, math.inf, -math.inf, proved_infeasible=False, finished=False)
+LATE = MipSolution(None, math.inf, -math.inf, proved_infeasible=False, finished=False)
 """Of a backend that had to be ended, or that ended by itself."""
 
 
@@ -103,7 +108,7 @@ def solve_program(
     *,
     backend: Backend = "mathopt",
     start: Sequence[float] | None = None,
-) -> Answer:
+) -> MipSolution:
     """Solve `program`; `start` is a feasible point, used where the backend takes one.
 
     Raises
@@ -112,7 +117,7 @@ def solve_program(
     """
     if backend == "mathopt":
         try:
-            return run_apart(_with_mathopt, program, limits, start)
+            return run_in_process(_with_mathopt, program, limits, start)
         except OverdueError:
             return LATE
         except ChildEndedError as error:  # it costs what this program would have found
@@ -123,12 +128,14 @@ def solve_program(
     raise SolverError(f"unknown MIP backend '{backend}'; there are {', '.join(BACKENDS)}")
 
 
-def _with_mathopt(program: MixedProgram, limits: Limits, start: Sequence[float] | None) -> Answer:
+def _with_mathopt(
+    program: MixedProgram, limits: Limits, start: Sequence[float] | None
+) -> MipSolution:
     from ortools.math_opt.python import mathopt  # pyright: ignore[reportMissingTypeStubs]
 
     api = cast(Any, mathopt)
     model, variables = _mathopt_model(api, program, limits.relaxed)
-    limit_s = min(max(limits.time_limit_s, 0.01), LONGEST_S)
+    limit_s = min(max(limits.time_limit_s, 0.01), _LONGEST_S)
     parameters = api.SolveParameters(time_limit=datetime.timedelta(seconds=limit_s), random_seed=0)
     if not limits.relaxed:
         parameters.relative_gap_tolerance = limits.relative_gap
@@ -137,7 +144,7 @@ def _with_mathopt(program: MixedProgram, limits: Limits, start: Sequence[float] 
     hints = []
     if start is not None and not limits.relaxed:
         hints = [api.SolutionHint(variable_values=dict(zip(variables, start, strict=True)))]
-    with ended_after(min(limit_s + OVERTIME_S, threading.TIMEOUT_MAX)):
+    with ended_after(min(limit_s + _OVERTIME_S, threading.TIMEOUT_MAX)):
         result = api.solve(
             model,
             api.SolverType.HIGHS,
@@ -163,12 +170,12 @@ def _mathopt_model(api: Any, program: MixedProgram, relaxed: bool) -> tuple[Any,
     return model, variables
 
 
-def _mathopt_answer(api: Any, result: Any, variables: list[Any]) -> Answer:
+def _mathopt_answer(api: Any, result: Any, variables: list[Any]) -> MipSolution:
     reason = result.termination.reason
     kinds = api.TerminationReason
     bounds = result.termination.objective_bounds
     found = bool(result.has_primal_feasible_solution())
-    return Answer(
+    return MipSolution(
         values=[float(x) for x in result.variable_values(variables)] if found else None,
         objective=float(bounds.primal_bound) if found else math.inf,
         bound=float(bounds.dual_bound),
@@ -178,7 +185,7 @@ def _mathopt_answer(api: Any, result: Any, variables: list[Any]) -> Answer:
     )
 
 
-def _with_pulp(program: MixedProgram, limits: Limits, start: Sequence[float] | None) -> Answer:
+def _with_pulp(program: MixedProgram, limits: Limits, start: Sequence[float] | None) -> MipSolution:
     import pulp  # pyright: ignore[reportMissingTypeStubs]
 
     with warnings.catch_warnings():
@@ -192,7 +199,7 @@ def _with_pulp(program: MixedProgram, limits: Limits, start: Sequence[float] | N
 
 def _run_pulp(
     api: Any, program: MixedProgram, limits: Limits, start: Sequence[float] | None
-) -> Answer:
+) -> MipSolution:
     problem, variables = _pulp_model(api, program, limits.relaxed)
     for variable, value in zip(variables, start or (), strict=False):
         variable.setInitialValue(round(value) if variable.cat == "Integer" else value)
@@ -213,7 +220,7 @@ def _run_pulp(
     values = [float(variable.value() or 0.0) for variable in variables] if found else None
     objective = _value_of(program, values) if values is not None else math.inf
     slack = max(abs(objective) * limits.relative_gap, limits.absolute_gap)
-    return Answer(
+    return MipSolution(
         values=values,
         objective=objective,
         bound=objective - slack if optimal else -math.inf,

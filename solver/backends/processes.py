@@ -36,13 +36,13 @@ from remat.graph_capture.errors import SolverError
 # interpreter ends: a thread that came back from C++ during that would abort the process.
 
 
-T = TypeVar("T")
-SPELL_S = 0.05
+_T = TypeVar("_T")
+_SPELL_S = 0.05
 STOPPING_S = 5.0
 """Longest wait for what was told to stop."""
 
 
-class Task(Generic[T]):
+class Task(Generic[_T]):
     """One call of `work`, begun at once.
 
     Ctrl-C while it is waited for stops it, and so does an error in its `with` block: `stop` is
@@ -53,9 +53,9 @@ class Task(Generic[T]):
     KeyboardInterrupt : it would begin within a task that was stopped.
     """
 
-    def __init__(self, work: Callable[[], T], stop: Callable[[], None] | None = None) -> None:
+    def __init__(self, work: Callable[[], _T], stop: Callable[[], None] | None = None) -> None:
         self._work, self._stop = work, stop
-        self._done: list[T] = []
+        self._done: list[_T] = []
         self._failed: list[BaseException] = []
         self._ended = threading.Event()
         self._is_stopped = False
@@ -77,7 +77,7 @@ class Task(Generic[T]):
             del _running[self]
             self._ended.set()
 
-    def __enter__(self) -> Task[T]:
+    def __enter__(self) -> Task[_T]:
         return self
 
     def __exit__(
@@ -86,7 +86,7 @@ class Task(Generic[T]):
         if kind is not None:
             self.stop()
 
-    def wait(self) -> T:
+    def wait(self) -> _T:
         """What `work` returned; raises what it raised.
 
         Raises
@@ -94,7 +94,7 @@ class Task(Generic[T]):
         KeyboardInterrupt : on Ctrl-C, or the task was stopped.
         """
         try:
-            while not self._ended.wait(SPELL_S):
+            while not self._ended.wait(_SPELL_S):
                 pass
         except BaseException:
             self.stop()
@@ -112,14 +112,14 @@ class Task(Generic[T]):
         """
         until_s = time.monotonic() + STOPPING_S
         while not self._ended.is_set() and self._tell_to_stop():
-            if self._ended.wait(min(SPELL_S, STOPPING_S)) or time.monotonic() > until_s:
+            if self._ended.wait(min(_SPELL_S, STOPPING_S)) or time.monotonic() > until_s:
                 return
 
     def end_by(self, moment_s: float) -> None:
         """Stop the work and wait for the end of its thread, until that moment at most."""
         while self._thread.is_alive() and time.monotonic() < moment_s:
             self._tell_to_stop()
-            self._thread.join(SPELL_S)
+            self._thread.join(_SPELL_S)
 
     def _tell_to_stop(self) -> bool:
         """Whether there was anything to tell."""
@@ -142,15 +142,15 @@ def stop_all() -> None:
         task.end_by(moment_s)
 
 
-P = ParamSpec("P")
-STANDARD_OUTPUT = 1
-BEGIN = (
+_P = ParamSpec("_P")
+_STANDARD_OUTPUT = 1
+_BEGIN = (
     "import sys; sys.path[:] = sys.argv[1:]; import signal; "
     "signal.signal(signal.SIGINT, signal.SIG_IGN); "
     "import remat.solver.backends.processes as apart; apart.serve()"
 )
 """Ctrl-C reaches every process of a terminal. This one ignores it: its caller decides."""
-OWN_GROUP: dict[str, Any] = {} if sys.platform == "win32" else {"process_group": 0}
+_OWN_GROUP: dict[str, Any] = {} if sys.platform == "win32" else {"process_group": 0}
 """Nor does Ctrl-C reach a process of another group, which could not ignore it while it begins."""
 
 
@@ -162,7 +162,7 @@ class OverdueError(Exception):
     """What ran in another process did not end in its time, and was ended with the process."""
 
 
-def run_apart(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+def run_in_process(function: Callable[_P, _T], *arguments: _P.args, **options: _P.kwargs) -> _T:
     """What `function`, which must be importable, returns or raises in another process.
 
     Raises
@@ -201,8 +201,8 @@ class _Process:
         try:
             self._popen = subprocess.Popen(
                 # -P: the working folder may hold a signal.py.
-                [sys.executable, "-P", "-c", BEGIN, *_library_first(sys.path)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, **OWN_GROUP,
+                [sys.executable, "-P", "-c", _BEGIN, *_library_first(sys.path)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, **_OWN_GROUP,
             )  # fmt: skip
         except OSError as error:
             raise ChildEndedError(
@@ -213,7 +213,7 @@ class _Process:
     def is_alive(self) -> bool:
         return self._popen.poll() is None
 
-    def answer(self, call: functools.partial[T]) -> T:
+    def answer(self, call: functools.partial[_T]) -> _T:
         """Send `call`, wait for what it returns or raises."""
         calls, answers = cast("IO[bytes]", self._popen.stdin), cast("IO[bytes]", self._popen.stdout)
         try:
@@ -292,8 +292,8 @@ def _send(answer: tuple[bool, Any]) -> None:
 
 def serve() -> None:
     """Answer calls until standard input ends. What they print goes nowhere."""
-    _answers.append(os.fdopen(os.dup(STANDARD_OUTPUT), "wb"))
-    os.dup2(os.open(os.devnull, os.O_WRONLY), STANDARD_OUTPUT)
+    _answers.append(os.fdopen(os.dup(_STANDARD_OUTPUT), "wb"))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), _STANDARD_OUTPUT)
     calls: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=_read, args=(calls,), daemon=True).start()
     while True:

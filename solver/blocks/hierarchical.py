@@ -24,9 +24,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from remat.graph_capture.errors import SolverError
-from remat.graph_capture.graph import TrainingGraph, kept_with
-from remat.solver.blocks.knapsack import Layer, choices_in_place, compose, stages_of_block
-from remat.solver.blocks.options import BlockOption, Options, block_graph, block_options
+from remat.graph_capture.graph import TrainingGraph, cached_on
+from remat.solver.blocks.block_options import BlockOption, Options, block_graph, block_options
+from remat.solver.blocks.knapsack import PlacedBlock, choices_in_place, compose, stages_of_block
 from remat.solver.blocks.repeated import Block, Reads, Shape, find_blocks, shape_of
 from remat.solver.local_search.repair import Repair, fill
 from remat.solver.problem import Problem, least_needed_bytes
@@ -35,12 +35,12 @@ from remat.solver.search import Listener, Search
 from remat.solver.state import State
 from remat.solver.store_all import store_all_state
 
-GROUPS = (1, 2, 4)
+_GROUPS = (1, 2, 4)
 """How many repetitions make one block: tried in turn until something fits."""
-PARTS = (1.0, 0.99, 0.97, 0.94, 0.9, 0.85)
+_PARTS = (1.0, 0.99, 0.97, 0.94, 0.9, 0.85)
 """Shares of the room that the knapsack gets, tried until its schedule truly fits.
 
-The knapsack's memory is a model, and the judge decides.
+The knapsack's memory is a model, and the simulator decides.
 """
 
 
@@ -86,7 +86,7 @@ class Hierarchical:
     def least_states(self, search: Search) -> Iterator[State]:
         """States in which blocks of 1, 2 and 4 repetitions keep the least they can."""
         message = search.message
-        for group in GROUPS:
+        for group in _GROUPS:
             layers = None if search.out_of_time() else self._layers(search, group)
             search.message = message
             if layers is None or search.out_of_time():
@@ -99,7 +99,7 @@ class Hierarchical:
         if search.best is not None:
             return
         starts: list[State] = []
-        for group in GROUPS:
+        for group in _GROUPS:
             layers = self._layers(search, group)
             if layers is None or search.out_of_time():
                 break
@@ -114,7 +114,7 @@ class Hierarchical:
             if _repair(search, start):
                 return
 
-    def _layers(self, search: Search, group: int) -> list[Layer] | None:
+    def _layers(self, search: Search, group: int) -> list[PlacedBlock] | None:
         """The blocks of `group` repetitions with their options; None where none repeats."""
         search.say(f"looking for blocks of {group} repetitions")
         reads = Reads.of(search.problem)
@@ -134,7 +134,7 @@ class Hierarchical:
         self, search: Search, reads: Reads, blocks: dict[Shape, Block]
     ) -> dict[Shape, Options]:
         """The options of each shape; complete ones are kept for other solves of the graph."""
-        known = kept_with(search.graph, f"options at {self.limits}", dict[Shape, Options])
+        known = cached_on(search.graph, f"options at {self.limits}", dict[Shape, Options])
         found: dict[Shape, Options] = {}
         for shape, block in blocks.items():
             if shape not in known:
@@ -145,12 +145,12 @@ class Hierarchical:
                     known[shape] = found[shape]
         return known | found
 
-    def _compose(self, search: Search, layers: Sequence[Layer]) -> bool:
+    def _compose(self, search: Search, layers: Sequence[PlacedBlock]) -> bool:
         """Choose, expand, judge, fill; return whether something fits."""
         search.say("composing the blocks")
         choices = choices_in_place(search.problem, layers)
         room_bytes = search.budget_bytes - search.problem.resident_bytes
-        for part in PARTS:
+        for part in _PARTS:
             chosen = compose(choices, int(part * room_bytes), self.slots)
             if chosen is None or search.out_of_time():
                 return False
@@ -162,7 +162,9 @@ class Hierarchical:
         return False
 
 
-def _expanded(problem: Problem, layers: Sequence[Layer], picked: Sequence[BlockOption]) -> State:
+def _expanded(
+    problem: Problem, layers: Sequence[PlacedBlock], picked: Sequence[BlockOption]
+) -> State:
     """The state in which each block runs as the option picked for it says."""
     recomputed: list[list[int]] = [[] for _ in range(problem.n_ops + 1)]
     for (block, _), option in reversed(list(zip(layers, picked, strict=True))):
@@ -176,7 +178,7 @@ def _expanded(problem: Problem, layers: Sequence[Layer], picked: Sequence[BlockO
     return State.from_recomputed(problem, recomputed)
 
 
-def _least_state(problem: Problem, layers: Sequence[Layer]) -> State:
+def _least_state(problem: Problem, layers: Sequence[PlacedBlock]) -> State:
     """The state in which each block keeps the least it can."""
     least = [min(table, key=_modesty) for _, table in layers]
     return _expanded(problem, layers, least)

@@ -6,7 +6,7 @@ backward runs, later blocks are done: only gradients and outputs of theirs are l
 one row for each block: what the blocks before it keep plus what it needs itself is within the
 room. Where blocks copy values below the device, what they have there adds up over all of them: a
 coordinate more for each tier whose room binds.
-Optimal on the grid. Cost: blocks x options x slots, in vector operations, times `BELOW_SLOTS` for
+Optimal on the grid. Cost: blocks x options x slots, in vector operations, times `_BELOW_SLOTS` for
 each tier that binds.
 """
 
@@ -19,13 +19,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from remat.solver.blocks.options import NOTHING, Below, Options
+from remat.solver.blocks.block_options import NO_LOWER_BYTES, LowerBytes, Options
 from remat.solver.blocks.repeated import Block
 from remat.solver.problem import Problem
 
-BELOW_SLOTS = 64
+_BELOW_SLOTS = 64
 """Steps of the grid of a tier below the device."""
-Layer = tuple[Block, Options]
+PlacedBlock = tuple[Block, Options]
 """A block in its place, and the options that it shares with its equals."""
 
 
@@ -39,11 +39,11 @@ class BlockChoice(NamedTuple):
     saved_bytes: int
     need_bytes: int
     extra_us: float
-    below_bytes: Below = NOTHING
+    below_bytes: LowerBytes = NO_LOWER_BYTES
 
 
 def choices_in_place(
-    problem: Problem, layers: Sequence[Layer], beside_bytes: Sequence[int] = ()
+    problem: Problem, layers: Sequence[PlacedBlock], beside_bytes: Sequence[int] = ()
 ) -> list[list[BlockChoice]]:
     """The options of each block, with what they need where the block is.
 
@@ -54,7 +54,7 @@ def choices_in_place(
     return [_choices(block, table, fixed) for block, table in layers]
 
 
-def _fixed_bytes(problem: Problem, layers: Sequence[Layer]) -> npt.NDArray[np.int64]:
+def _fixed_bytes(problem: Problem, layers: Sequence[PlacedBlock]) -> npt.NDArray[np.int64]:
     """For each stage what blocks that are done leave live: gradients, outputs."""
     change = [0] * (problem.n_ops + 2)
     last = [-1] * problem.n_values
@@ -98,7 +98,7 @@ def compose(
     choices: Sequence[Sequence[BlockChoice]],
     room_bytes: int,
     slots: int,
-    below_bytes: Below = NOTHING,
+    below_bytes: LowerBytes = NO_LOWER_BYTES,
 ) -> list[int] | None:
     """One choice a block, of least extra time; None if nothing fits.
 
@@ -143,14 +143,14 @@ class _Grid(NamedTuple):
         choices: Sequence[Sequence[BlockChoice]],
         room_bytes: int,
         slots: int,
-        below_bytes: Below,
+        below_bytes: LowerBytes,
     ) -> _Grid:
         unit = max(-(-room_bytes // slots), 1)
         units, shape = [unit], [room_bytes // unit + 1]
         for tier, most_bytes in enumerate(below_bytes):
             wanted = sum(max(choice.below_bytes[tier] for choice in table) for table in choices)
             # One place is enough where all that blocks could have there fits.
-            unit = max(-(-most_bytes // BELOW_SLOTS), 1)
+            unit = max(-(-most_bytes // _BELOW_SLOTS), 1)
             units.append(unit if wanted > most_bytes else 0)
             shape.append(most_bytes // unit + 1 if wanted > most_bytes else 1)
         return cls((units[0], units[1], units[2]), (shape[0], shape[1], shape[2]))

@@ -6,7 +6,7 @@ https://arxiv.org/abs/2307.01236), which also solves equal blocks once.
 A graph need not have module names, so names are not asked. (Templates do ask them, see
 `templates/module_blocks`, since people wrap modules.)
 
-Each forward op has a class: its target, price and sizes. `periodic_runs` finds the longest run
+Each forward op has a class: its target, cost and sizes. `periodic_runs` finds the longest run
 of ops whose classes repeat with one period. The run is cut into blocks where the fewest bytes
 cross, and what lies before and after it is searched again. A block gets the backward ops from
 the last that reads anything behind it to the last that reads its own values.
@@ -30,27 +30,27 @@ from remat.solver.problem import Problem
 #
 # Also called: maximal repetitions, runs. Distances between equal entries vote for periods, and
 # the periods with most votes are tried. Cost: a pass for each period tried, so linear.
-# Shortcomings: a period is missed if each entry in it occurs more than `LOOK_BACK` times, or if
-# `PERIODS` others have more votes.
+# Shortcomings: a period is missed if each entry in it occurs more than `_LOOK_BACK` times, or if
+# `_PERIODS` others have more votes.
 
 
-LOOK_BACK = 3
+_LOOK_BACK = 3
 """So many earlier ops of an op's class vote for a period, each by its distance."""
-PERIODS = 16
+_PERIODS = 16
 """Periods tried for each run: those with most votes."""
-LEAST_OPS = 4
+_LEAST_OPS = 4
 """Fewest forward ops of a block; a shorter period is taken several times."""
 
 Ints = npt.NDArray[np.int64]
 
 
-def periodic_run(classes: Ints, crossing: Sequence[int]) -> list[int]:
+def _periodic_run(classes: Ints, crossing: Sequence[int]) -> list[int]:
     """Where the blocks of the longest run begin, and where the last ends; empty if none."""
     best: tuple[int, int, int, int] | None = None
     for period in _periods(classes):
         start, length = _longest_run(classes[:-period] == classes[period:])
         length += period
-        step = period * -(-LEAST_OPS // period)
+        step = period * -(-_LEAST_OPS // period)
         count = length // step
         if count >= 2 and (best is None or (count * step, count) > best[:2]):
             best = count * step, count, start, length
@@ -82,9 +82,9 @@ def _periods(classes: Ints) -> list[int]:
     seen: dict[int, list[int]] = {}
     for position, kind in enumerate(classes.tolist()):
         earlier = seen.setdefault(kind, [])
-        votes.update(position - other for other in earlier[-LOOK_BACK:])
+        votes.update(position - other for other in earlier[-_LOOK_BACK:])
         earlier.append(position)
-    return [period for period, _ in votes.most_common(PERIODS)]
+    return [period for period, _ in votes.most_common(_PERIODS)]
 
 
 def _longest_run(equal: npt.NDArray[np.bool_]) -> tuple[int, int]:
@@ -179,7 +179,7 @@ def find_blocks(problem: Problem, reads: Reads, group: int = 1) -> list[Block]:
 
 
 def shape_of(problem: Problem, reads: Reads, block: Block) -> Shape:
-    """What makes two blocks equal: ops, prices, sizes, wiring, and what leaves the block."""
+    """What makes two blocks equal: ops, costs, sizes, wiring, and what leaves the block."""
     number: dict[int, int] = {}
     parts: list[object] = [block.stop - block.start]
     for op in block.ops:
@@ -197,7 +197,7 @@ def _class_key(problem: Problem, op: int) -> Shape:
         problem.graph.ops[op].target,
         problem.cost_us[op],
         problem.workspace_bytes[op],
-        problem.pinned[op],
+        problem.no_recompute[op],
         len(problem.inputs[op]),
         tuple(problem.size_bytes[v] for v in problem.outputs[op]),
     )
@@ -213,7 +213,7 @@ def _runs(problem: Problem, reads: Reads) -> list[list[int]]:
     waiting = [(0, problem.n_forward)]
     while waiting:
         low, high = waiting.pop()
-        places = periodic_run(classes[low:high], crossing[low : high + 1])
+        places = _periodic_run(classes[low:high], crossing[low : high + 1])
         if places:
             found.append([low + place for place in places])
             waiting += [(low, low + places[0]), (low + places[-1], high)]

@@ -6,7 +6,7 @@ one moment, with the ops that must precede an op and those that must follow it i
 what comes before and after it in one given order.
 Solves: a bound, no schedule. In any valid schedule, when op t first runs, all that must
 precede it has run and nothing that must follow it has. So what the latter read of the former,
-or the step must hand over, is carried past t or computed again afterwards. All other ops are
+or the step must return, is carried past t or computed again afterwards. All other ops are
 left out: what remains is a graph of its own, and its cut at t is a `CutProgram`.
 Optimal: where it meets a schedule. On forward and backward graphs it equals the bound in
 captured order as a rule. Cost: one linear program for each of a few ops, then one small MIP.
@@ -30,9 +30,9 @@ from remat.solver.problem import Problem, predecessors
 from remat.solver.search import Clock
 from remat.solver.stopping import ANY_ORDER_NODES, RELAXED
 
-PLACES = 6
+_PLACES = 6
 """Ops whose linear program is solved; the best one's integer program is solved too."""
-END_OF_FORWARD = "remat.end_of_forward"
+_END_OF_FORWARD = "remat.end_of_forward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +94,11 @@ def free_bound_us(
 def free_least_peak_bound_bytes(graph: TrainingGraph) -> int:
     """Bytes that the peak of any schedule reaches, whatever its order of first runs.
 
-    The bound of `least_peak` for the graph with nothing pinned and nothing handed over
+    The bound of `least_peak` for the graph with nothing pinned and nothing returned
     after forward: without these its proof needs no order, and all schedules of the graph are
     schedules of that one.
     """
-    ops = tuple(msgspec.structs.replace(op, pinned="") for op in graph.ops)
+    ops = tuple(msgspec.structs.replace(op, no_recompute="") for op in graph.ops)
     eased = Problem.of(msgspec.structs.replace(graph, ops=ops, forward_outputs=()))
     return least_peak_bound_bytes(eased, effort_for(eased))
 
@@ -144,7 +144,7 @@ def _related_part(graph: TrainingGraph, t: int, related: int, before: int) -> Tr
     forward = (1 << graph.n_forward) - 1
     if t < graph.n_forward and forward & ~(before | 1 << t):
         end = sum(op.phase == "forward" for op in ops)
-        ops.insert(end, Op(END_OF_FORWARD, END_OF_FORWARD, "forward", (), ()))
+        ops.insert(end, Op(_END_OF_FORWARD, _END_OF_FORWARD, "forward", (), ()))
     return msgspec.structs.replace(
         graph,
         ops=tuple(ops),
@@ -163,7 +163,7 @@ def _candidates(graph: TrainingGraph, ancestry: Ancestry, budget_bytes: int) -> 
     load_bytes = crossing_bytes(graph, ancestry)
     over = load_bytes > budget_bytes - graph.resident.total_bytes
     order = np.argsort(-load_bytes, kind="stable")
-    return [int(t) for t in order if over[t]][:PLACES]
+    return [int(t) for t in order if over[t]][:_PLACES]
 
 
 def crossing_bytes(graph: TrainingGraph, ancestry: Ancestry) -> npt.NDArray[np.int64]:
@@ -176,12 +176,12 @@ def crossing_bytes(graph: TrainingGraph, ancestry: Ancestry) -> npt.NDArray[np.i
         for v in inputs:
             readers[v].append(op)
     everywhere, forward = (1 << n) - 1, (1 << problem.n_forward) - 1
-    handed_over, wanted = frozenset(problem.forward_outputs), frozenset(problem.needs[n])
+    returned, wanted = frozenset(problem.forward_outputs), frozenset(problem.needs[n])
     for v, source in enumerate(problem.producer):
         needed = 0
         for op in readers[v]:
             needed |= ancestry.before[op] | 1 << op
-        needed |= forward if v in handed_over else 0
+        needed |= forward if v in returned else 0
         needed |= everywhere if v in wanted else 0
         load += np.int64(problem.size_bytes[v]) * _as_array(ancestry.after[source] & needed, n)
     return load

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from remat.solver.backends.mip import Answer, Limits, MixedProgram, solve_program
+from remat.solver.backends.mip import Limits, MipSolution, MixedProgram, solve_program
 from remat.solver.problem import Problem, working_set_bytes
 from remat.solver.state import recomputed_in
 
@@ -100,7 +100,7 @@ class CutProgram:
         while waiting:
             v = waiting.pop()
             op = self.problem.producer[v]
-            if v in free or self.problem.pinned[op]:
+            if v in free or self.problem.no_recompute[op]:
                 continue
             fresh = [u for u in self.problem.inputs[op] if u not in seen]
             seen.update(fresh)
@@ -124,7 +124,7 @@ class CutProgram:
             lower = 1.0 if is_backward and v in problem.held else 0.0
             carried[v] = self.program.variable(lower=lower, integer=is_whole)
             op = problem.producer[v]
-            if not problem.pinned[op] and op not in again:
+            if not problem.no_recompute[op] and op not in again:
                 cost = problem.cost_us[op] / self.cost_unit_us
                 again[op] = self.program.variable(cost, integer=True)
         self.carried.append(carried)
@@ -203,7 +203,7 @@ class CutProgram:
             self, answer.values, best_us, cost_us, answer.finished, answer.iterations
         )
 
-    def _rounded_cost_us(self, answer: Answer) -> float:
+    def _rounded_cost_us(self, answer: MipSolution) -> float:
         assert answer.values is not None
         return sum(
             self.problem.cost_us[op]
@@ -240,7 +240,7 @@ class CutSolution:
         least_of_pinned = -1.0 if self.is_relaxed else 1e-6
         chosen: set[int] = set()
         for v, i in self.source.carried[k].items():
-            must_stay = problem.pinned[problem.producer[v]]
+            must_stay = problem.no_recompute[problem.producer[v]]
             if self.values[i] > (least_of_pinned if must_stay else 0.5):
                 chosen.add(v)
         return chosen | self.source.free_at(k)
@@ -351,7 +351,7 @@ def _made_again(cuts: CutProgram, k: int, v: int) -> int | None:
     """The bit that v is made again in interval k, None where it must not be."""
     problem = cuts.problem
     op = problem.producer[v]
-    if problem.pinned[op]:
+    if problem.no_recompute[op]:
         return None
     if op not in cuts.again[k]:
         cost = problem.cost_us[op] / cuts.cost_unit_us

@@ -20,17 +20,17 @@ from remat.solver.bounds.cut_program import CutProgram, CutSolution, add_stage_r
 from remat.solver.problem import Problem
 from remat.solver.state import State, fullest_op
 
-PLACES = 30
+_PLACES = 30
 """Stages over the budget that are looked at for the next cut."""
 FAR, AT_A_CUT = 4.0, 0.01
 """Bytes over the budget count times the stages to the nearest cut, up to `FAR` of them: a cut
 beside another says little that is new."""
 
-FLOOR_SLACK = 1e-6
+_FLOOR_SLACK = 1e-6
 """Part of a proved time by which a row that says it is looser."""
 
-Interval = tuple[int, int]
-Floor = tuple[int, int, float]
+_Interval = tuple[int, int]
+_Floor = tuple[int, int, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class LazyCuts:
     is_exact: bool = False
     begin: int = 0
     end: int | None = None
-    floors: tuple[Floor, ...] = ()
+    floors: tuple[_Floor, ...] = ()
     added: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -83,9 +83,9 @@ class LazyCuts:
         made = CutProgram(self.problem, self.cuts, self.budget_bytes, self.end)
         for stage, op in self.rows:
             add_stage_row(made, self.cuts.index(stage), op)
-        add_spans(made, self.added)
+        _add_spans(made, self.added)
         for floor in self.floors:
-            add_floor(made, floor)
+            _add_floor(made, floor)
         return made
 
     def climb(self, limits: Limits) -> Climbed:
@@ -122,7 +122,7 @@ class LazyCuts:
         over[self.last_stage :] = 0.0
         distance = np.abs(np.arange(n_ops)[:, None] - np.array(self.cuts)[None, :]).min(axis=1)
         over = np.where(over > 0, over * np.clip(distance, AT_A_CUT, FAR), over)
-        for stage in np.argsort(-over, kind="stable")[:PLACES].tolist():
+        for stage in np.argsort(-over, kind="stable")[:_PLACES].tolist():
             if over[stage] <= 0:
                 return False
             if self._add_at(state, stage):
@@ -145,7 +145,7 @@ class LazyCuts:
         return True
 
 
-def add_spans(made: CutProgram, added: Sequence[int]) -> None:
+def _add_spans(made: CutProgram, added: Sequence[int]) -> None:
     """Rows for each interval that `added`, the cuts in order of their addition, has split.
 
     They keep what was said of the whole interval. Without them the linear relaxation falls when
@@ -153,7 +153,7 @@ def add_spans(made: CutProgram, added: Sequence[int]) -> None:
     """
     end = made.last_stage
     places = [*made.cuts, end]
-    runs: dict[Interval, dict[int, int]] = {
+    runs: dict[_Interval, dict[int, int]] = {
         (places[k], places[k + 1]): dict(made.again[k]) for k in range(len(made.cuts))
     }
     for first, between, last in reversed(_splits(added, end)):
@@ -161,7 +161,7 @@ def add_spans(made: CutProgram, added: Sequence[int]) -> None:
         runs[first, last] = _add_span(made, (first, last), left, right)
 
 
-def add_floor(made: CutProgram, floor: Floor) -> None:
+def _add_floor(made: CutProgram, floor: _Floor) -> None:
     """Σ cost · again over the intervals that `floor` names >= what was proved of them."""
     first, last, least_us = floor
     unit_us = made.cost_unit_us
@@ -173,7 +173,7 @@ def add_floor(made: CutProgram, floor: Floor) -> None:
         if made.problem.cost_us[op]
     ]
     # Less a little: the bound is as exact as the tolerances of HiGHS.
-    made.program.row(terms, lower=(1 - FLOOR_SLACK) * least_us / unit_us)
+    made.program.row(terms, lower=(1 - _FLOOR_SLACK) * least_us / unit_us)
 
 
 def _splits(added: Sequence[int], end: int) -> list[tuple[int, int, int]]:
@@ -187,7 +187,7 @@ def _splits(added: Sequence[int], end: int) -> list[tuple[int, int, int]]:
 
 
 def _add_span(
-    made: CutProgram, span: Interval, left: dict[int, int], right: dict[int, int]
+    made: CutProgram, span: _Interval, left: dict[int, int], right: dict[int, int]
 ) -> dict[int, int]:
     """Variables of ops that run again in `span`, and the rows of an interval for them.
 

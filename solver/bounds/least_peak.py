@@ -31,21 +31,21 @@ from remat.solver.result import Holding
 from remat.solver.search import Search
 from remat.solver.stopping import REGRESSION
 
-MOST_MOMENTS = 200
+_MOST_MOMENTS = 200
 """Moments from which the search goes back: both ends of a phase, and those that need most."""
-SPECIAL_PART, OTHER_PART = 4, 50
-"""The ends of forward and of the step have one part in `SPECIAL_PART` of the effort that is left,
-other moments one in `OTHER_PART`."""
+_SPECIAL_PART, _OTHER_PART = 4, 50
+"""The ends of forward and of the step have one part in `_SPECIAL_PART` of the effort that is left,
+other moments one in `_OTHER_PART`."""
 
 
-class Floor(NamedTuple):
+class _Floor(NamedTuple):
     """The floor in bytes, resident ones included, and the name of the op that sets it."""
 
     size_bytes: int
     op: str
 
 
-def floor_of(problem: Problem) -> Floor:
+def floor_of(problem: Problem) -> _Floor:
     """What any schedule needs that never computes an output of the step again.
 
     The largest working set of an op together with the outputs of the step made before it,
@@ -53,13 +53,13 @@ def floor_of(problem: Problem) -> Floor:
     """
     kept = set(problem.needs[problem.n_ops])
     made_bytes = 0
-    best = Floor(problem.resident_bytes, "")
+    best = _Floor(problem.resident_bytes, "")
     for t in range(problem.n_ops):
         beside_bytes = sum(problem.size_bytes[v] for v in problem.needs[t] if v in kept)
         need_bytes = working_set_bytes(problem, t) + made_bytes - beside_bytes
         need_bytes += problem.resident_bytes
         if need_bytes > best.size_bytes:
-            best = Floor(need_bytes, problem.graph.ops[t].name)
+            best = _Floor(need_bytes, problem.graph.ops[t].name)
         made_bytes += sum(problem.size_bytes[v] for v in problem.outputs[t] if v in kept)
     return best
 
@@ -83,7 +83,7 @@ def least_peak_bound_bytes(problem: Problem, effort: int = REGRESSION.most) -> i
     """
     if effort < 0:
         raise SolverError(f"effort must be 0 or more, not {effort}")
-    return Regression(problem).run(effort)
+    return _Regression(problem).run(effort)
 
 
 def effort_for(problem: Problem) -> int:
@@ -91,7 +91,7 @@ def effort_for(problem: Problem) -> int:
     return REGRESSION.at(problem.n_ops)
 
 
-class Open(NamedTuple):
+class _Open(NamedTuple):
     """An unexplored set: what was live just before `op` ran, with `live` live after it.
 
     In the order in which sets are explored: by the most bytes from that moment on (or what
@@ -106,7 +106,7 @@ class Open(NamedTuple):
 
 
 @dataclass(slots=True)
-class Regression:
+class _Regression:
     """The search backwards; `best_bytes` is the bound so far, resident bytes left out."""
 
     problem: Problem
@@ -123,11 +123,11 @@ class Regression:
         """The bound: the most over all moments, with the resident bytes."""
         special = (self.problem.n_ops, self.problem.n_forward - 1)
         fullest = heapq.nlargest(
-            MOST_MOMENTS, self._moments(), key=lambda at: (at[1] in special, at[0])
+            _MOST_MOMENTS, self._moments(), key=lambda at: (at[1] in special, at[0])
         )
         self.best_bytes = max(peak_bytes for peak_bytes, _, _ in fullest)
         for _, t, live in fullest:
-            share = effort // SPECIAL_PART if t in special else effort // OTHER_PART
+            share = effort // _SPECIAL_PART if t in special else effort // _OTHER_PART
             effort -= self._explore(live, min(max(share, 1), effort))
         return self.best_bytes + self.problem.resident_bytes
 
@@ -143,7 +143,7 @@ class Regression:
             own_bytes = 0
             if t < n_ops:
                 own_bytes = problem.output_bytes[t] + problem.workspace_bytes[t]
-                once = problem.outputs[t] if problem.pinned[t] else ()
+                once = problem.outputs[t] if problem.no_recompute[t] else ()
                 waiting = {v: None for v in (*waiting, *once) if last_need.get(v, -1) > t}
             yield self._bytes(live) + own_bytes, t, frozenset(live)
 
@@ -157,7 +157,7 @@ class Regression:
         schedule: so the least peak of those that are open is a bound.
         """
         seen = {live}
-        waiting: list[Open] = []
+        waiting: list[_Open] = []
         self._expand(live, 0, waiting)
         for count in range(1, most):
             if not waiting:
@@ -174,7 +174,7 @@ class Regression:
             self.best_bytes = max(self.best_bytes, waiting[0].peak_bytes)
         return most
 
-    def _expand(self, live: frozenset[int], peak_bytes: int, waiting: list[Open]) -> None:
+    def _expand(self, live: frozenset[int], peak_bytes: int, waiting: list[_Open]) -> None:
         """Add one open set for each op that may have made the last of `live`."""
         problem = self.problem
         live_bytes = self._bytes(live)
@@ -182,7 +182,7 @@ class Regression:
         n_late = sum(n for op, n in makers.items() if op >= problem.n_forward)
         newest = max(makers, default=-1)
         for op in makers:
-            if problem.pinned[op] and op < newest:
+            if problem.no_recompute[op] and op < newest:
                 continue
             made = [v for v in problem.outputs[op] if v in live]
             fresh = {u for u in problem.inputs[op] if u not in live}
@@ -194,7 +194,7 @@ class Regression:
             need_bytes = total_bytes + problem.output_bytes[op] + problem.workspace_bytes[op]
             need_bytes = max(peak_bytes, need_bytes, self.best_bytes)
             self.n_opened += 1
-            heapq.heappush(waiting, Open(need_bytes, total_bytes, self.n_opened, live, op))
+            heapq.heappush(waiting, _Open(need_bytes, total_bytes, self.n_opened, live, op))
 
     def _before(self, live: frozenset[int], op: int) -> frozenset[int]:
         """What was live just before `op` ran, where it made the last of `live`."""

@@ -10,8 +10,8 @@ could be dropped in one window and run again in the next costs neither. That is 
 merged once they are solved: the program of both has both sets of cuts, and rows by which each part
 costs at least what was proved of it. The last window is the whole step.
 Source: the bound is a sum of relaxations of disjoint parts, as in Lagrangian decomposition
-(Guignard and Kim 1987, https://doi.org/10.1007/BF02592954) with all prices at zero. It holds for
-the captured order and any number of recomputations.
+(Guignard and Kim 1987, https://doi.org/10.1007/BF02592954) with all multipliers at zero. It holds
+for the captured order and any number of recomputations.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from remat.solver.bounds.lazy_cuts import Climbed, LazyCuts
 from remat.solver.problem import Problem
 from remat.solver.state import Bytes, State
 
-SHARED = 0.5
+_SHARED = 0.5
 """Part of what is live in one full stage that must be live in the next for one window of both."""
-Stages = npt.NDArray[np.int64]
-NEAR = 3
+_Stages = npt.NDArray[np.int64]
+_NEAR = 3
 """Stages between the first cuts of a window: nearer ones say little that is new."""
-FIRST_CUTS = 8
+_FIRST_CUTS = 8
 """First cuts of a window at most; further ones come where its point is over the budget."""
-CLOSE = 2e-4
+_CLOSE = 2e-4
 """Part of the time of the step that programs of windows may leave open together, however far the
 schedule is: unlike those of one cut, they stand for good."""
-PATIENCE = 0.5
+_PATIENCE = 0.5
 """How much less a window is worth another try, each time that a limit ended its program."""
 
 
@@ -117,7 +117,7 @@ class Windows:
         if len(self.parts) == 1:
             return limits
         nodes = limits.node_limit and limits.node_limit << self.late[at]
-        gap = min(limits.absolute_gap, CLOSE * COST_SCALE) / len(self.parts)
+        gap = min(limits.absolute_gap, _CLOSE * COST_SCALE) / len(self.parts)
         return replace(limits, absolute_gap=gap, node_limit=nodes)
 
     def _add_up(self) -> None:
@@ -140,7 +140,7 @@ class Windows:
         untried = [i for i in still_open if self.parts[i].bound_us == 0]
         if untried or not still_open:
             return (untried or [0])[0]
-        return max(still_open, key=lambda i: (self._slack_us(i) * PATIENCE ** self.late[i], -i))
+        return max(still_open, key=lambda i: (self._slack_us(i) * _PATIENCE ** self.late[i], -i))
 
     def _slack_us(self, at: int) -> float:
         """What the best schedule spends in a window beyond what is proved of it."""
@@ -205,7 +205,7 @@ def windows_of(problem: Problem, budget_bytes: int, peak_bytes: Bytes) -> Window
     return Windows(problem, parts)
 
 
-def _groups(problem: Problem, peak_bytes: Bytes, over: Stages) -> list[list[int]]:
+def _groups(problem: Problem, peak_bytes: Bytes, over: _Stages) -> list[list[int]]:
     """The stages of `over` by windows, each ascending."""
     stretches = np.split(over, np.flatnonzero(np.diff(over) > 1) + 1) if over.size else []
     produced = np.array(problem.producer)
@@ -218,7 +218,7 @@ def _groups(problem: Problem, peak_bytes: Bytes, over: Stages) -> list[list[int]
         is_live = (produced <= before) & (last_read >= before)
         total_bytes = size_bytes[is_live].sum()
         shared_bytes = size_bytes[is_live & (last_read >= fullest)].sum()
-        if not groups or shared_bytes < SHARED * total_bytes:
+        if not groups or shared_bytes < _SHARED * total_bytes:
             groups.append([])
         groups[-1] += stretch.tolist()
         before = fullest
@@ -229,6 +229,6 @@ def first_cuts(peak_bytes: Bytes, stages: Sequence[int]) -> list[int]:
     """The fullest of `stages`, none near another, the fullest first."""
     chosen: list[int] = []
     for stage in sorted(stages, key=lambda t: (-int(peak_bytes[t]), t)):
-        if all(abs(stage - other) >= NEAR for other in chosen):
+        if all(abs(stage - other) >= _NEAR for other in chosen):
             chosen.append(stage)
-    return chosen[:FIRST_CUTS]
+    return chosen[:_FIRST_CUTS]

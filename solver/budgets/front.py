@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from remat.graph_capture.errors import ScheduleError, SolverError, TextError
-from remat.graph_capture.files import decoded
+from remat.graph_capture.files import decode_json
 from remat.graph_capture.graph import are_figures
 from remat.solver.result import Result
 
@@ -16,7 +16,7 @@ from remat.solver.result import Result
 
 
 GIB = 1 << 30
-STEP_SHARE = 20
+_STEP_SHARE = 20
 """If a GiB is more than one part in so many of the peak, that part is priced instead: on a small
 model a GiB would say nothing."""
 
@@ -78,7 +78,7 @@ def checked_step(step_bytes: int, peak_bytes: int) -> int:
         raise SolverError(
             f"step_bytes must be 0 (a GiB, or 5 % of the peak) or more, not {step_bytes}"
         )
-    return step_bytes or max(min(GIB, peak_bytes // STEP_SHARE), 1)
+    return step_bytes or max(min(GIB, peak_bytes // _STEP_SHARE), 1)
 
 
 class Point(NamedTuple):
@@ -163,7 +163,7 @@ class Front(msgspec.Struct, frozen=True):
         SolverError : the text is no front, or has a figure that cannot be.
         """
         try:
-            front = decoded(data, cls)
+            front = decode_json(data, cls)
         except (TextError, ScheduleError) as error:
             raise SolverError(f"{name}: not a front file of this release: {error}") from error
         front.check_figures(name)

@@ -1,6 +1,6 @@
 """Sweeps: one solver at many budgets, each solve serving the others.
 
-`sweep` solves at several budgets, from tight to loose, and merges what it finds: a schedule
+`sweep_budgets` solves at several budgets, from tight to loose, and merges what it finds: a schedule
 serves every budget that its peak is within, and a bound proved at one budget holds at every
 smaller one. So time never rises with the budget, though each solve is a heuristic. One by one,
 it stops solving at the budget where nothing is computed again. With `jobs` the solves run side
@@ -24,10 +24,10 @@ from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.derived import fastest_us
 from remat.schedules.simulate import simulate
-from remat.solver import solve
+from remat.solver import solve_within
 from remat.solver.budgets.front import Front, GibPrice, Point, checked_step
 from remat.solver.problem import Problem, least_needed_bytes
-from remat.solver.result import INTERRUPTED, Result, at_least_budget, judged
+from remat.solver.result import INTERRUPTED, Result, at_least_budget, evaluate_schedule
 from remat.solver.search import Clock, is_interrupted, note_interrupt, one_job
 from remat.solver.stopping import FIRST_SOLVE, NAMING, ONE_BUDGET, SECOND_SOLVE
 from remat.solver.store_all import StoreAll
@@ -39,7 +39,7 @@ from remat.solver.table import make_solver
 PINS = ("keep", "recompute")
 
 
-def spread(
+def spread_budgets(
     graph: TrainingGraph,
     count: int,
     unmodified_bytes: int = 0,
@@ -50,8 +50,8 @@ def spread(
     """`count` budgets, evenly from the least peak that ``auto`` knows to the unmodified one.
 
     The same for each solver; and the outcome at the least, if it is at hand. `unmodified_bytes`
-    is as in `sweep`, `time_limit_s` for naming the least peak. Of `options` only the pins are
-    heeded.
+    is as in `sweep_budgets`, `time_limit_s` for naming the least peak. Of `options` only the pins
+    are heeded.
 
     Raises
     ------
@@ -59,9 +59,9 @@ def spread(
     """
     if count < 1:
         raise SolverError(f"budgets must be 1 or more in number, not {count}")
-    high_bytes = unmodified_bytes or keeping_all_bytes(graph)
+    high_bytes = unmodified_bytes or _keeping_all_bytes(graph)
     pins: dict[str, Any] = {name: options[name] for name in PINS if name in options}
-    lost = solve(graph, 0, time_limit_s=time_limit_s, **pins)
+    lost = solve_within(graph, 0, time_limit_s=time_limit_s, **pins)
     least_bytes = lost.least_feasible_bytes or least_needed_bytes(Problem.of(graph))
     room_bytes = max(high_bytes - least_bytes, 0)
     parts = range(count) if count > 1 else [1]
@@ -70,7 +70,7 @@ def spread(
     return sorted(asked), [] if least is None else [least]
 
 
-def keeping_all_bytes(graph: TrainingGraph) -> int:
+def _keeping_all_bytes(graph: TrainingGraph) -> int:
     """Peak of the step that keeps everything."""
     return simulate(graph, StoreAll().schedule(graph)).peak_bytes
 
@@ -82,7 +82,7 @@ BudgetsDone = Callable[[int, int], None]
 """Called with how many budgets are done, and of how many."""
 
 
-def sweep(
+def sweep_budgets(
     graph: TrainingGraph,
     budgets: int | Iterable[int] = BUDGETS,
     solver: str = "auto",
@@ -116,7 +116,7 @@ def sweep(
         Peak of the step without a plan; 0 for that of the step that keeps everything. The
         two differ where eager keeps more than a plan needs to, as masks of dropout.
     **options : object
-        As of `remat.solver.solve`.
+        As of `remat.solver.solve_within`.
 
     Raises
     ------
@@ -125,11 +125,11 @@ def sweep(
     clock = Clock(time_limit_s)
     check_jobs(jobs)
     make_solver(solver, **{k: v for k, v in options.items() if k not in PINS})
-    unmodified_bytes = unmodified_bytes or keeping_all_bytes(graph)
+    unmodified_bytes = unmodified_bytes or _keeping_all_bytes(graph)
     with one_job():
         if isinstance(budgets, int):
             limit_s = NAMING.of(time_limit_s)
-            budgets, least = spread(
+            budgets, least = spread_budgets(
                 graph, budgets, unmodified_bytes, time_limit_s=limit_s, **options
             )
             at_hand = (*at_hand, *least)
@@ -148,7 +148,7 @@ def sweep(
         unmodified_bytes=unmodified_bytes,
         points=tuple(
             Point(result.budget_bytes, msgspec.structs.replace(result, least_schedule=None))
-            for result in merged(graph, found, [r for r in at_hand if r.solver == solver])
+            for result in merge_results(graph, found, [r for r in at_hand if r.solver == solver])
         ),
     )  # fmt: skip
 
@@ -182,13 +182,15 @@ def _one_by_one(
         last = found[-1] if found else None
         left_s = max(clock.left_s, 0.0)
         part_s = min(ONE_BUDGET.of(left_s / (len(budgets) - len(found))), left_s)
-        if last is not None and is_ideal(graph, last):
+        if last is not None and _is_ideal(graph, last):
             found.append(_at_larger_budget(last, budget_bytes))
         elif is_interrupted():
             found.append(_untried(graph, solver, budget_bytes))
         else:
             try:
-                found.append(solve(graph, budget_bytes, solver, time_limit_s=part_s, **options))
+                found.append(
+                    solve_within(graph, budget_bytes, solver, time_limit_s=part_s, **options)
+                )
             except KeyboardInterrupt:
                 note_interrupt()
                 found.append(_untried(graph, solver, budget_bytes))
@@ -202,7 +204,7 @@ def _at_larger_budget(result: Result, budget_bytes: int) -> Result:
     )
 
 
-def is_ideal(graph: TrainingGraph, result: Result) -> bool:
+def _is_ideal(graph: TrainingGraph, result: Result) -> bool:
     """Whether nothing is faster, whatever the budget."""
     return result.schedule is not None and result.time_us <= fastest_us(graph) * (1 + 1e-9)
 
@@ -230,7 +232,7 @@ def _side_by_side(
     joblib: Any = importlib.import_module("joblib")
     at_once = min(joblib.effective_n_jobs(jobs), len(budgets))
     each_s = max(clock.left_s, 0.0) * at_once / len(budgets)
-    task = joblib.delayed(solve)
+    task = joblib.delayed(solve_within)
     tasks = [task(graph, one, solver, time_limit_s=each_s, **options) for one in budgets]
     found: list[Result] = []
     try:
@@ -260,7 +262,7 @@ def _workers_in_safe_paths() -> Generator[None]:
             os.environ[name] = before
 
 
-def merged(
+def merge_results(
     graph: TrainingGraph, found: Sequence[Result], at_hand: Sequence[Result] = ()
 ) -> list[Result]:
     """Each result with the best schedule of all that fits, and the best bound that holds.
@@ -286,7 +288,7 @@ def _adopting(
     """`own` with the schedule of `better` and the bound, judged at its own budget."""
     if better is None or better.schedule is None:
         return own
-    adopted = judged(
+    adopted = evaluate_schedule(
         graph,
         msgspec.structs.replace(better.schedule, budget_bytes=own.budget_bytes),
         budget_bytes=own.budget_bytes,
@@ -316,14 +318,16 @@ def least_peak(
     clock = Clock(time_limit_s)
     first_s = FIRST_SOLVE.of(time_limit_s)
     with one_job():
-        named = solve(graph, 0, solver, time_limit_s=first_s, **options)
+        named = solve_within(graph, 0, solver, time_limit_s=first_s, **options)
         if named.schedule is not None or not named.least_feasible_bytes:
             return named
         at_hand = at_least_budget(graph, named)
         if is_interrupted() and at_hand is not None:
             return msgspec.structs.replace(at_hand, message=named.message)
         left_s = SECOND_SOLVE.of(clock.left_s, time_limit_s)
-        found = solve(graph, named.least_feasible_bytes, solver, time_limit_s=left_s, **options)
+        found = solve_within(
+            graph, named.least_feasible_bytes, solver, time_limit_s=left_s, **options
+        )
     if found.schedule is not None or at_hand is None:
         return found
     bound_us = min(max(found.lower_bound_us, at_hand.lower_bound_us), at_hand.time_us)
@@ -359,11 +363,11 @@ def price_of_gib(
     step_bytes = checked_step(step_bytes, result.peak_bytes)
     low_bytes = max(result.budget_bytes - step_bytes, 0)
     more = less = result
-    if not is_ideal(graph, result):
+    if not _is_ideal(graph, result):
         above_bytes = result.budget_bytes + step_bytes
-        more = solve(graph, above_bytes, solver, time_limit_s=time_limit_s, **options)
+        more = solve_within(graph, above_bytes, solver, time_limit_s=time_limit_s, **options)
     if result.peak_bytes > low_bytes:
-        less = solve(graph, low_bytes, solver, time_limit_s=time_limit_s, **options)
+        less = solve_within(graph, low_bytes, solver, time_limit_s=time_limit_s, **options)
     times_us = [r.time_us for r in (result, less) if r.schedule is not None]
     here_us = min(times_us)
     more_us = min(here_us, more.time_us) if more.schedule is not None else here_us

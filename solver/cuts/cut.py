@@ -28,8 +28,8 @@ from remat.solver.bounds.cut_program import COST_SCALE, CutProgram, expand
 from remat.solver.bounds.lazy_cuts import Climbed, LazyCuts
 from remat.solver.bounds.least_peak import note_floor, prove_nothing_fits
 from remat.solver.bounds.windows import Windows, windows_of
-from remat.solver.cuts.starts import take_first, take_least_peak, take_segments
-from remat.solver.local_search.repair import Repair, fill, take_exchanges
+from remat.solver.cuts.initial_solutions import offer_first, offer_least_peak, offer_segments
+from remat.solver.local_search.repair import Repair, fill, offer_exchanges
 from remat.solver.problem import largest_working_set_bytes
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
@@ -50,12 +50,12 @@ from remat.solver.store_all import store_all_state
 
 TARGETS = (0.97, 0.93, 0.88, 0.8, 0.7, 0.6)
 """Parts of the room above the largest working set at which the cut is solved for more starts."""
-POWERS = (0.3, 0.6, 1.0, 1.6)
-WIDE = 0.05
+_POWERS = (0.3, 0.6, 1.0, 1.6)
+_WIDE = 0.05
 """Gap above which segments between lower sets are tried: on thousands of ops they take seconds.
 On an unrolled LSTM of 819 ops at 48 % of its peak they had 31 % of overhead, where cuts and
 repair were at 50 % after 17 s."""
-GAP_PART = 0.1
+_GAP_PART = 0.1
 """Part of the open gap that a program of cuts may leave, where less than that is asked for."""
 
 
@@ -67,7 +67,7 @@ class Cut:
     ----------
     gap : stop once time is proved within this fraction of the best.
     cuts : most cuts in one program; 1 keeps to a single cut.
-    time_limit_s, progress : as in `remat.solver.solve`.
+    time_limit_s, progress : as in `remat.solver.solve_within`.
     """
 
     gap: float = DEFAULT_GAP
@@ -93,7 +93,7 @@ class Cut:
         else:
             self._close_gap(search, plain)
         if search.best is None and search.lowest is None:
-            take_least_peak(search, plain)
+            offer_least_peak(search, plain)
 
     def _close_gap(self, search: Search, plain: State) -> None:
         lazy = begin(search, plain, self.gap)
@@ -101,9 +101,9 @@ class Cut:
         while lazy is not None and not lazy.is_done and len(lazy.cuts) <= self.cuts:
             if not search.is_open(self.gap):
                 break
-            climb(search, lazy, self.gap)
+            _climb(search, lazy, self.gap)
         if search.is_open(self.gap):
-            take_exchanges(search)
+            offer_exchanges(search)
 
 
 def begin(
@@ -131,22 +131,22 @@ def begin(
     first = lazy.climb(limits_of(search, lazy, gap, search.gap, FIRST_CUT_NODES))
     # A first repair that takes long waits: segments may have a better start, and on an unrolled
     # LSTM of 819 ops they had it in less than a second.
-    is_repaired = take_climbed(search, first, FIRST_REPAIRS.from_now(search.work))
-    if search.is_open(gap) and search.gap > WIDE and (search.best is None or not has_start):
-        take_segments(search)
+    is_repaired = offer_climbed(search, first, FIRST_REPAIRS.from_now(search.work))
+    if search.is_open(gap) and search.gap > _WIDE and (search.best is None or not has_start):
+        offer_segments(search)
     if search.best is None:
-        take_first(search, plain, is_patient=not has_start, with_policies=with_policies)
+        offer_first(search, plain, is_patient=not has_start, with_policies=with_policies)
     if not is_repaired and search.best is None and not has_start:
-        take_climbed(search, first)
+        offer_climbed(search, first)
     if not has_start:
-        take_targets(search, place, gap)
+        offer_targets(search, place, gap)
     return lazy
 
 
-def take_targets(search: Search, place: int, gap: float) -> None:
+def offer_targets(search: Search, place: int, gap: float) -> None:
     """Repair what the cut at `place` comes to at budgets below the real one."""
-    for target_bytes in targets(search, TARGETS):
-        if search.is_open(gap) and not has_worked(search, FIRST_REPAIRS.most):
+    for target_bytes in _targets(search, TARGETS):
+        if search.is_open(gap) and not _has_worked(search, FIRST_REPAIRS.most):
             search.say(f"start for {target_bytes} bytes")
             program = CutProgram(search.problem, (place,), target_bytes)
             solution = program.relaxed(RELAXED.of(search.left_s))
@@ -154,13 +154,13 @@ def take_targets(search: Search, place: int, gap: float) -> None:
                 repair_from(search, State.from_recomputed(search.problem, expand(solution)))
 
 
-def climb(search: Search, lazy: LazyCuts, gap: float) -> None:
+def _climb(search: Search, lazy: LazyCuts, gap: float) -> None:
     """Solve the cuts so far for a bound and a start."""
     search.say(f"{len(lazy.cuts)} cuts, the last at {search.graph.ops[lazy.cuts[-1]].name}")
-    take_climbed(search, lazy.climb(limits_of(search, lazy, gap, search.gap)))
+    offer_climbed(search, lazy.climb(limits_of(search, lazy, gap, search.gap)))
 
 
-def take_climbed(search: Search, climbed: Climbed, most_work: float = float("inf")) -> bool:
+def offer_climbed(search: Search, climbed: Climbed, most_work: float = float("inf")) -> bool:
     """Record the bound; repair the expansion, unless a clock chose it and there is a schedule.
 
     False if repairs were given up because `search.work` came to `most_work`.
@@ -185,7 +185,7 @@ def limits_of(
 
     Closer is of no use, since the next cut replaces the program; an exact one is the last.
     """
-    tolerance = max(gap, GAP_PART * open_gap if open_gap < 1 else 0.0) / 4
+    tolerance = max(gap, _GAP_PART * open_gap if open_gap < 1 else 0.0) / 4
     return Limits(
         time_limit_s=RELAXED.of(search.left_s),
         absolute_gap=0.0 if lazy.is_exact else tolerance * COST_SCALE,
@@ -193,7 +193,7 @@ def limits_of(
     )
 
 
-def targets(search: Search, parts: tuple[float, ...]) -> Iterator[int]:
+def _targets(search: Search, parts: tuple[float, ...]) -> Iterator[int]:
     """Budgets below the real one at which to solve for starts."""
     problem = search.problem
     least_bytes = largest_working_set_bytes(problem) + problem.resident_bytes
@@ -231,7 +231,7 @@ def candidate_cuts(search: Search, plain: State) -> list[int]:
     return over or [fullest]
 
 
-def has_worked(search: Search, most_work: int) -> bool:
+def _has_worked(search: Search, most_work: int) -> bool:
     """Whether there is a schedule, and repairs took so much that others may find better ones."""
     return search.best is not None and search.work > most_work
 
@@ -243,8 +243,8 @@ def repair_from(search: Search, start: State, most_work: float = float("inf")) -
     `search.work` comes to `most_work`.
     """
     enough_work = REPAIRS_OF_A_START.from_now(search.work)
-    for power in POWERS:
-        if search.out_of_time() or has_worked(search, enough_work):
+    for power in _POWERS:
+        if search.out_of_time() or _has_worked(search, enough_work):
             break
         state = start.copy()
         if Repair(state, search.budget_bytes, power, search, most_work=most_work).run():
@@ -263,11 +263,11 @@ def repair_from(search: Search, start: State, most_work: float = float("inf")) -
 # bound is the higher one.
 
 
-NEARLY_ALL = 0.9
+_NEARLY_ALL = 0.9
 """Part of what all windows say together."""
 
 
-def begin_windows(
+def begin_window_cuts(
     search: Search, plain: State, gap: float, *, has_start: bool = False
 ) -> Windows | None:
     """As `begin`; then windows if they say more than its cut, else that cut as the only one.
@@ -285,11 +285,11 @@ def begin_windows(
     if is_best:
         _take_relaxed(search, windows, gap)
     if has_several and search.best is None:
-        take_first(search, plain, is_patient=True)
+        offer_first(search, plain, is_patient=True)
     if is_best:
         return windows
     if has_several and not has_start:
-        take_targets(search, lazy.cuts[0], gap)
+        offer_targets(search, lazy.cuts[0], gap)
     return Windows(search.problem, [lazy], bound_us=lazy.bound_us)
 
 
@@ -302,7 +302,7 @@ def _say_more(search: Search, windows: Windows, lazy: LazyCuts, gap: float) -> b
     if not search.is_open(gap):
         return False
     relaxed_us = windows.relaxed_us(RELAXED.of(search.left_s))
-    if max(relaxed_us) >= NEARLY_ALL * sum(relaxed_us):
+    if max(relaxed_us) >= _NEARLY_ALL * sum(relaxed_us):
         return False
     for _ in range(len(windows.parts)):
         if not search.is_open(gap):
@@ -310,13 +310,13 @@ def _say_more(search: Search, windows: Windows, lazy: LazyCuts, gap: float) -> b
         search.say(f"{len(windows.parts)} windows of cuts")
         limits = limits_of(search, windows, gap, search.gap, FIRST_CUT_NODES)
         climbed = windows.climb(replace(limits, time_limit_s=CUTS.of(search.left_s)))
-        take_climbed(search, climbed, FIRST_REPAIRS.from_now(search.work))
+        offer_climbed(search, climbed, FIRST_REPAIRS.from_now(search.work))
     return windows.bound_us > lazy.bound_us
 
 
 def _take_relaxed(search: Search, windows: Windows, gap: float) -> None:
     """Repair what the windows' linear relaxations come to below the budget, until one fits."""
-    for target_bytes in targets(search, TARGETS):
+    for target_bytes in _targets(search, TARGETS):
         if search.best is not None or not search.is_open(gap):
             return
         search.say(f"start of windows for {target_bytes} bytes")

@@ -25,9 +25,9 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Compute, Free, Schedule, Step
 from remat.solver.backends.mip import (
     BACKENDS,
-    Answer,
     Backend,
     Limits,
+    MipSolution,
     MixedProgram,
     satisfies,
     solve_program,
@@ -48,16 +48,16 @@ from remat.solver.state import State
 # from counting twice when its op runs again for another output.
 
 
-COST_SCALE = 1e4
+_COST_SCALE = 1e4
 """The time of the step in the program's units. HiGHS's tolerances are absolute, so it is scaled."""
-MEMORY_SCALE = 1e3
+_MEMORY_SCALE = 1e3
 """The budget in the program's units, scaled for the same reason."""
 
-Terms = list[tuple[int, float]]
+_Terms = list[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class _Row:
     """One sweep: of stage `stage`, over ops 0..stage-1 and, if `is_last`, op `stage`."""
 
     index: int
@@ -73,7 +73,7 @@ class StagedProgram:
     budget_bytes: int
     passes: int
     program: MixedProgram = field(default_factory=MixedProgram)
-    rows: list[Row] = field(default_factory=list[Row])
+    rows: list[_Row] = field(default_factory=list[_Row])
     users: list[list[int]] = field(default_factory=list[list[int]])
     runs: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     carried: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
@@ -85,15 +85,15 @@ class StagedProgram:
 
     def __post_init__(self) -> None:
         problem = self.problem
-        self.cost_unit_us = sum(problem.cost_us) / COST_SCALE or 1.0
-        self.unit_bytes = max(self.budget_bytes - problem.resident_bytes, 1) / MEMORY_SCALE
+        self.cost_unit_us = sum(problem.cost_us) / _COST_SCALE or 1.0
+        self.unit_bytes = max(self.budget_bytes - problem.resident_bytes, 1) / _MEMORY_SCALE
         self.users = [[] for _ in range(problem.n_values)]
         for op, inputs in enumerate(problem.inputs):
             for v in inputs:
                 self.users[v].append(op)
         for stage in range(problem.n_ops + 1):
             for sweep in range(self.passes):
-                self.rows.append(Row(len(self.rows), stage, sweep == self.passes - 1))
+                self.rows.append(_Row(len(self.rows), stage, sweep == self.passes - 1))
         for row in self.rows:
             self._variables(row)
         for row in self.rows:
@@ -103,7 +103,7 @@ class StagedProgram:
             self._freed_after_last_use(row)
             self._memory(row)
 
-    def slots(self, row: Row) -> range:
+    def slots(self, row: _Row) -> range:
         """The ops that may run in `row`, in order."""
         n = self.problem.n_ops
         return range(row.stage + 1 if row.is_last and row.stage < n else row.stage)
@@ -116,7 +116,7 @@ class StagedProgram:
         """Values that may be freed right after `op` ran."""
         return (*self.problem.inputs[op], *self.problem.outputs[op])
 
-    def hazards(self, row: Row, op: int, v: int) -> list[int]:
+    def hazards(self, row: _Row, op: int, v: int) -> list[int]:
         """Ops after `op` in `row` that read v, the first run of its stage included."""
         found = [user for user in self.users[v] if op < user < len(self.slots(row))]
         extra = row.is_last and row.stage < self.problem.n_ops and op < row.stage
@@ -124,16 +124,16 @@ class StagedProgram:
             found.append(row.stage)
         return found
 
-    def _variables(self, row: Row) -> None:
+    def _variables(self, row: _Row) -> None:
         """runs in {0, 1}, 1 for op t itself, 0 for pinned ops; carried in {0, 1}; rest >= 0."""
         problem, add = self.problem, self.program.variable
         for op in self.slots(row):
             is_first = op == row.stage
-            upper = 0.0 if problem.pinned[op] and not is_first else 1.0
+            upper = 0.0 if problem.no_recompute[op] and not is_first else 1.0
             cost = 0.0 if is_first else problem.cost_us[op] / self.cost_unit_us
             low = 1.0 if is_first else 0.0
             self.runs[row.index, op] = add(cost, lower=low, upper=upper, integer=True)
-            self.live_bytes[row.index, op] = add(upper=MEMORY_SCALE * 2)
+            self.live_bytes[row.index, op] = add(upper=_MEMORY_SCALE * 2)
             for v in problem.outputs[op]:
                 self.made[row.index, v] = add()
             for v in self._freeable(row, op):
@@ -143,12 +143,12 @@ class StagedProgram:
             low = 1.0 if is_held else 0.0
             self.carried[row.index, v] = add(lower=low, integer=True)
 
-    def _freeable(self, row: Row, op: int) -> tuple[int, ...]:
+    def _freeable(self, row: _Row, op: int) -> tuple[int, ...]:
         if op == row.stage:
             return ()
         return self.values_at(op)
 
-    def presence(self, row: Row, v: int) -> Terms:
+    def presence(self, row: _Row, v: int) -> _Terms:
         """carried[row, v] + runs[row, producer of v]."""
         keys = [
             self.carried.get((row.index, v)),
@@ -156,7 +156,7 @@ class StagedProgram:
         ]
         return [(key, 1.0) for key in keys if key is not None]
 
-    def _inputs_are_there(self, row: Row) -> None:
+    def _inputs_are_there(self, row: _Row) -> None:
         """runs[row, op] <= carried[row, u] + runs[row, producer of u], u in inputs of op."""
         for op in self.slots(row):
             reads = self.problem.needs[op] if op == row.stage else self.problem.inputs[op]
@@ -164,7 +164,7 @@ class StagedProgram:
                 terms = [*self.presence(row, u), (self.runs[row.index, op], -1.0)]
                 self.program.row(terms, lower=0.0)
 
-    def _carried_was_there(self, row: Row) -> None:
+    def _carried_was_there(self, row: _Row) -> None:
         """carried[row + 1, v] <= carried[row, v] + runs[row, producer of v]; 1 at the end."""
         following = row.index + 1
         if following == len(self.rows):
@@ -175,7 +175,7 @@ class StagedProgram:
             terms = [*self.presence(row, v), (self.carried[following, v], -1.0)]
             self.program.row(terms, lower=0.0)
 
-    def _made_where_new(self, row: Row) -> None:
+    def _made_where_new(self, row: _Row) -> None:
         """made[row, v] >= runs[row, producer of v] - carried[row, v]."""
         for op in self.slots(row):
             for v in self.problem.outputs[op]:
@@ -184,7 +184,7 @@ class StagedProgram:
                     terms.append((self.carried[row.index, v], 1.0))
                 self.program.row(terms, lower=0.0)
 
-    def _freed_after_last_use(self, row: Row) -> None:
+    def _freed_after_last_use(self, row: _Row) -> None:
         """freed[row, op, v] <= runs[row, op], 1 - carried[row + 1, v], 1 - runs[row, later]."""
         for op in self.slots(row):
             for v in self._freeable(row, op):
@@ -195,22 +195,22 @@ class StagedProgram:
                 if self._is_end_output(row, v):
                     self.program.upper[index] = 0.0
 
-    def _is_end_output(self, row: Row, v: int) -> bool:
+    def _is_end_output(self, row: _Row, v: int) -> bool:
         at_end = row.index + 1 == len(self.rows)
         return at_end and v in self.problem.needs[self.problem.n_ops]
 
-    def _blockers(self, row: Row, op: int, v: int) -> list[int]:
+    def _blockers(self, row: _Row, op: int, v: int) -> list[int]:
         following = self.carried.get((row.index + 1, v))
         later = [self.runs[row.index, user] for user in self.hazards(row, op, v)]
         return later if following is None else [*later, following]
 
-    def _memory(self, row: Row) -> None:
+    def _memory(self, row: _Row) -> None:
         """live_bytes after op = before + sum made - sum freed; before + op's own <= budget.
 
         Before the first op: sum of carried[row, v].
         """
         problem, size = self.problem, self._scaled
-        before: Terms = [
+        before: _Terms = [
             (self.carried[row.index, v], size(problem.size_bytes[v]))
             for v in self.values_before(row.stage)
         ]
@@ -219,7 +219,7 @@ class StagedProgram:
             own = size(problem.output_bytes[op] + problem.workspace_bytes[op])
             run = self.runs[row.index, op]
             self.program.row([*before, (run, own)], upper=room)
-            after: Terms = [(self.live_bytes[row.index, op], -1.0), *before]
+            after: _Terms = [(self.live_bytes[row.index, op], -1.0), *before]
             after += [
                 (self.made[row.index, v], size(problem.size_bytes[v])) for v in problem.outputs[op]
             ]
@@ -244,7 +244,7 @@ class StagedProgram:
         )
 
 
-def point_of(made: StagedProgram, graph: TrainingGraph, schedule: Schedule) -> list[float]:
+def _point_of(made: StagedProgram, graph: TrainingGraph, schedule: Schedule) -> list[float]:
     """The variables' values for a schedule that runs no op twice in a stage."""
     problem = made.problem
     recomputed = _recomputed_by_stage(graph, schedule)
@@ -273,7 +273,7 @@ def _recomputed_by_stage(graph: TrainingGraph, schedule: Schedule) -> list[list[
     return stages
 
 
-def _complete(made: StagedProgram, row: Row, point: list[float]) -> None:
+def _complete(made: StagedProgram, row: _Row, point: list[float]) -> None:
     """Fill in made, freed and live_bytes of `row` from runs and carried."""
     sizes = made.problem.size_bytes
     live = sum(sizes[v] for v in made.values_before(row.stage) if point[made.carried[row.index, v]])
@@ -292,13 +292,13 @@ def _complete(made: StagedProgram, row: Row, point: list[float]) -> None:
         point[made.live_bytes[row.index, op]] = live / made.unit_bytes
 
 
-def _is_blocked(made: StagedProgram, row: Row, op: int, v: int, point: list[float]) -> bool:
+def _is_blocked(made: StagedProgram, row: _Row, op: int, v: int, point: list[float]) -> bool:
     later = (made.runs[row.index, user] for user in made.hazards(row, op, v))
     following = made.carried.get((row.index + 1, v))
     return any(point[i] for i in later) or (following is not None and point[following] > 0)
 
 
-def steps_of_point(made: StagedProgram, values: list[float]) -> list[Step]:
+def _steps_of_point(made: StagedProgram, values: list[float]) -> list[Step]:
     """The schedule that the values of runs and carried describe."""
     problem, steps, live = made.problem, list[Step](), dict[int, None]()
     for row in made.rows:
@@ -316,7 +316,7 @@ def steps_of_point(made: StagedProgram, values: list[float]) -> list[Step]:
 
 
 def _is_needed_after(
-    made: StagedProgram, row: Row, op: int, v: int, ran: list[int], values: list[float]
+    made: StagedProgram, row: _Row, op: int, v: int, ran: list[int], values: list[float]
 ) -> bool:
     """Whether v is carried past `row` or read in it after `op`."""
     following = made.carried.get((row.index + 1, v))
@@ -333,7 +333,7 @@ def _free(problem: Problem, spare: list[int], live: dict[int, None], steps: list
         steps.append(Free(problem.names[v]))
 
 
-PASSES = ((8, 4), (12, 3), (24, 2))
+_PASSES = ((8, 4), (12, 3), (24, 2))
 """Sweeps a stage has by default, by the most ops of the graph."""
 EXACT_PASSES = 3
 """With so many sweeps no optimum was seen to be missed. Fewer prove nothing of all schedules."""
@@ -350,7 +350,7 @@ class Checkmate:
         the paper.
     start : begin from the schedule of `cut`, and use its bound.
     most_ops : larger graphs keep the schedule of `cut`, as their program takes gigabytes.
-    time_limit_s, progress : as in `remat.solver.solve`.
+    time_limit_s, progress : as in `remat.solver.solve_within`.
     """
 
     backend: Backend = "mathopt"
@@ -395,7 +395,7 @@ class Checkmate:
         upper_us = float("inf")
         if search.best is not None:
             upper_us = search.best_key[0] - graph.time_us
-            start = point_of(made, graph, search.best)
+            start = _point_of(made, graph, search.best)
         made.extra_time(lower_us=search.bound_us - graph.time_us, upper_us=upper_us)
         if start is not None and not satisfies(made.program, start):
             start = None
@@ -406,11 +406,11 @@ class Checkmate:
     def _passes_for(self, graph: TrainingGraph) -> int:
         if self.passes:
             return self.passes
-        return next((count for most, count in PASSES if len(graph.ops) <= most), 1)
+        return next((count for most, count in _PASSES if len(graph.ops) <= most), 1)
 
-    def _take(self, search: Search, made: StagedProgram, answer: Answer) -> None:
+    def _take(self, search: Search, made: StagedProgram, answer: MipSolution) -> None:
         if answer.values is not None:
-            steps = steps_of_point(made, answer.values)
+            steps = _steps_of_point(made, answer.values)
             search.offer_schedule(Schedule.for_graph(search.graph, steps))
         search.cut_short = not answer.finished
         if answer.finished:

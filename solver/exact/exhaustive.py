@@ -42,14 +42,14 @@ OrderOption = Literal["fixed", "free"]
 
 
 @dataclass(frozen=True, slots=True)
-class StateSpace:
+class _StateSpace:
     """Moves between states, a state being two sets as bits: ops computed, values live.
 
     Attributes
     ----------
     before : for each op the ops that must first run before it.
     reads, writes : for each op the values. own_bytes : outputs and workspace of each op.
-    forward : all forward ops. handed_over, wanted : values that must be live when forward
+    forward : all forward ops. returned, wanted : values that must be live when forward
         ends, and when the step ends.
     useful : what `useful_after` has found so far.
     """
@@ -60,12 +60,12 @@ class StateSpace:
     writes: tuple[int, ...]
     own_bytes: tuple[int, ...]
     forward: int
-    handed_over: int
+    returned: int
     wanted: int
     useful: dict[int, int] = field(default_factory=dict[int, int])
 
     @classmethod
-    def of(cls, problem: Problem, order: OrderOption) -> StateSpace:
+    def of(cls, problem: Problem, order: OrderOption) -> _StateSpace:
         """The space of `problem` with first runs in that order."""
         n, forward = problem.n_ops, (1 << problem.n_forward) - 1
         if order == "fixed":
@@ -81,7 +81,7 @@ class StateSpace:
             writes=tuple(_bits(values) for values in problem.outputs),
             own_bytes=tuple(outputs + workspace for outputs, workspace in own),
             forward=forward,
-            handed_over=_bits(problem.forward_outputs),
+            returned=_bits(problem.forward_outputs),
             wanted=_bits(problem.needs[n]),
         )
 
@@ -98,10 +98,10 @@ class StateSpace:
         if computed not in self.useful:
             found = self.wanted
             if self.forward & ~computed:
-                found |= self.handed_over
+                found |= self.returned
             for op in reversed(range(self.problem.n_ops)):
                 is_done = computed >> op & 1
-                may_rerun = not self.problem.pinned[op] and self.writes[op] & found
+                may_rerun = not self.problem.no_recompute[op] and self.writes[op] & found
                 if not is_done or may_rerun:
                     found |= self.reads[op]
             self.useful[computed] = found
@@ -114,7 +114,7 @@ class StateSpace:
             if is_first and self.before[op] & ~computed:
                 continue
             lost = self.writes[op] & ~live & self.useful_after(computed)
-            if not is_first and (self.problem.pinned[op] or not lost):
+            if not is_first and (self.problem.no_recompute[op] or not lost):
                 continue
             after = computed | 1 << op
             for kept in self._kept(op, computed, live, room_bytes):
@@ -124,9 +124,9 @@ class StateSpace:
         """The largest parts of `live` beside which `op` can run, as keeping more never hurts."""
         needed, held = self.reads[op], 0
         if not self.forward & ~computed:
-            held = self.handed_over & self.wanted & live
+            held = self.returned & self.wanted & live
         elif not self.forward & ~(computed | 1 << op):
-            needed |= self.handed_over & ~self.writes[op]
+            needed |= self.returned & ~self.writes[op]
         if needed & ~live:
             return
         kept = live & ~(self.writes[op] & ~held)
@@ -161,7 +161,7 @@ def _members(bits: int) -> Iterator[int]:
         bits ^= lowest
 
 
-CHECKS_EVERY = 256
+_CHECKS_EVERY = 256
 """States between two looks at the clock."""
 
 
@@ -173,7 +173,7 @@ class Exhaustive:
     ----------
     order : first runs in captured order (``fixed``) or in any (``free``).
     most_ops : refuse larger graphs.
-    time_limit_s, progress : as in `remat.solver.solve`.
+    time_limit_s, progress : as in `remat.solver.solve_within`.
     """
 
     order: OrderOption = "fixed"
@@ -215,8 +215,8 @@ class Exhaustive:
                 f"{n_ops}: use solver auto, or raise most_ops and have patience"
             )
         search.say(f"every state, {self.order} order")
-        space = StateSpace.of(search.problem, self.order)
-        walk = fastest(space, search.budget_bytes, search)
+        space = _StateSpace.of(search.problem, self.order)
+        walk = _fastest(space, search.budget_bytes, search)
         search.raise_bound(walk.time_us)
         if walk.sequence is not None:
             fits = search.offer_sequence(walk.sequence)
@@ -226,14 +226,14 @@ class Exhaustive:
             _find_least_budget(search, space)
 
 
-class Walk(NamedTuple):
+class _Walk(NamedTuple):
     """Ops in the order in which they run, None if none was found, and a proven least time."""
 
     sequence: list[int] | None
     time_us: float
 
 
-def fastest(space: StateSpace, budget_bytes: int, search: Search) -> Walk:
+def _fastest(space: _StateSpace, budget_bytes: int, search: Search) -> _Walk:
     """Best-first search: the state of least recomputation first, then that of most ops computed.
 
     Every op runs once in any case, so recomputation alone ranks states. The first complete
@@ -249,10 +249,10 @@ def fastest(space: StateSpace, budget_bytes: int, search: Search) -> Walk:
     while queue:
         extra_us, _, node, computed, live = heapq.heappop(queue)
         pops += 1
-        if pops % CHECKS_EVERY == 0 and search.out_of_time():
-            return Walk(None, problem.graph.time_us + extra_us)
+        if pops % _CHECKS_EVERY == 0 and search.out_of_time():
+            return _Walk(None, problem.graph.time_us + extra_us)
         if computed == done and not space.wanted & ~live:
-            return Walk(_path(parents, node), problem.graph.time_us + extra_us)
+            return _Walk(_path(parents, node), problem.graph.time_us + extra_us)
         if not _is_new(seen.setdefault(computed, []), live):
             continue
         for op, after, kept in space.moves(computed, live, room_bytes):
@@ -260,7 +260,7 @@ def fastest(space: StateSpace, budget_bytes: int, search: Search) -> Walk:
             parents.append((node, op))
             left = problem.n_ops - after.bit_count()
             heapq.heappush(queue, (extra_us + again_us, left, len(parents) - 1, after, kept))
-    return Walk(None, problem.graph.time_us)
+    return _Walk(None, problem.graph.time_us)
 
 
 def _is_new(seen: list[int], live: int) -> bool:
@@ -279,7 +279,7 @@ def _path(parents: list[tuple[int, int]], node: int) -> list[int]:
     return ops[::-1]
 
 
-def _find_least_budget(search: Search, space: StateSpace) -> None:
+def _find_least_budget(search: Search, space: _StateSpace) -> None:
     """Find the least feasible budget by bisection."""
     search.say("looking for the least peak")
     plain = store_all_state(search.problem)
@@ -287,7 +287,7 @@ def _find_least_budget(search: Search, space: StateSpace) -> None:
     low = search.budget_bytes + 1
     while low < search.lowest_bytes:
         middle = (low + search.lowest_bytes) // 2
-        walk = fastest(space, middle, search)
+        walk = _fastest(space, middle, search)
         if walk.sequence is not None:
             made = schedule_of(search.problem, walk.sequence, solver=search.solver)
             search.lowest = made

@@ -97,7 +97,7 @@ def range_maxima(numbers: Ints, start: Ints, end: Ints) -> Ints:
 # way. Install it by ``pip install 'remat[numba]'``.
 
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 try:
     _numba: Any = importlib.import_module("numba")
@@ -108,13 +108,13 @@ IS_COMPILED = hasattr(_numba, "njit")
 """Whether decorated functions run as machine code. A folder of that name is no Numba."""
 
 
-def compiled(function: Function) -> Function:
+def compiled(function: _Function) -> _Function:
     """`function` compiled by Numba on its first call and kept on disk, or as it is."""
     # Numba aborts the process on cached functions that call themselves: none of ours does.
     return _numba.njit(cache=True)(function) if IS_COMPILED else function
 
 
-def loops_or_arrays(loops: Function, arrays: Function) -> Function:
+def loops_or_arrays(loops: _Function, arrays: _Function) -> _Function:
     """One function written twice: loops for Numba, whole arrays for NumPy alone."""
     return compiled(loops) if IS_COMPILED else arrays
 

@@ -28,19 +28,19 @@ from remat.solver.layout.boxes import (
 
 # The moving parts of the canonical search: what a placement changes, and how it is undone.
 #
-# Written for NumPy and for Numba alike. `FLOORS` alone is written twice.
+# Written for NumPy and for Numba alike. `_FLOORS` alone is written twice.
 
 
 PLACED = 1 << 62
 """Above all offsets, so that a least offset among boxes is that of the unplaced ones."""
 
-Arrays = tuple[Ints, ...]
-Undo = tuple[Ints, Ints, int, Ints, int, bool]
+_Arrays = tuple[Ints, ...]
+_Undo = tuple[Ints, Ints, int, Ints, int, bool]
 """What a placement changed: boxes that it raised, and their least offsets before; the first of the
 sections whose floors it changed, and those before; its offset; whether nothing is left above it."""
 
 # Plain tuples, since Numba keeps classes by name in its files, which outlive a release of ours.
-SIZE, LOW, HIGH, OVERLAP_AT, OVERLAPS, MEMBER_AT, MEMBERS = range(7)
+_SIZE, _LOW, _HIGH, _OVERLAP_AT, _OVERLAPS, _MEMBER_AT, _MEMBERS = range(7)
 """Where the fields of `Sections` stand in a plain tuple of them."""
 LEAST, FLOOR, LEFT, CROSSING, SOLVED = range(5)
 """Where the arrays that the search changes stand in its state.
@@ -51,9 +51,9 @@ which nothing more can lie, and `LEFT`, the bytes that it still gets; how many u
 """
 
 
-def initial(sections: Sections) -> Arrays:
+def initial(sections: Sections) -> _Arrays:
     """Nothing is placed."""
-    n, n_sections = len(sections[SIZE]), len(sections[MEMBER_AT]) - 1
+    n, n_sections = len(sections[_SIZE]), len(sections[_MEMBER_AT]) - 1
     return (
         np.zeros(n, np.int64),
         np.zeros(n_sections, np.int64),
@@ -63,101 +63,103 @@ def initial(sections: Sections) -> Arrays:
     )
 
 
-def least_in_loops(sections: Arrays, state: Arrays, first: int, last: int) -> Ints:
+def least_in_loops(sections: _Arrays, state: _Arrays, first: int, last: int) -> Ints:
     """The least offset of what is unplaced in each section; `PLACED` where nothing is."""
     least = np.full(last - first, PLACED, np.int64)
     for s in range(first, last):
-        for k in range(sections[MEMBER_AT][s], sections[MEMBER_AT][s + 1]):
-            box = sections[MEMBERS][k]
+        for k in range(sections[_MEMBER_AT][s], sections[_MEMBER_AT][s + 1]):
+            box = sections[_MEMBERS][k]
             least[s - first] = min(least[s - first], state[LEAST][box])
     return least
 
 
-def least_in_arrays(sections: Arrays, state: Arrays, first: int, last: int) -> Ints:
+def least_in_arrays(sections: _Arrays, state: _Arrays, first: int, last: int) -> Ints:
     """The same without a loop."""
-    at = sections[MEMBER_AT][first : last + 1]
-    boxes = sections[MEMBERS][at[0] : at[-1]]
+    at = sections[_MEMBER_AT][first : last + 1]
+    boxes = sections[_MEMBERS][at[0] : at[-1]]
     return np.minimum.reduceat(state[LEAST][boxes], at[:-1] - at[0])
 
 
-FLOORS = loops_or_arrays(least_in_loops, least_in_arrays)
+_FLOORS = loops_or_arrays(least_in_loops, least_in_arrays)
 
 
 @compiled
-def put(sections: Arrays, state: Arrays, box: int, first: int, last: int) -> Undo:
+def _put(sections: _Arrays, state: _Arrays, box: int, first: int, last: int) -> _Undo:
     """Place `box` as low as it can lie; floors of sections from `first` to `last` follow."""
     offset = int(state[LEAST][box])
-    top = offset + sections[SIZE][box]
-    near = sections[OVERLAPS][sections[OVERLAP_AT][box] : sections[OVERLAP_AT][box + 1]]
+    top = offset + sections[_SIZE][box]
+    near = sections[_OVERLAPS][sections[_OVERLAP_AT][box] : sections[_OVERLAP_AT][box + 1]]
     raised = near[state[LEAST][near] < top]
     old = state[LEAST][raised]
-    low, high = sections[LOW][box], sections[HIGH][box]
+    low, high = sections[_LOW][box], sections[_HIGH][box]
     a, b = low, high
     if raised.size:
-        a = max(min(low, sections[LOW][raised].min()), first)
-        b = min(max(high, sections[HIGH][raised].max()), last)
+        a = max(min(low, sections[_LOW][raised].min()), first)
+        b = min(max(high, sections[_HIGH][raised].max()), last)
     floors = state[FLOOR][a:b].copy()
     is_last = bool((state[LEAST][near] == PLACED).all())
     state[LEAST][box] = PLACED
     state[LEAST][raised] = top
     state[FLOOR][low:high] = top
-    state[LEFT][low:high] -= sections[SIZE][box]
+    state[LEFT][low:high] -= sections[_SIZE][box]
     state[CROSSING][low : high - 1] -= 1
-    least = FLOORS(sections, state, a, b)
+    least = _FLOORS(sections, state, a, b)
     raises = (least < PLACED) & (least > state[FLOOR][a:b])
     state[FLOOR][a:b] = np.where(raises, least, state[FLOOR][a:b])
     return raised, old, int(a), floors, offset, is_last
 
 
 @compiled
-def take_back(sections: Arrays, state: Arrays, box: int, undo: Undo) -> None:
-    """As it was before `put`."""
-    low, high = sections[LOW][box], sections[HIGH][box]
+def _take_back(sections: _Arrays, state: _Arrays, box: int, undo: _Undo) -> None:
+    """As it was before `_put`."""
+    low, high = sections[_LOW][box], sections[_HIGH][box]
     raised, old, first, floors, offset, _ = undo
     state[FLOOR][first : first + floors.size] = floors
-    state[LEFT][low:high] += sections[SIZE][box]
+    state[LEFT][low:high] += sections[_SIZE][box]
     state[CROSSING][low : high - 1] += 1
     state[LEAST][raised] = old
     state[LEAST][box] = offset
 
 
 @compiled
-def overflows(sections: Arrays, state: Arrays, box: int, capacity: int) -> bool:
+def _overflows(sections: _Arrays, state: _Arrays, box: int, capacity: int) -> bool:
     """Whether `box` at its least offset leaves too little in a section of its own: a quick look."""
-    low, high = sections[LOW][box], sections[HIGH][box]
+    low, high = sections[_LOW][box], sections[_HIGH][box]
     return state[LEFT][low:high].max() > capacity - state[LEAST][box]
 
 
 @compiled
-def is_topmost(sections: Arrays, state: Arrays, box: int) -> bool:
+def _is_topmost(sections: _Arrays, state: _Arrays, box: int) -> bool:
     """Whether nothing that is unplaced shares a section with `box`."""
-    near = sections[OVERLAPS][sections[OVERLAP_AT][box] : sections[OVERLAP_AT][box + 1]]
+    near = sections[_OVERLAPS][sections[_OVERLAP_AT][box] : sections[_OVERLAP_AT][box + 1]]
     return bool((state[LEAST][near] == PLACED).all())
 
 
 @compiled
-def fits(state: Arrays, offset: int, first: int, last: int, capacity: int) -> bool:
+def _fits(state: _Arrays, offset: int, first: int, last: int, capacity: int) -> bool:
     """Whether each section can still hold what it gets, nothing of it below `offset`."""
     floor = np.maximum(state[FLOOR][first:last], offset)
     return not (floor + state[LEFT][first:last] > capacity).any()
 
 
 @compiled
-def candidates(sections: Arrays, state: Arrays, boxes: Ints, offset: int, rank: int) -> Ints:
+def _next_candidates(
+    sections: _Arrays, state: _Arrays, boxes: Ints, offset: int, rank: int
+) -> Ints:
     """Positions in `boxes` of what may be placed next, the lowest first.
 
     Placements come by offset, and at one offset by rank, so that each layout is met once. A box
     that leaves room for another below it is none: the other could be placed first.
     """
     least = state[LEAST][boxes]
-    ceiling = (least + sections[SIZE][boxes]).min()
+    ceiling = (least + sections[_SIZE][boxes]).min()
     later = (least > offset) | ((least == offset) & (np.arange(boxes.size) >= rank))
     may = np.flatnonzero(later & (least < ceiling))
     return may[np.argsort(least[may], kind="mergesort")]
 
 
 OPEN, FOUND, FAILED, OUT_OF_TRIES = 0, 1, 2, 3
-FIRST, LAST, NEXT, PART = 0, 1, 2, 3
+_FIRST, _LAST, _NEXT, _PART = 0, 1, 2, 3
 """Columns of a frame: its sections, its next candidate, where its next part of time begins."""
 
 
@@ -173,31 +175,31 @@ class Preorder(NamedTuple):
 
 
 @compiled
-def ranked(sections: Arrays, state: Arrays, keys: Floats, total_key: int, boxes: Ints) -> Ints:
+def _ranked(sections: _Arrays, state: _Arrays, keys: Floats, total_key: int, boxes: Ints) -> Ints:
     """`boxes` in preorder; `keys[total_key]` is of what is left, so it is made here."""
     boxes = np.sort(boxes)
     for k in range(keys.shape[0] - 1, -1, -1):
         key = keys[k][boxes]
         if k == total_key:
             for i in range(boxes.size):
-                low, high = sections[LOW][boxes[i]], sections[HIGH][boxes[i]]
+                low, high = sections[_LOW][boxes[i]], sections[_HIGH][boxes[i]]
                 key[i] = state[LEFT][low:high].max()
         boxes = boxes[np.argsort(-key, kind="mergesort")]
     return boxes
 
 
 @compiled
-def falls_apart(sections: Arrays, state: Arrays, box: int) -> bool:
+def _falls_apart(sections: _Arrays, state: _Arrays, box: int) -> bool:
     """Whether nothing that is left crosses some end of section that `box` crosses."""
-    return (state[CROSSING][sections[LOW][box] : sections[HIGH][box] - 1] == 0).any()
+    return (state[CROSSING][sections[_LOW][box] : sections[_HIGH][box] - 1] == 0).any()
 
 
 @compiled
-def next_part(sections: Arrays, state: Arrays, box: int, first: int, last: int) -> int:
+def _next_part(sections: _Arrays, state: _Arrays, box: int, first: int, last: int) -> int:
     """Where the part of time from `first` on ends, after `box` was placed across it."""
     end = first + 1
     while end < last:
-        is_crossed_by_box = sections[LOW][box] < end and end < sections[HIGH][box]
+        is_crossed_by_box = sections[_LOW][box] < end and end < sections[_HIGH][box]
         if is_crossed_by_box and state[CROSSING][end - 1] == 0:
             break
         end += 1
@@ -205,16 +207,16 @@ def next_part(sections: Arrays, state: Arrays, box: int, first: int, last: int) 
 
 
 @compiled
-def inside(sections: Arrays, boxes: Ints, box: int, first: int, last: int) -> Ints:
+def _inside(sections: _Arrays, boxes: Ints, box: int, first: int, last: int) -> Ints:
     """Those of `boxes` but `box` that are in sections from `first` to `last`."""
-    is_in = (sections[LOW][boxes] < last) & (sections[HIGH][boxes] > first) & (boxes != box)
+    is_in = (sections[_LOW][boxes] < last) & (sections[_HIGH][boxes] > first) & (boxes != box)
     return boxes[is_in]
 
 
 @compiled
-def search(
-    sections: Arrays,
-    state: Arrays,
+def _search(
+    sections: _Arrays,
+    state: _Arrays,
     keys: Floats,
     total_key: int,
     boxes: Ints,
@@ -229,66 +231,66 @@ def search(
     A frame is a set of boxes to place, and has a placement while it waits for what is above it.
     """
     frames = np.zeros((boxes.size + 1, 4), np.int64)
-    frames[0, FIRST], frames[0, LAST] = first, last
+    frames[0, _FIRST], frames[0, _LAST] = first, last
     boxes_at = [boxes]
-    todo_at = [candidates(sections, state, boxes, 0, 0)]
-    undo_at: list[Undo] = []
+    todo_at = [_next_candidates(sections, state, boxes, 0, 0)]
+    undo_at: list[_Undo] = []
     used, outcome = 0, OPEN
     while len(boxes_at) > 0:
         depth = len(boxes_at) - 1
         frame, here, todo = frames[depth], boxes_at[depth], todo_at[depth]
         if len(undo_at) > depth:
-            box = int(here[todo[frame[NEXT] - 1]])
-            if outcome == FOUND and frame[PART] < frame[LAST]:
-                begin = frame[PART]
-                frame[PART] = next_part(sections, state, box, begin, frame[LAST])
-                part = inside(sections, here, box, begin, frame[PART])
+            box = int(here[todo[frame[_NEXT] - 1]])
+            if outcome == FOUND and frame[_PART] < frame[_LAST]:
+                begin = frame[_PART]
+                frame[_PART] = _next_part(sections, state, box, begin, frame[_LAST])
+                part = _inside(sections, here, box, begin, frame[_PART])
                 if part.size > 0:
-                    part = ranked(sections, state, keys, total_key, part)
-                    frames[depth + 1] = np.array([begin, frame[PART], 0, 0])
+                    part = _ranked(sections, state, keys, total_key, part)
+                    frames[depth + 1] = np.array([begin, frame[_PART], 0, 0])
                     boxes_at.append(part)
-                    todo_at.append(candidates(sections, state, part, 0, 0))
+                    todo_at.append(_next_candidates(sections, state, part, 0, 0))
                     outcome = OPEN
                 continue
             if outcome == FOUND:
                 state[SOLVED][box] = undo_at[depth][4]
             undo = undo_at.pop()
-            take_back(sections, state, box, undo)
+            _take_back(sections, state, box, undo)
             if outcome == FOUND or undo[5]:
                 boxes_at.pop()
                 todo_at.pop()
                 continue
-        if frame[NEXT] == todo.size:
+        if frame[_NEXT] == todo.size:
             outcome = FAILED
             boxes_at.pop()
             todo_at.pop()
             continue
-        rank = int(todo[frame[NEXT]])
-        frame[NEXT] += 1
+        rank = int(todo[frame[_NEXT]])
+        frame[_NEXT] += 1
         box = int(here[rank])
         offset = int(state[LEAST][box])
-        if overflows(sections, state, box, capacity):
-            if is_topmost(sections, state, box):
-                frame[NEXT] = todo.size
+        if _overflows(sections, state, box, capacity):
+            if _is_topmost(sections, state, box):
+                frame[_NEXT] = todo.size
             continue
         if used == tries:
             return OUT_OF_TRIES, used
         used += 1
-        undo_at.append(put(sections, state, box, frame[FIRST], frame[LAST]))
-        frame[PART] = frame[LAST]
-        if not fits(state, offset, frame[FIRST], frame[LAST], capacity):
+        undo_at.append(_put(sections, state, box, frame[_FIRST], frame[_LAST]))
+        frame[_PART] = frame[_LAST]
+        if not _fits(state, offset, frame[_FIRST], frame[_LAST], capacity):
             outcome = FAILED
             continue
         outcome = FOUND
         if here.size == 1:
             continue
-        if falls_apart(sections, state, box):
-            frame[PART] = frame[FIRST]
+        if _falls_apart(sections, state, box):
+            frame[_PART] = frame[_FIRST]
             continue
         rest = here[here != box]
-        frames[depth + 1] = np.array([frame[FIRST], frame[LAST], 0, 0])
+        frames[depth + 1] = np.array([frame[_FIRST], frame[_LAST], 0, 0])
         boxes_at.append(rest)
-        todo_at.append(candidates(sections, state, rest, offset, rank))
+        todo_at.append(_next_candidates(sections, state, rest, offset, rank))
         outcome = OPEN
     return outcome, used
 
@@ -317,8 +319,8 @@ class CanonicalSearch:
         keys = np.array([letters[key] for key in preorder.keys], np.float64)
         used, total_key = 0, preorder.keys.index("T")
         for boxes, first, last in self._parts():
-            order = ranked(sections, state, keys, total_key, boxes)
-            outcome, more = search(
+            order = _ranked(sections, state, keys, total_key, boxes)
+            outcome, more = _search(
                 sections, state, keys, total_key, order, first, last, capacity, tries - used
             )
             used += more

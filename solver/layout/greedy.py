@@ -74,7 +74,7 @@ def _area(boxes: Boxes) -> Floats:
 NO_CEILING = 1 << 62
 GREEDY_WORK = 100_000
 """Boxes placed greedily in all: some two seconds of NumPy."""
-LEAST_PLACEMENTS = 6
+_LEAST_PLACEMENTS = 6
 """Of however many boxes."""
 
 
@@ -169,4 +169,4 @@ def greedy(boxes: Boxes, goal: int) -> tuple[Ints, str]:
 
 def placements_of(boxes: Boxes) -> int:
     """How many greedy placements there may be of so many boxes."""
-    return max(LEAST_PLACEMENTS, GREEDY_WORK // max(len(boxes), 1))
+    return max(_LEAST_PLACEMENTS, GREEDY_WORK // max(len(boxes), 1))

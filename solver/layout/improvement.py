@@ -16,13 +16,13 @@ import numpy as np
 
 from remat.solver.layout.boxes import Boxes, Floats, Ints, compiled
 
-GROWTH = 1.3
-"""Of the price of a box, each time that it ejects others."""
-MOST_PRICE = 1e6
-"""Of any box, in areas of the largest: sums of prices keep the bits of the small ones."""
-NOISE = 0.3
-"""By up to which part prices of places seem higher than they are, so that no round repeats."""
-NEVER = 1 << 62
+_GROWTH = 1.3
+"""Of the penalty of a box, each time that it ejects others."""
+MOST_PENALTY = 1e6
+"""Of any box, in areas of the largest: sums of penalties keep the bits of the small ones."""
+_NOISE = 0.3
+"""By up to which part penalties of places seem higher than they are, so that no round repeats."""
+_NEVER = 1 << 62
 """When a box starts that is not placed."""
 
 
@@ -33,8 +33,8 @@ class _Arena:
         area = boxes.length * boxes.size.astype(np.float64)
         is_placed = offsets + boxes.size <= capacity
         self.boxes, self.capacity, self.offsets = boxes, capacity, offsets.copy()
-        self.start = np.where(is_placed, boxes.start, NEVER)
-        self.price = area / area.max(initial=1)
+        self.start = np.where(is_placed, boxes.start, _NEVER)
+        self.penalty = area / area.max(initial=1)
         self.rank = np.argsort(np.argsort(-area, kind="stable"), kind="stable").tolist()
         self.waiting = [(self.rank[box], box) for box in np.flatnonzero(~is_placed).tolist()]
         heapq.heapify(self.waiting)
@@ -46,12 +46,12 @@ class _Arena:
         size, start, end = int(boxes.size[box]), int(boxes.start[box]), int(boxes.end[box])
         live = ((self.start < end) & (boxes.end > start)).nonzero()[0]
         low, high = self.offsets[live], self.offsets[live] + boxes.size[live]
-        offset = _cheapest(low, high, self.price[live], size, self.capacity, source)
+        offset = _cheapest(low, high, self.penalty[live], size, self.capacity, source)
         ejected = live[(low < offset + size) & (high > offset)]
         self.offsets[box], self.start[box] = offset, start
         if ejected.size:
-            self.price[box] = min(GROWTH * self.price[box], MOST_PRICE)
-            self.start[ejected] = NEVER
+            self.penalty[box] = min(_GROWTH * self.penalty[box], MOST_PENALTY)
+            self.start[ejected] = _NEVER
             for other in ejected.tolist():
                 heapq.heappush(self.waiting, (self.rank[other], other))
 
@@ -71,7 +71,7 @@ def guided_ejection(
 
 
 def _cheapest(
-    low: Ints, high: Ints, price: Floats, size: int, capacity: int, source: np.random.Generator
+    low: Ints, high: Ints, penalty: Floats, size: int, capacity: int, source: np.random.Generator
 ) -> int:
     """The lowest offset at which `size` bytes eject least, on or below what is live or at 0."""
     places = np.concatenate([np.zeros(1, np.int64), high, low - size])
@@ -79,10 +79,10 @@ def _cheapest(
     by_low, by_high = np.argsort(low, kind="stable"), np.argsort(high, kind="stable")
     begun = np.searchsorted(low[by_low], places + size, side="left")
     ended = np.searchsorted(high[by_high], places, side="right")
-    prices = _sums(price[by_low])[begun] - _sums(price[by_high])[ended]
+    penalties = _sums(penalty[by_low])[begun] - _sums(penalty[by_high])[ended]
     # Sums in two orders differ in the last bits, where nothing at all is ejected.
-    prices[begun == ended] = 0
-    return int(places[(prices * (1 + NOISE * source.random(prices.size))).argmin()])
+    penalties[begun == ended] = 0
+    return int(places[(penalties * (1 + _NOISE * source.random(penalties.size))).argmin()])
 
 
 def _sums(numbers: Floats) -> Floats:
@@ -101,9 +101,9 @@ def _sums(numbers: Floats) -> Floats:
 # sweeps, so thousands of them want compiled code.
 
 
-CHUNK = 100
+_CHUNK = 100
 """Steps whose random numbers are drawn together."""
-COLDEST = 1e-3
+_COLDEST = 1e-3
 """Of the first temperature, the last one."""
 
 
@@ -131,7 +131,7 @@ def stacked(
 
 
 @compiled
-def anneal_chunk(
+def _anneal_chunk(
     size: Ints,
     start: Ints,
     end: Ints,
@@ -173,12 +173,12 @@ def insertion_annealing(
     source, n = np.random.default_rng(seed), len(boxes)
     order = np.argsort(offsets, kind="stable")
     best, best_top = order.copy(), boxes.top(offsets)
-    temperatures = hottest * COLDEST ** (np.arange(steps) / steps)
-    for first in range(0, steps, CHUNK):
-        hot = temperatures[first : first + CHUNK, None]
+    temperatures = hottest * _COLDEST ** (np.arange(steps) / steps)
+    for first in range(0, steps, _CHUNK):
+        hot = temperatures[first : first + _CHUNK, None]
         picks = source.integers(0, n, len(hot))
         noise = -hot * np.log(-np.log(source.uniform(1e-300, 1.0, (len(hot), n))))
-        best_top = anneal_chunk(
+        best_top = _anneal_chunk(
             boxes.size, boxes.start, boxes.end, order, best, best_top, picks, noise, goal
         )
         if best_top <= goal:

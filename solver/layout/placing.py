@@ -41,7 +41,7 @@ CHIP_PREORDERS = tuple(
 """MiniMalloc's, for instances whose times are far apart: widths both ways."""
 
 
-class Fitted(NamedTuple):
+class _Fitted(NamedTuple):
     """What a search within a capacity found.
 
     `offsets` is None where nothing was found, and `is_proved` tells whether nothing exists.
@@ -53,12 +53,12 @@ class Fitted(NamedTuple):
     is_proved: bool
 
 
-def dive(search: CanonicalSearch, capacity: int, share: int, tries: int) -> Fitted:
+def dive(search: CanonicalSearch, capacity: int, share: int, tries: int) -> _Fitted:
     """One search by each preorder of steps, with `share` tries each, at most `tries` in all."""
     return _in_turn(search, capacity, STEP_PREORDERS, share, tries)
 
 
-def fit_into(boxes: Boxes, capacity: int, tries: int) -> Fitted:
+def fit_into(boxes: Boxes, capacity: int, tries: int) -> _Fitted:
     """Searches by MiniMalloc's preorders until one ends or `tries` are used up in all.
 
     Each gets two tries a box, then four, and so on.
@@ -78,7 +78,7 @@ def _in_turn(
     preorders: tuple[Preorder, ...],
     share: int,
     tries: int,
-) -> Fitted:
+) -> _Fitted:
     """`share` tries by each of the preorders, at most `tries` in all."""
     used = 0
     for preorder in preorders:
@@ -86,10 +86,10 @@ def _in_turn(
         used += more
         if outcome in (FOUND, FAILED):
             found = offsets if outcome == FOUND else None
-            return Fitted(found, preorder, used, outcome == FAILED)
+            return _Fitted(found, preorder, used, outcome == FAILED)
         if used == tries:
             break
-    return Fitted(None, preorders[-1], used, is_proved=False)
+    return _Fitted(None, preorders[-1], used, is_proved=False)
 
 
 # Placements within a capacity of what greedy placements leave too high: ejections, then dives.
@@ -110,15 +110,15 @@ STEPS = 600
 START_WORK, LEAST_STARTS = 100_000, 5
 """Boxes placed to begin with, up to two seconds of NumPy, and starts of however many boxes."""
 
-TRIES = 3500
+_TRIES = 3500
 """Placements tried in each dive, or 1.25 a box: most that succeed take little above one a box."""
 ALL_TRIES, DIVE_WORK = 30_000, 30_000_000
 """Placements tried in all dives at the goal, and those times boxes: some two seconds of NumPy."""
-RELAXED_PART = 4
+_RELAXED_PART = 4
 """Of the dives at the goal, so many as one part are taken above it."""
 
 
-class Found(NamedTuple):
+class PlacedOffsets(NamedTuple):
     """Offsets, and what found them."""
 
     offsets: Ints
@@ -131,7 +131,7 @@ class Searches:
     def __init__(self, boxes: Boxes) -> None:
         self.boxes = boxes
 
-    def within(self, capacity: int, *, is_relaxed: bool) -> Found | None:
+    def within(self, capacity: int, *, is_relaxed: bool) -> PlacedOffsets | None:
         """What ejections or else dives find within `capacity`; less is tried if it `is_relaxed`."""
         return self._ejected(capacity, is_relaxed) or self._dived(capacity, is_relaxed)
 
@@ -141,53 +141,55 @@ class Searches:
         return overlaps_in(self.boxes) <= MOST_OVERLAPS
 
     @functools.cached_property
-    def _starts(self) -> list[Found]:
+    def _starts(self) -> list[PlacedOffsets]:
         """Placements to begin with, and their orders; fewer of many boxes."""
         orders = box_orders(self.boxes)
         names = STARTS[: max(LEAST_STARTS, START_WORK // len(self.boxes))]
         placed = {name: place_in_order(self.boxes, orders[name]) for name in names}
-        return [Found(offsets, name) for name, offsets in placed.items() if offsets is not None]
+        return [
+            PlacedOffsets(offsets, name) for name, offsets in placed.items() if offsets is not None
+        ]
 
     @functools.cached_property
     def _canonical(self) -> CanonicalSearch:
         return CanonicalSearch(self.boxes)
 
-    def _ejected(self, capacity: int, is_relaxed: bool) -> Found | None:
+    def _ejected(self, capacity: int, is_relaxed: bool) -> PlacedOffsets | None:
         """What ejections find from one start after the other."""
         starts = self._starts[:LEAST_STARTS] if is_relaxed else self._starts
         for seed, start in enumerate(starts):
             offsets = guided_ejection(self.boxes, start.offsets, capacity, steps=STEPS, seed=seed)
             if offsets is not None:
-                return Found(offsets, f"guided ejection, {start.by}")
+                return PlacedOffsets(offsets, f"guided ejection, {start.by}")
         return None
 
-    def _dived(self, capacity: int, is_relaxed: bool) -> Found | None:
+    def _dived(self, capacity: int, is_relaxed: bool) -> PlacedOffsets | None:
         """What dives find by one preorder after the other."""
         n = len(self.boxes)
-        share = max(TRIES, n + n // 4)
+        share = max(_TRIES, n + n // 4)
         dives = min(ALL_TRIES, DIVE_WORK // n) // share
         if not dives or not self.has_few_overlaps:
             return None
-        tries = share * (-(-dives // RELAXED_PART) if is_relaxed else dives)
+        tries = share * (-(-dives // _RELAXED_PART) if is_relaxed else dives)
         found = dive(self._canonical, capacity, share, tries)
         if found.offsets is None:
             return None
-        return Found(found.offsets, f"canonical search, {found.preorder.keys}")
+        return PlacedOffsets(found.offsets, f"canonical search, {found.preorder.keys}")
 
 
 SMALL_PART = 4096
 """A buffer below this part of the most live bytes is small."""
 SLACK_PART = 2048
 """A placement is low enough at this part of the most live bytes above them, .05 %."""
-RELAXED = 0.0, 0.0004, 0.004, 0.009, 0.016
+_RELAXED = 0.0, 0.0004, 0.004, 0.009, 0.016
 """Of the load: by how much searches may be above the goal, if nothing is found at it."""
-ANNEALING_STEPS, ANNEALING_WORK = 20_000, 16_000_000
+_ANNEALING_STEPS, _ANNEALING_WORK = 20_000, 16_000_000
 """Steps of each annealing, and boxes in all of them: some seconds of compiled code."""
-HOTTEST_PARTS = 300, 300, 500, 200
+_HOTTEST_PARTS = 300, 300, 500, 200
 """Of the load, the first temperature of each annealing."""
 
 
-def place(buffers: Buffers, *, alignment_bytes: int = 512) -> Layout:
+def place_buffers(buffers: Buffers, *, alignment_bytes: int = 512) -> Layout:
     """A layout of `buffers` in one arena as small as it was found, judged by `check_layout`.
 
     Parameters
@@ -228,27 +230,27 @@ def _check_offsets_exist(buffers: Buffers, alignment_bytes: int) -> None:
         )
 
 
-def _place(boxes: Boxes) -> Found:
+def _place(boxes: Boxes) -> PlacedOffsets:
     is_large = boxes.size * SMALL_PART >= boxes.load
     low_enough = boxes.load + boxes.load // SLACK_PART
     # On top of large ones at this goal, the small ones are low enough without any hole.
     large = boxes.those(is_large)
     goal = max(large.load, low_enough - boxes.those(~is_large).load)
-    found = Found(*greedy(large, goal))
+    found = PlacedOffsets(*greedy(large, goal))
     whole = _with_small(boxes, is_large, found, low_enough)
     if large.top(found.offsets) > goal and boxes.top(whole.offsets) > low_enough:
         other = _with_small(boxes, is_large, _searched(large, found, goal), low_enough)
         whole = min(whole, other, key=lambda found: boxes.top(found.offsets))
     if boxes.top(whole.offsets) > low_enough:
         repaired = guided_ejection(boxes, whole.offsets, low_enough, steps=STEPS, seed=0)
-        whole = whole if repaired is None else Found(repaired, f"{whole.by}, ejection")
+        whole = whole if repaired is None else PlacedOffsets(repaired, f"{whole.by}, ejection")
     return whole
 
 
-def _searched(boxes: Boxes, best: Found, goal: int) -> Found:
+def _searched(boxes: Boxes, best: PlacedOffsets, goal: int) -> PlacedOffsets:
     """The lowest of searches at `goal` or somewhat above it, then of annealing."""
     searches = Searches(boxes)
-    for part in RELAXED:
+    for part in _RELAXED:
         capacity = goal + int(part * boxes.load)
         if capacity >= boxes.top(best.offsets):
             break
@@ -259,21 +261,21 @@ def _searched(boxes: Boxes, best: Found, goal: int) -> Found:
     return _annealed(boxes, best, goal) if IS_COMPILED and searches.has_few_overlaps else best
 
 
-def _annealed(boxes: Boxes, best: Found, goal: int) -> Found:
+def _annealed(boxes: Boxes, best: PlacedOffsets, goal: int) -> PlacedOffsets:
     """`best`, or what annealing makes of it."""
-    steps = min(ANNEALING_STEPS, ANNEALING_WORK // len(boxes))
-    for seed, part in enumerate(HOTTEST_PARTS):
+    steps = min(_ANNEALING_STEPS, _ANNEALING_WORK // len(boxes))
+    for seed, part in enumerate(_HOTTEST_PARTS):
         if boxes.top(best.offsets) <= goal:
             break
         cooled = insertion_annealing(
             boxes, best.offsets, goal, steps=steps, hottest=boxes.load / part, seed=seed
         )
         if boxes.top(cooled) < boxes.top(best.offsets):
-            best = Found(cooled, "annealing")
+            best = PlacedOffsets(cooled, "annealing")
     return best
 
 
-def _with_small(boxes: Boxes, is_large: Mask, large: Found, goal: int) -> Found:
+def _with_small(boxes: Boxes, is_large: Mask, large: PlacedOffsets, goal: int) -> PlacedOffsets:
     """The small ones into holes between the large ones; the lowest of few orders."""
     if is_large.all():
         return large
@@ -287,4 +289,4 @@ def _with_small(boxes: Boxes, is_large: Mask, large: Found, goal: int) -> Found:
             best, best_top = filled, boxes.top(filled)
         if best_top <= goal:
             break
-    return Found(best, large.by)
+    return PlacedOffsets(best, large.by)

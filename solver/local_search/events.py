@@ -25,9 +25,9 @@ from remat.solver.problem import Problem
 
 Runs = Sequence[Sequence[int]]
 """For each stage the ops that run again in it, in captured order."""
-Literal = int
+_Literal = int
 """Index of a 0-1 variable, or one of the two constants below."""
-NEVER, ALWAYS = -2, -1
+_NEVER, _ALWAYS = -2, -1
 
 
 @dataclass(slots=True)
@@ -45,8 +45,8 @@ class EventProgram:
     room_bytes: int
     costs: list[float] = field(default_factory=list[float])
     hint: list[bool] = field(default_factory=list[bool])
-    implications: list[tuple[Literal, list[Literal]]] = field(
-        default_factory=list[tuple[Literal, list[Literal]]]
+    implications: list[tuple[_Literal, list[_Literal]]] = field(
+        default_factory=list[tuple[_Literal, list[_Literal]]]
     )
     rows: list[tuple[list[tuple[int, int]], int]] = field(
         default_factory=list[tuple[list[tuple[int, int]], int]]
@@ -54,7 +54,7 @@ class EventProgram:
     run_of: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
     is_empty: bool = False
 
-    def variable(self, cost_us: float, hint: bool) -> Literal:
+    def variable(self, cost_us: float, hint: bool) -> _Literal:
         """Add a 0-1 variable."""
         self.costs.append(cost_us)
         self.hint.append(hint)
@@ -71,9 +71,9 @@ def candidate_stages(
     """
     present = stages_by_op(runs, guide)
     stages_of: dict[int, list[int]] = {}
-    last = last_touches(problem, runs)
+    last = _last_touches(problem, runs)
     for op in sorted(set(chosen), reverse=True):
-        if problem.pinned[op]:
+        if problem.no_recompute[op]:
             continue
         wanted: dict[int, None] = {}
         for reader in problem.readers[op]:
@@ -82,7 +82,7 @@ def candidate_stages(
             wanted.update(dict.fromkeys(stages_of.get(reader, ())))
         found = sorted(t for t in wanted if t > op)
         ends = sorted({last[v] for v in problem.inputs[op]})
-        found = thinned(found, most) + [t for t in ends if op < t < problem.n_ops]
+        found = _thinned_events(found, most) + [t for t in ends if op < t < problem.n_ops]
         stages_of[op] = sorted({*found, *present.get(op, ())})
     return stages_of
 
@@ -102,7 +102,7 @@ def again_us(problem: Problem, runs: Runs) -> float:
     return sum(problem.cost_us[op] for again in runs for op in again)
 
 
-def thinned(stages: list[int], most: int) -> list[int]:
+def _thinned_events(stages: list[int], most: int) -> list[int]:
     """At most `most` of `stages`, the last always among them."""
     if len(stages) <= most:
         return stages
@@ -110,7 +110,7 @@ def thinned(stages: list[int], most: int) -> list[int]:
     return [stages[len(stages) - 1 - int(i * step)] for i in range(most)]
 
 
-def last_touches(problem: Problem, runs: Runs) -> list[int]:
+def _last_touches(problem: Problem, runs: Runs) -> list[int]:
     """The last stage that reads each value, or makes it first."""
     last = list(problem.producer)
     for stage, again in enumerate(runs):
@@ -129,7 +129,7 @@ class EventBuilder:
         self.problem = problem
         self.events: list[tuple[int, int]] = []
         self.ran: list[bool] = []
-        self.literal: list[Literal] = []
+        self.literal: list[_Literal] = []
         extra: list[set[int]] = [set() for _ in runs]
         for op, stages in stages_of.items():
             for stage in stages:
@@ -143,13 +143,13 @@ class EventBuilder:
     def _event(self, stage: int, op: int, ran: bool, is_fixed: bool) -> None:
         self.events.append((stage, op))
         self.ran.append(ran)
-        self.literal.append(ALWAYS if is_fixed else NEVER)
+        self.literal.append(_ALWAYS if is_fixed else _NEVER)
 
     def build(self, room_bytes: int) -> EventProgram:
         """The program within `room_bytes`, resident bytes left out."""
         program = EventProgram(self.problem, room_bytes)
         for e, (stage, op) in enumerate(self.events):
-            if self.literal[e] == NEVER:
+            if self.literal[e] == _NEVER:
                 self.literal[e] = program.variable(self.problem.cost_us[op], self.ran[e])
                 program.run_of[self.literal[e]] = (stage, op)
         self._gaps(program)
@@ -178,7 +178,7 @@ class EventBuilder:
         for v, touches in enumerate(self._touches()):
             for here, following, gap in self._gaps_of(program, v, touches):
                 size_bytes = self.problem.size_bytes[v]
-                if gap == ALWAYS:
+                if gap == _ALWAYS:
                     change[here + 1] += size_bytes
                     change[following + 1] -= size_bytes
                 elif size_bytes:
@@ -187,28 +187,28 @@ class EventBuilder:
 
     def _gaps_of(
         self, program: EventProgram, v: int, touches: list[int]
-    ) -> list[tuple[int, int, Literal]]:
+    ) -> list[tuple[int, int, _Literal]]:
         """Gaps of `v` that are, or may be, kept: (event before, event after, literal)."""
         problem, maker = self.problem, self.problem.producer[v]
         reads = [self._is_read(v, e) for e in touches]
-        is_settled = all(self.literal[e] == ALWAYS for e in touches)
+        is_settled = all(self.literal[e] == _ALWAYS for e in touches)
         hints = self._present_gaps(v, touches, reads)
-        found: list[tuple[int, int, Literal]] = []
-        before = NEVER
+        found: list[tuple[int, int, _Literal]] = []
+        before = _NEVER
         for i in range(len(touches) - 1):
             here, following = touches[i], touches[i + 1]
             must = v in problem.held and self.events[following][0] >= problem.n_forward
             if is_settled or must:
-                gap = ALWAYS if hints[i] or must else NEVER
-            elif reads[i + 1] and self.literal[following] == ALWAYS:
-                gap = ALWAYS
+                gap = _ALWAYS if hints[i] or must else _NEVER
+            elif reads[i + 1] and self.literal[following] == _ALWAYS:
+                gap = _ALWAYS
             else:
                 gap = program.variable(0.0, hints[i])
             if not is_settled:
                 self._flow(program, gap, before, here, maker, must)
-                if reads[i + 1] and gap != ALWAYS:
+                if reads[i + 1] and gap != _ALWAYS:
                     program.implications.append((self.literal[following], [gap]))
-            if gap != NEVER:
+            if gap != _NEVER:
                 found.append((here, following, gap))
             before = gap
         return found
@@ -232,8 +232,8 @@ class EventBuilder:
     def _flow(
         self,
         program: EventProgram,
-        gap: Literal,
-        before: Literal,
+        gap: _Literal,
+        before: _Literal,
         here: int,
         maker: int,
         must: bool,
@@ -242,9 +242,9 @@ class EventBuilder:
         makes = self.events[here][1] == maker
         if must and not makes:
             return
-        sources = [before] if before != NEVER else []
+        sources = [before] if before != _NEVER else []
         sources += [self.literal[here]] if makes else []
-        if ALWAYS not in sources:
+        if _ALWAYS not in sources:
             program.implications.append((gap, sources))
 
     def _memory(
@@ -261,7 +261,7 @@ class EventBuilder:
             terms = [(gap, size_bytes) for gap, size_bytes, _ in open_gaps]
             own_bytes = self._own_bytes(op)
             room = program.room_bytes - base_bytes
-            if self.literal[e] == ALWAYS:
+            if self.literal[e] == _ALWAYS:
                 room -= own_bytes
             else:
                 terms.append((self.literal[e], own_bytes))
@@ -279,9 +279,9 @@ class EventBuilder:
 # Solves one neighbourhood by CP-SAT. The one file that speaks to OR-Tools CP-SAT for it.
 
 
-LEAST_EFFORT = 0.05
+_LEAST_EFFORT = 0.05
 """What a try counts as at least: its program has to be built."""
-COST_UNITS = 10_000_000
+_COST_UNITS = 10_000_000
 """Units into which the time of the step is cut: CP-SAT counts in integers."""
 
 
@@ -295,7 +295,7 @@ class Tried:
 
     runs: Runs | None
     finished: bool
-    effort: float = LEAST_EFFORT
+    effort: float = _LEAST_EFFORT
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +307,7 @@ class TryLimits:
     seed: int = 0
 
 
-class Running:
+class RunningSolvers:
     """The CP-SAT solvers at work, so that all of them can be stopped."""
 
     def __init__(self) -> None:
@@ -332,7 +332,7 @@ def solve_events(
     fixed: Sequence[int],
     below_us: float,
     effort: TryLimits,
-    running: Running,
+    running: RunningSolvers,
 ) -> Tried:
     """Search for runs that cost less than `below_us` in all: `base` with the program's choice.
 
@@ -357,7 +357,7 @@ def solve_events(
     solver.parameters.max_presolve_iterations = 1
     status = solver.solve(model)
     finished = status in (api.OPTIMAL, api.INFEASIBLE)
-    spent = LEAST_EFFORT + solver.response_proto.deterministic_time
+    spent = _LEAST_EFFORT + solver.response_proto.deterministic_time
     if status not in (api.OPTIMAL, api.FEASIBLE):
         return Tried(None, finished, spent)
     chosen = {event for x, event in program.run_of.items() if solver.boolean_value(variables[x])}
@@ -377,7 +377,7 @@ def _model(
         _imply(model, variables, left, right)
     for terms, room in program.rows:
         _row(api, model, variables, terms, room)
-    unit_us = sum(program.problem.cost_us) / COST_UNITS or 1.0
+    unit_us = sum(program.problem.cost_us) / _COST_UNITS or 1.0
     scaled = [(x, round(cost / unit_us)) for x, cost in enumerate(program.costs) if cost]
     objective = api.LinearExpr.weighted_sum(
         [variables[x] for x, _ in scaled], [units for _, units in scaled]
@@ -394,10 +394,10 @@ def _model(
 
 
 def _imply(model: Any, variables: list[Any], left: int, right: Sequence[int]) -> None:
-    if left == NEVER:
+    if left == _NEVER:
         return
-    clause = [variables[x] for x in right if x != NEVER]
-    if left != ALWAYS:
+    clause = [variables[x] for x in right if x != _NEVER]
+    if left != _ALWAYS:
         clause.append(~variables[left])
     model.add_bool_or(clause)
 

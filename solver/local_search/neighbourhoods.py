@@ -24,7 +24,7 @@ from remat.schedules.schedule import Schedule
 from remat.solver.backends.processes import Task
 from remat.solver.local_search.events import (
     EventBuilder,
-    Running,
+    RunningSolvers,
     Runs,
     Tried,
     TryLimits,
@@ -39,12 +39,12 @@ from remat.solver.search import Search
 from remat.solver.state import State, ops_of, recomputed_by_stage
 from remat.solver.stopping import NEIGHBOURHOOD
 
-FIRST_SIZE = 40
+_FIRST_SIZE = 40
 """Ops in the first sets."""
-GROWTH, SHRINKAGE = 1.15, 0.85
-FEW_STAGES = 3
+_GROWTH, _SHRINKAGE = 1.15, 0.85
+_FEW_STAGES = 3
 """Stages in which an op may run again, beside those where it does, until all is searched."""
-FULL = 0.98
+_FULL = 0.98
 """A stage is full from this part of the budget on."""
 
 
@@ -56,8 +56,8 @@ class LargeNeighbourhoods:
     stop: Callable[[], bool]
     seed: int = 0
     workers: int = 1
-    size: float = FIRST_SIZE
-    most_stages: int = FEW_STAGES
+    size: float = _FIRST_SIZE
+    most_stages: int = _FEW_STAGES
     is_exhausted: bool = False
     guide: Runs = ()
     source: random.Random = field(init=False)
@@ -92,7 +92,7 @@ class LargeNeighbourhoods:
         self.search.say(f"neighbourhoods of {int(self.size)} ops")
         sets = [self._pick() for _ in range(self.workers)]
         seeds = [self.source.randrange(1 << 30) for _ in sets]
-        running = Running()
+        running = RunningSolvers()
         with contextlib.ExitStack() as stack:
             tasks = [
                 stack.enter_context(
@@ -106,16 +106,16 @@ class LargeNeighbourhoods:
             if again_us(self.search.problem, runs) < self.cost_us:
                 self._take(runs)
         all_finished = all(found.finished for found in outcomes)
-        self.size *= GROWTH if all_finished else SHRINKAGE
+        self.size *= _GROWTH if all_finished else _SHRINKAGE
         self.size = min(max(self.size, 8), self.search.problem.n_ops)
         is_whole = len(sets[0]) >= self.search.problem.n_ops
         if is_whole and all_finished and not better:
             self.is_exhausted = self.most_stages >= self.search.problem.n_ops
             self.most_stages *= 2
-            self.size = FIRST_SIZE
+            self.size = _FIRST_SIZE
         return max(found.effort for found in outcomes)
 
-    def _try(self, chosen: Sequence[int], seed: int, running: Running) -> Tried:
+    def _try(self, chosen: Sequence[int], seed: int, running: RunningSolvers) -> Tried:
         search, problem = self.search, self.search.problem
         stages_of = candidate_stages(problem, self.runs, chosen, self.most_stages, self.guide)
         program = EventBuilder(problem, self.runs, stages_of).build(
@@ -150,7 +150,7 @@ class LargeNeighbourhoods:
 
     def _full_stage(self) -> int:
         peak_bytes = self.state.peak_bytes[: self.search.problem.n_ops]
-        full = np.flatnonzero(peak_bytes >= FULL * self.search.budget_bytes).tolist()
+        full = np.flatnonzero(peak_bytes >= _FULL * self.search.budget_bytes).tolist()
         return self.source.choice(full or [int(np.argmax(peak_bytes))])
 
     def _at_moment(self, size: int) -> list[int]:

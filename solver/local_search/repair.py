@@ -19,9 +19,9 @@ from remat.solver.search import Search
 from remat.solver.state import Bytes, Stage, State, UnreachableError, closure_cost_us
 from remat.solver.stopping import EXCHANGES, VAIN_EXCHANGES, VAIN_MOVES
 
-TRIALS = 12
+_TRIALS = 12
 """Moves replayed exactly in each round of `repair`; the others are only estimated."""
-TRIAL_WORK, OPS_A_WORK = 4, 25
+_TRIAL_WORK, _OPS_A_WORK = 4, 25
 """A replayed move counts as so many estimated ones, and so many replayed ops as one more."""
 
 
@@ -34,7 +34,7 @@ class GapMove(NamedTuple):
     bit: int
 
 
-class Trial(NamedTuple):
+class _Trial(NamedTuple):
     """What a move would do: extra time, change of overload, the two stages it replays."""
 
     cost_us: float
@@ -91,8 +91,8 @@ class Repair:
                 return None
             best: tuple[float, GapMove] | None = None
             for _, move in ranked:
-                trial = try_move(self.state, move, over, self.limit_bytes)
-                self.search.work += work_of(trial)
+                trial = _try_move(self.state, move, over, self.limit_bytes)
+                self.search.work += _work_of(trial)
                 if trial is not None and trial.overload_bytes < 0:
                     score = self._score(trial.cost_us, -trial.overload_bytes)
                     if best is None or (score, move) < best:
@@ -102,11 +102,11 @@ class Repair:
         return None
 
     def _rankings(self, worst: int, over: Bytes) -> Iterator[list[tuple[float, GapMove]]]:
-        """The `TRIALS` moves of least score; if none of them helps, the next ones, and so on."""
-        yield sorted(self._estimates(worst, over, TRIALS))[:TRIALS]
+        """The `_TRIALS` moves of least score; if none of them helps, the next ones, and so on."""
+        yield sorted(self._estimates(worst, over, _TRIALS))[:_TRIALS]
         ranked = sorted(self._estimates(worst, over))
-        for first in range(TRIALS, len(ranked), TRIALS):
-            yield ranked[first : first + TRIALS]
+        for first in range(_TRIALS, len(ranked), _TRIALS):
+            yield ranked[first : first + _TRIALS]
 
     def _score(self, cost_us: float, relief_bytes: int) -> float:
         if cost_us <= 0:
@@ -126,7 +126,7 @@ class Repair:
             if wanted is not None and len(least) >= wanted:
                 most_us = max(sorted(least)[wanted - 1], 0.0) * relief_bytes**self.power
                 most_us *= 1 + 1e-9
-            cost_us = drop_cost_us(self.state, move, most_us)
+            cost_us = _drop_cost_us(self.state, move, most_us)
             if cost_us is not None:
                 found.append((self._score(cost_us, relief_bytes), move))
                 least.append(found[-1][0])
@@ -162,7 +162,9 @@ def _moves_at(state: State, worst: int) -> list[GapMove]:
             if not 0 < stage_position < len(touches):
                 continue
             before, stage = touches[stage_position - 1], touches[stage_position]
-            may_drop = not problem.pinned[problem.producer[v]] and not _is_held(state, v, stage)
+            may_drop = not problem.no_recompute[problem.producer[v]] and not _is_held(
+                state, v, stage
+            )
             if may_drop and state.rows[stage][v]:
                 moves.append(GapMove(v, before, stage, 0))
     for op in state.stages[worst].recomputed:
@@ -185,7 +187,7 @@ def _is_held(state: State, v: int, stage: int) -> bool:
     return v in state.problem.held and stage >= state.problem.n_forward
 
 
-def drop_cost_us(state: State, move: GapMove, most_us: float = float("inf")) -> float | None:
+def _drop_cost_us(state: State, move: GapMove, most_us: float = float("inf")) -> float | None:
     """Time of what the drop makes its stage run again.
 
     None where a pinned op forbids it, or where it is found to be more than `most_us`.
@@ -200,7 +202,7 @@ def drop_cost_us(state: State, move: GapMove, most_us: float = float("inf")) -> 
         row[move.v] = 1
 
 
-def try_move(state: State, move: GapMove, over: Bytes, limit_bytes: int) -> Trial | None:
+def _try_move(state: State, move: GapMove, over: Bytes, limit_bytes: int) -> _Trial | None:
     """What `move` would do, None where a pinned op forbids it; `state` is left as it was."""
     v, before, stage, bit = move
     old_before, old_stage = state.stages[before], state.stages[stage]
@@ -222,13 +224,13 @@ def try_move(state: State, move: GapMove, over: Bytes, limit_bytes: int) -> Tria
         state.rise_bytes[before] = old_before.rise_bytes
         state.rise_bytes[stage] = old_stage.rise_bytes
     cost_us = new_before.cost_us + new_stage.cost_us - old_before.cost_us - old_stage.cost_us
-    return Trial(cost_us, overload, new_before, new_stage)
+    return _Trial(cost_us, overload, new_before, new_stage)
 
 
-def work_of(trial: Trial | None) -> int:
+def _work_of(trial: _Trial | None) -> int:
     """What it took to try a move, in estimated moves."""
     replayed = () if trial is None else (trial.at_before, trial.at_stage)
-    return TRIAL_WORK + sum(len(stage.recomputed) for stage in replayed) // OPS_A_WORK
+    return _TRIAL_WORK + sum(len(stage.recomputed) for stage in replayed) // _OPS_A_WORK
 
 
 def apply(state: State, move: GapMove) -> None:
@@ -247,8 +249,8 @@ def fill(state: State, limit_bytes: int, search: Search) -> None:
         for saving_us, move in savings:
             if best is not None and saving_us <= best[0]:
                 break
-            trial = try_move(state, move, over, limit_bytes)
-            search.work += work_of(trial)
+            trial = _try_move(state, move, over, limit_bytes)
+            search.work += _work_of(trial)
             if trial is not None and trial.overload_bytes <= 0 and trial.cost_us < 0:
                 size_bytes = state.problem.size_bytes[move.v]
                 best = max(best or (0.0, 0, move), (-trial.cost_us, -size_bytes, move))
@@ -278,7 +280,7 @@ def _savings(state: State, limit_bytes: int) -> list[tuple[float, GapMove]]:
 # Cost: each try takes about as much as there are ops; the moves that were weighed end it.
 
 
-def take_exchanges(search: Search) -> None:
+def offer_exchanges(search: Search) -> None:
     """Offer what exchanges make of the best schedule, if there is one."""
     if search.best_state is None:
         return
@@ -300,15 +302,15 @@ def exchange(state: State, search: Search) -> State:
         if search.out_of_time():
             break
         _, move = heapq.heappop(waiting)
-        twin = state.copy()
-        apply(twin, move)
+        copied = state.copy()
+        apply(copied, move)
         in_vain += 1
-        if not Repair(twin, limit_bytes, 1.0, search, (move.v, move.stage)).run():
+        if not Repair(copied, limit_bytes, 1.0, search, (move.v, move.stage)).run():
             continue
-        fill(twin, limit_bytes, search)
-        if twin.cost_us < state.cost_us * (1 - 1e-9):
-            search.offer(twin)
-            state, waiting, in_vain = twin, _worth_carrying(twin, search), 0
+        fill(copied, limit_bytes, search)
+        if copied.cost_us < state.cost_us * (1 - 1e-9):
+            search.offer(copied)
+            state, waiting, in_vain = copied, _worth_carrying(copied, search), 0
     return state
 
 
@@ -320,8 +322,8 @@ def _worth_carrying(state: State, search: Search) -> list[tuple[float, GapMove]]
         for op in replayed.recomputed:
             for v, before in carriable(state, op, stage):
                 move = GapMove(v, before, stage, 1)
-                trial = try_move(state, move, nothing, 1 << 60)
-                search.work += work_of(trial)
+                trial = _try_move(state, move, nothing, 1 << 60)
+                search.work += _work_of(trial)
                 if trial is not None and trial.cost_us < 0:
                     score = trial.cost_us / max(state.problem.size_bytes[v], 1)
                     found.append((score, move))

@@ -37,11 +37,11 @@ from remat.solver.backends.mip import Limits
 from remat.solver.bounds.cut_program import COST_SCALE, CutProgram, CutSolution, expand
 from remat.solver.bounds.lazy_cuts import AT_A_CUT, FAR
 from remat.solver.cuts.cut import candidate_cuts
-from remat.solver.offload.arrivals import hosting, movable
+from remat.solver.offload.fetch_as_recompute import movable, with_fetches
 from remat.solver.offload.joint_cut import JointCut
 from remat.solver.offload.with_copies import WEIGHINGS, Hosted, Weighing, flight_of, offer_state
 from remat.solver.problem import Problem, largest_working_set_bytes
-from remat.solver.reductions.copies import can_copy, require_no_homes, without_links
+from remat.solver.reductions.copy_support import can_copy, require_no_homes, without_links
 from remat.solver.result import INTERRUPTED, Result, renamed
 from remat.solver.search import Listener, Search
 from remat.solver.state import State, UnreachableError
@@ -57,10 +57,10 @@ from remat.solver.table import make_solver, options_of
 # that is faster is taken. It ends where none is, or after so many trials.
 
 
-ADDED, CHANGED = 25, 6
+_ADDED, _CHANGED = 25, 6
 """Ops that are tried to be hosted as well; and of those and of the hosted, to be changed."""
 
-Ops = frozenset[int]
+_Ops = frozenset[int]
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class _Climb:
         best, before_us = self.search.best, self.search.best_key[0]
         assert best is not None
         runs = arrivals_and_runs(self.search.problem, best)
-        hosted, spilled = hosted_ops(self.search), spilled_values(best)
+        hosted, spilled = hosted_ops(self.search), _spilled_values(best)
         for one, ops in product(WEIGHINGS, list(self._near(hosted, runs))):
             if self.trials >= CLIMBED.at(self.search.problem.n_ops) or self.search.out_of_time():
                 return False
@@ -92,22 +92,24 @@ class _Climb:
         return False
 
     def _try(self, hosted: Hosted, runs: list[list[int]], one: Weighing) -> None:
-        problem = hosting(self.search.problem, hosted.ops, self.links, price=one.price)
+        problem = with_fetches(
+            self.search.problem, hosted.ops, self.links, cost_factor=one.cost_factor
+        )
         try:
             state = State.from_recomputed(problem, runs)
         except UnreachableError:  # an op that must run once arrives no longer
             return
         offer_state(self.search, state, hosted, self.links, one.power)
 
-    def _near(self, hosted: Ops, runs: list[list[int]]) -> Iterator[Ops]:
+    def _near(self, hosted: _Ops, runs: list[list[int]]) -> Iterator[_Ops]:
         """Sets to try: one op more, one less, one for another; what saves most a byte first."""
         more, less = self._worth_hosting(hosted, runs), sorted(hosted)
-        yield from (hosted | {op} for op in more[:ADDED])
+        yield from (hosted | {op} for op in more[:_ADDED])
         yield from (hosted - {op} for op in less)
-        for op in less[:CHANGED]:
-            yield from (hosted - {op} | {other} for other in more[:CHANGED])
+        for op in less[:_CHANGED]:
+            yield from (hosted - {op} | {other} for other in more[:_CHANGED])
 
-    def _worth_hosting(self, hosted: Ops, runs: list[list[int]]) -> list[int]:
+    def _worth_hosting(self, hosted: _Ops, runs: list[list[int]]) -> list[int]:
         problem, again_us = self.search.problem, dict[int, float]()
         for op in (op for stage in runs for op in stage):
             again_us[op] = again_us.get(op, 0.0) + problem.cost_us[op]
@@ -125,7 +127,7 @@ def climb_hosted(search: Search, links: Links, gap: float) -> None:
     _Climb(search, links, gap, movable(search.problem)).run()
 
 
-def hosted_ops(search: Search) -> Ops:
+def hosted_ops(search: Search) -> _Ops:
     """Ops whose values the best schedule fetches."""
     assert search.best is not None
     producer = dict(zip(search.problem.names, search.problem.producer, strict=True))
@@ -136,7 +138,7 @@ def hosted_ops(search: Search) -> Ops:
     )
 
 
-def spilled_values(schedule: Schedule) -> frozenset[str]:
+def _spilled_values(schedule: Schedule) -> frozenset[str]:
     """Values that a schedule brings to NVMe."""
     return frozenset(
         step.value for step in schedule.steps if isinstance(step, Offload) and step.to == "nvme"
@@ -178,18 +180,18 @@ def arrivals_and_runs(problem: Problem, schedule: Schedule) -> list[list[int]]:
 # budget most: the peak alone, of a schedule whose copies take no time, hardly ever asks for one.
 
 
-LEAST_SHARE = 4096
+_LEAST_SHARE = 4096
 """A start copies no value below this part of the peak: 1 MiB of 4 GiB takes longer to begin than to
 copy, and thousands of small copies shorten no step."""
-PARTS = (1.0, 0.98, 0.95, 0.9, 0.85, 0.75)
+_PARTS = (1.0, 0.98, 0.95, 0.9, 0.85, 0.75)
 """Parts of the room above the largest working set at which the program is solved for starts."""
-HOST_PARTS = (1.0, 0.9, 0.75)
+_HOST_PARTS = (1.0, 0.9, 0.75)
 """Parts of the host's room that are filled with what stays there, where NVMe takes the rest: what
 is on its way to NVMe or back needs room too."""
 
 
 @dataclass(slots=True)
-class JointSearch:
+class _JointSearch:
     """Raises the bound of `search` and offers it schedules.
 
     Attributes
@@ -209,7 +211,7 @@ class JointSearch:
     least_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.least_bytes = int(self.plain.peak_bytes.max(initial=0)) // LEAST_SHARE
+        self.least_bytes = int(self.plain.peak_bytes.max(initial=0)) // _LEAST_SHARE
 
     def begin(self) -> bool:
         """Choose the first cut; False where what must be live somewhere exceeds the budget."""
@@ -245,7 +247,7 @@ class JointSearch:
         NVMe may be too slow for what the program brings there: starts without it follow.
         """
         is_first = len(self.cuts) == 1
-        parts = PARTS if is_first else PARTS[: 1 if self.search.is_large else 2]
+        parts = _PARTS if is_first else _PARTS[: 1 if self.search.is_large else 2]
         for links, part in product(self._ways_down(), parts):
             if self.search.is_open(self.gap):
                 self._take_start(part, links)
@@ -278,7 +280,7 @@ class JointSearch:
             return
         producer = search.problem.producer
         ops = frozenset(producer[v] for v in made.copied(found.values, made.fetched))
-        if part == PARTS[0] and links is self.links:
+        if part == _PARTS[0] and links is self.links:
             self._note_crowded(found, ops)
         if not self._offer(found, ops, links):
             # What must run once, and the program carries past the cut, may be too much elsewhere.
@@ -310,7 +312,7 @@ class JointSearch:
         problem, room_bytes = self.search.problem, links.nvme_bytes
         values = [v for op in sorted(ops) for v in problem.outputs[op]]
         seen: set[int] = set()
-        for part in HOST_PARTS:
+        for part in _HOST_PARTS:
             over_bytes = sum(problem.size_bytes[v] for v in values)
             over_bytes -= int(part * links.host_bytes)
             ends = np.cumsum([problem.size_bytes[v] for v in values])
@@ -326,14 +328,14 @@ class JointSearch:
         return {
             op
             for op in range(problem.n_ops)
-            if problem.pinned[op]
+            if problem.no_recompute[op]
             and problem.output_bytes[op] >= max(self.least_bytes, 1)
             and all(can_move[v] for v in problem.outputs[op])
         }
 
     def _state(self, found: CutSolution, ops: frozenset[int], one: Weighing) -> State | None:
         """The point of a program as a state in which `ops` arrive."""
-        problem = hosting(self.search.problem, ops, self.links, price=one.price)
+        problem = with_fetches(self.search.problem, ops, self.links, cost_factor=one.cost_factor)
         try:
             return State.from_recomputed(problem, expand(found, problem))
         except UnreachableError:  # a fraction of a value whose op must run once
@@ -364,13 +366,13 @@ class JointSearch:
         return self.search.graph.ops[t].name
 
 
-FEW_OPS, WIDE = 300, 5e-3
+_FEW_OPS, _WIDE = 300, 5e-3
 """On graphs of more ops, hosted sets are climbed over for a gap above this alone: that takes tens
 of repairs, of a second each on thousands of ops."""
 
 
 @dataclass(frozen=True)
-class Joint:
+class JointOffload:
     """Solver for graphs with links; without them that of `auto`.
 
     Attributes
@@ -378,7 +380,7 @@ class Joint:
     gap : stop once time is proved within this fraction of the best.
     cuts : most cuts in one program.
     seed, workers : of the search for what recomputation alone comes to.
-    time_limit_s, progress : as in `remat.solver.solve`.
+    time_limit_s, progress : as in `remat.solver.solve_within`.
     """
 
     copies: ClassVar[bool] = True
@@ -414,11 +416,11 @@ class Joint:
         if not search.has_room():
             search.proved_infeasible = True
         elif not search.out_of_time():
-            self._close_gap(search, JointSearch(search, plain, links, self.gap))
+            self._close_gap(search, _JointSearch(search, plain, links, self.gap))
         if search.best is None:
             self._take_alone(search)
 
-    def _close_gap(self, search: Search, joint: JointSearch) -> None:
+    def _close_gap(self, search: Search, joint: _JointSearch) -> None:
         if not joint.begin():
             return
         joint.prove()
@@ -428,7 +430,7 @@ class Joint:
         while search.is_open(self.gap) and len(joint.cuts) < self.cuts and joint.add_cut():
             joint.prove()
             joint.take_starts()
-        gap = self.gap if search.problem.n_ops <= FEW_OPS else max(WIDE, self.gap)
+        gap = self.gap if search.problem.n_ops <= _FEW_OPS else max(_WIDE, self.gap)
         if search.best is not None and search.is_open(gap):
             climb_hosted(search, joint.links, self.gap)
 

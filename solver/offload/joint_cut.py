@@ -32,9 +32,9 @@ from math import inf
 import numpy as np
 
 from remat.graph_capture.graph import Link, Links
-from remat.solver.backends.mip import Answer, MixedProgram
+from remat.solver.backends.mip import MipSolution, MixedProgram
 from remat.solver.bounds.cut_program import MOST_SIZE, ROW_SCALE, CutProgram
-from remat.solver.offload.arrivals import movable
+from remat.solver.offload.fetch_as_recompute import movable
 from remat.solver.problem import Problem
 
 # Rows that say how much a link can carry in time, for a program of cuts.
@@ -49,17 +49,17 @@ from remat.solver.problem import Problem
 # sparse: written out, thousands of rows would have thousands of terms each.
 
 
-POSITIONS = 60
+_POSITIONS = 60
 """Windows a cut and link. Each is a row; more of them moved no bound by .01 % of the step."""
-LONGEST_COPY = 1e7
+_LONGEST_COPY = 1e7
 """Most that one copy counts, in the program's unit: a thousand steps. More says nothing else, and
 HiGHS refuses coefficients that are far apart."""
 
-Terms = list[tuple[int, float]]
+_Terms = list[tuple[int, float]]
 
 
 @dataclass(slots=True)
-class LinkWindows:
+class _LinkWindows:
     """Adds windows to `program`, whose unit of time is `unit_us`.
 
     Attributes
@@ -89,7 +89,7 @@ class LinkWindows:
 
         Σ over v made at or after x of size · whole[v] <= rate · (end of x to the start of t_k)
         """
-        t, made = self.cuts[k], dict[int, Terms]()
+        t, made = self.cuts[k], dict[int, _Terms]()
         for v, index in whole.items():
             made.setdefault(self.problem.producer[v], []).append((index, self._took(v, link)))
         marks, later = _evenly_taken(made), None
@@ -105,7 +105,7 @@ class LinkWindows:
         Σ over i >= k, and v first read after t_i at or before y, of size · arriving[i][v]
         <= rate · (end of t_k to the start of y)
         """
-        t, n, due = self.cuts[k], self.problem.n_ops, dict[int, Terms]()
+        t, n, due = self.cuts[k], self.problem.n_ops, dict[int, _Terms]()
         for i in range(k, len(self.cuts)):
             first = self._first_reads(self.cuts[i])
             for v, index in arriving[i].items():
@@ -120,9 +120,9 @@ class LinkWindows:
     def _took(self, v: int, link: Link) -> float:
         size_bytes = self.problem.size_bytes[v]
         took_us = link.us(size_bytes) if self.with_latency else size_bytes / link.bytes_per_us
-        return min(took_us / self.unit_us, LONGEST_COPY)
+        return min(took_us / self.unit_us, _LONGEST_COPY)
 
-    def _chained(self, terms: Terms, before: int | None) -> int:
+    def _chained(self, terms: _Terms, before: int | None) -> int:
         """A variable that is the sum of `terms` and of the chain so far."""
         chain = self.program.variable(upper=inf)
         so_far = [] if before is None else [(before, 1.0)]
@@ -159,11 +159,11 @@ class LinkWindows:
 
 
 def _evenly_taken(places: Iterable[int]) -> set[int]:
-    """At most `POSITIONS` of the places, the ends among them."""
+    """At most `_POSITIONS` of the places, the ends among them."""
     ordered = sorted(places)
-    if len(ordered) <= POSITIONS:
+    if len(ordered) <= _POSITIONS:
         return set(ordered)
-    picked = np.linspace(0, len(ordered) - 1, POSITIONS).round().astype(int).tolist()
+    picked = np.linspace(0, len(ordered) - 1, _POSITIONS).round().astype(int).tolist()
     return {ordered[i] for i in picked}
 
 
@@ -229,7 +229,7 @@ class JointCut(CutProgram):
         return [*terms, (self.fetched[k][v], 1.0)]
 
     def _hosted_rows(self, k: int) -> None:
-        """What is fetched is hosted; what is hosted later was so before, or made since."""
+        """A fetched value is on the host; one there at cut k + 1 was there at k, or made since."""
         following = self.hosted[k + 1] if k + 1 < len(self.cuts) else {}
         for v, index in self.hosted[k].items():
             self.program.row([(index, 1.0), (self.fetched[k][v], -1.0)], lower=0.0)
@@ -258,7 +258,7 @@ class JointCut(CutProgram):
         self.program.row(row, upper=room_bytes / unit)
 
     def _link_rows(self) -> None:
-        windows = LinkWindows(
+        windows = _LinkWindows(
             self.program, self.problem, self.cuts, self.cost_unit_us, self.again, self.waits,
             with_latency=self.is_start,
         )  # fmt: skip
@@ -272,7 +272,7 @@ class JointCut(CutProgram):
                 if len(self.cuts) == 1:
                     windows.back(k, self.spilled, links.read)
 
-    def _rounded_cost_us(self, answer: Answer) -> float:
+    def _rounded_cost_us(self, answer: MipSolution) -> float:
         assert answer.values is not None
         waits_us = sum(answer.values[i] for i in self.waits.values()) * self.cost_unit_us
         return CutProgram._rounded_cost_us(self, answer) + waits_us

@@ -17,8 +17,13 @@ from remat.graph_capture.graph import Links
 from remat.schedules.schedule import Free
 from remat.schedules.simulation import Copy
 from remat.solver.local_search.repair import Repair, fill
-from remat.solver.offload.arrivals import base_of, in_flight_by_stage
-from remat.solver.offload.placing import Placed, in_flight_bytes, order_of_making, place_copies
+from remat.solver.offload.copy_placing import (
+    PlacedSchedule,
+    in_flight_bytes,
+    order_of_making,
+    place_copies,
+)
+from remat.solver.offload.fetch_as_recompute import in_flight_by_stage, untimed_schedule
 from remat.solver.search import Search
 from remat.solver.state import Bytes, State
 from remat.solver.stopping import REORDERED
@@ -33,12 +38,15 @@ from remat.solver.stopping import REORDERED
 # it. What comes of that is placed and judged, and the first that is faster is taken.
 
 
-Order = tuple[str, ...]
+_Order = tuple[str, ...]
 
 
 def in_better_order(
-    search: Search, placed: Placed, order: Order, place: Callable[[Order], Placed | None]
-) -> Placed:
+    search: Search,
+    placed: PlacedSchedule,
+    order: _Order,
+    place: Callable[[_Order], PlacedSchedule | None],
+) -> PlacedSchedule:
     """The fastest placement found from `placed`, whose copies down are in `order`.
 
     Parameters
@@ -59,7 +67,7 @@ def in_better_order(
     return placed
 
 
-def _others(placed: Placed, order: Order) -> Iterator[Order]:
+def _others(placed: PlacedSchedule, order: _Order) -> Iterator[_Order]:
     """Orders in which a value that is waited for goes down earlier; the longest wait first."""
     down = {copy.value: copy for copy in placed.found.copies if copy.link == "d2h"}
     for name in _waited_for(placed, down):
@@ -76,7 +84,7 @@ def _others(placed: Placed, order: Order) -> Iterator[Order]:
                 yield (*order[:j], name, *order[j:i], *order[i + 1 :])
 
 
-def _waited_for(placed: Placed, down: dict[str, Copy]) -> list[str]:
+def _waited_for(placed: PlacedSchedule, down: dict[str, Copy]) -> list[str]:
     """Values the end of whose copy down is waited for: to be freed, or to come back."""
     waits: dict[str, float] = {}
     back = {(copy.value, copy.start_us) for copy in placed.found.copies if copy.link == "h2d"}
@@ -95,18 +103,19 @@ class Weighing(NamedTuple):
 
     Attributes
     ----------
-    power : of the overload that a drop removes. price : of a copy back, in parts of its time on the
-        link: all of it on a link that is full, hardly any on one that has time to spare.
+    power : of the overload that a drop removes.
+    cost_factor : of a copy back, in parts of its time on the link: all of it on a link that is
+        full, hardly any on one that has time to spare.
     """
 
     power: float
-    price: float
+    cost_factor: float
 
 
 WEIGHINGS = (Weighing(1.0, 1.0), Weighing(1.0, 0.1), Weighing(0.5, 1.0))
 """Tried in turn; on large graphs the first alone."""
 
-MOST_WAITS = 0.01
+_MOST_WAITS = 0.01
 """Of a step, in waits, up to which another order is looked for: longer ones are for a full link."""
 
 
@@ -121,14 +130,14 @@ class Hosted:
 def offer_state(
     search: Search, start: State, hosted: Hosted, links: Links, power: float = 1.0
 ) -> bool:
-    """Offer what `start`, of a problem of `hosting`, comes to; return whether it was repaired."""
+    """Offer what `start`, a state of `with_fetches`, comes to; return whether it was repaired."""
     state = start.copy()
     if not Repair(state, search.budget_bytes, power, search).run():
         return False
     fill(state, search.budget_bytes, search)
     if _is_stalled(search, state, hosted, links):
         flight = flight_of(state, hosted.ops, links)
-        if repair_beside(search, state, flight, power):
+        if _repair_beside(search, state, flight, power):
             _is_stalled(search, state, hosted, links)
     return True
 
@@ -136,11 +145,11 @@ def offer_state(
 def flight_of(state: State, hosted: Collection[int], links: Links) -> Bytes:
     """The most bytes in flight in each stage, in a schedule of `state` without stalls."""
     graph = state.problem.graph
-    base = base_of(state, hosted)
+    base = untimed_schedule(state, hosted)
     return in_flight_by_stage(graph, base, in_flight_bytes(graph, base, links))
 
 
-def repair_beside(search: Search, state: State, flight: Bytes, power: float) -> bool:
+def _repair_beside(search: Search, state: State, flight: Bytes, power: float) -> bool:
     """Repair `state` under the budget less `flight`; return whether that was reached."""
     state.entry_bytes += flight
     try:
@@ -151,7 +160,7 @@ def repair_beside(search: Search, state: State, flight: Bytes, power: float) -> 
 
 def _is_stalled(search: Search, state: State, hosted: Hosted, links: Links) -> bool:
     """Place the copies of `state`, offer that, and return whether the device waits for copies."""
-    base = base_of(state, hosted.ops)
+    base = untimed_schedule(state, hosted.ops)
     place = partial(
         place_copies, search.graph, base, search.budget_bytes, links, spilled=hosted.spilled
     )
@@ -160,9 +169,9 @@ def _is_stalled(search: Search, state: State, hosted: Hosted, links: Links) -> b
         return False
     waits_us = placed.found.stall_us
     is_better = placed.found.time_us - waits_us < search.best_key[0]
-    if is_better and waits_us <= MOST_WAITS * placed.found.time_us:
+    if is_better and waits_us <= _MOST_WAITS * placed.found.time_us:
         placed = in_better_order(
             search, placed, order_of_making(base), lambda order: place(order=order)
         )
-    search.offer_judged(placed.schedule, placed.found)
+    search.offer_evaluated(placed.schedule, placed.found)
     return bool(placed.found.stalls)

@@ -37,7 +37,7 @@ from remat.solver.orders.reorder import (
     roomier_start,
 )
 from remat.solver.problem import Order, Problem, for_graph, reordered
-from remat.solver.result import INTERRUPTED, KNOWN, Result, judged
+from remat.solver.result import INTERRUPTED, KNOWN, Result, evaluate_schedule
 from remat.solver.search import Clock, Listener, Progress, note_interrupt
 from remat.solver.stopping import (
     ANY_ORDER_BOUND,
@@ -67,7 +67,7 @@ class Share(NamedTuple):
     is_look: bool = False
 
 
-class SolveFixed(Protocol):
+class _SolveFixed(Protocol):
     """A solver that keeps the order of the graph it is given."""
 
     def __call__(self, graph: TrainingGraph, budget_bytes: int, share: Share, /) -> Result:
@@ -75,7 +75,7 @@ class SolveFixed(Protocol):
         ...
 
 
-class Attempt(NamedTuple):
+class _Attempt(NamedTuple):
     """One order solved; `name` is for people.
 
     `is_repeatable` : a solve for any other budget tries that order too.
@@ -96,7 +96,7 @@ class Attempt(NamedTuple):
 
 
 @dataclass(slots=True)
-class Attempts:
+class _Attempts:
     """All solves of `graph`, the first one in its own order, and what is proved for any order.
 
     Attributes
@@ -107,7 +107,7 @@ class Attempts:
 
     graph: TrainingGraph
     budget_bytes: int
-    made: list[Attempt] = field(default_factory=list[Attempt])
+    made: list[_Attempt] = field(default_factory=list[_Attempt])
     bound_us: float = 0.0
     least_bound_bytes: int = 0
     is_infeasible: bool = False
@@ -115,7 +115,7 @@ class Attempts:
     is_interrupted: bool = False
 
     @property
-    def best(self) -> Attempt:
+    def best(self) -> _Attempt:
         """The best attempt yet, even if none has a schedule."""
         return min(self.made, key=lambda attempt: attempt.rank)
 
@@ -145,7 +145,7 @@ class Attempts:
             said.append("First computations are in another order than captured")
         if floor is not None:
             said.append(floor_text(self.graph, floor, schedule))
-        found = judged(
+        found = evaluate_schedule(
             self.graph,
             for_graph(self.graph, schedule),
             budget_bytes=self.budget_bytes,
@@ -193,7 +193,7 @@ class Attempts:
         ]
 
 
-def _repeatable(made: Sequence[Attempt]) -> Attempt:
+def _repeatable(made: Sequence[_Attempt]) -> _Attempt:
     """The attempt of the least budget known, among those that any other solve tries too.
 
     A budget that is named must be found again when it is asked for.
@@ -201,14 +201,14 @@ def _repeatable(made: Sequence[Attempt]) -> Attempt:
     return min((a for a in made if a.is_repeatable), key=lambda attempt: attempt.rank)
 
 
-AIMS = (1.0, 0.9, 0.0)
+_AIMS = (1.0, 0.9, 0.0)
 """Parts of the budget that orders aim for. Below 1 leaves room to recompute; 0: lowest peak."""
-FEW_OPS = 300
+_FEW_OPS = 300
 """Larger graphs get one other order at first. Refining that is a better use of the time."""
-TIGHTNESS = (0.98, 0.97, 0.99, 0.96)
+_TIGHTNESS = (0.98, 0.97, 0.99, 0.96)
 """Parts of the budget that refined orders aim for, in turn."""
-GIVEN, LOWEST = "the given order", "the order of lowest peak"
-REPEATABLE = (GIVEN, LOWEST)
+_GIVEN, _LOWEST = "the given order", "the order of lowest peak"
+_REPEATABLE = (_GIVEN, _LOWEST)
 """Orders that do not depend on the budget. A least budget is named from these alone.
 
 A solve for the named budget tries them too, so it finds the schedule again.
@@ -227,16 +227,16 @@ class FreeOrder:
 
     graph: TrainingGraph
     budget_bytes: int
-    solve_fixed: SolveFixed
+    solve_fixed: _SolveFixed
     gap: float = 1e-9
     seed: int = 0
     moves: int | None = None
     clock: Clock = field(default_factory=Clock)
     progress: Listener | None = None
-    attempts: Attempts = field(init=False)
+    attempts: _Attempts = field(init=False)
 
     def __post_init__(self) -> None:
-        self.attempts = Attempts(self.graph, self.budget_bytes, bound_us=self.graph.time_us)
+        self.attempts = _Attempts(self.graph, self.budget_bytes, bound_us=self.graph.time_us)
 
     def solve(self) -> Result:
         """Never worse than the given order; the bound holds for every order."""
@@ -257,10 +257,10 @@ class FreeOrder:
 
     def _run(self) -> None:
         given = tuple(range(len(self.graph.ops)))
-        self._attempt(GIVEN, given, Share(FIRST_LOOK.of(self.clock.time_limit_s), is_look=True))
+        self._attempt(_GIVEN, given, Share(FIRST_LOOK.of(self.clock.time_limit_s), is_look=True))
         if self._is_open():
             self._prove()
-        for aim in AIMS:
+        for aim in _AIMS:
             if self._is_open() and self._is_worth(aim):
                 self._look_at_order(aim, OTHER_ORDER.of(self.clock.left_s))
         self._solve_in_full()
@@ -272,7 +272,7 @@ class FreeOrder:
         """
         if not aim:
             return not self.attempts.has_schedule
-        return not self.attempts.is_infeasible and (aim == 1.0 or len(self.graph.ops) <= FEW_OPS)
+        return not self.attempts.is_infeasible and (aim == 1.0 or len(self.graph.ops) <= _FEW_OPS)
 
     def _is_open(self) -> bool:
         """Whether something is left to do, and time."""
@@ -281,7 +281,7 @@ class FreeOrder:
     def _attempt(self, name: str, order: Order, share: Share) -> None:
         share = share._replace(progress=self._listener(name))
         result = self.solve_fixed(reordered(self.graph, order), self.budget_bytes, share)
-        self.attempts.made.append(Attempt(name, order, name in REPEATABLE, result))
+        self.attempts.made.append(_Attempt(name, order, name in _REPEATABLE, result))
         if result.message.startswith(INTERRUPTED):
             raise KeyboardInterrupt
 
@@ -305,7 +305,7 @@ class FreeOrder:
     def _look_at_order(self, aim: float, limit_s: float) -> None:
         """Find an order and look at it, in half of `limit_s` each."""
         self._tell("looking for another order")
-        name = f"an order for {aim:.0%} of the budget" if aim else LOWEST
+        name = f"an order for {aim:.0%} of the budget" if aim else _LOWEST
         order = self._order(aim, limit_s / 2)
         if order is not None and order not in [a.order for a in self.attempts.made]:
             self._attempt(name, order, Share(limit_s / 2, is_look=True))
@@ -335,11 +335,11 @@ class FreeOrder:
         if self._is_open() and best.result.status == "time limit":
             self._take_further(best, Seconds())
 
-    def _take_further(self, attempt: Attempt, limit: Seconds) -> None:
+    def _take_further(self, attempt: _Attempt, limit: Seconds) -> None:
         share = Share(limit.of(self.clock.left_s), start=attempt.result.schedule)
         self._attempt(attempt.name, attempt.order, share)
 
-    def _may_be_better(self, look: Attempt) -> bool:
+    def _may_be_better(self, look: _Attempt) -> bool:
         """Whether the look ended early, in an order that is not proved worse than the best."""
         if look.result.status != "time limit":
             return look.is_repeatable and not self.attempts.has_schedule
@@ -365,7 +365,7 @@ class FreeOrder:
         seed = self.seed + tried
         if tried % 2:
             return cheaper_start(self.graph, best, seed=seed, time_limit_s=limit_s)
-        tightness = TIGHTNESS[tried // 2 % len(TIGHTNESS)]
+        tightness = _TIGHTNESS[tried // 2 % len(_TIGHTNESS)]
         return roomier_start(self.graph, best, tightness, seed=seed, time_limit_s=limit_s)
 
     def _listener(self, name: str) -> Listener | None:

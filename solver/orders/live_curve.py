@@ -3,7 +3,7 @@
 What is live after some ops have run depends on the set of them alone, not on their order. So
 when one op moves, only the places in between change: by its results, which come later or
 earlier, and by operands of which it becomes the last reader, or no longer is. That makes a try
-cheap. Between forward and backward stands a place of no op, which reads what forward hands over.
+cheap. Between forward and backward stands a place of no op, which reads what forward returns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from remat.solver.problem import Problem, predecessors
 Bytes = npt.NDArray[np.int64]
 
 
-class Lived(NamedTuple):
+class ValueLifetime(NamedTuple):
     """One value: who makes it, who reads it, whether it is live at the end."""
 
     size_bytes: int
@@ -62,7 +62,7 @@ class OpFacts:
                 readers[v].append(op)
         wanted = frozenset(problem.needs[n])
         values = [
-            Lived(size_bytes, problem.producer[v], tuple(readers[v]), v in wanted)
+            ValueLifetime(size_bytes, problem.producer[v], tuple(readers[v]), v in wanted)
             for v, size_bytes in enumerate(problem.size_bytes)
         ]
         own = zip(problem.output_bytes, problem.workspace_bytes, strict=True)
@@ -74,7 +74,7 @@ class OpFacts:
         cls,
         before: list[list[int]],
         own_bytes: list[int],
-        values: Sequence[Lived],
+        values: Sequence[ValueLifetime],
         n_forward: int,
         resident_bytes: int,
     ) -> OpFacts:

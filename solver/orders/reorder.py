@@ -25,11 +25,17 @@ import numpy as np
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
-from remat.solver.orders.live_curve import LiveCurve, Lived, OpFacts, OrderMove, with_end_of_forward
+from remat.solver.orders.live_curve import (
+    LiveCurve,
+    OpFacts,
+    OrderMove,
+    ValueLifetime,
+    with_end_of_forward,
+)
 from remat.solver.problem import Order, Problem, predecessors, reordered
 from remat.solver.result import Result
 from remat.solver.search import Clock
-from remat.solver.state import end_of_forward, ops_of, schedule_of
+from remat.solver.state import last_forward_position, ops_of, schedule_of
 from remat.solver.stopping import DROPPED_RUNS
 
 # Simulated annealing over orders of the ops: one op at a time goes to another place.
@@ -40,14 +46,14 @@ from remat.solver.stopping import DROPPED_RUNS
 # Cost: some 40,000 moves a second if ops move by up to a hundred places.
 
 
-CHECKS_EVERY = 1000
+_CHECKS_EVERY = 1000
 """Moves between two looks at the clock."""
-FULL_EVERY, FULL_SHARE = 100, 0.7
+_FULL_EVERY, _FULL_SHARE = 100, 0.7
 """Every how many moves to look which places are over the limit; share of moves from one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cooling:
+class _Cooling:
     """How to anneal.
 
     Attributes
@@ -62,8 +68,8 @@ class Cooling:
     weight: int = 5
 
 
-def anneal(
-    curve: LiveCurve, cooling: Cooling, source: random.Random, time_limit_s: float
+def _anneal(
+    curve: LiveCurve, cooling: _Cooling, source: random.Random, time_limit_s: float
 ) -> tuple[int, ...]:
     """Anneal `curve`, in place; return the order of least energy seen.
 
@@ -79,10 +85,10 @@ def anneal(
     temperature = cooling.hottest_bytes
     factor = (cooling.coldest_bytes / cooling.hottest_bytes) ** (1 / cooling.moves)
     for tried in range(cooling.moves):
-        if best_energy == 0 or (tried % CHECKS_EVERY == 0 and clock.left_s < 0):
+        if best_energy == 0 or (tried % _CHECKS_EVERY == 0 and clock.left_s < 0):
             break
         temperature *= factor
-        if tried % FULL_EVERY == 0:
+        if tried % _FULL_EVERY == 0:
             full = np.flatnonzero(curve.over_bytes).tolist()
         op = _op_to_move(curve, full, source)
         move = None if op == n_ops else _draw(curve, op, source)
@@ -100,7 +106,7 @@ def anneal(
 
 def _op_to_move(curve: LiveCurve, full: list[int], source: random.Random) -> int:
     """Mostly an op at a place over the limit; sometimes any op."""
-    if full and source.random() < FULL_SHARE:
+    if full and source.random() < _FULL_SHARE:
         return curve.order[full[int(source.random() * len(full))]]
     return int(source.random() * (len(curve.order) - 1))
 
@@ -179,11 +185,11 @@ def _ops_by_growth(
     return picked
 
 
-MOVES_PER_OP = 400
-MOST_MOVES = 300_000
-HOTTEST, COLDEST = 64.0, 0.05
+_MOVES_PER_OP = 400
+_MOST_MOVES = 300_000
+_HOTTEST, _COLDEST = 64.0, 0.05
 """Temperatures, in mean bytes of a value; found on random layered graphs of 250 to 1,000 ops."""
-PEAK_PARTS, PEAK_WEIGHT = (0.9, 0.8, 0.7), 80
+_PEAK_PARTS, _PEAK_WEIGHT = (0.9, 0.8, 0.7), 80
 """For the order of lowest peak: shares of the given peak to aim for, and the peak's weight."""
 
 
@@ -219,9 +225,9 @@ def better_order(
     start = min((given, *list_orders(facts)), key=energy)
     wanted = _moves_for(graph) if moves is None else moves
     mean_bytes = sum(value.size_bytes for value in graph.values) / max(len(graph.values), 1) or 1.0
-    cooling = Cooling(wanted, HOTTEST * mean_bytes, COLDEST * mean_bytes, weight)
+    cooling = _Cooling(wanted, _HOTTEST * mean_bytes, _COLDEST * mean_bytes, weight)
     curve = LiveCurve(facts, start, budget_bytes)
-    found = anneal(curve, cooling, random.Random(seed), time_limit_s)
+    found = _anneal(curve, cooling, random.Random(seed), time_limit_s)
     return found if energy(found) < energy(given) else None
 
 
@@ -233,10 +239,10 @@ def lowest_order(
     given_bytes = lowest_bytes = LiveCurve(facts, range(len(graph.ops)), 0).peak_bytes
     lowest: Order | None = None
     wanted = _moves_for(graph) if moves is None else moves
-    for part in PEAK_PARTS:
+    for part in _PEAK_PARTS:
         found = better_order(
-            graph, int(part * given_bytes), seed=seed, moves=wanted // len(PEAK_PARTS),
-            weight=PEAK_WEIGHT, time_limit_s=time_limit_s / len(PEAK_PARTS),
+            graph, int(part * given_bytes), seed=seed, moves=wanted // len(_PEAK_PARTS),
+            weight=_PEAK_WEIGHT, time_limit_s=time_limit_s / len(_PEAK_PARTS),
         )  # fmt: skip
         if found is not None:
             peak_bytes = LiveCurve(facts, found, 0).peak_bytes
@@ -246,7 +252,7 @@ def lowest_order(
 
 
 def _moves_for(graph: TrainingGraph) -> int:
-    return min(MOVES_PER_OP * len(graph.ops), MOST_MOVES)
+    return min(_MOVES_PER_OP * len(graph.ops), _MOST_MOVES)
 
 
 # Another order for all runs of a schedule, repeated ones too, that leaves bytes to spare.
@@ -258,11 +264,11 @@ def _moves_for(graph: TrainingGraph) -> int:
 # Source: alternating between order and recomputation as FastSA (S. Imanishi, Z. Xu, A. Sasaki,
 # "Simulated Annealing for Memory-Efficient Rematerialization", NeurIPS 2023) anneals both.
 # Cost: as `reorder`. Shortcomings: a value that an op of several results makes again while it
-# is live counts as if it were made anew; the judge has the last word.
+# is live counts as if it were made anew; the simulator has the last word.
 #
 # Tried and not kept: one annealing over order and recomputation at once. Its moves take a run
 # elsewhere, alone or with what it needs, add a run before a reader, or leave one out. Its energy
-# is the time plus a price for bytes over the budget, and a small price for the last few below it,
+# is the time plus a penalty for bytes over the budget, and a small one for the last few below it,
 # without which nothing lowers a long full stretch. Compiled with Numba it tried some million moves
 # a second, thirty times as many as `annealing`. At 80 % of the peak, on graphs given layer by
 # layer, it came to 2.9-3.0 % on 500 ops and 1.9 % on 1,000 within 90 s; the turns above come to
@@ -270,9 +276,9 @@ def _moves_for(graph: TrainingGraph) -> int:
 # 2.83 and 1.74 % in another half minute: it would be a last step, not another start.
 
 
-MOVES_PER_RUN = 200
-MOST_REFINEMENTS = 150_000
-HOTTEST_REFINEMENT, COLDEST_REFINEMENT = 4.0, 0.05
+_MOVES_PER_RUN = 200
+_MOST_REFINEMENTS = 150_000
+_HOTTEST_REFINEMENT, _COLDEST_REFINEMENT = 4.0, 0.05
 """Temperatures, in mean bytes of a value. They are low, to improve the order, not replace it."""
 
 
@@ -293,9 +299,9 @@ def roomier_start(
     assert found.schedule is not None, "only a schedule can be refined"
     problem = Problem.of(graph)
     sequence = ops_of(problem, found.schedule)
-    facts = run_facts(problem, sequence)
+    facts = _run_facts(problem, sequence)
     limit_bytes = int(tightness * found.budget_bytes)
-    order = roomier_order(facts, limit_bytes, _cooling(problem, len(sequence)), seed, time_limit_s)
+    order = _roomier_order(facts, limit_bytes, _cooling(problem, len(sequence)), seed, time_limit_s)
     if LiveCurve(facts, order, 0).peak_bytes > found.budget_bytes:
         return None
     runs = [sequence[run] for run in order]
@@ -322,8 +328,10 @@ def cheaper_start(
         costs_us = [problem.cost_us[runs[i]] + 1e-9 for i in repeated]
         dropped = source.choices(repeated, costs_us)[0]
         fewer = runs[:dropped] + runs[dropped + 1 :]
-        facts, cooling = run_facts(problem, fewer), _cooling(problem, len(fewer) // 8)
-        order = roomier_order(facts, found.budget_bytes, cooling, source.randrange(1 << 30), left_s)
+        facts, cooling = _run_facts(problem, fewer), _cooling(problem, len(fewer) // 8)
+        order = _roomier_order(
+            facts, found.budget_bytes, cooling, source.randrange(1 << 30), left_s
+        )
         if LiveCurve(facts, order, 0).peak_bytes <= found.budget_bytes:
             runs, is_better = [fewer[run] for run in order], True
     return _start_of(graph, runs) if is_better else None
@@ -335,19 +343,19 @@ def _repeated(runs: Sequence[int]) -> list[int]:
     return [i for i, op in enumerate(runs) if op in seen or seen.add(op)]
 
 
-def roomier_order(
-    facts: OpFacts, limit_bytes: int, cooling: Cooling, seed: int, time_limit_s: float
+def _roomier_order(
+    facts: OpFacts, limit_bytes: int, cooling: _Cooling, seed: int, time_limit_s: float
 ) -> Order:
     """An order of the runs that exceeds `limit_bytes` by less than the present one, if found."""
     runs = len(facts.before) - 1
     curve = LiveCurve(facts, range(runs), limit_bytes)
-    return anneal(curve, cooling, random.Random(seed), time_limit_s)
+    return _anneal(curve, cooling, random.Random(seed), time_limit_s)
 
 
-def _cooling(problem: Problem, runs: int) -> Cooling:
+def _cooling(problem: Problem, runs: int) -> _Cooling:
     mean_bytes = sum(problem.size_bytes) / max(problem.n_values, 1) or 1.0
-    moves = min(MOVES_PER_RUN * runs, MOST_REFINEMENTS)
-    return Cooling(moves, HOTTEST_REFINEMENT * mean_bytes, COLDEST_REFINEMENT * mean_bytes)
+    moves = min(_MOVES_PER_RUN * runs, _MOST_REFINEMENTS)
+    return _Cooling(moves, _HOTTEST_REFINEMENT * mean_bytes, _COLDEST_REFINEMENT * mean_bytes)
 
 
 def _start_of(graph: TrainingGraph, runs: Sequence[int]) -> Roomier:
@@ -358,9 +366,9 @@ def _start_of(graph: TrainingGraph, runs: Sequence[int]) -> Roomier:
     return Roomier(order, schedule_of(problem, [place[op] for op in runs]))
 
 
-def run_facts(problem: Problem, sequence: Sequence[int]) -> OpFacts:
+def _run_facts(problem: Problem, sequence: Sequence[int]) -> OpFacts:
     """What an order of the runs of `sequence` needs to know; each run is an op of its own."""
-    n_forward = end_of_forward(problem, sequence) + 1
+    n_forward = last_forward_position(problem, sequence) + 1
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     maker: dict[int, int] = {}
@@ -385,7 +393,7 @@ def run_facts(problem: Problem, sequence: Sequence[int]) -> OpFacts:
     for op, earlier in enumerate(predecessors(problem.graph)):
         before[first[op]] += [first[other] for other in earlier]
     values = [
-        Lived(problem.size_bytes[v], run, tuple(found), (v, run) in wanted)
+        ValueLifetime(problem.size_bytes[v], run, tuple(found), (v, run) in wanted)
         for (v, run), found in readers.items()
     ]
     own = [problem.output_bytes[op] + problem.workspace_bytes[op] for op in sequence]

@@ -28,8 +28,8 @@ from remat.solver.problem import Problem
 # Cost: an eviction updates the values beside its class, or walks the evicted paths around.
 
 
-Costs = npt.NDArray[np.float64]
-Links = tuple[tuple[int, ...], ...]
+_Costs = npt.NDArray[np.float64]
+_Links = tuple[tuple[int, ...], ...]
 
 
 class Neighbourhood(Protocol):
@@ -41,7 +41,7 @@ class Neighbourhood(Protocol):
         bound for values that are not evicted, until `refresh` is called.
     """
 
-    cost_us: Costs
+    cost_us: _Costs
 
     def add(self, v: int) -> None:
         """Value v has been evicted."""
@@ -56,7 +56,7 @@ class Neighbourhood(Protocol):
         ...
 
 
-def links(problem: Problem) -> tuple[Links, Links]:
+def links(problem: Problem) -> tuple[_Links, _Links]:
     """For each value those its op reads, and those made by the ops that read it."""
     below = tuple(problem.inputs[op] for op in problem.producer)
     above: list[list[int]] = [[] for _ in range(problem.n_values)]
@@ -71,11 +71,11 @@ class EvictedClasses:
 
     def __init__(self, problem: Problem) -> None:
         below, above = links(problem)
-        self.beside: Links = tuple(
+        self.beside: _Links = tuple(
             tuple(dict.fromkeys((*low, *high))) for low, high in zip(below, above, strict=True)
         )
         self.own_us = [problem.cost_us[op] for op in problem.producer]
-        self.cost_us: Costs = np.zeros(problem.n_values)
+        self.cost_us: _Costs = np.zeros(problem.n_values)
         self._node = [-1] * problem.n_values
         self._parent: list[int] = []
         self._class_us: list[float] = []
@@ -147,9 +147,9 @@ class EvictedReach:
     def __init__(self, problem: Problem, *, ancestors_only: bool = False) -> None:
         below, above = links(problem)
         self.own_us = [problem.cost_us[op] for op in problem.producer]
-        self.cost_us: Costs = np.zeros(problem.n_values)
-        self._ways: tuple[Links, ...] = (below,) if ancestors_only else (below, above)
-        self._back: tuple[Links, ...] = (above,) if ancestors_only else (above, below)
+        self.cost_us: _Costs = np.zeros(problem.n_values)
+        self._ways: tuple[_Links, ...] = (below,) if ancestors_only else (below, above)
+        self._back: tuple[_Links, ...] = (above,) if ancestors_only else (above, below)
         self._evicted = bytearray(problem.n_values)
         self._exact = bytearray(b"\1") * problem.n_values
 
@@ -182,7 +182,7 @@ class EvictedReach:
                 self._exact[u] = 0
                 self.cost_us[u] = 0.0
 
-    def _walk(self, v: int, links_of: Links) -> tuple[Sequence[int], Sequence[int]]:
+    def _walk(self, v: int, links_of: _Links) -> tuple[Sequence[int], Sequence[int]]:
         """Evicted values on paths from v, and the others at which the paths end."""
         inside: list[int] = []
         ends: list[int] = []
@@ -199,13 +199,13 @@ class EvictedReach:
 
 
 Scores = npt.NDArray[np.float64]
-Values = npt.NDArray[np.int64]
-LEAST_STALENESS_US = 1e-3
+ValueIds = npt.NDArray[np.int64]
+_LEAST_STALENESS_US = 1e-3
 """Scores are divided by staleness, which would be zero for what was used just now."""
 
 
-class Memory(Protocol):
-    """Where values lie: a count of bytes or an `Arena`."""
+class _Memory(Protocol):
+    """Where values lie: a count of bytes or an `AddressSpace`."""
 
     def place(self, block: int, size_bytes: int) -> bool:
         """Put a block; return whether it fits."""
@@ -236,7 +236,7 @@ class ByteCount:
         self.free_bytes += self._sizes.pop(block, 0)
 
 
-class Books:
+class ValueStatistics:
     """What is known of each value while ops run.
 
     Attributes
@@ -247,16 +247,16 @@ class Books:
     """
 
     def __init__(self, problem: Problem) -> None:
-        self.size_bytes: Values = np.array(problem.size_bytes, np.int64)
+        self.size_bytes: ValueIds = np.array(problem.size_bytes, np.int64)
         self.cost_us: Scores = np.array([problem.cost_us[op] for op in problem.producer], float)
         self.evictable: npt.NDArray[np.uint8] = np.zeros(problem.n_values, np.uint8)
         self.used_us: Scores = np.zeros(problem.n_values)
-        self.reruns: Values = np.zeros(problem.n_values, np.int64)
+        self.reruns: ValueIds = np.zeros(problem.n_values, np.int64)
         self.clock_us = 0.0
 
-    def staleness_us(self, values: Values) -> Scores:
-        """Time since each was last used, at least `LEAST_STALENESS_US`."""
-        return np.maximum(self.clock_us - self.used_us[values], LEAST_STALENESS_US)
+    def staleness_us(self, values: ValueIds) -> Scores:
+        """Time since each was last used, at least `_LEAST_STALENESS_US`."""
+        return np.maximum(self.clock_us - self.used_us[values], _LEAST_STALENESS_US)
 
 
 class Policy(ABC):
@@ -270,22 +270,22 @@ class Policy(ABC):
         problem: Problem,
         room_bytes: int,
         *,
-        memory: Memory | None = None,
+        memory: _Memory | None = None,
         around: Neighbourhood | None = None,
     ) -> None:
         self.problem = problem
-        self.memory: Memory = memory or ByteCount(room_bytes)
+        self.memory: _Memory = memory or ByteCount(room_bytes)
         self.around = around
 
     @abstractmethod
-    def scores(self, books: Books, values: Values) -> Scores:
+    def scores(self, books: ValueStatistics, values: ValueIds) -> Scores:
         """The score of each of `values`, or a lower bound until `around.refresh` is called."""
 
     def place(self, block: int, size_bytes: int, op: int) -> bool:
         """Put what `op` makes, or its workspace, into memory; return whether it fits."""
         return self.memory.place(block, size_bytes)
 
-    def victims(self, books: Books, asked_bytes: int) -> Sequence[int]:
+    def victims(self, books: ValueStatistics, asked_bytes: int) -> Sequence[int]:
         """Values to evict now, so that `asked_bytes` may fit; none if there are none."""
         values = np.flatnonzero(books.evictable)
         while values.size:
@@ -294,7 +294,7 @@ class Policy(ABC):
                 return (v,)
         return ()
 
-    def with_neighbours_us(self, books: Books, values: Values) -> Scores:
+    def with_neighbours_us(self, books: ValueStatistics, values: ValueIds) -> Scores:
         """Cost of each value and of its evicted neighbourhood."""
         if self.around is None:
             return books.cost_us[values]

@@ -21,7 +21,7 @@ from typing import ClassVar, Literal
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver.local_search.repair import fill
-from remat.solver.policies.eviction import Books, Policy, links
+from remat.solver.policies.eviction import Policy, ValueStatistics, links
 from remat.solver.problem import Problem, least_needed_bytes
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
@@ -29,8 +29,8 @@ from remat.solver.state import State, recomputed_by_stage, recomputed_in
 from remat.solver.stopping import LEAST_PEAK_TRIES
 from remat.solver.store_all import store_all_state
 
-Status = Literal["unmade", "live", "evicted", "lost"]
-THRASHING = 30
+_Status = Literal["unmade", "live", "evicted", "lost"]
+_THRASHING = 30
 """A policy is given up when it has run this many times the number of ops in the graph."""
 
 
@@ -53,9 +53,9 @@ class OnlineRun:
         self.problem = problem
         self.policy = policy
         self.is_over = is_over or (lambda: False)
-        self.books = Books(problem)
+        self.books = ValueStatistics(problem)
         self.sequence: list[int] = []
-        self.status: list[Status] = ["unmade"] * problem.n_values
+        self.status: list[_Status] = ["unmade"] * problem.n_values
         self._stage = 0
         self._live = bytearray(problem.n_values)
         self._fixed = bytearray(problem.n_values)
@@ -88,7 +88,7 @@ class OnlineRun:
         return self.sequence
 
     def _leave(self, t: int) -> None:
-        """After the first run of op t: hand over what the caller holds, free what is dead."""
+        """After the first run of op t: return what the caller holds, free what is dead."""
         for v in self.problem.needs[t]:
             self._stages_left[v] -= 1
         for v in sorted(self.problem.held) if t == self.problem.n_forward - 1 else ():
@@ -141,7 +141,7 @@ class OnlineRun:
 
     def _execute(self, op: int) -> None:
         """Run `op`. A new run replaces its live outputs, unless the caller holds them."""
-        if self.is_over() or len(self.sequence) > THRASHING * self.problem.n_ops:
+        if self.is_over() or len(self.sequence) > _THRASHING * self.problem.n_ops:
             raise NoRoomError
         books, outputs = self.books, self.problem.outputs[op]
         copied_bytes = 0
@@ -170,7 +170,7 @@ class OnlineRun:
                 self.policy.returned(v)
             self.status[v] = "live"
             self._live[v] = 1
-            self._fixed[v] |= self.problem.pinned[op]
+            self._fixed[v] |= self.problem.no_recompute[op]
             books.used_us[v] = books.clock_us
             books.reruns[v] += op < self._stage
             self._mark(v)
@@ -188,7 +188,7 @@ class OnlineRun:
         self._take_away(v, "evicted")
         self.policy.evicted(v)
 
-    def _take_away(self, v: int, status: Status) -> None:
+    def _take_away(self, v: int, status: _Status) -> None:
         self.policy.memory.release(v)
         self.status[v] = status
         self._live[v] = 0
@@ -256,7 +256,7 @@ class OnlineRun:
 # needless recomputations, and the outcome is offered too.
 
 
-MakePolicy = Callable[[Problem, int], Policy]
+_MakePolicy = Callable[[Problem, int], Policy]
 """From the graph and the bytes of room beside what is resident."""
 
 
@@ -267,7 +267,7 @@ class PolicyPlanner:
     Attributes
     ----------
     prune : offer the sequence without its superfluous recomputations too.
-    time_limit_s, progress : as in `remat.solver.solve`.
+    time_limit_s, progress : as in `remat.solver.solve_within`.
     """
 
     name: ClassVar[str]
@@ -283,7 +283,7 @@ class PolicyPlanner:
         return plan_online(search, self.policy, prune=self.prune)
 
 
-def plan_online(search: Search, make: MakePolicy, *, prune: bool) -> Result:
+def plan_online(search: Search, make: _MakePolicy, *, prune: bool) -> Result:
     """Run the policy at the search's budget; if it fails, look for its least peak.
 
     The step that keeps everything is offered first: if it fits, a policy evicts nothing.
@@ -296,21 +296,21 @@ def plan_online(search: Search, make: MakePolicy, *, prune: bool) -> Result:
     return search.result()
 
 
-def _plan(search: Search, make: MakePolicy, prune: bool, plain_bytes: int) -> None:
+def _plan(search: Search, make: _MakePolicy, prune: bool, plain_bytes: int) -> None:
     least_bytes = least_needed_bytes(search.problem)
     if search.budget_bytes < least_bytes:
         search.proved_infeasible = True
         search.message = f"one op alone needs {least_bytes} bytes with its inputs and outputs"
     else:
         search.say("running the policy at the budget")
-        sequence = run_at(search, make, search.budget_bytes)
+        sequence = _run_at(search, make, search.budget_bytes)
         if sequence is not None:
             _offer(search, sequence, prune)
     if search.best is None:
         _bisect_least_peak(search, make, prune, (least_bytes, plain_bytes))
 
 
-def run_at(search: Search, make: MakePolicy, budget_bytes: int) -> list[int] | None:
+def _run_at(search: Search, make: _MakePolicy, budget_bytes: int) -> list[int] | None:
     """The ops that the policy runs at `budget_bytes`; None if it finds no room, or no time."""
     problem = search.problem
     policy = make(problem, budget_bytes - problem.resident_bytes)
@@ -335,7 +335,7 @@ def _state_of(problem: Problem, sequence: Sequence[int]) -> State:
 
 
 def _bisect_least_peak(
-    search: Search, make: MakePolicy, prune: bool, range_bytes: tuple[int, int]
+    search: Search, make: _MakePolicy, prune: bool, range_bytes: tuple[int, int]
 ) -> None:
     """Bisect for the least budget at which the policy succeeds, and name that peak.
 
@@ -348,7 +348,7 @@ def _bisect_least_peak(
         if middle_bytes in (low_bytes, high_bytes) or search.out_of_time():
             break
         search.say(f"trying the policy at {middle_bytes} bytes")
-        sequence = run_at(search, make, middle_bytes)
+        sequence = _run_at(search, make, middle_bytes)
         if sequence is None:
             low_bytes = middle_bytes
         else:

@@ -8,21 +8,21 @@ from typing import Literal
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver.policies.eviction import (
-    Books,
     EvictedClasses,
     EvictedReach,
     Neighbourhood,
     Policy,
     Scores,
-    Values,
+    ValueIds,
+    ValueStatistics,
 )
 from remat.solver.policies.online import PolicyPlanner, plan_online
 from remat.solver.problem import Problem
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 
-Variant = Literal["full", "eq", "local"]
-VARIANTS: tuple[Variant, ...] = ("full", "eq", "local")
+_Variant = Literal["full", "eq", "local"]
+_VARIANTS: tuple[_Variant, ...] = ("full", "eq", "local")
 
 
 @dataclass(frozen=True)
@@ -48,17 +48,17 @@ class Dtr:
     ----------
     variant : ``full``, ``eq`` or ``local``: what counts as evicted neighbourhood.
     prune : offer the sequence without its superfluous recomputations too.
-    time_limit_s, progress : as in `remat.solver.solve`.
+    time_limit_s, progress : as in `remat.solver.solve_within`.
     """
 
-    variant: Variant = "eq"
+    variant: _Variant = "eq"
     prune: bool = True
     time_limit_s: float = 60.0
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        if self.variant not in VARIANTS:
-            raise SolverError(f"unknown variant '{self.variant}'; there are {', '.join(VARIANTS)}")
+        if self.variant not in _VARIANTS:
+            raise SolverError(f"unknown variant '{self.variant}'; there are {', '.join(_VARIANTS)}")
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """What the policy does within `budget_bytes`; no bound beyond every op once."""
@@ -69,7 +69,7 @@ class Dtr:
         return DtrPolicy(problem, room_bytes, around=neighbourhood(problem, self.variant))
 
 
-def neighbourhood(problem: Problem, variant: Variant) -> Neighbourhood | None:
+def neighbourhood(problem: Problem, variant: _Variant) -> Neighbourhood | None:
     """What `variant` counts as a value's evicted neighbourhood."""
     if variant == "eq":
         return EvictedClasses(problem)
@@ -79,7 +79,7 @@ def neighbourhood(problem: Problem, variant: Variant) -> Neighbourhood | None:
 class DtrPolicy(Policy):
     """Least (c + neighbourhood) / (bytes x staleness)."""
 
-    def scores(self, books: Books, values: Values) -> Scores:
+    def scores(self, books: ValueStatistics, values: ValueIds) -> Scores:
         """In microseconds a byte and microsecond."""
         weight = books.size_bytes[values] * books.staleness_us(values)
         return self.with_neighbours_us(books, values) / weight
@@ -88,7 +88,7 @@ class DtrPolicy(Policy):
 class LargestPolicy(Policy):
     """Least 1 / bytes."""
 
-    def scores(self, books: Books, values: Values) -> Scores:
+    def scores(self, books: ValueStatistics, values: ValueIds) -> Scores:
         """In 1 / bytes."""
         return 1.0 / books.size_bytes[values]
 
@@ -118,7 +118,7 @@ class MspsPolicy(Policy):
     def __init__(self, problem: Problem, room_bytes: int) -> None:
         super().__init__(problem, room_bytes, around=EvictedReach(problem, ancestors_only=True))
 
-    def scores(self, books: Books, values: Values) -> Scores:
+    def scores(self, books: ValueStatistics, values: ValueIds) -> Scores:
         """In microseconds a byte."""
         return self.with_neighbours_us(books, values) / books.size_bytes[values]
 

@@ -34,10 +34,10 @@ class Template:
     just_in_time: bool = False
 
 
-Templates = Callable[[Problem], Iterable[Template]]
+_Templates = Callable[[Problem], Iterable[Template]]
 
 
-def solve_templates(search: Search, templates: Templates, absent: str) -> Result:
+def solve_templates(search: Search, templates: _Templates, absent: str) -> Result:
     """The fastest that fits of the unmodified step and of `templates`, tried in turn.
 
     Parameters
@@ -55,7 +55,7 @@ def solve_templates(search: Search, templates: Templates, absent: str) -> Result
     return search.result()
 
 
-def _try_templates(search: Search, templates: Templates, absent: str) -> None:
+def _try_templates(search: Search, templates: _Templates, absent: str) -> None:
     search.message = absent
     for template in templates(search.problem):
         search.message = ""
@@ -112,7 +112,7 @@ def unavoidable(problem: Problem) -> bytearray:
     """1 for values of forward that cannot be made again, or that the caller holds."""
     kept = bytearray(problem.n_values)
     for v, op in enumerate(problem.producer):
-        if op < problem.n_forward and (problem.pinned[op] or v in problem.held):
+        if op < problem.n_forward and (problem.no_recompute[op] or v in problem.held):
             kept[v] = 1
     return kept
 
@@ -253,7 +253,7 @@ def _adopt(of_op: list[int], modules: Sequence[str]) -> None:
             of_op[i] = before
 
 
-METHODS = ("nth", "uniform")
+_METHODS = ("nth", "uniform")
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ class EveryNLayers:
     ----------
     n : 0 tries every n up to the number of blocks and takes the fastest that fits.
     method : ``nth`` recomputes blocks 0, n, 2n, …; ``uniform`` checkpoints n in a row.
-    time_limit_s, progress : as in `remat.solver.solve`.
+    time_limit_s, progress : as in `remat.solver.solve_within`.
     """
 
     n: int = 0
@@ -285,7 +285,7 @@ class EveryNLayers:
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        check_choice("method", self.method, METHODS)
+        check_choice("method", self.method, _METHODS)
         if self.n < 0:
             raise SolverError(f"n must be 0 (every n is tried) or more, not {self.n}")
 
@@ -299,7 +299,7 @@ class EveryNLayers:
         blocks = module_blocks(problem.graph)
         if not blocks.names:
             return
-        make = nth_blocks if self.method == "nth" else uniform_blocks
+        make = nth_blocks if self.method == "nth" else _uniform_blocks
         most = max(blocks.rank) + 1
         for n in [self.n] if self.n else range(1, most + 1):
             yield make(problem, blocks, n)
@@ -311,7 +311,7 @@ def nth_blocks(problem: Problem, blocks: Blocks, n: int) -> Template:
     return regions(problem, again, blocks.of_op)
 
 
-def uniform_blocks(problem: Problem, blocks: Blocks, n: int) -> Template:
+def _uniform_blocks(problem: Problem, blocks: Blocks, n: int) -> Template:
     """Every block runs again; n in a row of a container are one region."""
     number: dict[tuple[int, int], int] = {}
     group = [

@@ -1,14 +1,14 @@
-"""Whether a region runs in pieces, and in how many: a decision around any solver.
+"""Whether a region runs in chunks, and in how many: a decision around any solver.
 
-A graph says of each region which numbers of pieces it may run in, and at what price
-(`TrainingGraph.regions`). Each choice is another graph, whose schedules the judge knows. So solvers
+A graph says of each region which numbers of chunks it may run in, and at what cost
+(`TrainingGraph.regions`). Each choice is another graph, which `simulate` knows. So solvers
 need not know of it. TSPLIT (X. Nie et al., ICDE 2022) takes the same decision greedily.
 
 One region is taken or none, and none where the best whole schedule takes no longer than each op
-once, in the pieces that take the least, or longer by `gap` at most. Heads come first. MLPs in
-pieces, with the heads or without as these turned out, are solved for if the best until then takes
+once, in the chunks that take the least, or longer by `gap` at most. Heads come first. MLPs in
+chunks, with the heads or without as these turned out, are solved for if the best until then takes
 longer than each of their ops once. Else they cannot be better, whatever the memory. That is so at
-all but the lowest budgets, since pieces of MLPs make much again.
+all but the lowest budgets, since chunks of MLPs make much again.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import NamedTuple
 import msgspec
 
 from remat.graph_capture.graph import Choice, Op, Region, TrainingGraph
-from remat.schedules.derived import in_pieces, whole, with_choices
-from remat.schedules.schedule import Pieces, Schedule
-from remat.solver.result import Result, judged
+from remat.schedules.derived import in_chunks, unchunked, with_choices
+from remat.schedules.schedule import ChunkedRegion, Schedule
+from remat.solver.result import Result, evaluate_schedule
 from remat.solver.search import Clock
 
-# One region in pieces, and in how many: solved for beside what is known without it.
+# One region in chunks, and in how many: solved for beside what is known without it.
 #
 # Each choice of the region is another graph. Two solves bound them all: of the captured graph; and
-# of a relaxed one, in which each op in pieces has the least time and the least workspace of all
+# of a relaxed one, in which each op in chunks has the least time and the least workspace of all
 # choices. The lesser of their bounds holds for all choices. The relaxed schedule is judged at each
 # real choice. A choice is solved for by itself if the bounds leave it more than the gap to gain.
 # Each solve is told the best time known until then, and ends where it cannot be better.
@@ -38,19 +38,19 @@ from remat.solver.search import Clock
 # and the captured one only if that has not led below what the op takes.
 
 
-SolveOne = Callable[[TrainingGraph, float, float], Result]
+_SolveOne = Callable[[TrainingGraph, float, float], Result]
 """Solves one graph within so many seconds, and ends where it is proved to find nothing better than
 a schedule that takes so many microseconds."""
 
-WORTH = 1e-3
-"""What a solve for one number of pieces must be able to gain, as a part of time, if the gap is not
+_WORTH = 1e-3
+"""What a solve for one number of chunks must be able to gain, as a part of time, if the gap is not
 wider, or of the peak."""
-PART, LEAST_PART = 1 / 2, 4 / 5
+_PART, _LEAST_PART = 1 / 2, 4 / 5
 """Of the time that is left, for a solve that is followed by others; the second where the captured
 graph cannot fit, so that others are unlikely."""
 
 
-class Known(NamedTuple):
+class _Known(NamedTuple):
     """The best outcome so far, and the bound for all that it is the best of.
 
     `is_whole` says that it is that of the captured graph alone.
@@ -61,39 +61,39 @@ class Known(NamedTuple):
     is_whole: bool = False
 
 
-def solve_region(
+def _solve_region(
     graph: TrainingGraph,
     budget_bytes: int,
-    solve_one: SolveOne,
+    solve_one: _SolveOne,
     clock: Clock,
-    known: Known | None,
+    known: _Known | None,
     gap: float,
-) -> Known:
-    """The best of what is known and of the one region in pieces, if it is faster by `gap`."""
-    choices = list(_numbers_of_pieces(graph))
+) -> _Known:
+    """The best of what is known and of the one region in chunks, if it is faster by `gap`."""
+    choices = list(_numbers_of_chunks(graph))
     relaxed_graph = with_choices(graph, {r.name: _relaxed(r) for r in graph.regions})
-    part = LEAST_PART if known is None else PART
+    part = _LEAST_PART if known is None else _PART
     known_us = _time_us_of(known.best) if known is not None else inf
     relaxed = solve_one(relaxed_graph, max(part * clock.left_s, 0.0), known_us)
     found = _judged(graph, choices, budget_bytes, relaxed)
-    floor_bytes = most_held_bytes(graph)
+    floor_bytes = _most_held_bytes(graph)
     if known is None and not any(_rank(one) < (True, inf, floor_bytes) for one in found):
-        captured = solve_one(whole(graph), max(PART * clock.left_s, 0.0), inf)
-        known = Known(captured, bound_us_of(captured, graph))
+        captured = solve_one(unchunked(graph), max(_PART * clock.left_s, 0.0), inf)
+        known = _Known(captured, _bound_us_of(captured, graph))
     found += [known.best] if known is not None else []
     search = _Choices(graph, budget_bytes, solve_one, clock, relaxed, relaxed_graph.time_us, gap)
     search.solve(choices, found)
-    bound_us = max(bound_us_of(relaxed, relaxed_graph), least_us(graph))
+    bound_us = max(_bound_us_of(relaxed, relaxed_graph), _least_us(graph))
     if known is not None:
         bound_us = min(known.bound_us, bound_us)
     first = known.best if known is not None else relaxed
     best = msgspec.structs.replace(min(found, key=_rank), solver=first.solver)
-    return Known(best, bound_us)
+    return _Known(best, bound_us)
 
 
 @dataclass(frozen=True)
 class _Choices:
-    """Solves for numbers of pieces by themselves.
+    """Solves for numbers of chunks by themselves.
 
     Attributes
     ----------
@@ -103,13 +103,13 @@ class _Choices:
 
     graph: TrainingGraph
     budget_bytes: int
-    solve_one: SolveOne
+    solve_one: _SolveOne
     clock: Clock
     relaxed: Result
     relaxed_us: float
     gap: float
 
-    def solve(self, choices: list[tuple[Pieces, ...]], found: list[Result]) -> None:
+    def solve(self, choices: list[tuple[ChunkedRegion, ...]], found: list[Result]) -> None:
         """Solve for the choices that could be better than the best of `found`; adds to it."""
         choices = sorted(choices, key=self._hope_us)
         if all(one.schedule is None for one in found):
@@ -119,31 +119,31 @@ class _Choices:
                 continue
             best_us = _time_us_of(min(found, key=_rank))
             limit_s = self.clock.left_s / (len(choices) - i)
-            solved = self.solve_one(in_pieces(self.graph, chosen), limit_s, best_us)
+            solved = self.solve_one(in_chunks(self.graph, chosen), limit_s, best_us)
             found += _judged(self.graph, [chosen], self.budget_bytes, solved)
 
-    def _is_worth(self, chosen: tuple[Pieces, ...], best: Result) -> bool:
+    def _is_worth(self, chosen: tuple[ChunkedRegion, ...], best: Result) -> bool:
         if best.schedule is not None:
-            return self._hope_us(chosen) < best.time_us / (1 + max(WORTH, self.gap))
+            return self._hope_us(chosen) < best.time_us / (1 + max(_WORTH, self.gap))
         least_bytes = self.relaxed.least_feasible_bytes if self.relaxed.schedule is None else 0
-        return least_bytes < (1 - WORTH) * best.least_feasible_bytes
+        return least_bytes < (1 - _WORTH) * best.least_feasible_bytes
 
-    def _hope_us(self, chosen: tuple[Pieces, ...]) -> float:
-        """No schedule in these pieces takes less: each op runs once and more is in the bound."""
-        real_us = in_pieces(self.graph, chosen).time_us
+    def _hope_us(self, chosen: tuple[ChunkedRegion, ...]) -> float:
+        """No schedule in these chunks takes less: each op runs once and more is in the bound."""
+        real_us = in_chunks(self.graph, chosen).time_us
         bound_us = self.relaxed.lower_bound_us if self.relaxed.status != "infeasible" else 0.0
         return max(real_us, bound_us + real_us - self.relaxed_us)
 
 
-def _numbers_of_pieces(graph: TrainingGraph) -> Iterator[tuple[Pieces, ...]]:
-    """Ways to run all regions in the same number of pieces, fewest first."""
+def _numbers_of_chunks(graph: TrainingGraph) -> Iterator[tuple[ChunkedRegion, ...]]:
+    """Ways to run all regions in the same number of chunks, fewest first."""
     regions = [region for region in graph.regions if region.choices]
-    counts = sorted({(one.pieces, one.exact) for region in regions for one in region.choices})
-    for pieces, exact in counts:
+    counts = sorted({(one.chunks, one.exact) for region in regions for one in region.choices})
+    for chunks, exact in counts:
         having = [
-            Pieces(region.name, pieces, exact)
+            ChunkedRegion(region.name, chunks, exact)
             for region in regions
-            if any((one.pieces, one.exact) == (pieces, exact) for one in region.choices)
+            if any((one.chunks, one.exact) == (chunks, exact) for one in region.choices)
         ]
         if len(having) == len(regions):
             yield tuple(having)
@@ -169,22 +169,24 @@ def _relaxed(region: Region) -> Choice:
 
 
 def _judged(
-    graph: TrainingGraph, choices: list[tuple[Pieces, ...]], budget_bytes: int, found: Result
+    graph: TrainingGraph, choices: list[tuple[ChunkedRegion, ...]], budget_bytes: int, found: Result
 ) -> list[Result]:
     """The schedule of `found`, or its least one, on the graph of each choice."""
     schedule = found.schedule or found.least_schedule
     results: list[Result] = []
-    for pieces in choices if schedule is not None else []:
+    for chunks in choices if schedule is not None else []:
         assert schedule is not None
-        own = named(schedule, pieces, graph)
-        real = in_pieces(graph, pieces)
-        results.append(judged(real, own, budget_bytes=budget_bytes, lower_bound_us=real.time_us))
+        own = named(schedule, chunks, graph)
+        real = in_chunks(graph, chunks)
+        results.append(
+            evaluate_schedule(real, own, budget_bytes=budget_bytes, lower_bound_us=real.time_us)
+        )
     return results
 
 
-def named(schedule: Schedule, pieces: tuple[Pieces, ...], graph: TrainingGraph) -> Schedule:
-    """`schedule`, which says that it is of `graph` with these pieces."""
-    return msgspec.structs.replace(schedule, pieces=pieces, captured_hash=graph.hash)
+def named(schedule: Schedule, chunks: tuple[ChunkedRegion, ...], graph: TrainingGraph) -> Schedule:
+    """`schedule`, which says that it is of `graph` with these chunks."""
+    return msgspec.structs.replace(schedule, chunks=chunks, captured_hash=graph.hash)
 
 
 def _time_us_of(best: Result) -> float:
@@ -199,7 +201,7 @@ def _rank(result: Result) -> tuple[bool, float, int]:
     return True, inf, result.least_feasible_bytes or (1 << 62)
 
 
-def bound_us_of(result: Result, graph: TrainingGraph) -> float:
+def _bound_us_of(result: Result, graph: TrainingGraph) -> float:
     """No schedule of that graph, whole, takes less within the budget; infinite where none fits.
 
     A result without a schedule may have no bound. Each op takes its time once all the same.
@@ -210,17 +212,17 @@ def bound_us_of(result: Result, graph: TrainingGraph) -> float:
     return max(result.lower_bound_us, graph.time_us)
 
 
-def least_us(graph: TrainingGraph) -> float:
-    """The time of each op once, in the pieces that take the least."""
-    return min(in_pieces(graph, chosen).time_us for chosen in _numbers_of_pieces(graph))
+def _least_us(graph: TrainingGraph) -> float:
+    """The time of each op once, in the chunks that take the least."""
+    return min(in_chunks(graph, chosen).time_us for chosen in _numbers_of_chunks(graph))
 
 
-def most_held_bytes(graph: TrainingGraph) -> int:
+def _most_held_bytes(graph: TrainingGraph) -> int:
     """Resident bytes, and the most that one op of the captured graph reads, makes and works in."""
-    return graph.resident.total_bytes + most_of(graph, graph.ops)
+    return graph.resident.total_bytes + _most_of(graph, graph.ops)
 
 
-def most_of(graph: TrainingGraph, ops: Sequence[Op]) -> int:
+def _most_of(graph: TrainingGraph, ops: Sequence[Op]) -> int:
     """The most that one of `ops` reads, makes and works in."""
     size = {value.name: value.size_bytes for value in graph.values if value.producer}
     return max(
@@ -229,21 +231,21 @@ def most_of(graph: TrainingGraph, ops: Sequence[Op]) -> int:
     )
 
 
-__all__ = ["named", "solve_in_pieces"]
+__all__ = ["named", "solve_in_chunks"]
 
-SAME_TIME = 1 + 1e-9
-FIRST_PART = 2 / 3
-"""Of the time limit, for what is solved before MLPs in pieces, where whole ones hardly fit."""
-NEAR, TIGHT = 2, 1
-"""MLPs in pieces are tried where the budget leaves so many times what they hold, beside what is
+_SAME_TIME = 1 + 1e-9
+_FIRST_PART = 2 / 3
+"""Of the time limit, for what is solved before MLPs in chunks, where whole ones hardly fit."""
+_NEAR, _TIGHT = 2, 1
+"""MLPs in chunks are tried where the budget leaves so many times what they hold, beside what is
 there anyway; whole ones hardly fit where it leaves so many."""
 
 
-def solve_in_pieces(
-    graph: TrainingGraph, budget_bytes: int, solve_one: SolveOne, time_limit_s: float, gap: float,
+def solve_in_chunks(
+    graph: TrainingGraph, budget_bytes: int, solve_one: _SolveOne, time_limit_s: float, gap: float,
     at_hand: Result | None = None,
 ) -> Result:  # fmt: skip
-    """The fastest schedule of `graph`, whole or with a region in pieces, and a bound for all.
+    """The fastest schedule of `graph`, whole or with a region in chunks, and a bound for all.
 
     Another choice is not tried where it cannot be faster by more than `gap`. `at_hand` is the
     outcome for whole ops, where it is known.
@@ -252,47 +254,47 @@ def solve_in_pieces(
     regions = [region for region in graph.regions if region.choices]
     later = [region for region in regions if "mlp" in region.kinds]
     room = min((_room(graph, region, budget_bytes) for region in later), default=inf)
-    may_be_needed = room <= NEAR
+    may_be_needed = room <= _NEAR
     heads = _with_regions(graph, [region for region in regions if region not in later])
-    with clock.limited_to((FIRST_PART if room <= TIGHT else 1) * time_limit_s):
+    with clock.limited_to((_FIRST_PART if room <= _TIGHT else 1) * time_limit_s):
         known = _solve_heads(heads, budget_bytes, solve_one, clock, gap, at_hand)
-    has_heads = _has_pieces(known.best)
+    has_heads = _has_chunks(known.best)
     # Those that have the heads as these turned out, and then the others, for their bound.
     for region in sorted(later, key=lambda one: ("head" in one.kinds) is not has_heads):
         one = _with_regions(graph, [region])
         if _is_near(known.best, one, 0.0):
             continue
         if may_be_needed and clock.left_s > 0 and not _is_near(known.best, one, gap):
-            known = solve_region(one, budget_bytes, solve_one, clock, known, gap)
+            known = _solve_region(one, budget_bytes, solve_one, clock, known, gap)
             may_be_needed = False
         else:
-            known = Known(known.best, min(known.bound_us, least_us(one)))
+            known = _Known(known.best, min(known.bound_us, _least_us(one)))
     return known.best if known.is_whole else _concluded(graph, known, clock)
 
 
 def _solve_heads(
-    graph: TrainingGraph, budget_bytes: int, solve_one: SolveOne, clock: Clock, gap: float,
+    graph: TrainingGraph, budget_bytes: int, solve_one: _SolveOne, clock: Clock, gap: float,
     at_hand: Result | None,
-) -> Known:  # fmt: skip
-    """The best with heads whole or in pieces."""
+) -> _Known:  # fmt: skip
+    """The best with heads whole or in chunks."""
     if not graph.regions:
-        found = at_hand or solve_one(whole(graph), clock.left_s, inf)
-        return Known(found, bound_us_of(found, graph), is_whole=True)
-    if most_held_bytes(graph) > budget_bytes:
-        return solve_region(graph, budget_bytes, solve_one, clock, None, gap)
-    captured = at_hand or solve_one(whole(graph), PART * clock.left_s, inf)
-    known = Known(captured, bound_us_of(captured, graph), is_whole=True)
-    # Pieces may be faster than the whole, as those with fewer products are.
+        found = at_hand or solve_one(unchunked(graph), clock.left_s, inf)
+        return _Known(found, _bound_us_of(found, graph), is_whole=True)
+    if _most_held_bytes(graph) > budget_bytes:
+        return _solve_region(graph, budget_bytes, solve_one, clock, None, gap)
+    captured = at_hand or solve_one(unchunked(graph), _PART * clock.left_s, inf)
+    known = _Known(captured, _bound_us_of(captured, graph), is_whole=True)
+    # Chunks may be faster than the whole, as those with fewer products are.
     if _is_near(captured, graph, 0.0):
         return known
     if _is_near(captured, graph, gap):
-        return Known(captured, min(known.bound_us, least_us(graph)))
-    return solve_region(graph, budget_bytes, solve_one, clock, known, gap)
+        return _Known(captured, min(known.bound_us, _least_us(graph)))
+    return _solve_region(graph, budget_bytes, solve_one, clock, known, gap)
 
 
 def _is_near(found: Result, graph: TrainingGraph, gap: float) -> bool:
     """Whether no choice of the regions of `graph` is faster than `found` by more than `gap`."""
-    return found.schedule is not None and found.time_us <= least_us(graph) * (SAME_TIME + gap)
+    return found.schedule is not None and found.time_us <= _least_us(graph) * (_SAME_TIME + gap)
 
 
 def _with_regions(graph: TrainingGraph, regions: Sequence[Region]) -> TrainingGraph:
@@ -300,26 +302,26 @@ def _with_regions(graph: TrainingGraph, regions: Sequence[Region]) -> TrainingGr
     return msgspec.structs.replace(graph, regions=tuple(regions))
 
 
-def _has_pieces(result: Result) -> bool:
+def _has_chunks(result: Result) -> bool:
     schedule = result.schedule or result.least_schedule
-    return schedule is not None and bool(schedule.pieces)
+    return schedule is not None and bool(schedule.chunks)
 
 
 def _room(graph: TrainingGraph, region: Region, budget_bytes: int) -> float:
     """How many times what a region holds the budget leaves, beside what is resident, or is there as
     the step ends."""
     own, size = set(region.ops), graph.value_by_name
-    held_bytes = most_of(graph, [op for op in graph.ops if op.name in own])
+    held_bytes = _most_of(graph, [op for op in graph.ops if op.name in own])
     made = (size[name] for name in graph.outputs)
     outputs_bytes = sum(value.size_bytes for value in made if value.producer)
     return (budget_bytes - graph.resident.total_bytes - outputs_bytes) / max(held_bytes, 1)
 
 
-def _concluded(graph: TrainingGraph, known: Known, clock: Clock) -> Result:
+def _concluded(graph: TrainingGraph, known: _Known, clock: Clock) -> Result:
     """The best with the bound for all choices."""
     best = known.best
     bound_us = known.bound_us if known.bound_us < inf else graph.time_us
-    is_proved = best.schedule is not None and best.time_us <= bound_us * SAME_TIME
+    is_proved = best.schedule is not None and best.time_us <= bound_us * _SAME_TIME
     status = best.status
     if best.schedule is not None:
         is_late = clock.left_s <= 0

@@ -3,17 +3,17 @@
 Solves: least time under a budget on the true peak where the values of ops pinned by `keep`
 are made once, and those of ops pinned by `recompute` are not carried from forward into
 backward. Any solver of the table does the work, on a graph that says the same: kept ops must
-not run twice; a recomputed op that backward needs has a twin in backward, right before its
+not run twice; a recomputed op that backward needs has a clone in backward, right before its
 first reader there, through which backward reads. A schedule of that graph is one of
-the real graph, twins being second runs. It may still carry a forbidden value, to recompute an
-op that has no twin: then further runs are put in, and if that exceeds the budget the solver is
+the real graph, clones being second runs. It may still carry a forbidden value, to recompute an
+op that has no clone: then further runs are put in, and if that exceeds the budget the solver is
 asked again for less. Runs that turn out needless are left out last. All figures come from the
 real graph. So pins are another graph, not an option of solvers, and no solver need know of them.
 
-Bound: the larger of the time of every op and every twin once, and the bound of `cut` where
+Bound: the larger of the time of every op and every clone once, and the bound of `cut` where
 only `keep` holds. Both are proved for every schedule that keeps the pins; the solver's bound
-on the graph with twins is not, since it fixes when a twin first runs.
-Shortcomings: with `recompute` the gap is rarely closed, and twins come just in time.
+on the graph with clones is not, since it fixes when a clone first runs.
+Shortcomings: with `recompute` the gap is rarely closed, and clones come just in time.
 """
 
 from __future__ import annotations
@@ -28,66 +28,66 @@ from remat.graph_capture.graph import KEPT, Op, TrainingGraph
 from remat.schedules.schedule import Compute, Option, Schedule
 from remat.schedules.simulate import simulate
 from remat.schedules.simulation import Simulation
-from remat.schedules.verdicts.globs import is_freed
+from remat.schedules.value_report.globs import may_run_twice
 from remat.solver.bounds.any_order_cut import free_bound_us
 from remat.solver.bounds.least_peak import LEAST_BOUND
 from remat.solver.cuts.cut import Cut
 from remat.solver.problem import Problem
-from remat.solver.reductions.globs import Globs, Pins, as_globs
-from remat.solver.result import KNOWN, Result, infeasible, judged
+from remat.solver.reductions.pin_globs import Globs, Pins, as_globs
+from remat.solver.result import KNOWN, Result, evaluate_schedule, infeasible
 from remat.solver.search import Clock, Listener, Progress, note_interrupt
 from remat.solver.state import schedule_of
-from remat.solver.stopping import FIRST_PINNED, LEFT_OUT, PINNED, PINNED_BOUND, TIGHTER
+from remat.solver.stopping import FIRST_PINNED, LEFT_OUT, PINNED_BOUND, PINNED_SOLVE, TIGHTER
 from remat.solver.table import make_solver
 
-# Twins: second runs in backward of forward ops, as ops of the graph, and the way back.
+# Adds each op that must run again in backward as a second op (a clone), and maps schedules back.
 #
-# Where backward reads a value that must not be carried out of forward, its op gets a twin in
-# backward, right before the first reader there; the twin of an op reads the twins of what it
-# reads. Any solver can plan such a graph. Back on the real graph a twin is a second run.
+# Where backward reads a value that must not be carried out of forward, its op gets a clone in
+# backward, right before the first reader there; the clone of an op reads the clones of what it
+# reads. Any solver can plan such a graph. Back on the real graph a clone is a second run.
 
 
-TWIN = "@again"
-"""Ends the name of a twin and of its values; no fx node has such a name."""
+CLONE = "@again"
+"""Ends the name of a clone and of its values; no fx node has such a name."""
 
 
-def without_twins(text: str) -> str:
-    """The name of the op or value that a twin stands for; also for several in a sentence."""
-    return text.replace(TWIN, "")
+def without_clones(text: str) -> str:
+    """The name of the op or value that a clone stands for; also for several in a sentence."""
+    return text.replace(CLONE, "")
 
 
-def said_of_twins(message: str) -> str:
-    """What a solver said of a graph with twins, without a bound that holds for that graph alone."""
-    sentences = without_twins(message).split(". ")
+def message_without_clones(message: str) -> str:
+    """What a solver said of a graph with clones, less a bound that holds for that graph alone."""
+    sentences = without_clones(message).split(". ")
     return ". ".join(s for s in sentences if not s.startswith(LEAST_BOUND))
 
 
-def with_twins(graph: TrainingGraph, again: Set[int]) -> TrainingGraph:
-    """`graph` in which backward reads what the ops of `again` make through twins of them."""
+def with_clones(graph: TrainingGraph, again: Set[int]) -> TrainingGraph:
+    """`graph` in which backward reads what the ops of `again` make through clones of them."""
     problem = Problem.of(graph)
-    renamed = {v: v + TWIN for i in sorted(again) for v in graph.ops[i].outputs}
+    renamed = {v: v + CLONE for i in sorted(again) for v in graph.ops[i].outputs}
     done = bytearray(problem.n_ops)
     ops = list(graph.ops[: graph.n_forward])
     for i in range(graph.n_forward, problem.n_ops):
         missing = _missing_below(problem, i, again, done)
-        ops += [_twin(graph.ops[below], renamed) for below in missing]
-        ops.append(_reading_twins(graph.ops[i], renamed))
+        ops += [_clone(graph.ops[below], renamed) for below in missing]
+        ops.append(_reading_clones(graph.ops[i], renamed))
     values = [
-        msgspec.structs.replace(value, name=value.name + TWIN, producer=value.producer + TWIN)
+        msgspec.structs.replace(value, name=value.name + CLONE, producer=value.producer + CLONE)
         for value in graph.values
         if value.producer and done[graph.op_index[value.producer]]
     ]
     return msgspec.structs.replace(graph, ops=tuple(ops), values=(*graph.values, *values))
 
 
-def _twin(op: Op, renamed: dict[str, str]) -> Op:
+def _clone(op: Op, renamed: dict[str, str]) -> Op:
     outputs = tuple(renamed[v] for v in op.outputs)
     return msgspec.structs.replace(
-        _reading_twins(op, renamed), name=op.name + TWIN, phase="backward", outputs=outputs
+        _reading_clones(op, renamed), name=op.name + CLONE, phase="backward", outputs=outputs
     )
 
 
-def _reading_twins(op: Op, renamed: dict[str, str]) -> Op:
+def _reading_clones(op: Op, renamed: dict[str, str]) -> Op:
     return msgspec.structs.replace(op, inputs=tuple(renamed.get(v, v) for v in op.inputs))
 
 
@@ -114,14 +114,14 @@ def _missing_below(problem: Problem, root: int, again: Set[int], done: bytearray
     return order
 
 
-def renewed_sequence(problem: Problem, schedule: Schedule, again: Set[int]) -> list[int]:
-    """The runs of `schedule`, of a graph with twins, as a sequence of the real graph.
+def sequence_without_clones(problem: Problem, schedule: Schedule, again: Set[int]) -> list[int]:
+    """The runs of `schedule`, of a graph with clones, as a sequence of the real graph.
 
     With runs put in, so that nothing in backward reads what an op of `again` made in
-    forward: a solver may have carried it to recompute an op that has no twin.
+    forward: a solver may have carried it to recompute an op that has no clone.
     """
     index = problem.graph.op_index
-    runs = [index[without_twins(s.op)] for s in schedule.steps if isinstance(s, Compute)]
+    runs = [index[without_clones(s.op)] for s in schedule.steps if isinstance(s, Compute)]
     waiting = set(range(problem.n_forward))
     fresh = bytearray(problem.n_ops)
     sequence: list[int] = []
@@ -134,7 +134,7 @@ def renewed_sequence(problem: Problem, schedule: Schedule, again: Set[int]) -> l
     return sequence
 
 
-def leave_out_runs(
+def _leave_out_runs(
     problem: Problem,
     sequence: Sequence[int],
     again: Set[int],
@@ -193,7 +193,7 @@ def solve_pinned(
     """The schedule of least time found that fits and keeps the pins.
 
     `keep` and `recompute` are globs over module paths; the other arguments are those of
-    `remat.solver.solve`. The schedule's options name the globs.
+    `remat.solver.solve_within`. The schedule's options name the globs.
 
     Raises
     ------
@@ -201,7 +201,7 @@ def solve_pinned(
         that is unknown.
     """
     asked = {"keep": as_globs(keep), "recompute": as_globs(recompute)}
-    graph = freed_graph(graph, asked["recompute"])
+    graph = _freed_graph(graph, asked["recompute"])
     pins = Pins.of(graph, **asked)
     named: dict[str, Option] = {name: ", ".join(globs) for name, globs in asked.items() if globs}
     return solve_for_pins(
@@ -230,15 +230,15 @@ def solve_for_pins(
     search = _PinnedSearch(
         graph, pins, budget_bytes, solver, options, named or {}, Clock(time_limit_s), progress
     )  # fmt: skip
-    return search.solve_with_twins() if pins.again else search.solve_kept()
+    return search.solve_with_clones() if pins.again else search.solve_kept()
 
 
-def freed_graph(graph: TrainingGraph, recompute: tuple[str, ...]) -> TrainingGraph:
+def _freed_graph(graph: TrainingGraph, recompute: tuple[str, ...]) -> TrainingGraph:
     """`graph` in which the custom ops that `recompute` names may run twice."""
-    if not any(is_freed(op, recompute) for op in graph.ops):
+    if not any(may_run_twice(op, recompute) for op in graph.ops):
         return graph
     ops = [
-        msgspec.structs.replace(op, pinned="") if is_freed(op, recompute) else op
+        msgspec.structs.replace(op, no_recompute="") if may_run_twice(op, recompute) else op
         for op in graph.ops
     ]
     return msgspec.structs.replace(graph, ops=tuple(ops))
@@ -247,8 +247,8 @@ def freed_graph(graph: TrainingGraph, recompute: tuple[str, ...]) -> TrainingGra
 def kept_graph(graph: TrainingGraph, kept: dict[str, str]) -> TrainingGraph:
     """`graph` in which the ops of `kept` must not run twice."""
     ops = [
-        msgspec.structs.replace(op, pinned=f"{KEPT} {option('keep', kept[op.name])}")
-        if op.name in kept and not op.pinned
+        msgspec.structs.replace(op, no_recompute=f"{KEPT} {option('keep', kept[op.name])}")
+        if op.name in kept and not op.no_recompute
         else op
         for op in graph.ops
     ]
@@ -267,7 +267,7 @@ class _PinnedSearch:
     progress: Listener | None
     cut_short: bool = False
     kept: TrainingGraph = field(init=False)
-    twinned: TrainingGraph = field(init=False)
+    cloned_graph: TrainingGraph = field(init=False)
     problem: Problem = field(init=False)
     again: frozenset[int] = field(init=False)
 
@@ -275,7 +275,7 @@ class _PinnedSearch:
         self.kept = kept_graph(self.graph, self.pins.kept)
         self.problem = Problem.of(self.graph)
         self.again = frozenset(self.graph.op_index[name] for name in self.pins.again)
-        self.twinned = with_twins(self.kept, self.again)
+        self.cloned_graph = with_clones(self.kept, self.again)
 
     def solve_kept(self) -> Result:
         """Solve where only `keep` holds: the solver's own bound is then right."""
@@ -283,7 +283,7 @@ class _PinnedSearch:
         if result.schedule is None:
             least = result.least_schedule
             return msgspec.structs.replace(result, least_schedule=least and self._stamped(least))
-        found = judged(
+        found = evaluate_schedule(
             self.graph,
             self._stamped(result.schedule),
             budget_bytes=self.budget_bytes,
@@ -294,11 +294,11 @@ class _PinnedSearch:
         )
         return msgspec.structs.replace(found, floor=result.floor)
 
-    def solve_with_twins(self) -> Result:
-        """Solve the graph with twins, for less and less, until its schedule fits."""
+    def solve_with_clones(self) -> Result:
+        """Solve the graph with clones, for less and less, until its schedule fits."""
         target_bytes, limit_s = self.budget_bytes, FIRST_PINNED.of(self.clock.time_limit_s)
         for _ in range(TIGHTER.most):
-            result = self._ask(self.twinned, target_bytes, limit_s)
+            result = self._ask(self.cloned_graph, target_bytes, limit_s)
             if result.schedule is None:
                 return self._with_least(result)
             sequence, found = self._renewed(result.schedule)
@@ -307,12 +307,14 @@ class _PinnedSearch:
             over_bytes = found.peak_bytes - self.budget_bytes
             target_bytes -= max(over_bytes, target_bytes // 50, 1)
             limit_s = self.clock.left_s / 2
-        return self._with_least(self._ask(self.twinned, 0, self.clock.left_s / 2))
+        return self._with_least(self._ask(self.cloned_graph, 0, self.clock.left_s / 2))
 
     def _with_least(self, lost: Result) -> Result:
-        """The outcome for the least peak that the solver names on the graph with twins."""
+        """The outcome for the least peak that the solver names on the graph with clones."""
         least_bytes = lost.least_feasible_bytes or lost.peak_bytes
-        result = self._ask(self.twinned, least_bytes, self.clock.left_s) if least_bytes else lost
+        result = (
+            self._ask(self.cloned_graph, least_bytes, self.clock.left_s) if least_bytes else lost
+        )
         if result.schedule is None:
             return self._unnamed(result)
         sequence, found = self._renewed(result.schedule)
@@ -328,7 +330,7 @@ class _PinnedSearch:
             found,
             self.budget_bytes,
             self.clock.elapsed_s,
-            f"{text}. {said_of_twins(lost.message)}" if lost.message else text,
+            f"{text}. {message_without_clones(lost.message)}" if lost.message else text,
         )
         return msgspec.structs.replace(found_none, status=lost.status)
 
@@ -343,16 +345,16 @@ class _PinnedSearch:
             least_bound_bytes=0,
             floor=None,
             wall_s=self.clock.elapsed_s,
-            message=said_of_twins(result.message),
+            message=message_without_clones(result.message),
         )
 
     def _finished(self, result: Result, sequence: Sequence[int]) -> Result:
         """Leave out runs that are not needed within the budget, and prove what can be."""
         assert result.schedule is not None
-        bound_us = self.twinned.time_us
+        bound_us = self.cloned_graph.time_us
         schedule = self._schedule(sequence, result.schedule)
         try:
-            shorter = leave_out_runs(
+            shorter = _leave_out_runs(
                 self.problem, sequence, self.again, self.budget_bytes, self.clock.left_s
             )
             schedule = self._schedule(shorter, result.schedule)
@@ -361,14 +363,14 @@ class _PinnedSearch:
         except KeyboardInterrupt:
             note_interrupt()
             self.cut_short = True
-        return judged(
+        return evaluate_schedule(
             self.graph,
             schedule,
             budget_bytes=self.budget_bytes,
             lower_bound_us=bound_us,
             wall_s=self.clock.elapsed_s,
             cut_short=self.cut_short,
-            message=without_twins(result.message),
+            message=without_clones(result.message),
         )
 
     def _bound_with_keep_us(self) -> float:
@@ -380,7 +382,7 @@ class _PinnedSearch:
         return Cut(time_limit_s=limit_s).solve(self.kept, self.budget_bytes).lower_bound_us
 
     def _ask(self, graph: TrainingGraph, budget_bytes: int, limit_s: float) -> Result:
-        limit_s = PINNED.of(limit_s, self.clock.time_limit_s)
+        limit_s = PINNED_SOLVE.of(limit_s, self.clock.time_limit_s)
         listener = self._tell if self.progress else None
         made = make_solver(self.solver, time_limit_s=limit_s, progress=listener, **self.options)
         result = made.solve(graph, budget_bytes)
@@ -390,20 +392,20 @@ class _PinnedSearch:
     def _tell(self, state: Progress) -> None:
         """Pass on what the solver says, as overheads over the real step."""
         assert self.progress is not None
-        scale = self.twinned.time_us / self.graph.time_us if self.graph.time_us else 1.0
+        scale = self.cloned_graph.time_us / self.graph.time_us if self.graph.time_us else 1.0
         best = state.best_overhead
         self.progress(
             Progress(
                 self.clock.elapsed_s,
                 None if best is None else (1 + best) * scale - 1,
                 scale - 1 if self.again else state.bound_overhead,
-                without_twins(state.doing),
+                without_clones(state.doing),
             )
         )
 
     def _renewed(self, schedule: Schedule) -> tuple[list[int], Simulation]:
         """The schedule as a sequence of the real graph that keeps the pins, and its figures."""
-        sequence = renewed_sequence(self.problem, schedule, self.again)
+        sequence = sequence_without_clones(self.problem, schedule, self.again)
         return sequence, simulate(self.graph, self._schedule(sequence, schedule))
 
     def _schedule(self, sequence: Sequence[int], source: Schedule) -> Schedule:

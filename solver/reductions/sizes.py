@@ -19,7 +19,7 @@ from remat.graph_capture.errors import TooLargeError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.sizes.ranged_graph import BytesOver, RangedGraph
 from remat.graph_capture.sizes.symbols import Sizes, Symbol, corner
-from remat.schedules.family import Family, FastPeak, Member, carried, sizes_text
+from remat.schedules.family import Family, FastPeak, Member, resized_schedule, sizes_text
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import overhead_of, simulate
 from remat.solver.problem import Problem, least_needed_bytes
@@ -32,9 +32,9 @@ from remat.solver.store_all import StoreAll
 # corner. So the border is found by halves, in the fast books, and its corners are then judged.
 
 
-MOST_LEVELS = 256
+_MOST_LEVELS = 256
 """Points on the way from the smallest sizes to the largest, where several sizes vary."""
-MOST_CORNERS = 16
+_MOST_CORNERS = 16
 """Corners of the part that a schedule serves. A few more would serve a little more."""
 
 
@@ -61,13 +61,13 @@ class Reach:
         fast = FastPeak(self.graph.base, schedule)
         return _last(len(self.levels), lambda i: self._fits(fast, self.levels[i]))
 
-    def judged_corners(self, schedule: Schedule) -> tuple[tuple[dict[str, int], ...], int]:
-        """Corners of what it serves, and the most that it needs there, by the judge."""
+    def evaluated_corners(self, schedule: Schedule) -> tuple[tuple[dict[str, int], ...], int]:
+        """Corners of what it serves, and the most that it needs there, by the simulator."""
         fast, peak_bytes = FastPeak(self.graph.base, schedule), 0
         found: list[dict[str, int]] = []
         for one in self._corners(fast):
             bounding = self.graph.bounding(self.part(one))
-            judged = simulate(bounding, carried(schedule, bounding)).peak_bytes
+            judged = simulate(bounding, resized_schedule(schedule, bounding)).peak_bytes
             if judged <= self.budget_bytes:
                 found.append(one)
                 peak_bytes = max(peak_bytes, judged)
@@ -78,7 +78,7 @@ class Reach:
         if self._fits(fast, top):
             return [top]
         *leading, last = self.symbols
-        each = max(int(MOST_CORNERS ** (1 / max(len(leading), 1))), 2)
+        each = max(int(_MOST_CORNERS ** (1 / max(len(leading), 1))), 2)
         found: list[dict[str, int]] = []
         # The largest first, so that a corner that another one covers comes after it.
         for sizes in itertools.product(*(_some(symbol, each)[::-1] for symbol in leading)):
@@ -112,7 +112,7 @@ def _last(count: int, holds: Callable[[int], bool]) -> int:
 def _levels(symbols: Sequence[Symbol]) -> list[dict[str, int]]:
     if len(symbols) == 1:
         return [{symbols[0].name: size} for size in symbols[0].sizes]
-    count = min(max(len(symbol.sizes) for symbol in symbols), MOST_LEVELS)
+    count = min(max(len(symbol.sizes) for symbol in symbols), _MOST_LEVELS)
     ways = [_some(symbol, count, repeated=True) for symbol in symbols]
     points = [dict(zip((s.name for s in symbols), p, strict=True)) for p in zip(*ways, strict=True)]
     return [point for i, point in enumerate(points) if i == 0 or point != points[i - 1]]
@@ -129,12 +129,12 @@ def _some(symbol: Symbol, count: int, *, repeated: bool = False) -> list[int]:
     return found if repeated else list(dict.fromkeys(found))
 
 
-MOST_MEMBERS = 10
+_MOST_MEMBERS = 10
 """Schedules of a family. Each has code of its own, which is made when a size first needs it."""
-APART = 0.0075
+_APART = 0.0075
 """Overheads of neighbours that are no further apart need no cut between them."""
 
-Solve = Callable[[TrainingGraph, int], Result]
+_Solve = Callable[[TrainingGraph, int], Result]
 """A solver with all its options: from a graph and bytes."""
 
 
@@ -149,13 +149,13 @@ class _Found(NamedTuple):
 
 
 def plan_family(
-    graph: RangedGraph, budget_bytes: int, solve: Solve, top: Result | None = None
+    graph: RangedGraph, budget_bytes: int, solve: _Solve, top: Result | None = None
 ) -> Family:
     """Schedules whose peaks are within `budget_bytes` at all sizes of the range of `graph`.
 
     Parameters
     ----------
-    solve : called for the largest sizes, and for up to `MOST_MEMBERS` - 2 others.
+    solve : called for the largest sizes, and for up to `_MOST_MEMBERS` - 2 others.
     top : the outcome for ``graph.bounding(graph.symbols)``, if it is at hand.
 
     Raises
@@ -169,7 +169,7 @@ def plan_family(
 
 
 class _FamilySearch:
-    def __init__(self, graph: RangedGraph, budget_bytes: int, solve: Solve) -> None:
+    def __init__(self, graph: RangedGraph, budget_bytes: int, solve: _Solve) -> None:
         self.graph, self.budget_bytes, self.solve = graph, budget_bytes, solve
         self.reach = Reach(graph, budget_bytes)
         self.levels = self.reach.levels
@@ -192,7 +192,7 @@ class _FamilySearch:
     def cut(self) -> None:
         """Solve where the overhead changes most, until nothing is worth another schedule."""
         closed: set[tuple[int, int]] = set()
-        while len(self.found) < MOST_MEMBERS:
+        while len(self.found) < _MOST_MEMBERS:
             pairs = zip(self.found, self.found[1:], strict=False)
             open_pairs = [
                 (upper.overhead - lower.overhead, -i, lower, upper)
@@ -202,7 +202,7 @@ class _FamilySearch:
             if not open_pairs:
                 return
             apart, _, lower, upper = max(open_pairs, key=lambda one: one[:2])
-            if apart <= APART:
+            if apart <= _APART:
                 return
             closed.add((lower.reach, upper.level))
             self._cut_between(lower, upper)
@@ -227,7 +227,7 @@ class _FamilySearch:
 
     def _overhead(self, schedule: Schedule, level: int) -> float:
         at = self._bounding(level)
-        return simulate(at, carried(schedule, at)).overhead
+        return simulate(at, resized_schedule(schedule, at)).overhead
 
     def _bounding(self, level: int) -> TrainingGraph:
         return self.graph.bounding(self.reach.part(self.levels[level]))
@@ -236,7 +236,7 @@ class _FamilySearch:
         """The members, each judged at the corners of what it serves."""
         members: list[Member] = []
         for one in self.found:
-            corners, peak_bytes = self.reach.judged_corners(one.schedule)
+            corners, peak_bytes = self.reach.evaluated_corners(one.schedule)
             sizes, overheads = self.levels[one.level], (one.overhead, one.lower_overhead)
             if corners:
                 members.append(Member(one.schedule, sizes, corners, peak_bytes, *overheads))
@@ -247,7 +247,7 @@ class _FamilySearch:
             budget_bytes=self.budget_bytes,
             members=tuple(members),
             certificate="largest sizes" if graph.rising else "bounds of parts",
-            prices_error=graph.prices.error_at_middle if graph.points else 0.0,
+            cost_error=graph.costs.error_at_middle if graph.points else 0.0,
             traced_hash=graph.traced_hash,
         )
 
@@ -286,7 +286,7 @@ class _FamilySearch:
 
 
 def _useful(found: list[_Found]) -> list[_Found]:
-    """Without those that another one, faster or as fast, reaches as far as."""
+    """Leaves out schedules that a faster one replaces at all their sizes."""
     return [
         one
         for i, one in enumerate(found)

@@ -26,11 +26,24 @@ from dataclasses import dataclass
 import msgspec
 
 from remat.graph_capture.errors import SolverError
-from remat.graph_capture.graph import DELIVER, UPDATE, Op, TrainingGraph
-from remat.schedules.schedule import Compute, Schedule, Step, brought, dropped, update_workspaces
+from remat.graph_capture.graph import ACCUMULATE, UPDATE, Op, TrainingGraph
+from remat.schedules.schedule import (
+    Compute,
+    Schedule,
+    Step,
+    fetched_value,
+    freed_value,
+    update_workspaces,
+)
 from remat.schedules.simulate import simulate
 from remat.solver.problem import Problem
-from remat.solver.result import NONE_FITS, Result, judged, known_to_do, rest_of
+from remat.solver.result import (
+    NONE_FITS,
+    Result,
+    evaluate_schedule,
+    least_budget_message,
+    without_least_budget,
+)
 from remat.solver.search import Clock
 from remat.solver.state import ops_of, schedule_of
 
@@ -50,7 +63,7 @@ def without_rule(graph: TrainingGraph) -> TrainingGraph:
             return op
         made = tuple(name for name in op.inputs if name not in resident)
         return msgspec.structs.replace(
-            op, target=DELIVER, inputs=made,
+            op, target=ACCUMULATE, inputs=made,
             workspace_bytes=workspaces.get(op.name, op.workspace_bytes),
         )  # fmt: skip
 
@@ -145,8 +158,8 @@ def late_steps(problem: Problem, steps: Sequence[Step]) -> list[Step]:
             gradients = made.intersection(problem.graph.ops[problem.graph.op_index[name]].inputs)
             held |= dict.fromkeys(gradients, until[name])
             waiting.setdefault(until[name], []).append(step)
-        elif held.get(dropped(step), 0) > at:
-            waiting[held[dropped(step)]].append(step)
+        elif held.get(freed_value(step), 0) > at:
+            waiting[held[freed_value(step)]].append(step)
         elif _brings(problem, step, held, at):
             raise SolverError(
                 f"a gradient returns at {name} while its update waits for a later read of the "
@@ -178,16 +191,16 @@ def _brings(problem: Problem, step: Step, held: dict[str, int], at: int) -> bool
     if isinstance(step, Compute):
         outputs = problem.graph.ops[problem.graph.op_index[step.op]].outputs
         return bool(outputs) and waiting.issuperset(outputs)
-    return brought(step) in waiting
+    return fetched_value(step) in waiting
 
 
-ROUNDS = 5
+_ROUNDS = 5
 """How often a solver is asked for one budget."""
-MORE = (1 / 400, 1 / 100, 1 / 25)
+_MORE = (1 / 400, 1 / 100, 1 / 25)
 """Parts of the least peak without the rule by which a solver is asked for more."""
-PART = 1 / 2
+_PART = 1 / 2
 """Of the time that is left, for each solve."""
-Ask = Callable[[TrainingGraph, int, float], Result]
+_Ask = Callable[[TrainingGraph, int, float], Result]
 
 
 def has_updates(graph: TrainingGraph) -> bool:
@@ -196,7 +209,7 @@ def has_updates(graph: TrainingGraph) -> bool:
 
 
 def solve_with_updates(
-    graph: TrainingGraph, budget_bytes: int, ask: Ask, time_limit_s: float
+    graph: TrainingGraph, budget_bytes: int, ask: _Ask, time_limit_s: float
 ) -> Result:
     """The outcome of a solver for a step with updates.
 
@@ -216,7 +229,7 @@ def solve_with_updates(
             raise rounds.error
         return first
     if rounds.fits:
-        found = judged(
+        found = evaluate_schedule(
             graph, rounds.best, budget_bytes=budget_bytes, lower_bound_us=first.lower_bound_us,
             wall_s=rounds.clock.elapsed_s, cut_short=rounds.is_cut_short,
             message=rounds.message,
@@ -239,7 +252,7 @@ class _Rounds:
 
     graph: TrainingGraph
     budget_bytes: int
-    ask: Ask
+    ask: _Ask
     clock: Clock
     best: Schedule | None = None
     best_key: tuple[int, float] = (0, 0.0)
@@ -259,7 +272,7 @@ class _Rounds:
 
     def take(self, placed: TrainingGraph, target_bytes: int) -> Result:
         """Ask for `placed`, `graph` with updates elsewhere, and keep the outcome if it is lower."""
-        limit_s = PART * max(self.clock.left_s, 0.0)
+        limit_s = _PART * max(self.clock.left_s, 0.0)
         result = self.ask(without_rule(placed), target_bytes, limit_s)
         self.is_cut_short |= result.status == "time limit"
         if result.schedule is None and placed is self.graph:
@@ -281,7 +294,7 @@ class _Rounds:
         """Ask again until something fits, or nothing more is to be expected of the budget."""
         result, placed, first_bytes = first, self.graph, self.best_bytes
         less_bytes = self.budget_bytes
-        for _ in range(ROUNDS - 1):
+        for _ in range(_ROUNDS - 1):
             if self.fits:
                 break
             if self.clock.left_s <= 0:
@@ -307,7 +320,7 @@ class _Rounds:
         """Ask for more than the budget, so that the outcome names a low one that does."""
         low_bytes = self.budget_bytes
         least_bytes = self.lost.least_feasible_bytes if self.lost else 0
-        for more in MORE:
+        for more in _MORE:
             asked_bytes = int((1 + more) * least_bytes)
             if may_be_lower and not 0 < least_bytes <= asked_bytes < self.best_bytes:
                 asked_bytes = (low_bytes + self.best_bytes) // 2
@@ -322,16 +335,22 @@ class _Rounds:
         """The outcome that names `best`, which does not fit."""
         assert self.best is not None
         lost = self.lost or first
-        found = judged(
+        found = evaluate_schedule(
             self.graph, self.best, budget_bytes=self.budget_bytes, lower_bound_us=0.0,
             wall_s=self.clock.elapsed_s,
         )  # fmt: skip
         is_proved = first.schedule is None and first.message.startswith(NONE_FITS)
         # That nothing fits in less, as an outcome for a lower budget says, is no news of this one.
-        rest = rest_of(lost.message) if lost is first or lost.status != "infeasible" else ""
+        rest = (
+            without_least_budget(lost.message)
+            if lost is first or lost.status != "infeasible"
+            else ""
+        )
         is_late = self.is_cut_short and not is_proved
         return msgspec.structs.replace(
             found, status="time limit" if is_late else "infeasible", floor=lost.floor,
             least_bound_bytes=lost.least_bound_bytes, lower_bound_us=first.lower_bound_us,
-            message=known_to_do(self.budget_bytes, self.best_bytes, rest, is_proved=is_proved),
+            message=least_budget_message(
+                self.budget_bytes, self.best_bytes, rest, is_proved=is_proved,
+            ),
         )  # fmt: skip

@@ -24,7 +24,7 @@ from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
 from remat.solver.problem import Problem
-from remat.solver.result import Result, judged
+from remat.solver.result import Result, evaluate_schedule
 from remat.solver.search import Listener
 from remat.solver.state import State, recomputed_in
 from remat.solver.table import options_of
@@ -37,26 +37,26 @@ from remat.solver.table import options_of
 # joins ask for a few more sweeps.
 
 
-SMALL_PART = 0.01
+_SMALL_PART = 0.01
 """A value that is read all along is kept if it is at most this share of what forward makes.
 
 Otherwise one small mask or position table that every layer reads would leave no place to cut.
 """
-LONG_PART = 0.25
+_LONG_PART = 0.25
 """Read all along means: the last read comes more than this share of forward's ops later."""
 
 
-class Place(NamedTuple):
+class ArticulationPoint(NamedTuple):
     """After forward op `end` nothing crosses but `entry` (-1: nothing at all)."""
 
     end: int
     entry: int
 
 
-class Split(NamedTuple):
+class StageSplit(NamedTuple):
     """Places, and the first backward op of each of the stages between them, in stage order."""
 
-    places: tuple[Place, ...]
+    places: tuple[ArticulationPoint, ...]
     starts: tuple[int, ...]
 
 
@@ -68,17 +68,17 @@ def kept_values(problem: Problem) -> bytearray:
     """
     kept = bytearray(problem.n_values)
     lasting = {*problem.forward_outputs, *problem.needs[problem.n_ops]}
-    small_bytes = SMALL_PART * sum(problem.output_bytes[: problem.n_forward])
-    for v, last in enumerate(last_forward_reads(problem)):
+    small_bytes = _SMALL_PART * sum(problem.output_bytes[: problem.n_forward])
+    for v, last in enumerate(_last_forward_reads(problem)):
         op = problem.producer[v]
-        is_long = last - op > LONG_PART * problem.n_forward
+        is_long = last - op > _LONG_PART * problem.n_forward
         is_small = problem.size_bytes[v] <= small_bytes
         if op < problem.n_forward:
-            kept[v] = problem.pinned[op] or v in lasting or (is_long and is_small)
+            kept[v] = problem.no_recompute[op] or v in lasting or (is_long and is_small)
     return kept
 
 
-def last_forward_reads(problem: Problem) -> list[int]:
+def _last_forward_reads(problem: Problem) -> list[int]:
     """For each value the last forward op that reads it, -1 if none does."""
     last = [-1] * problem.n_values
     for op in range(problem.n_forward):
@@ -87,28 +87,30 @@ def last_forward_reads(problem: Problem) -> list[int]:
     return last
 
 
-def articulation_points(problem: Problem, kept: bytearray) -> list[Place]:
+def articulation_points(problem: Problem, kept: bytearray) -> list[ArticulationPoint]:
     """All places of forward. Of several that the same value crosses, only the first."""
     crossing = [0] * (problem.n_forward + 1)
     marks = [0] * (problem.n_forward + 1)
-    for v, last in enumerate(last_forward_reads(problem)):
+    for v, last in enumerate(_last_forward_reads(problem)):
         made = problem.producer[v]
         if made < last and not kept[v]:
             for total, change in ((crossing, 1), (marks, v)):
                 total[made] += change
                 total[last] -= change
-    places: list[Place] = []
+    places: list[ArticulationPoint] = []
     counts = zip(accumulate(crossing), accumulate(marks), strict=True)
     for op, (count, mark) in enumerate(counts):
         if count > 1 or op >= problem.n_forward - 1:
             continue
         entry = mark if count else -1
         if entry < 0 or not places or places[-1].entry != entry:
-            places.append(Place(op, entry))
+            places.append(ArticulationPoint(op, entry))
     return places
 
 
-def coarsened(problem: Problem, places: list[Place], most_stages: int) -> list[Place]:
+def coarsened(
+    problem: Problem, places: list[ArticulationPoint], most_stages: int
+) -> list[ArticulationPoint]:
     """At most `most_stages - 1` places, for stages of about equal bytes and time.
 
     Of the places near a cut, the one that the smallest value crosses is taken.
@@ -119,7 +121,7 @@ def coarsened(problem: Problem, places: list[Place], most_stages: int) -> list[P
     total_us = sum(problem.cost_us[: problem.n_forward]) or 1.0
     parts = zip(problem.output_bytes, problem.cost_us, strict=True)
     done = list(accumulate(b / total_bytes + t / total_us for b, t in parts))
-    smallest: dict[int, tuple[int, Place]] = {}
+    smallest: dict[int, tuple[int, ArticulationPoint]] = {}
     for place in places:
         window = min(int(done[place.end] / 2 * (most_stages - 1)), most_stages - 2)
         size_bytes = problem.size_bytes[place.entry] if place.entry >= 0 else 0
@@ -128,7 +130,9 @@ def coarsened(problem: Problem, places: list[Place], most_stages: int) -> list[P
     return [place for _, place in smallest.values()]
 
 
-def split_by_backward(problem: Problem, kept: bytearray, places: list[Place]) -> Split:
+def split_by_backward(
+    problem: Problem, kept: bytearray, places: list[ArticulationPoint]
+) -> StageSplit:
     """The places at which backward can be split too; empty if there are none."""
     while True:
         stage_of_op, joined = _sweep(problem, kept, places)
@@ -136,11 +140,13 @@ def split_by_backward(problem: Problem, kept: bytearray, places: list[Place]) ->
         if len(left) == len(places):
             falling = [-stage for stage in stage_of_op]
             first = (bisect_left(falling, -stage) for stage in range(len(places) + 1))
-            return Split(tuple(places), tuple(problem.n_forward + i for i in first))
+            return StageSplit(tuple(places), tuple(problem.n_forward + i for i in first))
         places = left
 
 
-def _sweep(problem: Problem, kept: bytearray, places: list[Place]) -> tuple[list[int], list[bool]]:
+def _sweep(
+    problem: Problem, kept: bytearray, places: list[ArticulationPoint]
+) -> tuple[list[int], list[bool]]:
     """The stage of each backward op, which never rises, and which places have to be joined."""
     ends = [place.end for place in places]
     stage = [bisect_left(ends, op) for op in range(problem.n_forward)]
@@ -167,7 +173,7 @@ def _sweep(problem: Problem, kept: bytearray, places: list[Place]) -> tuple[list
 NO_SEGMENT = -1
 """Of ops that never run again, those of backward among them."""
 
-Read = tuple[int, int]
+_Read = tuple[int, int]
 """A stage of backward, and a value that it reads."""
 
 
@@ -194,9 +200,9 @@ def segmented_state(problem: Problem, segment: Sequence[int], kept: bytes | byte
     return State.from_recomputed(problem, recomputed)
 
 
-def _reads_by_segment(problem: Problem, segment: Sequence[int]) -> list[list[Read]]:
+def _reads_by_segment(problem: Problem, segment: Sequence[int]) -> list[list[_Read]]:
     """For each segment what backward, or the end of the step, reads of it, by stage."""
-    reads: list[list[Read]] = [[] for _ in range(max(segment, default=NO_SEGMENT) + 1)]
+    reads: list[list[_Read]] = [[] for _ in range(max(segment, default=NO_SEGMENT) + 1)]
     for stage in range(problem.n_forward, problem.n_ops + 1):
         for v in problem.needs[stage]:
             if segment[problem.producer[v]] != NO_SEGMENT:
@@ -204,7 +210,7 @@ def _reads_by_segment(problem: Problem, segment: Sequence[int]) -> list[list[Rea
     return reads
 
 
-def _read_from(reads: Sequence[Read], t: int) -> list[int]:
+def _read_from(reads: Sequence[_Read], t: int) -> list[int]:
     """The values of `reads` that stage t or a later one reads."""
     return [v for _, v in reads[bisect_left(reads, (t, -1)) :]]
 
@@ -231,7 +237,9 @@ class ChenSqrt:
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """Judge that schedule against `budget_bytes`; no bound beyond every op once."""
         made = self.schedule(graph, budget_bytes)
-        return judged(graph, made, budget_bytes=budget_bytes, lower_bound_us=graph.time_us)
+        return evaluate_schedule(
+            graph, made, budget_bytes=budget_bytes, lower_bound_us=graph.time_us
+        )
 
 
 def chen_state(problem: Problem, segments: int = 0) -> State:
@@ -250,7 +258,7 @@ def checkpointed_state(problem: Problem, ends: Sequence[int]) -> State:
 def _checkpoint_bytes(problem: Problem) -> list[int]:
     """For each forward op the bytes that later forward ops read from it or before."""
     change = [0] * (problem.n_forward + 1)
-    for v, last in enumerate(last_forward_reads(problem)):
+    for v, last in enumerate(_last_forward_reads(problem)):
         made = problem.producer[v]
         if made < last:
             change[made] += problem.size_bytes[v]
@@ -275,8 +283,10 @@ def _boundaries(problem: Problem, count: int) -> list[int]:
 def _checkpoints(problem: Problem, segment: Sequence[int]) -> bytearray:
     """1 for values that stay: they cross, cannot be made again, or the caller holds them."""
     kept = bytearray(problem.n_values)
-    for v, last in enumerate(last_forward_reads(problem)):
+    for v, last in enumerate(_last_forward_reads(problem)):
         op = problem.producer[v]
         crosses = last >= 0 and segment[last] != segment[op]
-        kept[v] = op >= problem.n_forward or crosses or problem.pinned[op] or v in problem.held
+        kept[v] = (
+            op >= problem.n_forward or crosses or problem.no_recompute[op] or v in problem.held
+        )
     return kept

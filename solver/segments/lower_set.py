@@ -9,7 +9,7 @@ model of memory. What crosses a lower set stays; the rest of a segment runs agai
 backward first reads from it, but for the last, with which backward begins. The limit is
 swept, the schedule of each sequence is judged by its true peak, and filled with what fits.
 Family: all lower sets where they are at most `most_lower_sets`, else, as in the paper, each
-op with all it depends on, and here the prefixes too, thinned to `APPROXIMATE_SETS`.
+op with all it depends on, and here the prefixes too, thinned to `_APPROXIMATE_SETS`.
 Optimal: under that model, for sequences of the family, while no labels are left out; not for
 the true peak, whose transients the model leaves out. No bound beyond every op once.
 Cost: O(sets² · (ops + labels · log)) for each of some 30 limits; 5,000 ops take seconds
@@ -46,7 +46,7 @@ from remat.solver.store_all import store_all_state
 # integers, bit p for position p. The paper is named in `lower_set`.
 
 
-Flags = npt.NDArray[np.bool_]
+_Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class ForwardGraph:
         """All that backward reads and that may be made again, with what that reads in turn."""
         made_in_forward = range(problem.n_forward)
         fixed = bytes(
-            problem.pinned[op] or v in problem.held or op not in made_in_forward
+            problem.no_recompute[op] or v in problem.held or op not in made_in_forward
             for v, op in enumerate(problem.producer)
         )
         roots = dict.fromkeys(
@@ -163,14 +163,14 @@ def _thinned(graph: ForwardGraph, masks: list[int], most: int) -> list[int]:
     groups = max(most - 2, 1)
     if len(inner) <= groups:
         return masks
-    boundary = boundary_bytes(graph, inner)
+    boundary = _boundary_bytes(graph, inner)
     edges = [len(inner) * i // groups for i in range(groups + 1)]
     spread = (range(low, high) for low, high in pairwise(edges))
     chosen = [min(group, key=lambda i: (boundary[i], i)) for group in spread]
     return [masks[0], *(inner[i] for i in chosen), masks[-1]]
 
 
-def boundary_bytes(graph: ForwardGraph, masks: Sequence[int]) -> list[int]:
+def _boundary_bytes(graph: ForwardGraph, masks: Sequence[int]) -> list[int]:
     """For each lower set the bytes that positions outside of it read from it."""
     pairs = [
         (v, p, q)
@@ -182,13 +182,13 @@ def boundary_bytes(graph: ForwardGraph, masks: Sequence[int]) -> list[int]:
     sizes = np.array(graph.problem.size_bytes, np.int64)
     found: list[int] = []
     for mask in masks:
-        row = bits_of(mask, len(graph.ops))
+        row = _bits_of(mask, len(graph.ops))
         crossing = np.unique(values[row[made] & ~row[read]])
         found.append(int(sizes[crossing].sum()))
     return found
 
 
-def bits_of(mask: int, count: int) -> Flags:
+def _bits_of(mask: int, count: int) -> _Flags:
     """Whether each of `count` positions is in the lower set."""
     packed = np.frombuffer(mask.to_bytes((count + 7) // 8, "little"), np.uint8)
     return np.unpackbits(packed, count=count, bitorder="little").astype(np.bool_)
@@ -202,9 +202,9 @@ def bits_of(mask: int, count: int) -> Flags:
 # The paper is named in `lower_set`.
 
 
-Numbers = npt.NDArray[np.float64]
+_Numbers = npt.NDArray[np.float64]
 """Microseconds or bytes: whole numbers of bytes are exact up to 2⁵³."""
-Indices = npt.NDArray[np.int64]
+_Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -220,15 +220,15 @@ class SegmentTable:
     """
 
     masks: list[int]
-    follows: Flags
-    overhead_us: Numbers
-    kept_bytes: Numbers
-    needed_bytes: Numbers
+    follows: _Flags
+    overhead_us: _Numbers
+    kept_bytes: _Numbers
+    needed_bytes: _Numbers
 
     @classmethod
     def of(cls, graph: ForwardGraph, masks: list[int]) -> SegmentTable:
         """Fill in the table, all lower sets at once."""
-        member = np.array([bits_of(mask, len(graph.ops)) for mask in masks]).T.copy()
+        member = np.array([_bits_of(mask, len(graph.ops)) for mask in masks]).T.copy()
         again, kept = _contents(graph, member)
         outside = (~member).astype(np.float64)
         cost_us = np.array([graph.problem.cost_us[op] for op in graph.ops])
@@ -245,7 +245,7 @@ class SegmentTable:
         )
 
 
-def _contents(graph: ForwardGraph, member: Flags) -> tuple[Flags, Numbers]:
+def _contents(graph: ForwardGraph, member: _Flags) -> tuple[_Flags, _Numbers]:
     """By position and lower set: whether it runs again, and the bytes of it that stay.
 
     A value stays if a position outside the lower set reads it. What runs again does not
@@ -265,7 +265,7 @@ def _contents(graph: ForwardGraph, member: Flags) -> tuple[Flags, Numbers]:
     return again, kept
 
 
-def _needed_bytes(graph: ForwardGraph, member: Flags) -> Numbers:
+def _needed_bytes(graph: ForwardGraph, member: _Flags) -> _Numbers:
     """Most bytes while backward reads a segment: what it has yet to read of it, and its own."""
     problem, reads, last = graph.problem, list[tuple[int, int]](), dict[int, int]()
     position = {v: p for p in range(len(graph.ops)) for v in graph.loose_outputs(p)}
@@ -309,7 +309,7 @@ def _own_bytes(problem: Problem) -> list[int]:
 
 
 @dataclass(slots=True)
-class Labels:
+class _Labels:
     """Labels of one run of the program, in one array each; label 0 is the empty set's.
 
     Attributes
@@ -318,14 +318,14 @@ class Labels:
     time_us, kept_bytes : of the segments so far. count : labels in use.
     """
 
-    owner: Indices
-    parent: Indices
-    time_us: Numbers
-    kept_bytes: Numbers
+    owner: _Indices
+    parent: _Indices
+    time_us: _Numbers
+    kept_bytes: _Numbers
     count: int = 1
 
     @classmethod
-    def room_for(cls, most: int) -> Labels:
+    def room_for(cls, most: int) -> _Labels:
         """Arrays for `most` labels beside the first."""
         return cls(
             np.zeros(most + 1, np.int64),
@@ -334,7 +334,7 @@ class Labels:
             np.zeros(most + 1),
         )
 
-    def add(self, owner: int, parent: Indices, time_us: Numbers, kept_bytes: Numbers) -> None:
+    def add(self, owner: int, parent: _Indices, time_us: _Numbers, kept_bytes: _Numbers) -> None:
         """Append labels of one lower set."""
         part = slice(self.count, self.count + len(parent))
         self.owner[part], self.parent[part] = owner, parent
@@ -359,7 +359,7 @@ class SequenceProgram:
     def fastest(self, limit_bytes: float) -> tuple[float, tuple[int, ...]] | None:
         """Time run again and the lower sets, None where no sequence is within the limit."""
         table, last = self.table, len(self.table.masks) - 1
-        labels = Labels.room_for(len(table.masks) * self.most_labels)
+        labels = _Labels.room_for(len(table.masks) * self.most_labels)
         for j in range(1, last + 1):
             self._extend(labels, j, limit_bytes)
         ends = np.flatnonzero(labels.owner[: labels.count] == last)
@@ -372,7 +372,7 @@ class SequenceProgram:
             label = int(labels.parent[label])
         return found_us, tuple(reversed(sequence))
 
-    def _extend(self, labels: Labels, j: int, limit_bytes: float) -> None:
+    def _extend(self, labels: _Labels, j: int, limit_bytes: float) -> None:
         """Labels at lower set j from those at every smaller one within it."""
         table, owner = self.table, labels.owner[: labels.count]
         within = labels.kept_bytes[: labels.count] + table.needed_bytes[j][owner] <= limit_bytes
@@ -385,7 +385,7 @@ class SequenceProgram:
         chosen = self._undominated(time_us, kept_bytes)
         labels.add(j, usable[chosen], time_us[chosen], kept_bytes[chosen])
 
-    def _undominated(self, time_us: Numbers, kept_bytes: Numbers) -> Indices:
+    def _undominated(self, time_us: _Numbers, kept_bytes: _Numbers) -> _Indices:
         """Labels that no other beats in both, the fastest first."""
         order = np.lexsort((kept_bytes, time_us))
         least = np.minimum.accumulate(kept_bytes[order])
@@ -397,14 +397,14 @@ class SequenceProgram:
         return front[np.linspace(0, len(front) - 1, self.most_labels).astype(np.int64)]
 
 
-Family = Literal["auto", "exact", "approximate"]
-APPROXIMATE_SETS = 150
+LowerSetFamily = Literal["auto", "exact", "approximate"]
+_APPROXIMATE_SETS = 150
 """Most lower sets of the approximate family."""
-LIMITS = 16
+_LIMITS = 16
 """Limits of the sweep, evenly spread and the same whatever the budget."""
-HALVINGS = 8
+_HALVINGS = 8
 """Bisections for the least limit of the sweep."""
-REFINEMENTS = 4
+_REFINEMENTS = 4
 """Bisections between the last limit whose schedule is too high and the first that fits."""
 
 
@@ -418,10 +418,10 @@ class LowerSet:
         there are at most `most_lower_sets`; beyond, ``exact`` is approximate too and says so.
     labels : most labels of time and memory kept at a lower set.
     fill : carry what still fits when the sequence is found.
-    time_limit_s, progress : as in `remat.solver.solve`.
+    time_limit_s, progress : as in `remat.solver.solve_within`.
     """
 
-    family: Family = "auto"
+    family: LowerSetFamily = "auto"
     most_lower_sets: int = 500
     labels: int = 64
     fill: bool = True
@@ -429,9 +429,9 @@ class LowerSet:
     progress: Listener | None = None
 
     def __post_init__(self) -> None:
-        if self.family not in get_args(Family):
+        if self.family not in get_args(LowerSetFamily):
             raise SolverError(
-                f"unknown family '{self.family}'; there are {', '.join(get_args(Family))}"
+                f"unknown family '{self.family}'; there are {', '.join(get_args(LowerSetFamily))}"
             )
         if self.most_lower_sets < 2:
             raise SolverError(f"most_lower_sets must be 2 or more, not {self.most_lower_sets}")
@@ -458,7 +458,7 @@ class LowerSet:
         search.say("listing lower sets")
         masks, search.message = self._masks(forward)
         program = SequenceProgram(SegmentTable.of(forward, masks), self.labels)
-        Sweep(search, forward, program, self.fill).run()
+        _Sweep(search, forward, program, self.fill).run()
         if program.was_thinned:
             search.message += f", at most {self.labels} labels at each"
 
@@ -469,7 +469,7 @@ class LowerSet:
             masks = all_lower_sets(forward, self.most_lower_sets)
         if masks is not None:
             return masks, f"over all {len(masks)} lower sets"
-        masks = pruned_lower_sets(forward, APPROXIMATE_SETS)
+        masks = pruned_lower_sets(forward, _APPROXIMATE_SETS)
         text = f"over {len(masks)} lower sets of the approximate family"
         if self.family == "exact":
             text += f", since there are more than {self.most_lower_sets} in all"
@@ -477,7 +477,7 @@ class LowerSet:
 
 
 @dataclass(slots=True)
-class Sweep:
+class _Sweep:
     """Looks for the limit of the model at which the true peak just fits."""
 
     search: Search
@@ -506,7 +506,7 @@ class Sweep:
         """From what one segment of all needs down to the least that a sequence needs."""
         high = float(self.program.table.needed_bytes[-1, 0])
         low, least = float(self.forward.always_bytes()), high
-        for _ in range(HALVINGS):
+        for _ in range(_HALVINGS):
             if self.search.out_of_time():
                 break
             middle = (low + least) / 2
@@ -514,10 +514,10 @@ class Sweep:
                 low = middle
             else:
                 least = middle
-        return [high - (high - least) * i / LIMITS for i in range(1, LIMITS + 1)]
+        return [high - (high - least) * i / _LIMITS for i in range(1, _LIMITS + 1)]
 
     def _refine(self, over_bytes: float, under_bytes: float) -> None:
-        for _ in range(REFINEMENTS):
+        for _ in range(_REFINEMENTS):
             middle = (over_bytes + under_bytes) / 2
             if self._is_over(middle):
                 over_bytes = middle
@@ -560,11 +560,11 @@ class Sweep:
 
 def lower_set_state(forward: ForwardGraph, sequence: Sequence[int]) -> State:
     """The state that keeps what crosses the lower sets and runs segments again when read."""
-    segment = segments_of(forward, sequence)
+    segment = _segments_of(forward, sequence)
     return segmented_state(forward.problem, segment, _crossing(forward, segment, len(sequence) - 1))
 
 
-def segments_of(forward: ForwardGraph, sequence: Sequence[int]) -> list[int]:
+def _segments_of(forward: ForwardGraph, sequence: Sequence[int]) -> list[int]:
     """For each op the index of the first lower set that holds it, or `NO_SEGMENT`."""
     found = [NO_SEGMENT] * forward.problem.n_ops
     for i in reversed(range(len(sequence))):

@@ -21,7 +21,7 @@ LARGE_BYTES = ROWS * WIDTH * 4
 
 
 def mlps() -> nn.Module:
-    """Which run in pieces where that gives eager's bits, which is tried out."""
+    """Which run in chunks where that gives eager's bits, which is tried out."""
     hidden = 4 * WIDTH
     layers = [(nn.Linear(WIDTH, hidden), nn.GELU(), nn.Linear(hidden, WIDTH)) for _ in range(3)]
     return nn.Sequential(*(nn.Sequential(*layer) for layer in layers))

@@ -85,10 +85,10 @@ PAIRS = rows(
 )
 
 
-QUICK_HANDING_OVER = ("tied_weights", "input_requires_grad")
-HANDING_OVER = rows(
+QUICK_RELEASING = ("tied_weights", "input_requires_grad")
+RELEASING = rows(
     ((name, behaviour) for behaviour in BEHAVIOURS for name in MODELS),
-    lambda row: row[0] in QUICK_HANDING_OVER and "pickled" not in row[1],
+    lambda row: row[0] in QUICK_RELEASING and "pickled" not in row[1],
 )
 
 
@@ -97,10 +97,10 @@ def test_a_rewritten_module_behaves_as_the_eager_one(name: str, behaviour: str) 
     require_same(name, behaviour, *planned(name))
 
 
-@pytest.mark.parametrize(("name", "behaviour"), HANDING_OVER)
-def test_so_does_one_that_hands_over_gradients_as_they_are_made(name: str, behaviour: str) -> None:
+@pytest.mark.parametrize(("name", "behaviour"), RELEASING)
+def test_so_does_one_that_releases_gradients_as_they_are_made(name: str, behaviour: str) -> None:
     eager, module = planned(name, accumulate=True)
-    assert module._remat_compiled_step.handing is not None
+    assert module._remat_compiled_step.gradient_gates is not None
     require_same(name, behaviour, eager, module)
 
 

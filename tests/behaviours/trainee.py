@@ -10,7 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from remat.graph_capture import price, trace
+from remat.graph_capture import measure_costs, trace
 from remat.rewriter import RematModule, rewrite
 from tests.models import make
 from tests.steps import schedule_of
@@ -87,9 +87,9 @@ def _same(expected: Any, found: Any) -> bool:
 def planned(name: str, *, accumulate: bool = False) -> tuple[Trainee, RematModule]:
     """An eager module and its rewritten one; both are copied before they are used.
 
-    With `accumulate`, the rewritten one hands over each gradient as it is made.
+    With `accumulate`, the rewritten one releases each gradient as it is made.
     """
     model, args, kwargs, _, _ = make(name)
     traced = trace(model, args, kwargs, accumulate=accumulate)
-    module = rewrite(model, schedule_of(price(traced), "chen_sqrt"), trace=traced)
+    module = rewrite(model, schedule_of(measure_costs(traced), "chen_sqrt"), trace=traced)
     return Trainee(model, args, kwargs), module

@@ -1,4 +1,4 @@
-"""The benchmark's graphs: layered ones, captured ones with stated prices, and the results."""
+"""The benchmark's graphs: layered ones, captured ones with stated costs, and the results."""
 
 from __future__ import annotations
 
@@ -144,15 +144,15 @@ def test_layered_parameters_are_checked(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_captured_networks_have_stated_prices(name: str) -> None:
+def test_captured_networks_have_stated_costs(name: str) -> None:
     made = roofline(trace(**SMALL[name]()))
-    priced = [op for op in made.ops if op.target != "remat.tangents"]
-    assert all(LAUNCH_US <= op.cost_us < math.inf for op in priced)
-    assert len({op.cost_us for op in priced}) > 5
+    costed = [op for op in made.ops if op.target != "remat.tangents"]
+    assert all(LAUNCH_US <= op.cost_us < math.inf for op in costed)
+    assert len({op.cost_us for op in costed}) > 5
     assert peak_bytes(made) > working_set_bytes(made) > made.resident.total_bytes
 
 
-def test_matrix_products_and_attention_are_priced_by_their_arithmetic() -> None:
+def test_matrix_products_and_attention_are_costed_by_their_arithmetic() -> None:
     made = roofline(trace(**gpt(1, 1024, seq=2048, batch=4, vocab=64, fused=True)))
     attention = next(op for op in made.ops if "flash_attention_for_cpu.default" in op.target)
     flops = 2 * 2 * 4 * 16 * 2048 * 2048 * 64

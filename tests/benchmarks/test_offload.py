@@ -1,4 +1,4 @@
-"""The benchmark of copies: its figures are the judge's, and what is missing is said."""
+"""The benchmark of copies: its figures are the simulator's, and what is missing is said."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from remat.schedules.caching_allocator import MIB
 from remat.schedules.layout import Buffers
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
-from remat.solver import solve
+from remat.solver import solve_within
 from tests.graphs import UNLIMITED_BYTES
 from tests.solver.graphs.random_graphs import gpt_like
 
@@ -24,7 +24,7 @@ GRAPH = gpt_like(3)
 
 @pytest.fixture(scope="module")
 def schedule() -> Schedule:
-    found = solve(GRAPH, UNLIMITED_BYTES, "chen_sqrt").schedule
+    found = solve_within(GRAPH, UNLIMITED_BYTES, "chen_sqrt").schedule
     assert found is not None
     return found
 

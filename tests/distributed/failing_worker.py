@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import remat
 from remat.compile import backend
+from remat.graph_capture.costs import op_costs
 from remat.graph_capture.devices.memory_events import measure_rank_peak
 from remat.graph_capture.errors import BudgetError, RewriteError
-from remat.graph_capture.prices import pricing
 from remat.graph_capture.tracing.resident import storage_bytes
 from tests.distributed.launch import join, leave
 
@@ -93,14 +93,14 @@ def planned(model: nn.Module, args: tuple[Tensor, ...], **how: Any) -> nn.Module
     return remat.rematerialize(model, args, **asked)
 
 
-def failing_price(error: BaseException) -> Found:
-    """The first rank fails as it prices; the second waits for its plan."""
+def failing_costs(error: BaseException) -> Found:
+    """The first rank fails as it times ops; the second waits for its plan."""
 
     def fails(*_: Any, **__: Any) -> Any:
         raise error
 
     model, args = plain()
-    with mock.patch.object(pricing, "price", fails):
+    with mock.patch.object(op_costs, "measure_costs", fails):
         return said(lambda: planned(model, args, check=False))
 
 
@@ -151,7 +151,7 @@ def trained(model: nn.Module, fast: nn.Module, args: tuple[Tensor, ...]) -> Foun
 
 
 def collectives(together: Callable[[Tensor], Tensor], budget: str) -> Found:
-    """Prices are measured at the first plan. At the second only the first rank has them."""
+    """Costs are measured at the first plan. At the second only the first rank has them."""
     model, args = reduced(together)
     fast = planned(model, args, budget=budget)
     found = trained(model, fast, args)
@@ -220,8 +220,8 @@ READ = backend.read_options
 
 
 CASES: dict[str, Callable[[], Found]] = {
-    "type_error": lambda: failing_price(TypeError("a number is no glob")),
-    "interrupt": lambda: failing_price(KeyboardInterrupt()),
+    "type_error": lambda: failing_costs(TypeError("a number is no glob")),
+    "interrupt": lambda: failing_costs(KeyboardInterrupt()),
     "forward": failing_forward,
     "check": failing_check,
     "one_does_not_check": one_does_not_check,

@@ -23,12 +23,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import remat
-from remat.compile.search import PlanSearch
+from remat.compile.plan_search import PlanSearch
 from remat.graph_capture.devices.memory_events import measure_rank_peak
 from remat.graph_capture.tracing.resident import storage_bytes
 from remat.rewriter.inductor import partition
+from remat.rewriter.inductor.kernel_costs import with_kernel_costs
 from remat.rewriter.inductor.partition import Partitioner
-from remat.rewriter.inductor.prices import price_fused
 from tests.distributed.failing_worker import (
     Found,
     all_reduced,
@@ -41,20 +41,20 @@ from tests.distributed.failing_worker import (
 
 
 def wide() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """A model that DDP cuts into pieces."""
+    """A model that DDP cuts into subgraphs."""
     torch.manual_seed(0)
     layers = [module for _ in range(4) for module in (nn.Linear(512, 512), nn.GELU())]
     return nn.Sequential(*layers), (torch.randn(1024, 512),)
 
 
-def in_pieces(model: nn.Module) -> nn.Module:
+def in_subgraphs(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model, bucket_cap_mb=1, gradient_as_bucket_view=True)
 
 
 def one_plan(wrap: Callable[[nn.Module], nn.Module], make: Any, budget: str) -> Found:
-    """Plans and bits with prices of no rank kept, of the first alone, and of both.
+    """Plans and bits with costs of no rank kept, of the first alone, and of both.
 
-    Prices of each rank are its own, so that plans made by themselves would differ.
+    Costs of each rank are its own, so that plans made by themselves would differ.
     """
     cache = Path(os.environ["REMAT_CACHE"])
     found: Found = {"plans": [], "same": True, "within": True}
@@ -64,7 +64,7 @@ def one_plan(wrap: Callable[[nn.Module], nn.Module], make: Any, budget: str) -> 
             for file in cache.glob("*"):
                 file.unlink()
         before = len(remat.compiled_plans())
-        with mock.patch.object(partition, "price_fused", own_prices):
+        with mock.patch.object(partition, "with_kernel_costs", own_costs):
             trained = gradients_of(lambda model: wrap(by_remat(model, budget)), make)
         found["same"] &= all(torch.equal(a, b) for a, b in zip(expected, trained, strict=True))
         plans = remat.compiled_plans()[before:]
@@ -75,9 +75,9 @@ def one_plan(wrap: Callable[[nn.Module], nn.Module], make: Any, budget: str) -> 
     return found
 
 
-def own_prices(*args: Any) -> Any:
+def own_costs(*args: Any) -> Any:
     """What each rank measures, far from what others do."""
-    graph = price_fused(*args)
+    graph = with_kernel_costs(*args)
     factors = random.Random(dist.get_rank())
     ops = [
         msgspec.structs.replace(op, cost_us=op.cost_us * factors.uniform(1, 9)) for op in graph.ops
@@ -235,7 +235,7 @@ def compile_phases(wrap: Callable[[nn.Module], nn.Module], make: Any) -> Found:
     """Any error of a rank that compiles, before the other waits for it in a collective."""
     phases: dict[str, tuple[Any, str, Any]] = {
         "trace": (partition, "build_fused", None),
-        "price": (partition, "price_fused", None),
+        "costs": (partition, "with_kernel_costs", None),
         "emit": (partition.FusedStep, "replay", None),
         "forward": (Partitioner, "compile_inner", lambda **how: not how.get("is_backward")),
         "backward": (Partitioner, "compile_inner", lambda **how: how.get("is_backward", False)),
@@ -251,10 +251,10 @@ def compile_phases(wrap: Callable[[nn.Module], nn.Module], make: Any) -> Found:
 
 
 def plan_phases() -> Found:
-    """Any error of a rank in `rematerialize`; only the first prices and solves."""
+    """Any error of a rank in `rematerialize`; only the first times ops and solves."""
     phases: dict[str, tuple[str, tuple[int, ...]]] = {
         "remat.graph_capture.tracing.trace.trace": ("capture", (0, 1)),
-        "remat.graph_capture.prices.pricing.price": ("price", (0,)),
+        "remat.graph_capture.costs.op_costs.measure_costs": ("costs", (0,)),
         "remat.one_call.solve": ("solve", (0,)),
         "remat.rewriter.rewriting.rewrite": ("rewrite", (0, 1)),
         "remat.one_call.require_equal": ("check", (0, 1)),
@@ -271,7 +271,7 @@ def plan_phases() -> Found:
 
 CASES: dict[str, Callable[[], Found]] = {
     "collectives": lambda: one_plan(lambda model: model, lambda: reduced(all_reduced), "75%"),
-    "ddp": lambda: one_plan(in_pieces, wide, "85%"),
+    "ddp": lambda: one_plan(in_subgraphs, wide, "85%"),
     "ddp_buckets": ddp_buckets,
     "fsdp2_blocks": fsdp2_blocks,
     "compile_phases": lambda: compile_phases(DistributedDataParallel, plain),

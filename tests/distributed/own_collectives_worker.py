@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import remat
-from remat.graph_capture.devices.here import meter_of
-from remat.graph_capture.distributed.prices import measured_rank_links
+from remat.graph_capture.devices.local_devices import meter_of
+from remat.graph_capture.distributed.collective_costs import measured_rank_links
 from tests.distributed.context_models import GatheredKeys, Rotated, Ulysses, stacked
 from tests.distributed.failing_worker import Found, Reduced, run_cases, said, worst
 from tests.distributed.parallel_models import same, trained
@@ -104,7 +104,7 @@ def audited() -> Found:
 
 
 def compiled(make: Callable[[], tuple[nn.Module, Any]]) -> Found:
-    """A step by Inductor, whose forward may be in pieces; what it says where torch refuses."""
+    """A step by Inductor, whose forward may be several graphs; what it says where torch refuses."""
     torch._dynamo.reset()
     model, args = make()
     model(*args).backward()

@@ -123,7 +123,7 @@ def refused() -> Found:
 
 
 def warm_and_cold() -> Found:
-    """The first rank has prices, the second has none; then the other way round."""
+    """The first rank has costs, the second has none; then the other way round."""
     mesh, cache = mesh_of_all(), Path(os.environ["REMAT_CACHE"])
     model, args = parallelised(mesh, tensor_parallel)
     planned(model, args, check=False)

@@ -69,7 +69,7 @@ def require_eagers_bits(all_found: Found, case: str) -> None:
 
 
 def test_collectives_train_to_eagers_bits(two: Found) -> None:
-    """With prices of no rank, of both, and of one alone."""
+    """With costs of no rank, of both, and of one alone."""
     require_eagers_bits(two, "all_reduce")
 
 

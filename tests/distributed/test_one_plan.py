@@ -19,8 +19,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 @pytest.mark.parametrize("case", ["collectives", "ddp"])
-def test_ranks_with_other_prices_follow_one_plan(two: Found, case: str) -> None:
-    """With prices kept by no rank, by the first alone, and by both."""
+def test_ranks_with_other_costs_follow_one_plan(two: Found, case: str) -> None:
+    """With costs kept by no rank, by the first alone, and by both."""
     for plans in zip(*(found[case]["plans"] for found in two), strict=True):
         assert plans[0] == plans[1]
     for found in two:

@@ -54,7 +54,7 @@ def test_blocks_are_sharded_by_fsdp2_over_another_dimension(tmp_path: Path) -> N
         assert all(same.values()), same
 
 
-def test_prices_of_one_rank_alone_keep_nobody_waiting(two: Found) -> None:
+def test_costs_of_one_rank_alone_keep_nobody_waiting(two: Found) -> None:
     plans = [found["warm_and_cold"]["plans"] for found in two]
     assert len(plans[0]) == 2
     assert plans[0] == plans[1]

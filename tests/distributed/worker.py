@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import remat
 from remat.graph_capture.devices.memory_events import RUNS, measure_rank_peak
 from remat.graph_capture.tracing.resident import storage_bytes
-from remat.ranks.together import Together
+from remat.ranks.collective_call import CollectiveCall
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.block_models import Stack, rows
@@ -99,13 +99,13 @@ def whole(kind: Any, wrap: Callable[[nn.Module], nn.Module]) -> Found:
     eager = wrap(copy.deepcopy(model))
     results: list[Any] = []
 
-    from_first = Together.from_first
+    from_first = CollectiveCall.from_first
 
-    def kept(self: Together, *given: Any) -> Any:
+    def kept(self: CollectiveCall, *given: Any) -> Any:
         results.append(from_first(self, *given))
         return results[-1]
 
-    with mock.patch.object(Together, "from_first", kept):
+    with mock.patch.object(CollectiveCall, "from_first", kept):
         fast = remat.rematerialize(
             model, args, budget="75%", solver="cut", check=False,
             sharding=sharding(kind), group=dist.group.WORLD,

@@ -16,16 +16,16 @@ from typing import Any, NamedTuple
 
 import remat
 from benchmarks.cells.instance_format import graph_of, read_instance
+from remat.analysis.plan_report import fronts_in
+from remat.graph_capture.costs.cache import WholeStepTimes
+from remat.graph_capture.costs.profile import OpWork, Profile, ProfiledOp, as_profile
 from remat.graph_capture.errors import LayoutError, RematError
 from remat.graph_capture.files import read_contents
 from remat.graph_capture.graph import Resident
-from remat.graph_capture.prices.cache import WholeStep
-from remat.graph_capture.prices.profile import Profile, ProfiledOp, Work, as_profile
-from remat.job.opened import captured, open_plan, read_kept, schedule_in
+from remat.job.plan_source import captured, open_plan, read_kept, schedule_in
 from remat.job.request import NO_BUDGET, Request
 from remat.placed import arena_text
 from remat.progress import Stopwatch
-from remat.questions.report import fronts_in
 from remat.rewriter.plans.facts import signature_from
 from remat.schedules.layout import Layout, buffers_of, check_layout
 from remat.schedules.plan import (
@@ -104,10 +104,12 @@ def front() -> bytes:
 def profile() -> bytes:
     """A profile of two ops and a step."""
     ops = {
-        "aten.mm.default(2x2)": ProfiledOp(3.5, 64, work=Work("matmul", "float32", 16, 48)),
+        "aten.mm.default(2x2)": ProfiledOp(3.5, 64, work=OpWork("matmul", "float32", 16, 48)),
         "aten.exp.default(4)": ProfiledOp(1.25),
     }
-    return Profile("cpu", "a machine", "2.13.0", ops, steps={"ab": WholeStep(9.0, 1.0)}).to_json()
+    return Profile(
+        "cpu", "a machine", "2.13.0", ops, steps={"ab": WholeStepTimes(9.0, 1.0)}
+    ).to_json()
 
 
 def archive(data: bytes) -> bytes:

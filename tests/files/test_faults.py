@@ -92,7 +92,7 @@ def test_nothing_is_left_of_a_process_that_is_killed(tmp_path: Path) -> None:
     path.write_bytes(OLD)
     code = (
         "import os, signal\nfrom remat.graph_capture.files import replaced\n"
-        f"with replaced({str(path)!r}) as out:\n"
+        f"with atomic_write({str(path)!r}) as out:\n"
         "    out.write(b'half'); out.flush(); os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], check=False)

@@ -79,7 +79,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @functools.cache
 def keep_of(name: str, path: Path) -> None:
-    """Have there what a verb keeps for later, prices say."""
+    """Have there what a verb keeps for later, such as costs."""
     verb(*WRITERS[name])(path)
 
 

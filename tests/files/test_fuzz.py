@@ -17,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from remat.graph_capture.prices.cache import Price, PriceCache, WholeStep
+from remat.graph_capture.costs.cache import CostCache, OpCost, WholeStepTimes
 from remat.progress import MOST_WORD, in_one_line
 from tests.files.damage import TO_BYTES, TO_JSON
 from tests.files.kinds import ERRORS, FileKind, archive, kinds, plan
@@ -98,13 +98,13 @@ def test_a_damaged_file_is_refused_or_sound(name: str, tmp_path: Path) -> None:
     assert seen[False] > 0
 
 
-def test_a_damaged_price_cache_is_left_alone_with_a_warning(
+def test_a_damaged_cost_cache_is_left_alone_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
-    cache, seen = PriceCache("a machine"), Counter[bool]()
-    cache.prices |= {"aten.mm(2x2)": Price(3.5, 64), "aten.exp(4)": Price(1.25, is_estimate=True)}
-    cache.steps |= {"ab": WholeStep(9.0, 1.0)}
+    cache, seen = CostCache("a machine"), Counter[bool]()
+    cache.costs |= {"aten.mm(2x2)": OpCost(3.5, 64), "aten.exp(4)": OpCost(1.25, is_estimate=True)}
+    cache.steps |= {"ab": WholeStepTimes(9.0, 1.0)}
     cache.save()
     valid = cache.path.read_bytes()
 
@@ -114,13 +114,13 @@ def test_a_damaged_price_cache_is_left_alone_with_a_warning(
         cache.path.write_bytes(draw.choice(TO_JSON)(valid, draw))
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            found = PriceCache("a machine")
+            found = CostCache("a machine")
         seen[bool(told)] += 1
         for warning in told:
             assert str(cache.path) in str(warning.message)
-            assert not found.prices
+            assert not found.costs
             assert not found.steps
-        assert all(0 <= price.cost_us <= 1e100 for price in found.prices.values())
+        assert all(0 <= cost.cost_us <= 1e100 for cost in found.costs.values())
 
     judge()
     assert seen[True] > CASES // 3

@@ -9,7 +9,7 @@ import torch
 import remat
 from remat.budgets import unmodified
 from remat.graph_capture import trace
-from remat.graph_capture.prices.pricing import price
+from remat.graph_capture.costs.op_costs import measure_costs
 from tests.fused_losses.variants import Size, Variant
 from tests.limits import AMPLE_S
 
@@ -45,7 +45,7 @@ def measured(variant: Variant, size: Size, solver: str = "auto") -> Found:
     model, args = variant.make(size)
     with torch.autocast("cpu", torch.bfloat16, enabled=variant.autocast):
         traced = trace(model, args)
-        graph = price(traced)
+        graph = measure_costs(traced)
         found = remat.solve(graph, "100%", solver, time_limit_s=AMPLE_S)
         assert found.schedule is not None
         module = remat.rewrite(model, found.schedule, trace=traced)

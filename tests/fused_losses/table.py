@@ -7,7 +7,7 @@ import sys
 
 from remat.formats import bytes_text
 from remat.graph_capture.errors import RematError
-from tests.fixed_prices import REPLACED, patched
+from tests.fixed_costs import REPLACED, patched
 from tests.fused_losses.measure import measured
 from tests.fused_losses.variants import LARGE, SMALL, VARIANTS, WIDE
 

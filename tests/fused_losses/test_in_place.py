@@ -157,7 +157,7 @@ def test_so_it_is_in_less_memory_and_in_another_order(body: Body) -> None:
 
 def writes_of(body: Body) -> list[str]:
     graph = remat.capture(Written(body), (batch(),))
-    return [op.target for op in graph.ops if op.pinned == WRITES]
+    return [op.target for op in graph.ops if op.no_recompute == WRITES]
 
 
 def test_a_sum_is_one_value_unless_something_reads_it_before_it_is_done() -> None:
@@ -175,7 +175,7 @@ def test_what_autograd_records_may_be_computed_again() -> None:
             return self.last(torch.tanh(y)).square().mean()
 
     graph = remat.capture(Recorded(first_term), (batch(),))
-    assert not any(op.pinned == WRITES for op in graph.ops)
+    assert not any(op.no_recompute == WRITES for op in graph.ops)
 
 
 def test_the_unmodified_peak_counts_what_a_variable_holds() -> None:

@@ -14,8 +14,8 @@ from torch.optim import AdamW
 
 import remat
 from examples.gpt import GPT, Sizes
-from remat.compile.one_shape import libraries_bytes
-from remat.graph_capture.devices.here import meter_of
+from remat.compile.specialize import libraries_bytes
+from remat.graph_capture.devices.local_devices import meter_of
 from remat.graph_capture.errors import DeviceError
 from remat.graph_capture.tracing.resident import storage_bytes
 from tests.links import with_links
@@ -60,7 +60,7 @@ def trained(
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_ten_steps_that_update_at_once_are_eagers(fused: bool) -> None:
+def test_ten_steps_of_an_optimizer_in_backward_are_eagers(fused: bool) -> None:
     model, args = gpt()
     other = copy.deepcopy(model)
     expected = trained(other, AdamW(other.parameters(), fused=fused), args)
@@ -88,7 +88,7 @@ def test_a_step_under_autocast_with_scaled_gradients_is_eagers(dtype: torch.dtyp
     assert all(map(torch.equal, gradients(fast), gradients(model)))
 
 
-def test_a_head_in_pieces_gives_eagers_bits() -> None:
+def test_a_head_in_chunks_gives_eagers_bits() -> None:
     model, args = gpt(vocab=32768, layers=1, dropout=0.0)
     graph = remat.capture(model, args)
     result = remat.solve(graph, "min", solver="cut")
@@ -98,7 +98,7 @@ def test_a_head_in_pieces_gives_eagers_bits() -> None:
     assert found.differences == ()
     assert abs(result.peak_bytes / found.plan_peak_bytes - 1) <= PEAK_ERROR
     whole = remat.solve(remat.capture(model, args, split="none"), "min", solver="cut")
-    assert result.peak_bytes <= whole.peak_bytes  # equal where pieces would not keep the bits
+    assert result.peak_bytes <= whole.peak_bytes  # equal where chunks would not keep the bits
 
 
 def test_each_batch_size_has_its_plan() -> None:
@@ -172,7 +172,7 @@ def test_a_plan_with_copies_trains_as_eager_with_the_predicted_peak(kind: str) -
     result = remat.solve(graph, "150%", solver=kind)
     assert result.schedule is not None
     schedule = out_at_once(graph, result.schedule, large(graph))
-    module = remat.rewrite(model, schedule, priced=graph)
+    module = remat.rewrite(model, schedule, costed=graph)
     found = remat.check(model, module, args)
     assert found.differences == ()
     assert abs(remat.simulate(graph, schedule).peak_bytes / found.plan_peak_bytes - 1) <= PEAK_ERROR

@@ -10,8 +10,8 @@ import torch
 import remat
 from remat.graph_capture import TrainingGraph, capture
 from remat.graph_capture.devices.cuda import PROBE
-from remat.graph_capture.devices.here import meter_of
-from remat.job.factory import Loaded, load
+from remat.graph_capture.devices.local_devices import meter_of
+from remat.job.factory import Loaded, load_model
 from remat.rewriter import Check, check, rewrite
 from remat.schedules.simulate import simulate
 from remat.solver import make_solver
@@ -27,7 +27,7 @@ pytestmark = [
 
 
 def loaded(name: str) -> Loaded:
-    return load(f"{EXAMPLES / name}.py:factory").on("cuda")
+    return load_model(f"{EXAMPLES / name}.py:factory").on("cuda")
 
 
 def captured(model: Loaded) -> TrainingGraph:
@@ -66,7 +66,7 @@ def test_dropout_is_drawn_again_on_the_device() -> None:
     assert "run_with_rng_state" in rewrite(model.model, schedule).code
 
 
-def test_a_step_takes_the_sum_of_its_prices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_takes_the_sum_of_its_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in LARGE.items():
         monkeypatch.setenv(f"GPT_{key}", value)
     model = loaded("gpt")

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from remat.graph_capture.errors import GraphError
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
-from remat.solver import solve
+from remat.solver import solve_within
 
 A = Op("a", "t", "forward", (), ("va",), 1.0)
 B = Op("b", "t", "backward", ("va",), ("vb",), 2.0)
@@ -81,7 +81,7 @@ WRONG: dict[str, tuple[Callable[[], object], tuple[str, ...]]] = {
     ),
     "cost that is no number": (
         lambda: remade(ops=(A, replace(B, cost_us=math.nan))),
-        ("op b has a negative or undefined price: nan us",),
+        ("op b has a negative or undefined cost: nan us",),
     ),
     "infinite cost": (
         lambda: remade(ops=(A, replace(B, cost_us=math.inf))),
@@ -157,8 +157,8 @@ def test_bad_graph_files_are_refused(case: str) -> None:
 
 @pytest.mark.parametrize("solver", ["auto", "cut", "checkmate", "exhaustive", "dtr"])
 def test_a_budget_of_nothing_is_a_result_and_no_error(solver: str) -> None:
-    result = solve(GOOD, 0, solver)
+    result = solve_within(GOOD, 0, solver)
     assert result.status == "infeasible"
     assert result.schedule is None
     assert result.least_feasible_bytes == 12
-    assert solve(GOOD, 12, solver).status == "optimal"
+    assert solve_within(GOOD, 12, solver).status == "optimal"

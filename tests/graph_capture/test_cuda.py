@@ -16,21 +16,20 @@ from torch import Tensor, nn
 import remat
 from remat.graph_capture import capture, trace
 from remat.graph_capture import refusals as refuse
+from remat.graph_capture.costs import op_costs
+from remat.graph_capture.costs.profile import Profile
 from remat.graph_capture.devices import cuda as cuda_meter
 from remat.graph_capture.devices.cuda import CudaMeter
-from remat.graph_capture.devices.memory_events import RegionMemory
-from remat.graph_capture.devices.placement import check_placement, resolved_device
-from remat.graph_capture.devices.table import (
+from remat.graph_capture.devices.known_devices import (
     ALLOCATION_BYTES,
-    allocated_on,
+    allocator_rounding,
     check_device,
     table_name,
 )
+from remat.graph_capture.devices.memory_events import RegionMemory
+from remat.graph_capture.devices.placement import check_placement, resolved_device
 from remat.graph_capture.errors import CaptureError, DeviceError, ProfileError
 from remat.graph_capture.joint import exact_ops as batch_norm
-from remat.graph_capture.prices import pricing
-from remat.graph_capture.prices import pricing as op_prices
-from remat.graph_capture.prices.profile import Profile
 from remat.graph_capture.refusals import cudnn_rnn_message, refuse_module
 from remat.graph_capture.tracing import signature
 from remat.rewriter import check, rewrite
@@ -46,7 +45,7 @@ def as_if_on_cuda(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     """Lets a step whose tensors are on the CPU pass for one on ``cuda:0``."""
     for module in (refuse, signature):
         monkeypatch.setattr(module, "check_placement", lambda *_: None)
-    monkeypatch.setattr(pricing, "_on_the_host", lambda _: frozenset())
+    monkeypatch.setattr(op_costs, "_on_the_host", lambda _: frozenset())
     monkeypatch.setattr(cuda_meter, "SETTLE_S", 0.0)
     monkeypatch.setattr(CudaMeter, "_flush", lambda _: None)
     monkeypatch.setattr(CudaMeter, "library_bytes", lambda _: LIBRARY_BYTES)
@@ -60,12 +59,12 @@ def step(**changes: Any) -> dict[str, Any]:
     return {"model": model, "args": (torch.randn(9, 33),), "loss_fn": torch.sum, **changes}
 
 
-def test_a_graph_of_a_cuda_device_has_its_prices_sizes_and_versions(
+def test_a_graph_of_a_cuda_device_has_its_costs_sizes_and_versions(
     as_if_on_cuda: FakeCuda,
 ) -> None:
     as_if_on_cuda.device_us = 1e6
     graph = capture(**step(), device="cuda")
-    assert (graph.device, graph.prices) == ("cuda:0", "measured")
+    assert (graph.device, graph.cost_origin) == ("cuda:0", "measured")
     assert {round(op.cost_us) for op in graph.ops} == {0, 10**6}
     assert all(v.size_bytes % ALLOCATION_BYTES == 0 for v in graph.values)
     assert any(v.size_bytes for v in graph.values if v.producer)
@@ -85,8 +84,8 @@ def test_workspaces_are_what_an_op_asks_for_beyond_its_results(
     monkeypatch.setattr(CudaMeter, "regions", regions)
     graph = capture(**step(), device="cuda")
     (gelu,) = (op for op in graph.ops if op.target == "aten.gelu.default")
-    assert gelu.workspace_bytes == allocated_on("cuda:0")(3000 - 9 * 17 * 4) == 2560
-    assert allocated_on("cpu")(700) == 700
+    assert gelu.workspace_bytes == allocator_rounding("cuda:0")(3000 - 9 * 17 * 4) == 2560
+    assert allocator_rounding("cpu")(700) == 700
 
 
 def test_a_saved_random_state_takes_nothing_on_the_device() -> None:
@@ -98,7 +97,7 @@ def test_a_saved_random_state_takes_nothing_on_the_device() -> None:
 
 def test_what_a_step_has_on_the_host_takes_nothing_on_the_device() -> None:
     joint = trace(**step()).joint
-    assert pricing._on_the_host(joint) == frozenset(joint.base_of_value)
+    assert op_costs._on_the_host(joint) == frozenset(joint.base_of_value)
 
 
 def test_a_profile_of_a_cuda_device_names_it_and_serves_it(as_if_on_cuda: FakeCuda) -> None:
@@ -120,7 +119,7 @@ def test_a_profile_of_a_cuda_device_serves_the_device_of_the_table_that_it_is(
 ) -> None:
     profile = remat.profile(**step(), device="cuda")
     graph = capture(**step(), device="h100", profile=profile)
-    assert graph.prices == "mixed"
+    assert graph.cost_origin == "mixed"
     assert f"measured on {TITLE}" in graph.notes[0]
     with pytest.raises(ProfileError, match="the profile is of cuda, not of a100"):
         capture(**step(), device="a100", profile=profile)
@@ -221,7 +220,7 @@ def test_what_only_a_cpu_cannot_do_is_not_refused_on_cuda(
     refuse_module(nn.GRUCell(5, 5), "cuda:0")
 
 
-def test_an_op_that_breaks_the_device_ends_pricing(
+def test_an_op_that_breaks_the_device_ends_timing(
     as_if_on_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> Any:
@@ -233,8 +232,8 @@ def test_an_op_that_breaks_the_device_ends_pricing(
         capture(**step(), device="cuda")
     node = next(iter(trace(**step()).joint.node_of_op.values()))
     with pytest.raises(CaptureError, match="left the CUDA device unusable in this process"):
-        op_prices._refuse_broken_device(node, RuntimeError("CUDA error: device-side assert"))
-    op_prices._refuse_broken_device(node, RuntimeError("out of memory"))
+        op_costs._refuse_broken_device(node, RuntimeError("CUDA error: device-side assert"))
+    op_costs._refuse_broken_device(node, RuntimeError("out of memory"))
 
 
 @pytest.fixture
@@ -251,7 +250,7 @@ def test_batch_norms_of_chosen_kernels_train_as_eager(by_cudnn: None, kind: str)
     assert {op.target for op in norms} == {
         "aten._batch_norm_with_update_functional.default", "aten.batch_norm_backward.default"
     }  # fmt: skip
-    assert all("reserved" in op.pinned for op in norms if op.phase == "backward")
+    assert all("reserved" in op.no_recompute for op in norms if op.phase == "backward")
     schedule = remat.solver.make_solver(kind).schedule(graph)
     module = rewrite(model, schedule)
     assert ("remat.batch_norm" in module.code) == (kind == "chen_sqrt")
@@ -279,7 +278,7 @@ def test_batch_norms_without_statistics_too(by_cudnn: None) -> None:
 def test_what_a_kernel_trusts_comes_from_its_own_op(
     by_cudnn: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from remat.graph_capture.prices import op_times as sample_inputs
+    from remat.graph_capture.costs import op_times as sample_inputs
 
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
     taken: list[str] = []

@@ -11,7 +11,7 @@ import torch
 from remat.graph_capture.devices import cuda as cuda_meter
 from remat.graph_capture.devices.cpu import CpuMeter
 from remat.graph_capture.devices.cuda import CYCLES_PER_US, MOST_SLEEP_US, CudaMeter
-from remat.graph_capture.devices.here import meter_of
+from remat.graph_capture.devices.local_devices import meter_of
 from tests.fake_cuda import L2_BYTES, TITLE, FakeCuda, cuda
 
 __all__ = ["cuda"]
@@ -29,7 +29,7 @@ def test_each_device_has_its_meter(cuda: FakeCuda) -> None:
     assert (meter_of("cuda:0").device, meter_of("cuda:0").title) == ("cuda:0", TITLE)
 
 
-def test_the_price_of_an_op_is_the_longer_of_the_devices_and_the_hosts_time(
+def test_the_cost_of_an_op_is_the_longer_of_the_devices_and_the_hosts_time(
     cuda: FakeCuda, meter: CudaMeter
 ) -> None:
     cuda.device_us = 5e4
@@ -117,7 +117,7 @@ def test_the_streams_are_kept_while_ops_run(cuda: FakeCuda, meter: CudaMeter) ->
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_what_changes_kernels_changes_the_file_of_prices(
+def test_what_changes_kernels_changes_the_file_of_costs(
     cuda: FakeCuda, meter: CudaMeter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = meter.settings

@@ -1,4 +1,4 @@
-"""Devices that are not here: the table, modelled prices, models without storage."""
+"""Devices that are not here: the table, modelled costs, models without storage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from torch.nn import functional
 
 import remat
 from remat.graph_capture import capture, trace
-from remat.graph_capture.devices.table import ALLOCATION_BYTES, GB, device_table, modelled_device
+from remat.graph_capture.devices.known_devices import (
+    ALLOCATION_BYTES,
+    GB,
+    device_table,
+    modelled_device,
+)
 from remat.graph_capture.errors import CaptureError, DeviceError, RewriteError, ScheduleError
 from remat.graph_capture.graph import TrainingGraph
 from remat.rewriter import check, rewrite
@@ -72,7 +77,7 @@ def test_faster_devices_have_faster_steps() -> None:
 
 def test_a_modelled_graph_says_so_and_rounds_sizes_as_the_device_does() -> None:
     graph = planned(blocks())
-    assert (graph.device, graph.prices) == ("h100", "modelled")
+    assert (graph.device, graph.cost_origin) == ("h100", "modelled")
     assert all(value.size_bytes % ALLOCATION_BYTES == 0 for value in graph.values)
     assert all(op.cost_us > 0 for op in graph.ops if op.target != "remat.tangents")
     assert graph.resident.total_bytes % ALLOCATION_BYTES == 0
@@ -189,7 +194,7 @@ def test_fake_cuda_tensors_are_refused_before_autograd_sees_them() -> None:
 
 
 def test_the_table_is_plain_json_of_known_keys() -> None:
-    from remat.graph_capture.devices.table import TABLE
+    from remat.graph_capture.devices.known_devices import DEVICES_FILE
 
-    shown = json.loads(TABLE.read_text())
+    shown = json.loads(DEVICES_FILE.read_text())
     assert msgspec.to_builtins(device_table()) == shown

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from remat import checks
+from remat.graph_capture.costs import step_time
 from remat.graph_capture.devices import memory as free_memory
 from remat.graph_capture.devices.memory import free_bytes, is_out_of_memory
 from remat.graph_capture.errors import BudgetError
-from remat.graph_capture.prices import step_time
 from tests.fake_cuda import FakeCuda, cuda
 from tests.solver.graphs.random_graphs import chain
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from remat.graph_capture import TrainingGraph, capture, trace
-from remat.graph_capture.eager_step import as_eager
+from remat.graph_capture.eager_step import with_eager_sizes
 from remat.rewriter import check, rewrite
 from remat.schedules.simulate import simulate
 from tests.models import BATCH, MODELS, WIDTH, make
@@ -82,11 +82,11 @@ def test_tied_weights_count_once() -> None:
 
 def test_what_must_not_run_twice_is_pinned_with_a_reason() -> None:
     norm = graph_of("batch_norm_in_place_relu")
-    pinned = {op.target: op.pinned for op in norm.ops if op.pinned}
+    pinned = {op.target: op.no_recompute for op in norm.ops if op.no_recompute}
     assert "running statistics" in pinned["remat.statistics"]
     assert "num_batches_tracked" in pinned["aten.add.Tensor"]
-    assert not any(op.pinned for op in norm.ops if "batch_norm" in op.target)
-    reads = [op.pinned for op in graph_of("overwritten_input").ops if op.pinned]
+    assert not any(op.no_recompute for op in norm.ops if "batch_norm" in op.target)
+    reads = [op.no_recompute for op in graph_of("overwritten_input").ops if op.no_recompute]
     assert any("which the step overwrites" in reason for reason in reads)
 
 
@@ -122,7 +122,7 @@ def test_the_unmodified_step_is_predicted(name: str) -> None:
     model, args, kwargs, loss_fn, target = make(name)
     held_bytes = HELD_BY_A_VARIABLE.get(name, 0)
     graph = capture(model, args, kwargs, loss_fn=loss_fn, target=target)
-    eager = as_eager(graph)
+    eager = with_eager_sizes(graph)
     predicted = simulate(eager, schedule_of(eager, "store_all")).peak_bytes
     module = rewrite(model, schedule_of(graph, "store_all"))
     found = check(model, module, args, kwargs, loss_fn=loss_fn, target=target, steps=1)

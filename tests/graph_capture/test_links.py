@@ -13,18 +13,10 @@ import msgspec
 import pytest
 import torch
 
-from remat.graph_capture.devices import cuda as cuda_links
-from remat.graph_capture.devices import file_links
-from remat.graph_capture.devices.cuda import pinned_pair
-from remat.graph_capture.devices.file_links import FileMeter, file_pair
-from remat.graph_capture.devices.memory import AUTO_SHARE, LowerTiers, lower_tiers
-from remat.graph_capture.devices.table import device_table
-from remat.graph_capture.errors import BudgetError, FileError, ProfileError, TierError
-from remat.graph_capture.graph import Links
-from remat.graph_capture.prices import measuring as link_prices
-from remat.graph_capture.prices.cache import PriceCache
-from remat.graph_capture.prices.link_speeds import (
-    PINNED,
+from remat.graph_capture.costs import measuring as link_costs
+from remat.graph_capture.costs.cache import CostCache
+from remat.graph_capture.costs.link_speeds import (
+    PINNED_MEMORY,
     PLANNED_SHARE,
     LinkPair,
     LinkSpeed,
@@ -33,17 +25,25 @@ from remat.graph_capture.prices.link_speeds import (
     fitted,
     speed_of,
 )
-from remat.graph_capture.prices.measuring import links_below, relinked
-from remat.graph_capture.prices.profile import Profile
+from remat.graph_capture.costs.measuring import links_below, relinked
+from remat.graph_capture.costs.profile import Profile
+from remat.graph_capture.devices import cuda as cuda_links
+from remat.graph_capture.devices import file_links
+from remat.graph_capture.devices.cuda import pinned_pair
+from remat.graph_capture.devices.file_links import FileMeter, file_pair
+from remat.graph_capture.devices.known_devices import device_table
+from remat.graph_capture.devices.memory import AUTO_SHARE, LowerTiers, lower_tiers
+from remat.graph_capture.errors import BudgetError, FileError, ProfileError, TierError
+from remat.graph_capture.graph import Links
 from remat.graph_capture.spill_files import Folder, host_folder, require_writable
 from tests.copying import copying_chain
 from tests.fake_cuda import TITLE, FakeCuda, cuda
-from tests.fixed_prices import CLOCKED, LINK, patched
+from tests.fixed_costs import CLOCKED, LINK, patched
 
 __all__ = ["cuda"]
 
 GIB = 1 << 30
-MEASURED = {(link_prices, "measured_pair"): CLOCKED[link_prices, "measured_pair"]}
+MEASURED = {(link_costs, "measured_pair"): CLOCKED[link_costs, "measured_pair"]}
 
 
 def pair(place: str = "a folder", gb_s: float = 1.0) -> LinkPair:
@@ -240,7 +240,7 @@ def test_a_cuda_device_is_measured_pinned_and_not(
     monkeypatch.setattr(torch, "empty", fake.empty)
     monkeypatch.setattr(torch.cuda, "Event", fake.event)
     found = pinned_pair("cuda:0")
-    assert found.place == PINNED
+    assert found.place == PINNED_MEMORY
     for way in (found.down, found.up):
         assert (way.gb_s, way.both_gb_s) == pytest.approx((50.0, 50.0))
         assert way.latency_us == pytest.approx(5.0)
@@ -282,7 +282,7 @@ def test_links_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
     monkeypatch.setenv("REMAT_OFFLOAD", str(tmp_path))
-    monkeypatch.setattr(link_prices, "file_pair", counted)
+    monkeypatch.setattr(link_costs, "file_pair", counted)
     with patched(MEASURED):
         tiers = LowerTiers(GIB, GIB, str(tmp_path))
         first = links_below("cpu", tiers)
@@ -291,7 +291,7 @@ def test_links_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.Mo
         again = links_below("cpu", tiers, measure_again=True)
         assert again.d2h.bytes_per_us > first.d2h.bytes_per_us
         assert links_below("cpu", tiers) == again
-        known = link_prices.kept_links("cpu")
+        known = link_costs.kept_links("cpu")
         assert set(known) == {f"host: {tmp_path}", f"NVMe at {tmp_path}"}
 
 
@@ -299,20 +299,20 @@ def test_a_kept_link_that_cannot_be_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
-    cache = PriceCache("a machine")
+    cache = CostCache("a machine")
     cache.links["host"] = pair(gb_s=1.0)
     cache.save()
-    assert PriceCache("a machine").links == {"host": pair(gb_s=1.0)}
+    assert CostCache("a machine").links == {"host": pair(gb_s=1.0)}
     cache.path.write_bytes(cache.path.read_bytes().replace(b'"gb_s":1.0', b'"gb_s":-1.0'))
-    with pytest.warns(UserWarning, match="a price cannot be"):
-        assert PriceCache("a machine").links == {}
+    with pytest.warns(UserWarning, match="a cost cannot be"):
+        assert CostCache("a machine").links == {}
 
 
 def test_a_cuda_device_has_pinned_memory_below(
     cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
-    monkeypatch.setattr(cuda_links, "pinned_pair", lambda device: pair(PINNED, 50.0))
+    monkeypatch.setattr(cuda_links, "pinned_pair", lambda device: pair(PINNED_MEMORY, 50.0))
     with patched(MEASURED):
         found = links_below("cuda:0", LowerTiers(GIB))
     assert found.d2h.bytes_per_us == pytest.approx(45e3)
@@ -332,14 +332,14 @@ def test_links_come_from_a_profile() -> None:
 
 
 def test_a_profile_without_links_serves_its_own_machine() -> None:
-    here = link_prices.meter_of("cpu").title
+    here = link_costs.meter_of("cpu").title
     assert links_below("cpu", LowerTiers(GIB), profile(here, None)).d2h.latency_us == 10.0
     with pytest.raises(ProfileError, match="another machine has no links to its host"):
         links_below("cpu", LowerTiers(GIB), profile("another machine", None))
 
 
 def test_a_profile_of_a_device_of_the_table_replaces_its_model() -> None:
-    known = profile(TITLE, LinkSpeeds(pair(PINNED, 55.0)), "cuda")
+    known = profile(TITLE, LinkSpeeds(pair(PINNED_MEMORY, 55.0)), "cuda")
     found = links_below("h100", LowerTiers(GIB, GIB, "/mnt/nvme"), known)
     assert found.d2h.bytes_per_us == pytest.approx(0.9 * 55e3)
     assert found.write

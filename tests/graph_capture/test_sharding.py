@@ -42,7 +42,7 @@ def test_fsdp2_divides_what_lasts_and_rounds_the_first_dimension_up() -> None:
 def test_a_model_sharded_as_one_is_gathered_for_the_whole_step() -> None:
     model = Stack()
     graph = remat.capture(model, (rows(),), sharding=Sharding("fsdp2", 2))
-    said = [op.target for op in graph.ops if op.price == "estimated"]
+    said = [op.target for op in graph.ops if op.cost_origin == "estimated"]
     assert said == [GATHER, UNSHARD, RESHARD, RESHARD, COPY_IN, REDUCE]
     assert [op.target for op in graph.ops[:2]] == [GATHER, UNSHARD]
     assert graph.ops[-1].target == REDUCE
@@ -115,7 +115,7 @@ def step_of(**asked: Any) -> TrainingGraph:
 
 
 def targets(graph: TrainingGraph, module: str) -> list[str]:
-    return [op.target for op in graph.ops if op.price == "estimated" and op.module == module]
+    return [op.target for op in graph.ops if op.cost_origin == "estimated" and op.module == module]
 
 
 def test_parameters_that_are_kept_are_gathered_once() -> None:

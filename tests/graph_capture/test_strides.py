@@ -16,7 +16,7 @@ import remat
 from remat.graph_capture import capture
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.tracing import fake_tensors as true_strides
-from remat.graph_capture.tracing.fake_tensors import RULES, fake_with_true_strides
+from remat.graph_capture.tracing.fake_tensors import RULES, fake_with_eager_strides
 from remat.schedules.plan import Prediction
 
 aten = torch.ops.aten
@@ -138,7 +138,7 @@ def strides(found: Any) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("layout", list(OPS))
 def test_fake_results_are_laid_out_as_real_ones(layout: str) -> None:
-    fake = fake_with_true_strides()
+    fake = fake_with_eager_strides()
     seen = set()
     for function, args in calls(*OPS[layout]()):
         real = strides(function(*args))
@@ -215,7 +215,7 @@ def norms_of(dtype: torch.dtype, of_weights: torch.dtype) -> Iterator[tuple[Any,
 def test_statistics_of_norms_have_the_dtype_that_the_kernels_give_them(dtype: torch.dtype) -> None:
     for of_weights in {dtype, torch.float32}:
         for op, args in norms_of(dtype, of_weights):
-            fake = fake_with_true_strides()
+            fake = fake_with_eager_strides()
             given = [fake.from_tensor(a) if isinstance(a, Tensor) else a for a in args]
             with fake:
                 found = [one.dtype for one in op(*given)]

@@ -97,7 +97,9 @@ def case(name: str, accumulate: bool) -> tuple[nn.Module, tuple[Tensor, ...], Tr
 
 def added_in_place(graph: TrainingGraph) -> list[Any]:
     return [
-        op for op in graph.ops if op.pinned in (WRITES, WRITES_FIRST) and op.phase == "backward"
+        op
+        for op in graph.ops
+        if op.no_recompute in (WRITES, WRITES_FIRST) and op.phase == "backward"
     ]
 
 
@@ -122,7 +124,7 @@ def test_the_unmodified_step_is_predicted_with_two_terms_at_a_time(name: str) ->
 
 
 def test_sums_stay_in_the_order_of_their_terms_in_any_order_of_ops() -> None:
-    """Each write reads what stands for the one before, and what hands over reads the last."""
+    """Each write reads what stands for the one before, and what releases it reads the last."""
     _, _, graph = case("unrolled", accumulate=True)
     writes = added_in_place(graph)
     value = {op.name: op.inputs[0] for op in writes}

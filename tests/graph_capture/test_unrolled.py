@@ -1,4 +1,4 @@
-"""Loops that forward unrolls: what is alike in each step is priced once, however many there are."""
+"""Loops that forward unrolls: what is alike in each step is timed once, however many there are."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from remat.graph_capture import trace
+from remat.graph_capture.costs.op_costs import examples
 from remat.graph_capture.joint.nodes import copy_of
-from remat.graph_capture.prices.pricing import examples
 
 LARGER = (nn.LSTMCell, nn.GRUCell)
 
@@ -37,12 +37,12 @@ def keys_of(cell: type[nn.RNNCellBase], steps: int, width: int = 16) -> set[str]
 @pytest.mark.parametrize(
     "cell", [nn.RNNCell, *(pytest.param(c, marks=pytest.mark.slow) for c in LARGER)]
 )
-def test_more_steps_are_no_more_prices(cell: type[nn.RNNCellBase]) -> None:
+def test_more_steps_are_no_more_costs(cell: type[nn.RNNCellBase]) -> None:
     few, many = keys_of(cell, 10, 32), keys_of(cell, 20, 32)
     assert len(few) == len(many) < 60
 
 
-def test_other_places_in_a_line_of_the_cache_are_other_prices() -> None:
+def test_other_places_in_a_line_of_the_cache_are_other_costs() -> None:
     """Rows of 3 floats begin at 16 places of a line, so kernels meet 16 alignments."""
     products = [key for key in keys_of(nn.RNNCell, 20, 3) if key.startswith("aten.addmm")]
     offsets = {key.split("+")[2].split("'")[0] for key in products}

@@ -1,4 +1,4 @@
-"""Traces of the tests' models, and their graphs at one price."""
+"""Traces of the tests' models, and their graphs at one cost."""
 
 from __future__ import annotations
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.testing._internal.common_methods_invocations import op_db
 
 import remat
-from remat.graph_capture import price, trace
+from remat.graph_capture import measure_costs, trace
 from remat.graph_capture.errors import CaptureError
 from remat.schedules.simulate import simulate
-from tests.fixed_prices import REPLACED, patched
+from tests.fixed_costs import REPLACED, patched
 from tests.steps import schedule_of
 
 # Torch's own tests forbid to set flags of backends, which others that run in this process do.
@@ -100,7 +100,7 @@ def peaks_of(op: Any) -> Peaks | None:
 
 def _measured(name: str, model: OpModel, traced: Any) -> Peaks:
     eager_bytes = remat.measured_step(model, model, model.batch).peak_bytes
-    graph = price(traced)
+    graph = measure_costs(traced)
     kept_bytes = simulate(graph, schedule_of(graph, "store_all")).peak_bytes
     least_bytes = kept_bytes
     if kept_bytes > eager_bytes + SLACK_BYTES:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 
 import remat
-from remat.graph_capture.python_state.watch import PythonState
+from remat.graph_capture.python_state.state_guards import PythonState
 from tests.python_state.moments import OPTIONS, X
 from tests.python_state.places import Asking
 

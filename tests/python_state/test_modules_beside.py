@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 
 import remat
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.python_state.watch import PythonState
+from remat.graph_capture.python_state.state_guards import PythonState
 from tests.python_state.moments import OPTIONS, X
 from tests.python_state.places import WIDTH, Reader
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from remat.graph_capture.python_state.watch import PythonState
+from remat.graph_capture.python_state.state_guards import PythonState
 from tests.python_state.kinds import IN_PLACE, KINDS, factor_of
 from tests.python_state.places import PLACES, Reader, in_a_config, in_an_attribute
 from tests.rows import each_nth

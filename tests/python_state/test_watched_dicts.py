@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from remat.graph_capture.python_state import watch as watched_dicts
-from remat.graph_capture.python_state.watch import (
+from remat.graph_capture.python_state import state_guards as watched_dicts
+from remat.graph_capture.python_state.state_guards import (
     CALLS_A_TREE,
     ObjectNames,
     WatchedDicts,

@@ -1,6 +1,6 @@
 """What planned steps of a script do, seen from outside: how many run, and what they have live.
 
-A planned step is one whose backward ran a plan's graph. Runs that planning itself makes, to price
+A planned step is one whose backward ran a plan's graph. Runs that planning itself makes, to time
 and to check, are not counted.
 """
 
@@ -16,10 +16,10 @@ import pytest
 from torch import Tensor, nn
 
 import remat
-from remat import several_shapes
+from remat import per_shape_plans
 from remat.graph_capture.devices.memory_events import RegionMemory, measure_regions
 from remat.graph_capture.tracing.resident import storage_bytes
-from remat.rewriter.arena.step_memory import StepMemory
+from remat.rewriter.arena.step_allocator import StepAllocator
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ class Watched:
     planned: list[Step] = field(default_factory=list[Step])
     backwards: int = 0
     _is_planning: bool = False
-    _plans: dict[StepMemory, tuple[nn.Module, int]] = field(
-        default_factory=dict[StepMemory, "tuple[nn.Module, int]"]
+    _plans: dict[StepAllocator, tuple[nn.Module, int]] = field(
+        default_factory=dict[StepAllocator, "tuple[nn.Module, int]"]
     )
-    _forwards: dict[StepMemory, _Forward] = field(default_factory=dict[StepMemory, _Forward])
+    _forwards: dict[StepAllocator, _Forward] = field(default_factory=dict[StepAllocator, _Forward])
 
     def planning(self, make: Callable[..., Any]) -> Callable[..., Any]:
         """`make`, which plans; what runs meanwhile does not count."""
@@ -100,9 +100,9 @@ class Watched:
         return counted
 
     def around(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """`StepMemory.around`, whose graphs are measured."""
+        """`StepAllocator.around`, whose graphs are measured."""
 
-        def around(memory: StepMemory, phase: str, graph: Any) -> Any:
+        def around(memory: StepAllocator, phase: str, graph: Any) -> Any:
             run: Any = real(memory, phase, graph)
             watch = self._forward if phase == "forward" else self._backward
 
@@ -114,7 +114,7 @@ class Watched:
 
         return around
 
-    def _forward(self, memory: StepMemory, run: Any, args: list[Any]) -> Any:
+    def _forward(self, memory: StepAllocator, run: Any, args: list[Any]) -> Any:
         seen: set[int] = set()
         model = self._model(memory)
         resident_bytes = storage_bytes([*args, *model.buffers()], seen)
@@ -125,7 +125,7 @@ class Watched:
         self._forwards[memory] = _Forward(resident_bytes, peak_bytes, used.final_bytes, seen)
         return results
 
-    def _backward(self, memory: StepMemory, run: Any, args: list[Any]) -> Any:
+    def _backward(self, memory: StepAllocator, run: Any, args: list[Any]) -> Any:
         forward = self._forwards[memory]
         # What forward kept is counted: of these, the gradients of the results are left.
         arriving_bytes = storage_bytes(args, forward.seen)
@@ -138,7 +138,7 @@ class Watched:
         self.planned.append(Step(peak_bytes, budget_bytes))
         return results
 
-    def _model(self, memory: StepMemory) -> nn.Module:
+    def _model(self, memory: StepAllocator) -> nn.Module:
         return self._plans[memory][0] if memory in self._plans else nn.Module()
 
 
@@ -157,9 +157,9 @@ def watched() -> Iterator[Watched]:
     """Watch the planned steps of what runs meanwhile, on the CPU."""
     watch = Watched()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepMemory, "around", watch.around(StepMemory.around))
+        patch.setattr(StepAllocator, "around", watch.around(StepAllocator.around))
         patch.setattr(Tensor, "backward", watch.counting(Tensor.backward))
         for name in ("rematerialize", "cached_plan"):
-            patch.setattr(several_shapes, name, watch.planning(getattr(several_shapes, name)))
+            patch.setattr(per_shape_plans, name, watch.planning(getattr(per_shape_plans, name)))
         patch.setattr(remat, "rematerialize_blocks", watch.planning(remat.rematerialize_blocks))
         yield watch

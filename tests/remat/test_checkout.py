@@ -39,7 +39,7 @@ from importlib.util import find_spec
 import remat.cli.main, remat.job.pipeline, remat.solver.table, remat.schedules.schedule
 import remat.graph_capture.graph
 if {with_torch}:
-    import remat.graph_capture.capturing, remat.rewriter.graphs.emit
+    import remat.graph_capture.capture_api, remat.rewriter.graphs.emit
 files = {{k: m.__file__ for k, m in list(sys.modules.items()) if k.split(".")[0] == "remat"}}
 files["remat.rewriter"] = find_spec("remat.rewriter").origin
 print(json.dumps(files))

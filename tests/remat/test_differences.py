@@ -90,13 +90,13 @@ def test_each_cause_has_its_own_way_out() -> None:
     other = found_with(differences=("output",), distances=(0.5,))
     assert "on one rank, names the line" in cause_text(other)
     assert "no op that the plan does not" in cause_text(
-        msgspec.structs.replace(other, other_line="")
+        msgspec.structs.replace(other, diverges_at="")
     )
     by_inductor = msgspec.structs.replace(other, tolerance=0.01, rounding="inductor")
     assert "leave out compile=True" in cause_text(by_inductor)
-    in_pieces = cause_text(msgspec.structs.replace(other, tolerance=1e-5, rounding="pieces"))
-    assert "off by 1e-05 of a result's norm: ask for eager's bits with split='exact'" in in_pieces
-    assert "compile" not in in_pieces
+    in_chunks = cause_text(msgspec.structs.replace(other, tolerance=1e-5, rounding="chunks"))
+    assert "off by 1e-05 of a result's norm: ask for eager's bits with split='exact'" in in_chunks
+    assert "compile" not in in_chunks
     asked_for = msgspec.structs.replace(other, tolerance=0.01)
     assert cause_text(asked_for) == cause_text(other)
     (only,) = failures(other, 1000)

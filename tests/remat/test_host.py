@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import remat
+from remat.graph_capture.costs.link_speeds import PLANNED_SHARE
 from remat.graph_capture.errors import (
     BudgetError,
     CaptureError,
@@ -18,8 +19,7 @@ from remat.graph_capture.errors import (
     RewriteError,
     SolverError,
 )
-from remat.graph_capture.prices.link_speeds import PLANNED_SHARE
-from tests.fixed_prices import LINK
+from tests.fixed_costs import LINK
 
 GIB = 1 << 30
 
@@ -108,7 +108,7 @@ def test_what_takes_no_host() -> None:
 
 
 def test_the_backend_of_torch_compile_takes_no_host() -> None:
-    from remat.compile.options import read_options
+    from remat.compile.compile_options import read_options
 
     for name in ("host", "nvme"):
         with pytest.raises(SolverError) as error:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from remat.solved import infeasible_text
-from remat.solver import Result, make_solver, solve
-from remat.solver.result import naming_the_limit
+from remat.solver import Result, make_solver, solve_within
+from remat.solver.result import with_time_limit_message
 from tests.rows import rows
 from tests.solver.checks import ON_THE_DEVICE
 from tests.solver.graphs.random_graphs import gpt_like
@@ -31,8 +31,8 @@ LIMIT = "the time limit of 0 s ended the search: allow a longer one (time_limit_
 )
 def test_out_of_time_is_not_said_to_be_too_small(solver: str, pins: dict[str, str]) -> None:
     graph = gpt_like(2)
-    budget_bytes = solve(graph, 1 << 60, "store_all").peak_bytes * 6 // 10
-    result = solve(graph, budget_bytes, solver, time_limit_s=0, **pins)
+    budget_bytes = solve_within(graph, 1 << 60, "store_all").peak_bytes * 6 // 10
+    result = solve_within(graph, budget_bytes, solver, time_limit_s=0, **pins)
     if result.schedule is not None:
         return
     assert result.status == "time limit"
@@ -45,7 +45,7 @@ def test_out_of_time_is_not_said_to_be_too_small(solver: str, pins: dict[str, st
 
 def test_a_free_order_names_the_whole_limit() -> None:
     graph = gpt_like(2)
-    result = solve(graph, 1 << 26, order="free", time_limit_s=0)
+    result = solve_within(graph, 1 << 26, order="free", time_limit_s=0)
     assert result.status == "time limit"
     assert result.message.startswith(LIMIT)
 
@@ -53,15 +53,15 @@ def test_a_free_order_names_the_whole_limit() -> None:
 @pytest.mark.parametrize("said", ["", "No schedule has a peak below 3 bytes"])
 def test_the_limit_of_a_part_is_not_named(said: str) -> None:
     lost = Result("time limit", "auto", 1 << 20, message=said)
-    part = naming_the_limit(lost, 0.8)
+    part = with_time_limit_message(lost, 0.8)
     assert "0.8 s" in part.message
-    assert naming_the_limit(part, 60.0) == naming_the_limit(lost, 60.0)
-    assert naming_the_limit(lost, 60.0).message.endswith(said or "time_limit_s=)")
+    assert with_time_limit_message(part, 60.0) == with_time_limit_message(lost, 60.0)
+    assert with_time_limit_message(lost, 60.0).message.endswith(said or "time_limit_s=)")
 
 
 def test_what_is_too_small_is_still_said_to_be() -> None:
     graph = gpt_like(1)
-    text = infeasible_text(solve(graph, 1 << 20, "cut"))
+    text = infeasible_text(solve_within(graph, 1 << 20, "cut"))
     assert text.startswith("budget 1.00 MiB is below")
 
 

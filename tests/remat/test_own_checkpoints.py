@@ -19,11 +19,11 @@ from torch.utils.checkpoint import (
 
 import remat
 from remat.budgets import unmodified
-from remat.graph_capture import Trace, price, trace
+from remat.graph_capture import Trace, measure_costs, trace
 from remat.graph_capture.eager_step import CPU_STATE_BYTES
 from remat.graph_capture.graph import TrainingGraph
 from remat.rewriter import check, rewrite
-from remat.solver import solve
+from remat.solver import solve_within
 from tests.limits import AMPLE_S
 from tests.rows import rows
 
@@ -105,7 +105,7 @@ def test_its_peak_is_as_measured_and_a_plan_at_100_per_cent_needs_no_more(
 ) -> None:
     with torch.autocast("cpu", torch.bfloat16, enabled=is_lower):
         model, args, traced = case(name)
-        graph = price(traced)
+        graph = measure_costs(traced)
         schedule = remat.solve(graph, "100%", "cut", time_limit_s=AMPLE_S).schedule
         assert schedule is not None
         found = check(model, rewrite(model, schedule, trace=traced), args, steps=1)
@@ -123,8 +123,8 @@ def test_the_state_of_the_random_stream_that_each_keeps_has_its_true_size() -> N
 
 
 def test_checkpoints_take_less_memory_and_more_time_than_keeping_all() -> None:
-    graph = price(case("each block")[2])
-    everything, eager = solve(graph, 2**62, "store_all"), unmodified(graph)
+    graph = measure_costs(case("each block")[2])
+    everything, eager = solve_within(graph, 2**62, "store_all"), unmodified(graph)
     assert {op.checkpoint for op in graph.ops if op.phase == "forward"} == {0, 1, 2, 3, 4}
     assert not any(op.checkpoint for op in graph.ops if op.phase == "backward")
     assert eager.peak_bytes < 0.7 * everything.peak_bytes
@@ -134,7 +134,7 @@ def test_checkpoints_take_less_memory_and_more_time_than_keeping_all() -> None:
 
 
 def test_a_file_that_names_no_value_as_written_over_is_read_as_one_that_names_none() -> None:
-    graph = price(case("none")[2])
+    graph = measure_costs(case("none")[2])
     first, second = (value.name for value in graph.values[-2:])
     wrong = {first: second, second: "not there"}
     values = tuple(
@@ -146,7 +146,7 @@ def test_a_file_that_names_no_value_as_written_over_is_read_as_one_that_names_no
 
 
 def test_the_file_of_a_graph_keeps_them() -> None:
-    graph = price(case("in two segments")[2])
+    graph = measure_costs(case("in two segments")[2])
     again = TrainingGraph.from_json(graph.to_json())
     assert again == graph
     assert unmodified(again).peak_bytes == unmodified(graph).peak_bytes

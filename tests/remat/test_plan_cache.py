@@ -15,8 +15,8 @@ from torch.nn import functional
 import remat
 from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError, SolverError
 from remat.graph_capture.spill_files import HOST_FOLDER
+from remat.per_shape_plans import PlanCache, plans_of
 from remat.schedules.schedule import Schedule
-from remat.several_shapes import PlanCache, plans_of
 from tests.behaviours.trainee import read_again
 from tests.block_models import WIDTH, Stack
 from tests.rewriter.tiers.plans import is_clean, same, step

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 import remat
 from remat import checks
 from remat.budgets import saved_elsewhere, unmodified
+from remat.graph_capture.costs import step_time
+from remat.graph_capture.costs.step_time import STEP_NOT_TIMED
 from remat.graph_capture.devices.cpu import CpuMeter
 from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.devices.meter import Run, StepMemory
 from remat.graph_capture.errors import RewriteError
-from remat.graph_capture.prices import step_time
-from remat.graph_capture.prices.step_time import LEFT_OUT
 from remat.reference import Reference
 from remat.rewriter import rewriting
 from remat.rewriter.checking import check as checking
@@ -99,7 +99,7 @@ def peaks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
     # One profiler cannot run within another.
     monkeypatch.setattr(CpuMeter, "step_memory", unprofiled)
-    for module in ("remat.one_call", "remat.ranges.rematerialized", "remat.blocks.rematerialized"):
+    for module in ("remat.one_call", "remat.ranges.ranged_call", "remat.blocks.rematerialized"):
         monkeypatch.setattr(f"{module}.require_equal", watched)
     return seen
 
@@ -176,7 +176,7 @@ def test_where_files_have_no_room_it_is_said(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_fits_stays_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checking, "Elsewhere", lambda *_: pytest.fail("moved something"))
+    monkeypatch.setattr(checking, "OffDeviceMemory", lambda *_: pytest.fail("moved something"))
     planned("300%", *deep())
 
 
@@ -201,10 +201,10 @@ def test_the_whole_step_is_not_timed_where_that_takes_more_than_the_budget(
         module = planned("60%", model, args)
         in_blocks("70%", model, args)
         over_a_range("60%", model, args)
-    assert LEFT_OUT in type(module)._remat_priced.notes
+    assert STEP_NOT_TIMED in type(module)._remat_costed.notes
     graph = remat.capture(model, args)  # which has no budget, and keeps the time of the step
-    assert LEFT_OUT not in graph.notes
-    assert LEFT_OUT not in type(planned("60%", model, args))._remat_priced.notes
+    assert STEP_NOT_TIMED not in graph.notes
+    assert STEP_NOT_TIMED not in type(planned("60%", model, args))._remat_costed.notes
 
 
 CHILD = """

@@ -27,7 +27,7 @@ SHARES = {"chain": 0.6, "gpt": 0.6, "resnet": 0.8, "unet": 0.6, "captured_gpt": 
 
 @functools.cache
 def captured_gpt() -> TrainingGraph:
-    """Two layers with dropout, at the modelled prices of a GPU, so that no clock decides."""
+    """Two layers with dropout, at the modelled costs of a GPU, so that no clock decides."""
     sizes = Sizes(layers=2, width=64, heads=2, seq=32, batch=2, vocab=64)
     tokens = torch.randint(64, (2, 32))
     return remat.capture(GPT(sizes), (tokens, tokens), device="h100")

@@ -15,7 +15,7 @@ from remat.graph_capture.devices.cuda import CudaMeter
 from remat.graph_capture.errors import RewriteError
 from remat.rewriter import check, rewrite
 from remat.rewriter.checking import check as checking
-from remat.rewriter.checking.outcomes import Repeats, compared
+from remat.rewriter.checking.outcomes import EagerVariation, differing_names
 from remat.rewriter.graphs.rng import run_with_rng_state, save_rng_state, set_rng_state
 from remat.solver import make_solver
 from tests.fake_cuda import FakeCuda, cuda
@@ -52,18 +52,18 @@ def outcome(**changes: Any) -> dict[str, Any]:
     return {"gradient of w": torch.tensor([1.0, 2.0]), "buffer n": torch.tensor(3), **changes}
 
 
-def against(*runs: dict[str, Any]) -> Repeats:
+def against(*runs: dict[str, Any]) -> EagerVariation:
     """Runs of eager, the first of which is expected."""
-    repeats = Repeats(runs[0])
+    variation = EagerVariation(runs[0])
     for run in runs[1:]:
-        repeats.add(run)
-    return repeats
+        variation.add(run)
+    return variation
 
 
 def test_what_eager_repeats_must_have_its_bits() -> None:
     other = outcome(**{"gradient of w": torch.tensor([1.0, 2.0 + 1e-6])})
-    assert compared(against(outcome(), outcome()), outcome()) == ()
-    assert compared(against(outcome(), outcome()), other) == ("gradient of w",)
+    assert differing_names(against(outcome(), outcome()), outcome()) == ()
+    assert differing_names(against(outcome(), outcome()), other) == ("gradient of w",)
 
 
 def test_what_eager_does_not_repeat_must_be_as_near_as_it_is_to_itself() -> None:
@@ -72,14 +72,14 @@ def test_what_eager_does_not_repeat_must_be_as_near_as_it_is_to_itself() -> None
     far = outcome(**{"gradient of w": torch.tensor([1.0, 2.1])})
     absent = outcome(**{"gradient of w": None})
     broken = outcome(**{"gradient of w": torch.tensor([1.0, float("nan")])})
-    repeats = against(outcome(), again, outcome())
-    assert list(repeats.noise) == ["gradient of w"]
+    variation = against(outcome(), again, outcome())
+    assert list(variation.noise) == ["gradient of w"]
     for found in (again, near, outcome()):
-        assert compared(repeats, found) == ()
+        assert differing_names(variation, found) == ()
     for found in (far, absent, broken):
-        assert compared(repeats, found) == ("gradient of w",)
+        assert differing_names(variation, found) == ("gradient of w",)
     counted = against(outcome(), outcome(**{"buffer n": torch.tensor(4)}))
-    assert compared(counted, outcome(**{"buffer n": torch.tensor(5)})) == ("buffer n",)
+    assert differing_names(counted, outcome(**{"buffer n": torch.tensor(5)})) == ("buffer n",)
 
 
 @pytest.fixture

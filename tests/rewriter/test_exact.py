@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from remat import solver
-from remat.graph_capture import Trace, TrainingGraph, capture, price, trace
+from remat.graph_capture import Trace, TrainingGraph, capture, measure_costs, trace
 from remat.rewriter import check, rewrite
 from remat.schedules.schedule import Compute, Free
 from remat.schedules.simulate import simulate
@@ -25,7 +25,7 @@ def captured(name: str) -> tuple[Case, Trace, TrainingGraph]:
     """The first to rewrite takes the trace, as one call does; the others trace again."""
     model, args, kwargs, loss_fn, target = case = make(name)
     traced = trace(model, args, kwargs, loss_fn=loss_fn, target=target)
-    return case, traced, price(traced)
+    return case, traced, measure_costs(traced)
 
 
 QUICK = ("plain", "dropout", "batch_norm_in_place_relu", "tied_weights", "in_place_views")
@@ -67,7 +67,7 @@ def test_equal_to_eager_under_autocast(name: str) -> None:
     model, args, kwargs, loss_fn, target = make(name)
     with torch.autocast("cpu", torch.bfloat16):
         traced = trace(model, args, kwargs, loss_fn=loss_fn, target=target)
-        module = rewrite(model, schedule_of(price(traced), "chen_sqrt"), trace=traced)
+        module = rewrite(model, schedule_of(measure_costs(traced), "chen_sqrt"), trace=traced)
         found = check(model, module, args, kwargs, loss_fn=loss_fn, target=target, steps=1)
     assert found.differences == ()
 

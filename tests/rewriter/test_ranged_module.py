@@ -20,7 +20,7 @@ from remat.graph_capture.errors import (
     StateChangedError,
 )
 from remat.rewriter.user_module.ranged import RangedModule
-from remat.schedules.family import carried
+from remat.schedules.family import resized_schedule
 from tests.beside_eager import most_live_bytes, same_bits
 from tests.sized_models import SIZED, Sized, gpt
 
@@ -51,7 +51,7 @@ def require_as_planned(sized: Sized, module: RangedModule, sizes: dict[str, int]
     assert graph is not None
     assert same_bits(sized.model, module, batch), sizes
     at, member = graph.at(**sizes), module.family.at(**sizes)
-    predicted = remat.simulate(at, carried(member.schedule, at))
+    predicted = remat.simulate(at, resized_schedule(member.schedule, at))
     measured = most_live_bytes(module, batch) + at.resident.total_bytes
     assert measured <= module.family.budget_bytes, sizes
     assert abs(predicted.peak_bytes / measured - 1) <= 0.01, sizes

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from remat.graph_capture import TrainingGraph, capture, price, trace
+from remat.graph_capture import TrainingGraph, capture, measure_costs, trace
 from remat.graph_capture.joint.build import STATISTICS
 from remat.rewriter import check, rewrite
 from remat.rewriter.user_module.module import RematModule
 from remat.schedules.schedule import Compute, Schedule
 from remat.schedules.simulate import simulate
-from remat.solver import solve
+from remat.solver import solve_within
 from remat.solver.orders.reorder import lowest_order
 from remat.solver.problem import Order, Problem, for_graph, is_allowed, predecessors, reordered
 from remat.solver.state import schedule_of
@@ -49,11 +49,11 @@ def solved_in(graph: TrainingGraph, order: Order, part: float = 0.75) -> Schedul
     """A schedule whose first runs are in `order`, within that part of its peak if that fits."""
     other = reordered(graph, order)
     resident_bytes = graph.resident.total_bytes
-    peak_bytes = solve(other, 1 << 60, "store_all").peak_bytes
+    peak_bytes = solve_within(other, 1 << 60, "store_all").peak_bytes
     budget_bytes = resident_bytes + int(part * (peak_bytes - resident_bytes))
-    result = solve(other, budget_bytes, "cut", time_limit_s=AMPLE_S)
+    result = solve_within(other, budget_bytes, "cut", time_limit_s=AMPLE_S)
     if result.schedule is None:
-        result = solve(other, result.least_feasible_bytes, "cut", time_limit_s=AMPLE_S)
+        result = solve_within(other, result.least_feasible_bytes, "cut", time_limit_s=AMPLE_S)
     assert result.schedule is not None
     return for_graph(graph, result.schedule)
 
@@ -66,7 +66,7 @@ def first_runs(schedule: Schedule) -> list[str]:
 def test_any_allowed_order_is_equal_to_eager(name: str) -> None:
     model, args, kwargs, loss_fn, target = make(name)
     traced = trace(model, args, kwargs, loss_fn=loss_fn, target=target)
-    graph = price(traced)
+    graph = measure_costs(traced)
     schedule = solved_in(graph, random_order(graph, 1))
     assert first_runs(schedule) != [op.name for op in graph.ops]
     module = rewrite(model, schedule, trace=traced)
@@ -99,8 +99,8 @@ def test_one_call_finds_another_order_and_is_equal_to_eager() -> None:
     torch.manual_seed(0)
     model, x = Branches(), torch.randn(64, 32)
     graph = capture(model, (x,))
-    budget_bytes = solve(graph, 1 << 60, "store_all").peak_bytes * 4 // 10
-    fixed = solve(graph, budget_bytes, time_limit_s=AMPLE_S)
+    budget_bytes = solve_within(graph, 1 << 60, "store_all").peak_bytes * 4 // 10
+    fixed = solve_within(graph, budget_bytes, time_limit_s=AMPLE_S)
     fast = remat.rematerialize(
         model, (x,), budget=budget_bytes, order="free", check=True, time_limit_s=AMPLE_S
     )

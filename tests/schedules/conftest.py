@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import pytest
 
+from remat.analysis.plan_report import page_facts
 from remat.graph_capture.graph import TrainingGraph
-from remat.questions.report import page_facts
-from remat.schedules.report.facts import Facts
+from remat.schedules.report.page_facts import PageFacts
 from remat.schedules.schedule import Schedule
-from remat.solver import solve
+from remat.solver import solve_within
 from remat.solver.result import Result
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
@@ -36,14 +36,14 @@ class Planned(NamedTuple):
         return self.result.schedule
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> PageFacts:
         return page_facts(self.graph, self.result)
 
 
 @pytest.fixture(scope="session")
 def planned() -> Planned:
     graph = traced_gpt("written out")
-    result = solve(graph, int(0.7 * peak_bytes_of(graph)), "cut", time_limit_s=AMPLE_S)
+    result = solve_within(graph, int(0.7 * peak_bytes_of(graph)), "cut", time_limit_s=AMPLE_S)
     assert result.schedule is not None
     assert max(result.schedule.computations().values()) > 1
     return Planned(graph, result)

@@ -30,7 +30,9 @@ def random_steps(graph: TrainingGraph, seed: int) -> list[Step]:
 
 def _run(graph, index, following, live, steps, made, is_first=False) -> None:
     op = graph.ops[index]
-    if not is_first and (op.pinned or index >= following or all(v in live for v in op.outputs)):
+    if not is_first and (
+        op.no_recompute or index >= following or all(v in live for v in op.outputs)
+    ):
         return
     for v in op.inputs:
         if v in made and v not in live:

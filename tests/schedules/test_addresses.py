@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 import remat
+from remat.analysis.plan_report import page_facts, report
 from remat.formats import bytes_text
 from remat.graph_capture.errors import LayoutError
-from remat.questions.report import page_facts, report
 from remat.schedules.layout import Buffers, Layout, buffers_of
 from remat.schedules.report.svg import HEIGHT, WIDTH, arena_picture
 from remat.schedules.views.addresses import MOST_BOXES, MOST_MERGED, ROWS, Addresses, addresses
-from remat.solver import solve
+from remat.solver import solve_within
 from tests.schedules.conftest import Planned
 from tests.solver.graphs.random_graphs import gpt_like
 
@@ -75,7 +75,7 @@ def test_each_small_buffer_is_under_a_merged_rectangle(found: Addresses) -> None
 @functools.cache
 def thousands() -> tuple[Planned, Layout]:
     graph = gpt_like(130)
-    planned = Planned(graph, solve(graph, 1 << 60, "store_all"))
+    planned = Planned(graph, solve_within(graph, 1 << 60, "store_all"))
     return planned, side_by_side(buffers_of(graph, planned.schedule))
 
 
@@ -136,7 +136,7 @@ def test_names_in_the_picture_are_no_markup(planned: Planned) -> None:
         for v in graph.values
     )
     named = msgspec.structs.replace(graph, ops=ops, values=values)
-    result = solve(named, 1 << 40, "store_all")
+    result = solve_within(named, 1 << 40, "store_all")
     assert result.schedule is not None
     page = report(named, result, layout=remat.place(named, result.schedule))
     assert "&lt;/title&gt;&lt;script&gt;" in page
@@ -144,6 +144,6 @@ def test_names_in_the_picture_are_no_markup(planned: Planned) -> None:
 
 
 def test_a_layout_of_another_step_is_refused(planned: Planned, layout: Layout) -> None:
-    everything = solve(planned.graph, 1 << 60, "store_all")
+    everything = solve_within(planned.graph, 1 << 60, "store_all")
     with pytest.raises(LayoutError, match="this layout was made for another step"):
         report(planned.graph, everything, layout=layout)

@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from remat.analysis.budget_sweep import sweep
+from remat.analysis.plan_report import report
 from remat.formats import bytes_text
-from remat.questions.report import report
-from remat.questions.sweep import sweep
 from remat.schedules.views.timeline import timeline
-from remat.solver import solve
+from remat.solver import solve_within
 from tests.files.hostile import SCRIPT, plan_with_names
 from tests.schedules.conftest import Planned
 from tests.solver.graphs.random_graphs import chain
@@ -160,7 +160,7 @@ def test_nothing_is_wider_than_the_screen(opened: Opened) -> None:
 
 def test_sizes_are_rounded_as_in_the_tables(browser: Any, tmp_path: Path) -> None:
     graph = chain(8, unit=256)
-    result = solve(graph, 1 << 60, "store_all")
+    result = solve_within(graph, 1 << 60, "store_all")
     assert result.schedule is not None
     report(graph, result, tmp_path / "report.html")
     live = timeline(graph, result.schedule).live_bytes.tolist()
@@ -193,7 +193,7 @@ def test_the_page_follows_the_colour_scheme(browser: Any, file: Path) -> None:
 def test_names_run_nothing_in_the_page(browser: Any, tmp_path: Path) -> None:
     made = plan_with_names(SCRIPT)
     assert made.graph is not None
-    result = solve(made.graph, 1 << 40, "store_all")
+    result = solve_within(made.graph, 1 << 40, "store_all")
     front = msgspec.structs.replace(sweep(made.graph, ["90%"], "chen_sqrt"), solver=SCRIPT)
     path = tmp_path / "report.html"
     report(made.graph, result, path, fronts={SCRIPT: front})

@@ -1,4 +1,4 @@
-"""Buffers against the judge: the same peak of any schedule, and each rule by hand."""
+"""Buffers against the simulator: the same peak of any schedule, and each rule by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
 from remat.schedules.layout import BufferKind, Buffers, buffers_of
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule
 from remat.schedules.simulate import simulate
-from remat.solver import solve
+from remat.solver import solve_within
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
 from tests.links import with_links
@@ -35,7 +35,7 @@ PLANNERS = ("store_all", "full", "chen_sqrt", "revolve", "hierarchical", "dtr", 
 
 
 def agrees(graph: TrainingGraph, schedule: Schedule) -> Buffers:
-    """Buffers of `schedule`, whose curve is the judge's at each run and at each fetch."""
+    """Buffers of `schedule`, whose curve is the simulator's at each run and at each fetch."""
     found, buffers = simulate(graph, schedule), buffers_of(graph, schedule)
     resident_bytes = graph.resident.total_bytes
     brings = [isinstance(step, Compute | Fetch) for step in schedule.steps]
@@ -70,7 +70,7 @@ def test_most_live_bytes_and_resident_are_the_judges_peak(
 def test_plans_of_solvers_agree(graph: TrainingGraph) -> None:
     peak_bytes = peak_bytes_of(graph)
     for solver in PLANNERS:
-        result = solve(graph, int(0.7 * peak_bytes), solver, time_limit_s=AMPLE_S)
+        result = solve_within(graph, int(0.7 * peak_bytes), solver, time_limit_s=AMPLE_S)
         schedule = result.schedule or result.least_schedule
         if schedule is not None:
             agrees(graph, schedule)

@@ -1,16 +1,16 @@
-"""Copies in pictures: the judge's, with their starts and ends, in the trace and on the page."""
+"""Copies in pictures: the simulator's, with their starts and ends, in the trace and on the page."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from remat.questions.report import page_facts, report
+from remat.analysis.plan_report import page_facts, report
 from remat.schedules.exports.chrome_trace import LINK_LANES, chrome_trace, trace_file
 from remat.schedules.exports.memory_snapshot import memory_snapshot
 from remat.schedules.report.svg import COPIES_WIDTH, LANE, copies_picture
 from remat.schedules.simulate import simulate
-from remat.solver import solve
+from remat.solver import solve_within
 from tests.copying import copying_chain, copying_result, copying_schedule
 
 
@@ -28,7 +28,7 @@ def test_the_judge_tells_each_copy() -> None:
 
 def test_without_copies_nothing_is_told() -> None:
     graph = copying_chain()
-    everything = solve(graph, 1 << 40, "store_all")
+    everything = solve_within(graph, 1 << 40, "store_all")
     assert everything.schedule is not None
     found = simulate(graph, everything.schedule)
     assert found.copies == ()

@@ -19,7 +19,7 @@ from remat.schedules.exports.dot import to_dot
 from remat.schedules.exports.memory_snapshot import memory_snapshot, snapshot_file
 from remat.schedules.simulate import simulate
 from remat.schedules.views.palette import ROLES
-from remat.solver import solve
+from remat.solver import solve_within
 from tests.schedules.conftest import Planned
 from tests.solver.graphs.random_graphs import gpt_like, training_graphs
 
@@ -54,7 +54,7 @@ def replayed(snapshot: dict[str, Any]) -> tuple[int, dict[int, int]]:
 @given(training_graphs(max_ops=12))
 @settings(max_examples=30, deadline=None)
 def test_a_snapshot_allocates_what_the_simulator_counts(graph: TrainingGraph) -> None:
-    schedule = solve(graph, 1 << 60, "chen_sqrt").schedule
+    schedule = solve_within(graph, 1 << 60, "chen_sqrt").schedule
     assert schedule is not None
     snapshot = memory_snapshot(graph, schedule)
     peak, live = replayed(snapshot)

@@ -1,4 +1,4 @@
-"""The fast books of a peak, against the judge."""
+"""The fast books of a peak, against the simulator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 import remat
 from remat.graph_capture.sizes.ranged_graph import BytesOver
 from remat.graph_capture.sizes.symbols import Symbol, points
-from remat.schedules.family import FastPeak, carried
+from remat.schedules.family import FastPeak, resized_schedule
 from tests.ranged_graphs import chain
 
 
@@ -21,9 +21,9 @@ def test_they_say_what_the_judge_says_at_each_size(size: str, budget: str) -> No
     for sizes in points(graph.symbols):
         at = graph.at(**sizes)
         alone = (Symbol("n", sizes["n"], sizes["n"]),)
-        judged = remat.simulate(at, carried(schedule, at)).peak_bytes
+        judged = remat.simulate(at, resized_schedule(schedule, at)).peak_bytes
         assert fast.peak_bytes(known.of(alone)) == judged
         part = (Symbol("n", 2, sizes["n"]),)
         bounding = graph.bounding(part)
-        bound = remat.simulate(bounding, carried(schedule, bounding)).peak_bytes
+        bound = remat.simulate(bounding, resized_schedule(schedule, bounding)).peak_bytes
         assert fast.peak_bytes(known.of(part)) == bound >= judged

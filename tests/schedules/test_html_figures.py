@@ -6,9 +6,9 @@ from html.parser import HTMLParser
 
 import msgspec
 
+from remat.analysis.budget_sweep import sweep
 from remat.formats import bytes_text
-from remat.questions.sweep import sweep
-from remat.solver import solve
+from remat.solver import solve_within
 from tests.limits import AMPLE_S
 from tests.schedules.conftest import Planned
 
@@ -43,7 +43,7 @@ def test_each_shows_its_figures(planned: Planned) -> None:
     assert bytes_text(graph.resident.total_bytes) in shown(graph)
     assert bytes_text(result.peak_bytes) in shown(result)
     assert bytes_text(result.budget_bytes) in shown(planned.schedule)
-    lost = solve(graph, 1000, "chen_sqrt")
+    lost = solve_within(graph, 1000, "chen_sqrt")
     assert bytes_text(lost.least_feasible_bytes) in shown(lost)
     front = sweep(graph, ["70%", 1000], "chen_sqrt", time_limit_s=AMPLE_S)
     rows = shown(front)

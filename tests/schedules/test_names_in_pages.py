@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 import remat
+from remat.analysis.plan_report import report
 from remat.graph_capture.graph import TrainingGraph
-from remat.questions.report import report
 from remat.schedules.exports.dot import to_dot
-from remat.solver import Result, solve
+from remat.solver import Result, solve_within
 from tests.files.hostile import SCRIPT, plan_with_names, with_names
 from tests.files.kinds import GRAPH, SOLVER
 
@@ -44,7 +44,7 @@ def solved(bad: str) -> tuple[TrainingGraph, Result]:
     """A graph and a result, named so."""
     made = plan_with_names(bad)
     assert made.graph is not None
-    result = solve(made.graph, 1 << 40, SOLVER)
+    result = solve_within(made.graph, 1 << 40, SOLVER)
     facts = {"solver": f"a{bad}", "message": bad, "schedule": made.schedule}
     return made.graph, msgspec.structs.replace(result, **facts)
 

@@ -1,4 +1,4 @@
-"""The peak of one schedule at every size of a range, against the judge at each size."""
+"""The peak of one schedule at every size of a range, against the simulator at each size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from remat.graph_capture.errors import ScheduleError, SolverError
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.graph_capture.sizes.ranged_graph import Extent, RangedGraph
 from remat.graph_capture.sizes.symbols import Symbol, points
-from remat.schedules.family import carried, peak_over
+from remat.schedules.family import peak_over, resized_schedule
 from remat.schedules.schedule import Compute, Free, Schedule
 
 
@@ -27,7 +27,7 @@ def ranged(size_bytes: str, high: int = 9, batch_bytes: str = "n") -> RangedGrap
     ops = (
         Op("a", "aten.mm", "forward", (), ("a",), cost_us=1),
         Op("b", "aten.sum", "forward", ("a",), ("b",), cost_us=1),
-        Op("tangents", "remat.tangents", "backward", (), ("t",), pinned="they arrive"),
+        Op("tangents", "remat.tangents", "backward", (), ("t",), no_recompute="they arrive"),
         Op("g", "aten.mul", "backward", ("a", "t"), ("g",), cost_us=1),
     )
     base = TrainingGraph("M", ops, values, ("b",), ("b", "g", "t"))
@@ -46,7 +46,7 @@ def judged(graph: RangedGraph, schedule: Schedule) -> dict[int, int]:
     peaks: dict[int, int] = {}
     for sizes in points(graph.symbols):
         at = graph.at(**sizes)
-        peaks[sizes["n"]] = remat.simulate(at, carried(schedule, at)).peak_bytes
+        peaks[sizes["n"]] = remat.simulate(at, resized_schedule(schedule, at)).peak_bytes
     return peaks
 
 
@@ -90,12 +90,12 @@ def test_too_many_sizes_that_nothing_bounds_are_refused() -> None:
 def test_steps_carry_over_to_sizes_of_the_same_step_alone() -> None:
     graph = ranged("64*n")
     schedule = keeping(graph.at(n=4))
-    assert carried(schedule, graph.at(n=9)).steps == schedule.steps
+    assert resized_schedule(schedule, graph.at(n=9)).steps == schedule.steps
     first, *rest = graph.base.ops
     changed = msgspec.structs.replace(first, target="aten.bmm")
     other = msgspec.structs.replace(graph.base, ops=(changed, *rest))
     with pytest.raises(ScheduleError, match="made for other ops"):
-        carried(schedule, other)
+        resized_schedule(schedule, other)
 
 
 def test_what_is_no_range_or_no_schedule_is_told() -> None:

@@ -12,15 +12,15 @@ from html.parser import HTMLParser
 import msgspec
 import pytest
 
+from remat.analysis.budget_sweep import sweep
+from remat.analysis.plan_report import page_facts, report
 from remat.formats import bytes_text, percent_text, time_text
 from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import TrainingGraph
-from remat.questions.report import page_facts, report
-from remat.questions.sweep import sweep
 from remat.schedules.report.page import page_data, script_safe
 from remat.schedules.simulate import simulate
 from remat.schedules.views.timeline import timeline
-from remat.solver import Result, solve
+from remat.solver import Result, solve_within
 from tests.limits import AMPLE_S
 from tests.schedules.conftest import Planned
 from tests.solver.graphs.random_graphs import gpt_like
@@ -164,8 +164,8 @@ def test_names_cannot_end_the_script(planned: Planned) -> None:
 def with_thousands_of_ops() -> tuple[TrainingGraph, Result]:
     graph = _with_names(gpt_like(130))
     assert len(graph.ops) >= 5000
-    everything = solve(graph, 1 << 60, "store_all")
-    return graph, solve(graph, int(0.8 * everything.peak_bytes), "chen_sqrt")
+    everything = solve_within(graph, 1 << 60, "store_all")
+    return graph, solve_within(graph, int(0.8 * everything.peak_bytes), "chen_sqrt")
 
 
 @pytest.mark.slow
@@ -196,6 +196,6 @@ def _with_names(graph: TrainingGraph) -> TrainingGraph:
 
 
 def test_without_a_plan_there_is_no_report(planned: Planned) -> None:
-    lost = solve(planned.graph, 1000, "chen_sqrt")
+    lost = solve_within(planned.graph, 1000, "chen_sqrt")
     with pytest.raises(ScheduleError, match="no plan to report: nothing within 1000 bytes"):
         report(planned.graph, lost)

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from remat.analysis.budget_sweep import sweep
 from remat.graph_capture.errors import GraphError, LayoutError
 from remat.placed import place
-from remat.questions.sweep import sweep
 from remat.schedules.layout import buffers_of
 from remat.schedules.plots import (
     draw_convergence,
@@ -26,7 +26,7 @@ from remat.schedules.plots import (
 from remat.schedules.simulate import simulate
 from remat.schedules.views import palette
 from remat.schedules.views.timeline import timeline
-from remat.solver import Progress, solve
+from remat.solver import Progress, solve_within
 from tests.limits import AMPLE_S
 from tests.schedules.conftest import Planned
 from tests.solver.graphs.random_graphs import gpt_like
@@ -117,7 +117,7 @@ def test_a_front_shows_solvers_bound_budget_and_plan(ax: Any) -> None:
     graph = gpt_like(3)
     fronts = sweep(graph, 3, solvers=["cut", "chen_sqrt"], time_limit_s=AMPLE_S)
     budget_bytes = fronts["cut"].points[1].budget_bytes
-    plan = solve(graph, budget_bytes, "cut", time_limit_s=AMPLE_S)
+    plan = solve_within(graph, budget_bytes, "cut", time_limit_s=AMPLE_S)
     draw_front(ax, fronts, budget_bytes=budget_bytes, plan=plan)
     lines = {one.get_label(): one for one in ax.lines}
     assert list(lines) == ["cut", "chen_sqrt", "bound", "budget", "this plan"]
@@ -130,8 +130,8 @@ def test_a_front_shows_solvers_bound_budget_and_plan(ax: Any) -> None:
 def test_convergence_has_best_and_bound(ax: Any) -> None:
     graph = gpt_like(3)
     told: list[Progress] = []
-    budget_bytes = int(0.7 * solve(graph, 1 << 60, "store_all").peak_bytes)
-    result = solve(graph, budget_bytes, gap=0.02, time_limit_s=AMPLE_S, progress=told.append)
+    budget_bytes = int(0.7 * solve_within(graph, 1 << 60, "store_all").peak_bytes)
+    result = solve_within(graph, budget_bytes, gap=0.02, time_limit_s=AMPLE_S, progress=told.append)
     draw_convergence(ax, told, title="GPT")
     best = next(one for one in ax.lines if one.get_label() == "best schedule")
     assert best.get_ydata()[-1] == pytest.approx(100 * result.overhead)

@@ -14,7 +14,13 @@ from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
 from remat.schedules.caching_allocator import MIB, AllocatorSettings
 from remat.schedules.layout import Buffers, buffers_of
-from remat.schedules.reserved import DEFAULT, EXPANDABLE, reserved_of, retries_within, taken_for
+from remat.schedules.reserved import (
+    DEFAULT,
+    EXPANDABLE,
+    allocator_peak,
+    reserved_of,
+    retries_within,
+)
 from remat.schedules.schedule import Compute, Free, Schedule
 from remat.schedules.simulate import simulate
 from tests.schedules.conftest import Planned
@@ -79,7 +85,7 @@ def test_a_later_step_reserves_more() -> None:
     buffers = Buffers.of_arrays(
         [24 * MIB, 12 * MIB, 12 * MIB, 16 * MIB], [0, 1, 1, 1], [1, 2, 2, 2]
     )
-    taken = [taken_for(buffers, DEFAULT, n_steps=n).reserved_bytes // MIB for n in (1, 2, 3)]
+    taken = [allocator_peak(buffers, DEFAULT, n_steps=n).reserved_bytes // MIB for n in (1, 2, 3)]
     assert taken == [40, 56, 56]
 
 
@@ -90,8 +96,8 @@ def test_recomputation_in_another_order_fragments_what_expandable_segments_join(
         [15 * MIB] * n + [20 * MIB] * 3, [0] * n + [1] * 3, [1] * n + [2] * 3
     )
     assert buffers.load_bytes == 60 * MIB
-    assert taken_for(buffers, DEFAULT).reserved_bytes == (16 * n + 60) * MIB
-    assert taken_for(buffers, EXPANDABLE).reserved_bytes == 60 * MIB
+    assert allocator_peak(buffers, DEFAULT).reserved_bytes == (16 * n + 60) * MIB
+    assert allocator_peak(buffers, EXPANDABLE).reserved_bytes == 60 * MIB
 
 
 def test_a_tight_device_gives_back_what_is_free_and_a_smaller_one_runs_out() -> None:
@@ -112,15 +118,15 @@ def test_a_tight_device_gives_back_what_is_free_and_a_smaller_one_runs_out() -> 
 def test_other_settings_can_be_asked_for() -> None:
     buffers = Buffers.of_arrays([5 * MIB], [0], [1])
     large = AllocatorSettings(large_segment_bytes=64 * MIB)
-    assert taken_for(buffers, large).reserved_bytes == 64 * MIB
-    assert taken_for(buffers, large).allocated_bytes == 5 * MIB
+    assert allocator_peak(buffers, large).reserved_bytes == 64 * MIB
+    assert allocator_peak(buffers, large).allocated_bytes == 5 * MIB
 
 
 def test_a_plan_of_a_model_reserves_in_both_settings(planned: Planned) -> None:
     said = reserved_of(planned.graph, planned.schedule)
     buffers = buffers_of(planned.graph, planned.schedule)
-    assert said.default == taken_for(buffers, DEFAULT)
-    assert said.expandable == taken_for(buffers, EXPANDABLE)
+    assert said.default == allocator_peak(buffers, DEFAULT)
+    assert said.expandable == allocator_peak(buffers, EXPANDABLE)
 
 
 def test_a_schedule_of_another_graph_is_refused() -> None:

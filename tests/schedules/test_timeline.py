@@ -19,7 +19,7 @@ from remat.schedules.views.timeline import (
     rows_of_ops,
     timeline,
 )
-from remat.solver import solve
+from remat.solver import solve_within
 from tests.links import with_links
 from tests.schedules.conftest import Planned
 from tests.solver.graphs.random_graphs import chain, training_graphs
@@ -28,7 +28,7 @@ from tests.solver.graphs.random_graphs import chain, training_graphs
 @given(training_graphs(max_ops=12), st.sampled_from(["store_all", "chen_sqrt", "dtr"]))
 @settings(max_examples=40, deadline=None)
 def test_bands_sum_to_what_the_simulator_counts(graph: TrainingGraph, solver: str) -> None:
-    schedule = solve(graph, 1 << 60, solver).schedule
+    schedule = solve_within(graph, 1 << 60, solver).schedule
     assert schedule is not None
     line, found = timeline(graph, schedule), simulate(graph, schedule)
     runs = [i for i, step in enumerate(schedule.steps) if isinstance(step, Compute)]
@@ -45,8 +45,8 @@ def test_bands_sum_to_what_the_simulator_counts(graph: TrainingGraph, solver: st
 
 def test_what_is_offloaded_is_away_until_it_is_fetched() -> None:
     graph = with_links(chain(20))
-    budget_bytes = solve(graph, 1 << 60, "store_all").peak_bytes // 2
-    schedule = solve(graph, budget_bytes, "revolve", disk_slots=5).schedule
+    budget_bytes = solve_within(graph, 1 << 60, "store_all").peak_bytes // 2
+    schedule = solve_within(graph, budget_bytes, "revolve", disk_slots=5).schedule
     assert schedule is not None
     assert any(isinstance(step, Fetch) for step in schedule.steps)
     line = timeline(graph, schedule)
@@ -105,10 +105,10 @@ def test_a_graph_without_modules_has_rows_of_ops_few_enough_to_see() -> None:
     assert sorted(set(rows)) == list(range(len(titles)))
 
 
-def test_without_prices_the_axis_counts_runs() -> None:
+def test_without_costs_the_axis_counts_runs() -> None:
     ops = [Op(f"f{i}", "t", "forward", (), (f"f{i}",)) for i in range(3)]
     graph = TrainingGraph("G", tuple(ops), tuple(Value(op.name, 8, op.name) for op in ops))
-    schedule = solve(graph, 1 << 60, "store_all").schedule
+    schedule = solve_within(graph, 1 << 60, "store_all").schedule
     assert schedule is not None
     line = timeline(graph, schedule)
     assert line.edges.tolist() == [0, 1, 2, 3]

@@ -8,7 +8,7 @@ from remat.graph_capture.graph import UPDATE, Op, Resident, TrainingGraph, Value
 from remat.schedules.layout import buffers_of
 from remat.schedules.schedule import Compute, Free, Schedule, update_workspaces
 from remat.schedules.simulate import simulate
-from remat.solver import solve
+from remat.solver import solve_within
 from remat.solver.reductions.updates import without_rule
 
 
@@ -16,11 +16,27 @@ def step(gradients_bytes: int = 90) -> TrainingGraph:
     """Two parameters, of 60 and 30 bytes, whose updates take 50 and 80."""
     ops = (
         Op("a", "aten.mm.default", "forward", ("w", "v"), ("a",), 1.0),
-        Op("tangents", "remat.tangents", "backward", (), ("t",), pinned="they arrive"),
+        Op("tangents", "remat.tangents", "backward", (), ("t",), no_recompute="they arrive"),
         Op("gw", "aten.mm.default", "backward", ("t", "a"), ("gw",), 1.0),
-        Op("first", UPDATE, "backward", ("gw", "w"), (), workspace_bytes=50, pinned="it writes"),
+        Op(
+            "first",
+            UPDATE,
+            "backward",
+            ("gw", "w"),
+            (),
+            workspace_bytes=50,
+            no_recompute="it writes",
+        ),
         Op("gv", "aten.mm.default", "backward", ("t", "a"), ("gv",), 1.0),
-        Op("second", UPDATE, "backward", ("gv", "v"), (), workspace_bytes=80, pinned="it writes"),
+        Op(
+            "second",
+            UPDATE,
+            "backward",
+            ("gv", "v"),
+            (),
+            workspace_bytes=80,
+            no_recompute="it writes",
+        ),
     )
     made = {"a": 10, "gw": 60, "gv": 30}
     values = (
@@ -68,7 +84,7 @@ def test_without_a_sum_nothing_is_given_back() -> None:
 def test_solvers_are_asked_for_what_the_judge_counts() -> None:
     graph = step()
     free = without_rule(graph)
-    assert [op.workspace_bytes for op in free.ops if op.pinned == "it writes"] == [50, 20]
-    found = solve(graph, graph.resident.total_bytes + 124, "cut")
+    assert [op.workspace_bytes for op in free.ops if op.no_recompute == "it writes"] == [50, 20]
+    found = solve_within(graph, graph.resident.total_bytes + 124, "cut")
     assert found.schedule is not None
     assert simulate(graph, found.schedule).peak_bytes == found.peak_bytes

@@ -15,7 +15,7 @@ ON_THE_DEVICE = [name for name in TABLE if name not in NEEDS_LINKS]
 
 
 def check(graph: TrainingGraph, result: Result, budget_bytes: int) -> None:
-    """A result is consistent with the judge and with itself."""
+    """A result is consistent with the simulator and with itself."""
     assert result.budget_bytes == budget_bytes
     if result.schedule is None:
         assert result.status in ("infeasible", "time limit")

@@ -26,7 +26,7 @@ def least_time_us(
         o.workspace_bytes + sum(graph.value_by_name[v].size_bytes for v in o.outputs)
         for o in graph.ops
     ]
-    handed = sum(bit.get(v, 0) for v in set(graph.forward_outputs))
+    returned = sum(bit.get(v, 0) for v in set(graph.forward_outputs))
     wanted = sum(bit.get(v, 0) for v in set(graph.outputs))
     room = budget_bytes - graph.resident.total_bytes
     n, n_forward = len(graph.ops), graph.n_forward
@@ -47,17 +47,17 @@ def least_time_us(
             return time_us
         moves: list[tuple[float, int, int, int]] = []
         for i in range(len(sizes)):
-            is_held = following >= n_forward and (handed & wanted) >> i & 1
+            is_held = following >= n_forward and (returned & wanted) >> i & 1
             if live >> i & 1 and not is_held:
                 moves.append((time_us, following, last, live & ~(1 << i)))
         for op in range(last + 1, min(following + 1, n)):
             if reads[op] & ~live or size_of(live) + own[op] > room:
                 continue
             is_first = op == following
-            if not is_first and (graph.ops[op].pinned or not writes[op] & ~live):
+            if not is_first and (graph.ops[op].no_recompute or not writes[op] & ~live):
                 continue
             after = live | writes[op]
-            if is_first and op == n_forward - 1 and after & handed != handed:
+            if is_first and op == n_forward - 1 and after & returned != returned:
                 continue
             swept = op if one_sweep and not is_first else -1
             moves.append((time_us + graph.ops[op].cost_us, following + is_first, swept, after))

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.layered import layered_graph
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
-from remat.solver import Progress, Result, solve
+from remat.solver import Progress, Result, solve_within
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
 
@@ -31,7 +31,7 @@ def budget_bytes() -> int:
 def found(gap: float = GAP, **options: Any) -> tuple[Result, list[Progress]]:
     """The result of `auto` on the layered graph, and all that it told."""
     heard: list[Progress] = []
-    result = solve(
+    result = solve_within(
         layered(), budget_bytes(), gap=gap, time_limit_s=AMPLE_S, progress=heard.append, **options
     )
     return result, heard

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Compute, Schedule
-from remat.solver import Result, option_names, solve
-from remat.solver.budgets.sweep import spread, sweep
+from remat.solver import Result, option_names, solve_within
+from remat.solver.budgets.sweep import spread_budgets, sweep_budgets
 from remat.solver.problem import Problem
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
@@ -40,7 +40,7 @@ VARIANTS = [*(Variant(name) for name in ON_THE_DEVICE), *FREE]
 
 def solved(variant: Variant, graph: TrainingGraph, budget_bytes: int) -> Result:
     options: dict[str, Any] = {"order": "free"} if variant.order == "free" else {}
-    return solve(graph, budget_bytes, variant.solver, time_limit_s=AMPLE_S, **options)
+    return solve_within(graph, budget_bytes, variant.solver, time_limit_s=AMPLE_S, **options)
 
 
 def cases() -> tuple[TightCase, ...]:
@@ -145,13 +145,13 @@ def test_nothing_beats_auto_on_small_graphs(solver: str) -> None:
 
 @functools.cache
 def budgets_of_chain() -> list[int]:
-    return spread(chain(5), 4)[0]
+    return spread_budgets(chain(5), 4)[0]
 
 
 @pytest.mark.parametrize("solver", ON_THE_DEVICE)
 def test_every_front_is_monotone(solver: str) -> None:
     graph = chain(5)
-    front = sweep(graph, budgets_of_chain(), solver, time_limit_s=AMPLE_S)
+    front = sweep_budgets(graph, budgets_of_chain(), solver, time_limit_s=AMPLE_S)
     check_front(graph, front)
     if solver not in IGNORES_BUDGET:
         assert front.points[-1].result.overhead == 0

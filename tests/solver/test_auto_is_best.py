@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.solver import Result, solve
+from remat.solver import Result, solve_within
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S, solved_in_rounds
 from tests.solver.checks import ON_THE_DEVICE, check
@@ -57,7 +57,7 @@ def test_more_memory_never_makes_auto_slower_than_the_gap_on_networks(name: str)
 def check_nothing_beats(best: Result, graph: TrainingGraph, solvers: list[str]) -> None:
     """No solver of these has a schedule where `best` has none, or one faster than its gap."""
     for solver in solvers:
-        other = solve(graph, best.budget_bytes, solver, time_limit_s=AMPLE_S)
+        other = solve_within(graph, best.budget_bytes, solver, time_limit_s=AMPLE_S)
         if other.schedule is not None:
             assert best.schedule is not None, f"{solver} fits {best.budget_bytes} bytes"
             assert best.time_us <= other.time_us * (1 + GAP), solver
@@ -73,7 +73,7 @@ def test_no_baseline_beats_auto_on_networks(name: str, percent: int) -> None:
 @pytest.mark.parametrize("name", ["gpt", "resnet"])
 def test_auto_has_a_schedule_where_any_policy_has_one(name: str) -> None:
     graph = network(name)
-    lost = [solve(graph, 0, solver) for solver in BASELINES]
+    lost = [solve_within(graph, 0, solver) for solver in BASELINES]
     least_bytes = min(result.least_feasible_bytes for result in lost)
     best = solved_in_rounds(graph, least_bytes, ROUNDS, gap=GAP)
     check_nothing_beats(best, graph, BASELINES)
@@ -82,7 +82,7 @@ def test_auto_has_a_schedule_where_any_policy_has_one(name: str) -> None:
 
 @functools.cache
 def traced(name: str) -> TrainingGraph:
-    """A small network as captured, with the prices of a stated machine."""
+    """A small network as captured, with the costs of a stated machine."""
     from benchmarks.networks.catalogue import gpt, resnet, unet
     from benchmarks.networks.roofline import roofline
     from remat.graph_capture.tracing.trace import trace

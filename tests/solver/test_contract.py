@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
-from remat.solver import Result, make_solver, option_names, solve
+from remat.solver import Result, make_solver, option_names, solve_within
 from remat.solver.segments.chen_sqrt import ChenSqrt
 from remat.solver.store_all import StoreAll
 from tests.limits import AMPLE_S
@@ -58,7 +58,7 @@ def graph_of(name: str) -> TrainingGraph:
 
 @functools.cache
 def peak_bytes_of(name: str) -> int:
-    return solve(graph_of(name), UNLIMITED_BYTES, "store_all").peak_bytes
+    return solve_within(graph_of(name), UNLIMITED_BYTES, "store_all").peak_bytes
 
 
 @functools.cache
@@ -66,7 +66,7 @@ def result_of(solver: str, name: str, percent: int) -> Result:
     budget_bytes = peak_bytes_of(name) * percent // 100
     options = {"gap": GAP} if "gap" in option_names(solver) else {}
     limit_s = SHORT_S if solver in SLOW else AMPLE_S
-    return solve(graph_of(name), budget_bytes, solver, time_limit_s=limit_s, **options)
+    return solve_within(graph_of(name), budget_bytes, solver, time_limit_s=limit_s, **options)
 
 
 @pytest.mark.parametrize("percent", [100, 80, 60, pytest.param(45, marks=pytest.mark.slow)])
@@ -112,7 +112,7 @@ def test_chen_sqrt_lowers_the_peak(name: str) -> None:
 @settings(max_examples=60, deadline=None)
 @given(training_graphs(max_ops=14), st.integers(0, 100))
 def test_solvers_are_valid_on_any_graph(graph: TrainingGraph, percent: int) -> None:
-    peak_bytes = solve(graph, UNLIMITED_BYTES, "store_all").peak_bytes
+    peak_bytes = solve_within(graph, UNLIMITED_BYTES, "store_all").peak_bytes
     budget_bytes = peak_bytes * percent // 100
     simulate(graph, ChenSqrt().schedule(graph))
     simulate(graph, StoreAll().schedule(graph))
@@ -124,8 +124,8 @@ def test_solvers_are_valid_on_any_graph(graph: TrainingGraph, percent: int) -> N
 @settings(max_examples=60, deadline=None)
 @given(training_graphs(max_ops=14))
 def test_the_budget_that_an_infeasible_result_names_is_feasible(graph: TrainingGraph) -> None:
-    lost = solve(graph, 0, "cut")
+    lost = solve_within(graph, 0, "cut")
     least_bytes = lost.least_feasible_bytes or lost.peak_bytes
-    found = solve(graph, least_bytes, "cut")
+    found = solve_within(graph, least_bytes, "cut")
     assert found.schedule is not None
     assert found.peak_bytes <= least_bytes

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from remat.graph_capture.errors import SolverError
-from remat.solver import Progress, make_solver, solve
+from remat.solver import Progress, make_solver, solve_within
 from remat.solver.auto import Improvement
 from remat.solver.bounds.windows import Windows
 from remat.solver.cuts.cut import begin
@@ -91,7 +91,7 @@ def test_options_that_mean_nothing_are_refused(options: dict[str, Any], text: st
     with pytest.raises(SolverError, match=text):
         make_solver("auto", **options)
     with pytest.raises(SolverError, match=text):
-        solve(layered(), budget_bytes(), **options)
+        solve_within(layered(), budget_bytes(), **options)
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 import remat
+from remat.analysis import compare as comparing
 from remat.graph_capture.graph import TrainingGraph
-from remat.questions import compare as comparing
-from remat.solver import solve
+from remat.solver import solve_within
 from remat.solver.budgets import sweep as sweeping
-from remat.solver.budgets.sweep import least_peak, sweep
+from remat.solver.budgets.sweep import least_peak, sweep_budgets
 from remat.solver.result import INTERRUPTED
 from remat.solver.search import Clock, Progress, is_interrupted, note_interrupt, one_job
 from tests.graphs import peak_bytes_of
@@ -59,9 +59,9 @@ def test_outside_of_a_job_nothing_is_noted() -> None:
 def test_a_solve_after_one_that_ctrl_c_ended_has_its_time(graph: TrainingGraph) -> None:
     listen, _ = ctrl_c_once()
     budget_bytes = int(0.7 * peak_bytes_of(graph))
-    ended = solve(graph, budget_bytes, progress=listen, time_limit_s=AMPLE_S)
+    ended = solve_within(graph, budget_bytes, progress=listen, time_limit_s=AMPLE_S)
     assert INTERRUPTED in ended.message
-    again = solve(graph, budget_bytes, time_limit_s=AMPLE_S)
+    again = solve_within(graph, budget_bytes, time_limit_s=AMPLE_S)
     assert again.status == "optimal"
 
 
@@ -71,8 +71,8 @@ def test_a_sweep_in_a_job_that_ctrl_c_ended_tries_no_budget(graph: TrainingGraph
     budgets = [most * part // 10 for part in (1, 7, 8, 10)]
     with one_job():
         # Too little: the message of such a result does not begin with what ended the search.
-        first = solve(graph, budgets[0], progress=listen, time_limit_s=AMPLE_S)
-        front = sweep(graph, budgets, time_limit_s=AMPLE_S)
+        first = solve_within(graph, budgets[0], progress=listen, time_limit_s=AMPLE_S)
+        front = sweep_budgets(graph, budgets, time_limit_s=AMPLE_S)
     assert heard
     assert INTERRUPTED in first.message
     assert all(INTERRUPTED in point.result.message for point in front.points)
@@ -85,11 +85,13 @@ def test_a_sweep_keeps_what_it_had(graph: TrainingGraph, monkeypatch: pytest.Mon
         calls.append(budget_bytes)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return solve(one, budget_bytes, *args, **options)
+        return solve_within(one, budget_bytes, *args, **options)
 
-    monkeypatch.setattr(sweeping, "solve", second_is_ended)
+    monkeypatch.setattr(sweeping, "solve_within", second_is_ended)
     most = peak_bytes_of(graph)
-    front = sweep(graph, [7 * most // 10, 8 * most // 10, 9 * most // 10], time_limit_s=AMPLE_S)
+    front = sweep_budgets(
+        graph, [7 * most // 10, 8 * most // 10, 9 * most // 10], time_limit_s=AMPLE_S
+    )
     assert len(calls) == 2
     found, *rest = (point.result for point in front.points)
     assert found.status == "optimal"
@@ -134,7 +136,7 @@ def test_the_least_peak_is_named_by_what_was_found(graph: TrainingGraph) -> None
 def test_a_limit_that_is_too_short_is_named_and_simple_rules_are_tried(
     graph: TrainingGraph, limit_s: float
 ) -> None:
-    found = solve(graph, int(0.8 * peak_bytes_of(graph)), time_limit_s=limit_s)
+    found = solve_within(graph, int(0.8 * peak_bytes_of(graph)), time_limit_s=limit_s)
     assert found.status == "time limit"
     assert found.schedule is not None
     assert "the time limit of 0 s ended the search" in found.message

@@ -13,7 +13,7 @@ import remat
 from remat.budgets import unmodified
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
-from remat.solver import solve
+from remat.solver import solve_within
 from remat.solver.backends import mip
 from remat.solver.backends.processes import OverdueError
 from remat.solver.search import MANY_OPS, Search
@@ -55,13 +55,13 @@ def test_what_is_done_without_time_grows_as_the_ops_do(budget: str) -> None:
 @pytest.mark.parametrize("graph", [chain(1500), gpt_like(60)], ids=["chain", "gpt"])
 def test_the_least_budget_is_named_without_any_time(graph: TrainingGraph) -> None:
     assert len(graph.ops) > MANY_OPS
-    named = solve(graph, 1, time_limit_s=0)
+    named = solve_within(graph, 1, time_limit_s=0)
     assert 0 < named.least_feasible_bytes < peak_bytes_of(graph)
     least = remat.solve(graph, "min", time_limit_s=0)
     assert least.schedule is not None
     assert least.budget_bytes == named.least_feasible_bytes
     assert simulate(graph, least.schedule).peak_bytes == least.peak_bytes <= least.budget_bytes
-    assert solve(graph, least.budget_bytes, time_limit_s=0).schedule is not None
+    assert solve_within(graph, least.budget_bytes, time_limit_s=0).schedule is not None
 
 
 def test_a_bound_that_was_proved_is_told_where_the_time_ends_without_a_schedule() -> None:
@@ -80,13 +80,13 @@ def test_a_program_that_is_ended_says_nothing(monkeypatch: pytest.MonkeyPatch) -
     def overdue(*_: object) -> None:
         raise OverdueError
 
-    monkeypatch.setattr(mip, "run_apart", overdue)
+    monkeypatch.setattr(mip, "run_in_process", overdue)
     program = mip.MixedProgram()
     program.row([(program.variable(1.0, integer=True), 1.0)], lower=1.0)
     answer = mip.solve_program(program, mip.Limits())
     assert (answer.values, answer.proved_infeasible, answer.finished) == (None, False, False)
     graph = gpt_like(3)
-    found = solve(graph, int(0.6 * peak_bytes_of(graph)), time_limit_s=2)
+    found = solve_within(graph, int(0.6 * peak_bytes_of(graph)), time_limit_s=2)
     assert found.lower_bound_us >= graph.time_us
     if found.schedule is not None:
         assert simulate(graph, found.schedule).peak_bytes <= found.budget_bytes

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from remat.solver import Progress, solve
+from remat.solver import Progress, solve_within
 from remat.solver.search import Search
 from remat.solver.store_all import store_all_state
 from tests.graphs import peak_bytes_of
@@ -46,9 +46,9 @@ def test_schedules_and_sequences_are_heard_too() -> None:
 @pytest.mark.parametrize("solver", each_nth(2, ["auto", "cut"]))
 def test_a_listener_hears_the_first_schedule_before_the_search_ends(solver: str) -> None:
     graph = resnet_like(5)
-    budget_bytes = solve(graph, 1 << 60, "store_all").peak_bytes * 6 // 10
+    budget_bytes = solve_within(graph, 1 << 60, "store_all").peak_bytes * 6 // 10
     heard: list[Progress] = []
-    result = solve(graph, budget_bytes, solver, progress=heard.append, time_limit_s=AMPLE_S)
+    result = solve_within(graph, budget_bytes, solver, progress=heard.append, time_limit_s=AMPLE_S)
     first = next(p for p in heard if p.best_overhead is not None)
     assert first is not heard[-1]
     assert first.seconds < result.wall_s
@@ -91,11 +91,13 @@ def test_a_search_is_open_until_the_gap_is_closed_or_nothing_fits_or_time_is_up(
 def test_a_search_ends_where_nothing_is_left_that_is_better_than_what_is_known() -> None:
     graph = resnet_like(1)
     budget_bytes = peak_bytes_of(graph) * 85 // 100
-    best = solve(graph, budget_bytes, gap=0.01, time_limit_s=AMPLE_S)
+    best = solve_within(graph, budget_bytes, gap=0.01, time_limit_s=AMPLE_S)
     assert best.schedule is not None
-    again = solve(graph, budget_bytes, gap=0.01, known_us=best.time_us, time_limit_s=AMPLE_S)
+    again = solve_within(graph, budget_bytes, gap=0.01, known_us=best.time_us, time_limit_s=AMPLE_S)
     assert "No schedule is faster than one that is known" in again.message
     assert again.lower_bound_us * (1 + 0.01) >= best.time_us
     # A worse one is no reason to end.
-    better = solve(graph, budget_bytes, gap=0.01, known_us=2 * best.time_us, time_limit_s=AMPLE_S)
+    better = solve_within(
+        graph, budget_bytes, gap=0.01, known_us=2 * best.time_us, time_limit_s=AMPLE_S
+    )
     assert better.schedule == best.schedule

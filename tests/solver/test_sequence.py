@@ -11,7 +11,7 @@ from remat.graph_capture.errors import ScheduleError, SolverError
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.schedule import Compute, Schedule
 from remat.schedules.simulate import simulate
-from remat.solver import solve
+from remat.solver import solve_within
 from remat.solver.problem import Problem, is_allowed, predecessors, reordered
 from remat.solver.state import State, recomputed_by_stage, schedule_of
 from tests.solver.graphs.captured_order import keeps_order
@@ -26,8 +26,8 @@ def op_sequence(graph: TrainingGraph, schedule: Schedule) -> list[int]:
 @settings(max_examples=60, deadline=None)
 @given(training_graphs(max_ops=9))
 def test_a_sequence_needs_no_more_than_the_schedule_it_came_from(graph: TrainingGraph) -> None:
-    peak_bytes = solve(graph, 1 << 60, "store_all").peak_bytes
-    result = solve(graph, peak_bytes * 9 // 10, "cut")
+    peak_bytes = solve_within(graph, 1 << 60, "store_all").peak_bytes
+    result = solve_within(graph, peak_bytes * 9 // 10, "cut")
     if result.schedule is None:
         return
     problem, sequence = Problem.of(graph), op_sequence(graph, result.schedule)
@@ -47,7 +47,7 @@ def test_runs_that_nothing_needs_make_no_invalid_schedule(
     problem = Problem.of(graph)
     stages: list[list[int]] = []
     for t in range(problem.n_ops + 1):
-        free = [op for op in range(t) if not problem.pinned[op]]
+        free = [op for op in range(t) if not problem.no_recompute[op]]
         stages.append(sorted(data.draw(st.sets(st.sampled_from(free)))) if free else [])
     state = State.from_recomputed(problem, stages)
     found = simulate(graph, state.schedule())
@@ -58,7 +58,15 @@ def test_runs_that_nothing_needs_make_no_invalid_schedule(
 def diamond(kinds: tuple[str, str] = ("activation", "activation")) -> TrainingGraph:
     """Two ops that could run in either order, each with a source of its own."""
     ops = (
-        Op("s0", "t", "forward", (), ("s0",), 1.0, pinned="draws" if "rng_state" in kinds else ""),
+        Op(
+            "s0",
+            "t",
+            "forward",
+            (),
+            ("s0",),
+            1.0,
+            no_recompute="draws" if "rng_state" in kinds else "",
+        ),
         Op("s1", "t", "forward", (), ("s1",), 1.0),
         Op("a", "t", "forward", ("s0",), ("a",), 1.0),
         Op("b", "t", "forward", ("s1",), ("b",), 1.0),
@@ -72,7 +80,7 @@ def diamond(kinds: tuple[str, str] = ("activation", "activation")) -> TrainingGr
 def test_first_runs_may_come_in_any_order_that_data_allows() -> None:
     graph = diamond()
     other = reordered(graph, (1, 3, 0, 2, 4))
-    result = solve(other, 1 << 40, "store_all")
+    result = solve_within(other, 1 << 40, "store_all")
     assert result.schedule is not None
     again = Schedule.for_graph(graph, result.schedule.steps)
     assert simulate(graph, again).time_us == 5.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from remat.solver.stopping import Rounds, Seconds, SlowRound, Work
+from remat.solver.stopping import Rounds, Seconds, SlowRound, WorkLimit
 
 
 def test_seconds_are_a_part_of_what_is_left_within_their_bounds() -> None:
@@ -23,7 +23,7 @@ def test_larger_graphs_have_fewer_rounds_but_some() -> None:
 
 
 def test_work_is_counted_from_now() -> None:
-    assert Work(5).from_now(10) == 15
+    assert WorkLimit(5).from_now(10) == 15
 
 
 def test_a_slow_round_is_the_last_where_the_gap_is_narrow() -> None:

@@ -12,10 +12,10 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 import pytest
 
-from remat.compile.options import CompileOptions
+from remat.compile.compile_options import CompileOptions
 from remat.graph_capture.errors import SolverError
 from remat.job.request import Request
-from remat.solver import TABLE, make_solver, solve, solver_class
+from remat.solver import TABLE, make_solver, solve_within, solver_class
 from remat.solver.stopping import DEFAULT_GAP
 from remat.solver.table import NEEDS_LINKS, NO_OPTIONS, header_of
 from tests.links import with_links
@@ -105,8 +105,8 @@ def test_a_plan_records_every_option(name: str) -> None:
         field.name in NO_OPTIONS for field in dataclasses.fields(solver_class(name))
     )
     graph = with_links(chain(4)) if name in (*NEEDS_LINKS, "revolve") else chain(4)
-    budget_bytes = solve(graph, 1 << 60, "store_all").peak_bytes
-    schedule = solve(graph, budget_bytes, name, **asked).schedule
+    budget_bytes = solve_within(graph, 1 << 60, "store_all").peak_bytes
+    schedule = solve_within(graph, budget_bytes, name, **asked).schedule
     assert schedule is not None
     assert schedule.options == asked
 
@@ -114,16 +114,16 @@ def test_a_plan_records_every_option(name: str) -> None:
 @pytest.mark.parametrize("budget", [math.nan, math.inf, 9.5, "8GiB", None])
 def test_a_budget_is_a_whole_number_of_bytes(budget: Any) -> None:
     with pytest.raises(SolverError, match=f"a whole number of bytes, not {budget!r}: round it"):
-        solve(chain(4), budget)
-    assert solve(chain(4), np.int64(1 << 60)).status == "optimal"
+        solve_within(chain(4), budget)
+    assert solve_within(chain(4), np.int64(1 << 60)).status == "optimal"
 
 
 @pytest.mark.parametrize("time_limit_s", [math.nan, math.inf, -0.1])
 def test_a_time_limit_is_finite(time_limit_s: float) -> None:
     with pytest.raises(SolverError, match=f"and finite, not {time_limit_s}"):
-        solve(chain(4), 1 << 60, time_limit_s=time_limit_s)
+        solve_within(chain(4), 1 << 60, time_limit_s=time_limit_s)
     with pytest.raises(SolverError, match=f"and finite, not {time_limit_s}"):
-        solve(chain(4), 1 << 60, time_limit_s=time_limit_s, recompute="*")
+        solve_within(chain(4), 1 << 60, time_limit_s=time_limit_s, recompute="*")
 
 
 def test_solving_imports_neither_torch_nor_highspy() -> None:
@@ -134,7 +134,7 @@ def test_solving_imports_neither_torch_nor_highspy() -> None:
         "import remat.solver.backends.mip as mip\n"
         "program = mip.MixedProgram(); program.variable(1.0)\n"
         "mip.solve_program(program, mip.Limits())\n"
-        "there = mip.run_apart(eval, \"list(__import__('sys').modules)\")\n"
+        "there = mip.run_in_process(eval, \"list(__import__('sys').modules)\")\n"
         "assert 'ortools.math_opt' in there\n"
         "assert not {'torch', 'highspy'} & {*sys.modules, *there}\n"
     )
@@ -144,8 +144,8 @@ def test_solving_imports_neither_torch_nor_highspy() -> None:
 def test_progress_tells_bound_and_best() -> None:
     heard = []
     graph = chain(12)
-    peak_bytes = solve(graph, 1 << 60, "store_all").peak_bytes
-    result = solve(graph, peak_bytes // 2, "cut", progress=heard.append)
+    peak_bytes = solve_within(graph, 1 << 60, "store_all").peak_bytes
+    result = solve_within(graph, peak_bytes // 2, "cut", progress=heard.append)
     assert heard
     assert heard[-1].bound_overhead <= result.overhead + 1e-9
     assert all(a.seconds <= b.seconds for a, b in pairwise(heard))

@@ -2,8 +2,8 @@
 
 Modules that the other system lacks cannot be imported, and nothing can be opened below /proc and
 /sys. Functions and numbers of `os`, `signal` and `mmap` that it lacks are hidden from remat's own
-code alone: Python's library and torch have ways of their own there, which are not here. Prices are
-those of `tests/fixed_prices.py`.
+code alone: Python's library and torch have ways of their own there, which are not here. Costs are
+those of `tests/fixed_costs.py`.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def main() -> None:
         become(system)
     from remat.cli.main import main as run_verb
     from remat.graph_capture.devices import memory as free_memory
-    from tests.fixed_prices import REPLACED, patched
+    from tests.fixed_costs import REPLACED, patched
 
     free_memory.VM_STAT = ("printf", VM_STAT)
     sys.argv = ["remat", *words]

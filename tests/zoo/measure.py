@@ -10,7 +10,7 @@ from torch import nn
 import remat
 from remat.budgets import unmodified
 from remat.graph_capture import TrainingGraph, trace
-from remat.graph_capture.prices.pricing import price
+from remat.graph_capture.costs.op_costs import measure_costs
 from remat.rewriter import Check, check, rewrite
 from remat.schedules.schedule import Schedule
 from remat.solver import make_solver
@@ -41,7 +41,7 @@ class Row:
 
     Attributes
     ----------
-    ops : of its graph. trace_s, price_s : seconds that capture and pricing took.
+    ops : of its graph. trace_s, timing_s : seconds that capture and timing took.
     everything : the plan that keeps all. planned : the one for 60 % of the unmodified
         peak, or for the least budget known where that is more. share : of that peak.
     unmodified_bytes : predicted peak of the unmodified step. trained : in what the planned model
@@ -50,7 +50,7 @@ class Row:
 
     ops: int
     trace_s: float
-    price_s: float
+    timing_s: float
     everything: Plan
     planned: Plan
     share: float
@@ -66,13 +66,13 @@ def measured(entry: Entry) -> Row:
         began_s = time.perf_counter()
         traced = trace(case.model, case.args, case.kwargs, **batch)
         traced_s = time.perf_counter()
-        graph = price(traced)
-        priced_s = time.perf_counter()
+        graph = measure_costs(traced)
+        costed_s = time.perf_counter()
         everything, _ = _plan(case, graph, make_solver("store_all").schedule(graph))
         planned, module = _plan(case, graph, _smaller(graph))
     unmodified_bytes = unmodified(graph).peak_bytes
     return Row(
-        len(graph.ops), traced_s - began_s, priced_s - traced_s, everything, planned,
+        len(graph.ops), traced_s - began_s, costed_s - traced_s, everything, planned,
         planned.predicted_bytes / unmodified_bytes, unmodified_bytes,
         differences(entry, case, module),
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Writes docs/models.md's table: `python -m tests.zoo.table`, with the extra `zoo` installed.
 
-Every model of the zoo is captured, priced anew, planned, rewritten and run; what stands
+Every model of the zoo is captured, timed anew, planned, rewritten and run; what stands
 between the marks in the document is replaced.
 """
 
@@ -28,7 +28,7 @@ from tests.zoo.measure import Plan, measured
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 PACKAGES = ("torch", "transformers", "timm", "diffusers", "x-transformers", "peft")
 TITLES = (
-    "model", "ops", "capture", "pricing", "keeping all: predicted, measured", "error",
+    "model", "ops", "capture", "timing", "keeping all: predicted, measured", "error",
     "planned: share of the peak", "predicted, measured", "error", "gradients equal",
     "eager itself: predicted, measured", "three steps of AdamW",
 )  # fmt: skip
@@ -48,7 +48,7 @@ def entries(name: str, entry: Entry) -> list[str]:
     total = sum(plan.check.gradients_total for plan in plans)
     eager_bytes = found.everything.check.baseline_peak_bytes
     return [
-        name, str(found.ops), f"{found.trace_s:.1f} s", f"{found.price_s:.1f} s",
+        name, str(found.ops), f"{found.trace_s:.1f} s", f"{found.timing_s:.1f} s",
         *_peaks(found.everything), f"{100 * found.share:.0f} %", *_peaks(found.planned),
         f"{equal} of {total}" + ("" if all(plan.check.equal for plan in plans) else ", differs"),
         f"{bytes_text(found.unmodified_bytes)}, {bytes_text(eager_bytes)}",

@@ -9,7 +9,7 @@ import torch
 
 import remat
 from remat.budgets import unmodified
-from remat.graph_capture import price, trace
+from remat.graph_capture import measure_costs, trace
 from remat.rewriter import check, rewrite
 from tests.limits import AMPLE_S
 from tests.zoo.catalogue import ZOO
@@ -40,7 +40,7 @@ def test_in_the_bytes_of_checkpointing_a_plan_computes_less_again(
     batch: dict[str, Any] = {"loss_fn": case.loss_fn, "target": case.target}
     with torch.autocast("cpu", torch.bfloat16, enabled=is_lower):
         traced = trace(model, case.args, case.kwargs, **batch)
-        graph = price(traced)
+        graph = measure_costs(traced)
         eager, plan = unmodified(graph), remat.solve(graph, "100%", "cut", time_limit_s=AMPLE_S)
         assert plan.schedule is not None
         module = rewrite(model, plan.schedule, trace=traced)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import remat
-from remat.graph_capture import price, trace
+from remat.graph_capture import measure_costs, trace
 from remat.rewriter import rewrite
 from tests.zoo.catalogue import ZOO
 
@@ -27,7 +27,7 @@ def test_a_plan_for_eagers_peak_takes_no_more(name: str) -> None:
     case = entry.make()
     model, step = case.model, {"loss_fn": case.loss_fn, "target": case.target}
     with case.under_autocast():
-        graph = price(trace(model, case.args, case.kwargs, **step))
+        graph = measure_costs(trace(model, case.args, case.kwargs, **step))
         eager = remat.measured_step(model, model, case.args, case.kwargs, **step).peak_bytes
         found = remat.solve(graph, eager, time_limit_s=SEARCH_S)
         assert found.schedule is not None, found.message

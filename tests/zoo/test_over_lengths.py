@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import remat
-from remat.schedules.family import carried
+from remat.schedules.family import resized_schedule
 from tests.zoo.case import Case
 from tests.zoo.catalogue import ZOO
 
@@ -50,5 +50,5 @@ def test_it_trains_as_eager_at_each_length(name: str) -> None:
         assert not found.exceeds(module.family.budget_bytes), length
         assert module.ranged_graph is not None
         graph, member = module.ranged_graph.at(seq=length), module.family.at(seq=length)
-        predicted = remat.simulate(graph, carried(member.schedule, graph))
+        predicted = remat.simulate(graph, resized_schedule(member.schedule, graph))
         assert abs(predicted.peak_bytes / found.plan_peak_bytes - 1) <= 0.01, length

@@ -21,7 +21,7 @@ MARKS = {
     "offload": ("save_on_cpu, blocks", "#999999", "X"),
     "chunked": ("loss in chunks", "#f0e442", "h"),
     "remat": ("remat", "#d55e00", "o"),
-    "remat_pieces": ("remat, head in pieces", "#d55e00", "h"),
+    "remat_pieces": ("remat, head in chunks", "#d55e00", "h"),
     "remat_host": ("remat, host", "#d55e00", "P"),
     "remat_compiled": ("remat, compiled", "#8b2500", "D"),
 }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from remat.cluster.apply.cluster_mesh import CP, PP, REPLICATE, SHARD
-from remat.cluster.apply.running import chunks_open, stages_of_rank
+from remat.cluster.apply.rank_stages import forwards_open, stages_of_rank
 from remat.cluster.apply.whole_chain import Materialize, layers_of_stages
 from remat.cluster.plan_file import ClusterFile
 from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
@@ -55,7 +55,7 @@ def _styles_for(path: str, tp_plan: TensorPlan) -> Any:
     return found
 
 
-def require_split(blocks: Mapping[str, nn.Module], ranks: int) -> None:
+def require_split_blocks(blocks: Mapping[str, nn.Module], ranks: int) -> None:
     """Raise `PlanError` for a block that every tensor parallel rank has as a whole."""
     from torch.distributed.tensor import DTensor
 
@@ -68,7 +68,7 @@ def require_split(blocks: Mapping[str, nn.Module], ranks: int) -> None:
             )
 
 
-def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The dimensions of ranks with other data: both of them where there are replicas.
 
     Context parallel ranks have other tokens, so that states are split over them too.
@@ -89,7 +89,7 @@ def shard_over_data_ranks(
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     how: dict[str, Any] = {
-        "mesh": data_mesh(mesh), "mp_policy": mp_policy or MixedPrecisionPolicy(),
+        "mesh": _data_mesh(mesh), "mp_policy": mp_policy or MixedPrecisionPolicy(),
         "reshard_after_forward": _reshard(plan.parallelism.fsdp_reshard_after_forward),
     }  # fmt: skip
     for block in blocks:
@@ -128,7 +128,9 @@ class Applied:
     @property
     def stages(self) -> tuple[int, ...]:
         """Those of this rank, in the order of the model."""
-        return stages_of_rank(self.schedule, self.rank, self.mesh[PP].size(), self.plan.chunks)
+        return stages_of_rank(
+            self.schedule, self.rank, self.mesh[PP].size(), self.plan.virtual_stages
+        )
 
     @property
     def layers(self) -> list[tuple[str, ...]]:
@@ -174,5 +176,5 @@ class Applied:
         if self.schedule == plan.parallelism.pipeline_parallel_schedule:
             return plan.stages[self.rank].microbatches_in_flight
         pp = plan.parallelism.pipeline_parallel_degree
-        found = chunks_open(self.schedule, pp, plan.microbatches, plan.chunks)
-        return found[self.rank] / plan.chunks
+        found = forwards_open(self.schedule, pp, plan.microbatches, plan.virtual_stages)
+        return found[self.rank] / plan.virtual_stages

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 # and value.
 
 
-Parts = list[tuple[Tensor, int]]
+_Parts = list[tuple[Tensor, int]]
 """Tensors that were made, each with the dimension that counts tokens."""
 
 
@@ -56,7 +56,7 @@ class _OwnAttention(AttentionMode):
     """In the place of attention; keeps queries and keys, in which positions show most."""
 
     ranks: int
-    seen: Parts = field(default_factory=list[tuple[Tensor, int]])
+    seen: _Parts = field(default_factory=list[tuple[Tensor, int]])
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class ChangedPlaces:
         return whole.flatten(SEQUENCE, SEQUENCE + 1)
 
 
-def require_block_by_token(
+def require_token_local_block(
     path: str, block: nn.Module, given: Arrival, cut: Mapping[int, int], ranks: int
 ) -> None:
     """Raise `CaptureError` for a block that context parallel ranks cannot run on their own tokens.
@@ -108,10 +108,10 @@ def require_block_by_token(
     given : to the block, for the rank's tokens. cut : dimensions that count tokens, by the id of an
         argument.
     """
-    border = drawn(given.border, 1)
+    border = _drawn(given.border, 1)
     places = ChangedPlaces(border.shape[SEQUENCE])
 
-    def run(x: Tensor, *, turned: bool = False) -> Parts:
+    def run(x: Tensor, *, turned: bool = False) -> _Parts:
         def other(leaf: Any) -> Any:
             return places.of(leaf, cut[id(leaf)]) if turned and id(leaf) in cut else leaf
 
@@ -122,7 +122,7 @@ def require_block_by_token(
         return [*attention.seen, (result, SEQUENCE)]
 
     with _evaluating(block):
-        why = _why_not_by_token(run, border, places)
+        why = _why_not_token_local(run, border, places)
     if why:
         raise CaptureError(
             f"block {path} {why}, and context parallel ranks run it on their own tokens: "
@@ -131,7 +131,7 @@ def require_block_by_token(
         )
 
 
-def require_loss_by_token(
+def require_token_local_loss(
     loss_of: Callable[[Tensor, Any], Tensor], border: Tensor, target: Any,
     has_tokens: Callable[[object], bool],
 ) -> None:  # fmt: skip
@@ -142,10 +142,10 @@ def require_loss_by_token(
     loss_of : of a border and the target of the rank's tokens. has_tokens : whether a tensor of the
         target is of [batch, tokens, ...].
     """
-    border = drawn(border, 1)
+    border = _drawn(border, 1)
     places = ChangedPlaces(border.shape[SEQUENCE])
 
-    def run(x: Tensor, *, turned: bool = False) -> Parts:
+    def run(x: Tensor, *, turned: bool = False) -> _Parts:
         def other(leaf: Any) -> Any:
             return places.of(leaf, SEQUENCE) if turned and has_tokens(leaf) else leaf
 
@@ -153,7 +153,7 @@ def require_loss_by_token(
         loss = loss_of(x, pytree.tree_map(other, target))
         return [(torch.autograd.grad(loss, x)[0], SEQUENCE)]
 
-    why = _why_not_by_token(run, border, places)
+    why = _why_not_token_local(run, border, places)
     if why:
         raise CaptureError(
             f"the loss {why}, and context parallel ranks compute it of their own tokens: let it be "
@@ -162,7 +162,7 @@ def require_loss_by_token(
         )
 
 
-def is_by_token(
+def is_token_local(
     model: nn.Module, border_of: Callable[[Any], Tensor], args: Any,
     has_tokens: Callable[[object], bool], places: ChangedPlaces,
 ) -> bool:  # fmt: skip
@@ -188,18 +188,18 @@ def is_by_token(
     return _alike(places.of(usual, SEQUENCE), turned) and _alike(usual[:, kept], other[:, kept])
 
 
-def drawn(like: Tensor, seed: int) -> Tensor:
+def _drawn(like: Tensor, seed: int) -> Tensor:
     """Numbers in the shape of a border, drawn apart from the user's."""
     stream = torch.Generator().manual_seed(seed)
     made = torch.randn(like.shape, generator=stream)
     return made.to(device=like.device, dtype=like.dtype)
 
 
-def _why_not_by_token(run: Callable[..., Parts], x: Tensor, places: ChangedPlaces) -> str:
+def _why_not_token_local(run: Callable[..., _Parts], x: Tensor, places: ChangedPlaces) -> str:
     usual = run(x)
     middle = x.shape[SEQUENCE] // 2
     for own in (slice(0, middle), slice(middle, None)):
-        other = drawn(x, 2)
+        other = _drawn(x, 2)
         other[:, own] = x[:, own]
         for (a, dim), (b, _) in zip(usual, run(other), strict=True):
             a, b = (_of_tokens(t, dim, places.own, own) for t in (a, b))
@@ -298,7 +298,7 @@ def first_call(
     whole = arrival_of(before, model, args, path)
     own = arrival_of(before, model, part.of(args), path)
     length = own.border.shape[SEQUENCE]
-    reads_all = not is_by_token(
+    reads_all = not is_token_local(
         before.module, lambda batch: before(*batch).border, part.of(args),
         replace(part, seq=part.seq // part.count).counts_tokens, ChangedPlaces(length),
     )  # fmt: skip
@@ -339,7 +339,7 @@ def blocks_over_ranks(
     """
     ranks = asked.mesh[CP]
     for path, block in blocks.items():
-        require_block_by_token(path, block, found.given, found.cut, ranks.size())
+        require_token_local_block(path, block, found.given, found.cut, ranks.size())
     return {path: _over(block, ranks.get_group()) for path, block in blocks.items()}
 
 
@@ -350,7 +350,7 @@ def require_own_loss(behind: Behind, given: Arrival, asked: Applied, part: Seque
     def loss_of(border: Tensor, other: Any) -> Tensor:
         return apply_loss(asked.loss_fn, behind(border), other)
 
-    require_loss_by_token(
+    require_token_local_loss(
         loss_of, given.border, target, replace(part, seq=part.seq // part.count).counts_tokens
     )
 

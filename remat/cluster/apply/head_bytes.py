@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from remat.cluster.apply.asked import (
     Applied,
-    require_split,
+    require_split_blocks,
     shard_over_data_ranks,
     split_over_tensor_ranks,
 )
@@ -30,7 +30,7 @@ from remat.cluster.apply.whole_chain import WholeChain, materialize_modules, val
 from remat.cluster.capture.rank_graph import border_value, planned_graph
 from remat.cluster.model_part import Arrival, Behind, ModelPart
 from remat.graph_capture.distributed.dtensors import local_part
-from remat.graph_capture.eager_step import as_eager
+from remat.graph_capture.eager_step import with_eager_sizes
 from remat.graph_capture.tracing.mixed_precision import inputs_cast, parameters_cast
 from remat.graph_capture.tracing.trace import trace
 from remat.rewriter.split_backward.dependencies import SplitBytes
@@ -79,7 +79,7 @@ class _Head(nn.Module):
         return self.run(border)
 
 
-def head_bytes(
+def _head_bytes(
     modules: Mapping[str, nn.Module], run: Behind, given: Arrival,
     loss_fn: Callable[..., Any], target: Any,
 ) -> BlockBytes:  # fmt: skip
@@ -87,7 +87,9 @@ def head_bytes(
     border = torch.zeros_like(given.border).requires_grad_()
     head = _Head(modules, run)
     traced = trace(head, (border,), loss_fn=loss_fn, target=target, optimizer="none", split="none")
-    graph = planned_graph(as_eager(with_own_sizes(traced.graph, traced)), border_value(traced))
+    graph = planned_graph(
+        with_eager_sizes(with_own_sizes(traced.graph, traced)), border_value(traced)
+    )
     found = figures_of(graph, StoreAll().schedule(graph))
     gradients = sum(value.size_bytes for value in graph.values if value.kind == "gradient")
     own = sum(p.numel() * p.element_size() for p in head.parameters() if p.requires_grad)
@@ -98,7 +100,7 @@ def head_bytes(
 
 
 @dataclass(frozen=True)
-class RankBytes:
+class _RankBytes:
     """Of this rank's modules.
 
     Attributes
@@ -129,7 +131,7 @@ class RankParts:
     chosen: StageBlocks
     given: Arrival
     args: tuple[Any, ...]
-    bytes: RankBytes
+    bytes: _RankBytes
     values: str
 
     @property
@@ -184,7 +186,7 @@ def rank_parts(chain: WholeChain, asked: Applied, *, eager: bool = False) -> Ran
     ranks = asked.mesh[TP]
     if ranks.size() > 1:
         split_over_tensor_ranks({**chain.before, **chain.behind, **own}, ranks, asked.tp_plan)
-        require_split(own, ranks.size())
+        require_split_blocks(own, ranks.size())
     with parameters_cast(chain.model, asked.cast):
         arrival = cutter.arrival()
         given = arrival.given
@@ -202,11 +204,11 @@ def rank_parts(chain: WholeChain, asked: Applied, *, eager: bool = False) -> Ran
 
 def _bytes_of(
     chain: WholeChain, asked: Applied, cutter: Cutter, call: FirstCall, own: Mapping[str, nn.Module]
-) -> RankBytes:
+) -> _RankBytes:
     given, border = call.given, local_part(call.given.border)
     behind = NO_BYTES
     if asked.has_last:
-        behind = head_bytes(chain.behind, cutter.behind, given, asked.loss_fn, asked.target)
+        behind = _head_bytes(chain.behind, cutter.behind, given, asked.loss_fn, asked.target)
     held = {path: _parameter_bytes({path: block}) for path, block in own.items()}
     before = _parameter_bytes(chain.before)
     gathered = sum(held.values()) + behind.gradients + before * (0 in asked.stages)
@@ -215,7 +217,7 @@ def _bytes_of(
     unsummed = behind.gradients if asked.widening > 1 else 0
     behind = replace(behind, gradients=behind.gradients * asked.widening, unsummed=unsummed)
     arriving = call.times_border * border.numel() * border.element_size()
-    return RankBytes(gradients, behind, gathered * asked.is_sharded, arriving)
+    return _RankBytes(gradients, behind, gathered * asked.is_sharded, arriving)
 
 
 def _parameter_bytes(modules: Mapping[str, nn.Module]) -> int:

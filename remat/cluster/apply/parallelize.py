@@ -20,16 +20,16 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from remat.cluster.apply.asked import Applied, TensorPlan
 from remat.cluster.apply.cluster_mesh import DIMENSIONS, PP, degrees_of, opened_plan
 from remat.cluster.apply.head_bytes import RankParts, rank_parts
-from remat.cluster.apply.running import ZERO_BUBBLE, one_stage_rings, rings_of
+from remat.cluster.apply.rank_stages import ZERO_BUBBLE, one_stage_rings, rings_of
 from remat.cluster.apply.stage_peak import peak_of_rank
 from remat.cluster.apply.whole_chain import Materialize, values_digest, whole_chain
-from remat.cluster.judged import ONE_STAGE, torch_order
 from remat.cluster.plan_file import MAKE_AGAIN, ClusterFile, require_world
+from remat.cluster.replayed_plan import ONE_STAGE, torch_order
 from remat.cluster.stepping import PipelineStep, PlainStep, RingStage, StepRunner, loss_itself
 from remat.graph_capture.errors import PlanError, ScheduleError
 from remat.graph_capture.tracing.fake_tensors import has_storage
+from remat.ranks.collective_call import CollectiveCall
 from remat.ranks.same_order import refuse_fake
-from remat.ranks.together import Together
 from remat.rewriter.split_backward.splitting import split_backward
 from remat.rewriter.user_module.module import SharedState
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 # What is looked at before a plan for a cluster is applied: versions, degrees, words.
 
 
-def check_plan(
+def _check_plan(
     plan: ClusterFile, mesh: DeviceMesh, model: nn.Module, tp_plan: TensorPlan | None,
     schedule: str, materialize: Materialize | None,
 ) -> None:  # fmt: skip
@@ -69,12 +69,12 @@ def check_plan(
     _check_schedule(plan, schedule)
 
 
-def schedule_name(plan: ClusterFile, schedule: str) -> str:
+def _schedule_name(plan: ClusterFile, schedule: str) -> str:
     """The schedule that is run: what is asked for, or the plan's."""
     return schedule or plan.parallelism.pipeline_parallel_schedule
 
 
-def plan_digest(plan: ClusterFile, schedule: str) -> str:
+def _plan_digest(plan: ClusterFile, schedule: str) -> str:
     """The same on ranks that apply the same plan."""
     return hashlib.sha256(plan.to_json() + schedule.encode()).hexdigest()
 
@@ -112,14 +112,14 @@ def _check_schedule(plan: ClusterFile, schedule: str) -> None:
             f"{plan.microbatches} microbatches are fewer than {pp} stages, which then wait for "
             f"each other: plan again with a larger --batch, or --pp {plan.microbatches}"
         )
-    name = schedule_name(plan, schedule)
-    if (name in ONE_STAGE) != (plan.chunks == 1):
+    name = _schedule_name(plan, schedule)
+    if (name in ONE_STAGE) != (plan.virtual_stages == 1):
         raise PlanError(
-            f"schedule {name} is not for {plan.chunks} stages on each rank, as the plan has: "
-            f"choose {', '.join(ONE_STAGE)} for one, and plan others with --chunks 2 or more"
+            f"schedule {name} is not for {plan.virtual_stages} stages on each rank, as planned: "
+            f"choose {', '.join(ONE_STAGE)} for one; plan others with --virtual-stages 2 or more"
         )
     try:
-        torch_order(name, pp, plan.microbatches, plan.chunks)
+        torch_order(name, pp, plan.microbatches, plan.virtual_stages)
     except ScheduleError as error:
         raise PlanError(str(error)) from error
 
@@ -127,7 +127,7 @@ def _check_schedule(plan: ClusterFile, schedule: str) -> None:
 # The runner of a rank's step: a schedule of torch's over its stages, or a plain loop.
 
 
-def runner_of(parts: RankParts) -> StepRunner:
+def _runner_of(parts: RankParts) -> StepRunner:
     """What runs a step of the parts, which are wrapped."""
     plan, name = parts.asked.plan, parts.asked.schedule
     if parts.asked.mesh[PP].size() == 1:
@@ -172,7 +172,7 @@ def _rings(parts: RankParts, stage: RingStage, schedule: Any) -> tuple[int, int]
     return rings_of(actions, stage.stage_index, m, keeps_inputs=keeps)
 
 
-WHAT = "remat.parallelize"
+_WHAT = "remat.parallelize"
 
 
 @dataclass(frozen=True)
@@ -263,26 +263,26 @@ def parallelize(
     RewriteError : a rewritten block does not do what eager does.
     """
     refuse_fake(dist.group.WORLD if dist.is_initialized() else None)
-    with Together(dist.group.WORLD if dist.is_initialized() else None, WHAT) as ranks:
+    with CollectiveCall(dist.group.WORLD if dist.is_initialized() else None, _WHAT) as ranks:
         plan = opened_plan(plan)
-        check_plan(plan, mesh, model, tp_plan, schedule, materialize)
-        _require_same(ranks, "plan", plan_digest(plan, schedule), "plan")
+        _check_plan(plan, mesh, model, tp_plan, schedule, materialize)
+        _require_same(ranks, "plan", _plan_digest(plan, schedule), "plan")
         chain = whole_chain(model, plan, args, loss_fn, target)
         _require_same(ranks, "model", values_digest({"": model}), "model")
-        name = schedule_name(plan, schedule)
+        name = _schedule_name(plan, schedule)
         asked = Applied(
             plan, mesh, args, loss_fn, target, tp_plan or {}, mp_policy, name, materialize
         )
         parts = rank_parts(chain, asked)
         _require_same_stage(ranks, parts)
         parts.shard()
-        made = runner_of(parts)
+        made = _runner_of(parts)
     peak_bytes = peak_of_rank(parts, made.stages) if isinstance(made, PipelineStep) else None
     return ClusterPart(made, parts.modules, peak_bytes, parts.overhead, parts.checks)
 
 
-def _require_same(ranks: Together, name: str, mine: str, what: str) -> None:
-    said = ranks.said_by_all(name, mine)
+def _require_same(ranks: CollectiveCall, name: str, mine: str, what: str) -> None:
+    said = ranks.gathered_texts(name, mine)
     others = [str(rank) for rank, found in enumerate(said) if found != said[0]]
     if others:
         raise PlanError(
@@ -291,7 +291,7 @@ def _require_same(ranks: Together, name: str, mine: str, what: str) -> None:
         )
 
 
-def _require_same_stage(ranks: Together, parts: RankParts) -> None:
+def _require_same_stage(ranks: CollectiveCall, parts: RankParts) -> None:
     """Ranks of a stage run the same collectives only if they follow the same schedules."""
     unlike = _unlike_stages(ranks, "stage", parts.asked.rank, parts.digest)
     if unlike:
@@ -308,10 +308,10 @@ def _require_same_stage(ranks: Together, parts: RankParts) -> None:
         )
 
 
-def _unlike_stages(ranks: Together, name: str, stage: int, mine: str) -> str:
+def _unlike_stages(ranks: CollectiveCall, name: str, stage: int, mine: str) -> str:
     """The stages whose ranks say different things."""
     by_stage = dict[str, set[str]]()
-    for one in ranks.said_by_all(name, f"{stage} {mine}"):
+    for one in ranks.gathered_texts(name, f"{stage} {mine}"):
         number, _, said = one.partition(" ")
         by_stage.setdefault(number, set()).add(said)
     return ", ".join(number for number, said in by_stage.items() if len(said) > 1)

@@ -21,26 +21,26 @@ from remat.checks import Batch, require_equal
 from remat.cluster.capture.rank_graph import border_value, planned_graph
 from remat.cluster.model_part import Arrival
 from remat.cluster.parts import EqualBlocks, Limit, Part, PartOption, part_of
-from remat.cluster.pipeline import ACTIVATIONS, RUNNING
+from remat.cluster.pipeline_replay import RUNNING, SAVED_ACTIVATIONS
 from remat.cluster.plan_file import ClusterFile, StageFacts
 from remat.formats import bytes_text
-from remat.graph_capture.devices.table import links_between_ranks
+from remat.graph_capture.costs.op_costs import measured_workspaces
+from remat.graph_capture.costs.roofline import model_costs
+from remat.graph_capture.devices.known_devices import links_between_ranks
 from remat.graph_capture.distributed.collectives import is_collective_target
 from remat.graph_capture.errors import CaptureError, PlanError
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.prices.pricing import measured_workspaces
-from remat.graph_capture.prices.roofline import price_modelled
 from remat.graph_capture.tracing.trace import Trace, trace
 from remat.rewriter.rewriting import module_for
 from remat.schedules.schedule import Compute, Schedule
 from remat.schedules.simulate import simulate
-from remat.solver.blocks.options import TURN
+from remat.solver.blocks.block_options import TURN
 from remat.solver.problem import Problem
 from remat.solver.state import State
 
 
 @dataclass(frozen=True)
-class TracedBlock:
+class _TracedBlock:
     """A block as this rank runs it.
 
     Attributes
@@ -66,7 +66,7 @@ class StageBlocks:
         follow them, and are not left as eager.
     """
 
-    traced: dict[str, TracedBlock]
+    traced: dict[str, _TracedBlock]
     options: dict[str, PartOption] = field(default_factory=dict[str, PartOption])
     schedules: dict[str, Schedule] = field(default_factory=dict[str, Schedule])
     is_rewritten: bool = False
@@ -111,7 +111,7 @@ def traced_blocks(
     CaptureError : a block cannot be captured, as one with hooks; names it.
     """
     links = msgspec.structs.replace(links_between_ranks(plan.device), node_size=plan.node_size)
-    found: dict[str, TracedBlock] = {}
+    found: dict[str, _TracedBlock] = {}
     for path, block in blocks.items():
         border = _made_border(given).requires_grad_(has_input_gradient or path != first_path)
         args = border, *given.args_
@@ -119,9 +119,9 @@ def traced_blocks(
             traced = trace(block, args, given.kwargs, optimizer="none", split="none")
         except CaptureError as error:
             raise CaptureError(f"block {path}: {error}").caused_by(error) from None
-        graph = with_own_sizes(price_modelled(traced, plan.device, ranks=links), traced)
+        graph = with_own_sizes(model_costs(traced, plan.device, ranks=links), traced)
         name = border_value(traced)
-        found[path] = TracedBlock(
+        found[path] = _TracedBlock(
             path, block, traced, planned_graph(graph, name), args, given.kwargs
         )
     return StageBlocks(found)
@@ -174,7 +174,7 @@ def _picked(part: Part, plan: ClusterFile, number: int, n: int, flight: float) -
     """An option for each of n blocks, those with most recomputation first."""
     stage = plan.stages[number]
     # What the blocks' recomputation decides.
-    moving = stage.held_bytes[ACTIVATIONS] + stage.held_bytes[RUNNING]
+    moving = stage.held_bytes[SAVED_ACTIVATIONS] + stage.held_bytes[RUNNING]
     fixed = sum(stage.held_bytes.values()) - moving
     room = plan.budget_bytes - fixed - _saved_by_ends_of(plan, stage)
     table = EqualBlocks(part.options, sum(plan.layers_per_stage))
@@ -195,7 +195,7 @@ def _saved_by_ends_of(plan: ClusterFile, stage: StageFacts) -> int:
     """What the plan's embedding and head save, in bytes: all that its blocks do not."""
     by_blocks = sum(count * _figures(plan, i).saved_bytes for i, count in stage.schedules.items())
     saved = int(stage.microbatches_in_flight * by_blocks)
-    return max(stage.held_bytes[ACTIVATIONS] - saved, 0)
+    return max(stage.held_bytes[SAVED_ACTIVATIONS] - saved, 0)
 
 
 def _needed_by_ends(plan: ClusterFile, stage: StageFacts) -> int:
@@ -212,7 +212,7 @@ def _figures(plan: ClusterFile, number: int) -> PartOption:
 
 
 def figures_of(graph: TrainingGraph, schedule: Schedule) -> PartOption:
-    """Bytes that a schedule of a part saves and needs, as the judge of schedules finds them."""
+    """Bytes that a schedule of a part saves and needs, as the simulator finds them."""
     found = simulate(graph, schedule)
     turn = next(op for op in graph.ops if op.target == TURN)
     made_bytes = sum(graph.value_by_name[name].size_bytes for name in turn.outputs)
@@ -233,7 +233,7 @@ def _within(part: Part, limit: PartOption, path: str, number: int) -> PartOption
     return min(fitting, key=lambda option: (option.extra_us, option.need_bytes))
 
 
-def _schedule(one: TracedBlock, option: PartOption) -> Schedule:
+def _schedule(one: _TracedBlock, option: PartOption) -> Schedule:
     """The option for the graph that was traced, which lacks the op that makes the border."""
     without = [tuple(op - 1 for op in again) for again in option.recomputed[1:]]
     return State.from_recomputed(Problem.of(one.trace.graph), without).schedule()

@@ -2,7 +2,7 @@
 
 Live at once, beside parameters and receive buffers: what each open microbatch saves; the block that
 runs; gradients, from when a stage's first backward makes them; a gradient that is being sent. What
-a block saves and needs is what the judge of schedules finds for it (`simulate`). Where gradients of
+a block saves and needs is what the simulator finds for it (`simulate`). Where gradients of
 weights are made apart, each part of backward has live what its code does, and what is between them
 is held.
 """
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from remat.cluster.apply.head_bytes import BEFORE, NO_BYTES, BlockBytes
-from remat.cluster.judged import ONE_STAGE, torch_order
-from remat.cluster.pipeline import PipelineAction, RankOrder
+from remat.cluster.pipeline_replay import PipelineAction, RankOrder
+from remat.cluster.replayed_plan import ONE_STAGE, torch_order
 from remat.graph_capture.distributed.dtensors import local_part
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class StageBytes:
+class _StageBytes:
     """Of one stage.
 
     Attributes
@@ -104,7 +104,7 @@ class StageBytes:
         return peak
 
 
-def peak_of_order(order: RankOrder, stages: dict[int, StageBytes]) -> int:
+def _peak_of_order(order: RankOrder, stages: dict[int, _StageBytes]) -> int:
     """The most that a rank's microbatches and gradients have live at once."""
     live = _Live(stages)
     return max((live.during(action) for together in order for action in together), default=0)
@@ -120,7 +120,7 @@ class _Live:
     finished : how many have their gradients of weights.
     """
 
-    stages: dict[int, StageBytes]
+    stages: dict[int, _StageBytes]
     open_ones: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
     done: Counter[int] = field(default_factory=Counter[int])
     finished: Counter[int] = field(default_factory=Counter[int])
@@ -144,7 +144,7 @@ class _Live:
         self.finished[number] += kind in ("B", "W")
         return live
 
-    def _left(self, number: int, stage: StageBytes) -> int:
+    def _left(self, number: int, stage: _StageBytes) -> int:
         """What microbatches have left that are done."""
         done, finished = self.done[number], self.finished[number]
         gradients = stage.gradients(apart=False) if done else 0
@@ -153,7 +153,7 @@ class _Live:
         return gradients + sent + stage.for_weights * (done - finished)
 
 
-def parameter_bytes(modules: Sequence[nn.Module]) -> int:
+def _held_parameter_bytes(modules: Sequence[nn.Module]) -> int:
     """What this rank holds of parameters and buffers."""
     tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
     found = {id(t): local_part(t) for t in tensors}
@@ -171,17 +171,17 @@ def peak_of_rank(parts: RankParts, of_torch: Sequence[RingStage]) -> int:
     pp = plan.parallelism.pipeline_parallel_degree
     border = local_part(parts.given.border)
     b = border.numel() * border.element_size()
-    count = pp * plan.chunks
-    stages: dict[int, StageBytes] = {}
-    fixed = parameter_bytes(parts.modules) + parts.bytes.gathered
+    count = pp * plan.virtual_stages
+    stages: dict[int, _StageBytes] = {}
+    fixed = _held_parameter_bytes(parts.modules) + parts.bytes.gathered
     for one in of_torch:
         index, inputs, gradients = one.stage_index, one.input_buffers, one.gradient_buffers
         is_first, is_last = index == 0, index == count - 1
         stages[index] = _stage_bytes(parts, one, b, is_first=is_first, is_last=is_last)
         fixed += b * inputs * (not is_first) + b * gradients * (not is_last)
         fixed += b * _holds_a_send(asked.schedule, inputs, plan.microbatches, is_last=is_last)
-    order = torch_order(asked.schedule, pp, plan.microbatches, plan.chunks)[asked.rank]
-    return fixed + peak_of_order(order, stages)
+    order = torch_order(asked.schedule, pp, plan.microbatches, plan.virtual_stages)[asked.rank]
+    return fixed + _peak_of_order(order, stages)
 
 
 def _holds_a_send(name: str, in_flight: int, microbatches: int, *, is_last: bool) -> bool:
@@ -191,7 +191,7 @@ def _holds_a_send(name: str, in_flight: int, microbatches: int, *, is_last: bool
 
 def _stage_bytes(
     parts: RankParts, one: RingStage, border: int, *, is_first: bool, is_last: bool
-) -> StageBytes:
+) -> _StageBytes:
     blocks = [
         BlockBytes(
             parts.chosen.options[path].saved_bytes, parts.chosen.options[path].need_bytes,
@@ -209,7 +209,7 @@ def _stage_bytes(
     first = BlockBytes(0, parts.bytes.arriving + of_first, of_first)
     keeps_all = parts.asked.schedule not in ONE_STAGE
     sent = border * (not is_first) + border * (keeps_all and not is_last)
-    return StageBytes(
+    return _StageBytes(
         tuple(blocks), held, sent, keeps_all,
         first if is_first else NO_BYTES, parts.bytes.behind if is_last else NO_BYTES,
     )  # fmt: skip

@@ -12,8 +12,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from remat.cluster.capture.chain import ChainModel, leaf_on_meta, state_on_meta
 from remat.cluster.capture.chain_shape import ChainShape
+from remat.cluster.capture.model_chain import ChainModel, leaf_on_meta, state_on_meta
 from remat.cluster.capture.watching import watch
 from remat.cluster.model_part import beside_blocks
 from remat.cluster.opened_chain import tied_weights
@@ -25,8 +25,12 @@ from remat.graph_capture.tracing.fake_tensors import has_storage
 
 
 def layers_of_stages(plan: ClusterFile) -> list[tuple[str, ...]]:
-    """Paths of the blocks of each stage: the first chunk of each rank, then the second."""
-    return [stage.layers[chunk] for chunk in range(plan.chunks) for stage in plan.stages]
+    """Paths of the blocks of each stage: the first virtual stage of each rank, then the second."""
+    return [
+        stage.layers[virtual_stage]
+        for virtual_stage in range(plan.virtual_stages)
+        for stage in plan.stages
+    ]
 
 
 @dataclass(frozen=True)

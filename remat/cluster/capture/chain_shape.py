@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
-Place = Literal["first", "block", "last"]
+ChainPosition = Literal["first", "block", "last"]
 """A part of the chain: what comes before the blocks, one of them, and what comes behind them."""
-PLACES: tuple[Place, ...] = ("first", "block", "last")
+CHAIN_POSITIONS: tuple[ChainPosition, ...] = ("first", "block", "last")
 SplitRole = Literal["columns", "rows"]
 
 
@@ -38,10 +38,12 @@ class ChainShape:
     border: Tensor | None = None
     roles: dict[str, SplitRole] = field(default_factory=dict[str, SplitRole])
     gathered: dict[str, bool] = field(default_factory=dict[str, bool])
-    parameters: dict[Place, set[str]] = field(
-        default_factory=lambda: defaultdict[Place, set[str]](set)
+    parameters: dict[ChainPosition, set[str]] = field(
+        default_factory=lambda: defaultdict[ChainPosition, set[str]](set)
     )
-    products_flops: dict[Place, int] = field(default_factory=lambda: defaultdict[Any, int](int))
+    products_flops: dict[ChainPosition, int] = field(
+        default_factory=lambda: defaultdict[Any, int](int)
+    )
     attention_flops: int = 0
     has_fused_attention: bool = False
     has_open_attention: bool = False

@@ -1,8 +1,8 @@
 """The graph of one rank's block, or of what follows all blocks, as a planner of clusters takes it.
 
-It is traced over a fake group, priced for a device of the table, and its collectives by the links
-between ranks. What is resident does not count: states are held apart. The border that a block reads
-is made by an op of its own, so that it counts as saved where backward reads it.
+It is traced over a fake group, with costs of a device of the table, and of its collectives by
+the links between ranks. What is resident does not count: states are held apart. The border that
+a block reads is made by an op of its own, so that it counts as saved where backward reads it.
 
 Each collective may be computed again here: all ranks of a group follow one schedule of a block.
 """
@@ -18,12 +18,13 @@ import torch.distributed._functional_collectives as collectives
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from remat.cluster.capture.chain import ChainModel
 from remat.cluster.capture.chain_shape import ChainShape, SplitRole
+from remat.cluster.capture.model_chain import ChainModel
 from remat.cluster.capture.watching import HeadsOverRanks
+from remat.graph_capture.costs.roofline import model_costs
 from remat.graph_capture.devices.rank_links import RankLinks
 from remat.graph_capture.distributed.collectives import (
-    PINNED,
+    ALL_RANKS_RUN,
     RETURNED,
     groups_of,
     is_collective,
@@ -32,7 +33,6 @@ from remat.graph_capture.distributed.collectives import (
 from remat.graph_capture.distributed.fake_group import FakeGroups
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Op, Resident, TrainingGraph
-from remat.graph_capture.prices.roofline import price_modelled
 from remat.graph_capture.tracing.step_module import apply_loss
 from remat.graph_capture.tracing.trace import Trace, trace
 
@@ -98,7 +98,7 @@ class OnRank(nn.Module):
             return self.inner(*args, **kwargs)
 
 
-def block_on_rank(
+def _block_on_rank(
     chain: ChainModel, shape: ChainShape, tp: int, cp: int, tp_group: Any, cp_group: Any
 ) -> nn.Module:
     """The first block, split over so many ranks.
@@ -113,7 +113,7 @@ def block_on_rank(
     return OnRank(inner, cp, cp_group)
 
 
-def border_on_rank(shape: ChainShape, tp: int) -> Tensor:
+def _border_on_rank(shape: ChainShape, tp: int) -> Tensor:
     """What a block reads on one rank: its part of the sequence."""
     assert shape.border is not None
     sizes = list(shape.border.shape)
@@ -152,7 +152,7 @@ class _Given(nn.Module):
         return self.border
 
 
-def behind_on_rank(chain: ChainModel, shape: ChainShape, tp: int, tp_group: Any) -> nn.Module:
+def _behind_on_rank(chain: ChainModel, shape: ChainShape, tp: int, tp_group: Any) -> nn.Module:
     """What follows the blocks, its vocabulary split over so many ranks.
 
     Raises
@@ -161,7 +161,7 @@ def behind_on_rank(chain: ChainModel, shape: ChainShape, tp: int, tp_group: Any)
     """
     shared = {id(block): block for block in chain.blocks.values()}
     model = copy.deepcopy(chain.model, dict(shared))  # blocks go, so they are not copied
-    given = _Given(border_on_rank(shape, tp))
+    given = _Given(_border_on_rank(shape, tp))
     for path in chain.blocks:
         _put(model, path, given if path == chain.last_path else _RankPasses())
     _split(model, "", shape, tp, tp_group)
@@ -221,22 +221,24 @@ def block_graph_on_rank(
     chain: ChainModel, shape: ChainShape, tp: int, cp: int, groups: FakeGroups, device: str,
     links: RankLinks,
 ) -> tuple[TrainingGraph, str]:  # fmt: skip
-    """The priced graph of one rank's block, and the value that is its border's gradient."""
+    """The graph of one rank's block, with costs, and the value that is its border's gradient."""
     tp_group, cp_group = groups.group(tp), groups.group(cp, apart=tp)
-    module = block_on_rank(chain, shape, tp, cp, tp_group, cp_group)
-    args = (border_on_rank(shape, tp), *shape.block_args[1:])
-    args, kwargs = _stored(((border_on_rank(shape, tp), *shape.block_args[1:]), shape.block_kwargs))
+    module = _block_on_rank(chain, shape, tp, cp, tp_group, cp_group)
+    args = (_border_on_rank(shape, tp), *shape.block_args[1:])
+    args, kwargs = _stored(
+        ((_border_on_rank(shape, tp), *shape.block_args[1:]), shape.block_kwargs)
+    )
     traced = trace(module, args, kwargs, device=device, optimizer="none", split="none")
     border = border_value(traced)
-    return _prepared(traced, groups, links, border), border_gradient(traced, border)
+    return _prepared(traced, groups, links, border), _border_gradient(traced, border)
 
 
 def behind_graph_on_rank(
     chain: ChainModel, shape: ChainShape, tp: int, groups: FakeGroups, device: str,
     links: RankLinks,
 ) -> TrainingGraph:  # fmt: skip
-    """The priced graph of what one rank runs behind the last block, with the loss."""
-    module = behind_on_rank(chain, shape, tp, groups.group(tp))
+    """The graph, with costs, of what one rank runs behind the last block, with the loss."""
+    module = _behind_on_rank(chain, shape, tp, groups.group(tp))
     args = _stored((chain.args, chain.kwargs, chain.target))
     traced = trace(module, args, {}, device=device, optimizer="none", split="none")
     return _prepared(traced, groups, links, "")
@@ -263,8 +265,8 @@ def runs_split(chain: ChainModel, shape: ChainShape, tp: int, groups: FakeGroups
         return f"its border {list(shape.border.shape)} has no {tp} parts of a sequence"
     group = groups.group(tp)
     try:
-        module = block_on_rank(chain, shape, tp, 1, group, group)
-        border = border_on_rank(shape, tp)
+        module = _block_on_rank(chain, shape, tp, 1, group, group)
+        border = _border_on_rank(shape, tp)
         with torch.no_grad():
             made = module(border, *shape.block_args[1:], **shape.block_kwargs)
     except CaptureError as error:
@@ -279,7 +281,7 @@ def border_value(traced: Trace) -> str:
     return next(v.name for v in traced.graph.values if v.kind == "input" and not v.producer)
 
 
-def border_gradient(traced: Trace, border: str) -> str:
+def _border_gradient(traced: Trace, border: str) -> str:
     """The value that is the gradient of the border; empty where there is none."""
     joint = traced.joint
     nodes = joint.module.graph.find_nodes(op="placeholder")
@@ -293,11 +295,11 @@ def border_gradient(traced: Trace, border: str) -> str:
 
 def _prepared(traced: Trace, groups: FakeGroups, links: RankLinks, border: str) -> TrainingGraph:
     _refuse_other_groups(traced, groups)
-    return planned_graph(price_modelled(traced, traced.recipe.device, ranks=links), border)
+    return planned_graph(model_costs(traced, traced.recipe.device, ranks=links), border)
 
 
 def planned_graph(graph: TrainingGraph, border: str) -> TrainingGraph:
-    """A priced graph of one rank's part, as a planner of clusters takes it.
+    """A graph with costs of one rank's part, as a planner of clusters takes it.
 
     Parameters
     ----------
@@ -307,7 +309,7 @@ def planned_graph(graph: TrainingGraph, border: str) -> TrainingGraph:
     ops = tuple(map(_free_to_repeat, graph.ops))
     values = graph.values
     if border:
-        ops = (Op("border", BORDER, "forward", (), (border,), pinned=BORDER), *ops)
+        ops = (Op("border", BORDER, "forward", (), (border,), no_recompute=BORDER), *ops)
         values = tuple(
             msgspec.structs.replace(v, producer="border") if v.name == border else v for v in values
         )
@@ -334,5 +336,5 @@ def _refuse_other_groups(traced: Trace, groups: FakeGroups) -> None:
 def _free_to_repeat(op: Op) -> Op:
     if not is_collective_target(op.target):
         return op
-    pinned = "" if op.pinned in (PINNED, RETURNED) else op.pinned
-    return msgspec.structs.replace(op, workspace_bytes=0, pinned=pinned)
+    no_recompute = "" if op.no_recompute in (ALL_RANKS_RUN, RETURNED) else op.no_recompute
+    return msgspec.structs.replace(op, workspace_bytes=0, no_recompute=no_recompute)

@@ -26,15 +26,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from remat.cluster.capture.chain import ChainModel
-from remat.cluster.capture.chain_shape import ChainShape, Place, SplitRole, shares_heads
+from remat.cluster.capture.chain_shape import ChainPosition, ChainShape, SplitRole, shares_heads
+from remat.cluster.capture.model_chain import ChainModel
 from remat.graph_capture.distributed.dtensors import is_distributed
 from remat.graph_capture.errors import CaptureError
 
 # Calls of torch's fused attention in a forward, seen with their arguments by name.
 
 
-POSITIONAL = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_POSITIONAL = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 class AttentionMode(TorchFunctionMode):
@@ -46,7 +46,7 @@ class AttentionMode(TorchFunctionMode):
         given = dict(kwargs or {})
         if func is not nn.functional.scaled_dot_product_attention:
             return func(*args, **given)
-        return self.attend(**{**dict(zip(POSITIONAL, args, strict=False)), **given})
+        return self.attend(**{**dict(zip(_POSITIONAL, args, strict=False)), **given})
 
     @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
@@ -67,7 +67,7 @@ HEADS, TOKENS = 1, 2
 WAY_OUT = "plan with --cp 1"
 
 
-def why_unshared(query: Tensor, key: Tensor, mask: Tensor | None) -> str:
+def _why_unshared(query: Tensor, key: Tensor, mask: Tensor | None) -> str:
     """What keeps context parallel ranks from sharing a call of attention; empty for nothing."""
     if mask is not None:
         return "has a mask, of which a rank has its own tokens alone"
@@ -82,7 +82,7 @@ def why_unshared(query: Tensor, key: Tensor, mask: Tensor | None) -> str:
 
 def require_shared(query: Tensor, key: Tensor, mask: Tensor | None, ranks: int) -> None:
     """Raise `CaptureError` for a call of attention that so many ranks cannot share."""
-    why = why_unshared(query, key, mask)
+    why = _why_unshared(query, key, mask)
     heads = (query.shape[HEADS], key.shape[HEADS])
     if not why and not shares_heads(heads, 1, ranks):
         why = f"has {heads[0]} heads of queries and {heads[1]} of keys on each rank"
@@ -137,7 +137,7 @@ class HeadsOverRanks(AttentionMode):
 # Torch's fused attention in a forward without storage: what it takes, and whether it is split.
 
 
-class Watcher(Protocol):
+class _ForwardWatcher(Protocol):
     """What follows the forward.
 
     Attributes
@@ -151,10 +151,10 @@ class Watcher(Protocol):
     split: dict[int, Tensor]
 
 
-class WatchedAttention(AttentionMode):
+class _WatchedAttention(AttentionMode):
     """Counts torch's fused attention, of which meta tensors would run the open form."""
 
-    def __init__(self, watcher: Watcher) -> None:
+    def __init__(self, watcher: _ForwardWatcher) -> None:
         super().__init__()
         self.watcher = watcher
 
@@ -167,7 +167,7 @@ class WatchedAttention(AttentionMode):
             )
             shape.attention_flops += whole // 2 if is_causal else whole
             shape.has_fused_attention = True
-            shape.unshared = shape.unshared or why_unshared(query, key, given.get("attn_mask"))
+            shape.unshared = shape.unshared or _why_unshared(query, key, given.get("attn_mask"))
             shape.heads.add((query.shape[HEADS], key.shape[HEADS]))
         result = query.new_empty((*query.shape[:-1], value.shape[-1]))
         if id(query) in self.watcher.split:
@@ -175,8 +175,8 @@ class WatchedAttention(AttentionMode):
         return result
 
 
-PRODUCTS = ("aten.mm.default", "aten.addmm.default")
-NO_CHAIN = "so the model is no chain of blocks, which is all that a cluster is planned for"
+_PRODUCTS = ("aten.mm.default", "aten.addmm.default")
+_NO_CHAIN = "so the model is no chain of blocks, which is all that a cluster is planned for"
 
 
 def watch(chain: ChainModel) -> ChainShape:
@@ -189,7 +189,7 @@ def watch(chain: ChainModel) -> ChainShape:
     watcher = _Watcher(chain)
     handles = list(_hooks(watcher, chain))
     try:
-        with torch.no_grad(), torch.device("meta"), WatchedAttention(watcher), watcher:
+        with torch.no_grad(), torch.device("meta"), _WatchedAttention(watcher), watcher:
             chain.loss()
     finally:
         for handle in handles:
@@ -229,7 +229,7 @@ class _Watcher(TorchDispatchMode):
         self.hash = hashlib.sha256()
 
     @property
-    def place(self) -> Place:
+    def place(self) -> ChainPosition:
         if self.inside is not None:
             return "block"
         return "last" if self.after == len(self.paths) - 1 else "first"
@@ -243,7 +243,7 @@ class _Watcher(TorchDispatchMode):
         shape = self.shape
         if self.after != len(self.paths) - 1:
             missing = self.paths[self.after + 1]
-            raise CaptureError(f"block {missing} is not called in its turn, {NO_CHAIN}")
+            raise CaptureError(f"block {missing} is not called in its turn, {_NO_CHAIN}")
         shape.digest = self.hash.hexdigest()
         of_block = [r for path, r in shape.roles.items() if path.startswith(self.paths[0])]
         if not shape.unsplit and not {"columns", "rows"} <= set(of_block):
@@ -278,14 +278,14 @@ class _Watcher(TorchDispatchMode):
                 where = "outside of blocks" if self.inside is None else self.paths[self.inside]
                 raise CaptureError(
                     f"what block {self.paths[border[0]]} makes is read by {func} {where}, beside "
-                    f"the next block, {NO_CHAIN}"
+                    f"the next block, {_NO_CHAIN}"
                 )
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         if self.inside not in (None, 0) or func.overloadpacket not in flop_registry:
             return
         flops = int(flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=result))
-        if str(func) in PRODUCTS:
+        if str(func) in _PRODUCTS:
             self.shape.products_flops[self.place] += flops
         else:
             self.shape.attention_flops += flops
@@ -295,17 +295,17 @@ class _Watcher(TorchDispatchMode):
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             tensor = args[0] if args and isinstance(args[0], Tensor) else None
             if number != self.after + 1 or self.inside is not None:
-                raise CaptureError(f"block {self.paths[number]} is not called in turn, {NO_CHAIN}")
+                raise CaptureError(f"block {self.paths[number]} is not called in turn, {_NO_CHAIN}")
             if tensor is None:
                 raise CaptureError(
-                    f"block {self.paths[number]} has no tensor as its first argument, {NO_CHAIN}"
+                    f"block {self.paths[number]} has no tensor as its first argument, {_NO_CHAIN}"
                 )
             if number == 0:
                 self.shape.block_args, self.shape.block_kwargs = args, kwargs
             elif self.borders.get(id(tensor), (None,))[0] != number - 1:
                 raise CaptureError(
                     f"block {self.paths[number]} does not read what block {self.paths[number - 1]} "
-                    f"returns as it is, {NO_CHAIN}"
+                    f"returns as it is, {_NO_CHAIN}"
                 )
             else:
                 self._require_same_others(number, args, kwargs)
@@ -332,7 +332,7 @@ class _Watcher(TorchDispatchMode):
         def note(module: nn.Module, args: Any, result: Any) -> None:
             if not isinstance(result, Tensor):
                 raise CaptureError(
-                    f"block {self.paths[number]} returns a {type(result).__name__}, {NO_CHAIN}: "
+                    f"block {self.paths[number]} returns a {type(result).__name__}, {_NO_CHAIN}: "
                     "let it return one tensor"
                 )
             if number == 0:

@@ -38,25 +38,25 @@ def test_one_at_a_time_measures(tmp_path: Path) -> None:
 
 def test_ops_are_timed_alone_once(tmp_path: Path) -> None:
     path = tmp_path / "turns"
-    quiet = Quiet(Turns(path), tmp_path / "priced")
+    quiet = Quiet(Turns(path), tmp_path / "timed")
     seen: list[bool] = []
     for _ in range(2):
-        with quiet.pricing():
+        with quiet.timing():
             seen.append(is_free(path))
     with quiet.solving():
         seen.append(is_free(path))
     assert seen == [False, True, False]
 
 
-def test_prices_that_failed_are_not_taken_as_kept(tmp_path: Path) -> None:
-    quiet = Quiet(Turns(tmp_path / "turns"), tmp_path / "priced")
-    with pytest.raises(ZeroDivisionError), quiet.pricing():
+def test_costs_that_failed_are_not_taken_as_kept(tmp_path: Path) -> None:
+    quiet = Quiet(Turns(tmp_path / "turns"), tmp_path / "timed")
+    with pytest.raises(ZeroDivisionError), quiet.timing():
         raise ZeroDivisionError
-    assert not quiet.priced.exists()
+    assert not quiet.timed.exists()
     assert is_free(tmp_path / "turns")
 
 
-def test_who_waited_for_the_prices_of_another_is_not_alone(tmp_path: Path) -> None:
+def test_who_waited_for_the_costs_of_another_is_not_alone(tmp_path: Path) -> None:
     path = tmp_path / "turns"
     answers = iter([False, True])
     with Turns(path).alone(unless=lambda: next(answers)):

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from remat.cluster.mesh import Asked
+from remat.cluster.cluster_request import ClusterRequest
+from remat.cluster.mesh import MeshSpec
 from remat.cluster.planning import plan_cluster
-from remat.cluster.request import ClusterRequest
 from tests.distributed.launch import Found, ranks
 
 pytestmark = pytest.mark.slow
@@ -17,12 +17,12 @@ pytestmark = pytest.mark.slow
 LIMIT_S = 600
 """Far more than a launch takes. It ends one that hangs."""
 PLANS = {
-    "cp2.json": ("rotary", 2, 8, "2500KiB", Asked(1, 2, 1, 2, 1, 2)),
-    "learned.json": ("learned", 2, 8, "2500KiB", Asked(1, 2, 1, 2, 1, 2)),
-    "dp2cp2.json": ("rotary", 4, 16, "2MiB", Asked(1, 2, 1, 2, 1, 4)),
-    "pp2cp2.json": ("rotary", 4, 8, "2MiB", Asked(1, 2, 2, 2, 1, 2)),
-    "cp4.json": ("rotary", 4, 8, "1850KiB", Asked(1, 4, 1, 2, 1, 4)),
-    "cp2tp2.json": ("rotary", 4, 8, "2MiB", Asked(2, 2, 1, 2, 1, 2)),
+    "cp2.json": ("rotary", 2, 8, "2500KiB", MeshSpec(1, 2, 1, 2, 1, 2)),
+    "learned.json": ("learned", 2, 8, "2500KiB", MeshSpec(1, 2, 1, 2, 1, 2)),
+    "dp2cp2.json": ("rotary", 4, 16, "2MiB", MeshSpec(1, 2, 1, 2, 1, 4)),
+    "pp2cp2.json": ("rotary", 4, 8, "2MiB", MeshSpec(1, 2, 2, 2, 1, 2)),
+    "cp4.json": ("rotary", 4, 8, "1850KiB", MeshSpec(1, 4, 1, 2, 1, 4)),
+    "cp2tp2.json": ("rotary", 4, 8, "2MiB", MeshSpec(2, 2, 1, 2, 1, 2)),
 }
 """By file: the model, GPUs, sequences of a step, bytes of each GPU, and the mesh."""
 

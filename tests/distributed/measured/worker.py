@@ -19,7 +19,7 @@ import remat
 from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.spill_files import HOST_FOLDER
 from tests.distributed.launch import join, leave
-from tests.fixed_prices import REPLACED, patched
+from tests.fixed_costs import REPLACED, patched
 
 WIDTH, LAYERS = 64, 6
 

@@ -10,23 +10,23 @@ import pytest
 from typer.testing import CliRunner
 
 from remat.cli.main import app
-from remat.cluster.mesh import Asked
+from remat.cluster.cluster_request import ClusterRequest
+from remat.cluster.mesh import MeshSpec
 from remat.cluster.planning import plan_cluster
-from remat.cluster.request import ClusterRequest
 from tests.distributed.launch import Found, ranks, torchrun
 
 LIMIT_S = 600
 """Far more than a launch takes. It ends one that hangs."""
 FACTORY = "tests.distributed.pipeline.models:decoder"
 PLANS = {
-    "pp2.json": (2, 32, "4MiB", Asked(1, 1, 2, 4, 1, 1)),
-    "wide.json": (2, 32, "64MiB", Asked(1, 1, 2, 4, 1, 1)),
-    "chunks.json": (2, 32, "4500KiB", Asked(1, 1, 2, 4, 2, 1, "Interleaved1F1B")),
-    "wide_chunks.json": (2, 32, "64MiB", Asked(1, 1, 2, 4, 2, 1, "Interleaved1F1B")),
-    "zero_bubble.json": (2, 32, "6MiB", Asked(1, 1, 2, 4, 2, 1, "InterleavedZeroBubble")),
-    "pp2dp2.json": (4, 64, "3500KiB", Asked(1, 1, 2, 4, 1, 2)),
-    "pp2dp2tp2.json": (8, 64, "2MiB", Asked(2, 1, 2, 4, 1, 2)),
-    "pp1dp2.json": (2, 64, "5MiB", Asked(1, 1, 1, 4, 1, 2)),
+    "pp2.json": (2, 32, "4MiB", MeshSpec(1, 1, 2, 4, 1, 1)),
+    "wide.json": (2, 32, "64MiB", MeshSpec(1, 1, 2, 4, 1, 1)),
+    "interleaved.json": (2, 32, "4500KiB", MeshSpec(1, 1, 2, 4, 2, 1, "Interleaved1F1B")),
+    "wide_interleaved.json": (2, 32, "64MiB", MeshSpec(1, 1, 2, 4, 2, 1, "Interleaved1F1B")),
+    "zero_bubble.json": (2, 32, "6MiB", MeshSpec(1, 1, 2, 4, 2, 1, "InterleavedZeroBubble")),
+    "pp2dp2.json": (4, 64, "3500KiB", MeshSpec(1, 1, 2, 4, 1, 2)),
+    "pp2dp2tp2.json": (8, 64, "2MiB", MeshSpec(2, 1, 2, 4, 1, 2)),
+    "pp1dp2.json": (2, 64, "5MiB", MeshSpec(1, 1, 1, 4, 1, 2)),
 }
 """By file: GPUs, sequences of a step, bytes of each GPU, and the mesh."""
 Planned = Callable[..., Path]
@@ -76,7 +76,7 @@ REFUSED = {
     "shapes": ("PlanError", r"blocks read bfloat16\[5, 64, 64\] here, .* bfloat16\[4, 64, 64\]"),
     "dtype": ("PlanError", r"float32\[4, 64, 64\] here, .*mp_policy"),
     "microbatches": ("PlanError", r"1 microbatches are fewer than 2 stages.*--pp 1"),
-    "schedule": ("PlanError", r"ZBVZeroBubble is not for 1 stages .*--chunks 2"),
+    "schedule": ("PlanError", r"ZBVZeroBubble is not for 1 stages .*--virtual-stages 2"),
     "no_room": ("PlanError", r"stage \d need .* for activations here, .*larger --budget"),
     "hook": ("CaptureError", r"block layers\.3: backward hook on submodule up"),
     "tied": ("CaptureError", r"tok\.weight are in two stages.*untie"),
@@ -114,7 +114,7 @@ def test_what_cannot_be_run_is_refused_on_each_rank(two: Found, case: str) -> No
 @pytest.mark.slow
 def test_the_example_trains_on_four(tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
-    words = "--gpus 4 --batch 64 --seq 64 --pp 2 --tp 1 --shard 2 --microbatch 4 --chunks 1"
+    words = "--gpus 4 --batch 64 --seq 64 --pp 2 --tp 1 --shard 2 --microbatch 4 --virtual-stages 1"
     words += " --budget 4500KiB"
     made = CliRunner().invoke(
         app, ["plan-cluster", "examples/train_cluster.py:factory", *words.split(), "-o", str(plan)]
@@ -137,7 +137,7 @@ SCHEDULES = ("gpipe", "interleaved", "looped", "zero_bubble", "zbv", "dualpipe")
 def others(planned: Planned) -> Found:
     """All other cases on two ranks, in one launch, since starting takes long."""
     folder = planned(
-        "wide.json", "chunks.json", "wide_chunks.json", "zero_bubble.json", "pp1dp2.json"
+        "wide.json", "interleaved.json", "wide_interleaved.json", "zero_bubble.json", "pp1dp2.json"
     )
     names = (*SCHEDULES, "plain", "drawn")
     return ranks("pipeline/worker.py", folder, 2, *names, limit_s=3 * LIMIT_S)

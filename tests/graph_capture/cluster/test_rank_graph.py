@@ -1,4 +1,4 @@
-"""The graph of one rank: its sizes, its collectives and their prices."""
+"""The graph of one rank: its sizes, its collectives and their costs."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 
-from remat.cluster.capture.chain import chain_of
+from remat.cluster.capture.model_chain import chain_of
 from remat.cluster.capture.rank_graph import BORDER, behind_graph_on_rank, block_graph_on_rank
 from remat.cluster.capture.watching import watch
-from remat.graph_capture.devices.table import stated_links
+from remat.graph_capture.devices.known_devices import datasheet_links
 from remat.graph_capture.distributed.fake_group import FakeGroups, fake_ranks
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import TrainingGraph
 from tests.graph_capture.cluster import chains
 
-LINKS = stated_links("h100", 8)
+LINKS = datasheet_links("h100", 8)
 SEQ, WIDTH, HEADS = 32, 64, 4
 
 
@@ -60,7 +60,7 @@ def test_two_gathers_and_two_scatters_each_way(groups: FakeGroups) -> None:
     whole_bytes = 2 * SEQ * WIDTH * 2
     once = LINKS.us("all_gather", whole_bytes, 2)
     assert all(cost == pytest.approx(once, rel=0.01) for _, cost in found)
-    assert all(not op.pinned for op in graph.ops if "c10d" in op.target)
+    assert all(not op.no_recompute for op in graph.ops if "c10d" in op.target)
     assert graph.value_by_name[graph.ops[0].outputs[0]].shape == (2, SEQ // 2, WIDTH)
 
 

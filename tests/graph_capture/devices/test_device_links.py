@@ -8,18 +8,26 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from remat.graph_capture.devices.rank_links import Measured, RankLinks
-from remat.graph_capture.devices.table import (
+from remat.graph_capture.costs.profile import Profile
+from remat.graph_capture.devices.known_devices import (
+    datasheet_links,
     device_table,
     links_between_ranks,
     read_rank_links,
-    stated_links,
 )
+from remat.graph_capture.devices.rank_links import CollectiveTimes, RankLinks
 from remat.graph_capture.errors import DeviceError
-from remat.graph_capture.prices.profile import Profile
 
 MADE = RankLinks(
-    100, 10, 2, 5, 1, 1.25, "made", 8, (Measured("all_gather", 8, (1000, 2000), (10.0, 30.0)),)
+    100,
+    10,
+    2,
+    5,
+    1,
+    1.25,
+    "made",
+    8,
+    (CollectiveTimes("all_gather", 8, (1000, 2000), (10.0, 30.0)),),
 )
 
 
@@ -27,7 +35,7 @@ def test_links_that_makers_state_have_a_source() -> None:
     known = [name for name, one in device_table().devices.items() if one.network_gb_s]
     assert {"b200", "h200", "h100", "a100"} <= set(known)
     for name in known:
-        device, links = device_table().devices[name], stated_links(name, 4)
+        device, links = device_table().devices[name], datasheet_links(name, 4)
         assert "https://" in device.ranks_source
         assert links.source == device.ranks_source
         assert links.inside_gb_s == pytest.approx(0.79 * device.peer_gb_s)
@@ -35,7 +43,7 @@ def test_links_that_makers_state_have_a_source() -> None:
         assert links.node_size == 4
 
 
-def test_a_step_is_priced_on_each_device_over_the_slowest_where_none_is_stated() -> None:
+def test_a_step_is_costed_on_each_device_over_the_slowest_where_none_is_stated() -> None:
     for name, device in device_table().devices.items():
         links = links_between_ranks(name)
         stated = device.peer_gb_s or device.link_gb_s
@@ -55,7 +63,7 @@ def test_links_of_a_cpu_are_measured() -> None:
 
 def test_a_cluster_of_devices_whose_links_are_not_known_is_refused() -> None:
     with pytest.raises(DeviceError, match="no links between t4 GPUs are known: choose b200"):
-        stated_links("t4", 8)
+        datasheet_links("t4", 8)
 
 
 def written(tmp_path: Path, **changed: object) -> Path:

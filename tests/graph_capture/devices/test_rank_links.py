@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remat.graph_capture.devices.rank_links import Collective, Measured, RankLinks, Traffic
+from remat.graph_capture.devices.rank_links import Collective, CollectiveTimes, RankLinks, Traffic
 
 MIB = 1 << 20
 PLAIN = RankLinks(100, 10, 2, 5, 1, 1.25, "made")
@@ -79,7 +79,7 @@ def test_what_runs_beside_a_collective_is_slowed_while_it_runs(
 
 
 def test_measured_collectives_go_before_the_model() -> None:
-    table = Measured("all_gather", 8, (1000, 2000), (10.0, 30.0))
+    table = CollectiveTimes("all_gather", 8, (1000, 2000), (10.0, 30.0))
     links = msgspec.structs.replace(PLAIN, measured=(table,))
     assert links.us("all_gather", 1500, 8) == 20
     assert links.us("all_gather", 500, 8) == 10

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from remat.graph_capture.devices import meter as watch_module
-from remat.graph_capture.devices.meter import Watch
+from remat.graph_capture.devices.meter import LoadAwareTimer
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ def test_time_of_others_is_taken_off_where_the_thread_never_waited(
     """The thread sleeps for a while, which here stands for others that have the core."""
     switches = [(5, 5), *[(5 + by_others, 5 + by_itself)] * 2]
     monkeypatch.setattr(watch_module, "_switches", lambda: switches.pop(0))
-    watch = Watch()
+    watch = LoadAwareTimer()
     time.sleep(0.05)
     taken_us, away = watch.taken_us, watch.away
     assert (taken_us < 5e4) is is_told_apart
@@ -29,6 +29,6 @@ def test_time_of_others_is_taken_off_where_the_thread_never_waited(
 
 
 def test_a_wait_of_its_own_accord_is_time_that_it_takes() -> None:
-    watch = Watch()
+    watch = LoadAwareTimer()
     time.sleep(0.05)
     assert watch.taken_us >= 5e4

@@ -10,7 +10,7 @@ import pytest
 
 from remat.graph_capture import files as archive
 from remat.graph_capture.errors import ArchiveError, FileError
-from remat.graph_capture.files import archived
+from remat.graph_capture.files import read_archive_member
 
 WANTED = "extra/plan.json"
 PLAIN = {"a/archive_format": b"pt2", f"a/{WANTED}": b"{}"}
@@ -25,10 +25,10 @@ def packed(path: Path, members: dict[str, bytes], method: int = zipfile.ZIP_STOR
 
 def test_the_member_is_read_whatever_the_root_and_the_packing(tmp_path: Path) -> None:
     for method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        assert archived(packed(tmp_path / "a.pt2", PLAIN, method), WANTED) == b"{}"
+        assert read_archive_member(packed(tmp_path / "a.pt2", PLAIN, method), WANTED) == b"{}"
     other = {f"model/{name[2:]}": data for name, data in PLAIN.items()}
-    assert archived(packed(tmp_path / "b.pt2", other), WANTED) == b"{}"
-    assert archived(packed(tmp_path / "a.pt2", PLAIN), "extra/other") is None
+    assert read_archive_member(packed(tmp_path / "b.pt2", other), WANTED) == b"{}"
+    assert read_archive_member(packed(tmp_path / "a.pt2", PLAIN), "extra/other") is None
 
 
 ODD = {
@@ -47,7 +47,7 @@ ODD = {
 def test_odd_names_are_refused(tmp_path: Path, name: str) -> None:
     path = packed(tmp_path / "a.pt2", {**PLAIN, name: b""})
     with pytest.raises(ArchiveError, match=r"a member of the name '|in 2 folders"):
-        archived(path, WANTED)
+        read_archive_member(path, WANTED)
     assert [one.name for one in tmp_path.iterdir()] == ["a.pt2"]
 
 
@@ -55,7 +55,7 @@ def test_a_name_with_a_nul_is_not_cut_at_it(tmp_path: Path) -> None:
     path = packed(tmp_path / "a.pt2", {**PLAIN, "a/extra/plan.jsonXb": b"other"})
     path.write_bytes(path.read_bytes().replace(b"plan.jsonXb", b"plan.json\0b"))
     with pytest.raises(ArchiveError, match=r"a member of the name 'a/extra/plan\.json\\x00b'"):
-        archived(path, WANTED)
+        read_archive_member(path, WANTED)
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
@@ -64,7 +64,7 @@ def test_two_members_of_one_name_are_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(packed(path, PLAIN), "a") as out:
         out.writestr(f"a/{WANTED}", b'{"other": 1}')
     with pytest.raises(ArchiveError, match=r"it has two members 'a/extra/plan\.json'"):
-        archived(path, WANTED)
+        read_archive_member(path, WANTED)
 
 
 def unread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_a_bomb_is_refused_before_anything_is_unpacked(
     zeros = {f"a/extra/plan{i}.json": bytes(1 << 20) for i in range(8)}
     path = packed(tmp_path / "a.pt2", {**PLAIN, **zeros}, zipfile.ZIP_DEFLATED)
     with pytest.raises(ArchiveError, match="says that it unpacks to 8388613 bytes"):
-        archived(path, WANTED)
+        read_archive_member(path, WANTED)
 
 
 def test_a_size_that_is_only_said_is_not_believed(
@@ -93,7 +93,7 @@ def test_a_size_that_is_only_said_is_not_believed(
     data[place : place + 8] = struct.pack("<II", 0xFFFFFFF0, 0xFFFFFFF0)
     path.write_bytes(data)
     with pytest.raises(ArchiveError, match="says that it unpacks to 4294967283 bytes"):
-        archived(path, WANTED)
+        read_archive_member(path, WANTED)
 
 
 def test_a_member_gives_no_more_than_it_says(tmp_path: Path) -> None:
@@ -106,14 +106,14 @@ def test_a_member_gives_no_more_than_it_says(tmp_path: Path) -> None:
         data[place : place + 4] = struct.pack("<I", 2)
     path.write_bytes(data)
     with pytest.raises(ArchiveError, match="Bad CRC-32"):
-        archived(path, WANTED)
+        read_archive_member(path, WANTED)
 
 
 def test_a_member_larger_than_any_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archive, "MOST_FILE_BYTES", 100)
     path = packed(tmp_path / "a.pt2", {**PLAIN, f"a/{WANTED}": bytes(101)})
     with pytest.raises(ArchiveError, match=r"its a/extra/plan\.json is larger than 100 bytes"):
-        archived(path, WANTED)
+        read_archive_member(path, WANTED)
 
 
 BROKEN = {
@@ -128,14 +128,14 @@ def test_what_is_no_archive(tmp_path: Path, data: bytes, says: str) -> None:
     path = tmp_path / "a.pt2"
     path.write_bytes(data)
     with pytest.raises(ArchiveError, match=says):
-        archived(path, WANTED)
+        read_archive_member(path, WANTED)
 
 
 @pytest.mark.parametrize("form", [None, b"pt3"])
 def test_a_zip_of_something_else(tmp_path: Path, form: bytes | None) -> None:
     members = {"a/data": b""} | ({} if form is None else {"a/archive_format": form})
     with pytest.raises(ArchiveError, match="it has no archive_format that says pt2"):
-        archived(packed(tmp_path / "a.pt2", members), WANTED)
+        read_archive_member(packed(tmp_path / "a.pt2", members), WANTED)
 
 
 def test_an_archive_that_is_encrypted_or_packed_otherwise(tmp_path: Path) -> None:
@@ -147,11 +147,11 @@ def test_an_archive_that_is_encrypted_or_packed_otherwise(tmp_path: Path) -> Non
             data[data.index(sign) + offset - less] = value
         path.write_bytes(data)
         with pytest.raises(ArchiveError, match=says):
-            archived(path, WANTED)
+            read_archive_member(path, WANTED)
 
 
 def test_an_archive_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(FileError, match=r"gone\.pt2: No such file"):
-        archived(tmp_path / "gone.pt2", WANTED)
+        read_archive_member(tmp_path / "gone.pt2", WANTED)
     with pytest.raises(FileError, match="Is a directory"):
-        archived(tmp_path, WANTED)
+        read_archive_member(tmp_path, WANTED)

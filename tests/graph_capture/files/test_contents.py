@@ -17,7 +17,7 @@ import pytest
 
 from remat.graph_capture import files as contents
 from remat.graph_capture.errors import FileError, RematError
-from remat.graph_capture.files import check_writable, read_contents, replaced, write_contents
+from remat.graph_capture.files import atomic_write, check_writable, read_contents, write_contents
 
 OLD, NEW = b"old", b"new" * 10_000
 LIMIT_BYTES = 1000
@@ -70,7 +70,7 @@ def test_an_error_within_the_block_is_no_file(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
 
     def halfway() -> None:
-        with replaced(path) as out:
+        with atomic_write(path) as out:
             out.write(NEW)
             raise KeyError
 

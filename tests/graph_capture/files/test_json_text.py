@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from remat.graph_capture.errors import ShapeError, TextError
-from remat.graph_capture.files import decoded
+from remat.graph_capture.files import decode_json
 
 
 class Sample(msgspec.Struct):
@@ -45,7 +45,7 @@ OTHER_KIND = {
 @pytest.mark.parametrize(("data", "says"), NOT_JSON.values(), ids=NOT_JSON)
 def test_what_is_not_json(data: bytes | str, says: str) -> None:
     with pytest.raises(TextError, match=says) as caught:
-        decoded(data, Sample)
+        decode_json(data, Sample)
     assert not isinstance(caught.value, ShapeError)
     assert "\n" not in str(caught.value)
 
@@ -53,7 +53,7 @@ def test_what_is_not_json(data: bytes | str, says: str) -> None:
 @pytest.mark.parametrize(("data", "says"), OTHER_KIND.values(), ids=OTHER_KIND)
 def test_what_is_json_of_another_kind(data: bytes, says: str) -> None:
     with pytest.raises(ShapeError, match=says):
-        decoded(data, Sample)
+        decode_json(data, Sample)
 
 
 def test_nesting_is_refused_wherever_it_is_read_from() -> None:
@@ -63,12 +63,12 @@ def test_nesting_is_refused_wherever_it_is_read_from() -> None:
         if depth:
             return from_depth(depth - 1)
         with pytest.raises(TextError, match="nested too deeply"):
-            decoded(b"[" * DEEP, object)
+            decode_json(b"[" * DEEP, object)
         return None
 
     from_depth(sys.getrecursionlimit() // 2)
 
 
 def test_what_is_right_is_decoded() -> None:
-    assert decoded(b'{"size": 3, "other": [[[1]]]}', Sample) == Sample(3)
-    assert decoded('{"name": "\\u2028"}', Sample) == Sample(name="\u2028")
+    assert decode_json(b'{"size": 3, "other": [[[1]]]}', Sample) == Sample(3)
+    assert decode_json('{"name": "\\u2028"}', Sample) == Sample(name="\u2028")

@@ -50,7 +50,7 @@ def test_other_losses_have_no_such_sum(options: dict[str, Any]) -> None:
     assert TARGET not in {op.target for op in ops}
 
 
-def test_a_device_that_is_not_here_has_a_price_for_it() -> None:
+def test_a_device_that_is_not_here_has_a_cost_for_it() -> None:
     graph = remat.capture(Segmenter(label_smoothing=0.1), batch(), device="h100")
     (op,) = (op for op in graph.ops if op.target == TARGET)
     assert op.cost_us > 0

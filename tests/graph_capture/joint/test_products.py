@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from remat.graph_capture import price, trace
+from remat.graph_capture import measure_costs, trace
 from remat.rewriter import check, rewrite
 from remat.schedules.simulate import simulate
 from tests.steps import schedule_of
@@ -52,7 +52,7 @@ def test_bits_are_eagers(how: str, dtype: torch.dtype) -> None:
     if "double" in how and dtype.is_complex:
         pytest.skip("a complex product is not cast to a real one")
     model = Product(how, dtype)
-    graph = price(trace(model, (factors(0),)))
+    graph = measure_costs(trace(model, (factors(0),)))
     assert any(op.target == TARGET for op in graph.ops)
     module = rewrite(model, schedule_of(graph, "store_all"))
     for zeros in (0, 1, 3):
@@ -62,7 +62,7 @@ def test_bits_are_eagers(how: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("how", PRODUCTS)
 def test_one_peak_holds_for_all_numbers_and_is_no_more_than_eagers(how: str) -> None:
     model = Product(how)
-    graph = price(trace(model, (factors(0),)))
+    graph = measure_costs(trace(model, (factors(0),)))
     schedule = schedule_of(graph, "store_all")
     predicted = simulate(graph, schedule).peak_bytes
     module = rewrite(model, schedule)
@@ -73,7 +73,7 @@ def test_one_peak_holds_for_all_numbers_and_is_no_more_than_eagers(how: str) -> 
         assert found <= predicted + 16
 
 
-def test_a_device_that_is_not_here_has_a_price_for_it() -> None:
+def test_a_device_that_is_not_here_has_a_cost_for_it() -> None:
     graph = remat.capture(Product("all"), (factors(0),), device="h100")
     (op,) = (op for op in graph.ops if op.target == TARGET)
     assert op.cost_us > 0

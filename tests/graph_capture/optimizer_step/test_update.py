@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from remat.graph_capture.errors import CaptureError
-from remat.whole_step.microbatch import HOST_GB_S, Group, StateKind, Update
+from remat.whole_step.microbatch import HOST_GB_S, StateKind, Update, UpdateGroup
 
-HALF = Group("half", trained=1_000_000, parameter_bytes=2_000_000, gradient_bytes=2_000_000,
+HALF = UpdateGroup("half", trained=1_000_000, parameter_bytes=2_000_000, gradient_bytes=2_000_000,
              item_bytes=2)  # fmt: skip
-FULL = Group("full", trained=1_000_000, parameter_bytes=4_000_000, gradient_bytes=4_000_000,
+FULL = UpdateGroup("full", trained=1_000_000, parameter_bytes=4_000_000, gradient_bytes=4_000_000,
              item_bytes=4)  # fmt: skip
 
 
@@ -27,7 +27,7 @@ FULL = Group("full", trained=1_000_000, parameter_bytes=4_000_000, gradient_byte
     ],
 )
 def test_bytes_of_a_number(
-    optimizer: str, state: StateKind, group: Group, state_bytes: int, touched_bytes: int
+    optimizer: str, state: StateKind, group: UpdateGroup, state_bytes: int, touched_bytes: int
 ) -> None:
     update = Update(optimizer, state, host_gb_s=10.0, device_gb_s=1000.0)  # type: ignore[arg-type]
     assert update.state_bytes(group) == state_bytes * 1_000_000

@@ -1,4 +1,4 @@
-"""Steps of one rank of many, captured in one process: prices, and what a plan runs again."""
+"""Steps of one rank of many, captured in one process: costs, and what a plan runs again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import remat
-from remat.graph_capture.devices.here import meter_of
+from remat.graph_capture.devices.local_devices import meter_of
 from remat.graph_capture.devices.rank_links import RankLinks
 from remat.graph_capture.distributed.collectives import RETURNED, is_collective_target
 from remat.graph_capture.distributed.fake_group import fake_ranks
@@ -40,15 +40,15 @@ def collectives(graph: remat.TrainingGraph) -> list[Any]:
 
 
 @pytest.mark.parametrize("world_size", [2, 16])
-def test_collectives_have_modelled_prices_and_what_is_waited_for_is_no_op(world_size: int) -> None:
+def test_collectives_have_modelled_costs_and_what_is_waited_for_is_no_op(world_size: int) -> None:
     with fake_ranks(world_size):
         model, args = step(world_size)
         graph = remat.capture(model, args)
     found = collectives(graph)
     assert len(found) >= 6
-    assert all(op.price == "modelled" and op.cost_us > 0 for op in found)
+    assert all(op.cost_origin == "modelled" and op.cost_us > 0 for op in found)
     assert not any("wait_tensor" in op.target for op in graph.ops)
-    assert graph.prices == "mixed"
+    assert graph.cost_origin == "mixed"
     assert any("collectives are modelled" in note for note in graph.notes)
 
 
@@ -58,7 +58,7 @@ def test_a_rank_of_a_thousand_on_a_device_of_the_table() -> None:
         model, args = parallelised(mesh["tp"], tensor_parallel)
         graph = remat.capture(model, args, device="h100")
         assert remat.solve(graph, "75%", "cut").schedule is not None
-    assert all(op.price == "modelled" for op in collectives(graph))
+    assert all(op.cost_origin == "modelled" for op in collectives(graph))
     assert any("356 GB/s in a node and 47.5 GB/s between" in note for note in graph.notes)
 
 
@@ -92,8 +92,8 @@ def test_a_collective_that_makes_an_output_runs_once_at_the_least_budget() -> No
         schedule = remat.solve(graph, "min", "cut").schedule
     returned = [op for op in collectives(graph) if set(op.outputs) & {*graph.outputs}]
     assert {op.phase for op in returned} == {"forward", "backward"}
-    assert all(op.pinned == RETURNED for op in returned)
-    assert any(not op.pinned for op in collectives(graph))
+    assert all(op.no_recompute == RETURNED for op in returned)
+    assert any(not op.no_recompute for op in collectives(graph))
     assert schedule is not None
     assert all(schedule.computations()[op.name] == 1 for op in returned)
 
@@ -126,7 +126,7 @@ class _Counted(TorchDispatchMode):
 
 
 @pytest.mark.usefixtures("clocked")
-def test_no_collective_runs_while_a_rank_prices_by_itself() -> None:
+def test_no_collective_runs_while_a_rank_times_ops_by_itself() -> None:
     with fake_ranks(2):
         model, args = step(2)
         with _Counted() as counted:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from remat.graph_capture.errors import GraphError
-from remat.graph_capture.sizes.prices import PricePoint, WorkspacePoint
+from remat.graph_capture.sizes.range_costs import CostPoint, WorkspacePoint
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from tests.ranged_graphs import chain
 
@@ -22,9 +22,9 @@ def measured() -> RangedGraph:
     n = len(graph.base.ops)
     (symbol,) = graph.symbols
 
-    def point(size: int) -> PricePoint:
+    def point(size: int) -> CostPoint:
         figures = (1.0,) * n, (8 * size,) * n, (2,) * n
-        return PricePoint({symbol.name: size}, *figures, origins=("measured",) * n)
+        return CostPoint({symbol.name: size}, *figures, origins=("measured",) * n)
 
     points = (point(symbol.low), point(symbol.middle), point(symbol.high))
     more = (WorkspacePoint({symbol.name: symbol.low + 1}, (64,) * n),)
@@ -39,7 +39,7 @@ def test_what_was_measured_is_read_back() -> None:
 
 EDITS: dict[str, tuple[str, Edit]] = {
     "fewer": ("there are figures of", lambda d: d["workspaces"][0]["workspace_bytes"].pop()),
-    "fewer prices": ("there are figures of", lambda d: d["points"][1]["cost_us"].pop()),
+    "fewer costs": ("there are figures of", lambda d: d["points"][1]["cost_us"].pop()),
     "fewer origins": ("there are figures of", lambda d: d["points"][1]["origins"].pop()),
     "negative": (
         "is negative, or too large",

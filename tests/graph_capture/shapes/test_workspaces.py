@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.sizes.prices import (
+from remat.graph_capture.sizes.range_costs import (
     WorkspacePoint,
     Workspaces,
     WorkspacesOfRange,

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from remat.graph_capture.spill_files import Closer
+from remat.graph_capture.spill_files import FileCloser
 from tests.paths import ROOT
 
 
@@ -15,7 +15,7 @@ class Thing:
 
 
 def test_the_thread_ends_once_all_is_closed_that_has_ended() -> None:
-    closer, (first, second) = Closer(), os.pipe()
+    closer, (first, second) = FileCloser(), os.pipe()
     things = [Thing(), Thing()]
     for thing, descriptor in zip(things, (first, second), strict=True):
         closer.watch(thing, descriptor)

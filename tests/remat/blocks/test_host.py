@@ -1,4 +1,4 @@
-"""`rematerialize_blocks(host=)`: eager's bits, the judge's peak, and nothing left behind."""
+"""`rematerialize_blocks(host=)`: eager's bits, the simulator's peak, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from remat.graph_capture.errors import BudgetError, FileError, TierError
 from remat.graph_capture.spill_files import HOST_FOLDER, File, Folder
 from remat.schedules.schedule import Offload
 from tests.block_models import Stack, rows
-from tests.fixed_prices import REPLACED, patched
+from tests.fixed_costs import REPLACED, patched
 from tests.limits import AMPLE_S
 from tests.rewriter.tiers.plans import after_backward, is_clean, open_files, same, settled, step
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import remat.solver as solvers
 from remat.caches import cached_plan
-from remat.graph_capture.prices import pricing
+from remat.graph_capture.costs import op_costs
 
 WIDTH, ROWS = 64, 512
 
@@ -45,10 +45,10 @@ def rows(count: int) -> Tensor:
 
 @dataclasses.dataclass
 class Counts:
-    """How often a cache traced, priced and solved."""
+    """How often a cache traced, timed and solved."""
 
     traces: int = 0
-    prices: int = 0
+    costs: int = 0
     solves: int = 0
 
 
@@ -66,8 +66,8 @@ def counted() -> Iterator[Counts]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cached_plan, "trace", counting("traces", cached_plan.trace))
-        patch.setattr(pricing, "price", counting("prices", pricing.price))
-        patch.setattr(solvers, "solve", counting("solves", solvers.solve))
+        patch.setattr(op_costs, "measure_costs", counting("costs", op_costs.measure_costs))
+        patch.setattr(solvers, "solve_within", counting("solves", solvers.solve_within))
         yield counts
 
 

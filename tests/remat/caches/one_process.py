@@ -14,4 +14,4 @@ if __name__ == "__main__":
         found = [stepped(fast, model, rows(count)) for count in (ROWS, ROWS - 16)]
     losses = [float(step[0]) for step in found]
     (first, *_) = remat.plans_of(fast)
-    print(json.dumps([counts.solves, counts.prices, losses, repr(first)]))
+    print(json.dumps([counts.solves, counts.costs, losses, repr(first)]))

@@ -20,7 +20,7 @@ from remat.budgets import parse_budget
 from remat.caches import known_plans as kept_solves
 from remat.caches.known_plans import FILES, KeptSolve, keep_solve, kept_solve
 from remat.graph_capture.graph import TrainingGraph
-from remat.solver import solve
+from remat.solver import solve_within
 from remat.solver.result import Result
 from tests.paths import ROOT
 from tests.remat.caches.counted import ROWS, counted, net, require_eagers_step, rows
@@ -31,8 +31,8 @@ WORDS = 4096
 
 
 def found_for(graph: TrainingGraph, share: float = 0.75) -> Result:
-    everything = solve(graph, 2**62, "store_all").peak_bytes
-    result = solve(graph, int(share * everything), "cut")
+    everything = solve_within(graph, 2**62, "store_all").peak_bytes
+    result = solve_within(graph, int(share * everything), "cut")
     assert result.schedule is not None
     return result
 
@@ -157,7 +157,7 @@ def test_a_folder_that_cannot_be_written_is_told_of_once(
         require_eagers_step(again, model, rows(ROWS))
 
 
-def test_a_plan_in_pieces_is_taken_with_the_prices_of_its_pieces(planned: Path) -> None:
+def test_a_plan_in_chunks_is_taken_with_the_costs_of_its_chunks(planned: Path) -> None:
     tokens = torch.randint(WORDS, (64, 32), generator=torch.Generator().manual_seed(1))
     made: list[Any] = []
     for _ in range(2):
@@ -168,7 +168,7 @@ def test_a_plan_in_pieces_is_taken_with_the_prices_of_its_pieces(planned: Path) 
             fast(tokens, target=tokens).backward()
         (schedule,) = remat.plans_of(fast)
         made.append((counts.solves > 0, schedule))
-    assert made[0][1].pieces
+    assert made[0][1].chunks
     assert made == [(True, made[0][1]), (False, made[0][1])]
 
 

@@ -1,4 +1,4 @@
-"""A batch of another size is neither priced nor solved for, keeps the budget, and trains alike."""
+"""A batch of another size is neither timed nor solved for, keeps the budget, and trains alike."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import remat
 from remat.budgets import unmodified
 from remat.caches.cached_plan import Wishes
 from remat.caches.known_plans import KnownPlans
+from remat.graph_capture.costs.op_costs import Sized
 from remat.graph_capture.errors import AuditError, ScheduleError
-from remat.graph_capture.prices.pricing import Sized
 from remat.graph_capture.tracing.trace import trace
+from remat.per_shape_plans import plans_of
 from remat.rewriter.checking.audit import Audit
-from remat.schedules.family import carried
+from remat.schedules.family import resized_schedule
 from remat.schedules.schedule import Schedule
-from remat.several_shapes import plans_of
-from tests.graph_capture.splitting.language_models import made
+from tests.graph_capture.chunking.language_models import made
 from tests.remat.caches.counted import (
     ROWS,
     Counts,
@@ -61,12 +61,12 @@ def test_another_size_takes_the_schedule_at_hand(budget: str) -> None:
         require_eagers_step(fast, model, rows(ROWS))
         assert recomputes(fast)
         solves = counts.solves
-        assert counts == Counts(traces=1, prices=1, solves=solves)
+        assert counts == Counts(traces=1, costs=1, solves=solves)
         smaller = ROWS - ROWS // 16
         require_eagers_step(fast, model, rows(smaller))
         assert recomputes(fast)
         require_eagers_step(fast, model, rows(smaller))
-        assert counts == Counts(traces=2, prices=1, solves=solves)
+        assert counts == Counts(traces=2, costs=1, solves=solves)
     first, second = plans_of(fast)
     assert isinstance(first, Schedule)
     assert isinstance(second, Schedule)
@@ -75,7 +75,7 @@ def test_another_size_takes_the_schedule_at_hand(budget: str) -> None:
     assert measured_peak(model, fast, smaller) <= most_bytes
 
 
-def test_what_fits_runs_each_op_once_without_prices() -> None:
+def test_what_fits_runs_each_op_once_without_costs() -> None:
     model = net()
     most_bytes = part_of_peak(model, ROWS, 0.6)
     fast = remat.plan_cache(model, budget=most_bytes)
@@ -86,7 +86,7 @@ def test_what_fits_runs_each_op_once_without_prices() -> None:
         assert counts == Counts(traces=2)
         require_eagers_step(fast, model, rows(ROWS))
         assert recomputes(fast)
-        assert counts.prices == 1
+        assert counts.costs == 1
         assert counts.solves > 0
     assert measured_peak(model, fast, ROWS // 4) <= most_bytes
 
@@ -97,7 +97,7 @@ def test_a_larger_batch_that_does_not_fit_is_planned() -> None:
     with counted() as counts:
         for count in (ROWS, 2 * ROWS):
             require_eagers_step(fast, model, rows(count))
-        assert (counts.traces, counts.prices) == (2, 1)
+        assert (counts.traces, counts.costs) == (2, 1)
     assert measured_peak(model, fast, 2 * ROWS) <= part_of_peak(model, 2 * ROWS, 0.7)
 
 
@@ -122,7 +122,7 @@ def test_the_one_with_least_overhead_is_taken() -> None:
         assert found.peak_bytes <= limit_bytes == found.schedule.budget_bytes
 
 
-def test_sizes_are_those_of_a_priced_graph() -> None:
+def test_sizes_are_those_of_a_costed_graph() -> None:
     model, args = made("with_bias")
     graph, sized = remat.capture(model, args), Sized(trace(model, args)).graph
     assert [op.workspace_bytes for op in sized.ops] == [op.workspace_bytes for op in graph.ops]
@@ -137,16 +137,19 @@ def test_a_step_of_another_structure_is_planned() -> None:
         require_eagers_step(fast, model, rows(ROWS))
         next(model.parameters()).requires_grad_(False)
         require_eagers_step(fast, model, rows(ROWS - 16))
-        assert counts.prices == 2
+        assert counts.costs == 2
 
 
 def test_schedules_of_other_ops_are_not_carried() -> None:
     graph = remat.capture(Net(4), (rows(8),))
     result = remat.solve(graph, 2**40)
     assert result.schedule is not None
-    assert carried(result.schedule, trace(Net(4), (rows(16),)).graph).steps == result.schedule.steps
+    assert (
+        resized_schedule(result.schedule, trace(Net(4), (rows(16),)).graph).steps
+        == result.schedule.steps
+    )
     with pytest.raises(ScheduleError, match="for other ops"):
-        carried(result.schedule, trace(Net(3), (rows(8),)).graph)
+        resized_schedule(result.schedule, trace(Net(3), (rows(8),)).graph)
 
 
 def test_what_shall_be_recomputed_is_where_all_would_fit() -> None:
@@ -156,7 +159,7 @@ def test_what_shall_be_recomputed_is_where_all_would_fit() -> None:
     assert Wishes(None, None, None, "full", 60, (), (), None, True, {}).may_keep_all is False
 
 
-def test_pieces_are_taken_along_without_another_trace() -> None:
+def test_chunks_are_taken_along_without_another_trace() -> None:
     model, (tokens, target) = made("with_bias")
     fast = remat.plan_cache(model, budget="min", split="exact")
     with counted() as counts:
@@ -164,8 +167,8 @@ def test_pieces_are_taken_along_without_another_trace() -> None:
             expected = stepped(lambda x: model(x, target[: len(x)]), model, tokens[:count])
             found = stepped(lambda x: fast(x, target[: len(x)]), model, tokens[:count])
             assert all(map(torch.equal, expected, found))
-            assert last_plan(fast).pieces
-        assert (counts.traces, counts.prices) == (2, 1)
+            assert last_plan(fast).chunks
+        assert (counts.traces, counts.costs) == (2, 1)
 
 
 @pytest.mark.parametrize(
@@ -205,4 +208,4 @@ def test_a_schedule_that_gives_something_else_is_dropped_and_another_is_made(
     assert len(plans_of(fast)) == 1
     with counted() as counts:
         require_eagers_step(fast, model, rows(ROWS - 16))
-        assert counts.prices == 1
+        assert counts.costs == 1

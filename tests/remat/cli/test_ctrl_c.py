@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from remat import progress as stages
+from remat.analysis import explain
 from remat.cli.entry import ended_by_ctrl_c
 from remat.cli.session import STOPPED, interrupts_noted
-from remat.job import fit, pipeline
-from remat.questions import explain
+from remat.job import pipeline, size_search
 from remat.solver.search import Progress, is_interrupted, one_job
 from tests.paths import ROOT
 from tests.remat.cli.conftest import Remat
@@ -100,7 +100,7 @@ def test_ctrl_c_amid_the_check_leaves_the_plan(
 def test_ctrl_c_before_there_is_anything_is_one_line(
     remat: Remat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "price_trace", once(pipeline.price_trace))
+    monkeypatch.setattr(pipeline, "graph_with_costs", once(pipeline.graph_with_costs))
     plan = tmp_path / "plan.json"
     found = remat("solve", remat.gpt, "--budget", "80%", "-o", str(plan), "--json")
     assert found.exit_code == STOPPED
@@ -112,7 +112,7 @@ def test_ctrl_c_before_there_is_anything_is_one_line(
 def test_ctrl_c_amid_fit_gives_the_largest_so_far(
     remat: Remat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fit.FitSearch, "_guess", once(fit.FitSearch._guess))
+    monkeypatch.setattr(size_search.FitSearch, "_guess", once(size_search.FitSearch._guess))
     found = remat("fit", remat.gpt, "--budget", "1GiB", "--json")
     assert found.exit_code == STOPPED
     said = json.loads(found.stdout)

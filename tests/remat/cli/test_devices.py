@@ -141,4 +141,4 @@ def test_a_kept_graph_takes_no_profile(remat: Remat, tmp_path: Path) -> None:
     assert remat("profile", remat.gpt, "-o", profile).exit_code == 0
     done = remat("solve", graph, "--profile", profile)
     assert done.exit_code == 2
-    assert "graph.json has its prices: --profile goes with a model" in done.stderr
+    assert "graph.json has its costs: --profile goes with a model" in done.stderr

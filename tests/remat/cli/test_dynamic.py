@@ -127,7 +127,7 @@ def test_a_dimension_that_the_model_fixes_is_named(remat: Remat, tmp_path: Path)
 
 
 def test_what_is_of_one_size_is_refused_beside_it(remat: Remat, tmp_path: Path) -> None:
-    options = ("--price-of-gib", f"--layout={tmp_path / 'layout.json'}", "--update-at-once")
+    options = ("--price-of-gib", f"--layout={tmp_path / 'layout.json'}", "--optimizer-in-backward")
     for verb, option in [*(("solve", option) for option in options), ("run", "--compare")]:
         done = remat(verb, remat.gpt, *SEQ, option, "--optimizer", "sgd")
         assert done.exit_code == 2

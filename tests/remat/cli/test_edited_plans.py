@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from remat.cli.main import app
 from remat.graph_capture.errors import PlanError
 from remat.job.factory import Loaded
-from remat.job.opened import fitting_schedule
+from remat.job.plan_source import fitting_schedule
 from tests.files.kinds import GRAPH, plan
 
 VERBS = {

@@ -10,16 +10,16 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from remat.analysis.memory_figures import offloaded
 from remat.cli.answers import asked_hosts
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
 from remat.job.pipeline import runs_again
 from remat.job.request import Request
 from remat.job.screen import result_json, show_result
-from remat.questions.memory import offloaded
 from tests.copying import copying_chain, copying_result
 from tests.files.kinds import plan
-from tests.fixed_prices import CLOCKED, LINK, patched
+from tests.fixed_costs import CLOCKED, LINK, patched
 from tests.remat.cli.conftest import Remat
 
 GIB = 1 << 30
@@ -167,8 +167,8 @@ def test_a_profile_has_links(remat: Remat, tmp_path: Path) -> None:
 def test_doctor_says_which_links_it_knows(
     remat: Remat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from remat.graph_capture.costs import measuring as link_costs
     from remat.graph_capture.devices import file_links
-    from remat.graph_capture.prices import measuring as link_prices
 
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
     monkeypatch.setenv("REMAT_OFFLOAD", str(tmp_path))
@@ -176,8 +176,8 @@ def test_doctor_says_which_links_it_knows(
     assert f"files in {tmp_path}" in done.stdout
     assert "none measured yet" in done.stdout
     monkeypatch.setattr(file_links, "REPEATS", 1)
-    with patched({(link_prices, "measured_pair"): CLOCKED[link_prices, "measured_pair"]}):
-        link_prices.measured_pair("cpu")
+    with patched({(link_costs, "measured_pair"): CLOCKED[link_costs, "measured_pair"]}):
+        link_costs.measured_pair("cpu")
     known = json.loads(remat("doctor", "--json").stdout)["links"]
     assert list(known) == [f"cpu, host: {tmp_path}"]
 

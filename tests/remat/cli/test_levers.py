@@ -1,4 +1,4 @@
-"""`--split` and `--update-at-once`: planned from the command line, with what they take said."""
+"""`--split` and `--optimizer-in-backward`: on the command line, with what they take."""
 
 from __future__ import annotations
 
@@ -56,48 +56,56 @@ def test_a_kept_graph_or_plan_is_planned_within_the_split_that_is_asked_for(
     said("capture", job, "-o", str(kept))
     said("run", job, "--budget", "min", "--split", "exact", "-o", str(plan))
 
-    def pieces(path: Path, *words: str) -> list[object]:
+    def chunks(path: Path, *words: str) -> list[object]:
         found = json.loads(said("solve", str(path), "--budget", "min", *words, "--json"))
         return found["schedule"]["pieces"]
 
     for path in (kept, plan):
-        assert pieces(path)
-        assert pieces(path, "--split", "exact")
-        assert pieces(path, "--split", "none") == []
-    assert pieces(kept, "--solver", "chen_sqrt") == []
+        assert chunks(path)
+        assert chunks(path, "--split", "exact")
+        assert chunks(path, "--split", "none") == []
+    assert chunks(kept, "--solver", "chen_sqrt") == []
     done = CliRunner().invoke(app, ["explain", str(plan), "--split", "none"])
     assert done.exit_code
     assert "capture it with the split that the plan was made with" in done.stderr
 
 
-def test_a_run_says_what_is_in_pieces_and_keeps_it(job: str, tmp_path: Path) -> None:
+def test_a_run_says_what_is_in_chunks_and_keeps_it(job: str, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     text = said("run", job, "--budget", "min", "--split", "exact", "-o", str(plan))
     assert "head and its loss in" in text
     assert "to eager's bits" in text
     found = json.loads(said("run", job, "--budget", "min", "--split", "exact", "--json"))
-    (pieces,) = found["pieces"]
-    assert pieces["exact"]
-    assert pieces["pieces_bytes"] < pieces["whole_bytes"]
+    (chunks,) = found["pieces"]
+    assert chunks["exact"]
+    assert chunks["pieces_bytes"] < chunks["whole_bytes"]
     assert "remat.linear_cross_entropy_weight" in said("inspect", job, "--plan", str(plan))
     assert "head and its loss in" in said("explain", str(plan))
     said("check", job, str(plan))
 
 
-def test_updates_at_once_need_fewer_bytes(job: str) -> None:
+def test_an_optimizer_in_backward_needs_fewer_bytes(job: str) -> None:
     short = job.replace(":factory", ":short")
     words = ("solve", short, "--budget", "min", "--optimizer", "sgd", "--json")
     after = json.loads(said(*words))
-    during = json.loads(said(*words, "--update-at-once"))
+    during = json.loads(said(*words, "--optimizer-in-backward"))
     assert during["peak_bytes"] < after["peak_bytes"]
 
 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("--update-at-once",), "name it, --optimizer sgd, momentum or adamw"),
+        (("--optimizer-in-backward",), "name it, --optimizer sgd, momentum or adamw"),
         (
-            ("--update-at-once", "--optimizer", "sgd", "--shard", "ddp", "--world-size", "2"),
+            (
+                "--optimizer-in-backward",
+                "--optimizer",
+                "sgd",
+                "--shard",
+                "ddp",
+                "--world-size",
+                "2",
+            ),
             "on one",
         ),
     ],
@@ -111,9 +119,9 @@ def test_what_cannot_be_updated_so_is_refused(job: str, words: tuple[str, ...], 
 def test_explain_says_what_each_lever_brings(job: str) -> None:
     words = ("explain", job, "--budget", "min", "--split", "exact", "--solver", "cut")
     found = json.loads(said(*words, "--each-limit", "2", "--place", "--json"))
-    (pieces,) = (one for one in found["levers"] if one["name"] != "recomputation")
-    assert pieces["name"].startswith("head and its loss in ")
-    assert pieces["off_bytes"] > pieces["peak_bytes"] == found["peak_bytes"]
-    assert pieces["solved"]
+    (chunks,) = (one for one in found["levers"] if one["name"] != "recomputation")
+    assert chunks["name"].startswith("head and its loss in ")
+    assert chunks["off_bytes"] > chunks["peak_bytes"] == found["peak_bytes"]
+    assert chunks["solved"]
     assert found["layout"]["arena_bytes"] >= found["layout"]["load_bytes"]
     assert "levers" in found["seconds"]

@@ -28,7 +28,7 @@ def factory(batch=32768):
 LIMITED = """
 import re, resource, sys
 import torch, ortools.math_opt.python.mathopt
-import remat.graph_capture.capturing, remat.rewriter.checking.check, remat.rewriter.rewriting
+import remat.graph_capture.capture_api, remat.rewriter.checking.check, remat.rewriter.rewriting
 from remat.cli.main import main
 mapped = int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
 most = mapped + (int(sys.argv.pop(1)) << 20)

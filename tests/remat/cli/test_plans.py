@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import remat as api
-from remat.job.factory import load
+from remat.job.factory import load_model
 from remat.schedules.plan import Plan
 from tests.remat.cli.conftest import Remat, written
 
@@ -51,7 +51,7 @@ def test_a_plan_of_run_is_read_by_every_verb_and_loaded(
     assert done.stdout == ""
     assert "recompute" in remat("inspect", plan, "--top", "500").stdout
     assert remat("inspect", remat.gpt, "--plan", plan).exit_code == 0
-    loaded = load(remat.gpt)
+    loaded = load_model(remat.gpt)
     assert api.plan_of(api.load(plan, loaded.model, loss_fn=loaded.loss_fn)) == made
 
 
@@ -162,7 +162,7 @@ def edited(text: dict[str, Any], change: str) -> dict[str, Any]:
         ("another overhead", "it says overhead "),
         ("another gap", "it says gap "),
         ("another budget", r"is \d+ bytes on this graph, above its budget of"),
-        ("no graph", r"keeps no graph with prices.*MODEL --plan"),
+        ("no graph", r"keeps no graph with costs.*MODEL --plan"),
         ("another op", "was edited, or is stale: this plan was made for another graph: op 3"),
         ("no such value", "is no plan of this release.*nothing"),
     ],

@@ -45,7 +45,7 @@ def test_torchs_traceback_of_a_backward_that_ctrl_c_ended_is_not_shown() -> None
     assert [str(one.message) for one in told] == [text, "another"]
 
 
-def test_prices_that_cannot_be_kept_are_told_in_one_line(
+def test_costs_that_cannot_be_kept_are_told_in_one_line(
     remat: Remat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -54,8 +54,8 @@ def test_prices_that_cannot_be_kept_are_told_in_one_line(
         warnings.simplefilter("default")
         done = remat("capture", remat.gpt, "--json")
     assert json.loads(done.stdout)["ops"]
-    told = [line for line in done.stderr.splitlines() if "prices are not kept" in line]
+    told = [line for line in done.stderr.splitlines() if "costs are not kept" in line]
     assert told == [
-        f"warning: prices are not kept: {tmp_path / 'file'}: File exists. Set REMAT_CACHE to a "
+        f"warning: costs are not kept: {tmp_path / 'file'}: File exists. Set REMAT_CACHE to a "
         "folder that can be written, or they are measured again each time"
     ]

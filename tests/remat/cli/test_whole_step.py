@@ -32,7 +32,7 @@ def test_the_plan_stands_beside_named_systems(remat: Remat) -> None:
     assert "Llama, a step of 2 microbatches of 32 tokens, adamw" in said
     for title in ("this plan", "ZeRO-Offload", "L2L", "ZeRO-Infinity", "PatrickStar"):
         assert title in said
-    for row in ("lower bound", "order", "saved", "state", "gradients", "copies", "prices"):
+    for row in ("lower bound", "order", "saved", "state", "gradients", "copies", "costs"):
         assert f"\n{row} " in said
     assert "float32 state" in said
     assert "planned, not run" in said

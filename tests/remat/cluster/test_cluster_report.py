@@ -11,19 +11,19 @@ import pytest
 from typer.testing import CliRunner
 
 from remat.cli.main import app
+from remat.cluster.cluster_request import ClusterRequest
 from remat.cluster.command import page_of
-from remat.cluster.judged import replay_of
-from remat.cluster.mesh import Asked
+from remat.cluster.mesh import MeshSpec
 from remat.cluster.pictures import bytes_picture, mesh_picture, rank_of, shown, timeline_picture
 from remat.cluster.plan_file import ClusterFile, read_cluster_plan
 from remat.cluster.planning import plan_cluster
-from remat.cluster.request import ClusterRequest
+from remat.cluster.replayed_plan import replay_of
 from remat.graph_capture.errors import PlanError
 
 SMALL = "tests.graph_capture.cluster.chains:small_llama"
 
 
-def planned(asked: Asked) -> ClusterFile:
+def planned(asked: MeshSpec) -> ClusterFile:
     found = plan_cluster(SMALL, ClusterRequest(8, 16, 32, "h100", 4, "1400KiB", asked=asked))
     assert found.file is not None
     return found.file
@@ -31,7 +31,7 @@ def planned(asked: Asked) -> ClusterFile:
 
 @pytest.fixture(scope="module")
 def staged() -> ClusterFile:
-    return planned(Asked(tp=2, cp=1, pp=2, microbatch=1, chunks=2))
+    return planned(MeshSpec(tp=2, cp=1, pp=2, microbatch=1, virtual_stages=2))
 
 
 def test_the_replay_of_the_file_is_the_time_that_it_states(staged: ClusterFile) -> None:
@@ -42,7 +42,7 @@ def test_the_replay_of_the_file_is_the_time_that_it_states(staged: ClusterFile) 
         moving = ("saved activations", "while a block runs")
         standing = sum(size for name, size in stage.held_bytes.items() if name not in moving)
         assert rank.peak_bytes + standing == stage.peak_bytes
-        assert len(rank.spans) == 2 * staged.chunks * staged.microbatches
+        assert len(rank.spans) == 2 * staged.virtual_stages * staged.microbatches
         assert rank.spans[-1].after_bytes == 0
         assert all(a.end_us <= b.begin_us for a, b in zip(rank.spans, rank.spans[1:], strict=False))
 
@@ -75,7 +75,7 @@ def test_of_many_the_first_and_the_last_are_drawn() -> None:
 
 
 def test_a_page_without_a_pipeline_has_its_microbatches_in_turn() -> None:
-    plan = planned(Asked(tp=1, cp=1, pp=1, microbatch=1))
+    plan = planned(MeshSpec(tp=1, cp=1, pp=1, microbatch=1))
     spans = replay_of(plan).ranks[0].spans
     assert [str(span.action) for span in spans[:3]] == ["0F0", "0B0", "0F1"]
     assert "The step of each rank" in page_of(plan, replay_of(plan))
@@ -103,5 +103,5 @@ def test_a_file_of_before_is_read_and_refused_a_page(staged: ClusterFile) -> Non
     cut = msgspec.structs.replace(
         staged, stages=tuple(msgspec.structs.replace(s, costs=s.costs[:1]) for s in staged.stages)
     )
-    with pytest.raises(PlanError, match="stage 0 has not one cost for each chunk"):
+    with pytest.raises(PlanError, match="stage 0 has not one cost for each virtual stage"):
         read_cluster_plan(cut.to_json())

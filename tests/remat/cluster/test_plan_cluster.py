@@ -10,11 +10,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from remat.cli.main import app
-from remat.cluster.mesh import Asked, Degrees, Mesh
-from remat.cluster.pipeline import FOR_WEIGHTS
+from remat.cluster.cluster_request import ClusterRequest
+from remat.cluster.mesh import Degrees, Mesh, MeshSpec
+from remat.cluster.pipeline_replay import FOR_WEIGHTS
 from remat.cluster.plan_file import ClusterFile, read_cluster_plan
 from remat.cluster.planning import modelled_notes, plan_cluster
-from remat.cluster.request import ClusterRequest
 from remat.graph_capture.errors import PlanError
 from remat.schedules.simulate import simulate
 
@@ -29,7 +29,7 @@ def remat(*words: str, columns: int = 160) -> Result:
 
 @pytest.fixture(scope="module")
 def planned() -> ClusterFile:
-    asked = Asked(tp=2, cp=1, pp=2, microbatch=4, chunks=1)
+    asked = MeshSpec(tp=2, cp=1, pp=2, microbatch=4, virtual_stages=1)
     request = ClusterRequest(8, 16, 32, "h100", 4, "1200KiB", asked=asked)
     found = plan_cluster(SMALL, request)
     assert found.file is not None
@@ -63,7 +63,7 @@ def test_each_schedule_is_what_the_judge_says(planned: ClusterFile) -> None:
 
 
 def test_less_room_is_more_recomputation(planned: ClusterFile) -> None:
-    asked = Asked(tp=2, cp=1, pp=2, microbatch=4, chunks=1)
+    asked = MeshSpec(tp=2, cp=1, pp=2, microbatch=4, virtual_stages=1)
     overheads: list[float] = []
     for budget in ("64MiB", "1200KiB", "1MiB"):
         request = ClusterRequest(8, 16, 32, "h100", 4, budget, asked=asked)
@@ -75,7 +75,7 @@ def test_less_room_is_more_recomputation(planned: ClusterFile) -> None:
 
 
 def test_a_second_plan_reads_its_parts_from_disk() -> None:
-    request = ClusterRequest(4, 8, 32, "h100", 4, "1GiB", asked=Asked(tp=1, cp=1))
+    request = ClusterRequest(4, 8, 32, "h100", 4, "1GiB", asked=MeshSpec(tp=1, cp=1))
     first, second = (plan_cluster(SMALL, request) for _ in range(2))
     assert second.captured == 0
     assert second.read > 0
@@ -99,10 +99,19 @@ def test_the_screen_says_what_is_modelled(tmp_path: Path) -> None:
 
 def test_a_zero_bubble_is_planned_and_shown(tmp_path: Path) -> None:
     kept = tmp_path / "cluster.json"
-    fixed = ["--tp", "1", "--pp", "2", "--chunks", "2", "--schedule", "InterleavedZeroBubble"]
+    fixed = [
+        "--tp",
+        "1",
+        "--pp",
+        "2",
+        "--virtual-stages",
+        "2",
+        "--schedule",
+        "InterleavedZeroBubble",
+    ]
     done = remat(SMALL, *SIZES, *fixed, "-o", str(kept))
     assert done.exit_code == 0, done.stderr
-    assert "InterleavedZeroBubble, 2 chunks a rank" in done.stdout
+    assert "InterleavedZeroBubble, 2 virtual stages a rank" in done.stdout
     assert "for W" in done.stdout
     plan = read_cluster_plan(kept.read_bytes())
     for stage in plan.stages:
@@ -166,7 +175,10 @@ REFUSED = [
     ((SMALL, *SIZES, "--cp", "8"), "this attention has 4 heads of queries and 4 of keys"),
     ((SMALL, *SIZES, "--seq", "0"), "give --seq"),
     ((SMALL, *SIZES, "--pp", "8"), "stages are at most 4 and have a microbatch each"),
-    ((SMALL, *SIZES, "--pp", "1", "--chunks", "2"), "no mesh splits 8 GPUs and a batch of 16 x 32"),
+    (
+        (SMALL, *SIZES, "--pp", "1", "--virtual-stages", "2"),
+        "no mesh splits 8 GPUs and a batch of 16 x 32",
+    ),
     ((SMALL, *SIZES, "--batch", "17", "--pp", "2"), "a batch of 17 is not microbatches of 1 for 4"),
     ((SMALL, *SIZES, "--schedule", "ZBVZeroBubble"), "'ZBVZeroBubble' is none that is planned"),
     (
@@ -178,8 +190,8 @@ REFUSED = [
         "is for blocks without collectives",
     ),
     (
-        (SMALL, *SIZES, "--schedule", "1F1B", "--chunks", "2"),
-        "--schedule 1F1B is not for 2 chunks on each rank",
+        (SMALL, *SIZES, "--schedule", "1F1B", "--virtual-stages", "2"),
+        "--schedule 1F1B is not for 2 virtual stages on each rank",
     ),
     ((SMALL, *SIZES, "--schedule", "1F1B", "--pp", "1"), "no mesh splits 8 GPUs and a batch of 16"),
     ((f"{CHAINS}:made", *SIZES), "for a cluster write it as def factory(batch=1, seq=8192)"),
@@ -236,7 +248,7 @@ def test_a_folder_that_cannot_be_written_is_warned_about_and_the_plan_is_made(
     blocked = tmp_path / "a file"
     blocked.write_text("no folder")
     monkeypatch.setenv("REMAT_CACHE", str(blocked))
-    request = ClusterRequest(4, 8, 32, "h100", 4, "1GiB", asked=Asked(tp=1, cp=1))
+    request = ClusterRequest(4, 8, 32, "h100", 4, "1GiB", asked=MeshSpec(tp=1, cp=1))
     with pytest.warns(UserWarning, match="parts of clusters are not kept") as told:
         assert plan_cluster(SMALL, request).file is not None
     assert sum("are not kept" in str(one.message) for one in told) == 1

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from remat.compile import place as report
+from remat.compile import graph_context as report
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,8 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 import remat
 from remat.compile import shared_budget
-from remat.compile.place import CompiledPlan
-from remat.compile.search import PlanSearch
+from remat.compile.graph_context import CompiledPlan
+from remat.compile.plan_search import PlanSearch
 from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.errors import BudgetError, SolverError
 from remat.rewriter.inductor.lowering import ReplayError

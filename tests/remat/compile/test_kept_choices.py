@@ -16,10 +16,10 @@ import pytest
 
 import remat.solver as solvers
 from remat.compile import kept_choices
-from remat.compile.kept_choices import FOLDER, KeptChoice, keep_choice, kept_choice
+from remat.compile.kept_choices import CHOICES_FOLDER, KeptChoice, keep_choice, kept_choice
+from remat.graph_capture.costs.cache import CostCache, OpCost
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.prices.cache import Price, PriceCache
-from remat.rewriter.inductor.replay import Replay
+from remat.rewriter.inductor.replay import ReplayedMemory
 from remat.schedules.simulate import simulate
 from tests.files.faults import CALLS, FULL, fail_once
 from tests.solver.graphs.random_graphs import chain
@@ -32,18 +32,19 @@ SAVES, WORKERS = 10, 4
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
-    return tmp_path / FOLDER
+    return tmp_path / CHOICES_FOLDER
 
 
 def choice(graph: TrainingGraph | None = None, key: str = KEY, **changed: object) -> KeptChoice:
     """What might be kept of a chain, with two fifths of it computed again."""
     graph = graph or chain(12)
-    everything = solvers.solve(graph, 2**62, "store_all").peak_bytes
-    result = solvers.solve(graph, 3 * everything // 4, "cut")
+    everything = solvers.solve_within(graph, 2**62, "store_all").peak_bytes
+    result = solvers.solve_within(graph, 3 * everything // 4, "cut")
     assert result.schedule is not None
     made = KeptChoice(
-        key, "a name", graph, result.schedule, result.lower_bound_us, Replay(9, 8, 7, 1),
-        Replay(6, 5, 4, 1), static_bytes=3, dynamic_bytes=2, gradient_bytes=1, budget_bytes=11,
+        key, "a name", graph, result.schedule, result.lower_bound_us, ReplayedMemory(9, 8, 7, 1),
+        ReplayedMemory(6, 5, 4, 1),
+        static_bytes=3, dynamic_bytes=2, gradient_bytes=1, budget_bytes=11,
     )  # fmt: skip
     return msgspec.structs.replace(made, **changed)
 
@@ -100,7 +101,7 @@ WRONG: dict[str, Callable[[], KeptChoice]] = {
     "the schedule of another graph": other_graph,
     "a bound above its time": lambda: choice(lower_bound_us=1e12),
     "a negative size": lambda: choice(static_bytes=-1),
-    "a size that cannot be": lambda: choice(chosen=Replay(2**70, 0, 0)),
+    "a size that cannot be": lambda: choice(chosen=ReplayedMemory(2**70, 0, 0)),
 }
 
 
@@ -124,24 +125,24 @@ def test_a_file_of_another_key_or_release_is_not_taken(folder: Path) -> None:
     assert kept_choice(KEY) is not None
 
 
-def test_other_prices_than_those_of_the_plan_are_noticed() -> None:
-    cache = PriceCache()
-    cache.prices |= {"mm": Price(3.5, 64), "exp": Price(1.0)}
+def test_other_costs_than_those_of_the_plan_are_noticed() -> None:
+    cache = CostCache()
+    cache.costs |= {"mm": OpCost(3.5, 64), "exp": OpCost(1.0)}
     cache.save()
-    keep_choice(choice(prices={"mm": Price(3.5, 64)}))
+    keep_choice(choice(costs={"mm": OpCost(3.5, 64)}))
     assert kept_choice(KEY) is not None
-    measured_again = PriceCache()
+    measured_again = CostCache()
     measured_again.forget()
-    measured_again.prices["mm"] = Price(4.5, 64)
+    measured_again.costs["mm"] = OpCost(4.5, 64)
     measured_again.save()
     assert kept_choice(KEY) is None
 
 
-def test_prices_of_a_plan_for_another_device_are_looked_for_among_its_own(
+def test_costs_of_a_plan_for_another_device_are_looked_for_among_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    card = PriceCache("a card", "as it is set")
-    card.prices["mm"] = Price(3.5, 64)
+    card = CostCache("a card", "as it is set")
+    card.costs["mm"] = OpCost(3.5, 64)
     card.save()
     graph = msgspec.structs.replace(chain(12), device="cuda:0")
     asked: list[str] = []
@@ -151,7 +152,7 @@ def test_prices_of_a_plan_for_another_device_are_looked_for_among_its_own(
         return SimpleNamespace(title="a card", settings="as it is set")
 
     monkeypatch.setattr(kept_choices, "meter_of", meter_of)
-    keep_choice(choice(graph, prices={"mm": Price(3.5, 64)}))
+    keep_choice(choice(graph, costs={"mm": OpCost(3.5, 64)}))
     assert kept_choice(KEY) is not None
     assert asked == ["cuda:0"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from remat.compile.shared_budget import SharedBudget, WholeModel, forget_graphs, shared_budget
 from remat.graph_capture.errors import BudgetError
-from remat.rewriter.inductor.replay import Replay
+from remat.rewriter.inductor.replay import ReplayedMemory
 
 
 def step_of(static: int, gradient: int = 0) -> Any:
@@ -28,7 +28,7 @@ def noted(
     shared: SharedBudget, frame: tuple[int, int], static: int, saved: int, peak: int,
     budget: int = 1000, gradient: int = 0, output: int = 0, is_bound: bool = True,
 ) -> None:  # fmt: skip
-    replay = Replay(peak, peak, saved, output)
+    replay = ReplayedMemory(peak, peak, saved, output)
     shared.note(frame, step_of(static, gradient), replay, replay, budget, is_bound=is_bound)
 
 
@@ -59,8 +59,10 @@ def test_a_later_graph_has_what_the_open_forwards_leave() -> None:
     assert shared.held_bytes((1, 0), 200, 10) == 210, "no forward is open"
     first = ran(shared, (0, 0))
     assert shared.held_bytes((1, 0), 200, 10) == 210 + 160
-    assert shared.base_bytes((1, 0), step_of(200), Replay(20, 20, 0), 370) == 390
-    assert shared.base_bytes((1, 0), step_of(200), Replay(5, 5, 0), 370) == 380, "of graph 0"
+    assert shared.base_bytes((1, 0), step_of(200), ReplayedMemory(20, 20, 0), 370) == 390
+    assert shared.base_bytes((1, 0), step_of(200), ReplayedMemory(5, 5, 0), 370) == 380, (
+        "of graph 0"
+    )
     second = ran(shared, (0, 0))
     assert shared.held_bytes((1, 0), 200, 10) == 210 + 160 + 60, "its parameters count once"
     first.sum().backward()
@@ -100,7 +102,7 @@ def test_gradients_of_later_graphs_are_there_in_backward_of_earlier_ones() -> No
         noted(shared, (1, 0), static=200, saved=0, peak=1, gradient=200, budget=579)
     noted(shared, (1, 0), static=200, saved=0, peak=1, gradient=200, budget=1, is_bound=False)
     assert shared.noted[1, 0].budget_bytes == 580, "the least is no bound that can be missed"
-    base_bytes = shared.base_bytes((1, 0), step_of(200, 200), Replay(1, 1, 0, 4), 370)
+    base_bytes = shared.base_bytes((1, 0), step_of(200, 200), ReplayedMemory(1, 1, 0, 4), 370)
     assert base_bytes == 584, "that of graph 0, beside the loss"
     del first
 

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 import remat
 from remat.compile.backend import SizeTable
-from remat.compile.one_shape import has_symbols, numbered, symbols_of
+from remat.compile.specialize import has_symbols, numbered, symbols_of
 from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.errors import BudgetError
 from tests.limits import AMPLE_S

@@ -1,4 +1,4 @@
-"""Warm starts: what an earlier process has planned is neither planned nor priced again.
+"""Warm starts: what an earlier process has planned is neither planned nor timed again.
 
 A second start in the same process, with all that dynamo and the backend know forgotten, reads what
 a second process would.
@@ -23,10 +23,10 @@ from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 import remat
 import remat.solver as solvers
 from remat.compile import start
-from remat.compile.place import CompiledPlan
+from remat.compile.graph_context import CompiledPlan
 from remat.graph_capture.devices.memory_events import measure_peak
 from remat.rewriter.inductor import lowering
-from remat.rewriter.inductor.prices import CallPrices
+from remat.rewriter.inductor.kernel_costs import CallCosts
 from tests.paths import ROOT
 from tests.remat.compile.one_start import FEW, Net
 
@@ -44,12 +44,12 @@ Step = Callable[[Tensor], Tensor]
 
 
 class Counted:
-    """How often ops were priced, steps solved, and code generated to be replayed."""
+    """How often ops were timed, steps solved, and code generated to be replayed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
-        self._count(monkeypatch, solvers, "solve")
-        self._count(monkeypatch, CallPrices, "_measured")
+        self._count(monkeypatch, solvers, "solve_within")
+        self._count(monkeypatch, CallCosts, "_measured")
         self._count(monkeypatch, lowering, "lower")
         self._count(monkeypatch, start.PlanSearch, "stock")
 
@@ -96,11 +96,11 @@ def figures(plans: list[CompiledPlan]) -> list[tuple[Any, ...]]:
     ]  # fmt: skip
 
 
-def test_a_second_start_plans_and_prices_nothing(kept_plans: Path, counted: Counted) -> None:
+def test_a_second_start_plans_and_times_nothing(kept_plans: Path, counted: Counted) -> None:
     cold, expected, _, _ = started()
     assert cold[0].recomputed > 0
     assert cold[0].replays > 0
-    assert {"solve", "_measured", "stock"} <= set(counted.calls)
+    assert {"solve_within", "_measured", "stock"} <= set(counted.calls)
     counted.calls.clear()
     warm, gradients, step, x = started()
     assert counters["aot_autograd"]["autograd_cache_hit"] == 1
@@ -236,7 +236,7 @@ def test_auto_takes_a_plan_that_is_as_good_now(
 ) -> None:
     cut = started(warm=False)[0][0]
     room_bytes = cut.peak_bytes - cut.held_bytes
-    place = sys.modules["remat.compile.place"]
+    place = sys.modules["remat.compile.graph_context"]
     replays: list[bool] = []
     # In a little more, nothing is sought; in much more, less need run again; in less, more must.
     for factor in (1.0, 1.005, 1.2, 1.0):
@@ -251,7 +251,7 @@ def test_auto_takes_a_plan_that_is_as_good_now(
 @pytest.mark.slow
 def test_processes_start_warm_after_each_other_and_beside_each_other(tmp_path: Path) -> None:
     def process() -> subprocess.Popen[str]:
-        # With folders of their own both compile at the same pace, and price the same ops at once.
+        # With folders of their own both compile at the same pace, and time the same ops at once.
         kept = {"REMAT_CACHE": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "code")}
         return subprocess.Popen(
             [sys.executable, "-m", "tests.remat.compile.one_start"], cwd=ROOT,

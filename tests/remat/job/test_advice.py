@@ -1,4 +1,4 @@
-"""What a run advises: no plan where none is needed, and new prices where they are far off."""
+"""What a run advises: no plan where none is needed, and new costs where they are far off."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from remat.budgets import unmodified
 from remat.job.pipeline import Report, Row, RunsAgain, rows_as_run
 from remat.job.screen import advice_on_run
 from remat.rewriter.checking.check import Check
-from remat.solver import solve
+from remat.solver import solve_within
 from tests.solver.graphs.random_graphs import chain
 
 GRAPH = chain(4)
@@ -27,7 +27,7 @@ def advised(budget_bytes: int, *ratios: float | None, overhead: float | None = N
         )
         for name, by in zip(("unmodified", "chen_sqrt", "this plan"), ratios, strict=True)
     )
-    result = solve(GRAPH, budget_bytes, "store_all")
+    result = solve_within(GRAPH, budget_bytes, "store_all")
     return " ".join(advice_on_run(Report(GRAPH, result, rows, {}, RunsAgain((), None))))
 
 
@@ -51,7 +51,7 @@ def test_one_slow_step_among_others_says_nothing() -> None:
 @pytest.mark.parametrize("measured", [0.2, -0.15])
 def test_an_overhead_that_the_clock_sees_otherwise_is_told(measured: float) -> None:
     text = advised(PEAK_BYTES - 1, 1.0, 1.1, 1.1, overhead=measured)
-    assert "overhead where prices say 0.0 %" in text
+    assert "overhead where costs say 0.0 %" in text
     assert "quiet machine" in text
     assert advised(PEAK_BYTES - 1, 1.0, 1.1, 1.1, overhead=0.05) == ""
     assert "quiet machine" not in advised(PEAK_BYTES - 1, None, None, None)

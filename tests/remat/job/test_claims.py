@@ -1,6 +1,6 @@
-"""What a run prints of each solver on each example, held against the judge.
+"""What a run prints of each solver on each example, held against the simulator.
 
-Steps are modelled on a GPU, so that their prices are the same everywhere. No assertion hangs on
+Steps are modelled on a GPU, so that their costs are the same everywhere. No assertion hangs on
 where a time limit ends a search: it limits the work alone.
 """
 
@@ -22,11 +22,11 @@ from remat.job.pipeline import Report, planned_report
 from remat.job.request import Request
 from remat.job.screen import report_json, show_run
 from remat.progress import Stopwatch
-from remat.schedules.derived import as_planned
+from remat.schedules.derived import graph_of_schedule
 from remat.schedules.reserved import reserved_of
 from remat.schedules.simulate import simulate
 from remat.solver.result import Result
-from remat.solver.table import NEEDS_LINKS, TABLE, TAKE_PIECES
+from remat.solver.table import NEEDS_LINKS, TABLE, TAKE_CHUNKS
 
 DEVICE, BUDGETS, LIMIT_S = "h100", ("min", "60%", "85%"), 0.25
 # Other examples train the models of these.
@@ -80,9 +80,9 @@ def test_what_is_printed_is_what_the_judge_says(name: str, solver: str) -> None:
         require_a_bound_or_none(report)
         if report.result.schedule is None:
             require_least_of_the_judge(report.graph, report.result)
-        if solver not in TAKE_PIECES and report.result.schedule is not None:
-            assert report.result.schedule.pieces == ()
-        elif budget == "min" and solver in TAKE_PIECES:
+        if solver not in TAKE_CHUNKS and report.result.schedule is not None:
+            assert report.result.schedule.chunks == ()
+        elif budget == "min" and solver in TAKE_CHUNKS:
             assert report.result.peak_bytes <= min(row.peak_bytes for row in report.rows)
 
 
@@ -93,7 +93,7 @@ def require_rows_of_the_judge(report: Report) -> None:
     assert eager.result.schedule is not None
     steps = {"baseline": (eager.graph, eager.result.schedule)}
     if plan is not None:
-        steps["plan"] = as_planned(report.graph, plan), plan
+        steps["plan"] = graph_of_schedule(report.graph, plan), plan
     for row, (graph, schedule) in steps.items():
         found, reserved = simulate(graph, schedule), reserved_of(graph, schedule)
         assert said[row]["predicted_peak_bytes"] == found.peak_bytes
@@ -128,5 +128,5 @@ def require_least_of_the_judge(graph: TrainingGraph, result: Result) -> None:
     """The least budget that is named is the peak of a schedule."""
     least = result.least_schedule
     if least is not None:
-        found = simulate(as_planned(graph, least), least)
+        found = simulate(graph_of_schedule(graph, least), least)
         assert found.peak_bytes == result.least_feasible_bytes > result.budget_bytes

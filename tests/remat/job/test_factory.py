@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from remat.graph_capture.errors import FactoryError
-from remat.job.factory import load
+from remat.job.factory import load_model
 from tests.paths import ROOT
 
 GOOD = """
@@ -49,16 +49,16 @@ def file(tmp_path: Path) -> Path:
 
 def test_a_file_anywhere_may_import_its_neighbours(file: Path) -> None:
     before = list(sys.path)
-    loaded = load(f"{file}:pair")
+    loaded = load_model(f"{file}:pair")
     assert isinstance(loaded.model, torch.nn.Linear)
     assert loaded.args[0].shape == (1, 3)
-    assert load(f"{file}:mapping").loss_fn is torch.sum
+    assert load_model(f"{file}:mapping").loss_fn is torch.sum
     assert sys.path == before
 
 
 def refusal(name: str) -> str:
     with pytest.raises(FactoryError) as caught:
-        load(name)
+        load_model(name)
     return str(caught.value)
 
 
@@ -66,26 +66,28 @@ def test_a_function_factory_need_not_be_named(file: Path, monkeypatch: pytest.Mo
     file.write_text(
         GOOD + "\ndef factory(batch=2):\n    return pair()[0], torch.ones(batch, WIDTH)\n"
     )
-    assert load(str(file)).args[0].shape == (2, 3)
-    assert load(str(file), batch=5).args[0].shape == (5, 3)
+    assert load_model(str(file)).args[0].shape == (2, 3)
+    assert load_model(str(file), batch=5).args[0].shape == (5, 3)
     monkeypatch.chdir(file.parent)
-    assert load("models.py").args[0].shape == (2, 3)
+    assert load_model("models.py").args[0].shape == (2, 3)
     sys.modules.pop("models", None)
-    assert load("models").args[0].shape == (2, 3)
-    assert load("models:pair").args[0].shape == (1, 3)
+    assert load_model("models").args[0].shape == (2, 3)
+    assert load_model("models:pair").args[0].shape == (1, 3)
 
 
 def test_a_factory_that_is_imported_counts(file: Path) -> None:
     other = file.parent / "other.py"
     other.write_text("from models import pair as factory\n")
-    assert load(str(other)).args[0].shape == (1, 3)
+    assert load_model(str(other)).args[0].shape == (1, 3)
 
 
 def test_a_folder_may_have_a_colon_in_its_name(file: Path) -> None:
     folder = file.parent / "a:b"
     folder.mkdir()
     (folder / "model.py").write_text("import torch\ndef factory(): return torch.nn.ReLU(), ()\n")
-    assert load(f"{folder}/model.py").args == load(f"{folder}/model.py:factory").args == ()
+    assert (
+        load_model(f"{folder}/model.py").args == load_model(f"{folder}/model.py:factory").args == ()
+    )
 
 
 def test_without_a_factory_the_functions_are_listed(file: Path) -> None:
@@ -183,7 +185,7 @@ def test_the_examples_load_and_leave_the_generator_alone(
         monkeypatch.setenv(variable, "2")
     state = torch.get_rng_state()
     folder = ROOT / "examples"
-    assert load(f"{folder / name}.py:factory").args[0].shape[0] == 2
+    assert load_model(f"{folder / name}.py:factory").args[0].shape[0] == 2
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -204,7 +206,7 @@ def test_a_parser_of_the_file_does_not_read_our_command_line(
     file.write_text(PARSED.format(rest="default=5"))
     line = ["remat", "run", str(file), "--budget", "60%"]
     monkeypatch.setattr(sys, "argv", line)
-    assert load(f"{file}:make").args[0].shape == (1, 5)
+    assert load_model(f"{file}:make").args[0].shape == (1, 5)
     assert sys.argv is line
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from remat.graph_capture.errors import FactoryError
-from remat.job.factory import load
+from remat.job.factory import load_model
 
 MAKE = "model, batch = nn.Linear(4, 2), torch.ones(3, 4)"
 SCRIPT = 'if __name__ == "__main__":'
@@ -17,7 +17,7 @@ def refusal(tmp_path: Path, text: str) -> str:
     file = tmp_path / "script.py"
     file.write_text(f"import torch\nfrom torch import nn\n{text}\n")
     with pytest.raises(FactoryError) as caught:
-        load(str(file))
+        load_model(str(file))
     return str(caught.value).replace(str(file), "script.py")
 
 
@@ -111,6 +111,6 @@ def test_a_function_that_is_named_and_builds_nothing(
     file = tmp_path / "script.py"
     file.write_text(f"from torch import nn\n{text}\n")
     with pytest.raises(FactoryError) as caught:
-        load(f"{file}:job")
+        load_model(f"{file}:job")
     assert says in str(caught.value).replace(str(file), "script.py")
     assert not (tmp_path / "ran").exists()

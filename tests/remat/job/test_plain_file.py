@@ -8,7 +8,7 @@ import pytest
 
 import remat
 from remat.graph_capture.errors import FactoryError
-from remat.job.factory import load
+from remat.job.factory import load_model
 
 HEAD = "import torch\nfrom torch import nn\nmodel = nn.Linear(4, 2)\n"
 BATCHES = {
@@ -27,7 +27,7 @@ def written(tmp_path: Path, text: str) -> str:
 @pytest.mark.parametrize("text", BATCHES)
 @pytest.mark.parametrize("suffix", ["", ":model"])
 def test_variables_are_read(tmp_path: Path, text: str, suffix: str) -> None:
-    job = load(written(tmp_path, text) + suffix)
+    job = load_model(written(tmp_path, text) + suffix)
     n_args, keywords = BATCHES[text]
     assert len(job.args) == n_args
     assert tuple(job.kwargs or ()) == keywords
@@ -36,17 +36,17 @@ def test_variables_are_read(tmp_path: Path, text: str, suffix: str) -> None:
 
 def test_a_loss_beside_the_model_is_taken(tmp_path: Path) -> None:
     text = "batch, target = torch.ones(3, 4), torch.ones(3, 2)\nloss_fn = nn.MSELoss()"
-    job = load(written(tmp_path, text))
+    job = load_model(written(tmp_path, text))
     assert job.loss_fn is not None
     assert job.target.shape == (3, 2)
 
 
 def test_a_factory_is_taken_before_variables(tmp_path: Path) -> None:
     text = "batch = torch.ones(3, 4)\ndef factory():\n    return nn.Linear(7, 1), torch.ones(1, 7)"
-    assert load(written(tmp_path, text)).args[0].shape == (1, 7)
+    assert load_model(written(tmp_path, text)).args[0].shape == (1, 7)
 
 
 @pytest.mark.parametrize("text", ["", "model = 3\nbatch = torch.ones(3, 4)"])
 def test_a_file_that_lacks_one_of_them_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(FactoryError, match="name the model `model` and its batch `batch`"):
-        load(written(tmp_path, text))
+        load_model(written(tmp_path, text))

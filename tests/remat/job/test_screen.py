@@ -15,7 +15,7 @@ from remat.budgets import unmodified
 from remat.formats import percent_text
 from remat.job.pipeline import Report, Row, RunsAgain
 from remat.job.screen import bound_json, show_result, show_run
-from remat.schedules.reserved import Reserved, Taken
+from remat.schedules.reserved import AllocatorPeak, Reserved
 from remat.schedules.simulate import simulate
 from remat.solver.budgets.front import Front, Point
 from tests.solver.graphs.random_graphs import chain
@@ -25,7 +25,9 @@ GIB = 1 << 30
 
 def shown(device: str, *, is_measured: bool, shortage: str = "") -> str:
     graph = msgspec.structs.replace(chain(4), device=device)
-    said = Reserved(Taken(GIB, 2 * GIB), Taken(GIB, GIB)) if device != "cpu" else None
+    said = (
+        Reserved(AllocatorPeak(GIB, 2 * GIB), AllocatorPeak(GIB, GIB)) if device != "cpu" else None
+    )
     measured = 3 * GIB if is_measured else None
     rows = tuple(
         Row(name, GIB, 1.0, 0.0, said, reserved_bytes=measured)

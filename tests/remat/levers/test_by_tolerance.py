@@ -1,4 +1,4 @@
-"""Where pieces give other bits than eager, an error says what they would need by tolerance."""
+"""Where chunks give other bits than eager, an error says what they would need by tolerance."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import remat
-from remat.graph_capture.chunking.regions import Found
+from remat.graph_capture.chunking.regions import RegionCandidate
 from remat.graph_capture.errors import BudgetError, named_as_flags
 from remat.levers import by_tolerance
 
@@ -37,13 +37,13 @@ def refused(budget: str = BUDGET, **options: str) -> str:
 
 @pytest.fixture
 def other_bits_on_two_threads(monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
-    """As kernels that share rows out to threads: pieces give eager's bits on one thread alone."""
+    """As kernels that share rows out to threads: chunks give eager's bits on one thread alone."""
 
-    def has_them(_: Found) -> bool:
+    def has_them(_: RegionCandidate) -> bool:
         return torch.get_num_threads() == 1
 
-    monkeypatch.setattr(by_tolerance, "gives_eagers_bits", has_them)
-    monkeypatch.setattr("remat.graph_capture.chunking.same_bits.gives_eagers_bits", has_them)
+    monkeypatch.setattr(by_tolerance, "matches_eager_bitwise", has_them)
+    monkeypatch.setattr("remat.graph_capture.chunking.same_bits.matches_eager_bitwise", has_them)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -51,7 +51,7 @@ def other_bits_on_two_threads(monkeypatch: pytest.MonkeyPatch) -> Generator[None
 
 
 @pytest.mark.usefixtures("other_bits_on_two_threads")
-def test_a_budget_that_pieces_would_fit_names_tolerance_and_one_thread() -> None:
+def test_a_budget_that_chunks_would_fit_names_tolerance_and_one_thread() -> None:
     said = refused()
     assert "Try split='tolerance' (a schedule of " in said
     assert "OMP_NUM_THREADS=1" in said
@@ -75,6 +75,6 @@ def test_what_is_named_is_what_the_judge_finds() -> None:
     assert f"a schedule of {least_bytes / 2**20:.2f} MiB" in said
 
 
-def test_without_pieces_nothing_is_said_of_them() -> None:
+def test_without_chunks_nothing_is_said_of_them() -> None:
     assert "tolerance" not in refused(split="none")
     assert "tolerance" not in refused("100KiB", split="tolerance")

@@ -1,23 +1,23 @@
-"""What is said of copies: figures of a chain that a hand finds, and of the judge elsewhere."""
+"""What is said of copies: figures of a chain that a hand finds, and of the simulator elsewhere."""
 
 from __future__ import annotations
 
 import msgspec
 import pytest
 
-from remat.graph_capture.graph import TrainingGraph
-from remat.questions.levers import (
+from remat.analysis.levers import (
     OFFLOAD,
     RECOMPUTATION,
     levers_of,
     without_copies,
     without_recomputation,
 )
-from remat.questions.memory import SLOWER, offloaded
+from remat.analysis.memory_figures import SLOWER, offloaded
+from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule
 from remat.schedules.simulate import simulate
-from remat.schedules.verdicts.peak_holders import staying
-from remat.solver import solve
+from remat.schedules.value_report.peak_holders import counterfactual_schedule
+from remat.solver import solve_within
 from tests.copying import BUDGET_BYTES, copying_chain, copying_result, copying_schedule
 
 
@@ -57,7 +57,7 @@ def test_each_figure_has_a_line() -> None:
 
 def test_a_schedule_that_copies_nothing_says_nothing() -> None:
     graph = copying_chain()
-    everything = solve(graph, 1 << 40, "store_all").schedule
+    everything = solve_within(graph, 1 << 40, "store_all").schedule
     assert offloaded(graph, everything) is None
     assert offloaded(graph, None) is None
 
@@ -89,7 +89,7 @@ def test_the_lever_is_beside_the_same_plan_without_it() -> None:
 
     def solve_without(off: TrainingGraph) -> object:
         asked.append(off)
-        return solve(off, BUDGET_BYTES)
+        return solve_within(off, BUDGET_BYTES)
 
     (lever,) = levers_of(graph, schedule, solve_without)  # type: ignore[arg-type]
     assert (lever.name, lever.peak_bytes, lever.off_bytes) == (OFFLOAD, 1160, 1250)
@@ -124,10 +124,10 @@ def test_both_levers_of_one_plan() -> None:
 
 def test_a_value_that_stays_is_not_copied() -> None:
     graph = copying_chain()
-    kept = staying(graph, both(), "a")
+    kept = counterfactual_schedule(graph, both(), "a")
     assert not kept.moves
     assert simulate(graph, kept).peak_bytes >= simulate(graph, both()).peak_bytes
-    once = staying(graph, copying_schedule(graph), "a")
+    once = counterfactual_schedule(graph, copying_schedule(graph), "a")
     assert not once.moves
     assert simulate(graph, once).time_us == graph.time_us
 

@@ -11,7 +11,7 @@ from torch import nn
 import remat
 from remat.graph_capture.errors import BudgetError, CaptureError, DeviceError, RematError
 from remat.graph_capture.graph import TrainingGraph
-from remat.whole_step.entry import StepPlan, StepRequest, planned_from
+from remat.whole_step.step_planning import StepPlan, StepRequest, planned_from
 from tests.links import with_links
 
 

@@ -1,4 +1,4 @@
-"""What each lever brings: beside the same plan without it, by the judge and by other ways there."""
+"""What each lever brings: beside the same plan without it, by `simulate` and in other ways."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Any
 import pytest
 
 import remat
-from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
-from remat.graph_capture.prices.pricing import price
-from remat.graph_capture.tracing.trace import trace
-from remat.levers.handed_over import planned_hand_over
-from remat.questions.levers import (
+from remat.analysis.levers import (
     RECOMPUTATION,
     UPDATES,
     Lever,
     levers_of,
-    without_pieces,
+    without_chunks,
     without_recomputation,
     without_updates,
 )
-from remat.schedules.derived import as_planned, whole
+from remat.graph_capture.costs.op_costs import measure_costs
+from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
+from remat.graph_capture.tracing.trace import trace
+from remat.levers.optimizer_in_backward import planned_optimizer_in_backward
+from remat.schedules.derived import graph_of_schedule, unchunked
 from remat.schedules.schedule import Compute, Free, Schedule
 from remat.schedules.simulate import simulate
-from remat.solver import solve
-from tests.graph_capture.splitting.language_models import LanguageModel, batch, plain
+from remat.solver import solve_within
+from tests.graph_capture.chunking.language_models import LanguageModel, batch, plain
 from tests.limits import AMPLE_S
 
 
@@ -64,7 +64,7 @@ def test_by_hand_a_plan_without_recomputation_and_without_updates() -> None:
     assert (updated.name, updated.off_bytes, updated.extra) == (UPDATES, 230, 0.0)
 
 
-def test_summed_gradients_are_handed_over_without_updates() -> None:
+def test_summed_gradients_are_released_without_updates() -> None:
     graph = chain()
     summed = TrainingGraph(
         graph.name, graph.ops, graph.values, resident=Resident(20, gradients_bytes=20)
@@ -79,7 +79,7 @@ def test_a_solver_is_asked_without_updates_but_not_without_recomputation() -> No
 
     def solve_without(graph: TrainingGraph) -> Any:
         asked.append(graph)
-        return solve(graph, 150, "exhaustive")
+        return solve_within(graph, 150, "exhaustive")
 
     once, updated = levers_of(chain(), again(), solve_without)
     (off,) = asked
@@ -93,8 +93,8 @@ def test_a_solver_is_asked_without_updates_but_not_without_recomputation() -> No
 
 def test_a_lever_is_said_in_one_line() -> None:
     mib = 1 << 20
-    lever = Lever("head and its loss in 8 pieces", 100 * mib, 412 * mib, 0.011)
-    text = "head and its loss in 8 pieces: -312.0 MiB for 1.1 % of a step; without, this plan peaks"
+    lever = Lever("head and its loss in 8 chunks", 100 * mib, 412 * mib, 0.011)
+    text = "head and its loss in 8 chunks: -312.0 MiB for 1.1 % of a step; without, this plan peaks"
     assert str(lever) == f"{text} at 412.0 MiB"
     solved = Lever("x", mib, mib, 0.0, solved=True, off_fits=True, off_overhead=0.216)
     assert "x: nothing off this peak for 0.0 % of a step" in str(solved)
@@ -109,16 +109,16 @@ def test_a_plan_that_uses_no_lever_has_none() -> None:
 
 
 @pytest.mark.parametrize("split", ["exact", "tolerance"])
-def test_a_plan_without_its_pieces_is_one_of_the_captured_graph(split: Any) -> None:
+def test_a_plan_without_its_chunks_is_one_of_the_captured_graph(split: Any) -> None:
     """In captured order, and with nothing made again, it is the step that keeps everything."""
     graph = remat.capture(LanguageModel(plain, bias=True), batch(16), split=split, device="h100")
-    everything = solve(whole(graph), 1 << 60, "store_all")
+    everything = solve_within(unchunked(graph), 1 << 60, "store_all")
     fits = remat.solve(graph, "80%", solver="cut", time_limit_s=AMPLE_S).schedule
     least = remat.solve(graph, "min", solver="hierarchical", time_limit_s=AMPLE_S).schedule
     for schedule in (fits, least):
         assert schedule is not None
-        assert schedule.pieces
-        off, without = without_pieces(graph, schedule)
+        assert schedule.chunks
+        off, without = without_chunks(graph, schedule)
         assert off.hash == graph.hash
         assert {step.op for step in without.steps if isinstance(step, Compute)} == {
             op.name for op in graph.ops
@@ -126,7 +126,7 @@ def test_a_plan_without_its_pieces_is_one_of_the_captured_graph(split: Any) -> N
         found = simulate(off, without)
         lever = levers_of(graph, schedule)[-1]
         assert lever.off_bytes == found.peak_bytes
-        assert lever.name == f"head and its loss in {schedule.pieces[0].pieces} pieces"
+        assert lever.name == f"head and its loss in {schedule.chunks[0].chunks} chunks"
         if without.computations().most_common(1)[0][1] == 1:
             assert found.peak_bytes == everything.peak_bytes
             assert found.time_us == pytest.approx(everything.time_us)
@@ -134,13 +134,13 @@ def test_a_plan_without_its_pieces_is_one_of_the_captured_graph(split: Any) -> N
 
 def test_a_plan_without_updates_is_one_of_the_step_that_updates_afterwards() -> None:
     model, args = LanguageModel(plain), batch(1, 2)
-    hand_over = planned_hand_over(model, "sgd", "cpu")
-    traced = trace(model, args, hand_over=hand_over, split="none", optimizer="sgd")
-    graph = price(traced)
-    kept = solve(graph, 1 << 60, "store_all").schedule
+    gradient_release = planned_optimizer_in_backward(model, "sgd", "cpu")
+    traced = trace(model, args, gradient_release=gradient_release, split="none", optimizer="sgd")
+    graph = measure_costs(traced)
+    kept = solve_within(graph, 1 << 60, "store_all").schedule
     assert kept is not None
     (lever,) = levers_of(graph, kept)
     after = remat.capture(model, args, split="none", optimizer="sgd")
-    assert lever.off_bytes == solve(after, 1 << 60, "store_all").peak_bytes
+    assert lever.off_bytes == solve_within(after, 1 << 60, "store_all").peak_bytes
     assert lever.saved_bytes > 0
-    assert without_recomputation(graph, kept)[0] == as_planned(graph, kept)
+    assert without_recomputation(graph, kept)[0] == graph_of_schedule(graph, kept)

@@ -11,7 +11,7 @@ from torch import nn
 import remat
 from remat.graph_capture.errors import ArenaError, DeviceError, RematError
 from remat.rewriter.arena.recording import Recorder, recorded
-from remat.rewriter.arena.step_memory import StepMemory
+from remat.rewriter.arena.step_allocator import StepAllocator
 from tests.models import make
 from tests.rewriter.arena.steps_in_arena import in_arena, module_of, needs_compiler
 
@@ -38,13 +38,13 @@ def test_another_device() -> None:
         remat.use_arena(module, make("plain")[1])
 
 
-def test_gradients_that_are_handed_over() -> None:
+def test_gradients_that_are_released() -> None:
     model, args, kwargs, loss_fn, target = make("plain")
     module = remat.rematerialize(
         model, args, kwargs, loss_fn=loss_fn, target=target, budget="100%", accumulate=True,
         check=False,
     )  # fmt: skip
-    with pytest.raises(ArenaError, match="hands over gradients while backward runs"):
+    with pytest.raises(ArenaError, match="releases gradients while backward runs"):
         remat.use_arena(module, args)
 
 
@@ -68,7 +68,7 @@ def test_a_batch_that_the_plan_does_not_know() -> None:
 
 @needs_compiler
 def test_a_step_without_a_backward_or_with_two() -> None:
-    memory = StepMemory()
+    memory = StepAllocator()
     backward = memory.around("backward", lambda args: [None])
     graph = memory.around("forward", lambda args: torch.ones(len(args)))
     with recorded(memory) as recorder:

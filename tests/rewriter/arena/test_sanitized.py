@@ -15,7 +15,7 @@ from tests.paths import ROOT
 EXERCISE = """
 import gc, threading
 import torch
-from tests.fixed_prices import REPLACED, patched
+from tests.fixed_costs import REPLACED, patched
 from tests.rewriter.arena.steps_in_arena import in_arena, loss_of, module_of, same, trained
 from remat.rewriter.arena.library import arena_library
 

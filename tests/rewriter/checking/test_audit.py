@@ -18,13 +18,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import remat
 from examples.gpt import GPT, Sizes
-from remat.graph_capture import price, trace
+from remat.graph_capture import measure_costs, trace
 from remat.graph_capture.devices.memory_events import measure_live
 from remat.graph_capture.errors import AuditError, RewriteError
 from remat.graph_capture.tracing.resident import resident_bytes
 from remat.rewriter import RematModule, rewrite
 from remat.rewriter.checking.audit import is_audited, others_may_draw, why_no_room
-from remat.rewriter.checking.forward_outcomes import PIECE_BYTES, ForwardOutcomes, fingerprint
+from remat.rewriter.checking.forward_outcomes import HASH_BLOCK_BYTES, ForwardOutcomes, fingerprint
 from tests.behaviours.trainee import Trainee, differences
 from tests.models import MODELS, make
 from tests.rows import each_nth
@@ -77,7 +77,7 @@ class Scaled(nn.Module):
 def planned(model: nn.Module, *args: Tensor, **options: Any) -> RematModule:
     """Everything is kept: audits are about what forward gives."""
     traced = trace(model, args)
-    schedule = schedule_of(price(traced), "store_all")
+    schedule = schedule_of(measure_costs(traced), "store_all")
     return rewrite(model, schedule, trace=traced, **options)
 
 
@@ -115,7 +115,7 @@ def test_training_is_the_same_with_audits(name: str) -> None:
     for audit in (False, True):
         model, args, kwargs, loss_fn, target = make(name)
         traced = trace(model, args, kwargs, loss_fn=loss_fn, target=target)
-        schedule = schedule_of(price(traced), "chen_sqrt")
+        schedule = schedule_of(measure_costs(traced), "chen_sqrt")
         module = rewrite(model, schedule, trace=traced, audit=audit)
         kwargs = kwargs if target is None else {**kwargs, "target": target}
         torch.manual_seed(3)
@@ -258,13 +258,13 @@ class Block(Scaled):
         return x + torch.tanh(self.linear(x)) * self.scale.get()
 
 
-def test_pieces_are_compared_to_their_tolerance() -> None:
+def test_chunks_are_compared_to_their_tolerance() -> None:
     torch.manual_seed(0)
     model = nn.Linear(16, 512)
     x, y = torch.randn(64, 16), torch.randint(512, (64,))
     options: Any = {"loss_fn": nn.CrossEntropyLoss(), "target": y, "split": "tolerance"}
     module = remat.rematerialize(model, (x,), budget="330KiB", **options)
-    assert any(not one.exact for one in type(module)._remat_schedule.pieces)
+    assert any(not one.exact for one in type(module)._remat_schedule.chunks)
     for _ in range(4):
         module(x, target=y).backward()
     assert type(module).audit.audited == 2, type(module).audit
@@ -400,7 +400,7 @@ def test_no_step_is_raised_above_its_plan() -> None:
 def test_where_there_is_no_room_it_says_so() -> None:
     model, _, _ = rewritten("plain")
     traced = trace(model, make("plain")[1])
-    graph = price(traced)
+    graph = measure_costs(traced)
     schedule = schedule_of(graph, "store_all")
     for is_block in (False, True):
         assert why_no_room(graph, schedule, None, 0, is_block=is_block) == ""
@@ -412,7 +412,7 @@ def test_where_there_is_no_room_it_says_so() -> None:
 
 def test_fingerprints_are_of_bits_in_any_layout() -> None:
     tensor = torch.randn(64, 3, 32, 32)
-    assert tensor.nbytes > PIECE_BYTES
+    assert tensor.nbytes > HASH_BLOCK_BYTES
     laid_out = tensor.to(memory_format=torch.channels_last)
     assert fingerprint(laid_out) == fingerprint(tensor) == fingerprint(tensor.mT.contiguous().mT)
     for other in (-tensor, tensor.double(), tensor.view(3, 64, 32, 32)):

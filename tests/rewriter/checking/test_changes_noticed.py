@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from remat.graph_capture import price, trace
+from remat.graph_capture import measure_costs, trace
 from remat.graph_capture.errors import AuditError, CaptureError, RewriteError
 from remat.rewriter import rewrite
 from tests.rewriter.checking import state_of_objects, state_of_the_process
@@ -94,7 +94,7 @@ def steps_until_noticed(case: Case) -> int:
         traced = trace(model, (x,))
     except CaptureError:
         return 0
-    module = rewrite(model, schedule_of(price(traced), "store_all"), trace=traced)
+    module = rewrite(model, schedule_of(measure_costs(traced), "store_all"), trace=traced)
     step(module, x)
     expected = model(x).detach()
     change()

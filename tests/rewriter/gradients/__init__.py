@@ -1,1 +1,1 @@
-"""Gradients as they arrive, are handed over, clipped and used by updates."""
+"""Gradients as they arrive, are released, clipped and used by updates."""

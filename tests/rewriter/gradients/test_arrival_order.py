@@ -55,14 +55,14 @@ def test_steps_have_eagers_order_when_ddp_asks_for_it(
     monkeypatch.setattr(module_of_user, "is_order_noted", lambda: True)
     model, step, args = rewritten(name)
     ours = arrivals((model, args, *make(name)[2:]), step)
-    assert ours == arrivals(make(name)) == list(step._remat_compiled_step.arrivals)
+    assert ours == arrivals(make(name)) == list(step._remat_compiled_step.gradient_order)
 
 
 def test_without_it_gradients_come_in_another_order() -> None:
     model, step, args = rewritten("group_and_layer_norm")
     ours = arrivals((model, args, *make("group_and_layer_norm")[2:]), step)
-    assert sorted(ours) == sorted(step._remat_compiled_step.arrivals)
-    assert ours != list(step._remat_compiled_step.arrivals)
+    assert sorted(ours) == sorted(step._remat_compiled_step.gradient_order)
+    assert ours != list(step._remat_compiled_step.gradient_order)
 
 
 @pytest.fixture(scope="module", params=["whole", "blocks"])
@@ -105,7 +105,7 @@ def test_first_buckets_and_two_ranks_ask_for_nothing(planned: nn.Module) -> None
     assert not is_asked_for(planned, 2)
 
 
-def test_gradients_that_are_handed_over_are_warned_of() -> None:
+def test_gradients_that_are_released_are_warned_of() -> None:
     model, x = Stack(), batch()
     module = remat.rematerialize(
         model, (x,), budget="90%", solver="cut", check=False, accumulate=True

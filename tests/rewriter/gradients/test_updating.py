@@ -13,7 +13,7 @@ from torch.optim import SGD, Optimizer
 from remat.graph_capture import trace
 from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import UPDATE
-from remat.graph_capture.joint.hand_over import HandOver
+from remat.graph_capture.joint.gradient_release import GradientRelease
 from remat.graph_capture.tracing.trace import Trace
 from remat.rewriter import RematModule, rewrite
 from remat.rewriter.graphs.updating import Updates
@@ -28,7 +28,7 @@ from tests.models import make
 
 def traced(model: nn.Module, args: Any) -> Trace:
     updates = tuple((name, 0) for name, _ in model.named_parameters())
-    return trace(model, args, hand_over=HandOver(is_added=False, updates=updates))
+    return trace(model, args, gradient_release=GradientRelease(is_added=False, updates=updates))
 
 
 def updating(model: nn.Module, one: Trace, schedule: Schedule) -> tuple[RematModule, Optimizer]:
@@ -40,7 +40,9 @@ def updating(model: nn.Module, one: Trace, schedule: Schedule) -> tuple[RematMod
 def recomputing_late(problem: Problem) -> list[int]:
     """All that forward makes is made once more at the end, in so far as it is not kept."""
     graph = problem.graph
-    made_again = [i for i, op in enumerate(graph.ops) if op.phase == "forward" and not op.pinned]
+    made_again = [
+        i for i, op in enumerate(graph.ops) if op.phase == "forward" and not op.no_recompute
+    ]
     return [*range(len(graph.ops)), *made_again]
 
 

@@ -1,1 +1,1 @@
-"""The graphs that are emitted: kernels, draws, strides, heads and MLPs in pieces."""
+"""The graphs that are emitted: kernels, draws, strides, heads and MLPs in chunks."""

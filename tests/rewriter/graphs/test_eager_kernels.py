@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from remat.graph_capture import price, trace
+from remat.graph_capture import measure_costs, trace
 from remat.graph_capture.tracing.fake_tensors import kernels_of_eager
 from remat.rewriter import check, rewrite
-from remat.solver import solve
+from remat.solver import solve_within
 from tests.rows import rows
 
 Made = tuple[nn.Module, Tensor]
@@ -100,10 +100,10 @@ def test_kept_and_recomputed_both_train_as_eager_does(name: str) -> None:
     torch.manual_seed(0)
     model, x = CASES[name]()
     traced = trace(model, (x,))
-    graph = price(traced)
-    least = solve(graph, 0, "chen_greedy").least_feasible_bytes
+    graph = measure_costs(traced)
+    least = solve_within(graph, 0, "chen_greedy").least_feasible_bytes
     for solver, budget_bytes in (("store_all", 1 << 60), ("chen_greedy", least)):
-        result = solve(graph, budget_bytes, solver)
+        result = solve_within(graph, budget_bytes, solver)
         assert result.schedule is not None
         found = check(model, rewrite(model, result.schedule, trace=traced), (x,))
         assert found.differences == ()

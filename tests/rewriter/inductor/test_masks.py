@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import remat
-from remat.rewriter.inductor.nodes import LEAST_ELEMENTS, keep_masks_as_bytes
+from remat.rewriter.inductor.fused_nodes import LEAST_ELEMENTS, keep_masks_as_bytes
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import remat
 from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.graph import Resident
-from remat.rewriter.inductor.graph import build_fused
+from remat.rewriter.inductor.fused_graph import build_fused
 
 STEPS, WIDTH = 9, 128
 

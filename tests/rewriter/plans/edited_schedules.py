@@ -8,14 +8,14 @@ from typing import Any
 import msgspec
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.schedule import Compute, Fetch, Free, Offload, Pieces, Schedule, Step
+from remat.schedules.schedule import ChunkedRegion, Compute, Fetch, Free, Offload, Schedule, Step
 
 Steps = tuple[Step, ...]
 
 
 def _last_pinned(graph: TrainingGraph, steps: Steps) -> int:
     """The place of the last op that draws: a second run of it would draw other numbers."""
-    pinned = {op.name for op in graph.ops if op.pinned}
+    pinned = {op.name for op in graph.ops if op.no_recompute}
     return max(i for i, step in enumerate(steps) if isinstance(step, Compute) and step.op in pinned)
 
 
@@ -125,13 +125,13 @@ def edited(graph: TrainingGraph, schedule: Schedule) -> dict[str, Callable[[], S
 
     found = {name: replaced(steps=edit(graph, schedule.steps)) for name, edit in EDITS.items()}
     found["another hash"] = replaced(graph_hash="0" * 64)
-    for name, pieces in PIECES.items():
-        found[name] = replaced(pieces=(Pieces("no_such_loss", pieces),))
-    absent = {"pieces": (Pieces("no_such_loss", 2),), "captured_hash": "0" * 64}
-    found["pieces of a graph that is not there"] = replaced(**absent)
-    found["pieces of this graph"] = replaced(**absent | {"graph_hash": "0" * 64})
-    found["pieces of the same graph"] = replaced(**absent | {"captured_hash": schedule.graph_hash})
+    for name, chunks in CHUNKS.items():
+        found[name] = replaced(chunks=(ChunkedRegion("no_such_loss", chunks),))
+    absent = {"chunks": (ChunkedRegion("no_such_loss", 2),), "captured_hash": "0" * 64}
+    found["chunks of a graph that is not there"] = replaced(**absent)
+    found["chunks of this graph"] = replaced(**absent | {"graph_hash": "0" * 64})
+    found["chunks of the same graph"] = replaced(**absent | {"captured_hash": schedule.graph_hash})
     return found
 
 
-PIECES = {"pieces of an absent region": 2, "no pieces": 0, "negative pieces": -4}
+CHUNKS = {"chunks of an absent region": 2, "no chunks": 0, "negative chunks": -4}

@@ -17,10 +17,10 @@ from remat.rewriter.plans.loading import load
 from remat.schedules.exports.chrome_trace import trace_file
 from remat.schedules.exports.dot import to_dot
 from remat.schedules.plan import Plan
-from remat.schedules.schedule import Pieces, Schedule
+from remat.schedules.schedule import ChunkedRegion, Schedule
 from tests import models
-from tests.graph_capture.splitting.language_models import made
-from tests.rewriter.plans.edited_schedules import EDITS, PIECES, edited, without_frees
+from tests.graph_capture.chunking.language_models import made
+from tests.rewriter.plans.edited_schedules import CHUNKS, EDITS, edited, without_frees
 from tests.rows import rows
 
 
@@ -67,7 +67,7 @@ def by_drawing(schedule: Schedule) -> object:
     return to_dot(case()[2], schedule), trace_file(case()[2], schedule)
 
 
-NAMES = [*EDITS, "another hash", *PIECES, "pieces of this graph", "pieces of the same graph"]
+NAMES = [*EDITS, "another hash", *CHUNKS, "chunks of this graph", "chunks of the same graph"]
 WAYS: dict[str, Callable[[Schedule], object]] = {
     "rewrite": by_rewrite,
     "rewrite with a batch": by_rewrite_with_a_batch,
@@ -128,17 +128,18 @@ def test_a_plan_whose_figures_were_edited_does_not_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_pieces_that_were_edited_do_not_train() -> None:
+def test_chunks_that_were_edited_do_not_train() -> None:
     model, args = made("plain")
     graph = remat.capture(model, args, split="exact", device="h100")
     schedule = remat.solve(graph, "min", solver="cut").schedule
     assert schedule is not None
-    (one,) = schedule.pieces
-    for pieces in (
-        (Pieces(one.region, 10**9),), (Pieces(one.region, -2),), (), (Pieces("no_such_loss", 2),),
-        (one, Pieces("no_such_loss", 2)), (Pieces(one.region, one.pieces, exact=False),),
+    (one,) = schedule.chunks
+    for chunks in (
+        (ChunkedRegion(one.region, 10**9),), (ChunkedRegion(one.region, -2),), (),
+        (ChunkedRegion("no_such_loss", 2),), (one, ChunkedRegion("no_such_loss", 2)),
+        (ChunkedRegion(one.region, one.chunks, exact=False),),
     ):  # fmt: skip
         with pytest.raises(ScheduleError):
-            remat.rewrite(model, msgspec.structs.replace(schedule, pieces=pieces), args)
-    with pytest.raises(ScheduleError, match="the same region in pieces twice"):
-        msgspec.structs.replace(schedule, pieces=(one, one))
+            remat.rewrite(model, msgspec.structs.replace(schedule, chunks=chunks), args)
+    with pytest.raises(ScheduleError, match="the same region in chunks twice"):
+        msgspec.structs.replace(schedule, chunks=(one, one))

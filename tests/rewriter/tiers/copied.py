@@ -87,7 +87,7 @@ def length(gap: Gap | None) -> int:
 def with_random_copies(
     graph: TrainingGraph, schedule: Schedule, seed: int, *, tries: int = 12
 ) -> Schedule:
-    """Copies of some values, at any moment at which the judge allows them, some through NVMe."""
+    """Copies of some values, at any moment at which `simulate` allows them, some through NVMe."""
     drawn = random.Random(seed)
     for _ in range(tries):
         found = [gap for gap in gaps(graph, schedule) if is_counted(graph, gap)]

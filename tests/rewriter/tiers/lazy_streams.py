@@ -114,5 +114,5 @@ class LazyMachine:
         patch.setattr(torch.cuda, "current_stream", lambda *_: self.computing)
         patch.setattr(stream_tier, "side_stream", self.side)
         patch.setattr(stream_tier, "queue_copy", self.queue_copy)
-        patch.setattr(stream_tier, "taken", self.taken)
+        patch.setattr(stream_tier, "compute_memory", self.taken)
         patch.setattr(pinned, "pinned", self.pinned)

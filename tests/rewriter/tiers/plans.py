@@ -39,7 +39,7 @@ class Copied:
     schedule: Schedule
 
     def module(self) -> RematModule:
-        return rewrite(self.model, self.schedule, self.args, priced=self.graph)
+        return rewrite(self.model, self.schedule, self.args, costed=self.graph)
 
 
 def copied(name: str = "dropout", kind: str = "store_all") -> Copied:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from remat.graph_capture.errors import TierError
-from remat.graph_capture.spill_files import Ending
+from remat.graph_capture.spill_files import Finalizer
 from remat.rewriter.tiers.file_tier import LinkThread, link_thread
 from tests.limits import AMPLE_S
 
@@ -130,9 +130,9 @@ def test_a_forked_process_starts_threads_of_its_own() -> None:
 
 
 def test_an_ending_is_told_once_with_its_fact() -> None:
-    told: list[Ending[int]] = []
+    told: list[Finalizer[int]] = []
     thing = Thing()
-    ending = Ending(thing, told.append, 5)
+    ending = Finalizer(thing, told.append, 5)
     assert ending() is thing
     del thing
     assert told == [ending]

@@ -1,4 +1,4 @@
-"""Schedules with copies at any moment: bit-equal to eager, with the judge's peak to the byte."""
+"""Schedules with copies at any moment: bit-equal to eager, with `simulate`'s peak to the byte."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from remat.graph_capture import Trace, TrainingGraph, price, trace
+from remat.graph_capture import Trace, TrainingGraph, measure_costs, trace
 from remat.rewriter import check, rewrite
 from remat.schedules.schedule import Fetch, Offload, Schedule
 from remat.schedules.simulate import simulate
@@ -32,7 +32,7 @@ PLANS = rows(
 def captured(name: str) -> tuple[Case, Trace, TrainingGraph]:
     model, args, kwargs, loss_fn, target = case = make(name)
     traced = trace(model, args, kwargs, loss_fn=loss_fn, target=target)
-    return case, traced, with_links(price(traced))
+    return case, traced, with_links(measure_costs(traced))
 
 
 @functools.cache
@@ -45,7 +45,7 @@ def test_equal_to_eager_with_the_judges_peak(name: str, kind: str, seed: int) ->
     (model, args, kwargs, loss_fn, target), traced, graph = captured(name)
     schedule = with_random_copies(graph, plain(name, kind), seed)
     assert sum(isinstance(step, Offload) for step in schedule.steps) > 3
-    module = rewrite(model, schedule, trace=traced, priced=graph)
+    module = rewrite(model, schedule, trace=traced, costed=graph)
     found = check(model, module, args, kwargs, loss_fn=loss_fn, target=target, steps=1)
     assert found.differences == ()
     assert found.gradients == found.gradients_total > 0
@@ -75,9 +75,9 @@ def test_equal_to_eager_under_autocast(name: str) -> None:
     model, args, kwargs, loss_fn, target = make(name)
     with torch.autocast("cpu", torch.bfloat16):
         traced = trace(model, args, kwargs, loss_fn=loss_fn, target=target)
-        graph = with_links(price(traced))
+        graph = with_links(measure_costs(traced))
         schedule = with_random_copies(graph, schedule_of(graph, "chen_sqrt"), 0)
-        module = rewrite(model, schedule, trace=traced, priced=graph)
+        module = rewrite(model, schedule, trace=traced, costed=graph)
         found = check(model, module, args, kwargs, loss_fn=loss_fn, target=target, steps=1)
     assert found.differences == ()
     assert 0 <= simulate(graph, schedule).peak_bytes - found.plan_peak_bytes <= RNG_SLACK_BYTES
@@ -85,14 +85,16 @@ def test_equal_to_eager_under_autocast(name: str) -> None:
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_states_of_revolve_on_disk_are_exact(mixed: bool) -> None:
-    from remat.solver import solve
+    from remat.solver import solve_within
 
     (model, args, *_), _, graph = captured("plain")
-    least = solve(graph, 0, "revolve", slots=3, mixed=mixed, disk_slots=2).least_feasible_bytes
-    schedule = solve(graph, least, "revolve", slots=3, mixed=mixed, disk_slots=2).schedule
+    least = solve_within(
+        graph, 0, "revolve", slots=3, mixed=mixed, disk_slots=2
+    ).least_feasible_bytes
+    schedule = solve_within(graph, least, "revolve", slots=3, mixed=mixed, disk_slots=2).schedule
     assert schedule is not None
     assert schedule.moves
-    found = check(model, rewrite(model, schedule, args, priced=graph), args, steps=1)
+    found = check(model, rewrite(model, schedule, args, costed=graph), args, steps=1)
     assert found.differences == ()
     assert found.plan_peak_bytes == simulate(graph, schedule).peak_bytes
 

@@ -1,4 +1,4 @@
-"""Plans of the solver `joint` for a GPT with dropout: eager's bits, and the judge's peak."""
+"""Plans of the solver `joint` for a GPT with dropout: eager's bits, and the simulator's peak."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.rewriter import check, rewrite
 from remat.schedules.schedule import Offload
 from remat.schedules.simulate import simulate
-from remat.solver import solve
+from remat.solver import solve_within
 from remat.solver.bounds.least_peak import floor_above
 from remat.solver.problem import Problem
 from tests.graphs import UNLIMITED_BYTES
@@ -40,17 +40,17 @@ def gpt(gb_s: float) -> tuple[nn.Module, tuple[Tensor, ...], TrainingGraph]:
 @pytest.mark.parametrize("f", [0.5, 0.3, 0.15])
 def test_exact_with_the_judges_peak_to_the_byte(f: float, gb_s: float) -> None:
     model, args, graph = gpt(gb_s)
-    most = solve(graph, UNLIMITED_BYTES, "store_all").peak_bytes
+    most = solve_within(graph, UNLIMITED_BYTES, "store_all").peak_bytes
     floor = floor_above(Problem.of(graph), 0)
     assert floor is not None
     budget_bytes = int(floor.size_bytes + f * (most - floor.size_bytes))
     options = {"time_limit_s": AMPLE_S, "gap": GAPS[gb_s]}
-    schedule = solve(graph, budget_bytes, "joint", **options).schedule
+    schedule = solve_within(graph, budget_bytes, "joint", **options).schedule
     assert schedule is not None
     again = sum(count > 1 for count in schedule.computations().values())
     assert any(isinstance(step, Offload) for step in schedule.steps)
     assert gb_s == FAST_GB_S or again
-    found = check(model, rewrite(model, schedule, args, priced=graph), args, steps=1)
+    found = check(model, rewrite(model, schedule, args, costed=graph), args, steps=1)
     assert found.differences == ()
     assert found.gradients == found.gradients_total
     assert found.plan_peak_bytes == simulate(graph, schedule).peak_bytes <= budget_bytes

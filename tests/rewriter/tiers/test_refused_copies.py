@@ -45,7 +45,7 @@ def test_a_plan_with_copies_needs_a_graph_with_links() -> None:
 def test_code_by_inductor_copies_nothing() -> None:
     text = "code by Inductor copies none: leave out compile=True, or solve without offloading"
     given = plan().model, plan().schedule, plan().args
-    refused(RewriteError, text, rewrite, *given, priced=plan().graph, compile=True)
+    refused(RewriteError, text, rewrite, *given, costed=plan().graph, compile=True)
 
 
 def test_the_emitters_of_inductor_refuse_copies() -> None:
@@ -112,7 +112,7 @@ def test_a_folder_of_nvme_that_is_not_there_is_refused(tmp_path: Path) -> None:
     missing = msgspec.structs.replace(links(), nvme_path=str(tmp_path / "missing"))
     given = plan().model, schedule, plan().args
     text = r"missing, the folder of the nvme tier.*give nvme= another folder"
-    refused(TierError, text, rewrite, *given, priced=with_links(plan().graph, missing))
+    refused(TierError, text, rewrite, *given, costed=with_links(plan().graph, missing))
 
 
 def test_an_op_that_runs_on_the_host_is_refused() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import remat
 from examples.gpt import GPT, Sizes
-from remat.graph_capture import capturing
+from remat.graph_capture import capture_api
 from remat.graph_capture import spill_files as files
 from remat.graph_capture.graph import TrainingGraph
 from remat.rewriter import check, rewrite
@@ -65,8 +65,8 @@ def test_a_kept_plan_with_copies_loads_and_trains(tmp_path: Path) -> None:
 def test_links_of_a_capture_are_known_when_its_plan_is_rewritten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = capturing.price_for
-    monkeypatch.setattr(capturing, "price_for", lambda *a, **k: with_links(real(*a, **k)))
+    real = capture_api.add_costs
+    monkeypatch.setattr(capture_api, "add_costs", lambda *a, **k: with_links(real(*a, **k)))
     model, args, *_ = make("plain")
     graph = remat.capture(model, args)
     assert graph.links == links()
@@ -85,14 +85,14 @@ def test_an_arena_serves_a_step_with_copies() -> None:
         assert arena.counts.hits > 0
 
 
-def test_gradients_that_are_handed_over_may_have_been_copied() -> None:
+def test_gradients_that_are_released_may_have_been_copied() -> None:
     model, args, *_ = make("dropout")
     traced = remat.graph_capture.trace(model, args, accumulate=True)
-    graph = with_links(remat.graph_capture.price(traced))
+    graph = with_links(remat.graph_capture.measure_costs(traced))
     schedule = with_random_copies(graph, schedule_of(graph, "store_all"), 0, tries=30)
     assert schedule.moves
-    assert schedule.hands_over
-    module = rewrite(model, schedule, trace=traced, priced=graph)
+    assert schedule.releases_gradients
+    module = rewrite(model, schedule, trace=traced, costed=graph)
     assert check(model, module, args, accumulate=True, steps=1).differences == ()
 
 
@@ -103,7 +103,7 @@ def test_a_part_of_a_model_runs_a_plan_with_copies() -> None:
     base = schedule_of(graph, "chen_sqrt")
     schedule = with_random_copies(graph, base, 1)
     assert schedule.moves
-    fast = rewrite(part, schedule, (x,), priced=graph)
+    fast = rewrite(part, schedule, (x,), costed=graph)
 
     def run(block: Callable[[Tensor], Tensor]) -> list[Tensor]:
         torch.manual_seed(0)
@@ -137,7 +137,7 @@ def test_activations_of_a_gpt_go_out_and_come_back() -> None:
     ]  # fmt: skip
     schedule = out_at_once(graph, plain, wide)
     assert sum(isinstance(one, Offload) for one in schedule.steps) == len(wide) > 1
-    module = rewrite(model, schedule, args, priced=graph)
+    module = rewrite(model, schedule, args, costed=graph)
     found = check(model, module, args, steps=1)
     assert found.differences == ()
     assert found.plan_peak_bytes == simulate(graph, schedule).peak_bytes
@@ -167,7 +167,7 @@ def test_graphs_run_over_streams_and_pinned_memory(
     streams = Streams(monkeypatch, plan().graph, schedule)
     judged = simulate(plan().graph, schedule)
     assert streams.places.size_bytes >= judged.host_peak_bytes
-    module = rewrite(plan().model, schedule, plan().args, priced=plan().graph)
+    module = rewrite(plan().model, schedule, plan().args, costed=plan().graph)
     wanted = step(plan().model, plan().args)
     for _ in range(2):
         assert same(step(module, plan().args), wanted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tests.fixed_prices import REPLACED, patched
+from tests.fixed_costs import REPLACED, patched
 from tests.rewriter.tiers.plans import copied
 
 

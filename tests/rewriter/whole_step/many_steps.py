@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 import torch
 
 from remat.graph_capture.spill_files import HOST_FOLDER
-from tests.fixed_prices import REPLACED, patched
+from tests.fixed_costs import REPLACED, patched
 from tests.limits import AMPLE_S
 from tests.rewriter.whole_step.loops import Training, chain, gpt, momentum, same
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from remat.schedules.caching_allocator import MIB, UNLIMITED_BYTES, AllocatorSettings
-from remat.schedules.reserved import Replayed
+from remat.schedules.reserved import AllocatorReplay
 from tests.schedules.allocator import torch_library
 from tests.schedules.allocator.traces import SETTINGS, random_trace, step_traces
 
@@ -28,7 +28,7 @@ class Golden(msgspec.Struct, frozen=True):
 
     capacity_bytes: int
     trace: list[int]
-    torchs: dict[str, Replayed]
+    torchs: dict[str, AllocatorReplay]
 
     def settings(self, name: str) -> AllocatorSettings:
         """Those of that name, for a device of that size."""

@@ -9,7 +9,7 @@ import pytest
 
 from remat.schedules.caching_allocator import MIB, AllocatorSettings, CachingAllocator
 from remat.schedules.layout import Buffers
-from remat.schedules.reserved import EMPTY_CACHE, Replayed, replay, trace_of_steps
+from remat.schedules.reserved import EMPTY_CACHE, AllocatorReplay, serve_trace, trace_of_steps
 from tests.schedules.allocator.goldens import Golden, goldens
 from tests.schedules.allocator.traces import SETTINGS, random_trace
 
@@ -20,7 +20,7 @@ EXPANDABLE = AllocatorSettings(expandable_segments=True)
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("golden", goldens(), ids=lambda golden: f"{len(golden.trace)}_events")
 def test_kept_traces_have_torchs_own_figures(golden: Golden, name: str) -> None:
-    assert replay(golden.trace, golden.settings(name)) == golden.torchs[name]
+    assert serve_trace(golden.trace, golden.settings(name)) == golden.torchs[name]
 
 
 def test_the_kept_traces_tell_the_settings_apart_and_some_run_out_of_memory() -> None:
@@ -31,7 +31,7 @@ def test_the_kept_traces_tell_the_settings_apart_and_some_run_out_of_memory() ->
 
 
 def reserved_mib(trace: list[int], settings: AllocatorSettings = USUAL) -> float:
-    return replay(trace, settings).peak_reserved_bytes / MIB
+    return serve_trace(trace, settings).peak_reserved_bytes / MIB
 
 
 def test_segments_are_small_shared_or_of_their_own_size() -> None:
@@ -63,16 +63,18 @@ def test_expandable_segments_grow_where_fixed_ones_fragment() -> None:
 
 
 def test_an_emptied_cache_keeps_what_is_used() -> None:
-    said = replay([30 * MIB, 12 * MIB, ~0, EMPTY_CACHE], USUAL)
+    said = serve_trace([30 * MIB, 12 * MIB, ~0, EMPTY_CACHE], USUAL)
     assert (said.peak_reserved_bytes, said.reserved_bytes) == (42 * MIB, 12 * MIB)
 
 
 def test_a_full_device_takes_free_segments_back_before_a_request_fails() -> None:
     settings = AllocatorSettings(capacity_bytes=50 * MIB)
     trace = [30 * MIB, ~0, 40 * MIB]
-    assert replay(trace, settings) == Replayed(40 * MIB, 40 * MIB, 40 * MIB, n_retries=1)
-    failed = replay([*trace, MIB, 12 * MIB, 1], settings)
-    assert failed == Replayed(41 * MIB, 42 * MIB, 42 * MIB, n_retries=2, failed_request=3)
+    assert serve_trace(trace, settings) == AllocatorReplay(
+        40 * MIB, 40 * MIB, 40 * MIB, n_retries=1
+    )
+    failed = serve_trace([*trace, MIB, 12 * MIB, 1], settings)
+    assert failed == AllocatorReplay(41 * MIB, 42 * MIB, 42 * MIB, n_retries=2, failed_request=3)
 
 
 def test_sizes_round_to_512_bytes_or_to_divisions_of_powers_of_two() -> None:
@@ -125,4 +127,4 @@ def test_the_trace_of_steps_frees_before_it_asks() -> None:
 
 def test_no_buffers_make_no_trace() -> None:
     assert trace_of_steps(Buffers.of_arrays([], [], []), n_steps=3) == []
-    assert replay([], USUAL) == Replayed(0, 0, 0)
+    assert serve_trace([], USUAL) == AllocatorReplay(0, 0, 0)

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from remat.schedules.reserved import replay
+from remat.schedules.reserved import serve_trace
 from tests.schedules.allocator import torch_library
 from tests.schedules.allocator.traces import SETTINGS, random_traces, step_traces
 
@@ -29,7 +29,7 @@ def test_random_traces(program: Path, name: str) -> None:
     for trace, capacity_bytes in random_traces(count):
         settings = msgspec.structs.replace(SETTINGS[name], capacity_bytes=capacity_bytes)
         torchs = torch_library.served(program, trace, settings)
-        assert replay(trace, settings) == torchs
+        assert serve_trace(trace, settings) == torchs
         n_failed += torchs.failed_request is not None
     assert 0 < n_failed < count
 
@@ -39,4 +39,6 @@ def test_steps_of_plans(program: Path, name: str) -> None:
     traces = list(step_traces())
     assert len(traces) == 40
     for trace in traces:
-        assert replay(trace, SETTINGS[name]) == torch_library.served(program, trace, SETTINGS[name])
+        assert serve_trace(trace, SETTINGS[name]) == torch_library.served(
+            program, trace, SETTINGS[name]
+        )

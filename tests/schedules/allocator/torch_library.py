@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from remat.schedules.caching_allocator import LARGE_SEGMENT_BYTES, MIB, AllocatorSettings
-from remat.schedules.reserved import Replayed
+from remat.schedules.reserved import AllocatorReplay
 
 VARIABLE = "REMAT_CUDA_TORCH"
 SOURCES = Path(__file__).parent / "made_up_cuda"
@@ -114,7 +114,7 @@ def conf_text(settings: AllocatorSettings) -> str:
     return ",".join(parts)
 
 
-def served(program: Path, trace: Sequence[int], settings: AllocatorSettings) -> Replayed:
+def served(program: Path, trace: Sequence[int], settings: AllocatorSettings) -> AllocatorReplay:
     """What torch's library says of a trace."""
     done = subprocess.run(
         [program, str(settings.capacity_bytes)],
@@ -126,4 +126,4 @@ def served(program: Path, trace: Sequence[int], settings: AllocatorSettings) -> 
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     *figures, failed = map(int, done.stdout.split())
-    return Replayed(*figures, None if failed == NONE_FAILED else failed)
+    return AllocatorReplay(*figures, None if failed == NONE_FAILED else failed)

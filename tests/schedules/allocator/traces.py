@@ -10,7 +10,7 @@ from remat.schedules.caching_allocator import MIB, UNLIMITED_BYTES, AllocatorSet
 from remat.schedules.layout import buffers_of
 from remat.schedules.reserved import EMPTY_CACHE, trace_of_steps
 from remat.schedules.schedule import Schedule
-from remat.solver import solve
+from remat.solver import solve_within
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
 from tests.solver.graphs.random_graphs import chain, gpt_like, resnet_like, unet_like
@@ -70,7 +70,7 @@ def step_traces() -> Iterator[list[int]]:
     """Three steps each of plans for made-up networks: 40 traces."""
     graphs = (chain(20), gpt_like(3), unet_like(3), resnet_like(6))
     for graph, solver, divisor in itertools.product(graphs, SOLVERS, DIVISORS):
-        result = solve(graph, int(0.7 * peak_bytes_of(graph)), solver, time_limit_s=AMPLE_S)
+        result = solve_within(graph, int(0.7 * peak_bytes_of(graph)), solver, time_limit_s=AMPLE_S)
         schedule = result.schedule or result.least_schedule
         assert isinstance(schedule, Schedule)
         one = trace_of_steps(buffers_of(graph, schedule), n_steps=3)

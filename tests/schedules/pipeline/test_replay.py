@@ -6,15 +6,15 @@ import random
 
 import pytest
 
-from remat.cluster.judged import torch_order
-from remat.cluster.pipeline import (
+from remat.cluster.pipeline_replay import (
     PipelineAction,
     RankOrder,
     StageCosts,
     parse_order,
     replay_pipeline,
 )
-from remat.cluster.stages import chunks_in_flight, flights
+from remat.cluster.replayed_plan import torch_order
+from remat.cluster.stages import flights, forwards_in_flight
 from remat.graph_capture.errors import ScheduleError
 
 SEVEN = {
@@ -30,10 +30,10 @@ EVEN = StageCosts(1.0, 1.0, 1.0, saved_bytes=10, for_weights_bytes=4, need_bytes
 def test_each_schedule_of_torch_is_complete_and_takes_its_work_at_least(
     name: str, ranks: int, microbatches: int
 ) -> None:
-    chunks = SEVEN[name]
-    order = torch_order(name, ranks, microbatches, chunks)
-    found = replay_pipeline(order, [EVEN] * ranks * chunks)
-    work_us = 3.0 * chunks * microbatches
+    virtual_stages = SEVEN[name]
+    order = torch_order(name, ranks, microbatches, virtual_stages)
+    found = replay_pipeline(order, [EVEN] * ranks * virtual_stages)
+    work_us = 3.0 * virtual_stages * microbatches
     assert [rank.busy_us for rank in found.ranks] == [work_us] * ranks
     assert found.time_us >= work_us
     assert 0 <= found.bubble < 1
@@ -43,9 +43,9 @@ def test_bubbles_of_even_stages_are_those_of_the_papers() -> None:
     m, ranks = 16, 4
     times = {
         name: replay_pipeline(
-            torch_order(name, ranks, m, chunks), [EVEN] * ranks * chunks
-        ).time_us / chunks
-        for name, chunks in SEVEN.items()
+            torch_order(name, ranks, m, virtual_stages), [EVEN] * ranks * virtual_stages
+        ).time_us / virtual_stages
+        for name, virtual_stages in SEVEN.items()
     }  # fmt: skip
     assert times["GPipe"] == times["1F1B"] == 3 * (m + ranks - 1)
     assert times["Interleaved1F1B"] == 3 * (m + (ranks - 1) / 2)
@@ -70,30 +70,34 @@ def test_the_formula_of_1f1b_is_never_below_and_at_most_7_percent_above(seed: in
     assert formula / found <= 1.07
 
 
-@pytest.mark.parametrize(("ranks", "m", "chunks"), [(4, 8, 1), (4, 2, 1), (4, 8, 2), (3, 9, 3)])
+@pytest.mark.parametrize(
+    ("ranks", "m", "virtual_stages"), [(4, 8, 1), (4, 2, 1), (4, 8, 2), (3, 9, 3)]
+)
 def test_as_many_microbatches_are_in_flight_as_the_planner_counts(
-    ranks: int, m: int, chunks: int
+    ranks: int, m: int, virtual_stages: int
 ) -> None:
-    name = "1F1B" if chunks == 1 else "Interleaved1F1B"
-    if chunks == 1 and m < ranks:
+    name = "1F1B" if virtual_stages == 1 else "Interleaved1F1B"
+    if virtual_stages == 1 and m < ranks:
         with pytest.raises(ScheduleError, match="does not take 2 microbatches on 4 ranks"):
             torch_order(name, ranks, m)
         return
-    found = replay_pipeline(torch_order(name, ranks, m, chunks), [EVEN] * ranks * chunks)
-    counted = [chunks_in_flight(s, ranks, m, chunks) for s in range(ranks)]
+    found = replay_pipeline(
+        torch_order(name, ranks, m, virtual_stages), [EVEN] * ranks * virtual_stages
+    )
+    counted = [forwards_in_flight(s, ranks, m, virtual_stages) for s in range(ranks)]
     assert [rank.most_open for rank in found.ranks] == counted
     assert [rank.peak_bytes for rank in found.ranks] == [10 * k + 3 for k in counted]
 
 
 @pytest.mark.parametrize(("ranks", "m"), [(2, 2), (2, 6), (3, 6), (4, 4), (4, 12), (8, 16)])
-@pytest.mark.parametrize("chunks", [2, 3, 4])
+@pytest.mark.parametrize("virtual_stages", [2, 3, 4])
 def test_as_many_wait_for_gradients_of_weights_as_the_planner_counts(
-    ranks: int, m: int, chunks: int
+    ranks: int, m: int, virtual_stages: int
 ) -> None:
-    for rank, order in enumerate(torch_order("InterleavedZeroBubble", ranks, m, chunks)):
+    for rank, order in enumerate(torch_order("InterleavedZeroBubble", ranks, m, virtual_stages)):
         counted = {
-            (round(one.saved * chunks), round(one.waiting * chunks))
-            for one in flights(rank, ranks, m, chunks, is_split=True)
+            (round(one.saved * virtual_stages), round(one.waiting * virtual_stages))
+            for one in flights(rank, ranks, m, virtual_stages, is_split=True)
         }
         assert fullest_of(order) == counted
 
@@ -115,14 +119,17 @@ def fullest_of(order: RankOrder) -> set[tuple[int, int]]:
 @pytest.mark.parametrize("seed", range(100))
 def test_the_formula_of_interleaved_zero_bubbles_is_that_of_its_replay(seed: int) -> None:
     rng = random.Random(seed)
-    ranks, chunks = rng.choice([2, 4, 8]), rng.choice([2, 3, 4])
+    ranks, virtual_stages = rng.choice([2, 4, 8]), rng.choice([2, 3, 4])
     m = ranks * rng.choice([1, 2, 4])
     f, i, w = 1.0, rng.uniform(0.5, 2.5), rng.uniform(0, 1.5)
-    order = torch_order("InterleavedZeroBubble", ranks, m, chunks)
+    order = torch_order("InterleavedZeroBubble", ranks, m, virtual_stages)
     found = replay_pipeline(
-        order, [StageCosts(f / chunks, i / chunks, w / chunks)] * ranks * chunks
+        order,
+        [StageCosts(f / virtual_stages, i / virtual_stages, w / virtual_stages)]
+        * ranks
+        * virtual_stages,
     )
-    formula = m * (f + i + w) + (ranks - 1) / chunks * (f + i - min(f, i, w))
+    formula = m * (f + i + w) + (ranks - 1) / virtual_stages * (f + i - min(f, i, w))
     assert found.time_us == pytest.approx(formula)
 
 

@@ -13,9 +13,9 @@ import pytest
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
-from remat.solver import solve
+from remat.solver import solve_within
 from remat.solver.backends.mip import LATE, Limits, MixedProgram, solve_program
-from remat.solver.backends.processes import end_idle, run_apart
+from remat.solver.backends.processes import end_idle, run_in_process
 from tests.graphs import peak_bytes_of
 from tests.killed_process import kill_the_first
 from tests.limits import AMPLE_S
@@ -44,7 +44,7 @@ def test_a_process_that_is_killed_costs_its_program_alone(
     graph, budget_bytes = tight()
     kill_the_first(monkeypatch)
     with pytest.warns(UserWarning, match="ended with status -9 .*the search goes on without"):
-        result = solve(graph, budget_bytes, solver, time_limit_s=AMPLE_S)
+        result = solve_within(graph, budget_bytes, solver, time_limit_s=AMPLE_S)
     assert result.schedule is not None
     assert simulate(graph, result.schedule).peak_bytes <= budget_bytes
 
@@ -55,7 +55,7 @@ def test_without_another_interpreter_a_plan_is_found(monkeypatch: pytest.MonkeyP
     end_idle()
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     with pytest.warns(UserWarning, match="cannot start another /no/such/python for HiGHS"):
-        result = solve(graph, budget_bytes, time_limit_s=5.0)
+        result = solve_within(graph, budget_bytes, time_limit_s=5.0)
     assert result.schedule is not None
 
 
@@ -74,9 +74,9 @@ def test_cbc_that_dies_costs_its_program_alone(monkeypatch: pytest.MonkeyPatch) 
 def test_a_file_of_the_working_folder_does_not_enter_the_process(tmp_path: Path, name: str) -> None:
     (tmp_path / f"{name}.py").write_text("raise SystemExit('the file of the user')\n")
     begin = (
-        "import sys; from remat.solver.backends.processes import run_apart; "
+        "import sys; from remat.solver.backends.processes import run_in_process; "
         f"sys.path.insert(0, {str(tmp_path)!r}); sys.path.insert(0, ''); "
-        f"import os; os.chdir({str(tmp_path)!r}); print(run_apart(abs, -1))"
+        f"import os; os.chdir({str(tmp_path)!r}); print(run_in_process(abs, -1))"
     )
     ran = subprocess.run(
         [sys.executable, "-c", begin], check=False, capture_output=True, timeout=SOON_S
@@ -86,4 +86,4 @@ def test_a_file_of_the_working_folder_does_not_enter_the_process(tmp_path: Path,
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no groups of processes")
 def test_the_process_has_a_group_of_its_own_which_ctrl_c_does_not_reach() -> None:
-    assert run_apart(os.getpgrp) not in (os.getpgrp(), 0)
+    assert run_in_process(os.getpgrp) not in (os.getpgrp(), 0)

@@ -15,7 +15,7 @@ import sys
 
 import pytest
 from benchmarks.layered import layered_graph
-from remat.solver import solve
+from remat.solver import solve_within
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
 
@@ -25,20 +25,20 @@ def tell(progress):
 
 graph = layered_graph(150, 0, by_layers=True)
 budget_bytes = peak_bytes_of(graph) * 90 // 100
-result = solve(graph, budget_bytes, gap=0.0, time_limit_s=AMPLE_S, progress=tell)
+result = solve_within(graph, budget_bytes, gap=0.0, time_limit_s=AMPLE_S, progress=tell)
 print(result.status, result.schedule is not None, result.message)
 """
 
 IN_THREADS = """
 import threading
-from remat.solver import solve
+from remat.solver import solve_within
 from tests.solver.graphs.random_graphs import resnet_like
 from tests.graphs import peak_bytes_of
 
 graph = resnet_like(3)
 budget_bytes = peak_bytes_of(graph) * 6 // 10
 threads = [
-    threading.Thread(target=solve, args=(graph, budget_bytes - i, "cut")) for i in range(4)
+    threading.Thread(target=solve_within, args=(graph, budget_bytes - i, "cut")) for i in range(4)
 ]
 for thread in threads:
     thread.start()
@@ -51,7 +51,7 @@ LISTENING = """
 import sys
 
 import pytest
-from remat.solver import solve
+from remat.solver import solve_within
 from tests.limits import AMPLE_S
 from tests.solver.layered_search import GAP, budget_bytes, layered
 

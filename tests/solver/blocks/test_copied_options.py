@@ -10,9 +10,15 @@ import pytest
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Compute, Fetch, Offload
-from remat.solver.blocks.given_blocks import GivenBlocks, Span, with_copied
+from remat.solver.blocks.block_budgets import BlockBudgets, BlockSpan, with_copied
+from remat.solver.blocks.block_options import (
+    BlockOption,
+    LowerBytes,
+    Options,
+    block_graph,
+    block_options,
+)
 from remat.solver.blocks.knapsack import BlockChoice, compose
-from remat.solver.blocks.options import Below, BlockOption, Options, block_graph, block_options
 from remat.solver.blocks.repeated import Reads, find_blocks
 from remat.solver.problem import Problem
 from tests.limits import AMPLE_S
@@ -79,7 +85,7 @@ def test_with_nvme_options_go_there_too() -> None:
     assert any(option.below_bytes[1] for option in found)
 
 
-def fits(picked: tuple[BlockChoice, ...], room_bytes: int, below: Below) -> bool:
+def fits(picked: tuple[BlockChoice, ...], room_bytes: int, below: LowerBytes) -> bool:
     before = itertools.accumulate((c.saved_bytes for c in picked), initial=0)
     if not all(b + c.need_bytes <= room_bytes for b, c in zip(before, picked, strict=False)):
         return False
@@ -122,7 +128,7 @@ def test_a_coarse_grid_of_a_room_below_stays_within_it() -> None:
     assert compose(tables, 10, 16, (-1, 0)) is None
 
 
-def spans(graph: TrainingGraph) -> list[Span]:
+def spans(graph: TrainingGraph) -> list[BlockSpan]:
     problem = Problem.of(graph)
     found = find_blocks(problem, Reads.of(problem))
     sizes = [block.stop - block.start for block in found]
@@ -138,19 +144,19 @@ def spans(graph: TrainingGraph) -> list[Span]:
 def test_blocks_share_the_host(host_bytes: int) -> None:
     plain = gpt_like(4)
     graph = with_links(plain, links(1e6, host_bytes=host_bytes, nvme_bytes=0))
-    given = GivenBlocks.of(graph, spans(graph), (), AMPLE_S)
+    given = BlockBudgets.of(graph, spans(graph), (), AMPLE_S)
     least_bytes = given.least_room_bytes()
     runs = given.runs(2 * least_bytes)
     assert runs is not None
     sizes = {value.name: value.size_bytes for value in graph.values}
     sent = [sizes[s.value] for run in runs for s in run if isinstance(s, Offload)]
     assert 0 < sum(sent) <= host_bytes
-    without = GivenBlocks.of(plain, spans(plain), (), AMPLE_S)
+    without = BlockBudgets.of(plain, spans(plain), (), AMPLE_S)
     assert least_bytes <= without.least_room_bytes()
 
 
 def test_what_a_block_hands_out_stays() -> None:
     graph = with_links(gpt_like(2), links(1e6))
     every = {value for op in graph.ops[: graph.n_forward] for value in op.outputs}
-    given = GivenBlocks.of(graph, spans(graph), (), AMPLE_S, every)
+    given = BlockBudgets.of(graph, spans(graph), (), AMPLE_S, every)
     assert not any(option.steps for table in given.tables for option in table)

@@ -1,4 +1,4 @@
-"""Repeated blocks are found, solved once and composed; every schedule passes the judge."""
+"""Repeated blocks are found, solved once and composed; every schedule passes the simulator."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
-from remat.solver import solve
+from remat.solver import solve_within
 from remat.solver.blocks import hierarchical
+from remat.solver.blocks.block_options import block_graph, block_options
 from remat.solver.blocks.hierarchical import Hierarchical
 from remat.solver.blocks.knapsack import BlockChoice, compose
-from remat.solver.blocks.options import block_graph, block_options
 from remat.solver.blocks.repeated import Block, Reads, find_blocks, shape_of
 from remat.solver.problem import Problem
 from remat.solver.search import Progress
@@ -59,8 +59,10 @@ def repeated_graph(seed: int, repetitions: int) -> TrainingGraph:
         made = [shared, x]
         for (i, j, size, cost), is_pinned in zip(plan, pins, strict=True):
             inputs = dict.fromkeys((made[-1], made[i % len(made)], made[j % len(made)]))
-            pinned = "draws randomly" if is_pinned else ""
-            made.append(tape.op(list(inputs), size * MIB, cost, weight_bytes=512, pinned=pinned))
+            no_recompute = "draws randomly" if is_pinned else ""
+            made.append(
+                tape.op(list(inputs), size * MIB, cost, weight_bytes=512, no_recompute=no_recompute)
+            )
         x = made[-1]
     return tape.finish(tape.op([x], 512, 2))
 
@@ -105,7 +107,7 @@ def test_a_random_graph_has_no_repeated_block() -> None:
 
 def test_without_repeated_blocks_the_result_says_so() -> None:
     graph = unet_like(4)
-    lost = solve(graph, peak_bytes_of(graph) // 2, "hierarchical")
+    lost = solve_within(graph, peak_bytes_of(graph) // 2, "hierarchical")
     assert lost.status == "infeasible"
     assert "no repeated block" in lost.message
     assert lost.least_feasible_bytes == peak_bytes_of(graph)
@@ -136,7 +138,7 @@ def test_the_options_of_equal_blocks_are_found_once(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(hierarchical, "block_options", counted)
     graph = gpt_like(8)
-    assert solve(graph, peak_bytes_of(graph) // 2, "hierarchical").status == "feasible"
+    assert solve_within(graph, peak_bytes_of(graph) // 2, "hierarchical").status == "feasible"
     assert solved == [3, 47, 7]
 
 
@@ -190,7 +192,7 @@ def test_composition_on_a_coarse_grid_stays_within_the_room() -> None:
 def test_many_layers_cost_no_more_than_cut_takes_on_few(percent: int, cut_overhead: float) -> None:
     """The overheads of `cut` on 12 layers, at the same parts of their peak."""
     graph = gpt_like(105)
-    found = solve(graph, peak_bytes_of(graph) * percent // 100, "hierarchical")
+    found = solve_within(graph, peak_bytes_of(graph) * percent // 100, "hierarchical")
     assert found.status == "feasible"
     assert found.overhead <= cut_overhead + 0.02
     assert found.lower_bound_us == graph.time_us
@@ -202,7 +204,7 @@ def test_many_layers_cost_no_more_than_cut_takes_on_few(percent: int, cut_overhe
 )
 def test_schedules_are_valid_at_several_budgets(graph: TrainingGraph, percent: int) -> None:
     budget_bytes = peak_bytes_of(graph) * percent // 100
-    found = solve(graph, budget_bytes, "hierarchical", time_limit_s=AMPLE_S)
+    found = solve_within(graph, budget_bytes, "hierarchical", time_limit_s=AMPLE_S)
     if found.schedule is None:
         assert found.least_feasible_bytes > budget_bytes
     else:
@@ -215,17 +217,17 @@ def test_schedules_are_valid_at_several_budgets(graph: TrainingGraph, percent: i
 def test_schedules_are_valid_on_random_blocks(seed: int, repetitions: int, percent: int) -> None:
     graph = repeated_graph(seed, repetitions)
     budget_bytes = peak_bytes_of(graph) * percent // 100
-    found = solve(graph, budget_bytes, "hierarchical")
+    found = solve_within(graph, budget_bytes, "hierarchical")
     if found.schedule is not None:
         assert simulate(graph, found.schedule).peak_bytes <= budget_bytes
     elif found.least_feasible_bytes:
-        again = solve(graph, found.least_feasible_bytes, "hierarchical")
+        again = solve_within(graph, found.least_feasible_bytes, "hierarchical")
         assert again.schedule is not None
 
 
 def test_the_same_plan_twice() -> None:
     graph = gpt_like(5)
-    plans = [solve(graph, peak_bytes_of(graph) * 2 // 5, "hierarchical") for _ in range(2)]
+    plans = [solve_within(graph, peak_bytes_of(graph) * 2 // 5, "hierarchical") for _ in range(2)]
     assert plans[0].schedule is not None
     assert plans[0].schedule == plans[1].schedule
 
@@ -239,10 +241,10 @@ def test_an_interrupt_and_a_time_limit_are_no_crash() -> None:
     stopped = Hierarchical(progress=stop).solve(graph, budget_bytes)
     assert stopped.status == "time limit"
     assert "interrupted" in stopped.message
-    assert solve(graph, budget_bytes, "hierarchical", time_limit_s=0).status == "time limit"
+    assert solve_within(graph, budget_bytes, "hierarchical", time_limit_s=0).status == "time limit"
 
 
 @pytest.mark.parametrize(("name", "value"), [("limits", 0), ("slots", 3)])
 def test_bad_options_are_named(name: str, value: int) -> None:
     with pytest.raises(SolverError, match=f"{name} must be .* or more, not {value}"):
-        solve(gpt_like(1), 1, "hierarchical", **{name: value})
+        solve_within(gpt_like(1), 1, "hierarchical", **{name: value})

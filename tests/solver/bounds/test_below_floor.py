@@ -9,7 +9,7 @@ import pytest
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
-from remat.solver import Result, solve
+from remat.solver import Result, solve_within
 from remat.solver.bounds.least_peak import (
     LEAST_BOUND,
     effort_for,
@@ -38,7 +38,7 @@ def test_below_the_floor_outputs_are_recomputed_and_the_result_says_so(solver: s
     graph = net()
     floor = floor_of(Problem.of(graph))
     budget_bytes = floor.size_bytes - 1
-    result = solve(graph, budget_bytes, solver, time_limit_s=AMPLE_S)
+    result = solve_within(graph, budget_bytes, solver, time_limit_s=AMPLE_S)
     assert result.schedule is not None
     assert simulate(graph, result.schedule).peak_bytes <= budget_bytes
     assert f"The budget is below the floor of {floor.size_bytes} bytes" in result.message
@@ -54,7 +54,7 @@ def test_below_the_floor_outputs_are_recomputed_and_the_result_says_so(solver: s
 def test_at_the_floor_nothing_is_said(solver: str) -> None:
     graph = net()
     budget_bytes = floor_of(Problem.of(graph)).size_bytes
-    result = solve(graph, budget_bytes, solver, time_limit_s=AMPLE_S)
+    result = solve_within(graph, budget_bytes, solver, time_limit_s=AMPLE_S)
     assert result.schedule is not None
     assert result.floor is None
     assert "floor" not in result.message
@@ -66,8 +66,8 @@ def test_where_nothing_fits_the_floor_and_the_least_bound_are_named(
     solver: str, percent: int
 ) -> None:
     graph = net()
-    least_bytes = solve(graph, 0, "cut").least_feasible_bytes
-    result = solve(graph, least_bytes * percent // 100, solver, time_limit_s=AMPLE_S)
+    least_bytes = solve_within(graph, 0, "cut").least_feasible_bytes
+    result = solve_within(graph, least_bytes * percent // 100, solver, time_limit_s=AMPLE_S)
     floor = floor_of(Problem.of(graph))
     assert result.status == "infeasible"
     assert result.message.startswith("no schedule fits")
@@ -80,8 +80,8 @@ def test_where_nothing_fits_the_floor_and_the_least_bound_are_named(
 def test_a_bound_on_the_peak_ends_the_search_early() -> None:
     """Every op has room, and the end too: only the bound shows that nothing fits."""
     graph = chain(8)
-    bound_bytes = solve(graph, 0, "cut").least_bound_bytes
-    result = solve(graph, bound_bytes - 1, time_limit_s=AMPLE_S)
+    bound_bytes = solve_within(graph, 0, "cut").least_bound_bytes
+    result = solve_within(graph, bound_bytes - 1, time_limit_s=AMPLE_S)
     assert result.message.startswith("no schedule fits")
     assert result.status == "infeasible", "not for want of time"
 
@@ -100,7 +100,7 @@ def tiny_graphs() -> list[tuple[TrainingGraph, int]]:
 
 @pytest.mark.parametrize(("graph", "budget_bytes"), tiny_graphs())
 def test_auto_finds_the_optimum_below_the_floor(graph: TrainingGraph, budget_bytes: int) -> None:
-    result = solve(graph, budget_bytes, time_limit_s=AMPLE_S)
+    result = solve_within(graph, budget_bytes, time_limit_s=AMPLE_S)
     assert result.time_us == least_time_us(graph, budget_bytes)
     assert "The budget is below the floor" in result.message
 
@@ -109,7 +109,7 @@ def test_another_order_may_avoid_it() -> None:
     graph = net()
     floor = floor_above(Problem.of(graph), 0)
     assert floor is not None
-    kept = solve(graph, 1 << 60, "store_all").schedule
+    kept = solve_within(graph, 1 << 60, "store_all").schedule
     assert floor_text(graph, floor, kept).endswith("another order of first computations avoids it")
 
 
@@ -119,6 +119,6 @@ def test_effort_shrinks_with_size() -> None:
 
 def test_results_with_a_floor_survive_json() -> None:
     graph = net()
-    result = solve(graph, floor_of(Problem.of(graph)).size_bytes - 1, "cut")
+    result = solve_within(graph, floor_of(Problem.of(graph)).size_bytes - 1, "cut")
     assert result.floor is not None
     assert msgspec.json.decode(msgspec.json.encode(result), type=Result) == result

@@ -30,7 +30,7 @@ def test_a_relaxed_point_is_rounded_to_a_state_that_keeps_what_must_run_once(see
             point = CutProgram(problem, cuts, budget_bytes).relaxed(AMPLE_S)
             if point.values is not None:
                 runs = expand(point)
-                assert not any(problem.pinned[op] for stage in runs for op in stage)
+                assert not any(problem.no_recompute[op] for stage in runs for op in stage)
                 State.from_recomputed(problem, runs)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remat.graph_capture.graph import Op, TrainingGraph, Value
-from remat.solver import solve
+from remat.solver import solve_within
 from remat.solver.backends.mip import Limits
 from remat.solver.bounds.cut_program import CutProgram, add_stage_row
 from remat.solver.bounds.lazy_cuts import LazyCuts
@@ -167,7 +167,7 @@ def test_climbing_finds_that_row_by_itself() -> None:
     lazy = climbed_to_the_end(TightCase(crowded(), 10, 203.0), 2)
     assert lazy.rows == ((3, 0),)
     assert lazy.bound_us == pytest.approx(203)
-    assert solve(crowded(), 10, "cut").status == "optimal"
+    assert solve_within(crowded(), 10, "cut").status == "optimal"
 
 
 def test_rows_that_say_nothing_leave_the_program_as_it_is() -> None:

@@ -1,4 +1,4 @@
-"""Bounds on the peak: against exhaustive search, closed formulas and the judge."""
+"""Bounds on the peak: against exhaustive search, closed formulas and the simulator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
-from remat.solver import solve
+from remat.solver import solve_within
 from remat.solver.bounds.least_peak import floor_of, least_peak_bound_bytes
 from remat.solver.problem import Problem, working_set_bytes
 from tests.limits import AMPLE_S
@@ -31,7 +31,7 @@ def largest_working_set_bytes(problem: Problem) -> int:
 
 def least_peak_bytes(graph: TrainingGraph) -> int:
     """The least budget with a schedule, by bisection with the oracle."""
-    low, high = 0, solve(graph, 1 << 60, "store_all").peak_bytes
+    low, high = 0, solve_within(graph, 1 << 60, "store_all").peak_bytes
     while low < high:
         middle = (low + high) // 2
         if least_time_us(graph, middle) is None:
@@ -83,7 +83,7 @@ def test_the_bound_is_nearly_always_the_least_peak_of_a_tiny_graph() -> None:
 def test_the_floor_is_between_working_set_and_store_all(graph: TrainingGraph) -> None:
     problem = Problem.of(graph)
     floor = floor_of(problem)
-    kept_bytes = solve(graph, 1 << 60, "store_all").peak_bytes
+    kept_bytes = solve_within(graph, 1 << 60, "store_all").peak_bytes
     assert largest_working_set_bytes(problem) <= floor.size_bytes <= kept_bytes
     assert floor.op == "" or floor.op in graph.op_index
 
@@ -122,7 +122,7 @@ def test_a_pinned_output_stays() -> None:
 @pytest.mark.parametrize("graph", [resnet_like(4), unet_like(2), gpt_like(1), chain(8)])
 def test_no_schedule_known_has_a_lower_peak(graph: TrainingGraph) -> None:
     problem = Problem.of(graph)
-    known = solve(graph, 0, "cut", time_limit_s=AMPLE_S)
+    known = solve_within(graph, 0, "cut", time_limit_s=AMPLE_S)
     assert least_peak_bound_bytes(problem) <= known.least_feasible_bytes
     assert least_peak_bound_bytes(problem) == least_peak_bound_bytes(problem)
 
@@ -130,7 +130,7 @@ def test_no_schedule_known_has_a_lower_peak(graph: TrainingGraph) -> None:
 def test_the_bound_of_a_residual_net_is_reached() -> None:
     graph = resnet_like(4)
     bound_bytes = least_peak_bound_bytes(Problem.of(graph))
-    assert bound_bytes == solve(graph, 0, "cut").least_feasible_bytes < floor_of(
+    assert bound_bytes == solve_within(graph, 0, "cut").least_feasible_bytes < floor_of(
         Problem.of(graph)
     ).size_bytes  # fmt: skip
 

@@ -16,10 +16,16 @@ import pytest
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
-from remat.solver import Result, solve
+from remat.solver import Result, solve_within
 from remat.solver.budgets import sweep as sweeping
 from remat.solver.budgets.front import GIB, Front
-from remat.solver.budgets.sweep import least_peak, merged, price_of_gib, spread, sweep
+from remat.solver.budgets.sweep import (
+    least_peak,
+    merge_results,
+    price_of_gib,
+    spread_budgets,
+    sweep_budgets,
+)
 from remat.solver.cuts.cut import Cut
 from remat.solver.problem import Problem, least_needed_bytes
 from remat.solver.search import note_interrupt, one_job
@@ -36,7 +42,7 @@ def graph_of() -> TrainingGraph:
 
 @functools.cache
 def front() -> Front:
-    return sweep(graph_of(), 6, "cut", time_limit_s=AMPLE_S)
+    return sweep_budgets(graph_of(), 6, "cut", time_limit_s=AMPLE_S)
 
 
 def facts(found: Front) -> list[tuple[object, ...]]:
@@ -50,10 +56,10 @@ def facts(found: Front) -> list[tuple[object, ...]]:
 def test_a_front_runs_from_the_least_peak_to_the_unmodified_one() -> None:
     budgets = [budget_bytes for budget_bytes, _ in front().points]
     assert len(front()) == 6
-    assert budgets == spread(graph_of(), 6)[0]
+    assert budgets == spread_budgets(graph_of(), 6)[0]
     assert (
         budgets[0]
-        == solve(graph_of(), 0, "cut").least_feasible_bytes
+        == solve_within(graph_of(), 0, "cut").least_feasible_bytes
         >= least_needed_bytes(Problem.of(graph_of()))
     )
     assert budgets[-1] == front().unmodified_bytes
@@ -67,7 +73,7 @@ def test_a_front_runs_from_the_least_peak_to_the_unmodified_one() -> None:
 )
 def test_every_solver_has_a_monotone_front(solver: str) -> None:
     graph = resnet_like(2)
-    check_front(graph, sweep(graph, 4, solver, time_limit_s=AMPLE_S))
+    check_front(graph, sweep_budgets(graph, 4, solver, time_limit_s=AMPLE_S))
 
 
 def test_a_schedule_serves_larger_budgets_and_a_bound_smaller_ones() -> None:
@@ -76,21 +82,21 @@ def test_a_schedule_serves_larger_budgets_and_a_bound_smaller_ones() -> None:
     tight, loose = (Cut().solve(graph, budgets[i]) for i in (2, 4))
     assert tight.schedule is not None
     blind = Result("time limit", "cut", budgets[3], lower_bound_us=graph.time_us)
-    low, middle, high = merged(graph, [tight, blind, loose])
+    low, middle, high = merge_results(graph, [tight, blind, loose])
     assert middle.time_us == tight.time_us
     assert middle.schedule is not None
     assert middle.schedule.steps == tight.schedule.steps
     assert middle.lower_bound_us == loose.lower_bound_us
     assert (low.time_us, high.time_us) == (tight.time_us, loose.time_us)
     lost = Result("infeasible", "cut", budgets[1], lower_bound_us=0.0)
-    assert merged(graph, [lost, tight])[0].schedule is None
+    assert merge_results(graph, [lost, tight])[0].schedule is None
 
 
 @pytest.mark.slow
 def test_sweeps_side_by_side_equal_one_by_one() -> None:
     graph, budgets = chain(10), 3
-    alone = sweep(graph, budgets, "cut", time_limit_s=AMPLE_S)
-    assert facts(sweep(graph, budgets, "cut", time_limit_s=AMPLE_S, jobs=2)) == facts(alone)
+    alone = sweep_budgets(graph, budgets, "cut", time_limit_s=AMPLE_S)
+    assert facts(sweep_budgets(graph, budgets, "cut", time_limit_s=AMPLE_S, jobs=2)) == facts(alone)
 
 
 @pytest.mark.slow
@@ -101,8 +107,8 @@ def test_a_sweep_on_a_dask_cluster_equals_one_by_one() -> None:
         n_workers=1, threads_per_worker=1, host="127.0.0.1", dashboard_address=None,
     )  # fmt: skip
     with cluster, distributed.Client(cluster), joblib.parallel_config(backend="dask"):
-        far = sweep(chain(10), 3, "cut", time_limit_s=AMPLE_S, jobs=2)
-    assert facts(far) == facts(sweep(chain(10), 3, "cut", time_limit_s=AMPLE_S))
+        far = sweep_budgets(chain(10), 3, "cut", time_limit_s=AMPLE_S, jobs=2)
+    assert facts(far) == facts(sweep_budgets(chain(10), 3, "cut", time_limit_s=AMPLE_S))
 
 
 def test_pins_hold_in_a_sweep() -> None:
@@ -110,7 +116,7 @@ def test_pins_hold_in_a_sweep() -> None:
         chain(8),
         ops=tuple(msgspec.structs.replace(op, module="body.a") for op in chain(8).ops),
     )
-    found = sweep(graph, 3, "cut", time_limit_s=AMPLE_S, keep="body")
+    found = sweep_budgets(graph, 3, "cut", time_limit_s=AMPLE_S, keep="body")
     for _, result in found.points:
         assert result.schedule is not None
         assert result.overhead == 0
@@ -124,7 +130,7 @@ def test_an_interrupted_sweep_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(Cut, "run", interrupt)
     budgets = [int(share * front().unmodified_bytes) for share in (0.5, 0.7)]
-    found = sweep(graph, budgets, "cut", time_limit_s=AMPLE_S)
+    found = sweep_budgets(graph, budgets, "cut", time_limit_s=AMPLE_S)
     assert [result.status for _, result in found.points] == ["time limit"] * 2
     assert found.points[1].result.message.startswith("interrupted")
     assert found.points[1].result.lower_bound_us == graph.time_us
@@ -155,12 +161,14 @@ def test_the_price_on_a_front_is_that_of_its_schedules() -> None:
 
 def test_the_price_of_a_gib_is_that_of_real_solves() -> None:
     graph, step_bytes = graph_of(), 3 << 20
-    here = solve(graph, int(0.6 * front().unmodified_bytes), "cut")
+    here = solve_within(graph, int(0.6 * front().unmodified_bytes), "cut")
     price = price_of_gib(graph, here, solver="cut", step_bytes=step_bytes)
-    more, less = (solve(graph, here.budget_bytes + sign * step_bytes, "cut") for sign in (1, -1))
+    more, less = (
+        solve_within(graph, here.budget_bytes + sign * step_bytes, "cut") for sign in (1, -1)
+    )
     assert price.saved_us == here.time_us - more.time_us > 0
     assert price.cost_us == less.time_us - here.time_us > 0
-    kept = solve(graph, 1 << 40, "cut")
+    kept = solve_within(graph, 1 << 40, "cut")
     price = price_of_gib(graph, kept, solver="cut")
     assert (price.saved_us, price.cost_us) == (0, 0)
 
@@ -173,7 +181,7 @@ def test_the_price_of_what_cannot_be() -> None:
     price = price_of_gib(graph, least, solver="cut", step_bytes=least.peak_bytes // 2)
     assert price.cost is None
     assert price.saved > 0
-    lost = solve(graph, 1, "cut")
+    lost = solve_within(graph, 1, "cut")
     with pytest.raises(SolverError, match=f"ask at {least.budget_bytes} bytes"):
         price_of_gib(graph, lost)
     with pytest.raises(SolverError, match="step_bytes must be 0"):
@@ -192,7 +200,7 @@ def test_the_price_of_what_cannot_be() -> None:
 )
 def test_bad_sweeps_are_refused_before_any_solve(words: dict[str, object], text: str) -> None:
     with pytest.raises(SolverError, match=text):
-        sweep(graph_of(), **words)  # type: ignore[arg-type]
+        sweep_budgets(graph_of(), **words)  # type: ignore[arg-type]
 
 
 def test_when_time_is_up_every_budget_has_a_result(
@@ -205,7 +213,7 @@ def test_when_time_is_up_every_budget_has_a_result(
         if done:
             late.end()
 
-    found = sweep(graph, budgets, gap=0.0, time_limit_s=AMPLE_S, progress=after_the_first)
+    found = sweep_budgets(graph, budgets, gap=0.0, time_limit_s=AMPLE_S, progress=after_the_first)
     assert any(result.status == "time limit" for _, result in found.points)
     check_front(graph, found)
 
@@ -215,7 +223,7 @@ def test_when_time_is_up_every_budget_has_a_result(
 def test_the_time_limit_is_for_all_budgets_together(jobs: int) -> None:
     graph = resnet_like(8)
     began_s = time.monotonic()
-    found = sweep(graph, 8, gap=0.0, time_limit_s=4.0, jobs=jobs)
+    found = sweep_budgets(graph, 8, gap=0.0, time_limit_s=4.0, jobs=jobs)
     assert any(result.status == "time limit" for _, result in found.points)
     assert time.monotonic() - began_s < 10.0
     check_front(graph, found)
@@ -223,12 +231,12 @@ def test_the_time_limit_is_for_all_budgets_together(jobs: int) -> None:
 
 def test_the_least_budget_of_a_sweep_has_a_schedule_however_short_the_time() -> None:
     graph = resnet_like(4)
-    asked, at_hand = spread(graph, 3, time_limit_s=AMPLE_S)
+    asked, at_hand = spread_budgets(graph, 3, time_limit_s=AMPLE_S)
     (least,) = at_hand
     assert least.peak_bytes <= least.budget_bytes == asked[0]
-    front = sweep(graph, asked, time_limit_s=0.0, at_hand=at_hand)
+    front = sweep_budgets(graph, asked, time_limit_s=0.0, at_hand=at_hand)
     assert [point.result.peak_bytes for point in front.points[:2]] == [least.peak_bytes] * 2
-    other = sweep(graph, asked[:1], "chen_sqrt", at_hand=at_hand)
+    other = sweep_budgets(graph, asked[:1], "chen_sqrt", at_hand=at_hand)
     assert all(point.result.solver == "chen_sqrt" for point in other.points)
 
 
@@ -239,11 +247,11 @@ def test_a_worker_that_is_killed_costs_no_budget(
     graph = chain(8)
     most = peak_bytes_of(graph)
     budgets = [most * part // 10 for part in (6, 8, 10)]
-    monkeypatch.setattr(sweeping, "solve", KilledOnce(os.getpid(), tmp_path / "killed"))
+    monkeypatch.setattr(sweeping, "solve_within", KilledOnce(os.getpid(), tmp_path / "killed"))
     with pytest.warns(UserWarning, match="a worker of the sweep died: .* The rest is solved here"):
-        found = sweep(graph, budgets, "cut", jobs=2, time_limit_s=AMPLE_S)
+        found = sweep_budgets(graph, budgets, "cut", jobs=2, time_limit_s=AMPLE_S)
     assert [p.result.time_us for p in found.points] == [
-        p.result.time_us for p in sweep(graph, budgets, "cut", time_limit_s=AMPLE_S).points
+        p.result.time_us for p in sweep_budgets(graph, budgets, "cut", time_limit_s=AMPLE_S).points
     ]
 
 
@@ -251,14 +259,14 @@ def test_no_worker_begins_once_ctrl_c_came(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sweeping, "_side_by_side", lambda *_: pytest.fail("workers began"))
     with one_job():
         note_interrupt()
-        front = sweep(chain(8), 3, "cut", jobs=2, time_limit_s=AMPLE_S)
+        front = sweep_budgets(chain(8), 3, "cut", jobs=2, time_limit_s=AMPLE_S)
     assert len(front) == 3
     assert front.points[0].result.message.startswith("interrupted")
 
 
 @dataclass(frozen=True)
 class KilledOnce:
-    """`solve`, which in another process than `here` ends it the first time."""
+    """`solve_within`, which in another process than `here` ends it the first time."""
 
     here: int
     mark: Path
@@ -267,4 +275,4 @@ class KilledOnce:
         if os.getpid() != self.here and not self.mark.exists():
             self.mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        return solve(*args, **options)
+        return solve_within(*args, **options)

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.baselines.chain import Action, find_chain, ops_of_actions
+from remat.baselines.chain import ChainAction, find_chain, ops_of_actions
 from remat.baselines.revolve import (
     binomial_actions,
     least_read,
@@ -28,7 +28,7 @@ from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Fetch, Offload
 from remat.schedules.simulate import simulate
-from remat.solver import Result, make_solver, solve
+from remat.solver import Result, make_solver, solve_within
 from remat.solver.problem import Problem
 from remat.solver.segments.chen_sqrt import articulation_points, kept_values
 from tests.links import with_links
@@ -54,7 +54,7 @@ def bench(name: str) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def forward_runs(actions: list[Action], stages: int, slots: int, mixed: bool) -> int:
+def forward_runs(actions: list[ChainAction], stages: int, slots: int, mixed: bool) -> int:
     """Replay `actions` on an abstract chain, checking every rule; count the forward runs."""
     states, data, at, left, count = set[int](), set[int](), 0, stages, 0
     for kind, stage in actions:
@@ -236,9 +236,11 @@ def test_rotor_is_hardly_ever_worse_than_segments() -> None:
     lost, feasible = 0, 0
     for seed in range(100):
         graph = hand_chain(seed, 3 + seed % 14)
-        budget_bytes = solve(graph, 1 << 60, "store_all").peak_bytes * (35 + seed * 7 % 60) // 100
+        budget_bytes = (
+            solve_within(graph, 1 << 60, "store_all").peak_bytes * (35 + seed * 7 % 60) // 100
+        )
         rotor_us, *others_us = (
-            judged_time(solve(graph, budget_bytes, name), graph, budget_bytes)
+            judged_time(solve_within(graph, budget_bytes, name), graph, budget_bytes)
             for name in ("rotor", "chen_sqrt", "chen_greedy")
         )
         feasible += rotor_us < float("inf")
@@ -250,11 +252,11 @@ def test_rotor_is_hardly_ever_worse_than_segments() -> None:
 @pytest.mark.parametrize("length", [8, 20, 30])
 def test_rotor_is_never_worse_than_segments_on_mixed_chains(length: int) -> None:
     graph = chain(length)
-    peak_bytes = solve(graph, 1 << 60, "store_all").peak_bytes
+    peak_bytes = solve_within(graph, 1 << 60, "store_all").peak_bytes
     for percent in (90, 70, 50, 40, 30):
         budget_bytes = peak_bytes * percent // 100
         rotor_us, *others_us = (
-            judged_time(solve(graph, budget_bytes, name), graph, budget_bytes)
+            judged_time(solve_within(graph, budget_bytes, name), graph, budget_bytes)
             for name in ("rotor", "revolve", "chen_sqrt", "chen_greedy")
         )
         assert rotor_us <= min(others_us)
@@ -262,9 +264,9 @@ def test_rotor_is_never_worse_than_segments_on_mixed_chains(length: int) -> None
 
 def test_rotor_proves_nothing_but_meets_the_optimum_of_a_small_chain() -> None:
     graph = chain(8)
-    budget_bytes = solve(graph, 1 << 60, "store_all").peak_bytes * 60 // 100
-    best = solve(graph, budget_bytes, "cut", gap=0.0)
-    found = solve(graph, budget_bytes, "rotor")
+    budget_bytes = solve_within(graph, 1 << 60, "store_all").peak_bytes * 60 // 100
+    best = solve_within(graph, budget_bytes, "cut", gap=0.0)
+    found = solve_within(graph, budget_bytes, "rotor")
     assert best.status == "optimal"
     assert found.time_us == best.time_us
     assert found.lower_bound_us == graph.time_us
@@ -307,10 +309,10 @@ def test_places_are_articulation_points(graph: TrainingGraph) -> None:
     places = articulation_points(problem, kept)
     assert all(is_articulation(problem, kept, *place) for place in places)
     for name in ("rotor", "revolve", "chen_greedy"):
-        peak_bytes = solve(graph, 1 << 60, "store_all").peak_bytes
+        peak_bytes = solve_within(graph, 1 << 60, "store_all").peak_bytes
         for percent in (90, 60):
             budget_bytes = peak_bytes * percent // 100
-            judged_time(solve(graph, budget_bytes, name), graph, budget_bytes)
+            judged_time(solve_within(graph, budget_bytes, name), graph, budget_bytes)
 
 
 def skips() -> TrainingGraph:
@@ -326,9 +328,9 @@ def skips() -> TrainingGraph:
 @pytest.mark.parametrize("name", ["rotor", "revolve"])
 def test_a_graph_that_is_no_chain_is_refused_in_words(name: str) -> None:
     graph = skips()
-    peak_bytes = solve(graph, 1 << 60, "store_all").peak_bytes
-    assert solve(graph, peak_bytes, name).status == "optimal"
-    lost = solve(graph, peak_bytes - 1, name)
+    peak_bytes = solve_within(graph, 1 << 60, "store_all").peak_bytes
+    assert solve_within(graph, peak_bytes, name).status == "optimal"
+    lost = solve_within(graph, peak_bytes - 1, name)
     assert lost.status == "infeasible"
     assert "no articulation point between f0 and f9" in lost.message
     assert lost.least_feasible_bytes == peak_bytes
@@ -336,9 +338,9 @@ def test_a_graph_that_is_no_chain_is_refused_in_words(name: str) -> None:
 
 def test_greedy_takes_all_ops_where_there_are_no_articulation_points() -> None:
     graph = skips()
-    budget_bytes = solve(graph, 1 << 60, "store_all").peak_bytes - 1
-    assert solve(graph, budget_bytes, "chen_greedy").schedule is not None
-    narrow = solve(graph, budget_bytes, "chen_greedy", points="articulation")
+    budget_bytes = solve_within(graph, 1 << 60, "store_all").peak_bytes - 1
+    assert solve_within(graph, budget_bytes, "chen_greedy").schedule is not None
+    narrow = solve_within(graph, budget_bytes, "chen_greedy", points="articulation")
     assert narrow.schedule is None
     assert "try points='all'" in narrow.message
 
@@ -346,10 +348,12 @@ def test_greedy_takes_all_ops_where_there_are_no_articulation_points() -> None:
 @pytest.mark.parametrize("mixed", [False, True])
 def test_states_on_disk_leave_room(mixed: bool) -> None:
     graph = with_links(chain(24))
-    least = solve(graph, 0, "revolve", slots=5, mixed=mixed)
-    on_disk = solve(graph, 0, "revolve", slots=5, mixed=mixed, disk_slots=2)
+    least = solve_within(graph, 0, "revolve", slots=5, mixed=mixed)
+    on_disk = solve_within(graph, 0, "revolve", slots=5, mixed=mixed, disk_slots=2)
     assert on_disk.least_feasible_bytes <= least.least_feasible_bytes
-    found = solve(graph, least.least_feasible_bytes, "revolve", slots=5, mixed=mixed, disk_slots=2)
+    found = solve_within(
+        graph, least.least_feasible_bytes, "revolve", slots=5, mixed=mixed, disk_slots=2
+    )
     assert found.schedule is not None
     judged = simulate(graph, found.schedule)
     assert judged.moved_bytes["d2h"] == judged.moved_bytes["h2d"] > 0
@@ -362,8 +366,8 @@ def test_states_on_disk_leave_room(mixed: bool) -> None:
 
 def test_the_least_budget_that_rotor_names_is_feasible() -> None:
     for graph in (chain(20), gpt_like(2), resnet_like(8)):
-        least_bytes = solve(graph, 0, "rotor").least_feasible_bytes
-        found = solve(graph, least_bytes, "rotor")
+        least_bytes = solve_within(graph, 0, "rotor").least_feasible_bytes
+        found = solve_within(graph, least_bytes, "rotor")
         assert found.schedule is not None
         assert found.peak_bytes <= least_bytes
 
@@ -374,8 +378,8 @@ def test_a_long_chain_is_cut_coarser() -> None:
     assert 20 <= len(found.stages) <= 30
     whole = find_chain(problem)
     assert len(whole.stages) == 201
-    budget_bytes = solve(problem.graph, 1 << 60, "store_all").peak_bytes // 2
-    result = solve(problem.graph, budget_bytes, "rotor", stages=30)
+    budget_bytes = solve_within(problem.graph, 1 << 60, "store_all").peak_bytes // 2
+    result = solve_within(problem.graph, budget_bytes, "rotor", stages=30)
     judged_time(result, problem.graph, budget_bytes)
     assert result.overhead < 0.2
 

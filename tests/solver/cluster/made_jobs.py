@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from remat.cluster.capture.chain_shape import Place
+from remat.cluster.capture.chain_shape import ChainPosition
 from remat.cluster.mesh import Cluster, Job, Weights
 from remat.cluster.parts import Part, PartOption, PartWork, WeightsLater
-from remat.graph_capture.devices.table import stated_links
+from remat.graph_capture.devices.known_devices import datasheet_links
 
 RATE = 989.4e6 * 0.7
 
@@ -15,7 +15,7 @@ RATE = 989.4e6 * 0.7
 def made_job(layers: int, batch: int, seq: int = 8192, width: int = 4096) -> Job:
     """A decoder with 12 width² parameters a block."""
     block, ends = 12 * width**2, 64_000 * width
-    flops: dict[Place, int] = {"first": 0, "block": 6 * block * seq, "last": 6 * ends * seq}
+    flops: dict[ChainPosition, int] = {"first": 0, "block": 6 * block * seq, "last": 6 * ends * seq}
     return Job(
         "made", layers, batch, seq,
         {"first": Weights(ends), "block": Weights(block, 2 * width), "last": Weights(ends)},
@@ -25,7 +25,7 @@ def made_job(layers: int, batch: int, seq: int = 8192, width: int = 4096) -> Job
 
 def made_cluster(gpus: int, budget_gib: float = 72, node_size: int = 8) -> Cluster:
     """Of H100."""
-    links = stated_links("h100", node_size)
+    links = datasheet_links("h100", node_size)
     return Cluster(gpus, "h100", int(budget_gib * 2**30), 989.4e6, RATE, 2.7e6, links)
 
 
@@ -35,15 +35,15 @@ class MadeParts:
 
     job: Job
     cluster: Cluster
-    asked: set[tuple[Place, int, int, int]] = field(
-        default_factory=set[tuple[Place, int, int, int]]
+    asked: set[tuple[ChainPosition, int, int, int]] = field(
+        default_factory=set[tuple[ChainPosition, int, int, int]]
     )
 
-    def work(self, place: Place, tp: int, cp: int, microbatch: int) -> PartWork:
+    def work(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> PartWork:
         """As of `Parts`."""
         return self.part(place, tp, cp, microbatch).work
 
-    def part(self, place: Place, tp: int, cp: int, microbatch: int) -> Part:
+    def part(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> Part:
         """As of `Parts`."""
         self.asked.add((place, tp, cp, microbatch))
         share = microbatch / (tp * cp)

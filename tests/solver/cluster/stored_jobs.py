@@ -14,18 +14,18 @@ from typing import NamedTuple
 
 import msgspec
 
-from remat.cluster.capture.chain_shape import Place
+from remat.cluster.capture.chain_shape import ChainPosition
+from remat.cluster.cluster_request import ClusterRequest
 from remat.cluster.kept_parts import KeptParts
-from remat.cluster.mesh import Asked, Cluster, Job, Parts, all_degrees, all_states
+from remat.cluster.mesh import Cluster, Job, MeshSpec, Parts, all_degrees, all_states
 from remat.cluster.opened_chain import Chains, job_of
 from remat.cluster.parts import Part, PartWork
 from remat.cluster.planner import ClusterPlan, ClusterSearch
-from remat.cluster.request import ClusterRequest
 from remat.graph_capture.distributed.fake_group import fake_ranks
 
 FOLDER = Path(__file__).with_name("stored")
 MODELS = "benchmarks.cluster_models"
-Key = tuple[Place, int, int, int]
+Key = tuple[ChainPosition, int, int, int]
 
 
 class Wanted(NamedTuple):
@@ -38,14 +38,17 @@ class Wanted(NamedTuple):
 
 WANTED = {
     "gpt_22b-16": Wanted(
-        "gpt_22b", ClusterRequest(16, 32, 2048, "a100", 8, "72GiB", asked=Asked(microbatch=1)), True
+        "gpt_22b",
+        ClusterRequest(16, 32, 2048, "a100", 8, "72GiB", asked=MeshSpec(microbatch=1)), True
     ),
     "gpt_175b-64": Wanted(
-        "gpt_175b", ClusterRequest(64, 64, 2048, "a100", 8, "72GiB", asked=Asked(8, 1, 8, 1, 1)),
+        "gpt_175b",
+        ClusterRequest(64, 64, 2048, "a100", 8, "72GiB", asked=MeshSpec(8, 1, 8, 1, 1)),
         True,
     ),
     "llama3_8b-64": Wanted(
-        "llama3_8b", ClusterRequest(64, 512, 8192, "h100", 8, "72GiB", asked=Asked(microbatch=1)),
+        "llama3_8b",
+        ClusterRequest(64, 512, 8192, "h100", 8, "72GiB", asked=MeshSpec(microbatch=1)),
         True,
     ),
     "llama3_70b-1024": Wanted(
@@ -59,7 +62,7 @@ BLOCK_128K = "llama3_70b_block_128k"
 class StoredPart(msgspec.Struct, frozen=True):
     """A part by its key; None where only its work was asked for."""
 
-    place: Place
+    place: ChainPosition
     degrees: tuple[int, int, int]
     work: PartWork
     part: Part | None = None
@@ -70,7 +73,7 @@ class StoredJob(msgspec.Struct, frozen=True):
 
     job: Job
     cluster: Cluster
-    asked: Asked
+    asked: MeshSpec
     parts: tuple[StoredPart, ...]
 
     def search(self) -> ClusterSearch:
@@ -93,11 +96,11 @@ class FromFile:
     def __post_init__(self) -> None:
         self.by_key = {(one.place, *one.degrees): one for one in self.parts}
 
-    def work(self, place: Place, tp: int, cp: int, microbatch: int) -> PartWork:
+    def work(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> PartWork:
         """As of `Parts`."""
         return self.by_key[place, tp, cp, microbatch].work
 
-    def part(self, place: Place, tp: int, cp: int, microbatch: int) -> Part:
+    def part(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> Part:
         """As of `Parts`."""
         key: Key = (place, tp, cp, microbatch)
         self.asked.add(key)
@@ -115,12 +118,12 @@ class Recorder:
     works: dict[Key, PartWork] = field(default_factory=dict[Key, PartWork])
     parts: dict[Key, Part] = field(default_factory=dict[Key, Part])
 
-    def work(self, place: Place, tp: int, cp: int, microbatch: int) -> PartWork:
+    def work(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> PartWork:
         """As of `Parts`."""
         found = self.source.work(place, tp, cp, microbatch)
         return self.works.setdefault((place, tp, cp, microbatch), found)
 
-    def part(self, place: Place, tp: int, cp: int, microbatch: int) -> Part:
+    def part(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> Part:
         """As of `Parts`."""
         self.work(place, tp, cp, microbatch)
         found = self.source.part(place, tp, cp, microbatch)
@@ -171,7 +174,7 @@ def _figures(part: Part | None) -> Part | None:
 
 
 def _block_128k() -> bytes:
-    request = ClusterRequest(128, 128, 131072, "h100", 8, "72GiB", asked=Asked(2, 8))
+    request = ClusterRequest(128, 128, 131072, "h100", 8, "72GiB", asked=MeshSpec(2, 8))
     cluster = request.cluster()
     with fake_ranks() as groups:
         chains = Chains(f"{MODELS}:llama3_70b", "")

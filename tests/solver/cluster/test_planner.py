@@ -7,27 +7,31 @@ import math
 import msgspec
 import pytest
 
-from remat.cluster.capture.chain_shape import Place
+from remat.cluster.capture.chain_shape import ChainPosition
 from remat.cluster.mesh import (
     SCHEDULES,
-    Asked,
     Mesh,
+    MeshSpec,
     all_degrees,
     all_states,
     even_layers,
     places_of_blocks,
 )
 from remat.cluster.parts import Part
-from remat.cluster.pipeline import FOR_WEIGHTS
+from remat.cluster.pipeline_replay import FOR_WEIGHTS
 from remat.cluster.planner import ClusterPlan, ClusterSearch
 from tests.solver.cluster.made_jobs import MadeParts, made_cluster, made_job
 
 
 def search_of(
-    gpus: int, layers: int = 32, batch: int = 64, budget_gib: float = 72, asked: Asked | None = None
+    gpus: int,
+    layers: int = 32,
+    batch: int = 64,
+    budget_gib: float = 72,
+    asked: MeshSpec | None = None,
 ) -> ClusterSearch:
     job, cluster = made_job(layers, batch), made_cluster(gpus, budget_gib)
-    return ClusterSearch(job, cluster, MadeParts(job, cluster), asked or Asked())
+    return ClusterSearch(job, cluster, MadeParts(job, cluster), asked or MeshSpec())
 
 
 def all_plans(search: ClusterSearch) -> list[ClusterPlan]:
@@ -78,18 +82,18 @@ def test_each_stage_is_within_the_budget() -> None:
 
 def test_what_the_head_needs_is_there_beside_all_that_blocks_save() -> None:
     """The head runs while every block of its microbatch waits for backward."""
-    search = search_of(16, asked=Asked(tp=1, cp=1, pp=1, microbatch=1))
+    search = search_of(16, asked=MeshSpec(tp=1, cp=1, pp=1, microbatch=1))
     before = search.run()[0].time_us
     made = search.parts.part
 
-    def with_large_head(place: Place, tp: int, cp: int, microbatch: int) -> Part:
+    def with_large_head(place: ChainPosition, tp: int, cp: int, microbatch: int) -> Part:
         part = made(place, tp, cp, microbatch)
         if place != "last":
             return part
         large = msgspec.structs.replace(part.options[0], need_bytes=40 << 30)
         return msgspec.structs.replace(part, options=(large,))
 
-    after = search_of(16, asked=Asked(tp=1, cp=1, pp=1, microbatch=1))
+    after = search_of(16, asked=MeshSpec(tp=1, cp=1, pp=1, microbatch=1))
     after.parts.part = with_large_head  # type: ignore[method-assign]
     plan = after.run()[0]
     assert plan.time_us > before
@@ -98,7 +102,7 @@ def test_what_the_head_needs_is_there_beside_all_that_blocks_save() -> None:
 
 def test_first_stages_compute_more_again_and_are_not_longer() -> None:
     """More microbatches are in flight there, so their blocks have less room."""
-    search = search_of(64, 48, 64, 20, Asked(tp=2, cp=1, pp=8, microbatch=1, chunks=1))
+    search = search_of(64, 48, 64, 20, MeshSpec(tp=2, cp=1, pp=8, microbatch=1, virtual_stages=1))
     plan = search.run()[0]
     stages = search.stages(plan)
     assert stages[0].overhead > stages[6].overhead
@@ -108,7 +112,7 @@ def test_first_stages_compute_more_again_and_are_not_longer() -> None:
 
 def on_slow_links(gb_s: float, batch: int) -> Mesh:
     """The best mesh of FSDP alone, on 8 nodes with links of that rate between."""
-    search = search_of(64, 32, batch, 40, Asked(tp=1, cp=1, pp=1, microbatch=1))
+    search = search_of(64, 32, batch, 40, MeshSpec(tp=1, cp=1, pp=1, microbatch=1))
     links = msgspec.structs.replace(search.cluster.links, between_gb_s=gb_s)
     search.cluster = msgspec.structs.replace(search.cluster, links=links)
     return search.run()[0].mesh
@@ -141,7 +145,7 @@ def test_nothing_fits_is_an_empty_list() -> None:
 def test_a_zero_bubble_is_shorter_and_holds_what_waits_for_weights() -> None:
     found: dict[str, ClusterPlan] = {}
     for name in ("Interleaved1F1B", "InterleavedZeroBubble"):
-        asked = Asked(tp=1, cp=1, pp=8, microbatch=1, chunks=2, schedule=name)
+        asked = MeshSpec(tp=1, cp=1, pp=8, microbatch=1, virtual_stages=2, schedule=name)
         search = search_of(64, 48, 64, 40, asked)
         found[name] = search.run()[0]
         assert found[name].mesh.degrees.schedule == name
@@ -153,17 +157,17 @@ def test_a_zero_bubble_is_shorter_and_holds_what_waits_for_weights() -> None:
 
 def test_a_schedule_that_is_asked_for_is_the_only_one() -> None:
     for name in SCHEDULES:
-        search = search_of(16, asked=Asked(pp=4, schedule=name))
+        search = search_of(16, asked=MeshSpec(pp=4, schedule=name))
         degrees = list(all_degrees(search.job, search.cluster, search.asked))
         assert {d.schedule for d in degrees} == {name}
-        assert {d.chunks == 1 for d in degrees} == {name == "1F1B"}
+        assert {d.virtual_stages == 1 for d in degrees} == {name == "1F1B"}
         assert {d.tp == 1 for d in degrees if d.is_split} <= {True}
-        search = search_of(16, asked=Asked(schedule=name))
+        search = search_of(16, asked=MeshSpec(schedule=name))
         assert {d.schedule for d in all_degrees(search.job, search.cluster, search.asked)} == {name}
 
 
 def test_without_overlap_a_step_is_longer() -> None:
-    search = search_of(64, asked=Asked(tp=1, cp=1, pp=1))
+    search = search_of(64, asked=MeshSpec(tp=1, cp=1, pp=1))
     plan = search.run()[0]
     assert search.overlapped_us(plan) > 0
 
@@ -171,10 +175,10 @@ def test_without_overlap_a_step_is_longer() -> None:
 def test_tied_weights_leave_one_stage() -> None:
     search = search_of(16)
     search.job = msgspec.structs.replace(search.job, tied=("tok.weight",))
-    assert {d.pp for d in all_degrees(search.job, search.cluster, Asked())} == {1}
+    assert {d.pp for d in all_degrees(search.job, search.cluster, MeshSpec())} == {1}
 
 
-def test_chunks_go_round_the_ranks_and_the_ends_may_lack_a_block() -> None:
+def test_virtual_stages_go_round_the_ranks_and_the_ends_may_lack_a_block() -> None:
     assert places_of_blocks((4, 4), 2) == [
         [range(2), range(4, 6)], [range(2, 4), range(6, 8)]
     ]  # fmt: skip
@@ -189,6 +193,6 @@ def test_chunks_go_round_the_ranks_and_the_ends_may_lack_a_block() -> None:
 
 def test_pipelines_hold_parameters_and_gradients_whole() -> None:
     search = search_of(16)
-    degrees = next(d for d in all_degrees(search.job, search.cluster, Asked(pp=2)))
-    meshes: list[Mesh] = list(all_states(degrees, search.cluster, Asked()))
+    degrees = next(d for d in all_degrees(search.job, search.cluster, MeshSpec(pp=2)))
+    meshes: list[Mesh] = list(all_states(degrees, search.cluster, MeshSpec()))
     assert all(mesh.keep == 1 and not mesh.reduce_each for mesh in meshes)

@@ -10,7 +10,7 @@ from functools import cache
 import msgspec
 import pytest
 
-from remat.cluster.mesh import Asked, all_degrees, all_states
+from remat.cluster.mesh import MeshSpec, all_degrees, all_states
 from remat.cluster.parts import Part, part_of
 from remat.cluster.planner import ClusterPlan, ClusterSearch
 from remat.graph_capture.graph import TrainingGraph
@@ -46,7 +46,7 @@ def test_first_stages_compute_more_again() -> None:
 def test_stages_have_uneven_blocks_where_that_is_quicker() -> None:
     """Llama 8B in 8 stages: its head takes as long as two blocks, so the last stage has fewer."""
     stored = stored_job("llama3_8b-64")
-    search = msgspec.structs.replace(stored, asked=Asked(1, 1, 8, 1, 1)).search()
+    search = msgspec.structs.replace(stored, asked=MeshSpec(1, 1, 8, 1, 1)).search()
     plan = search.run()[0]
     assert plan.layers[-1] < plan.layers[1]
     assert sum(plan.layers) == search.job.layers
@@ -73,7 +73,7 @@ def test_states_are_held_as_the_links_between_nodes_allow(
     stored = stored_job("llama3_8b-64")
     links = msgspec.structs.replace(stored.cluster.links, between_gb_s=gb_s)
     cluster = msgspec.structs.replace(stored.cluster, links=links, budget_bytes=budget_gib << 30)
-    search = msgspec.structs.replace(stored, cluster=cluster, asked=Asked(1, 1, 1, 1)).search()
+    search = msgspec.structs.replace(stored, cluster=cluster, asked=MeshSpec(1, 1, 1, 1)).search()
     best = search.run()[0].mesh
     assert (best.shard, best.keep) == (shard, keep)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.simulate import simulate
-from remat.solver import Result, solve
+from remat.solver import Result, solve_within
 from remat.solver.local_search.repair import Repair, fill
 from remat.solver.problem import Problem
 from remat.solver.search import Search
@@ -41,7 +41,7 @@ CONVOLUTIONAL = [
 @pytest.mark.parametrize("percent", rows([80, 60, 45, 40], lambda percent: percent > 45))
 def test_transformers_are_solved_to_one_percent(percent: int) -> None:
     graph = gpt_like(12)
-    result = solve(graph, peak_bytes_of(graph) * percent // 100, "cut", gap=0.005)
+    result = solve_within(graph, peak_bytes_of(graph) * percent // 100, "cut", gap=0.005)
     assert result.schedule is not None
     assert result.gap <= 0.01
 
@@ -50,7 +50,7 @@ def test_transformers_are_solved_to_one_percent(percent: int) -> None:
 def test_convolutional_nets_get_schedules(build, percent: int, overhead: float) -> None:
     graph = build()
     budget_bytes = peak_bytes_of(graph) * percent // 100
-    result = solve(graph, budget_bytes, "cut", gap=0.01, time_limit_s=AMPLE_S)
+    result = solve_within(graph, budget_bytes, "cut", gap=0.01, time_limit_s=AMPLE_S)
     assert result.schedule is not None
     assert result.overhead < overhead
 
@@ -59,7 +59,7 @@ def test_convolutional_nets_get_schedules(build, percent: int, overhead: float) 
 def of_thousands_of_ops() -> Result:
     graph = gpt_like(50)
     assert len(graph.ops) > 2300
-    return solve(graph, peak_bytes_of(graph) * 40 // 100, "cut", time_limit_s=AMPLE_S)
+    return solve_within(graph, peak_bytes_of(graph) * 40 // 100, "cut", time_limit_s=AMPLE_S)
 
 
 @pytest.mark.slow
@@ -76,7 +76,9 @@ def test_thousands_of_ops_take_seconds() -> None:
 def test_more_memory_never_costs_more_than_the_gap(build) -> None:
     graph = build()
     peak_bytes = peak_bytes_of(graph)
-    results = [solve(graph, peak_bytes * p // 100, "cut", gap=0.003) for p in range(55, 101, 9)]
+    results = [
+        solve_within(graph, peak_bytes * p // 100, "cut", gap=0.003) for p in range(55, 101, 9)
+    ]
     for tight, loose in pairwise(results):
         assert tight.schedule is not None
         assert loose.time_us <= tight.time_us * 1.003
@@ -87,11 +89,11 @@ def test_more_memory_never_costs_more_than_the_gap(build) -> None:
 def test_same_schedule_in_every_process() -> None:
     code = (
         "from tests.solver.graphs.random_graphs import unet_like\n"
-        "from remat.solver import solve\n"
+        "from remat.solver import solve_within\n"
         "graph = unet_like(2)\n"
-        "peak = solve(graph, 1 << 60, 'store_all').peak_bytes\n"
+        "peak = solve_within(graph, 1 << 60, 'store_all').peak_bytes\n"
         "for solver in ('cut', 'auto', 'chen_sqrt'):\n"
-        "    result = solve(graph, peak * 6 // 10, solver)\n"
+        "    result = solve_within(graph, peak * 6 // 10, solver)\n"
         "    print(result.schedule and result.schedule.to_json().decode())\n"
     )
     outputs = [
@@ -109,19 +111,19 @@ def test_same_schedule_in_every_process() -> None:
 @pytest.mark.parametrize("solver", ["cut", "auto", "checkmate", "store_all"])
 def test_infeasible_names_a_feasible_budget_and_what_holds_the_memory(solver: str) -> None:
     graph = chain(8)
-    result = solve(graph, peak_bytes_of(graph) // 20, solver)
+    result = solve_within(graph, peak_bytes_of(graph) // 20, solver)
     assert result.status == "infeasible"
     assert result.schedule is None
     assert result.held_at_peak
     sizes = [held.size_bytes for held in result.held_at_peak]
     assert sizes == sorted(sizes, reverse=True)
-    again = solve(graph, result.least_feasible_bytes, solver)
+    again = solve_within(graph, result.least_feasible_bytes, solver)
     assert again.schedule is not None
 
 
 def test_infeasible_for_one_op_names_it() -> None:
     graph = chain(8)
-    result = solve(graph, 10, "cut")
+    result = solve_within(graph, 10, "cut")
     assert "no schedule fits 10 bytes" in result.message
     assert "alone needs" in result.message
 
@@ -129,7 +131,7 @@ def test_infeasible_for_one_op_names_it() -> None:
 def test_time_limit_keeps_the_best_found(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, late = resnet_like(12), LateClock(monkeypatch)
     budget_bytes = peak_bytes_of(graph) * 45 // 100
-    result = solve(graph, budget_bytes, "auto", time_limit_s=AMPLE_S, progress=late)
+    result = solve_within(graph, budget_bytes, "auto", time_limit_s=AMPLE_S, progress=late)
     assert result.status == "time limit"
     assert result.schedule is not None
 
@@ -137,7 +139,7 @@ def test_time_limit_keeps_the_best_found(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.clock
 def test_time_limit_is_kept() -> None:
     graph = resnet_like(12)
-    result = solve(graph, peak_bytes_of(graph) * 45 // 100, "auto", time_limit_s=2.0)
+    result = solve_within(graph, peak_bytes_of(graph) * 45 // 100, "auto", time_limit_s=2.0)
     assert result.status == "time limit"
     assert result.schedule is not None
     assert result.wall_s < 6
@@ -151,7 +153,7 @@ def test_interrupt_keeps_the_best_found() -> None:
             raise KeyboardInterrupt
 
     budget_bytes = peak_bytes_of(graph) * 45 // 100
-    result = solve(graph, budget_bytes, "auto", progress=interrupt)
+    result = solve_within(graph, budget_bytes, "auto", progress=interrupt)
     assert result.status == "time limit"
     assert "interrupted" in result.message
     assert result.schedule is not None
@@ -164,7 +166,7 @@ def test_other_errors_are_not_swallowed() -> None:
 
     graph = chain(8)
     with pytest.raises(RuntimeError, match="listener failed"):
-        solve(graph, peak_bytes_of(graph) // 2, "auto", progress=fail)
+        solve_within(graph, peak_bytes_of(graph) // 2, "auto", progress=fail)
 
 
 def test_graph_without_ops_or_memory() -> None:
@@ -172,7 +174,7 @@ def test_graph_without_ops_or_memory() -> None:
     free = TrainingGraph("free", (Op("a", "t", "forward", (), ("v",)),), (Value("v", 0, "a"),))
     for graph in (empty, free):
         for solver in ("auto", "cut", "checkmate", "chen_sqrt", "store_all"):
-            assert solve(graph, 0, solver).status == "optimal"
+            assert solve_within(graph, 0, solver).status == "optimal"
 
 
 @settings(max_examples=80, deadline=None)
@@ -195,10 +197,10 @@ def test_stage_evaluator_agrees_with_the_judge(graph: TrainingGraph, percent: in
 def test_nothing_but_the_result_reaches_standard_output() -> None:
     code = (
         "from tests.solver.graphs.random_graphs import resnet_like\n"
-        "from remat.solver import solve\n"
+        "from remat.solver import solve_within\n"
         "graph = resnet_like(12)\n"
-        "peak = solve(graph, 1 << 60, 'store_all').peak_bytes\n"
-        "print(solve(graph, peak * 6 // 10, 'cut', gap=0.005).status)\n"
+        "peak = solve_within(graph, 1 << 60, 'store_all').peak_bytes\n"
+        "print(solve_within(graph, peak * 6 // 10, 'cut', gap=0.005).status)\n"
     )
     ran = subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONPATH": "."}, check=True, capture_output=True
@@ -210,7 +212,7 @@ def test_infeasible_where_the_end_of_the_step_does_not_fit() -> None:
     values = [Value(f"g{i}", 100, f"op{i}", "gradient") for i in range(4)]
     ops = [Op(f"op{i}", "made", "backward", (), (f"g{i}",), 1.0) for i in range(4)]
     graph = TrainingGraph("ends", tuple(ops), tuple(values), outputs=("g0", "g1", "g2", "g3"))
-    result = solve(graph, 350, "cut")
+    result = solve_within(graph, 350, "cut")
     assert result.status == "infeasible"
     assert result.least_feasible_bytes == 400
     assert "live when the step ends" in result.message

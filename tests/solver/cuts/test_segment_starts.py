@@ -10,11 +10,11 @@ import pytest
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
-from remat.solver import solve
+from remat.solver import solve_within
 from remat.solver.cuts import cut
-from remat.solver.cuts.starts import take_segments
+from remat.solver.cuts.initial_solutions import offer_segments
 from remat.solver.search import Search
-from remat.solver.stopping import Work
+from remat.solver.stopping import WorkLimit
 from remat.solver.store_all import store_all_state
 from tests.limits import AMPLE_S
 from tests.solver.graphs.random_graphs import chain, gpt_like, resnet_like
@@ -23,15 +23,15 @@ Build = Callable[[], TrainingGraph]
 
 
 def budget_of(graph: TrainingGraph, percent: int) -> int:
-    return solve(graph, 1 << 60, "store_all").peak_bytes * percent // 100
+    return solve_within(graph, 1 << 60, "store_all").peak_bytes * percent // 100
 
 
 @pytest.mark.parametrize("build", [functools.partial(chain, 30), functools.partial(gpt_like, 2)])
 def test_the_start_is_the_schedule_of_lower_set(build: Build) -> None:
     graph = build()
     search = Search(graph, budget_of(graph, 60), "cut")
-    take_segments(search)
-    expected = solve(graph, search.budget_bytes, "lower_set")
+    offer_segments(search)
+    expected = solve_within(graph, search.budget_bytes, "lower_set")
     assert search.best is not None
     judged = simulate(graph, search.best)
     assert judged.peak_bytes <= search.budget_bytes
@@ -41,7 +41,7 @@ def test_the_start_is_the_schedule_of_lower_set(build: Build) -> None:
 def test_nothing_is_offered_where_no_time_is_left() -> None:
     graph = chain(30)
     search = Search(graph, budget_of(graph, 60), "cut", time_limit_s=0.0)
-    take_segments(search)
+    offer_segments(search)
     assert search.best is None
 
 
@@ -54,7 +54,7 @@ def test_they_are_tried_where_one_cut_leaves_a_wide_gap(
     build: Build, percent: int, is_tried: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[Search] = []
-    monkeypatch.setattr(cut, "take_segments", tried.append)
+    monkeypatch.setattr(cut, "offer_segments", tried.append)
     graph = build()
     search = Search(graph, budget_of(graph, percent), "cut", time_limit_s=AMPLE_S)
     cut.begin(search, store_all_state(search.problem), 1e-3)
@@ -65,9 +65,9 @@ def test_they_are_tried_where_one_cut_leaves_a_wide_gap(
 def test_they_are_tried_wherever_there_is_no_schedule_yet(
     has_start: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cut, "FIRST_REPAIRS", Work(-1))
+    monkeypatch.setattr(cut, "FIRST_REPAIRS", WorkLimit(-1))
     monkeypatch.setattr(cut, "TARGETS", ())
-    monkeypatch.setattr(cut, "take_first", lambda *_, **__: None)
+    monkeypatch.setattr(cut, "offer_first", lambda *_, **__: None)
     graph = chain(30)
     search = Search(graph, budget_of(graph, 60), "cut", time_limit_s=AMPLE_S)
     cut.begin(search, store_all_state(search.problem), 1e-3, has_start=has_start)
@@ -78,8 +78,8 @@ def test_they_are_tried_wherever_there_is_no_schedule_yet(
     ("left_out", "expected"),
     [
         ((), [False]),
-        (("take_segments",), [False]),
-        (("take_segments", "take_first"), [False, True]),
+        (("offer_segments",), [False]),
+        (("offer_segments", "offer_first"), [False, True]),
     ],
 )
 def test_a_long_repair_waits_for_others_and_goes_on_where_they_find_nothing(
@@ -93,7 +93,7 @@ def test_a_long_repair_waits_for_others_and_goes_on_where_they_find_nothing(
         return repaired[-1]
 
     monkeypatch.setattr(cut, "repair_from", noted)
-    monkeypatch.setattr(cut, "FIRST_REPAIRS", Work(-1))
+    monkeypatch.setattr(cut, "FIRST_REPAIRS", WorkLimit(-1))
     monkeypatch.setattr(cut, "TARGETS", ())
     for name in left_out:
         monkeypatch.setattr(cut, name, lambda *_, **__: None)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.layered import layered_graph
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
-from remat.solver import solve
+from remat.solver import solve_within
 from remat.solver.backends.mip import Backend, Limits
 from remat.solver.bounds.cut_program import CutProgram
 from remat.solver.exact.checkmate import Checkmate
@@ -42,7 +42,7 @@ def test_checkmate_equals_published_optimum(data: dict[str, Any], backend: Backe
 def test_auto_equals_published_optimum(data: dict[str, Any]) -> None:
     graph = graph_from_nodes(data)
     for row in data["reference"]["rows"]:
-        result = solve(graph, row["budget"])
+        result = solve_within(graph, row["budget"])
         optimum = row["optimal_cost_fixed_order"]
         assert (None if result.schedule is None else result.time_us) == optimum
 
@@ -63,13 +63,13 @@ def test_a_node_may_need_three_computations() -> None:
     data = json.loads(path.read_text())
     graph = graph_from_nodes(data)
     budget_bytes = data["reference"]["no_remat_peak"] * 75 // 100
-    result = solve(graph, budget_bytes, "checkmate", passes=1)
+    result = solve_within(graph, budget_bytes, "checkmate", passes=1)
     assert result.schedule is not None
     assert max(result.schedule.computations().values()) >= 3
 
 
 def tight_budgets(graph: TrainingGraph) -> range:
-    peak_bytes = solve(graph, 1 << 60, "store_all").peak_bytes
+    peak_bytes = solve_within(graph, 1 << 60, "store_all").peak_bytes
     return range(peak_bytes - 1, max(peak_bytes - 9, 0), -3)
 
 
@@ -78,7 +78,7 @@ def tight_budgets(graph: TrainingGraph) -> range:
 def test_exact_equals_exhaustive_search(graph: TrainingGraph) -> None:
     for budget_bytes in tight_budgets(graph):
         optimum = least_time_us(graph, budget_bytes)
-        result = solve(graph, budget_bytes, "checkmate")
+        result = solve_within(graph, budget_bytes, "checkmate")
         if optimum is None:
             assert result.status == "infeasible"
             break
@@ -91,7 +91,7 @@ def test_exact_equals_exhaustive_search(graph: TrainingGraph) -> None:
 def test_bounds_never_exceed_the_optimum(graph: TrainingGraph) -> None:
     for budget_bytes in tight_budgets(graph):
         optimum = least_time_us(graph, budget_bytes)
-        result = solve(graph, budget_bytes, "cut")
+        result = solve_within(graph, budget_bytes, "cut")
         if optimum is None:
             assert result.schedule is None
             break
@@ -120,7 +120,7 @@ def test_one_sweep_a_stage_is_not_always_enough() -> None:
         graph = random_graph(source, 8, 4)
         for budget_bytes in tight_budgets(graph):
             optimum = least_time_us(graph, budget_bytes)
-            one = solve(graph, budget_bytes, "checkmate", passes=1)
+            one = solve_within(graph, budget_bytes, "checkmate", passes=1)
             assert optimum is None or one.schedule is None or one.time_us >= optimum
             missed += optimum is not None and (one.schedule is None or one.time_us > optimum)
     assert missed <= 6
@@ -128,9 +128,9 @@ def test_one_sweep_a_stage_is_not_always_enough() -> None:
 
 def test_checkmate_refuses_more_ops_than_it_can_hold() -> None:
     graph = layered_graph(60, 0, by_layers=True)
-    budget_bytes = solve(graph, 1 << 60, "store_all").peak_bytes * 7 // 10
-    result = solve(graph, budget_bytes, "checkmate", most_ops=59, start=False)
+    budget_bytes = solve_within(graph, 1 << 60, "store_all").peak_bytes * 7 // 10
+    result = solve_within(graph, budget_bytes, "checkmate", most_ops=59, start=False)
     assert result.schedule is None
     assert "59 ops" in result.message
     with pytest.raises(SolverError, match="most_ops"):
-        solve(graph, budget_bytes, "checkmate", most_ops=0)
+        solve_within(graph, budget_bytes, "checkmate", most_ops=0)

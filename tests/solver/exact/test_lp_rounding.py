@@ -1,4 +1,4 @@
-"""Rounding of the relaxed program: against exhaustive search, reference data and the judge."""
+"""Rounding of the relaxed program: against exhaustive search, reference data and the simulator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from remat.baselines.lp_rounding import LpRounding, rounded_state
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.simulate import simulate
-from remat.solver import Progress, solve
+from remat.solver import Progress, solve_within
 from remat.solver.problem import Problem
 from remat.solver.segments.chen_sqrt import chen_state
 from tests.graphs import graph_from_nodes, peak_bytes_of, tiny_cases
@@ -139,7 +139,7 @@ def test_repair_never_costs_time() -> None:
 def test_a_bound_is_claimed_from_three_sweeps_on() -> None:
     graph = chain(6)
     budget_bytes = peak_bytes_of(graph) * 8 // 10
-    optimum = solve(graph, budget_bytes, "checkmate")
+    optimum = solve_within(graph, budget_bytes, "checkmate")
     one = LpRounding().solve(graph, budget_bytes)
     three = LpRounding(passes=3).solve(graph, budget_bytes)
     assert one.lower_bound_us == graph.time_us < three.lower_bound_us <= optimum.time_us

@@ -1,4 +1,4 @@
-"""Retention intervals: against exhaustive search, reference data and the judge."""
+"""Retention intervals: against exhaustive search, reference data and the simulator."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from remat.baselines.retention import (
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
-from remat.solver import Progress, solve
+from remat.solver import Progress, solve_within
 from remat.solver.cuts.cut import Cut
 from remat.solver.search import Search
 from tests.graphs import graph_from_nodes, peak_bytes_of, tiny_cases
@@ -126,7 +126,7 @@ def test_linear4_needs_three_computations() -> None:
 def test_exact_rows_are_reached(name: str) -> None:
     graph, data = reference(name)
     for row in data["exact"]["rows"]:
-        result = solve(graph, row["budget"], "retention", computations=0)
+        result = solve_within(graph, row["budget"], "retention", computations=0)
         optimum = row["optimal_cost_fixed_order"]
         assert (None if result.schedule is None else result.time_us) == optimum
 
@@ -136,7 +136,7 @@ def test_published_results_are_reached(name: str) -> None:
     """They are optimal for two computations a value; `cut` may know of a third."""
     graph, data = reference(name)
     for row in data["peer_runs"]["rows"]:
-        result = solve(graph, row["budget"], "retention", time_limit_s=AMPLE_S)
+        result = solve_within(graph, row["budget"], "retention", time_limit_s=AMPLE_S)
         assert result.time_us <= row["cost"]
         assert result.peak_bytes <= row["budget"]
 

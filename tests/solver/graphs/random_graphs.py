@@ -33,7 +33,7 @@ class Tape:
         self.resident_bytes += size_bytes
         return name
 
-    def emit(self, phase, name, inputs, outputs, cost_us, pinned="", workspace_bytes=0):
+    def emit(self, phase, name, inputs, outputs, cost_us, no_recompute="", workspace_bytes=0):
         for value, size_bytes in outputs:
             self.values.append(Value(value, size_bytes, name))
             self.sizes[value] = size_bytes
@@ -46,18 +46,20 @@ class Tape:
                 tuple(value for value, _ in outputs),
                 cost_us,
                 workspace_bytes,
-                pinned,
+                no_recompute,
             )
         )
 
-    def op(self, inputs, size_bytes, cost_us, *, saves=None, weight_bytes=0, extra=(), pinned=""):
+    def op(
+        self, inputs, size_bytes, cost_us, *, saves=None, weight_bytes=0, extra=(), no_recompute=""
+    ):
         """A forward op; `saves` are what its backward reads, all inputs by default."""
         name = f"f{len(self.ops)}"
         outputs = [
             (name, size_bytes),
             *((f"{name}_x{i}", b) for i, b in enumerate(extra)),
         ]
-        self.emit("forward", name, inputs, outputs, cost_us, pinned)
+        self.emit("forward", name, inputs, outputs, cost_us, no_recompute)
         saved = tuple(inputs) if saves is None else tuple(s or name for s in saves)
         saved += tuple(value for value, _ in outputs[1:])
         grads = tuple(v for v in inputs if v in self.sizes)
@@ -129,7 +131,7 @@ def _attention(tape: Tape, x: str, unit: int) -> str:
     mixed = tape.op([weights, v], 4 * unit, 30)
     merged = tape.op([mixed], 4 * unit, 8, saves=[])
     out = tape.op([merged], 4 * unit, 40, weight_bytes=unit)
-    return tape.op([out], 4 * unit, 10, saves=[], extra=(unit,), pinned="draws randomly")
+    return tape.op([out], 4 * unit, 10, saves=[], extra=(unit,), no_recompute="draws randomly")
 
 
 def _mlp(tape: Tape, x: str, unit: int) -> str:
@@ -197,15 +199,15 @@ def resnet_like(blocks: int, unit: int = MIB) -> TrainingGraph:
     return tape.finish(loss)
 
 
-def branches(count: int, pinned: str = "") -> TrainingGraph:
+def branches(count: int, no_recompute: str = "") -> TrainingGraph:
     """Branches of a large and a small value; captured with all the large ones first.
 
     In that order the large ones are live side by side, or made again; branch by branch, one
-    is live at a time. With `pinned` they cannot be made again.
+    is live at a time. With `no_recompute` they cannot be made again.
     """
     large, small = ([f"{size}{i}" for i in range(count)] for size in ("large", "small"))
     ops = [
-        *(Op(name, "t", "forward", (), (name,), 10.0, pinned=pinned) for name in large),
+        *(Op(name, "t", "forward", (), (name,), 10.0, no_recompute=no_recompute) for name in large),
         *(Op(name, "t", "forward", (large[i],), (name,), 10.0) for i, name in enumerate(small)),
         Op("end", "t", "forward", tuple(small), ("end",), 10.0),
     ]
@@ -230,10 +232,12 @@ def random_graph(source: random.Random, n_ops: int, n_forward: int) -> TrainingG
         names = [value.name for value in values]
         inputs = source.sample(names, min(len(names), source.choice([1, 1, 2, 2, 3])))
         outputs = [f"v{i}_{j}" for j in range(source.choice([1, 1, 1, 2]))]
-        pinned = "draws randomly" if source.random() < 0.07 else ""
+        no_recompute = "draws randomly" if source.random() < 0.07 else ""
         phase = "forward" if i < n_forward else "backward"
         cost_us, workspace = float(source.randint(0, 9)), source.choice([0, 0, 2])
-        op = Op(f"op{i}", "t", phase, tuple(inputs), tuple(outputs), cost_us, workspace, pinned)
+        op = Op(
+            f"op{i}", "t", phase, tuple(inputs), tuple(outputs), cost_us, workspace, no_recompute
+        )
         ops.append(op)
         values += [Value(name, source.randint(0, 9), f"op{i}") for name in outputs]
     early = [name for op in ops[:n_forward] for name in op.outputs]

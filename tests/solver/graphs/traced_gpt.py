@@ -9,7 +9,7 @@ import msgspec
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.schedule import Compute, Free, Schedule
 from remat.schedules.simulate import simulate
-from remat.solver import solve
+from remat.solver import solve_within
 from remat.solver.policies.template import unavoidable
 from remat.solver.problem import Problem
 from tests.graphs import peak_bytes_of
@@ -33,22 +33,22 @@ def traced_gpt(attention: str) -> TrainingGraph:
 
 
 @functools.cache
-def priced_gpt() -> TrainingGraph:
+def costed_gpt() -> TrainingGraph:
     """A GPT whose ops cost what they move, so that a busy machine changes no plan."""
     graph = traced_gpt("written out")
     sizes = {value.name: value.size_bytes for value in graph.values}
 
-    def priced(op: Op) -> Op:
+    def costed(op: Op) -> Op:
         moved_bytes = sum(sizes[name] for name in (*op.inputs, *op.outputs))
         per_byte = 0.01 if "mm" in op.target else 0.001
         return msgspec.structs.replace(op, cost_us=1.0 + per_byte * moved_bytes)
 
-    return msgspec.structs.replace(graph, ops=tuple(map(priced, graph.ops)))
+    return msgspec.structs.replace(graph, ops=tuple(map(costed, graph.ops)))
 
 
 def by_template(graph: TrainingGraph, solver: str, **options: object) -> Schedule:
     """The template's schedule, at one byte less than the unmodified step needs."""
-    result = solve(graph, peak_bytes_of(graph) - 1, solver, **options)
+    result = solve_within(graph, peak_bytes_of(graph) - 1, solver, **options)
     assert result.schedule is not None, result.message
     assert result.lower_bound_us == graph.time_us
     return result.schedule

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from remat.schedules.layout import Buffers
 from remat.solver.layout.boxes import Boxes
 from remat.solver.layout.greedy import greedy
-from remat.solver.layout.improvement import MOST_PRICE, guided_ejection
+from remat.solver.layout.improvement import MOST_PENALTY, guided_ejection
 from tests.solver.layout.random_boxes import cut_rectangle, overlaps, some_buffers
 
 
@@ -62,7 +62,7 @@ def test_what_is_larger_than_the_capacity_is_not_tried() -> None:
     assert guided_ejection(boxes, np.array([0]), 4, steps=1, seed=0) is None
 
 
-def test_below_the_load_it_ends_after_its_steps_with_prices_at_their_most() -> None:
+def test_below_the_load_it_ends_after_its_steps_with_penalties_at_their_most() -> None:
     boxes = Boxes.of(Buffers.of_arrays([2, 2, 2], [0, 0, 0], [1, 1, 1]), 1)
-    assert MOST_PRICE < 1.3**100
+    assert MOST_PENALTY < 1.3**100
     assert guided_ejection(boxes, np.array([0, 2, 4]), 4, steps=400, seed=0) is None

@@ -1,14 +1,14 @@
-"""No op reads a parameter after its update: the judge's rule, and schedules that keep it."""
+"""No op reads a parameter after its update: the simulator's rule, and schedules that keep it."""
 
 from __future__ import annotations
 
 import pytest
 
 from remat.graph_capture.errors import ScheduleError, SolverError
-from remat.graph_capture.graph import DELIVER, UPDATE, Op, TrainingGraph, Value
+from remat.graph_capture.graph import ACCUMULATE, UPDATE, Op, TrainingGraph, Value
 from remat.schedules.schedule import Compute, Schedule
 from remat.schedules.simulate import simulate
-from remat.solver import solve
+from remat.solver import solve_within
 from remat.solver.problem import Problem
 from remat.solver.reductions import updates as late_updates
 from remat.solver.reductions.updates import (
@@ -18,7 +18,7 @@ from remat.solver.reductions.updates import (
     with_updates_behind,
     without_rule,
 )
-from remat.solver.result import Result, judged
+from remat.solver.result import Result, evaluate_schedule
 from remat.solver.state import ops_of, schedule_of
 
 
@@ -28,9 +28,17 @@ def step(b_bytes: int = 100) -> TrainingGraph:
         Op("a", "aten.mm.default", "forward", ("x", "w"), ("a",), 1.0),
         Op("b", "aten.mm.default", "forward", ("a", "w"), ("b",), 1.0),
         Op("loss", "aten.sum.default", "forward", ("b",), ("loss",), 1.0),
-        Op("tangents", "remat.tangents", "backward", (), ("t",), pinned="they arrive"),
+        Op("tangents", "remat.tangents", "backward", (), ("t",), no_recompute="they arrive"),
         Op("gw", "aten.mm.default", "backward", ("t", "a"), ("gw",), 1.0),
-        Op("update", UPDATE, "backward", ("gw", "w"), (), workspace_bytes=10, pinned="it writes"),
+        Op(
+            "update",
+            UPDATE,
+            "backward",
+            ("gw", "w"),
+            (),
+            workspace_bytes=10,
+            no_recompute="it writes",
+        ),
         Op("wide", "aten.mm.default", "backward", ("t",), ("wide",), 1.0),
         Op("big", "aten.sum.default", "backward", ("wide",), ("big",), 1.0),
         Op("ga", "aten.mm.default", "backward", ("t", "b", "big"), ("ga",), 1.0),
@@ -55,7 +63,7 @@ def late_read(graph: TrainingGraph) -> Schedule:
 def test_the_judge_refuses_a_read_behind_the_update() -> None:
     graph = step()
     free = without_rule(graph)
-    assert [op.target for op in free.ops].count(DELIVER) == 1
+    assert [op.target for op in free.ops].count(ACCUMULATE) == 1
     assert not has_updates(free)
     assert simulate(free, late_read(free)).time_us == 9
     with pytest.raises(ScheduleError, match="op a reads w, which op update has updated"):
@@ -87,7 +95,7 @@ def test_updates_keep_no_order_among_each_other_and_run_once() -> None:
 @pytest.mark.parametrize("budget_bytes", [320, 400, 500])
 def test_what_solvers_find_fits_and_keeps_the_rule(solver: str, budget_bytes: int) -> None:
     graph = step()
-    result = solve(graph, budget_bytes, solver)
+    result = solve_within(graph, budget_bytes, solver)
     schedule = result.schedule or result.least_schedule
     assert schedule is not None
     found = simulate(graph, schedule)
@@ -105,17 +113,17 @@ def test_a_gradient_that_waits_counts() -> None:
     In less, the gradient is made again for the update behind the last read.
     """
     graph = step()
-    assert solve(graph, 418, "auto").time_us == 7
-    late = solve(graph, 400, "auto")
+    assert solve_within(graph, 418, "auto").time_us == 7
+    late = solve_within(graph, 400, "auto")
     assert late.schedule is not None
     assert late.schedule.computations()["b"] == 2
     assert late.peak_bytes == 358
-    assert solve(without_rule(graph), 330, "auto").peak_bytes == 318
-    again = solve(graph, 330, "auto")
+    assert solve_within(without_rule(graph), 330, "auto").peak_bytes == 318
+    again = solve_within(graph, 330, "auto")
     assert again.schedule is not None
     assert again.schedule.computations()["gw"] == 2
     assert again.peak_bytes == 318
-    lost = solve(graph, 317, "auto")
+    lost = solve_within(graph, 317, "auto")
     assert (lost.status, lost.least_feasible_bytes) == ("infeasible", 318)
     assert lost.message.startswith("no schedule fits 317 bytes; 318 bytes are known to do. ")
     assert "below the floor of 318 bytes, set by op big" in lost.message
@@ -133,7 +141,7 @@ def test_a_little_more_than_the_least_may_need_no_late_read() -> None:
         asked.append(budget_bytes)
         keeps_b = Schedule.for_graph(one, schedule_of(Problem.of(one), range(len(one.ops))).steps)
         schedule = keeps_b if budget_bytes >= 328 else late_read(one)
-        return judged(one, schedule, budget_bytes=budget_bytes, lower_bound_us=0.0)
+        return evaluate_schedule(one, schedule, budget_bytes=budget_bytes, lower_bound_us=0.0)
 
     lost = solve_with_updates(graph, 0, ask, 60.0)
     assert asked == [0, 318, 318, 321, 321, 330]
@@ -171,7 +179,7 @@ def test_updates_that_come_too_early_are_placed_and_where_that_has_none_less_is_
         asked.append((is_placed, budget_bytes))
         order = [one.op_index[name] for name in placed_order.split()]
         schedule = schedule_of(Problem.of(one), order) if is_placed else late_read(one)
-        return judged(one, schedule, budget_bytes=budget_bytes, lower_bound_us=0.0)
+        return evaluate_schedule(one, schedule, budget_bytes=budget_bytes, lower_bound_us=0.0)
 
     found = solve_with_updates(graph, 340, ask, 60.0)
     assert asked[: len(calls)] == calls
@@ -190,7 +198,7 @@ def test_an_update_that_cannot_wait_is_placed_and_the_error_raised_if_that_does_
         order = ["a", "b", "loss", "tangents", "gw", "wide", "big", "a", "b", "ga", "gw", "update"]
         placed = schedule_of(Problem.of(one), [one.op_index[name] for name in order])
         schedule = placed if is_placed else late_read(one)
-        return judged(one, schedule, budget_bytes=budget_bytes, lower_bound_us=0.0)
+        return evaluate_schedule(one, schedule, budget_bytes=budget_bytes, lower_bound_us=0.0)
 
     def refusing(one: TrainingGraph, schedule: Schedule, budget_bytes: int) -> Schedule:
         if schedule.computations()["gw"] == 1:

@@ -7,12 +7,12 @@ import functools
 import pytest
 
 from remat.schedules.simulate import simulate
-from remat.solver import solve
+from remat.solver import solve_within
 from remat.solver.local_search import repair as module
-from remat.solver.local_search.repair import Repair, exchange, fill, take_exchanges
+from remat.solver.local_search.repair import Repair, exchange, fill, offer_exchanges
 from remat.solver.search import Search
 from remat.solver.state import State
-from remat.solver.stopping import Work
+from remat.solver.stopping import WorkLimit
 from remat.solver.store_all import store_all_state
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
@@ -24,7 +24,7 @@ GRAPHS = {"chain": chain(24), "gpt": gpt_like(6), "resnet": resnet_like(6), "une
 
 @functools.cache
 def least_bytes_of(name: str) -> int:
-    return solve(GRAPHS[name], 1, "auto", time_limit_s=AMPLE_S).least_feasible_bytes
+    return solve_within(GRAPHS[name], 1, "auto", time_limit_s=AMPLE_S).least_feasible_bytes
 
 
 def repaired(name: str, part: float) -> tuple[Search, State]:
@@ -63,11 +63,11 @@ def test_exchanges_help_where_repair_alone_does_not() -> None:
 
 def test_work_ends_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
     search, state = repaired("gpt", 0.3)
-    monkeypatch.setattr(module, "EXCHANGES", Work(0))
+    monkeypatch.setattr(module, "EXCHANGES", WorkLimit(0))
     assert exchange(state, search) is state
 
 
 def test_without_a_schedule_there_is_nothing_to_exchange() -> None:
     search = Search(GRAPHS["gpt"], 1, "exchange", 60.0, None)
-    take_exchanges(search)
+    offer_exchanges(search)
     assert search.best is None

@@ -9,7 +9,7 @@ import pytest
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
-from remat.solver import solve
+from remat.solver import solve_within
 from remat.solver.local_search.neighbourhoods import LargeNeighbourhoods, runs_by_stage
 from remat.solver.search import Search
 from tests.graphs import peak_bytes_of
@@ -19,7 +19,7 @@ from tests.solver.graphs.tight_cases import tight_cases
 
 def around(graph: TrainingGraph, budget_bytes: int, first: str, **options: Any) -> Any:
     """A search that knows the schedule of solver `first`, and neighbourhoods of it."""
-    result = solve(graph, budget_bytes, first)
+    result = solve_within(graph, budget_bytes, first)
     assert result.schedule is not None
     search = Search(graph, budget_bytes, "test")
     assert search.offer_schedule(result.schedule)
@@ -72,7 +72,7 @@ def test_a_small_graph_is_exhausted_and_as_a_rule_at_the_optimum(first: str) -> 
     """All candidate stages are searched in the end; seldom is the optimum not among them."""
     tried = optimal = 0
     for graph, budget_bytes, optimum_us in tight_cases(18, 700):
-        if optimum_us is None or solve(graph, budget_bytes, first).schedule is None:
+        if optimum_us is None or solve_within(graph, budget_bytes, first).schedule is None:
             continue
         near, first_us = around(graph, budget_bytes, first)
         near.run(effort=3.0)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.simulate import simulate
-from remat.solver import solve
+from remat.solver import solve_within
 from remat.solver.local_search.events import (
     EventBuilder,
     EventProgram,
-    Running,
+    RunningSolvers,
     Runs,
     Tried,
     TryLimits,
@@ -44,7 +44,7 @@ def nothing_again(problem: Problem) -> Runs:
 def every_stage(problem: Problem) -> dict[int, list[int]]:
     """Each op that may run again, at every stage at which it can."""
     n = problem.n_ops
-    return {op: list(range(op + 1, n + 1)) for op in range(n) if not problem.pinned[op]}
+    return {op: list(range(op + 1, n + 1)) for op in range(n) if not problem.no_recompute[op]}
 
 
 def extra_us(problem: Problem, runs: Runs) -> float:
@@ -57,12 +57,12 @@ def solved(
     stages_of: dict[int, list[int]],
     budget_bytes: int,
     below_us: float = float("inf"),
-    running: Running | None = None,
+    running: RunningSolvers | None = None,
 ) -> Tried:
     """The outcome of the neighbourhood of `base` in which `stages_of` is free."""
     program = EventBuilder(problem, base, stages_of).build(budget_bytes - problem.resident_bytes)
     fixed = [op for op in range(problem.n_ops) if op not in stages_of]
-    return solve_events(program, base, fixed, below_us, ENOUGH, running or Running())
+    return solve_events(program, base, fixed, below_us, ENOUGH, running or RunningSolvers())
 
 
 def check_outcome(problem: Problem, runs: Runs, budget_bytes: int) -> None:
@@ -111,7 +111,7 @@ def test_any_graph_and_budget_give_the_optimum_of_one_sweep(
 
 def poor_runs(case: TightCase) -> Runs | None:
     """What runs again in the schedule of an online policy, if that fits."""
-    schedule = solve(case.graph, case.budget_bytes, "lru").schedule
+    schedule = solve_within(case.graph, case.budget_bytes, "lru").schedule
     return None if schedule is None else runs_by_stage(Problem.of(case.graph), schedule)
 
 
@@ -124,7 +124,7 @@ def test_outcomes_of_partial_neighbourhoods_fit_are_cheaper_and_leave_the_rest()
             continue
         chosen = source.sample(range(problem.n_ops), source.randint(1, problem.n_ops))
         stages_of = candidate_stages(problem, base, chosen, source.randint(1, 3))
-        assert set(stages_of) == {op for op in chosen if not problem.pinned[op]}
+        assert set(stages_of) == {op for op in chosen if not problem.no_recompute[op]}
         below_us = extra_us(problem, base)
         found = solved(problem, base, stages_of, case.budget_bytes, below_us)
         assert found.finished
@@ -181,7 +181,7 @@ def test_a_budget_below_what_is_fixed_needs_no_search() -> None:
     assert (outcome.runs, outcome.finished, running.taken) == (None, True, [])
 
 
-class Recorder(Running):
+class Recorder(RunningSolvers):
     """Notes which solvers asked to begin, and whether they were let."""
 
     def __init__(self) -> None:
@@ -219,7 +219,7 @@ def test_after_a_stop_none_begins() -> None:
 
 
 def test_a_stop_reaches_every_solver_at_work() -> None:
-    running, solvers = Running(), [Stoppable() for _ in range(3)]
+    running, solvers = RunningSolvers(), [Stoppable() for _ in range(3)]
     assert all(running.add(solver) for solver in solvers)
     assert [solver.stopped for solver in solvers] == [0, 0, 0]
     running.stop()

@@ -1,7 +1,7 @@
 """The least time of a tiny graph with recomputations and copies to the host, by exhaustive search.
 
 Dijkstra over what has run, what is on the device and on the host with when it arrives, and when the
-two links are free. It knows nothing of cuts, and follows the judge's rules: a copy waits for its
+two links are free. It knows nothing of cuts, and follows `simulate`'s rules: a copy waits for its
 link, its source and what the device was given before it; a value leaves the device when copies out
 of it have ended. A copy on the host leaves it at once, which only makes the optimum lower.
 """

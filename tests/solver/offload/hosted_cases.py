@@ -9,7 +9,7 @@ import msgspec
 
 from remat.graph_capture.graph import Link, Links, TrainingGraph
 from remat.solver.local_search.repair import Repair
-from remat.solver.offload.arrivals import Base, base_of, hosting
+from remat.solver.offload.fetch_as_recompute import UntimedSchedule, untimed_schedule, with_fetches
 from remat.solver.problem import Problem
 from remat.solver.search import Search
 from remat.solver.store_all import store_all_state
@@ -23,18 +23,20 @@ class HostedCase(NamedTuple):
 
     graph: TrainingGraph
     links: Links
-    base: Base
+    base: UntimedSchedule
     budget_bytes: int
 
 
 def hosted_base(
     graph: TrainingGraph, links: Links, hosted: set[int], budget_bytes: int
-) -> Base | None:
+) -> UntimedSchedule | None:
     """What repair makes of the step that keeps everything, with `hosted` ops; None if it fails."""
-    problem = hosting(Problem.of(graph), hosted, links)
+    problem = with_fetches(Problem.of(graph), hosted, links)
     state = store_all_state(problem)
     search = Search(graph, budget_bytes, "a test", 600.0)
-    return base_of(state, hosted) if Repair(state, budget_bytes, 1.0, search).run() else None
+    return (
+        untimed_schedule(state, hosted) if Repair(state, budget_bytes, 1.0, search).run() else None
+    )
 
 
 def random_case(seed: int) -> HostedCase | None:
@@ -59,7 +61,7 @@ def many_cases(count: int) -> list[HostedCase]:
     while len(found) < count:
         case = random_case(seed)
         seed += 1
-        if case is not None and case.base.absences:
+        if case is not None and case.base.off_spans:
             found.append(case)
     return found
 

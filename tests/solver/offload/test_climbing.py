@@ -5,7 +5,7 @@ from __future__ import annotations
 from remat.graph_capture.graph import Link, Links
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule
 from remat.schedules.simulate import simulate
-from remat.solver import solve
+from remat.solver import solve_within
 from remat.solver.offload.joint import arrivals_and_runs, climb_hosted, hosted_ops
 from remat.solver.problem import Problem
 from remat.solver.search import Search
@@ -30,7 +30,7 @@ def test_a_fetch_counts_where_its_value_is_first_read() -> None:
 def test_a_climb_betters_a_schedule_that_copies_nothing() -> None:
     plain = gpt_like(1)
     budget_bytes = peak_bytes_of(plain) * 60 // 100
-    alone = solve(plain, budget_bytes, "cut", gap=0.05, time_limit_s=AMPLE_S)
+    alone = solve_within(plain, budget_bytes, "cut", gap=0.05, time_limit_s=AMPLE_S)
     assert alone.schedule is not None
     found = links(50.0)
     search = Search(with_links(plain, found), budget_bytes, "joint", AMPLE_S)
@@ -46,7 +46,7 @@ def test_a_climb_betters_a_schedule_that_copies_nothing() -> None:
 def test_a_climb_ends_at_a_link_too_slow_to_help() -> None:
     plain = chain(5)
     budget_bytes = peak_bytes_of(plain) * 80 // 100
-    alone = solve(plain, budget_bytes, "cut", time_limit_s=AMPLE_S)
+    alone = solve_within(plain, budget_bytes, "cut", time_limit_s=AMPLE_S)
     slow = Links(Link(1e-3), Link(1e-3), 1 << 40)
     search = Search(with_links(plain, slow), budget_bytes, "joint", AMPLE_S)
     assert alone.schedule is not None

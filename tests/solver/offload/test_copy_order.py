@@ -9,7 +9,7 @@ import random
 from remat.graph_capture.graph import Link, Links, Op, TrainingGraph, Value
 from remat.schedules.schedule import Offload
 from remat.schedules.simulate import simulate
-from remat.solver.offload.placing import Placed, order_of_making, place_copies
+from remat.solver.offload.copy_placing import PlacedSchedule, order_of_making, place_copies
 from remat.solver.offload.with_copies import in_better_order
 from remat.solver.search import Search
 from tests.links import with_links
@@ -21,11 +21,11 @@ def cases() -> list[HostedCase]:
     return many_cases(150)
 
 
-def placed_in(case: HostedCase, order: tuple[str, ...] = ()) -> Placed | None:
+def placed_in(case: HostedCase, order: tuple[str, ...] = ()) -> PlacedSchedule | None:
     return place_copies(case.graph, case.base, case.budget_bytes, case.links, order=order)
 
 
-def bettered(case: HostedCase, placed: Placed) -> Placed:
+def bettered(case: HostedCase, placed: PlacedSchedule) -> PlacedSchedule:
     search = Search(case.graph, case.budget_bytes, "a test")
     place = functools.partial(placed_in, case)
     return in_better_order(search, placed, order_of_making(case.base), place)

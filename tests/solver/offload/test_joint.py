@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from remat.graph_capture.graph import Link, Links, TrainingGraph
 from remat.schedules.simulate import simulate
 from remat.schedules.simulation import Simulation
-from remat.solver import Progress, Result, solve
+from remat.solver import Progress, Result, solve_within
 from remat.solver.auto import Auto
-from remat.solver.budgets.sweep import spread, sweep
+from remat.solver.budgets.sweep import spread_budgets, sweep_budgets
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
 from tests.links import links, with_links
@@ -52,7 +52,7 @@ def solved(name: str, percent: int, found: Links | None = None, solver: str = "j
     graph = network(name)
     linked = graph if found is None else with_links(graph, found)
     budget_bytes = peak_bytes_of(graph) * percent // 100
-    return solve(linked, budget_bytes, solver, time_limit_s=AMPLE_S, gap=GAP)
+    return solve_within(linked, budget_bytes, solver, time_limit_s=AMPLE_S, gap=GAP)
 
 
 def judged(name: str, result: Result, found: Links) -> Simulation:
@@ -80,7 +80,9 @@ def test_the_same_graph_gives_the_same_plan_twice() -> None:
     found = links(25.0)
     budget_bytes = peak_bytes_of(unet_like(2)) * 55 // 100
     first, again = (
-        solve(with_links(unet_like(2), found), budget_bytes, "joint", time_limit_s=AMPLE_S, gap=GAP)
+        solve_within(
+            with_links(unet_like(2), found), budget_bytes, "joint", time_limit_s=AMPLE_S, gap=GAP
+        )
         for _ in range(2)
     )
     assert first.schedule == again.schedule
@@ -97,7 +99,7 @@ def test_tiny_graphs_are_bounded_by_all_their_schedules(seed: int) -> None:
         optimum_us = least_time_us(case)
         if optimum_us is None:
             continue
-        result = solve(case.graph, case.budget_bytes, "joint", time_limit_s=AMPLE_S)
+        result = solve_within(case.graph, case.budget_bytes, "joint", time_limit_s=AMPLE_S)
         check(case.graph, result, case.budget_bytes)
         assert result.lower_bound_us <= optimum_us * (1 + 1e-6)
         if result.schedule is not None:
@@ -111,7 +113,7 @@ def test_tiny_graphs_are_bounded_by_all_their_schedules(seed: int) -> None:
 def test_results_are_as_the_judge_says(graph: TrainingGraph, percent: int, gb_s: float) -> None:
     linked = with_links(graph, links(gb_s, latency_us=0.5))
     budget_bytes = peak_bytes_of(graph) * percent // 100
-    result = solve(linked, budget_bytes, time_limit_s=AMPLE_S)
+    result = solve_within(linked, budget_bytes, time_limit_s=AMPLE_S)
     check(linked, result, budget_bytes)
     optimum_us = least_alone_us(graph, budget_bytes) if len(graph.ops) <= 8 else None
     if optimum_us is not None:
@@ -176,7 +178,7 @@ def test_what_holds_for_recomputation_alone_is_no_bound_with_links() -> None:
 
 
 def test_a_proof_that_nothing_fits_without_copies_says_so() -> None:
-    lost = solve(with_links(chain(5)), 1, "cut", time_limit_s=AMPLE_S)
+    lost = solve_within(with_links(chain(5)), 1, "cut", time_limit_s=AMPLE_S)
     assert lost.schedule is None
     assert lost.message.startswith("Without copies: ")
     assert lost.least_bound_bytes == 0
@@ -185,16 +187,16 @@ def test_a_proof_that_nothing_fits_without_copies_says_so() -> None:
 
 def test_what_one_op_needs_is_a_proof_with_copies_too() -> None:
     graph = with_links(chain(5))
-    lost = solve(graph, 1, time_limit_s=AMPLE_S)
+    lost = solve_within(graph, 1, time_limit_s=AMPLE_S)
     assert lost.status == "infeasible"
     assert lost.message.startswith("no schedule fits 1 bytes")
-    again = solve(graph, lost.least_feasible_bytes, time_limit_s=AMPLE_S)
+    again = solve_within(graph, lost.least_feasible_bytes, time_limit_s=AMPLE_S)
     assert again.schedule is not None
 
 
 def test_a_front_over_budgets_is_monotone() -> None:
     graph = with_links(chain(5), links(1.0, latency_us=1.0))
-    front = sweep(graph, spread(chain(5), 4)[0], time_limit_s=AMPLE_S)
+    front = sweep_budgets(graph, spread_budgets(chain(5), 4)[0], time_limit_s=AMPLE_S)
     check_front(graph, front)
     assert front.points[-1].result.overhead == 0
 
@@ -202,7 +204,7 @@ def test_a_front_over_budgets_is_monotone() -> None:
 def test_a_search_without_time_has_an_answer() -> None:
     graph = with_links(network("gpt"))
     budget_bytes = peak_bytes_of(network("gpt")) * 70 // 100
-    found = solve(graph, budget_bytes, time_limit_s=0.0)
+    found = solve_within(graph, budget_bytes, time_limit_s=0.0)
     check(graph, found, budget_bytes)
     assert found.status == "time limit"
     assert found.lower_bound_us == graph.time_us
@@ -218,7 +220,9 @@ def test_ctrl_c_keeps_the_best_found() -> None:
             raise KeyboardInterrupt
 
     budget_bytes = peak_bytes_of(network("unet")) * 60 // 100
-    found = solve(graph, budget_bytes, "joint", gap=0.0, progress=listen, time_limit_s=AMPLE_S)
+    found = solve_within(
+        graph, budget_bytes, "joint", gap=0.0, progress=listen, time_limit_s=AMPLE_S
+    )
     assert starts
     check(graph, found, budget_bytes)
     assert found.schedule is not None
@@ -231,12 +235,12 @@ def test_ctrl_c_during_recomputation_alone_ends_the_solve(monkeypatch: pytest.Mo
 
     def ended(self: Auto, one: TrainingGraph, budget_bytes: int) -> Result:
         asked.append(self.time_limit_s)
-        found = solve(one, budget_bytes, "cut", gap=0.5)
+        found = solve_within(one, budget_bytes, "cut", gap=0.5)
         return msgspec.structs.replace(found, message="interrupted: by a test")
 
     monkeypatch.setattr(Auto, "solve", ended)
     budget_bytes = peak_bytes_of(network("unet")) * 60 // 100
-    found = solve(graph, budget_bytes, "joint", gap=1e-3, time_limit_s=AMPLE_S)
+    found = solve_within(graph, budget_bytes, "joint", gap=1e-3, time_limit_s=AMPLE_S)
     assert len(asked) == 1
     assert found.message.startswith("interrupted")
     assert found.status == "time limit"

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from remat.graph_capture.graph import Link, Links, Op, TrainingGraph, Value
-from remat.solver import solve
+from remat.solver import solve_within
 from remat.solver.backends.mip import Limits
 from remat.solver.offload.joint_cut import JointCut
 from remat.solver.problem import Problem
@@ -55,7 +55,7 @@ def test_no_bound_is_above_the_optimum(seed: int, is_host_small: bool) -> None:
 def one_copy() -> TrainingGraph:
     """v, of 10 bytes, is made once, must make room for `big`, and is read by `use`."""
     ops = (
-        Op("make", "t", "forward", (), ("v",), 5.0, pinned="it draws"),
+        Op("make", "t", "forward", (), ("v",), 5.0, no_recompute="it draws"),
         Op("between", "t", "forward", (), ("a",), 3.0),
         Op("big", "t", "forward", ("a",), ("b",), 2.0, 20),
         Op("after", "t", "backward", ("b",), ("c",), 4.0),
@@ -76,7 +76,7 @@ def test_a_copy_waits_for_what_its_windows_lack(rate: float) -> None:
     expected_us = graph.time_us + max(0.0, took_us - 3) + max(0.0, took_us - 4)
     program = JointCut(Problem.of(graph), (2,), 22, links=links)
     assert program.solve(TINY).bound_us == pytest.approx(expected_us)
-    found = solve(with_links(graph, links), 22, "joint", time_limit_s=AMPLE_S)
+    found = solve_within(with_links(graph, links), 22, "joint", time_limit_s=AMPLE_S)
     assert found.time_us == pytest.approx(expected_us)
     assert found.gap <= 1e-6
 

@@ -13,15 +13,15 @@ from remat.baselines.offload_policies import (
     Delta,
     Fraction,
     Saved,
-    hidden,
+    cost_per_byte,
+    hidden_copies,
     is_cheap,
     largest_of,
-    price,
 )
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Links, TrainingGraph
 from remat.schedules.schedule import Offload, Schedule
-from remat.solver import Result, make_solver, solve
+from remat.solver import Result, make_solver, solve_within
 from remat.solver.problem import Problem
 from remat.solver.table import NEEDS_LINKS
 from tests.graphs import peak_bytes_of
@@ -59,7 +59,7 @@ def graph_of(name: str, gb_s: float = 20.0) -> TrainingGraph:
 @functools.cache
 def result_of(solver: str, name: str, percent: int, gb_s: float = 20.0) -> Result:
     graph = graph_of(name, gb_s)
-    return solve(graph, peak_bytes_of(graph) * percent // 100, solver, time_limit_s=AMPLE_S)
+    return solve_within(graph, peak_bytes_of(graph) * percent // 100, solver, time_limit_s=AMPLE_S)
 
 
 def made_of(result: Result) -> Schedule:
@@ -94,7 +94,7 @@ def test_each_moves_something(solver: str) -> None:
 def test_without_links_the_error_says_what_to_do(solver: str) -> None:
     text = f"solver '{solver}' needs a link to the host: capture with host='64GiB'"
     with pytest.raises(SolverError, match=text) as caught:
-        solve(chain(4), 1 << 60, solver)
+        solve_within(chain(4), 1 << 60, solver)
     assert "\n" not in str(caught.value)
 
 
@@ -106,14 +106,14 @@ def test_what_is_resident_elsewhere_is_not_moved(solver: str) -> None:
         for value in graph.values
     )
     with pytest.raises(SolverError, match="sends activations alone, and x is to be moved too"):
-        solve(msgspec.structs.replace(graph, values=values), 1 << 60, solver)
+        solve_within(msgspec.structs.replace(graph, values=values), 1 << 60, solver)
 
 
 @pytest.mark.parametrize("solver", NEEDS_LINKS)
 def test_what_the_user_keeps_runs_once(solver: str) -> None:
     graph = graph_of("gpt")
     budget_bytes = peak_bytes_of(graph) * 9 // 10
-    result = solve(graph, budget_bytes, solver, time_limit_s=AMPLE_S, keep="blocks.0")
+    result = solve_within(graph, budget_bytes, solver, time_limit_s=AMPLE_S, keep="blocks.0")
     check(graph, result, budget_bytes)
     runs = made_of(result).computations()
     assert all(runs[op.name] == 1 for op in graph.ops if op.module == "blocks.0")
@@ -122,7 +122,7 @@ def test_what_the_user_keeps_runs_once(solver: str) -> None:
 @pytest.mark.parametrize("solver", NEEDS_LINKS)
 def test_the_same_plan_twice(solver: str) -> None:
     graph = with_links(GRAPHS["gpt"](), links(20.0))
-    again = solve(graph, peak_bytes_of(graph) * 6 // 10, solver, time_limit_s=AMPLE_S)
+    again = solve_within(graph, peak_bytes_of(graph) * 6 // 10, solver, time_limit_s=AMPLE_S)
     assert again.schedule == result_of(solver, "gpt", 60).schedule
 
 
@@ -133,8 +133,8 @@ def test_the_least_budget_that_is_named_can_be_met(solver: str) -> None:
         assert lost.schedule is None
         least_bytes = lost.least_feasible_bytes
         graph = graph_of(name)
-        assert solve(graph, least_bytes, solver, time_limit_s=AMPLE_S).schedule is not None
-        below = solve(graph, least_bytes - 1, solver, time_limit_s=AMPLE_S)
+        assert solve_within(graph, least_bytes, solver, time_limit_s=AMPLE_S).schedule is not None
+        below = solve_within(graph, least_bytes - 1, solver, time_limit_s=AMPLE_S)
         assert below.schedule is None
         assert below.least_feasible_bytes == least_bytes
 
@@ -142,14 +142,14 @@ def test_the_least_budget_that_is_named_can_be_met(solver: str) -> None:
 @pytest.mark.parametrize("solver", NEEDS_LINKS)
 def test_a_limit_of_no_time_ends_soon(solver: str) -> None:
     graph = graph_of("gpt")
-    result = solve(graph, peak_bytes_of(graph) * 6 // 10, solver, time_limit_s=0)
+    result = solve_within(graph, peak_bytes_of(graph) * 6 // 10, solver, time_limit_s=0)
     check(graph, result, peak_bytes_of(graph) * 6 // 10)
 
 
 @pytest.mark.parametrize("solver", NEEDS_LINKS)
 def test_a_host_without_room_takes_nothing(solver: str) -> None:
     graph = with_links(GRAPHS["gpt"](), links(20.0, host_bytes=0))
-    result = solve(graph, peak_bytes_of(graph) * 6 // 10, solver, time_limit_s=AMPLE_S)
+    result = solve_within(graph, peak_bytes_of(graph) * 6 // 10, solver, time_limit_s=AMPLE_S)
     for schedule in (result.schedule, result.least_schedule):
         assert schedule is None or not schedule.moves
 
@@ -189,24 +189,26 @@ def test_swap_all_sends_every_large_value() -> None:
 
 def test_nothing_large_is_said() -> None:
     graph = with_links(chain(6))
-    result = solve(graph, peak_bytes_of(graph) - 1, "swap_all", least_bytes=1 << 40)
+    result = solve_within(graph, peak_bytes_of(graph) - 1, "swap_all", least_bytes=1 << 40)
     assert result.schedule is None
     assert "nothing of forward that is large enough" in result.message
 
 
-def test_delta_prices_the_cheaper_way_and_hosts_what_hides() -> None:
+def test_delta_counts_the_cheaper_way_and_hosts_what_hides() -> None:
     graph = graph_of("gpt", 1e6)
     saved = saved_of(graph, graph.links or links())
     late = [v for v in saved.values if saved.first_read[v] > saved.problem.n_forward + 2]
-    assert all(price(saved, v)[0] == 0 for v in late)
-    assert hidden(saved, saved.values) >= frozenset(
-        v for v in saved.values if saved.problem.pinned[saved.problem.producer[v]]
+    assert all(cost_per_byte(saved, v)[0] == 0 for v in late)
+    assert hidden_copies(saved, saved.values) >= frozenset(
+        v for v in saved.values if saved.problem.no_recompute[saved.problem.producer[v]]
     )
     slow = saved_of(graph, links(1e-6))
     free = [v for v in slow.values if slow.again_us[v] < float("inf")]
     assert 0 < len(free) < len(slow.values)
-    assert all(price(slow, v)[0] == slow.again_us[v] / slow.problem.size_bytes[v] for v in free)
-    assert hidden(slow, free) == frozenset()
+    assert all(
+        cost_per_byte(slow, v)[0] == slow.again_us[v] / slow.problem.size_bytes[v] for v in free
+    )
+    assert hidden_copies(slow, free) == frozenset()
 
 
 def test_delta_releases_more_with_each_step() -> None:
@@ -252,4 +254,4 @@ def test_a_choice_that_hosts_an_output_of_an_op_and_remakes_another_brings_both(
     assert saved.base(CopyChoice(frozenset(), frozenset(saved.values))) is not None
     base = saved.base(CopyChoice(frozenset(saved.large)))
     assert base is not None
-    assert {a.value for a in base.absences} <= {saved.problem.names[v] for v in saved.large}
+    assert {a.value for a in base.off_spans} <= {saved.problem.names[v] for v in saved.large}

@@ -1,4 +1,4 @@
-"""What is planned with copies and what is refused: pins, orders, pieces, updates, homes."""
+"""What is planned with copies and what is refused: pins, orders, chunks, updates, homes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from remat.graph_capture.errors import ScheduleError, SolverError
 from remat.graph_capture.graph import UPDATE, Choice, Link, Links, Op, Region, TrainingGraph, Value
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 from remat.schedules.simulate import simulate
-from remat.solver import solve
+from remat.solver import solve_within
 from remat.solver.problem import Problem
 from remat.solver.reductions.updates import late_steps
 from tests.graphs import peak_bytes_of
@@ -31,7 +31,7 @@ def test_what_is_kept_runs_once_and_may_be_copied() -> None:
     graph = with_links(with_modules(gpt_like(3)), links(50.0))
     budget_bytes = peak_bytes_of(gpt_like(3)) * 70 // 100
     free, kept = (
-        solve(graph, budget_bytes, keep=keep, time_limit_s=AMPLE_S, gap=0.05)
+        solve_within(graph, budget_bytes, keep=keep, time_limit_s=AMPLE_S, gap=0.05)
         for keep in ((), tuple(op.name for op in graph.ops if op.phase == "forward"))
     )
     assert free.schedule is not None
@@ -47,14 +47,14 @@ def test_what_is_kept_runs_once_and_may_be_copied() -> None:
 def test_pins_that_recompute_are_refused_with_links(solver: str) -> None:
     graph = with_links(with_modules(gpt_like(1)))
     with pytest.raises(SolverError, match=r"recompute= is not planned with copies .* host="):
-        solve(graph, 1 << 40, solver, recompute="f3")
+        solve_within(graph, 1 << 40, solver, recompute="f3")
     budget_bytes = peak_bytes_of(gpt_like(1))
-    assert solve(graph, budget_bytes, "chen_sqrt", recompute="f3").schedule is not None
+    assert solve_within(graph, budget_bytes, "chen_sqrt", recompute="f3").schedule is not None
 
 
 def test_a_free_order_is_refused_with_links() -> None:
     with pytest.raises(SolverError, match=r"order free is not planned with copies .* host="):
-        solve(with_links(gpt_like(1)), 1 << 40, order="free")
+        solve_within(with_links(gpt_like(1)), 1 << 40, order="free")
 
 
 def test_values_with_a_home_are_refused() -> None:
@@ -66,17 +66,17 @@ def test_values_with_a_home_are_refused() -> None:
     with pytest.raises(
         SolverError, match="'joint' sends activations alone, and tokens is to be moved"
     ):
-        solve(msgspec.structs.replace(graph, values=values), 1 << 40)
+        solve_within(msgspec.structs.replace(graph, values=values), 1 << 40)
 
 
-def pieces_graph() -> TrainingGraph:
-    """Two layers whose results backward reads, and a head that may run in two pieces."""
+def chunks_graph() -> TrainingGraph:
+    """Two layers whose results backward reads, and a head that may run in two chunks."""
     ops = (
         Op("a", "mm", "forward", ("x",), ("a",), 400.0),
         Op("b", "mm", "forward", ("a",), ("b",), 400.0),
         Op("head", "mm", "forward", ("b",), ("z",), 20.0),
         Op("loss", "loss", "forward", ("z",), ("l",), 5.0),
-        Op("tangents", "remat.tangents", "backward", (), ("t",), pinned="they arrive"),
+        Op("tangents", "remat.tangents", "backward", (), ("t",), no_recompute="they arrive"),
         Op("dz", "loss_backward", "backward", ("z", "t"), ("dz",), 5.0),
         Op("db", "mm", "backward", ("dz", "b"), ("db",), 400.0),
         Op("da", "mm", "backward", ("db", "a"), ("da",), 400.0),
@@ -87,23 +87,23 @@ def pieces_graph() -> TrainingGraph:
         Value("t", 4, "tangents", "tangent"),
         *(Value(name, size * MIB, name if name != "z" else "head") for name, size in sizes.items()),
     )  # fmt: skip
-    forward = Op("loss_n", "pieces", "forward", ("b",), ("l",), 25.0, 16 * MIB)
-    backward = Op("db", "pieces_back", "backward", ("b", "t"), ("db",), 430.0, 16 * MIB)
+    forward = Op("loss_n", "chunks", "forward", ("b",), ("l",), 25.0, 16 * MIB)
+    backward = Op("db", "chunks_back", "backward", ("b", "t"), ("db",), 430.0, 16 * MIB)
     made = (Value("l", 4, "loss_n", "output"), Value("db", 16 * MIB, "db"))
     choice = Choice(2, True, (("tangents", forward), ("da", backward)), made)
     region = Region("head", ("head", "loss", "dz", "db"), (choice,))
     return TrainingGraph(
-        "toy", ops, values, ("l",), ("l", "t", "da"), regions=(region,), prices="measured"
+        "toy", ops, values, ("l",), ("l", "t", "da"), regions=(region,), cost_origin="measured"
     )
 
 
-def test_regions_run_in_pieces_beside_copies() -> None:
-    graph = pieces_graph()
-    alone = solve(graph, 60 * MIB, time_limit_s=AMPLE_S)
-    found = solve(with_links(graph, FAST), 60 * MIB, time_limit_s=AMPLE_S)
+def test_regions_run_in_chunks_beside_copies() -> None:
+    graph = chunks_graph()
+    alone = solve_within(graph, 60 * MIB, time_limit_s=AMPLE_S)
+    found = solve_within(with_links(graph, FAST), 60 * MIB, time_limit_s=AMPLE_S)
     assert alone.schedule is not None
     assert found.schedule is not None
-    assert found.schedule.pieces
+    assert found.schedule.chunks
     assert found.schedule.moves
     assert found.time_us < alone.time_us
     assert simulate(with_links(graph, FAST), found.schedule).peak_bytes <= 60 * MIB
@@ -115,9 +115,17 @@ def update_graph() -> TrainingGraph:
         Op("a", "aten.mm.default", "forward", ("x", "w"), ("va",), 100.0),
         Op("b", "aten.mm.default", "forward", ("va", "w"), ("vb",), 100.0),
         Op("loss", "aten.sum.default", "forward", ("vb",), ("loss",), 1.0),
-        Op("tangents", "remat.tangents", "backward", (), ("t",), pinned="they arrive"),
+        Op("tangents", "remat.tangents", "backward", (), ("t",), no_recompute="they arrive"),
         Op("gw", "aten.mm.default", "backward", ("t", "va"), ("gw",), 100.0),
-        Op("update", UPDATE, "backward", ("gw", "w"), (), workspace_bytes=10, pinned="it writes"),
+        Op(
+            "update",
+            UPDATE,
+            "backward",
+            ("gw", "w"),
+            (),
+            workspace_bytes=10,
+            no_recompute="it writes",
+        ),
         Op("wide", "aten.mm.default", "backward", ("t",), ("wide",), 100.0),
         Op("big", "aten.sum.default", "backward", ("wide",), ("big",), 100.0),
         Op("ga", "aten.mm.default", "backward", ("t", "vb", "big"), ("ga",), 100.0),
@@ -136,8 +144,8 @@ def update_graph() -> TrainingGraph:
 
 def test_updates_during_backward_are_planned_with_copies() -> None:
     graph = with_links(update_graph(), Links(Link(10.0), Link(10.0), 1 << 40))
-    alone = solve(update_graph(), 360, time_limit_s=AMPLE_S)
-    found = solve(graph, 330, time_limit_s=AMPLE_S)
+    alone = solve_within(update_graph(), 360, time_limit_s=AMPLE_S)
+    found = solve_within(graph, 330, time_limit_s=AMPLE_S)
     assert alone.schedule is not None
     assert found.schedule is not None
     assert found.schedule.moves

@@ -15,7 +15,7 @@ from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Compute, Schedule
 from remat.schedules.simulate import simulate
-from remat.solver import Progress, Result, solve
+from remat.solver import Progress, Result, solve_within
 from remat.solver.auto import Auto
 from remat.solver.cuts.cut import Cut
 from remat.solver.exact.exhaustive import Exhaustive
@@ -70,7 +70,7 @@ def test_an_order_that_does_not_exist_is_refused() -> None:
 def test_auto_equals_the_published_optimum_of_a_free_order(data: dict[str, Any]) -> None:
     graph = graph_from_nodes(data)
     for row in data["reference"]["rows"]:
-        result = solve(graph, row["budget"], order="free")
+        result = solve_within(graph, row["budget"], order="free")
         check(graph, result, row["budget"])
         optimum = row["optimal_cost_free_order"]
         assert (None if result.schedule is None else result.time_us) == optimum
@@ -82,10 +82,10 @@ def test_auto_equals_the_published_optimum_of_a_free_order(data: dict[str, Any])
 
 @pytest.mark.parametrize("count", [2, 16])
 def test_another_order_is_found_where_the_given_one_is_infeasible(count: int) -> None:
-    graph = branches(count, pinned="draws randomly")
+    graph = branches(count, no_recompute="draws randomly")
     budget_bytes = LARGE_BYTES + count + 1
-    fixed = solve(graph, budget_bytes, time_limit_s=AMPLE_S)
-    free = solve(graph, budget_bytes, order="free", time_limit_s=AMPLE_S)
+    fixed = solve_within(graph, budget_bytes, time_limit_s=AMPLE_S)
+    free = solve_within(graph, budget_bytes, order="free", time_limit_s=AMPLE_S)
     check(graph, free, budget_bytes)
     assert fixed.status == "infeasible"
     assert (free.status, free.overhead) == ("optimal", 0.0)
@@ -95,8 +95,8 @@ def test_another_order_is_found_where_the_given_one_is_infeasible(count: int) ->
 def test_another_order_saves_what_would_run_again() -> None:
     graph = branches(16)
     budget_bytes = LARGE_BYTES + 17
-    fixed = solve(graph, budget_bytes, time_limit_s=AMPLE_S)
-    free = solve(graph, budget_bytes, order="free", time_limit_s=AMPLE_S)
+    fixed = solve_within(graph, budget_bytes, time_limit_s=AMPLE_S)
+    free = solve_within(graph, budget_bytes, order="free", time_limit_s=AMPLE_S)
     check(graph, free, budget_bytes)
     assert fixed.overhead > 0.4
     assert free.overhead == 0.0
@@ -107,7 +107,7 @@ def test_another_order_saves_what_would_run_again() -> None:
 def test_on_a_training_step_the_given_order_is_proved_for_all(build: Any) -> None:
     graph = build(2)
     budget_bytes = peak_bytes_of(graph) * 8 // 10
-    free = solve(graph, budget_bytes, order="free", gap=0.01, time_limit_s=AMPLE_S)
+    free = solve_within(graph, budget_bytes, order="free", gap=0.01, time_limit_s=AMPLE_S)
     check(graph, free, budget_bytes)
     assert free.gap <= 0.01
     assert free.status != "time limit"
@@ -118,8 +118,8 @@ def test_on_a_training_step_the_given_order_is_proved_for_all(build: Any) -> Non
 @given(training_graphs(max_ops=18))
 def test_auto_in_a_free_order_is_valid_and_never_worse(graph: TrainingGraph) -> None:
     budget_bytes = peak_bytes_of(graph) * 8 // 10
-    fixed = solve(graph, budget_bytes, time_limit_s=AMPLE_S)
-    free = solve(graph, budget_bytes, order="free", time_limit_s=AMPLE_S)
+    fixed = solve_within(graph, budget_bytes, time_limit_s=AMPLE_S)
+    free = solve_within(graph, budget_bytes, order="free", time_limit_s=AMPLE_S)
     check(graph, free, budget_bytes)
     if fixed.schedule is not None:
         assert free.schedule is not None
@@ -129,7 +129,7 @@ def test_auto_in_a_free_order_is_valid_and_never_worse(graph: TrainingGraph) -> 
 def test_that_nothing_fits_in_any_order_is_said_where_it_is_proved() -> None:
     graph = gpt_like(1)
     budget_bytes = peak_bytes_of(graph) // 20
-    result = solve(graph, budget_bytes, order="free", time_limit_s=AMPLE_S)
+    result = solve_within(graph, budget_bytes, order="free", time_limit_s=AMPLE_S)
     check(graph, result, budget_bytes)
     refusal = f"no schedule fits {budget_bytes} bytes in any order of first computations"
     assert result.status == "infeasible"
@@ -159,17 +159,17 @@ def test_what_is_not_proved_is_not_said() -> None:
 
 
 def test_the_budget_that_an_infeasible_result_names_is_feasible() -> None:
-    graph = branches(16, pinned="draws randomly")
-    lost = solve(graph, LARGE_BYTES, order="free", time_limit_s=AMPLE_S)
+    graph = branches(16, no_recompute="draws randomly")
+    lost = solve_within(graph, LARGE_BYTES, order="free", time_limit_s=AMPLE_S)
     assert lost.schedule is None
-    found = solve(graph, lost.least_feasible_bytes, order="free", time_limit_s=AMPLE_S)
+    found = solve_within(graph, lost.least_feasible_bytes, order="free", time_limit_s=AMPLE_S)
     assert found.schedule is not None
 
 
 def test_when_time_is_up_the_best_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, late = layered_graph(120, 0, by_layers=True), LateClock(monkeypatch)
     budget_bytes = peak_bytes_of(graph) * 7 // 10
-    result = solve(graph, budget_bytes, order="free", time_limit_s=AMPLE_S, progress=late)
+    result = solve_within(graph, budget_bytes, order="free", time_limit_s=AMPLE_S, progress=late)
     check(graph, result, budget_bytes)
     assert result.status == "time limit"
     assert result.schedule is not None
@@ -180,7 +180,7 @@ def test_the_time_limit_is_kept_and_the_best_too() -> None:
     graph = layered_graph(120, 0, by_layers=True)
     budget_bytes = peak_bytes_of(graph) * 7 // 10
     began_s = time.monotonic()
-    result = solve(graph, budget_bytes, order="free", time_limit_s=3.0)
+    result = solve_within(graph, budget_bytes, order="free", time_limit_s=3.0)
     assert time.monotonic() - began_s < 5.0
     check(graph, result, budget_bytes)
     assert result.status == "time limit"
@@ -198,7 +198,9 @@ def test_an_interrupt_keeps_the_best(after: str) -> None:
         if progress.doing.startswith(after) and progress.best_overhead is not None:
             raise KeyboardInterrupt
 
-    result = solve(graph, budget_bytes, order="free", progress=interrupt, time_limit_s=AMPLE_S)
+    result = solve_within(
+        graph, budget_bytes, order="free", progress=interrupt, time_limit_s=AMPLE_S
+    )
     check(graph, result, budget_bytes)
     assert (result.status, result.message.split(":")[0]) == ("time limit", "interrupted")
     assert result.schedule is not None
@@ -210,7 +212,9 @@ def test_progress_never_gets_worse_and_ends_at_the_result() -> None:
     graph = layered_graph(40, 1, by_layers=True)
     budget_bytes = peak_bytes_of(graph) * 8 // 10
     told: list[Progress] = []
-    result = solve(graph, budget_bytes, order="free", progress=told.append, time_limit_s=AMPLE_S)
+    result = solve_within(
+        graph, budget_bytes, order="free", progress=told.append, time_limit_s=AMPLE_S
+    )
     found = [p.best_overhead for p in told if p.best_overhead is not None]
     assert found == sorted(found, reverse=True)
     assert found[-1] == pytest.approx(result.overhead)

@@ -14,10 +14,10 @@ from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Compute, Free, Schedule
 from remat.schedules.simulate import simulate
-from remat.solver import Result, solve
+from remat.solver import Result, solve_within
 from remat.solver.problem import Problem
-from remat.solver.reductions.globs import Pins
-from remat.solver.reductions.pins import TWIN, kept_graph, with_twins
+from remat.solver.reductions.pin_globs import Pins
+from remat.solver.reductions.pins import CLONE, kept_graph, with_clones
 from tests.graphs import with_modules
 from tests.limits import AMPLE_S
 from tests.rows import rows
@@ -33,7 +33,7 @@ def gpt() -> TrainingGraph:
 
 
 def peak_bytes(graph: TrainingGraph) -> int:
-    return solve(graph, UNLIMITED_BYTES, "store_all").peak_bytes
+    return solve_within(graph, UNLIMITED_BYTES, "store_all").peak_bytes
 
 
 def live_when_backward_opens(graph: TrainingGraph, schedule: Schedule) -> set[str]:
@@ -77,7 +77,7 @@ def least_time_with_loss(graph: TrainingGraph, budget_bytes: int, lost: Collecti
     ]
     index = {name: i for i, name in enumerate(problem.names)}
     lost_mask = sum(1 << index[name] for name in lost)
-    handed = sum(1 << v for v in problem.forward_outputs)
+    returned = sum(1 << v for v in problem.forward_outputs)
     held = sum(1 << v for v in problem.held)
     wanted = sum(1 << v for v in problem.needs[problem.n_ops])
     room = budget_bytes - problem.resident_bytes
@@ -102,12 +102,12 @@ def least_time_with_loss(graph: TrainingGraph, budget_bytes: int, lost: Collecti
             reads, makes = masks[op]
             own = problem.output_bytes[op] + problem.workspace_bytes[op]
             is_first = op == following
-            may_run = is_first or (not problem.pinned[op] and makes & ~live)
+            may_run = is_first or (not problem.no_recompute[op] and makes & ~live)
             if reads & ~live or not may_run or size_of(live) + own > room:
                 continue
             after = live | makes
             if is_first and op == problem.n_forward - 1:
-                if handed & ~after:
+                if returned & ~after:
                     continue
                 after &= ~lost_mask
             moves.append((time_us + problem.cost_us[op], following + is_first, after))
@@ -127,7 +127,7 @@ def least_time_with_loss(graph: TrainingGraph, budget_bytes: int, lost: Collecti
 def test_pins_hold_on_a_transformer(solver: str, percent: int, keep: str, recompute: str) -> None:
     graph = gpt()
     budget_bytes = peak_bytes(graph) * percent // 100
-    result = solve(
+    result = solve_within(
         graph, budget_bytes, solver, time_limit_s=AMPLE_S, keep=keep, recompute=recompute
     )  # fmt: skip
     check_pins(graph, result, keep, recompute)
@@ -146,14 +146,16 @@ def test_pins_against_exhaustive_search(seed: int) -> None:
         pins = Pins.of(graph, ("*.attn",), ("*.norm",))
     except SolverError:
         return
-    result = solve(graph, budget_bytes, keep=["*.attn"], recompute=["*.norm"], time_limit_s=AMPLE_S)
+    result = solve_within(
+        graph, budget_bytes, keep=["*.attn"], recompute=["*.norm"], time_limit_s=AMPLE_S
+    )
     check_pins(graph, result, "*.attn", "*.norm")
     lost = [v for name in pins.again for v in graph.ops[graph.op_index[name]].outputs]
     least_us = least_time_with_loss(kept_graph(graph, pins.kept), budget_bytes, lost)
     assert result.lower_bound_us <= least_us * (1 + 1e-9)
     if result.schedule is not None:
         assert result.time_us >= least_us * (1 - 1e-9)
-    only_kept = solve(graph, budget_bytes, keep="*.attn", time_limit_s=AMPLE_S)
+    only_kept = solve_within(graph, budget_bytes, keep="*.attn", time_limit_s=AMPLE_S)
     least_us = least_time_us(kept_graph(graph, pins.kept), budget_bytes) or float("inf")
     assert only_kept.lower_bound_us <= least_us * (1 + 1e-9)
     if only_kept.status == "optimal":
@@ -166,8 +168,8 @@ def test_what_is_kept_may_come_in_another_order() -> None:
         graph, ops=tuple(msgspec.structs.replace(op, module="wide") for op in graph.ops)
     )
     budget_bytes = LARGE_BYTES + 17
-    fixed = solve(placed, budget_bytes, keep="wide", time_limit_s=AMPLE_S)
-    free = solve(placed, budget_bytes, keep="wide", order="free", time_limit_s=AMPLE_S)
+    fixed = solve_within(placed, budget_bytes, keep="wide", time_limit_s=AMPLE_S)
+    free = solve_within(placed, budget_bytes, keep="wide", order="free", time_limit_s=AMPLE_S)
     assert fixed.schedule is None
     assert (free.status, free.overhead) == ("optimal", 0.0)
     assert free.schedule is not None
@@ -182,9 +184,9 @@ def test_the_bound_of_a_free_order_with_pins_is_below_every_schedule(seed: int) 
     budget_bytes = int(peak_bytes(graph) * 0.8)
     for keep, recompute in (("*.attn", ""), ("", "*.norm")):
         globs = {"keep": keep or (), "recompute": recompute or (), "time_limit_s": AMPLE_S}
-        free = solve(graph, budget_bytes, order="free", **globs)
+        free = solve_within(graph, budget_bytes, order="free", **globs)
         check_pins(graph, free, keep, recompute)
-        fixed = solve(graph, budget_bytes, **globs)
+        fixed = solve_within(graph, budget_bytes, **globs)
         if fixed.schedule is not None:
             assert free.lower_bound_us <= fixed.time_us * (1 + 1e-9)
 
@@ -196,17 +198,17 @@ def test_the_budget_that_an_infeasible_result_names_is_feasible(
     graph: TrainingGraph, pinned: str
 ) -> None:
     placed = with_modules(graph, 2)
-    lost = solve(placed, 1, "cut", **{pinned: "blocks.0"})
+    lost = solve_within(placed, 1, "cut", **{pinned: "blocks.0"})
     assert lost.status == "infeasible"
     assert "@" not in lost.message
     assert all(item.name in placed.value_by_name for item in lost.held_at_peak)
-    found = solve(placed, lost.least_feasible_bytes, "cut", **{pinned: "blocks.0"})
+    found = solve_within(placed, lost.least_feasible_bytes, "cut", **{pinned: "blocks.0"})
     assert found.schedule is not None
     check_pins(placed, found, **{pinned: "blocks.0"})
 
 
 def test_the_least_schedule_under_kept_pins_is_of_the_real_graph() -> None:
-    result = solve(gpt(), 1, "cut", keep=["*"])
+    result = solve_within(gpt(), 1, "cut", keep=["*"])
     assert result.schedule is None
     assert result.least_schedule is not None
     assert result.least_schedule.graph_hash == gpt().hash
@@ -216,24 +218,24 @@ def test_the_least_schedule_under_kept_pins_is_of_the_real_graph() -> None:
 def test_without_a_budget_only_what_must_run_again_does() -> None:
     graph = gpt()
     pins = Pins.of(graph, (), ("*.norm",))
-    twinned = with_twins(graph, frozenset(graph.op_index[name] for name in pins.again))
-    twins = {op.name.removesuffix(TWIN): op for op in twinned.ops if op.name.endswith(TWIN)}
-    assert twins
-    assert twins.keys() <= pins.again.keys()
-    result = solve(graph, UNLIMITED_BYTES, recompute="*.norm")
+    cloned_graph = with_clones(graph, frozenset(graph.op_index[name] for name in pins.again))
+    clones = {op.name.removesuffix(CLONE): op for op in cloned_graph.ops if op.name.endswith(CLONE)}
+    assert clones
+    assert clones.keys() <= pins.again.keys()
+    result = solve_within(graph, UNLIMITED_BYTES, recompute="*.norm")
     assert result.schedule is not None
     runs = result.schedule.computations()
-    assert {name for name in runs if runs[name] > 1} == twins.keys()
-    assert result.time_us == pytest.approx(twinned.time_us)
+    assert {name for name in runs if runs[name] > 1} == clones.keys()
+    assert result.time_us == pytest.approx(cloned_graph.time_us)
     assert result.status == "optimal"
 
 
 def test_recomputing_all_that_may_be_lowers_the_peak() -> None:
     graph = with_modules(chain(12))
-    result = solve(graph, UNLIMITED_BYTES, recompute="*")
+    result = solve_within(graph, UNLIMITED_BYTES, recompute="*")
     check_pins(graph, result, recompute="*")
     assert result.overhead > 0
-    assert solve(graph, UNLIMITED_BYTES, keep="*").overhead == 0
+    assert solve_within(graph, UNLIMITED_BYTES, keep="*").overhead == 0
 
 
 def test_globs_match_modules_and_all_below() -> None:
@@ -259,21 +261,21 @@ def test_globs_match_modules_and_all_below() -> None:
 )
 def test_errors_name_what_was_near(pins: dict[str, str], text: str) -> None:
     with pytest.raises(SolverError, match=text):
-        solve(gpt(), UNLIMITED_BYTES, **pins)  # type: ignore[arg-type]
+        solve_within(gpt(), UNLIMITED_BYTES, **pins)  # type: ignore[arg-type]
 
 
 def test_what_cannot_run_again_is_left_alone_or_refused() -> None:
     graph = with_modules(chain(4))
     last = graph.ops[graph.n_forward - 1]
     assert last.module == "head"
-    with pytest.raises(SolverError, match=f"{last.name}: the step hands over its value"):
-        solve(graph, UNLIMITED_BYTES, recompute="head")
+    with pytest.raises(SolverError, match=f"{last.name}: the step returns its value"):
+        solve_within(graph, UNLIMITED_BYTES, recompute="head")
     kept = kept_graph(graph, dict.fromkeys(["f0"], "test"))
     with pytest.raises(SolverError, match="f0: it must not run twice: kept by keep='test'"):
-        solve(kept, UNLIMITED_BYTES, recompute="blocks.0.norm")
+        solve_within(kept, UNLIMITED_BYTES, recompute="blocks.0.norm")
     assert last.name not in Pins.of(graph, (), "*").again
 
 
 def test_a_graph_without_modules_says_so() -> None:
     with pytest.raises(SolverError, match="no op of this graph names its module"):
-        solve(chain(4), UNLIMITED_BYTES, keep="blocks.0")
+        solve_within(chain(4), UNLIMITED_BYTES, keep="blocks.0")

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.baselines.evictions import HOLE, Arena, Fit, cheapest_window
+from remat.baselines.evictions import HOLE, AddressSpace, HoleFit, cheapest_window
 from remat.solver.policies.eviction import ByteCount
 
 
@@ -45,9 +45,9 @@ def test_cheapest_window_equals_brute_force(
     ),
 )
 def test_arena_never_overlaps_and_loses_no_byte(
-    capacity_bytes: int, orders: list[tuple[int, int, Fit]]
+    capacity_bytes: int, orders: list[tuple[int, int, HoleFit]]
 ) -> None:
-    arena, sizes = Arena(capacity_bytes, 10), dict[int, int]()
+    arena, sizes = AddressSpace(capacity_bytes, 10), dict[int, int]()
     for block, size_bytes, fit in orders:
         if block in sizes:
             arena.release(block)
@@ -61,7 +61,7 @@ def test_arena_never_overlaps_and_loses_no_byte(
         check_arena(arena, capacity_bytes, sizes)
 
 
-def check_arena(arena: Arena, capacity_bytes: int, sizes: dict[int, int]) -> None:
+def check_arena(arena: AddressSpace, capacity_bytes: int, sizes: dict[int, int]) -> None:
     spans = list(arena.spans())
     ends = [0, *(start + size_bytes for start, size_bytes, _ in spans)]
     assert [start for start, _, _ in spans] == ends[:-1]
@@ -79,7 +79,7 @@ def check_arena(arena: Arena, capacity_bytes: int, sizes: dict[int, int]) -> Non
 
 
 def test_arena_fits() -> None:
-    arena = Arena(20, 6)
+    arena = AddressSpace(20, 6)
     assert all(arena.place(block, size, "low") for block, size in enumerate((5, 2, 3, 2, 8)))
     arena.release(0)
     arena.release(2)

@@ -13,8 +13,8 @@ from remat.baselines.evictions import CoopPolicy, DtePolicy, LruPolicy
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.simulate import simulate
-from remat.solver import make_solver, solve
-from remat.solver.policies.eviction import Books, Policy
+from remat.solver import make_solver, solve_within
+from remat.solver.policies.eviction import Policy, ValueStatistics
 from remat.solver.policies.online import NoRoomError, OnlineRun
 from remat.solver.policies.policies import Dtr, DtrPolicy, LargestPolicy, MspsPolicy, neighbourhood
 from remat.solver.problem import Problem
@@ -57,7 +57,7 @@ def graph_of(name: str) -> TrainingGraph:
 
 @functools.cache
 def peak_bytes_of(name: str) -> int:
-    return solve(graph_of(name), HUGE_BYTES, "store_all").peak_bytes
+    return solve_within(graph_of(name), HUGE_BYTES, "store_all").peak_bytes
 
 
 def path(sizes_bytes: tuple[int, ...], costs_us: tuple[float, ...]) -> TrainingGraph:
@@ -77,8 +77,8 @@ def test_plans_keep_the_budget_or_name_one_that_does(
     solver: str, options: dict[str, object], name: str, percent: int
 ) -> None:
     graph, budget_bytes = graph_of(name), peak_bytes_of(name) * percent // 100
-    result = solve(graph, budget_bytes, solver, prune=False, **options)
-    pruned = solve(graph, budget_bytes, solver, **options)
+    result = solve_within(graph, budget_bytes, solver, prune=False, **options)
+    pruned = solve_within(graph, budget_bytes, solver, **options)
     for found in (result, pruned):
         if found.schedule is None:
             assert found.status == "infeasible"
@@ -97,12 +97,12 @@ def test_every_policy_runs_a_transformer_at_half_its_peak(
     solver: str, options: dict[str, object]
 ) -> None:
     graph = gpt_like(4)
-    peak_bytes = solve(graph, HUGE_BYTES, "store_all").peak_bytes
-    result = solve(graph, peak_bytes // 2, solver, **options)
+    peak_bytes = solve_within(graph, HUGE_BYTES, "store_all").peak_bytes
+    result = solve_within(graph, peak_bytes // 2, solver, **options)
     assert result.schedule is not None
     assert 0 < result.overhead < 0.4
     assert result.schedule.options == {**options, "prune": True}
-    again = solve(graph, peak_bytes // 2, solver, **options)
+    again = solve_within(graph, peak_bytes // 2, solver, **options)
     assert again.schedule == result.schedule
 
 
@@ -112,14 +112,14 @@ def test_plans_of_any_graph_are_valid(
     graph: TrainingGraph, percent: int, policy: tuple[str, dict[str, object]]
 ) -> None:
     solver, options = policy
-    peak_bytes = solve(graph, HUGE_BYTES, "store_all").peak_bytes
+    peak_bytes = solve_within(graph, HUGE_BYTES, "store_all").peak_bytes
     budget_bytes = peak_bytes * percent // 100
-    result = solve(graph, budget_bytes, solver, **options)
+    result = solve_within(graph, budget_bytes, solver, **options)
     if result.schedule is None:
         assert result.status == "infeasible"
         named_bytes = result.least_feasible_bytes
         assert budget_bytes < named_bytes <= peak_bytes
-        result = solve(graph, named_bytes, solver, **options)
+        result = solve_within(graph, named_bytes, solver, **options)
         budget_bytes = named_bytes
     assert result.schedule is not None
     assert simulate(graph, result.schedule).peak_bytes <= budget_bytes
@@ -131,7 +131,7 @@ def test_books_of_a_run_bound_what_its_sequence_needs(
     graph: TrainingGraph, percent: int, policy: tuple[str, dict[str, object]]
 ) -> None:
     problem = Problem.of(graph)
-    peak_bytes = solve(graph, HUGE_BYTES, "store_all").peak_bytes
+    peak_bytes = solve_within(graph, HUGE_BYTES, "store_all").peak_bytes
     room_bytes = (peak_bytes - problem.resident_bytes) * percent // 100
     run = OnlineRun(problem, policy_of(*policy, problem, room_bytes))
     try:
@@ -154,10 +154,10 @@ def policy_of(solver: str, options: dict[str, object], problem: Problem, room: i
     return made[solver](problem, room)
 
 
-def three_values() -> tuple[Problem, Books, np.ndarray]:
+def three_values() -> tuple[Problem, ValueStatistics, np.ndarray]:
     """Four in a row: a evicted, then b, c, d live; used at 2, 10 and 13 of 20 us."""
     problem = Problem.of(path((1 * MIB, 2 * MIB, 1 * MIB, 4 * MIB), (7.0, 3.0, 5.0, 6.0)))
-    books = Books(problem)
+    books = ValueStatistics(problem)
     books.clock_us = 20.0
     books.used_us[:] = (0.0, 2.0, 10.0, 13.0)
     books.evictable[1:] = 1
@@ -204,7 +204,7 @@ def test_dte_counts_the_holes_on_both_sides() -> None:
 
 def test_coop_evicts_neighbours_and_parts_cheap_from_costly() -> None:
     problem = Problem.of(path((4, 4, 4, 4, 8), (1.0, 9.0, 1.0, 1.0, 1.0)))
-    policy, books = CoopPolicy(problem, 16), Books(problem)
+    policy, books = CoopPolicy(problem, 16), ValueStatistics(problem)
     assert [policy.is_costly(op) for op in range(5)] == [False, True, False, False, False]
     assert all(policy.place(v, 4, v) for v in range(4))
     assert policy.arena.at == {0: 0, 2: 4, 3: 8, 1: 12}
@@ -232,7 +232,7 @@ def test_what_cannot_be_made_again_is_kept_or_given_up() -> None:
 def chain_from_a_draw(source_bytes: int, result_bytes: int) -> TrainingGraph:
     """draw -> a -> b -> c, and the end reads a and c."""
     ops = (
-        Op("draw", "t", "backward", (), ("draw",), 1.0, pinned="draws randomly"),
+        Op("draw", "t", "backward", (), ("draw",), 1.0, no_recompute="draws randomly"),
         Op("a", "t", "backward", ("draw",), ("a",), 1.0),
         Op("b", "t", "backward", ("a",), ("b",), 1.0),
         Op("c", "t", "backward", ("b",), ("c",), 1.0),
@@ -299,7 +299,7 @@ def test_an_interrupt_keeps_what_was_found() -> None:
 
 def test_thousands_of_ops_take_seconds() -> None:
     graph = gpt_like(40)
-    peak_bytes = solve(graph, HUGE_BYTES, "store_all").peak_bytes
-    result = solve(graph, peak_bytes // 2, "dtr", time_limit_s=AMPLE_S)
+    peak_bytes = solve_within(graph, HUGE_BYTES, "store_all").peak_bytes
+    result = solve_within(graph, peak_bytes // 2, "dtr", time_limit_s=AMPLE_S)
     assert result.schedule is not None
     assert result.overhead < 0.2

@@ -9,7 +9,7 @@ import remat
 from remat.graph_capture.errors import BudgetError, SignatureError, TooLargeError
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.sizes.symbols import Symbol, points
-from remat.schedules.family import Family, carried
+from remat.schedules.family import Family, resized_schedule
 from remat.schedules.simulation import Simulation
 from tests.ranged_graphs import chain
 
@@ -26,7 +26,7 @@ GRAPHS = {
 
 def judged(graph: RangedGraph, family: Family, sizes: dict[str, int]) -> Simulation:
     at = graph.at(**sizes)
-    return remat.simulate(at, carried(family.at(**sizes).schedule, at))
+    return remat.simulate(at, resized_schedule(family.at(**sizes).schedule, at))
 
 
 @pytest.mark.parametrize("name", GRAPHS)

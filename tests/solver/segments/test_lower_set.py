@@ -1,4 +1,4 @@
-"""Sequences of lower sets: against enumeration of subsets and of sequences, and the judge."""
+"""Sequences of lower sets: against enumeration of subsets and of sequences, and the simulator."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 
 from remat.graph_capture.errors import SolverError
 from remat.schedules.simulate import simulate
-from remat.solver import Progress, solve
+from remat.solver import Progress, solve_within
 from remat.solver.problem import Problem
 from remat.solver.segments.lower_set import (
-    Family,
     ForwardGraph,
     LowerSet,
+    LowerSetFamily,
     SegmentTable,
     SequenceProgram,
     all_lower_sets,
@@ -77,7 +77,7 @@ def test_a_chain_has_its_prefixes() -> None:
 
 def test_pinned_ops_are_not_run_again() -> None:
     forward = ForwardGraph.of(Problem.of(gpt_like(1)))
-    assert not any(forward.problem.pinned[op] for op in forward.ops)
+    assert not any(forward.problem.no_recompute[op] for op in forward.ops)
     assert all(op < forward.problem.n_forward for op in forward.ops)
 
 
@@ -140,7 +140,7 @@ def again_us(problem: Problem, segment: set[int], crossing: set[int], wanted: se
         if op in segment and op not in again:
             again.add(op)
             wanted |= set(problem.inputs[op]) - crossing
-            wanted = {v for v in wanted if not problem.pinned[problem.producer[v]]}
+            wanted = {v for v in wanted if not problem.no_recompute[problem.producer[v]]}
             wanted -= problem.held
     return sum(problem.cost_us[op] for op in again)
 
@@ -197,7 +197,7 @@ def test_schedules_of_random_sequences_are_valid() -> None:
 @pytest.mark.parametrize("family", ["auto", "approximate"])
 @pytest.mark.parametrize("percent", [80, 60, 45])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_results_are_judged(name: str, percent: int, family: Family) -> None:
+def test_results_are_judged(name: str, percent: int, family: LowerSetFamily) -> None:
     graph = NETWORKS[name]()
     budget_bytes = peak_bytes_of(graph) * percent // 100
     result = LowerSet(family=family).solve(graph, budget_bytes)
@@ -217,8 +217,8 @@ def test_results_are_judged(name: str, percent: int, family: Family) -> None:
 def test_never_worse_than_chen_on_a_chain(percent: int) -> None:
     graph = chain(16)
     budget_bytes = peak_bytes_of(graph) * percent // 100
-    other = solve(graph, budget_bytes, "chen_sqrt")
-    result = solve(graph, budget_bytes, "lower_set")
+    other = solve_within(graph, budget_bytes, "chen_sqrt")
+    result = solve_within(graph, budget_bytes, "lower_set")
     if other.schedule is not None:
         assert result.schedule is not None
         assert result.time_us <= other.time_us

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from remat.solver.kept import NO_CORE, attention_cores
 from remat.solver.policies.template import module_blocks
 from remat.solver.problem import Problem
+from remat.solver.recompute_summary import NO_CORE, attention_cores
 from tests.solver.graphs.traced_gpt import graph_of_modules
 
 

@@ -11,10 +11,10 @@ from remat.baselines.torch_budget import store_all_saved_bytes
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.simulate import simulate
-from remat.solver import make_solver, solve
-from remat.solver.kept import is_fused_attention, op_kind
+from remat.solver import make_solver, solve_within
 from remat.solver.policies.template import NO_BLOCK, module_blocks, read_in_backward, unavoidable
 from remat.solver.problem import Problem
+from remat.solver.recompute_summary import is_fused_attention, op_kind
 from tests.graphs import peak_bytes_of
 from tests.solver.graphs.random_graphs import chain, random_graph
 from tests.solver.graphs.traced_gpt import (
@@ -47,7 +47,7 @@ def test_full_recomputes_each_block_at_most_once(gpt: TrainingGraph) -> None:
     schedule = by_template(gpt, "full")
     again = recomputed(gpt, schedule)
     assert {op.module.split(".")[1] for op in again} == {str(i) for i in range(LAYERS)}
-    assert all(op.module.startswith("blocks.") and not op.pinned for op in again)
+    assert all(op.module.startswith("blocks.") and not op.no_recompute for op in again)
     assert simulate(gpt, schedule).peak_bytes < peak_bytes_of(gpt)
     kinds = [op_kind(op.target) for op in again]
     assert kinds.count("gelu") == LAYERS
@@ -83,12 +83,12 @@ def test_every_second_layer(gpt: TrainingGraph) -> None:
 
 
 def test_every_n_layers_takes_the_fastest_that_fits(gpt: TrainingGraph) -> None:
-    single = [solve(gpt, 1 << 40, "every_n_layers", n=n) for n in (1, 2, 3)]
+    single = [solve_within(gpt, 1 << 40, "every_n_layers", n=n) for n in (1, 2, 3)]
     assert all(result.overhead == 0 for result in single)
     made = [simulate(gpt, by_template(gpt, "every_n_layers", n=n)) for n in (1, 2, 3)]
     for budget_bytes in {found.peak_bytes for found in made}:
         fitting = [found.time_us for found in made if found.peak_bytes <= budget_bytes]
-        assert solve(gpt, budget_bytes, "every_n_layers").time_us == min(fitting)
+        assert solve_within(gpt, budget_bytes, "every_n_layers").time_us == min(fitting)
 
 
 def test_selective_recomputes_attention_cores_only() -> None:
@@ -139,7 +139,7 @@ def test_norm_that_is_written_out_is_recomputed() -> None:
     targets = tuple(f"aten.{kind}.default" for kind in kinds)
     graph = graph_of_modules(*[""] * len(kinds), targets=targets)
     peak_bytes = peak_bytes_of(graph)
-    lost = solve(graph, 1, "norms_and_activations")
+    lost = solve_within(graph, 1, "norms_and_activations")
     assert lost.least_feasible_bytes < peak_bytes
     schedule = by_template(graph, "norms_and_activations")
     again = [op_kind(op.target) for op in recomputed(graph, schedule)]
@@ -157,23 +157,25 @@ def test_activation_is_kept_where_its_input_is_not() -> None:
     )
     values = tuple(Value(op.name, 8, op.name) for op in ops)
     graph = TrainingGraph(name="relu", ops=ops, values=values)
-    assert "does not apply" in solve(graph, 1, "norms_and_activations").message
+    assert "does not apply" in solve_within(graph, 1, "norms_and_activations").message
 
 
 @pytest.mark.parametrize("solver", TEMPLATES)
 def test_templates_keep_all_where_it_fits(solver: str, gpt: TrainingGraph) -> None:
-    result = solve(gpt, peak_bytes_of(gpt), solver)
+    result = solve_within(gpt, peak_bytes_of(gpt), solver)
     assert result.status == "optimal"
     assert result.overhead == 0
 
 
 @pytest.mark.parametrize("solver", TEMPLATES)
 def test_the_least_peak_of_a_template_is_named_and_fits(solver: str, gpt: TrainingGraph) -> None:
-    lost = solve(gpt, 1, solver)
+    lost = solve_within(gpt, 1, solver)
     assert lost.status == "infeasible"
     assert 0 < lost.least_feasible_bytes < peak_bytes_of(gpt)
     assert lost.held_at_peak
-    assert solve(gpt, lost.least_feasible_bytes, solver).peak_bytes == lost.least_feasible_bytes
+    assert (
+        solve_within(gpt, lost.least_feasible_bytes, solver).peak_bytes == lost.least_feasible_bytes
+    )
 
 
 @pytest.mark.parametrize(
@@ -188,7 +190,7 @@ def test_the_least_peak_of_a_template_is_named_and_fits(solver: str, gpt: Traini
 )
 def test_a_template_that_does_not_apply_says_so(solver: str, text: str) -> None:
     graph = chain(6)
-    result = solve(graph, peak_bytes_of(graph) - 1, solver)
+    result = solve_within(graph, peak_bytes_of(graph) - 1, solver)
     assert result.status == "infeasible"
     assert text in result.message
     assert result.least_feasible_bytes == peak_bytes_of(graph)
@@ -212,14 +214,14 @@ def test_bad_options_say_what_is_allowed(
 
 @pytest.mark.parametrize("solver", TEMPLATES)
 def test_templates_are_valid_on_labelled_random_graphs(solver: str) -> None:
-    """Any labels on any graph give a schedule that the judge takes."""
+    """Any labels on any graph give a schedule that the simulator takes."""
     kinds = ("mm", "bmm", "_softmax", "gelu", "native_layer_norm", "add", "native_dropout")
     source = random.Random(11)
     for _ in range(80):
         graph = labelled(random_graph(source, 14, 9), source, kinds)
-        lost = solve(graph, 1, solver)
+        lost = solve_within(graph, 1, solver)
         least_bytes = lost.least_feasible_bytes or lost.peak_bytes
-        assert solve(graph, least_bytes, solver).peak_bytes == least_bytes
+        assert solve_within(graph, least_bytes, solver).peak_bytes == least_bytes
 
 
 def labelled(graph: TrainingGraph, source: random.Random, kinds: tuple[str, ...]) -> TrainingGraph:
@@ -239,7 +241,7 @@ def test_an_interrupt_keeps_what_was_found() -> None:
         raise KeyboardInterrupt
 
     graph = traced_gpt("fused")
-    result = solve(graph, peak_bytes_of(graph) - 1, "every_n_layers", progress=interrupt)
+    result = solve_within(graph, peak_bytes_of(graph) - 1, "every_n_layers", progress=interrupt)
     assert result.schedule is not None
     assert result.status == "time limit"
     assert "interrupted" in result.message

@@ -20,10 +20,10 @@ from remat.baselines.torch_budget import (
 )
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.simulate import simulate
-from remat.solver import solve
-from remat.solver.kept import op_kind
+from remat.solver import solve_within
 from remat.solver.policies.template import Template, read_in_backward, template_sequence
 from remat.solver.problem import Problem
+from remat.solver.recompute_summary import op_kind
 from remat.solver.state import schedule_of
 from tests.graphs import peak_bytes_of
 from tests.paths import ROOT
@@ -68,7 +68,9 @@ def test_torch_knapsack_keeps_the_dear_ops_where_it_can(gpt: TrainingGraph) -> N
     assert "gelu" not in kinds
     schedule = by_template(gpt, "torch_knapsack")
     assert not {op_kind(op.target) for op in recomputed(gpt, schedule)} & {"addmm", "mm"}
-    saving = [solve(gpt, peak_bytes_of(gpt) * part // 100, "torch_knapsack") for part in (90, 75)]
+    saving = [
+        solve_within(gpt, peak_bytes_of(gpt) * part // 100, "torch_knapsack") for part in (90, 75)
+    ]
     assert saving[0].time_us <= saving[1].time_us
 
 
@@ -153,7 +155,7 @@ def is_enough(problem: Problem, banned: list[int], saved: tuple[int, ...] | list
     """Whether ops that may run again make all that backward reads from `saved`."""
     at_hand = set(saved)
     for op in range(problem.n_forward):
-        free = not problem.pinned[op] and op not in banned
+        free = not problem.no_recompute[op] and op not in banned
         if free and at_hand.issuperset(problem.inputs[op]):
             at_hand.update(problem.outputs[op])
     return at_hand.issuperset(read_in_backward(problem))

@@ -1,13 +1,13 @@
-"""Steps of round numbers for tests: layers, links and settings."""
+"""Steps of round numbers for tests: layers, links and configs."""
 
 from __future__ import annotations
 
 import random
 
 from remat.graph_capture.graph import Link, Links, Resident
-from remat.whole_step.microbatch import Group, Layer, LayerOption, Microbatch, Update
+from remat.whole_step.microbatch import Layer, LayerOption, Microbatch, Update, UpdateGroup
 from remat.whole_step.planned_step import StepTask
-from remat.whole_step.setting import Pass, Setting
+from remat.whole_step.step_config import Pass, StepConfig
 
 WEIGHT_BYTES, TRAINED, BETWEEN_BYTES = 100, 50, 10
 """Of each group, its numbers in two bytes each, and what goes from layer to layer."""
@@ -33,7 +33,7 @@ def layered(n_layers: int, saved_bytes: int = 40) -> Microbatch:
             )
         )  # fmt: skip
     names = [f"{kind}{at}" for at in range(1, n_layers) for kind in "xd"]
-    group = Group("layers", TRAINED, WEIGHT_BYTES, WEIGHT_BYTES, item_bytes=2)
+    group = UpdateGroup("layers", TRAINED, WEIGHT_BYTES, WEIGHT_BYTES, item_bytes=2)
     return Microbatch(
         "Chain", tuple(layers), (group,) * n_layers, dict.fromkeys(names, BETWEEN_BYTES), (),
         Resident(), "rtx4090", ("ids: int64[1, 64] on cpu",), "modelled", draws=False,
@@ -52,7 +52,7 @@ def task_of(
     return StepTask(microbatch, update, links, budget_bytes)
 
 
-def random_setting(seed: int, microbatch: Microbatch) -> Setting:
+def random_config(seed: int, microbatch: Microbatch) -> StepConfig:
     """Any choice that a plan may make, with one to four microbatches."""
     rng = random.Random(seed)
     n = len(microbatch.layers)
@@ -64,7 +64,7 @@ def random_setting(seed: int, microbatch: Microbatch) -> Setting:
         )
         for _ in range(rng.randint(1, 2))
     )
-    return Setting(
+    return StepConfig(
         passes,
         tuple(rng.choice(("device", "host", "host", "nvme")) for _ in range(n)),
         sums=rng.choice(("device", "host")),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from remat.graph_capture.capturing import capture
+from remat.graph_capture.capture_api import capture
 from remat.graph_capture.graph import TrainingGraph
 from tests.paths import ROOT
 

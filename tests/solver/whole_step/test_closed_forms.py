@@ -1,13 +1,13 @@
-"""Formulas of the papers against the judge."""
+"""Formulas of the papers against the simulator."""
 
 from __future__ import annotations
 
 import pytest
 
 from remat.graph_capture.graph import Link, Links, Resident
-from remat.whole_step.microbatch import Group, Layer, LayerOption, Microbatch, Update
+from remat.whole_step.microbatch import Layer, LayerOption, Microbatch, Update, UpdateGroup
 from remat.whole_step.planned_step import PlannedStep, StepTask, planned_step
-from remat.whole_step.setting import Pass, Setting
+from remat.whole_step.step_config import Pass, StepConfig
 
 TOKENS, PARAMETERS, LAYERS = 4096, 218_112_000, 64
 FLOPS_PER_US = 100e6
@@ -31,7 +31,7 @@ def transformer(layers: int = LAYERS) -> Microbatch:
             )
         )  # fmt: skip
     sizes = {f"{kind}{at}": 2 * TOKENS * 4096 for at in range(1, layers) for kind in "xd"}
-    group = Group("layers", PARAMETERS, 2 * PARAMETERS, 2 * PARAMETERS, item_bytes=2)
+    group = UpdateGroup("layers", PARAMETERS, 2 * PARAMETERS, 2 * PARAMETERS, item_bytes=2)
     return Microbatch(
         "Transformer", tuple(found), (group,) * layers, sizes, (), Resident(), "rtx4090", (),
         "modelled", draws=False,
@@ -46,11 +46,11 @@ def task_at(gb_s: float, nvme_gb_s: float = 0.0, host_gb_s: float = 1e9) -> Step
 
 
 def streamed(task: StepTask, state: str, *, prefetch: bool, slots: int = 3) -> PlannedStep:
-    setting = Setting(
+    config = StepConfig(
         (Pass(1, (0,) * LAYERS),), (state,) * LAYERS, keeping="stream", prefetch=prefetch,  # type: ignore[arg-type]
         slots=slots,
     )  # fmt: skip
-    found = planned_step(task, setting, "test")
+    found = planned_step(task, config, "test")
     assert isinstance(found, PlannedStep)
     return found
 

@@ -9,11 +9,11 @@ from torch import nn
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
-from remat.solver import solve
+from remat.solver import solve_within
 from remat.whole_step.layers import microbatch_of
 from remat.whole_step.microbatch import Update
 from remat.whole_step.planned_step import PlannedStep, StepTask, planned_step
-from remat.whole_step.setting import Pass, Setting
+from remat.whole_step.step_config import Pass, StepConfig
 from tests.graphs import UNLIMITED_BYTES
 from tests.links import links
 from tests.solver.whole_step.llama import captured, small_llama
@@ -62,10 +62,10 @@ def test_a_step_of_one_microbatch_has_the_peak_of_its_graph(
     update = Update.on("rtx4090", "sgd", "parameter")
     task = StepTask(found, update, links(), UNLIMITED_BYTES)
     options = tuple(option % len(layer.options) for layer in found.layers)
-    setting = Setting((Pass(1, options),), ("device",) * len(found.groups))
-    plan = planned_step(task, setting, "test")
+    config = StepConfig((Pass(1, options),), ("device",) * len(found.groups))
+    plan = planned_step(task, config, "test")
     assert isinstance(plan, PlannedStep)
-    fine = solve(llama, UNLIMITED_BYTES, "store_all")
+    fine = solve_within(llama, UNLIMITED_BYTES, "store_all")
     assert fine.schedule is not None
     fine_bytes = simulate(llama, fine.schedule).peak_bytes
     if assert_above:

@@ -1,4 +1,4 @@
-"""Planned steps written out op by op: valid by the judge, and never above the plan of layers."""
+"""Planned steps written out op by op: valid by `simulate`, and never above the plan of layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from remat.whole_step.layers import microbatch_of
 from remat.whole_step.microbatch import ParameterUpdate, Update
 from remat.whole_step.op_writer import op_by_op
 from remat.whole_step.planned_step import PlannedStep, StepTask, planned_step
-from remat.whole_step.setting import Pass, Setting
+from remat.whole_step.step_config import Pass, StepConfig
 from tests.graphs import UNLIMITED_BYTES
 from tests.links import links
 from tests.solver.whole_step.llama import captured, small_llama
@@ -44,7 +44,7 @@ def updates_of(graph: TrainingGraph, task: StepTask) -> dict[str, ParameterUpdat
     }
 
 
-def drawn(task: StepTask, draw: random.Random) -> Setting:
+def drawn(task: StepTask, draw: random.Random) -> StepConfig:
     passes = tuple(
         Pass(
             size,
@@ -56,7 +56,7 @@ def drawn(task: StepTask, draw: random.Random) -> Setting:
     groups = range(len(task.microbatch.groups))
     states: Any = tuple(draw.choice(("device", "host", "nvme")) for _ in groups)
     return task.feasible(
-        Setting(
+        StepConfig(
             passes, states, keeping=draw.choice(("stream", "near", "stay")),
             kept_gradients=tuple(at for at in groups if draw.random() < 0.3),
             slots=draw.choice((1, 2, 3)), prefetch=draw.random() < 0.7,
@@ -67,10 +67,10 @@ def drawn(task: StepTask, draw: random.Random) -> Setting:
 @pytest.mark.parametrize("seed", range(40))
 def test_any_setting_is_valid_op_by_op(llama: TrainingGraph, seed: int) -> None:
     task = task_of(llama)
-    setting = drawn(task, random.Random(seed))
-    planned: Any = planned_step(task, setting, "drawn")
+    config = drawn(task, random.Random(seed))
+    planned: Any = planned_step(task, config, "drawn")
     assert isinstance(planned, PlannedStep)
-    found = op_by_op(llama, task, planned, updates_of(llama, task))  # the judge refuses errors
+    found = op_by_op(llama, task, planned, updates_of(llama, task))  # the simulator refuses errors
     assert found.simulation.peak_bytes <= planned.simulation.peak_bytes
     assert found.simulation.host_peak_bytes <= planned.simulation.host_peak_bytes
     assert found.simulation.nvme_peak_bytes == planned.simulation.nvme_peak_bytes

@@ -1,4 +1,4 @@
-"""Settings of a whole step as schedules: times and peaks by hand, and any setting by the judge."""
+"""Settings of a whole step as schedules: times and peaks by hand, and any config by `simulate`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from remat.whole_step.planned_step import (
     host_peak_bytes,
     planned_step,
 )
-from remat.whole_step.setting import Pass, Setting
+from remat.whole_step.step_config import Pass, StepConfig
 from tests.solver.whole_step.hand_steps import (
     BACKWARD_US,
     FORWARD_US,
     WEIGHT_BYTES,
     layered,
-    random_setting,
+    random_config,
     task_of,
 )
 
@@ -28,14 +28,14 @@ STATE_BYTES = 600
 """Of each of the two groups: 12 bytes a number."""
 
 
-def planned(setting: Setting, **given: float) -> PlannedStep:
-    found = planned_step(task_of(TWO, **given), setting, "test")  # type: ignore[arg-type]
+def planned(config: StepConfig, **given: float) -> PlannedStep:
+    found = planned_step(task_of(TWO, **given), config, "test")  # type: ignore[arg-type]
     assert isinstance(found, PlannedStep)
     return found
 
 
-def two_passes_as_one(**choices: object) -> Setting:
-    return Setting((Pass(2, (0, 0)),), ("host", "host"), keeping="stream", **choices)  # type: ignore[arg-type]
+def two_passes_as_one(**choices: object) -> StepConfig:
+    return StepConfig((Pass(2, (0, 0)),), ("host", "host"), keeping="stream", **choices)  # type: ignore[arg-type]
 
 
 def test_layer_major_without_overlap_by_hand() -> None:
@@ -74,43 +74,43 @@ def test_a_state_on_nvme_comes_up_and_goes_down_again() -> None:
     The first state is read before its gradient is there. Where the host holds both W, one O and
     one G, the second waits until the first is written.
     """
-    setting = msgspec.structs.replace(two_passes_as_one(), state=("nvme", "nvme"), slots=1)
-    roomy = planned(setting, nvme_per_us=1.0).simulation
+    config = msgspec.structs.replace(two_passes_as_one(), state=("nvme", "nvme"), slots=1)
+    roomy = planned(config, nvme_per_us=1.0).simulation
     assert roomy.moved_bytes["read"] == roomy.moved_bytes["write"] == 2 * STATE_BYTES
     assert roomy.time_us == 600 + 600 + 10 + 600
-    tight = planned(setting, nvme_per_us=1.0, host_bytes=900).simulation
+    tight = planned(config, nvme_per_us=1.0, host_bytes=900).simulation
     assert tight.time_us == (600 + 10 + 600) + (600 + 10 + 600)
 
 
 def test_a_whole_step_on_the_device_copies_nothing() -> None:
-    setting = Setting((Pass(1, (0, 0)),) * 2, ("device", "device"))
-    simulation = planned(setting).simulation
+    config = StepConfig((Pass(1, (0, 0)),) * 2, ("device", "device"))
+    simulation = planned(config).simulation
     assert not any(simulation.moved_bytes.values())
     update_us = 28 * 50 / (100.0 * 1e3)
     assert simulation.time_us == pytest.approx(120 + 2 * update_us)
 
 
 def test_what_does_not_fit_names_the_tier_and_what_would_do() -> None:
-    setting = two_passes_as_one()
-    short = planned_step(task_of(TWO, budget_bytes=439), setting, "test")
+    config = two_passes_as_one()
+    short = planned_step(task_of(TWO, budget_bytes=439), config, "test")
     assert short == Short("device", 440)
-    assert isinstance(planned_step(task_of(TWO, budget_bytes=440), setting, "test"), PlannedStep)
-    short = planned_step(task_of(TWO, host_bytes=1499), setting, "test")
+    assert isinstance(planned_step(task_of(TWO, budget_bytes=440), config, "test"), PlannedStep)
+    short = planned_step(task_of(TWO, host_bytes=1499), config, "test")
     assert short == Short("host", 1500)
-    assert isinstance(planned_step(task_of(TWO, host_bytes=1500), setting, "test"), PlannedStep)
+    assert isinstance(planned_step(task_of(TWO, host_bytes=1500), config, "test"), PlannedStep)
 
 
 @pytest.mark.parametrize("n_layers", [2, 3, 5])
 def test_any_setting_is_a_valid_schedule_with_the_peaks_that_were_foretold(n_layers: int) -> None:
-    """The judge takes all steps; no copy raises the device's peak above that of the events."""
+    """The simulator takes all steps; no copy raises the device's peak above that of the events."""
     microbatch, judged = layered(n_layers), 0
     for seed in range(120):
-        setting = random_setting(seed, microbatch)
+        config = random_config(seed, microbatch)
         roomy = task_of(microbatch, nvme_per_us=1.0)
-        graph = setting.graph(microbatch, roomy.update, roomy.links)
-        least = Residence.of(graph, microbatch, setting, 0).peak_bytes
+        graph = config.graph(microbatch, roomy.update, roomy.links)
+        least = Residence.of(graph, microbatch, config, 0).peak_bytes
         task = task_of(microbatch, nvme_per_us=1.0, budget_bytes=least + 50 * (seed % 4))
-        found = planned_step(task, setting, "test")
+        found = planned_step(task, config, "test")
         assert isinstance(found, PlannedStep), (seed, found)
         assert found.simulation.peak_bytes <= task.budget_bytes
         steps = list(found.schedule.steps)
@@ -124,7 +124,7 @@ def test_gradients_are_added_in_the_order_of_the_microbatches() -> None:
     microbatch = layered(4)
     for seed in range(60):
         found = planned_step(
-            task_of(microbatch, nvme_per_us=1.0), random_setting(seed, microbatch), "test"
+            task_of(microbatch, nvme_per_us=1.0), random_config(seed, microbatch), "test"
         )
         assert isinstance(found, PlannedStep)
         added: dict[tuple[str, str], list[int]] = {}

@@ -7,8 +7,8 @@ import pytest
 
 from remat.graph_capture.errors import SolverError
 from remat.whole_step.planned_step import PlannedStep, Short
-from remat.whole_step.search import least_step_us, orders, plan_whole_step
-from remat.whole_step.setting import DELAYED, NAMED_SYSTEMS, Pass, Setting, named_system
+from remat.whole_step.step_config import DELAYED, NAMED_SYSTEMS, Pass, StepConfig, named_system
+from remat.whole_step.step_search import least_step_us, orders, plan_whole_step
 from tests.solver.whole_step.hand_steps import layered, task_of
 
 FOUR = layered(4)
@@ -37,7 +37,7 @@ def test_with_room_for_all_the_step_stays_on_the_device_and_meets_its_bound() ->
     """A host this slow has no part in it."""
     found = plan_whole_step(task_of(FOUR, host_gb_s=1e-4), 2, most=20)
     assert found.plan is not None
-    assert set(found.plan.setting.state) == {"device"}
+    assert set(found.plan.config.state) == {"device"}
     assert found.plan.simulation.stall_us == 0
     updates_us = sum(op.cost_us for op in found.plan.graph.ops if op.phase == "update")
     assert found.plan.simulation.time_us == pytest.approx(found.lower_bound_us + updates_us)
@@ -52,7 +52,7 @@ def test_state_beyond_the_host_goes_to_nvme_and_the_bound_knows() -> None:
     roomy = task_of(FOUR, budget_bytes=800, host_bytes=1600, nvme_per_us=0.5)
     plan = plan_whole_step(roomy, 2, most=60).plan
     assert plan is not None
-    assert "nvme" in plan.setting.state
+    assert "nvme" in plan.config.state
     assert plan.simulation.host_peak_bytes <= 1600
 
 
@@ -85,7 +85,7 @@ def test_where_forward_draws_microbatches_run_one_after_the_other() -> None:
     drawing = msgspec.structs.replace(FOUR, draws=True)
     found = plan_whole_step(task_of(drawing, budget_bytes=800, bytes_per_us=20.0), 3, most=30)
     assert found.plan is not None
-    assert all(one.microbatches == 1 for one in found.plan.setting.passes)
+    assert all(one.microbatches == 1 for one in found.plan.config.passes)
     assert "draw random numbers by turns" in str(found.systems["l2l"])
     assert isinstance(found.systems["zero-infinity"], PlannedStep)
 
@@ -108,5 +108,5 @@ def test_systems_have_sources_and_a_delayed_update_is_refused() -> None:
 
 
 def test_a_setting_counts_its_microbatches() -> None:
-    setting = Setting((Pass(1, (0,) * 4), Pass(3, (0,) * 4)), ("host",) * 4)
-    assert setting.microbatches == 4
+    config = StepConfig((Pass(1, (0,) * 4), Pass(3, (0,) * 4)), ("host",) * 4)
+    assert config.microbatches == 4

@@ -20,9 +20,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def test_layers_are_folded_with_verdict_size_price_place_and_tensor(
-    remat: Remat, plan: str
-) -> None:
+def test_layers_are_folded_with_verdict_size_cost_place_and_tensor(remat: Remat, plan: str) -> None:
     shown = remat("inspect", plan, "--top", "300", columns=160).stdout
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     assert "GPT, measured on cpu: peak" in lines[0]

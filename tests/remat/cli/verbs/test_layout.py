@@ -1,4 +1,4 @@
-"""`--layout` of run and solve: a file that the judge accepts for the kept plan, and one line."""
+"""`--layout` of run and solve: a file that `simulate` accepts for the kept plan, and one line."""
 
 from __future__ import annotations
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import remat as api
+from remat.analysis.budget_sweep import price_text
 from remat.cli.answers import asked_budgets
 from remat.graph_capture.errors import BudgetError, SolverError
 from remat.graph_capture.graph import TrainingGraph
-from remat.questions.sweep import price_text
 from remat.solver.budgets.front import Front, GibPrice
 from tests.graphs import with_modules
 from tests.models import make

@@ -1,0 +1,275 @@
+"""Measuring a `Profile` of a model: the cost and the work of each distinct op of its step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import torch
+from torch import nn
+
+from remat.graph_capture.costs.cache import CostCache
+from remat.graph_capture.costs.link_speeds import (
+    GB_PER_US,
+    PINNED_MEMORY,
+    PLANNED_SHARE,
+    LinkPair,
+    LinkSpeeds,
+)
+from remat.graph_capture.costs.op_costs import examples, measure_costs_with
+from remat.graph_capture.costs.profile import OpWork, Profile, ProfiledOp, work_of
+from remat.graph_capture.devices.file_links import MORE_THREADS, file_pair
+from remat.graph_capture.devices.known_devices import (
+    CPU,
+    CUDA,
+    check_measured,
+    device_table,
+    is_cuda,
+    is_in_table,
+    modelled_device,
+)
+from remat.graph_capture.devices.local_devices import meter_of
+from remat.graph_capture.devices.memory import LowerTiers
+from remat.graph_capture.devices.placement import resolved_device
+from remat.graph_capture.devices.rank_links import RankLinks
+from remat.graph_capture.distributed.collective_costs import measured_rank_links
+from remat.graph_capture.errors import ProfileError, option
+from remat.graph_capture.graph import Link, Links, TrainingGraph
+from remat.graph_capture.spill_files import host_folder, require_writable
+from remat.graph_capture.tracing.step_module import LossFunction
+from remat.graph_capture.tracing.trace import ProgressCallback, Trace, trace
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+# The links of a graph: measured on this machine and kept, from a profile, or from the table.
+
+
+class _PlannedPair(NamedTuple):
+    """Both ways between two tiers as plans take them, and where the rates come from, in words."""
+
+    down: Link
+    up: Link
+    source: str
+
+
+def links_below(
+    device: str,
+    tiers: LowerTiers,
+    profile: Profile | None = None,
+    *,
+    measure_again: bool = False,
+) -> Links:
+    """The links of `device`, with as much room as `tiers` has.
+
+    Those that `profile` has are taken. Others of a device of the table are modelled; others of one
+    that is here are taken from what is kept on disk, or else are measured now.
+
+    Raises
+    ------
+    ProfileError : the profile is of another machine, and has no such links.
+    FileError : a folder cannot be written.
+    """
+
+    def pair(nvme_path: str) -> _PlannedPair:
+        found = None if profile is None else _profiled(profile, nvme_path)
+        if found is not None and profile is not None:
+            return _planned(found, profile.title)
+        if is_in_table(device):
+            return _modelled_drive() if nvme_path else _modelled(device)
+        title = meter_of(device).title
+        if profile is not None and profile.title != title:
+            raise ProfileError(_missing_text(profile.title, nvme_path))
+        return _planned(measured_pair(device, nvme_path, measure_again=measure_again), title)
+
+    host = pair("")
+    if not tiers.nvme_path:
+        return Links(host.down, host.up, tiers.host_bytes, source=host.source)
+    drive = pair(tiers.nvme_path)
+    return Links(
+        host.down, host.up, tiers.host_bytes, drive.down, drive.up, tiers.nvme_bytes,
+        tiers.nvme_path, source=f"{host.source}; {drive.source}",
+    )  # fmt: skip
+
+
+def relinked(graph: TrainingGraph, tiers: LowerTiers) -> TrainingGraph:
+    """A graph of a file, with links to `tiers`: its own with that room, if it has them.
+
+    Raises
+    ------
+    ProfileError : its ops were measured on another machine, whose links are not known.
+    """
+    own = graph.links
+    if own is not None and tiers.nvme_path in ("", own.nvme_path):
+        room = {"host_bytes": tiers.host_bytes, "nvme_bytes": tiers.nvme_bytes}
+        below = {} if tiers.nvme_path else {"write": None, "read": None, "nvme_path": ""}
+        return msgspec.structs.replace(graph, links=msgspec.structs.replace(own, **room, **below))
+    if not is_of_here(graph):
+        raise ProfileError(_missing_text(graph.versions.get("priced_on", "-"), tiers.nvme_path))
+    return msgspec.structs.replace(graph, links=links_below(graph.device, tiers))
+
+
+def is_of_here(graph: TrainingGraph) -> bool:
+    """Whether the links of a graph's device can be told here: it is of the table, or this one."""
+    if is_in_table(graph.device):
+        return True
+    return graph.versions.get("priced_on") == meter_of(graph.device).title
+
+
+def _measured_speeds(device: str, nvme_path: str = "") -> LinkSpeeds:
+    """The links of a device of this machine, measured now; those to NVMe where a folder is given.
+
+    Raises
+    ------
+    FileError : a folder cannot be written.
+    """
+    host = measured_pair(device, measure_again=True)
+    drive = measured_pair(device, nvme_path, measure_again=True) if nvme_path else None
+    return LinkSpeeds(host, drive)
+
+
+def measured_pair(device: str, nvme_path: str = "", *, measure_again: bool = False) -> LinkPair:
+    """Both ways between a device of this machine and its host, or the host and a folder.
+
+    They are measured once, and kept beside the costs of ops.
+    """
+    meter = meter_of(device)
+    cache = CostCache.of(meter)
+    place = nvme_path or (PINNED_MEMORY if is_cuda(device) else host_folder())
+    key = f"NVMe at {place}" if nvme_path else f"host: {place}"
+    known = cache.links.get(key)
+    if known is not None and not measure_again:
+        return known
+    found = _pair_now(device, nvme_path)
+    cache.links[key] = found
+    cache.save()
+    return found
+
+
+def _pair_now(device: str, nvme_path: str) -> LinkPair:
+    if nvme_path:
+        return file_pair(nvme_path, MORE_THREADS)
+    if is_cuda(device):
+        from remat.graph_capture.devices.cuda import pinned_pair
+
+        return pinned_pair(device)
+    return file_pair(host_folder())
+
+
+def kept_links(device: str) -> dict[str, LinkPair]:
+    """The links of a device of this machine that were measured before, by their names."""
+    meter = meter_of(device)
+    return dict(CostCache.of(meter).links)
+
+
+def _profiled(profile: Profile, nvme_path: str) -> LinkPair | None:
+    """What a profile has measured of a folder, or of the host."""
+    if profile.links is None or not nvme_path:
+        return profile.links and profile.links.host
+    drive = profile.links.nvme
+    return drive if drive is not None and drive.place == nvme_path else None
+
+
+def _planned(pair: LinkPair, title: str) -> _PlannedPair:
+    source = (
+        f"{PLANNED_SHARE} of {pair.down.both_gb_s:.3g} GB/s to {pair.place} and "
+        f"{pair.up.both_gb_s:.3g} back, measured at once on {title}"
+    )
+    return _PlannedPair(pair.down.planned, pair.up.planned, source)
+
+
+def _modelled(device: str) -> _PlannedPair:
+    table, one = device_table(), modelled_device(device)
+    link = Link(table.link_share * one.link_gb_s * GB_PER_US, table.link_latency_us)
+    source = f"{table.link_share} of the {one.link_gb_s:g} GB/s that are stated for {one.title}"
+    return _PlannedPair(link, link, source)
+
+
+def _modelled_drive() -> _PlannedPair:
+    table, drive = device_table(), device_table().nvme
+    down, up = (
+        Link(table.link_share * gb_s * GB_PER_US, drive.latency_us)
+        for gb_s in (drive.write_gb_s, drive.read_gb_s)
+    )
+    source = (
+        f"NVMe {table.link_share} of the {drive.write_gb_s:g} GB/s to write and "
+        f"{drive.read_gb_s:g} to read that are stated for {drive.title}"
+    )
+    return _PlannedPair(down, up, source)
+
+
+def _missing_text(title: str, nvme_path: str) -> str:
+    if nvme_path:
+        return (
+            f"what is known of {title} has no links to {nvme_path}: measure them there, with "
+            f"remat profile MODEL --nvme {nvme_path} -o FILE, or leave out {option('nvme')}"
+        )
+    return (
+        f"what is known of {title} has no links to its host: measure them there, with remat "
+        f"profile MODEL -o FILE, or leave out {option('host')}"
+    )
+
+
+def profile(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: LossFunction | None = None,
+    target: Any = None,
+    device: str | None = None,
+    nvme: str | None = None,
+    group: ProcessGroup | None = None,
+    progress: ProgressCallback | None = None,
+) -> Profile:
+    """Measure each distinct op of one training step on this machine, and the links to its host.
+
+    The arguments are those of `remat.capture`, which takes the result as its `profile`, on this
+    machine or another. ``Profile.to_json`` makes a file of it.
+
+    Parameters
+    ----------
+    nvme : a folder on NVMe, whose links are measured too.
+    group : ranks whose links are measured too. All of them must call.
+
+    Raises
+    ------
+    DeviceError : `device` is not of this machine. FileError : a folder cannot be written.
+    """
+    if device is not None:
+        check_measured(device)
+    if nvme is not None:
+        require_writable(nvme, "nvme")
+    # First, so that no rank waits here for one whose model cannot be traced.
+    ranks = None if group is None else _rank_links(group, resolved_device(device, model))
+    traced = trace(model, args, kwargs, loss_fn=loss_fn, target=target, device=device)
+    found = measure(traced, nvme_path=nvme or "", progress=progress)
+    return msgspec.structs.replace(found, ranks=ranks)
+
+
+def _rank_links(group: ProcessGroup, device: str) -> RankLinks:
+    return measured_rank_links(group, device, meter_of(device).title)
+
+
+def measure(
+    traced: Trace, *, nvme_path: str = "", progress: ProgressCallback | None = None
+) -> Profile:
+    """The measured ops of a trace, the links of its device, and on a CPU the time of its step."""
+    meter, node_of = meter_of(traced.recipe.device), examples(traced.joint)
+    cache = CostCache.of(meter)
+    costs = measure_costs_with(traced, meter, cache, progress)[1]
+    ops = {
+        key: ProfiledOp(
+            **msgspec.structs.asdict(cost),
+            work=work_of(node_of[key]) if key in node_of else OpWork(),
+        )
+        for key, cost in costs.of_key.items()
+    }
+    kind = CUDA if is_cuda(meter.device) else CPU
+    steps = {} if costs.step is None else {traced.joint.timed_hash: costs.step}
+    return Profile(
+        kind, meter.title, str(torch.__version__), ops, meter.versions, steps,
+        links=_measured_speeds(meter.device, nvme_path),
+    )  # fmt: skip

@@ -1,0 +1,545 @@
+"""From a trace to a graph with the costs of a device that is here.
+
+Costs come from a profile, from the cache on disk, or are measured now, in this order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+from torch import fx
+
+from remat.graph_capture.chunking.regions import (
+    AND,
+    ChunkCosts,
+    RegionCandidate,
+    find_regions,
+    hoped,
+    requested_regions,
+    with_regions,
+)
+from remat.graph_capture.chunking.same_bits import kept_bits
+from remat.graph_capture.costs.cache import CostCache, OpCost, WholeStepTimes
+from remat.graph_capture.costs.op_times import KernelError, cost_key, sample_arguments, times_us
+from remat.graph_capture.costs.profile import Profile, costs_of_profile, moved_bytes, note_of
+from remat.graph_capture.costs.step_time import (
+    STEP_NOT_TIMED,
+    calibrated,
+    is_beyond,
+    step_rounds,
+    whole_step,
+)
+from remat.graph_capture.devices.known_devices import CPU, allocator_rounding, is_cuda
+from remat.graph_capture.devices.local_devices import meter_of
+from remat.graph_capture.devices.memory import is_out_of_memory
+from remat.graph_capture.devices.memory_events import RegionMemory
+from remat.graph_capture.devices.meter import Meter, Run
+from remat.graph_capture.distributed.collective_costs import links_of_step, with_collective_costs
+from remat.graph_capture.distributed.collectives import local_runner
+from remat.graph_capture.distributed.fake_group import run_locally
+from remat.graph_capture.errors import CaptureError, option
+from remat.graph_capture.graph import Op, TrainingGraph, Value
+from remat.graph_capture.joint.build import SAVE_RNG, Joint
+from remat.graph_capture.joint.nodes import fresh_storages, target_name, tensors_of
+from remat.graph_capture.tracing.fake_tensors import require_layout
+from remat.graph_capture.tracing.trace import ProgressCallback, Trace
+
+# The cost of each distinct op, measured by running it alone on made data.
+#
+# The time is that of `op_times.py`, the workspace that of one run under the meter. An op that does
+# not run on made data has an estimate in place of both.
+
+
+ESTIMATED_BYTES_PER_US = 5_000
+"""A guess, for ops that do not run on made data."""
+SAVE_RNG_KEY = "remat.save_rng_state()"
+"""Stands for a `cost_key`, as saving a random state is no op of torch."""
+
+
+def time_ops(
+    joint: Joint,
+    missing: dict[str, fx.Node],
+    meter: Meter,
+    progress: ProgressCallback,
+    between: Callable[[], None] | None,
+    cache: CostCache,
+) -> tuple[dict[str, OpCost], frozenset[str]]:
+    """Costs of the `missing` ops and of saving a random state, and which ops had no room to run.
+
+    Parameters
+    ----------
+    missing : a node of each distinct op, by its key.
+    progress : called with (ops timed, ops to time, and what they are called).
+    between : called after each pass over the ops.
+    cache : keeps times meanwhile, and has those that a process took that was ended.
+
+    Raises
+    ------
+    CaptureError : memory ran out that ops had when they were timed.
+    """
+    meter.settle()
+    meter.rng_state()
+    op_costs = {SAVE_RNG_KEY: OpCost(meter.median_us(meter.rng_state))}
+
+    no_room: set[str] = set()
+
+    def failed(key: str, error: KernelError) -> None:
+        _refuse_broken_device(missing[key], error)
+        if is_out_of_memory(error):
+            no_room.add(key)
+        op_costs[key] = _estimated(missing[key], error)
+
+    # The first run also shows whether the trace has the strides that the kernel gives.
+    def first(key: str, run: Run) -> None:
+        node = missing[key]
+        require_layout(node, run_locally(run), lambda: _place(joint, node))
+
+    def after(done: int) -> None:
+        if done % meter.passes == 0:
+            progress(done // meter.passes, len(missing))
+
+    progress(0, len(missing), text=f"timing {len(missing)} kinds of op")
+
+    costs = times_us(
+        {key: partial(_runner_of, joint, node) for key, node in missing.items()},
+        {key: moved_bytes(node) for key, node in missing.items()},
+        meter, failed, first=first, after=after, between=between,
+        begun=cache.begun, keep=cache.keep_begun,
+    )  # fmt: skip
+    # Memory comes last: what libraries allocate at their first use is then no op's.
+    with _said_if_short():
+        memory = meter.regions(_runner_of(joint, missing[key]) for key in costs)
+    for (key, (cost_us, away)), found in zip(costs.items(), memory, strict=True):
+        kept_bytes = max(0, found.final_bytes - sum(fresh_storages(missing[key])))
+        workspace_bytes = allocator_rounding(meter.device)(_workspace_of(missing[key], found))
+        op_costs[key] = OpCost(cost_us, workspace_bytes, kept_bytes, away=away)
+    return op_costs, frozenset(no_room)
+
+
+@contextlib.contextmanager
+def _said_if_short() -> Generator[None]:
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise CaptureError(
+            "memory ran out while the ops were measured: free some, take a smaller batch, or plan "
+            f"with costs that are known ({option('profile')}, or a device of the table, "
+            f"{option('device', 'h100')})"
+        ) from error
+
+
+def _refuse_broken_device(node: fx.Node, error: Exception) -> None:
+    """Raise `CaptureError` where `error` says that the device runs no other op in this process."""
+    if "device-side assert" in str(error) or "illegal memory access" in str(error):
+        raise CaptureError(
+            f"{target_name(node)} cannot run on made data and has left the CUDA device unusable in "
+            f"this process ({str(error).splitlines()[0]}). Start again, and plan for a model of "
+            f"the device by name, such as {option('device', 'h100')}"
+        ) from error
+
+
+def _estimated(node: fx.Node, error: KernelError) -> OpCost:
+    """The time to move the bytes of an op that does not run on made data; warns."""
+    said = (str(error).splitlines() or [type(error).__name__])[0]
+    why = "cannot be timed on made data"
+    if is_out_of_memory(error):
+        why = "was not run: memory ran out"
+    warnings.warn(
+        f"{target_name(node)} {why} ({said}); "
+        "its cost is an estimate from the bytes it moves, without workspace",
+        stacklevel=2,
+    )
+    return OpCost(moved_bytes(node) / ESTIMATED_BYTES_PER_US, is_estimate=True)
+
+
+def _workspace_of(node: fx.Node, region: RegionMemory) -> int:
+    """Bytes of a region that ran `node`, beyond what it has made by then."""
+    kept_bytes = max(sum(fresh_storages(node)), region.final_bytes)
+    return max(0, region.peak_bytes - kept_bytes)
+
+
+def _runner_of(joint: Joint, node: fx.Node) -> Callable[[], Any]:
+    """A run of an op on made data, alone on its rank."""
+    args, kwargs = sample_arguments(node, joint.module)
+    target = local_runner(node)
+
+    def run() -> Any:
+        return target(*args, **kwargs)
+
+    return run
+
+
+def _place(joint: Joint, node: fx.Node) -> str:
+    """Where the op stands in the user's code."""
+    name = next(name for name, other in joint.node_of_op.items() if other is node)
+    op = joint.graph.ops[joint.graph.op_index[name]]
+    return " ".join(part for part in (op.module and f"of module {op.module}", op.source) if part)
+
+
+@dataclass(frozen=True)
+class _GraphCosts:
+    """The costs that a graph was given.
+
+    Attributes
+    ----------
+    of_key : cost of each distinct op, by `cost_key`. step : None where nobody ran it.
+    """
+
+    of_key: Mapping[str, OpCost]
+    step: WholeStepTimes | None
+
+
+def measure_costs(
+    trace: Trace,
+    *,
+    progress: ProgressCallback | None = None,
+    profile: Profile | None = None,
+    measure_again: bool = False,
+    most_bytes: int | None = None,
+    chunks: bool = True,
+) -> TrainingGraph:
+    """The trace's graph with measured costs and workspaces.
+
+    Each distinct (op, shapes, strides, dtypes, scalars) is run on made data.
+    On a CPU the step is run as a whole too, for what it takes beyond its ops (`step_time.py`).
+    Both are kept on disk (`cache.py`).
+
+    Parameters
+    ----------
+    progress : called with (distinct ops timed, distinct ops to time), and with what is done.
+    profile : its costs are taken, whatever machine measured them. Ops that it lacks are
+        measured if it is of this machine.
+    measure_again : costs and times that are kept on disk are measured anew, and kept instead.
+    most_bytes : a budget: the step is not run as a whole where that takes more. An op runs in any
+        case, with what it needs itself.
+    chunks : left out, the graph has no regions in chunks; `with_measured_chunks` adds them.
+
+    Raises
+    ------
+    ProfileError : `profile` is of another machine and lacks ops of the step.
+    """
+    meter = meter_of(trace.recipe.device)
+    cache = CostCache.of(meter)
+    if measure_again:
+        cache.forget()
+    graph = measure_costs_with(trace, meter, cache, progress, profile, most_bytes)[0]
+    if not chunks:
+        return graph
+    return with_measured_chunks(trace, graph, progress, measure_again=measure_again)
+
+
+def with_measured_chunks(
+    trace: Trace,
+    graph: TrainingGraph,
+    progress: ProgressCallback | None = None,
+    *,
+    measure_again: bool = False,
+) -> TrainingGraph:
+    """`graph` with its costs, and regions that may run in chunks, measured and compared for bits.
+
+    Parameters
+    ----------
+    progress, measure_again : as of `measure_costs`.
+    """
+    found = requested_regions(trace)
+    if not found:
+        return graph
+    meter = meter_of(trace.recipe.device)
+    cache = CostCache.of(meter)
+    if measure_again:
+        cache.forget()
+    with trace.python_state.streams_kept():
+        in_chunks = _measured_chunks(meter, cache, progress or _silent)
+        return with_regions(graph, found, in_chunks, kept_bits(meter, cache))
+
+
+def with_optimistic_chunks(trace: Trace, graph: TrainingGraph) -> TrainingGraph:
+    """`graph` with its costs, and regions that may run in chunks, as if they took no more time.
+
+    Nothing is run. No measured region is faster, as chunks do the work of the captured ops.
+    """
+    in_chunks = hoped(graph, allocator_rounding(graph.device))
+    return with_regions(graph, requested_regions(trace), in_chunks, lambda _: True)
+
+
+def measure_costs_with(
+    trace: Trace,
+    meter: Meter,
+    cache: CostCache,
+    progress: ProgressCallback | None = None,
+    profile: Profile | None = None,
+    most_bytes: int | None = None,
+) -> tuple[TrainingGraph, _GraphCosts]:
+    """`measure_costs` by this `meter`, and the costs; what it measures is added to `cache`."""
+    with trace.python_state.streams_kept():  # an op that draws from one draws when it is measured
+        return _measured(trace, meter, cache, progress or _silent, profile, most_bytes)
+
+
+def _measured(
+    trace: Trace,
+    meter: Meter,
+    cache: CostCache,
+    told: ProgressCallback,
+    profile: Profile | None,
+    most_bytes: int | None,
+) -> tuple[TrainingGraph, _GraphCosts]:
+    joint, graph = trace.joint, trace.graph
+    keys = _keys(joint)
+    nodes = _first_nodes(joint, keys)
+    known: Mapping[str, OpCost] = {} if profile is None else costs_of_profile(nodes, profile, meter)
+    rounds = step_rounds(joint, graph, meter, cache, profile, most_bytes)
+    between = rounds.some if rounds else None
+    costs = _known_or_measured(joint, nodes, meter, cache, known, told, between)
+    keys |= {op.name: SAVE_RNG_KEY for op in graph.ops if op.target == SAVE_RNG}
+    of_op = {name: costs[key] for name, key in keys.items()}
+    costed = msgspec.structs.replace(
+        graph,
+        ops=tuple(_costed(op, of_op.get(op.name)) for op in graph.ops),
+        values=_values_as_allocated(joint, of_op),
+        resident=msgspec.structs.replace(graph.resident, libraries_bytes=meter.library_bytes()),
+        cost_origin="measured",
+        versions={
+            **graph.versions,
+            **meter.versions,
+            "priced_on": profile.title if profile else meter.title,
+        },
+        notes=() if profile is None else (note_of(profile),),
+    )
+    if rounds:
+        told(text="timing whole steps")
+    step = whole_step(joint, costed, cache, rounds, profile)
+    if step is not None:
+        costed = calibrated(costed, step)
+    elif is_beyond(joint, graph, most_bytes):
+        costed = msgspec.structs.replace(costed, notes=(*costed.notes, STEP_NOT_TIMED))
+    # After that, as the step is run with the stand-ins of collectives, at what these take.
+    links = links_of_step(trace.recipe.device, meter.title, profile)
+    costed = with_collective_costs(costed, joint.node_of_op, links)
+    return costed, _GraphCosts(costs, step)
+
+
+def doubt_costs(trace: Trace) -> None:
+    """Have the ops of a trace, and its whole step, measured again at the next quiet moment."""
+    meter = meter_of(trace.recipe.device)
+    CostCache.of(meter).doubt(examples(trace.joint), trace.joint.timed_hash)
+
+
+def _measured_chunks(meter: Meter, cache: CostCache, told: ProgressCallback) -> ChunkCosts:
+    """Measured costs of the ops that run in chunks."""
+
+    def chunk_costs(found: RegionCandidate) -> tuple[Mapping[str, Op], tuple[Value, ...]]:
+        own_nodes = [node for _, node in found.by_node()]
+        keys = {node.name: cost_key(node) for node in own_nodes}
+        nodes = {keys[node.name]: node for node in own_nodes}
+        costs = _known_or_measured(found.joint, nodes, meter, cache, {}, told, None)
+        of_op = {name: costs[key] for name, key in keys.items()}
+        ops = {op.name: op for op in found.joint.graph.ops}
+        own = {name: _costed(ops[name], one) for name, one in of_op.items()}
+        return own, _values_as_allocated(found.joint, of_op)
+
+    return chunk_costs
+
+
+def _keys(joint: Joint) -> dict[str, str]:
+    """The `cost_key` of each op that has a node."""
+    return {name: cost_key(node) for name, node in joint.node_of_op.items()}
+
+
+def examples(joint: Joint) -> dict[str, fx.Node]:
+    """The first node of each key."""
+    return _first_nodes(joint, _keys(joint))
+
+
+def _first_nodes(joint: Joint, keys: dict[str, str]) -> dict[str, fx.Node]:
+    # Reversed, so that of equal keys the first node is the one that stays.
+    return {keys[name]: node for name, node in reversed(joint.node_of_op.items())}
+
+
+def _known_or_measured(
+    joint: Joint,
+    nodes: dict[str, fx.Node],
+    meter: Meter,
+    cache: CostCache,
+    known: Mapping[str, OpCost],
+    progress: ProgressCallback,
+    between: Callable[[], None] | None,
+) -> dict[str, OpCost]:
+    """Costs of `nodes` and of saving a random state: those `known`, else kept, else measured.
+
+    `between` is called after each pass over the ops that are measured.
+    """
+    wanted = (*nodes, SAVE_RNG_KEY)
+    missing = {key for key in wanted if key not in known} - cache.settled(wanted, meter)
+    found: dict[str, OpCost] = {}
+    if missing:
+        new = {key: node for key, node in nodes.items() if key in missing}
+        with meter.quiet():
+            found, no_room = time_ops(joint, new, meter, progress, between, cache)
+        # What had no room is not kept, as another time there may be room to run it.
+        cache.keep_costs({key: one for key, one in found.items() if key not in no_room})
+    # What another process has saved meanwhile stays, and takes the place of what was found.
+    every = {**found, **cache.costs, **known}
+    return {key: every[key] for key in wanted}
+
+
+def _values_as_allocated(joint: Joint, costs: dict[str, OpCost]) -> tuple[Value, ...]:
+    """The values with the bytes that the device's allocator gives them.
+
+    What a step on a CUDA device has on the host takes nothing on the device.
+    """
+    graph = joint.graph
+    allocated = allocator_rounding(graph.device)
+    host = _on_the_host(joint) if is_cuda(graph.device) else frozenset()
+    # Some results are larger than a trace says: mse_loss returns a scalar in the storage of all
+    # its terms. So the first result of an op grows by what the op was seen to keep. A graph's hash
+    # covers shapes and not sizes for this reason.
+    kept = {
+        op.outputs[0]: costs[op.name].kept_bytes
+        for op in graph.ops
+        if op.name in costs and op.outputs
+    }
+
+    def size_bytes(value: Value) -> int:
+        return allocated(value.size_bytes + kept.get(value.name, 0))
+
+    return tuple(
+        msgspec.structs.replace(value, size_bytes=0 if value.name in host else size_bytes(value))
+        for value in graph.values
+    )
+
+
+def _on_the_host(joint: Joint) -> frozenset[str]:
+    """Values whose tensors are on the CPU."""
+    bases = ((name, tensors_of(node)[0]) for name, node in joint.base_of_value.items())
+    return frozenset(name for name, t in bases if t is not None and t.device.type == CPU)
+
+
+def _silent(done: int = 0, total: int | None = None, *, text: str = "") -> None:
+    pass
+
+
+def _costed(op: Op, cost: OpCost | None) -> Op:
+    if cost is None:  # the arrival of tangents and new statistics are no ops of torch
+        return op
+    return msgspec.structs.replace(
+        op,
+        cost_us=cost.cost_us,
+        cost_origin="estimated" if cost.is_estimate else "measured",
+        workspace_bytes=op.workspace_bytes + cost.workspace_bytes,
+    )
+
+
+# What ops take in bytes, without their times: one run each.
+
+
+def measured_workspaces(trace: Trace, names: Collection[str]) -> dict[str, int]:
+    """Bytes that each named op takes beyond its results while it runs, on the trace's device.
+
+    Ops that do not run on made data are left out.
+    """
+    meter = meter_of(trace.recipe.device)
+    nodes = {name: node for name in names if (node := trace.joint.node_of_op.get(name))}
+    own = {op.name: op.workspace_bytes for op in trace.graph.ops}
+    keys = {name: cost_key(node) for name, node in nodes.items()}
+    distinct = {key: nodes[name] for name, key in keys.items()}
+    allocated = allocator_rounding(meter.device)
+    with trace.python_state.streams_kept():
+        regions = _regions(trace.joint, distinct, meter)
+    found = {key: allocated(_workspace_of(distinct[key], one)) for key, one in regions.items()}
+    return {name: own[name] + found[key] for name, key in keys.items() if key in found}
+
+
+class Sized:
+    """The graph of a trace with the bytes that its ops take, and without times.
+
+    Those of ops with known costs are taken; the others run once. So a schedule is judged at
+    the sizes of a batch for which nothing was timed.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace, self._meter = trace, meter_of(trace.recipe.device)
+        self._cache = CostCache.of(self._meter)
+        with trace.python_state.streams_kept():
+            self.graph = self._of_ops(trace.joint)
+            resident = self.graph.resident
+        library_bytes = self._meter.library_bytes()
+        resident = msgspec.structs.replace(resident, libraries_bytes=library_bytes)
+        self.graph = msgspec.structs.replace(self.graph, resident=resident)
+
+    def with_region(self, region: str, chunks: int, *, is_exact: bool) -> TrainingGraph:
+        """The graph with a region that may run in so many chunks.
+
+        It has none where the step has other parts, or where these chunks give other bits than
+        eager and `is_exact` asks for those.
+        """
+        has_them = kept_bits(self._meter, self._cache)
+
+        def of_chunks(found: RegionCandidate) -> tuple[dict[str, Op], tuple[Value, ...]]:
+            graph = self._of_ops(found.joint)
+            own = {node.name for _, node in found.by_node()}
+            return {op.name: op for op in graph.ops if op.name in own}, graph.values
+
+        with self._trace.python_state.streams_kept():
+            return with_regions(
+                self.graph, find_regions(self._trace, is_exact, region.split(AND)), of_chunks,
+                lambda found: found.chunks == chunks and has_them(found),
+            )  # fmt: skip
+
+    def _of_ops(self, joint: Joint) -> TrainingGraph:
+        keys = {name: cost_key(node) for name, node in joint.node_of_op.items()}
+        nodes = {keys[name]: node for name, node in joint.node_of_op.items()}
+        known = self._cache.costs
+        new = {key: node for key, node in nodes.items() if key not in known}
+        found = {key: self._taken(new[key], one) for key, one in self._regions(joint, new).items()}
+        every = {**found, **{key: known[key] for key in nodes if key in known}}
+        of_op = {name: every[key] for name, key in keys.items() if key in every}
+        ops = (
+            msgspec.structs.replace(op, workspace_bytes=op.workspace_bytes + one.workspace_bytes)
+            if (one := of_op.get(op.name))
+            else op
+            for op in joint.graph.ops
+        )
+        values = _values_as_allocated(joint, of_op)
+        return msgspec.structs.replace(joint.graph, ops=tuple(ops), values=values)
+
+    def _regions(self, joint: Joint, nodes: Mapping[str, fx.Node]) -> dict[str, RegionMemory]:
+        return _regions(joint, nodes, self._meter) if nodes else {}
+
+    def _taken(self, node: fx.Node, region: RegionMemory) -> OpCost:
+        kept_bytes = max(0, region.final_bytes - sum(fresh_storages(node)))
+        return OpCost(
+            0.0, allocator_rounding(self._meter.device)(_workspace_of(node, region)), kept_bytes
+        )
+
+
+def _regions(joint: Joint, nodes: Mapping[str, fx.Node], meter: Meter) -> dict[str, RegionMemory]:
+    """What each op allocates in a run, by its key, without those that do not run on made data."""
+    ran: list[str] = []
+    with meter.quiet():
+        regions = meter.regions(_warm(joint, nodes, ran))
+    return dict(zip(ran, regions, strict=True))
+
+
+def _warm(
+    joint: Joint, nodes: Mapping[str, fx.Node], ran: list[str]
+) -> Iterator[Callable[[], Any]]:
+    """Runs of ops that have run once: what libraries allocate at first use is then no op's.
+
+    The keys of those that run are added to `ran`.
+    """
+    for key, node in nodes.items():
+        try:
+            run = _runner_of(joint, node)
+            run_locally(run)
+        except (RuntimeError, IndexError, ValueError, MemoryError):
+            continue
+        ran.append(key)
+        yield run

@@ -1,0 +1,302 @@
+"""The times of many ops, taken in several passes over all of them.
+
+A core that others share changes its speed by a fifth for seconds on end. Costs taken in one slow
+spell cannot be compared with the rest, so each op is timed in several passes, and the least of its
+times counts that another pass confirms. An op whose two least times differ is timed in a few more
+passes. Seen on such a core: the products of an LSTM were timed at 865 us in one go, took 980 a
+minute later, and 1,060 in the step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from remat.graph_capture.devices.known_devices import CPU
+from remat.graph_capture.devices.meter import LoadAwareTimer, Meter, Run, have_agreed, least_agreed
+from remat.graph_capture.distributed.fake_group import run_locally
+from remat.graph_capture.joint.in_place_ops import calls_of, joined_op_names
+from remat.graph_capture.joint.nodes import is_alias_of_input, is_getitem, target_name
+
+KernelError = RuntimeError | IndexError | ValueError | MemoryError
+"""How kernels refuse made data."""
+_Failed = Callable[[str, KernelError], None]
+_Times = dict[str, list[float]]
+"""Microseconds that each op took, one a pass."""
+MORE_PASSES = 2
+"""Beyond the meter's own, where it has several, for ops whose times do not agree by then."""
+
+
+class _OpTime(NamedTuple):
+    """The time of an op, and how much of it went to other programs where that was least."""
+
+    cost_us: float
+    away: float
+
+
+KEEP_S = 2.0
+"""Seconds after which times are handed out to be kept, in case the process is ended."""
+
+
+def times_us(
+    made: Mapping[str, Callable[[], Run]],
+    moved_bytes: Mapping[str, int],
+    meter: Meter,
+    failed: _Failed,
+    *,
+    first: Callable[[str, Run], None] = lambda _, run: run(),
+    after: Callable[[int], None] = lambda _: None,
+    between: Callable[[], None] | None = None,
+    begun: Mapping[str, Sequence[float]] | None = None,
+    keep: Callable[[_Times], None] = lambda _: None,
+) -> dict[str, _OpTime]:
+    """The time of each op that runs: the least over the passes that another one confirms.
+
+    Parameters
+    ----------
+    made : makes the run of an op, with its inputs. They are dropped before the next op.
+    moved_bytes : of the inputs and outputs of each op.
+    failed : called with an op that cannot be run, and the error. The op is not tried again.
+    first : called with an op and its run before the op is timed. It must run it.
+    after : called with the number of ops timed so far, over all passes.
+    between : called after each pass.
+    begun : times that an earlier process took before it was ended: so many are left out here. How
+        busy the machine was then is not known.
+    keep : called now and then with all times so far, and where Ctrl-C or an error ends it.
+    """
+    found: _Times = {key: list((begun or {}).get(key, ()))[: meter.passes] for key in made}
+    away = dict[str, float]()
+    try:
+        _take(found, away, made, moved_bytes, meter, failed, first, after, between, keep)
+    except BaseException:
+        keep(found)
+        raise
+    return {key: _OpTime(least_agreed(each), away.get(key, 0.0)) for key, each in found.items()}
+
+
+def _take(
+    found: _Times,
+    away: dict[str, float],
+    made: Mapping[str, Callable[[], Run]],
+    moved_bytes: Mapping[str, int],
+    meter: Meter,
+    failed: _Failed,
+    first: Callable[[str, Run], None],
+    after: Callable[[int], None],
+    between: Callable[[], None] | None,
+    keep: Callable[[_Times], None],
+) -> None:
+    """Add to `found` the times of each op until they agree; ops that fail leave it."""
+    kept_s = time.monotonic()
+    # While another device runs, this thread waits.
+    is_here = meter.device == CPU
+    more = MORE_PASSES if meter.passes > 1 else 0
+    for number in range(meter.passes + more):
+        for at, key in enumerate(made):
+            if key in found and not (number >= meter.passes and have_agreed(found[key])):
+                try:
+                    run = made[key]()
+                    if number == 0:
+                        first(key, run)
+                    if len(found[key]) <= number:
+                        watch = LoadAwareTimer()
+                        found[key].append(meter.median_us(run, moved_bytes[key]))
+                        away[key] = min(away.get(key, 1.0), watch.away) if is_here else 0.0
+                    del run  # or its inputs would be there beside those of the next
+                except (RuntimeError, IndexError, ValueError, MemoryError) as error:
+                    del found[key]
+                    failed(key, error)
+            if number < meter.passes:
+                after(number * len(made) + at + 1)
+            if time.monotonic() - kept_s > KEEP_S:
+                keep(found)
+                kept_s = time.monotonic()
+        if between is not None and number < meter.passes:
+            between()
+
+
+# Made data to run a traced node on its own: tensors laid out as its arguments.
+#
+# What a kernel trusts is never made up: one that is given an index out of range, and does not look,
+# writes to memory that is not its own. Random integers go only to kernels that check them, or below
+# a bound that is known. Integers that an op has made for its backward are taken from a run of that
+# op: the places of a pooling or an embedding bag, pivots, the seed of fused attention on a CUDA
+# device (which may be on the host where a trace has it on the device), what cuDNN's batch norm
+# reserves. All others are zero.
+
+
+aten = torch.ops.aten
+
+_BLOCK = 4096
+"""Elements of the random pattern that made data repeats."""
+_LINE_BYTES = 64
+"""Of a line of the caches. No kernel's speed hangs on more of an address than its place in one."""
+_CHECKED = (
+    "aten.index.", "aten.index_put", "aten.index_select.", "aten.index_add", "aten.index_copy",
+    "aten.gather.", "aten.scatter", "aten.take.", "aten.put", "aten.nll_loss",
+)  # fmt: skip
+"""Ops that raise where an index is out of range."""
+_ASSERTIONS = ("aten._assert_async", "aten._functional_assert_async")
+"""Ops that fail where a tensor says False, such as those that check the classes of a one-hot."""
+_NORMS: dict[Any, int] = {
+    aten.native_layer_norm.default: 2,
+    aten.native_group_norm.default: 1,
+    aten._native_batch_norm_legit_functional.default: 1,
+    aten._native_batch_norm_legit.no_stats: 1,
+}
+"""The place of the weight among the arguments of each norm."""
+_BOUND: dict[Any, Callable[[Any], int]] = {
+    aten.embedding.default: lambda node: node.args[0].meta["val"].shape[0],
+    aten.embedding_dense_backward.default: lambda node: node.args[2],
+    aten._embedding_bag.default: lambda node: node.args[0].meta["val"].shape[0],
+    aten._embedding_bag_backward.default: lambda node: node.args[6],
+}
+"""How many rows the table has that each of these reads at indices, which are its argument 1."""
+
+
+def cost_key(node: fx.Node) -> str:
+    """What determines a node's cost: op, shapes, strides, alignment, dtypes and scalars."""
+
+    def described(leaf: Any) -> str:
+        if isinstance(leaf, fx.Node):
+            value = leaf.meta.get("val")
+            return _described(value) if isinstance(value, Tensor) else repr(value)
+        return repr(leaf)
+
+    arguments = pytree.tree_map(described, (tuple(node.args), dict(node.kwargs)))
+    return f"{target_name(node)}{arguments}"
+
+
+def _described(tensor: Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    # The steps of an unrolled loop read one tensor each at its own offset: one cost does for all.
+    offset = tensor.storage_offset() % max(1, _LINE_BYTES // tensor.element_size())
+    return f"{dtype}{list(tensor.shape)}/{list(tensor.stride())}+{offset}"
+
+
+def sample_arguments(node: fx.Node, constants: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments like the node's, filled with made data.
+
+    Parameters
+    ----------
+    constants : the module that holds the tensors of ``get_attr`` nodes.
+    """
+    indices = node.args[1] if node.target in _BOUND else None
+
+    def made(leaf: Any) -> Any:
+        if not isinstance(leaf, fx.Node):
+            return leaf
+        if leaf.op == "get_attr":
+            return getattr(constants, str(leaf.target))
+        value = leaf.meta.get("val")
+        if not isinstance(value, Tensor):
+            return value
+        if not _is_integer(value) or target_name(node).startswith(_ASSERTIONS):
+            tensor = _sample_tensor(value, 1).to(_dtype_of_kernel(leaf, value))
+            return tensor.fill_(1) if target_name(node).startswith(_ASSERTIONS) else tensor
+        if leaf is indices or _is_checked(node, leaf):
+            return _sample_tensor(value, _index_bound(node))
+        source = _maker(leaf)
+        return _all_zero(value) if source is None else _made_by(source, leaf, constants)
+
+    return pytree.tree_map(made, (tuple(node.args), dict(node.kwargs)))
+
+
+def _is_checked(node: fx.Node, indices: fx.Node) -> bool:
+    """Whether all that reads `indices` of what the node runs raises where one is out of range."""
+    calls = zip(joined_op_names(node), calls_of(node), strict=True)
+    readers = (op for op, call in calls if indices in pytree.tree_leaves(call))
+    return all(op.startswith(_CHECKED) for op in readers)
+
+
+def _is_integer(value: Tensor) -> bool:
+    dtype = value.dtype
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
+def _dtype_of_kernel(leaf: fx.Node, value: Tensor) -> torch.dtype:
+    """The dtype that the kernel behind `leaf` gives.
+
+    A CPU has mean and deviation of a norm as precise as its weight, where a trace has them in the
+    16 bits of its input. Backward takes them in no other dtype.
+    """
+    while is_alias_of_input(leaf):
+        leaf = leaf.all_input_nodes[0]
+    source = leaf.args[0] if is_getitem(leaf) else None
+    if not isinstance(source, fx.Node) or source.target not in _NORMS or leaf.args[1] not in (1, 2):
+        return value.dtype
+    weight = source.args[_NORMS[source.target]]
+    if value.device.type != CPU or not isinstance(weight, fx.Node):
+        return value.dtype
+    return weight.meta["val"].dtype
+
+
+def _maker(leaf: fx.Node) -> fx.Node | None:
+    """The op of torch that makes these integers, beside another result or of no tensor at all."""
+    source = leaf.args[0] if is_getitem(leaf) else leaf
+    if not isinstance(source, fx.Node) or not isinstance(source.target, OpOverload):
+        return None
+    return source if is_getitem(leaf) or not leaf.all_input_nodes else None
+
+
+def _made_by(source: fx.Node, leaf: fx.Node, constants: Any) -> Any:
+    args, kwargs = sample_arguments(source, constants)
+    target: Any = source.target
+    found = run_locally(lambda: target(*args, **kwargs))
+    return found if source is leaf else found[leaf.args[1]]
+
+
+def _index_bound(node: fx.Node) -> int:
+    """A bound below which integers are valid indices into every tensor argument."""
+    if node.target in _BOUND:
+        return max(1, int(_BOUND[node.target](node)))
+    # An op that also makes what it writes to reads no tensor as large as that.
+    values = [leaf.meta.get("val") for leaf in (*node.all_input_nodes, node)]
+    sizes = [
+        size
+        for value in values
+        if isinstance(value, Tensor) and value.is_floating_point()
+        for size in value.shape
+    ]
+    return max(1, min(sizes, default=1))
+
+
+def _sample_tensor(like: Tensor, bound: int) -> Tensor:
+    flat = _storage_for(like)
+    _fill(flat, bound)
+    return _as(like, flat)
+
+
+def _all_zero(like: Tensor) -> Tensor:
+    return _as(like, _storage_for(like).zero_())
+
+
+def _storage_for(like: Tensor) -> Tensor:
+    n_elements = like.untyped_storage().nbytes() // like.element_size()
+    return torch.empty(n_elements, dtype=like.dtype, device=like.device)
+
+
+def _as(like: Tensor, flat: Tensor) -> Tensor:
+    return torch.as_strided(flat, like.shape, like.stride(), like.storage_offset())
+
+
+def _fill(flat: Tensor, bound: int) -> None:
+    """Fill with a random pattern, repeated.
+
+    Every number is between 0.1 and 0.9: a probability, and no denormal, which would be slow.
+    """
+    if flat.dtype == torch.bool:
+        block = torch.rand(_BLOCK, device=flat.device) < 0.9
+    elif flat.is_floating_point() or flat.is_complex():
+        block = torch.rand(_BLOCK, device=flat.device).mul_(0.8).add_(0.1).to(flat.dtype)
+    else:
+        block = torch.randint(bound, (_BLOCK,), device=flat.device).to(flat.dtype)
+    whole = flat.numel() // _BLOCK * _BLOCK
+    flat[:whole].view(-1, _BLOCK).copy_(block)
+    flat[whole:].copy_(block[: flat.numel() - whole])

@@ -1,0 +1,320 @@
+"""A model of the time of an op, from its work and a device's rates.
+
+An op takes the longer of its arithmetic and its traffic, and a launch:
+``max(flops / rate, bytes / bandwidth) + launch`` (S. Williams, A. Waterman, D. Patterson,
+"Roofline", 2009, https://doi.org/10.1145/1498765.1498785). Rate and bandwidth are shares of the
+device's peaks. `devices.json` assumes a share for each class of ops. A profile of the device gives
+measured ones: the median over ops of the same target, else of the same class.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+import torch
+from torch import Tensor, fx
+
+from remat.graph_capture.chunking.regions import modelled, requested_regions, with_regions
+from remat.graph_capture.costs.cache import OpCost
+from remat.graph_capture.costs.op_times import cost_key
+from remat.graph_capture.costs.profile import (
+    ATTENTION_BACKWARD,
+    OpWork,
+    Profile,
+    ProfiledOp,
+    work_of,
+)
+from remat.graph_capture.devices.known_devices import (
+    CUDA,
+    MODELLED,
+    Device,
+    Efficiency,
+    device_table,
+    modelled_device,
+    rounded,
+    table_name,
+)
+from remat.graph_capture.devices.rank_links import RankLinks
+from remat.graph_capture.distributed.collective_costs import links_of_step, with_collective_costs
+from remat.graph_capture.errors import ProfileError
+from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
+from remat.graph_capture.joint.build import TANGENTS
+from remat.graph_capture.joint.nodes import argument, tensors_of
+from remat.graph_capture.tracing.trace import Trace
+
+_LAUNCH_PART = 0.1
+"""An op whose work is a smaller part of a launch shows how long a launch is."""
+_LEAST_WORK = 0.5
+"""In launches. An op of less work says too little of the rates to be part of a fit."""
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The model of one device.
+
+    Attributes
+    ----------
+    device : its peaks. launch_us : least time of any op.
+    shares : of the peaks, by target and by class of ops. A class serves targets without own shares.
+    """
+
+    device: Device
+    shares: dict[str, Efficiency]
+    launch_us: float
+
+    @classmethod
+    def assumed(cls, device: Device) -> Roofline:
+        """With the shares of the table."""
+        table = device_table()
+        return cls(device, dict(table.classes), table.launch_us)
+
+    def cost_us(self, target: str, work: OpWork) -> float:
+        """Time of one run of an op with that work."""
+        share = self.shares.get(target) or self.shares[work.kind]
+        return self.launch_us + self._work_us(work, share)
+
+    def fitted(self, profile: Profile) -> Roofline:
+        """With the shares and the launch that the ops of `profile` show."""
+        return _Fit(self, profile).roofline()
+
+    def errors(self, profile: Profile) -> list[float]:
+        """How far the model fitted to `profile` is off on each of its ops, ascending.
+
+        Each error is a part of the measured time. Each op is left out of its own fit: a target
+        that was measured once would otherwise be modelled without error.
+        """
+        return _Fit(self, profile).errors()
+
+    def _work_us(self, work: OpWork, share: Efficiency) -> float:
+        arithmetic_us, traffic_us = self._peak_us(work)
+        return max(arithmetic_us / share.rate, traffic_us / share.bandwidth)
+
+    def _peak_us(self, work: OpWork) -> tuple[float, float]:
+        """Time of the arithmetic and of the traffic at the device's peaks."""
+        flops_per_us = self.device.flops_per_us(self._rate(work))
+        return work.flops / flops_per_us, work.moved_bytes / self.device.bytes_per_us
+
+    def _rate(self, work: OpWork) -> str:
+        """The dtype whose peak counts: TF32 where torch lets tensor cores round float32."""
+        if work.dtype != "float32" or "tf32" not in self.device.tflops:
+            return work.dtype
+        is_rounded = work.kind == "convolution" and torch.backends.cudnn.allow_tf32
+        is_rounded |= work.kind == "matmul" and torch.get_float32_matmul_precision() != "highest"
+        return "tf32" if is_rounded else work.dtype
+
+
+@dataclass
+class _Fit:
+    """How the ops of a profile compare with what is assumed of their classes.
+
+    Attributes
+    ----------
+    factors : by target and by class: for each op of enough work, its time over the assumed
+        time, both without a launch.
+    """
+
+    assumed: Roofline
+    profile: Profile
+    launch_us: float = field(init=False)
+    factors: dict[str, dict[str, float]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        assumed, self.factors = self.assumed, defaultdict(dict)
+        tiny_us = _LAUNCH_PART * assumed.launch_us
+        launches = [one.cost_us for _, one, work_us in self._seen() if work_us < tiny_us]
+        least_us = min((one.cost_us for _, one, _ in self._seen()), default=assumed.launch_us)
+        # Without an op of hardly any work, a launch is no longer than the quickest op.
+        self.launch_us = statistics.median(launches or [min(assumed.launch_us, least_us)])
+        for key, one, work_us in self._seen():
+            if work_us and one.cost_us - self.launch_us >= _LEAST_WORK * self.launch_us:
+                for group in _groups(key, one):
+                    self.factors[group][key] = (one.cost_us - self.launch_us) / work_us
+
+    def _seen(self) -> Iterator[tuple[str, ProfiledOp, float]]:
+        """Each measured op, with the time that its work is assumed to take."""
+        for key, one in self.profile.ops.items():
+            if one.cost_us > 0 and not one.is_estimate:
+                share = self.assumed.shares[one.work.kind]
+                yield key, one, self.assumed._work_us(one.work, share)
+
+    def roofline(self) -> Roofline:
+        shares = dict(self.assumed.shares)
+        for group, found in self.factors.items():
+            kind = self.profile.ops[next(iter(found))].work.kind
+            factor, share = statistics.median(found.values()), self.assumed.shares[kind]
+            shares[group] = Efficiency(share.rate / factor, share.bandwidth / factor)
+        return Roofline(self.assumed.device, shares, self.launch_us)
+
+    def errors(self) -> list[float]:
+        return sorted(
+            abs((self.launch_us + self._factor(key, one) * work_us) / one.cost_us - 1)
+            for key, one, work_us in self._seen()
+        )
+
+    def _factor(self, key: str, one: ProfiledOp) -> float:
+        """The median factor of the other ops of its target, else of its class; 1 without any."""
+        for group in _groups(key, one):
+            found = self.factors.get(group, {})
+            others = [factor for other, factor in found.items() if other != key]
+            if others:
+                return statistics.median(others)
+        return 1.0
+
+
+def _groups(key: str, one: ProfiledOp) -> Iterable[str]:
+    return key.partition("(")[0], one.work.kind
+
+
+# Costs for a device that is not here: from a profile of it, else from its `Roofline`.
+#
+# The graph is captured on the CPU, as fake CUDA tensors abort a process whose torch is built for
+# the CPU alone. The CPU's fused attention stands for the device's flash form: its results have the
+# same sizes. It keeps its name, and gets the flash form's cost and float32 sums here.
+#
+# Where there is a profile, ops that it lacks are modelled by a fit to it. The graph's notes say how
+# far off that model is on what was measured.
+#
+# Sizes are rounded up to 512 bytes, resident ones too, as the CUDA caching allocator does. Not
+# counted: workspaces of cuBLAS and cuDNN, the context, fragmentation. Budget ``auto`` leaves a
+# tenth of the memory for these.
+
+
+_RNG_STATE_BYTES = 16
+"""Of a CUDA generator: seed and offset."""
+_MOST = 0.9
+"""Part of the measured ops whose largest error is told."""
+_ATTENTION_ROWS, _ATTENTION_COLUMNS = 128, 32
+"""Flash attention pads the sequence and the head of its float32 sums to multiples of these."""
+
+
+def model_costs(
+    trace: Trace, name: str, profile: Profile | None = None, ranks: RankLinks | None = None
+) -> TrainingGraph:
+    """The trace's graph with the costs, workspaces and sizes of a device of the table.
+
+    Parameters
+    ----------
+    ranks : links between ranks; left out, those of the profile, or of the table.
+
+    Raises
+    ------
+    DeviceError : there is no such device. ProfileError : `profile` is of another.
+    """
+    roofline = assumed = Roofline.assumed(modelled_device(name))
+    known: Mapping[str, OpCost] = {}
+    if profile is not None:
+        if name not in (profile.device, _name_of(profile)):
+            raise ProfileError(f"the profile is of {profile.device}, not of {name}")
+        roofline, known = assumed.fitted(profile), profile.ops
+    graph, nodes = trace.graph, trace.joint.node_of_op
+    op_costs = _OpCosts(roofline, known)
+    ops = tuple(op_costs.costed(op, nodes.get(op.name)) for op in graph.ops)
+    is_mixed = any(op.cost_origin == "measured" for op in ops)
+    costed = msgspec.structs.replace(
+        graph,
+        ops=ops,
+        values=tuple(_rounded_value(value) for value in graph.values),
+        resident=_resident(graph),
+        device=name,
+        cost_origin="mixed" if is_mixed else MODELLED,
+        notes=() if profile is None else _notes(ops, assumed, profile),
+    )
+    costed = with_collective_costs(costed, nodes, ranks or links_of_step(name, "", profile))
+    found = requested_regions(trace)
+    if not found:
+        return costed
+    # Bits are compared where the plan is rewritten, on the device that will train.
+    in_chunks = modelled(costed, roofline.launch_us, rounded)
+    return with_regions(costed, found, in_chunks, lambda _: True)
+
+
+def _name_of(profile: Profile) -> str:
+    """The device of the table that `profile` was measured on, if it was measured on CUDA."""
+    return table_name(profile.title) if profile.device == CUDA else profile.device
+
+
+@dataclass(frozen=True)
+class _OpCosts:
+    """Costs op by op: `known` ones by their keys, else those of the model."""
+
+    roofline: Roofline
+    known: Mapping[str, OpCost]
+
+    def costed(self, op: Op, node: fx.Node | None) -> Op:
+        if op.target == TANGENTS:
+            return op
+        # The trace counts a state of the CPU's generator, which is far larger.
+        base_bytes = rounded(_RNG_STATE_BYTES) if op.workspace_bytes else 0
+        one = None if node is None or not self.known else self.known.get(cost_key(node))
+        if one is not None:
+            return msgspec.structs.replace(
+                op, cost_us=one.cost_us, workspace_bytes=base_bytes + one.workspace_bytes,
+                cost_origin="estimated" if one.is_estimate else "measured",
+            )  # fmt: skip
+        cost_us = self.roofline.launch_us
+        if node is not None:
+            cost_us = self.roofline.cost_us(op.target, work_of(node))
+            if op.target == ATTENTION_BACKWARD:
+                base_bytes += _attention_sums_bytes(node)
+        return msgspec.structs.replace(
+            op, cost_us=cost_us, workspace_bytes=base_bytes, cost_origin=MODELLED
+        )
+
+
+def _notes(ops: tuple[Op, ...], assumed: Roofline, profile: Profile) -> tuple[str, ...]:
+    """How much of the step was measured, on which machine, and how far off the model is."""
+    total_us = sum(op.cost_us for op in ops)
+    measured = [op for op in ops if op.cost_origin == "measured"]
+    part = sum(op.cost_us for op in measured) / total_us if total_us else 0.0
+    notes = [
+        f"{len(measured)} of {len(ops)} ops, {100 * part:.0f} % of the step's time, were measured "
+        f"on {profile.title} with torch {profile.torch}"
+    ]
+    errors = assumed.errors(profile)
+    if errors:
+        median, most = statistics.median(errors), errors[int(_MOST * (len(errors) - 1))]
+        notes.append(
+            f"the model of the others is fitted to {len(errors)} measured ops; each left out in "
+            f"turn, it is off by {100 * median:.0f} % in the median, and by at most "
+            f"{100 * most:.0f} % in nine of ten"
+        )
+    return tuple(notes)
+
+
+def _attention_sums_bytes(node: fx.Node) -> int:
+    """Float32 sums that flash attention's backward keeps: of dq, and one a row of the output."""
+    query = argument(node, "query")
+    shown = tensors_of(query)[0] if isinstance(query, fx.Node) else None
+    if not isinstance(shown, Tensor):
+        return 0
+    batch, heads, rows, columns = shown.shape
+    rows = -(-rows // _ATTENTION_ROWS) * _ATTENTION_ROWS
+    columns = -(-columns // _ATTENTION_COLUMNS) * _ATTENTION_COLUMNS
+    has_own_sums = shown.dtype != torch.float32  # else dq itself takes the sums
+    return rounded(4 * batch * heads * rows * (columns * has_own_sums + 1))
+
+
+def _rounded_value(value: Value) -> Value:
+    size_bytes = _RNG_STATE_BYTES if value.kind == "rng_state" else value.size_bytes
+    return msgspec.structs.replace(value, size_bytes=rounded(size_bytes))
+
+
+def _resident(graph: TrainingGraph) -> Resident:
+    """Resident bytes with each parameter, buffer and input of the step rounded up."""
+    extra = dict.fromkeys(("parameter", "buffer", "constant", "input"), 0)
+    for value in graph.values:
+        if not value.producer and value.kind in extra:
+            extra[value.kind] += rounded(value.size_bytes) - value.size_bytes
+    known = graph.resident
+    if not known.parameters_bytes:  # a sharding keeps them on the host
+        extra["parameter"] = 0
+    return msgspec.structs.replace(
+        known,
+        parameters_bytes=known.parameters_bytes + extra["parameter"],
+        buffers_bytes=known.buffers_bytes + extra["buffer"] + extra["constant"],
+        batch_bytes=known.batch_bytes + extra["input"],
+    )

@@ -1,0 +1,571 @@
+"""The step run as a whole, for what it takes beyond its ops.
+
+An op that is computed again runs shortly before it is read, and takes about its cost. In the step
+the same op finds less in the caches, and there is work between ops. So a step on a CPU takes a
+tenth or two more than the sum of its costs. Without that, overheads are shares of too little: at
+45 % of its peak, a Llama was planned at 12.0 % and took 8.5.
+
+Four runs on made data tell it: the step, the step that computes its forward again
+(`recomputing`), and forward that keeps results and that drops them (`forwards`). They
+take turns, as a machine that others share is slow for seconds on end, and end when their least
+times stand. `calibrated` says what becomes of these.
+
+Timing every op where it stands in the step was not taken: it would charge what is computed again
+for caches that it finds filled.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, fx
+
+from remat.graph_capture.costs.cache import CostCache, WholeStepTimes
+from remat.graph_capture.costs.profile import Profile
+from remat.graph_capture.devices.known_devices import CPU
+from remat.graph_capture.devices.memory import free_bytes, is_out_of_memory
+from remat.graph_capture.devices.meter import LoadAwareTimer, Meter, have_agreed, least_agreed
+from remat.graph_capture.distributed.collectives import without_other_ranks
+from remat.graph_capture.distributed.fake_group import run_locally
+from remat.graph_capture.errors import BudgetError
+from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.joint.build import TANGENTS, Joint
+from remat.graph_capture.joint.nodes import copy_of, is_getitem
+
+# What it costs to keep results for backward, beside dropping them.
+#
+# A result that is dropped leaves its memory, near the core, to the next one. Where a result is
+# kept, the next one is written to memory farther away. Costs of single ops know nothing of this,
+# so computing again seems to cost more than it does. In a mixture of experts a product of 1 MiB
+# takes 620 us in the step that keeps everything, 537 each time it runs in a plan for 40 % of the
+# peak, and 483 alone. Plans for 48 MB and 59 MB were said to take 13.4 % and 10.1 %, and took 9.4 %
+# and 7.7 %.
+#
+# So forward is run as it keeps what backward reads, and as it drops it. The difference is taken off
+# the costs of what is kept, and `calibrated` adds it to the step. The two runs take turns, in both
+# orders. With five runs of each in a row, the difference of an LSTM's forwards of 160 ms came out
+# between -8 and +7 % of a step on a shared core; as a median of fifteen differences, between -0.5
+# and +1.4 %.
+#
+# Tried and not taken: costs with caches warm, and a cost for each byte that is read again.
+
+
+Costs = Mapping[str, float]
+"""The time of one run of each op, in us, by its name."""
+LEAST_KEPT_PART = 0.5
+"""Part of its cost that every op keeps at least."""
+
+
+def forwards(joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Two callables of forward alone: one saves activations, the other frees them.
+
+    The time of keeping is what the first takes longer.
+    """
+    own: list[str] = []
+    keeping = copy_of(joint.module, lambda graph: own.extend(_keep_forward(joint, graph)))
+
+    def drop(graph: fx.Graph) -> None:
+        graph.output_node().args = (tuple(n for n in graph.nodes if n.name in own_names),)
+
+    own_names = set(own)
+    return keeping, copy_of(keeping, drop)
+
+
+def less_for_kept(graph: TrainingGraph, costs: Costs, saved_us: float) -> Costs:
+    """`costs` with `saved_us` taken off those of values kept for backward, in proportion to bytes.
+
+    Every op keeps `LEAST_KEPT_PART` of its cost, so that less than `saved_us` may be taken off.
+    """
+    of_op = bytes_for_backward(graph)
+    us_per_byte = saved_us / max(1, sum(of_op.values()))
+    return {
+        name: max(LEAST_KEPT_PART * cost_us, cost_us - us_per_byte * of_op.get(name, 0))
+        for name, cost_us in costs.items()
+    }
+
+
+def bytes_for_backward(graph: TrainingGraph) -> dict[str, int]:
+    """Bytes that backward reads of the results of each forward op."""
+    read = {name for op in graph.ops if op.phase == "backward" for name in op.inputs}
+    sizes = {value.name: value.size_bytes for value in graph.values if value.name in read}
+    return {
+        op.name: sum(sizes.get(name, 0) for name in op.outputs)
+        for op in graph.ops
+        if op.phase == "forward"
+    }
+
+
+def _keep_forward(joint: Joint, graph: fx.Graph) -> list[str]:
+    """Leave forward alone of `graph`, which also returns what backward reads.
+
+    Returns the names of the nodes of forward's own results.
+    """
+    phases = {op.name: op.phase for op in joint.graph.ops}
+    backward = {n.name for name, n in joint.node_of_op.items() if phases[name] == "backward"}
+    nodes = list(graph.nodes)
+    end = next((i for i, node in enumerate(nodes) if node.name in backward), len(nodes) - 1)
+    forward, later = nodes[:end], nodes[end:-1]
+    # A node with several results is no tensor to return: its parts are.
+    made = [node for node in forward if node.op == "call_function" and not _has_parts(node)]
+    after = {*later, nodes[-1]}
+    returned = [node for node in made if any(user in after for user in node.users)]
+    own = [node.name for node in returned if nodes[-1] in node.users]
+    nodes[-1].args = (tuple(returned),)
+    for node in reversed(later):
+        if node.op != "placeholder":
+            graph.erase_node(node)
+    return own
+
+
+def _has_parts(node: fx.Node) -> bool:
+    return any(is_getitem(user) for user in node.users)
+
+
+# What computing again really takes: a step that makes its forward again in segments.
+#
+# Costs of single ops know nothing of where ops stand in a step. So one step that recomputes is
+# run, that of Chen et al. (Training Deep Nets with Sublinear Memory Cost, 2016,
+# https://arxiv.org/abs/1604.06174). Forward is cut into about as many segments as the root of the
+# number of its ops. What others read of a segment is kept. The rest is made again when backward
+# first reads any of it.
+#
+# Plans lie between two kinds. Where each result is made again right before it is read, all of what
+# keeping takes is saved (`less_for_kept`). Where a stretch is made again and held, as plans of
+# chains do, nothing is saved, and more is paid for reading what lies far away. So forward's costs
+# are multiplied by the root of what the segments took over what they should take by their costs:
+# halfway, in proportion, between the two kinds.
+#
+# On an AMD EPYC the segments took 1.12 times their cost in an LSTM, 0.99 in a mixture of experts,
+# 1.08 in GPT-2, 1.13 in a U-Net, 1.07 in a ViT and 1.14 in ResNet-50. Over 33 plans of these models
+# and a Llama, each timed in 42 rounds and costed three times, planned overheads were off by these
+# points:
+#
+#     kept is cheaper by   costs times             median   worst
+#     nothing              1                        0.57     2.5
+#     nothing              the factor               0.57     2.1
+#     half of keeping      1                        0.57     2.3
+#     half                 the root of the factor   0.37     1.9
+#     all                  1                        0.57     2.5
+#     all                  the root (taken)         0.38     1.6
+#     all                  the factor               0.39     1.6
+#
+# Segments that a solver cuts (`chen_sqrt`) gave like factors. They are not taken, since this
+# package knows no solver. The run takes time: with it, and rounds for twice as long, capture and
+# timing of the U-Net take 9.1 s in place of 5.3, of the LSTM 9.4 in place of 4.9. Rounds that end
+# once the ratio is sure were not tried.
+
+
+LEAST_OF_RECOMPUTING, MOST_OF_RECOMPUTING = 0.5, 2.0
+"""Bounds on the factor of costs. What is beyond says more of the clock than of the ops."""
+_SEGMENTED = 0.5
+"""The power of the factor that costs are multiplied by: 1 would be right for plans of long
+stretches, 0 where each result is made again right before it is read."""
+
+
+@dataclass(frozen=True)
+class _Recomputing:
+    """A step that computes forward again.
+
+    Attributes
+    ----------
+    module : called as the joint module. again : names of the ops that run twice.
+    """
+
+    module: fx.GraphModule
+    again: tuple[str, ...]
+
+
+def recomputing(joint: Joint) -> _Recomputing:
+    """The joint step, in which what only a segment itself reads of it is made again in backward."""
+    again: list[str] = []
+    module = copy_of(joint.module, lambda graph: again.extend(_in_segments(joint, graph)))
+    return _Recomputing(module, tuple(name for name in again if name in joint.node_of_op))
+
+
+def _in_segments(joint: Joint, graph: fx.Graph) -> list[str]:
+    """Let a copy of the joint graph compute forward again; the names of what it runs again."""
+    nodes = list(graph.nodes)
+    segments = _segments(joint, nodes)
+    later = {node: place for place, node in enumerate(nodes[sum(map(len, segments)) : -1])}
+    pinned = {op.name for op in joint.graph.ops if op.no_recompute}
+    again: list[str] = []
+    for segment in segments:
+        inside = set(segment)
+        # What another segment reads is kept, or making one again would make those before it again.
+        dropped = [
+            node
+            for node in segment
+            if node.op == "call_function"
+            and node.name not in pinned
+            and all(user in inside or user in later for user in node.users)
+        ]
+        again += _make_again(graph, dropped, later)
+    return again
+
+
+def as_recomputed(graph: TrainingGraph, costs: Costs, again_us: float, expected_us: float) -> Costs:
+    """`costs` with forward between the costs of its ops and what they took in segments.
+
+    Parameters
+    ----------
+    again_us : what the ops that ran again took. expected_us : what they take by their costs; 0
+        if none ran.
+    """
+    factor = (
+        min(MOST_OF_RECOMPUTING, max(LEAST_OF_RECOMPUTING, again_us / expected_us)) ** _SEGMENTED
+        if expected_us
+        else 1.0
+    )
+    forward = {op.name for op in graph.ops if op.phase == "forward"}
+    return {
+        name: factor * cost_us if name in forward else cost_us for name, cost_us in costs.items()
+    }
+
+
+def _segments(joint: Joint, nodes: Sequence[fx.Node]) -> list[Sequence[fx.Node]]:
+    """All nodes up to the last op of forward, in stretches of equally many ops."""
+    forward = {op.name for op in joint.graph.ops if op.phase == "forward"}
+    forward &= joint.node_of_op.keys()
+    after = [place + 1 for place, node in enumerate(nodes) if node.name in forward]
+    length = max(1, math.isqrt(len(after)))
+    ends = dict.fromkeys([0, *after[length - 1 :: length], *after[-1:]])
+    return [nodes[begin:end] for begin, end in pairwise(ends)]
+
+
+def _make_again(
+    graph: fx.Graph, dropped: Sequence[fx.Node], later: dict[fx.Node, int]
+) -> list[str]:
+    """Let nodes of `later` read copies of `dropped`; returns the names of those that are copied.
+
+    The copies stand before the first node that reads one.
+    """
+    readers = {node: [user for user in node.users if user in later] for node in dropped}
+    needed = {node for node in dropped if readers[node]}
+    if not needed:
+        return []
+    # Backwards, as what a needed node reads inside the segment is needed too.
+    for node in reversed(dropped):
+        if any(user in needed for user in node.users):
+            needed.add(node)
+    first = min((user for users in readers.values() for user in users), key=later.__getitem__)
+    copies: dict[fx.Node, fx.Node] = {}
+    with graph.inserting_before(first):
+        for node in dropped:
+            if node in needed:
+                copies[node] = graph.node_copy(node, lambda source: copies.get(source, source))
+    for node, copy in copies.items():
+        for user in readers[node]:
+            user.replace_input_with(node, copy)
+    return [node.name for node in copies]
+
+
+# From the costs of ops and the times of their whole step to the costs that a graph states.
+#
+# What a step takes beyond its ops is added to the arrival of the tangents: the one op that every
+# schedule runs exactly once and that costs nothing itself. So solvers, bounds and `simulate` need
+# not know of it.
+
+
+def calibrated(graph: TrainingGraph, step: WholeStepTimes) -> TrainingGraph:
+    """`graph` taking the step's time in all, unless its ops alone take longer.
+
+    Parameters
+    ----------
+    graph : with each op at the cost of a run on its own.
+    """
+    alone = costs_of(graph)
+    # Keeping comes first: the step in segments was held against costs that are cheaper by it.
+    cheaper = less_for_kept(graph, alone, step.keeping_us)
+    costs = dict(as_recomputed(graph, cheaper, step.again_us, step.expected_us))
+    ops_us = sum(costs.values())
+    # A step in a fast spell may take less than its ops. No op then costs less than nothing.
+    beyond_us = max(step.step_us, sum(alone.values()), ops_us) - ops_us
+    for op in graph.ops:
+        if op.target == TANGENTS:
+            costs[op.name] += beyond_us
+    return with_costs(graph, costs)
+
+
+def costs_of(graph: TrainingGraph) -> dict[str, float]:
+    """The cost of each op of `graph`, in its order."""
+    return {op.name: op.cost_us for op in graph.ops}
+
+
+def with_costs(graph: TrainingGraph, costs: Costs) -> TrainingGraph:
+    """`graph` with these costs of its ops."""
+    ops = tuple(msgspec.structs.replace(op, cost_us=costs[op.name]) for op in graph.ops)
+    return msgspec.structs.replace(graph, ops=ops)
+
+
+LEAST_ROUNDS, ROUNDS, _ENOUGH_US = 3, 24, 3e6
+"""Rounds are fewer the longer they are."""
+_SOON_US = 5e5
+"""Rounds that have taken less go on in any case: they cost nothing."""
+_MORE_SHARES = 1
+"""Shares beyond the passes over the ops, for times that do not agree by then."""
+_ROOM = 0.5
+"""Part of the free memory that a run may take."""
+_SPREAD = 0.02
+"""Deviation of made inputs: small, so that values neither swell nor vanish in deep models."""
+
+STEP_NOT_TIMED = (
+    "the step was not timed as a whole, as that takes more than the budget: overheads may be shown "
+    "too high"
+)
+"""What a graph notes on its costs, where they lack what the step takes beyond its ops."""
+_WHOLE = "cannot be timed as a whole on made data"
+
+
+def whole_step(
+    joint: Joint,
+    graph: TrainingGraph,
+    cache: CostCache,
+    rounds: StepRounds | None,
+    profile: Profile | None,
+) -> WholeStepTimes | None:
+    """The times of the whole step, of `profile`, of `rounds` or of `cache`; None if of none.
+
+    What `rounds` find is kept in `cache`, and so on disk.
+
+    Parameters
+    ----------
+    graph : with each op at the cost of a run on its own.
+    """
+    if graph.device != CPU:
+        return None
+    key = joint.timed_hash
+    if profile is not None and key in profile.steps:
+        return profile.steps[key]
+    if rounds is None:
+        return cache.steps.get(key) if _is_of(profile, cache.title) else None
+    found = rounds.whole(graph)
+    if found is None:
+        return cache.steps.get(key)
+    cache.keep_step(key, found)
+    return cache.steps[key]
+
+
+def _is_of(profile: Profile | None, title: str) -> bool:
+    return profile is None or profile.title == title
+
+
+@dataclass(frozen=True)
+class WholeRuns:
+    """The four runs of a step.
+
+    Attributes
+    ----------
+    step : as it is. recomputing : with forward computed again.
+    keeping, plain : forward alone, with and without what backward reads of it.
+    again : names of the ops that `recomputing` runs twice. first_us : of the first run of each, in
+    this order; empty where nobody took them.
+    """
+
+    step: Callable[[], Any]
+    recomputing: Callable[[], Any]
+    keeping: Callable[[], Any]
+    plain: Callable[[], Any]
+    again: tuple[str, ...] = ()
+    first_us: tuple[float, ...] = ()
+
+
+class StepRounds:
+    """Rounds of the runs of a step: each run once, in turn.
+
+    They are timed in shares, one after each pass over the ops, so that ops and step meet the same
+    slow spells. Every other round goes in the opposite order, so that no run always follows the
+    same other. The rounds end once the two least times of each run agree, taken in two shares; of
+    a long step, once there are three.
+    """
+
+    def __init__(self, meter: Meter, made: Callable[[], WholeRuns | None]) -> None:
+        self._meter, self._made = meter, made
+        self._runs: WholeRuns | None = None
+        self._shares = 0
+        self._rounds: list[list[float]] = []
+        self._away = 1.0
+
+    @property
+    def _is_settled(self) -> bool:
+        taken_us = sum(map(sum, self._rounds))
+        if self._shares < 2 or taken_us < _SOON_US:
+            return False
+        is_long = taken_us >= _ENOUGH_US and len(self._rounds) >= LEAST_ROUNDS
+        return is_long or all(have_agreed(each) for each in zip(*self._rounds, strict=True))
+
+    def some(self) -> None:
+        """Take the next share; nothing once the times stand."""
+        begun = len(self._rounds)
+        if not self._shares:
+            self._runs = self._made()
+            if self._runs is not None and self._runs.first_us:
+                self._rounds.append(list(self._runs.first_us))
+        self._shares += 1
+        while self._runs is not None and not self._is_settled and self._is_due(begun):
+            try:
+                watch = LoadAwareTimer()
+                self._rounds.append(self._round(self._runs))
+                self._away = min(self._away, watch.away)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                self._runs = None
+                warnings.warn("the step was not run to its end: memory ran out", stacklevel=2)
+
+    def _is_due(self, begun: int) -> bool:
+        """Whether a share that began with so many rounds has another."""
+        own = self._rounds[begun:]
+        least, most = LEAST_ROUNDS // self._meter.passes, ROUNDS // self._meter.passes
+        taken_us, enough_us = sum(map(sum, own)), _ENOUGH_US / self._meter.passes
+        return len(own) < least or (len(own) < most and taken_us < enough_us)
+
+    def whole(self, graph: TrainingGraph) -> WholeStepTimes | None:
+        """The least times, after the shares that are still to come; None if nothing ran.
+
+        Parameters
+        ----------
+        graph : with each op at the cost of a run on its own.
+        """
+        with self._meter.quiet():
+            while self._shares < self._meter.passes:
+                self.some()
+            for _ in range(_MORE_SHARES):
+                if sum(map(sum, self._rounds)) >= _SOON_US:
+                    self.some()
+        if self._runs is None:
+            return None
+        step_us, longer_us, kept_us, plain_us = map(least_agreed, zip(*self._rounds, strict=True))
+        keeping_us, again_us = max(0.0, kept_us - plain_us), max(0.0, longer_us - step_us)
+        costs = less_for_kept(graph, costs_of(graph), keeping_us)
+        expected_us = sum(costs[name] for name in self._runs.again)
+        return WholeStepTimes(step_us, keeping_us, again_us, expected_us, self._away)
+
+    def _round(self, runs: WholeRuns) -> list[float]:
+        each = runs.step, runs.recomputing, runs.keeping, runs.plain
+        order = range(len(each))[:: -1 if len(self._rounds) % 2 else 1]
+        taken_us = {number: self._meter.step_us(each[number]) for number in order}
+        return [taken_us[number] for number in range(len(each))]
+
+
+def is_beyond(joint: Joint, graph: TrainingGraph, most_bytes: int | None) -> bool:
+    """Whether runs of the step on made data, beside the model and its batch, take more than that.
+
+    The four runs are made together, and one of them keeps all that backward reads.
+    """
+    if most_bytes is None or graph.device != CPU:
+        return False
+    needed_bytes = graph.resident.total_bytes + peak_bytes(graph) + _made_bytes(joint)
+    return needed_bytes > most_bytes
+
+
+def step_rounds(
+    joint: Joint,
+    graph: TrainingGraph,
+    meter: Meter,
+    cache: CostCache,
+    profile: Profile | None,
+    most_bytes: int | None = None,
+) -> StepRounds | None:
+    """The rounds of a step on a CPU.
+
+    None where its times are known, where a `profile` of another machine is used, and where they
+    take more than `most_bytes`.
+    """
+    key = joint.timed_hash
+    is_known = cache.has_step(key, meter) or (profile is not None and key in profile.steps)
+    if graph.device != CPU or is_known or not _is_of(profile, meter.title):
+        return None
+    if is_beyond(joint, graph, most_bytes):
+        return None
+    return StepRounds(meter, lambda: _runs_of(joint, graph, meter))
+
+
+def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> WholeRuns | None:
+    """The runs of a step, each of which has been run once.
+
+    None for a step that needs more than half of the free memory, or fails on made data; where the
+    system does not say what is free, for any.
+    """
+    placeholders = joint.module.graph.find_nodes(op="placeholder")
+    if not _has_room(peak_bytes(graph) + _made_bytes(joint), meter.device):
+        return None
+    twice = recomputing(joint)
+    whole = copy_of(joint.module), twice.module, *forwards(joint)
+    made = [without_other_ranks(module) for module in whole]
+    try:
+        inputs = [_step_input(node) for node in placeholders]
+        runs = [partial(module, *inputs) for module in made]
+        first_us = [_first_us(run) for run in runs]
+    except (RuntimeError, IndexError, ValueError, MemoryError) as error:
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        why = "was not run: memory ran out" if is_out_of_memory(error) else _WHOLE
+        warnings.warn(
+            f"the step {why} ({said}); what it takes beyond "
+            "its ops is not counted, so that overheads may be shown too high",
+            stacklevel=2,
+        )
+        return None
+    return WholeRuns(*runs, again=twice.again, first_us=tuple(first_us))
+
+
+def _first_us(run: Callable[[], Any]) -> float:
+    """The time of the first run of all, which may also find that there is no memory for it."""
+    watch = LoadAwareTimer()
+    run_locally(run)
+    return watch.taken_us
+
+
+def _has_room(size_bytes: int, device: str) -> bool:
+    try:
+        return size_bytes <= _ROOM * free_bytes(device)
+    except BudgetError:  # nobody knows: costs of single ops are enough for a plan
+        return False
+
+
+def _made_bytes(joint: Joint) -> int:
+    """Bytes of the inputs that a run on made data has of its own."""
+    placeholders = joint.module.graph.find_nodes(op="placeholder")
+    return sum(n.meta["val"].untyped_storage().nbytes() for n in _tensors(placeholders))
+
+
+def peak_bytes(graph: TrainingGraph) -> int:
+    """The most bytes live when every op runs once, without resident ones.
+
+    The judge of schedules says the same (a test holds that); this package does not import it.
+    """
+    sizes = {value.name: value.size_bytes for value in graph.values if value.producer}
+    readers = Counter(name for op in graph.ops for name in {*op.inputs} if name in sizes)
+    readers.update(name for name in graph.outputs if name in sizes)
+    live = most = 0
+    for op in graph.ops:
+        live += sum(sizes[name] for name in op.outputs)
+        most = max(most, live + op.workspace_bytes)
+        read = {name for name in op.inputs if name in sizes}
+        readers.subtract(read)
+        live -= sum(sizes[name] for name in read.union(op.outputs) if not readers[name])
+    return most
+
+
+def _tensors(nodes: list[fx.Node]) -> list[fx.Node]:
+    return [node for node in nodes if isinstance(node.meta.get("val"), Tensor)]
+
+
+def _step_input(node: fx.Node) -> Any:
+    """Small numbers around zero; for integers zeros, which are valid indices."""
+    like: Any = node.meta.get("val")
+    if not isinstance(like, Tensor):
+        return like
+    # Filled as a flat storage: an expanded tensor has elements that share a place.
+    size = 1 + sum((n - 1) * step for n, step in zip(like.shape, like.stride(), strict=True) if n)
+    flat = torch.empty(max(size, 0), dtype=like.dtype, device=like.device)
+    made = flat.normal_(0, _SPREAD) if like.is_floating_point() else flat.zero_()
+    return made.as_strided(like.shape, like.stride())

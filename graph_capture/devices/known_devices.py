@@ -1,0 +1,389 @@
+"""Names of devices: the table of `devices.json`, which names can be planned for, and rounding.
+
+A device of the table can be planned for without owning it. The table holds what makers state, with
+its source: dense peak rates, and memory in units of 10^9 bytes as sold, a little less than what a
+driver shows. `Efficiency` is the share of the peaks that ops are assumed to reach.
+
+Other names are ``cpu`` and ``cuda``, for devices of this machine. How a CUDA device rounds sizes up
+stands here too, as it holds for both.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import operator
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import SupportsIndex
+
+import msgspec
+
+from remat.graph_capture.devices.rank_links import RankLinks, wrong_in
+from remat.graph_capture.errors import BudgetError, DeviceError, TextError, option
+from remat.graph_capture.files import decode_json, read_contents
+
+CPU, CUDA = "cpu", "cuda"
+MODELLED = "modelled"
+"""What `TrainingGraph.cost_origin` says where costs are those of a device of the table."""
+ALLOCATION_BYTES = 512
+"""The CUDA caching allocator rounds every size up to a multiple of it."""
+GB = 1e9
+DEVICES_FILE = Path(__file__).with_name("devices.json")
+
+Allocated = Callable[[int], int]
+"""From bytes that are asked for to bytes that the allocator takes."""
+
+
+class Efficiency(msgspec.Struct, frozen=True):
+    """Shares of the peak rate and of the peak bandwidth that a class of ops is taken to reach."""
+
+    rate: float
+    bandwidth: float
+
+
+class Device(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One device, as its maker states it.
+
+    Attributes
+    ----------
+    title : in full. source : of its figures.
+    memory_gb, bandwidth_gb_s : of its memory. link_gb_s : of the link to the host, one way.
+    tflops : peak arithmetic by dtype. ``tf32`` is float32 as tensor cores may round it.
+    peer_gb_s : of the links to others of a node, one way; 0 where they go by the host's.
+    network_gb_s : of its own card to other nodes, one way; 0 where none is stated.
+    ranks_source : of both.
+    """
+
+    title: str
+    memory_gb: float
+    bandwidth_gb_s: float
+    link_gb_s: float
+    tflops: dict[str, float]
+    source: str
+    peer_gb_s: float = 0.0
+    network_gb_s: float = 0.0
+    ranks_source: str = ""
+
+    @property
+    def memory_bytes(self) -> int:
+        """All of its memory."""
+        return int(self.memory_gb * GB)
+
+    @property
+    def bytes_per_us(self) -> float:
+        """Peak bandwidth of its memory."""
+        return self.bandwidth_gb_s * GB / 1e6
+
+    def flops_per_us(self, dtype: str) -> float:
+        """Peak arithmetic of a dtype; that of float32 where the table has none of it."""
+        return self.tflops.get(dtype, self.tflops["float32"]) * 1e6
+
+
+class _Drive(msgspec.Struct, frozen=True):
+    """A drive on NVMe, as its maker states it; `latency_us` is that of a read."""
+
+    title: str
+    write_gb_s: float
+    read_gb_s: float
+    latency_us: float
+    source: str
+
+
+class _BetweenRanks(msgspec.Struct, frozen=True):
+    """What collectives reach between GPUs, whatever the GPU: see `RankLinks`.
+
+    Attributes
+    ----------
+    inside_share, between_share : of the rates that makers state. node_size : GPUs of a node.
+    share_reason, beside_reason : how that is known.
+    """
+
+    inside_share: float
+    between_share: float
+    inside_us: float
+    between_us: float
+    hop_us: float
+    share_reason: str
+    beside: float
+    beside_reason: str
+    node_size: int
+
+
+class _DeviceTable(msgspec.Struct, frozen=True):
+    """All devices, and what holds for each of them.
+
+    Attributes
+    ----------
+    classes : efficiency by class of ops. launch_us : least time of any op.
+    link_share, link_reason : share of a stated rate that copies reach, and how that is known.
+    link_latency_us : of a copy to the host or back. nvme : the drive in a machine that is not here.
+    between_ranks : what collectives reach. loopback : between processes of one CPU, over gloo.
+    """
+
+    classes: dict[str, Efficiency]
+    launch_us: float
+    link_share: float
+    link_latency_us: float
+    link_reason: str
+    nvme: _Drive
+    between_ranks: _BetweenRanks
+    loopback: RankLinks
+    devices: dict[str, Device]
+
+
+@functools.cache
+def device_table() -> _DeviceTable:
+    """The table of this release."""
+    return msgspec.json.decode(DEVICES_FILE.read_bytes(), type=_DeviceTable)
+
+
+def is_in_table(name: str) -> bool:
+    """Whether a device of that name is planned for from the table."""
+    return name in device_table().devices
+
+
+def modelled_device(name: str) -> Device:
+    """The device of that name.
+
+    Raises
+    ------
+    DeviceError : there is none; names those that are near, or all.
+    """
+    known = device_table().devices
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"choose cpu, {', '.join(known)}"
+    raise DeviceError(f"there is no device {name!r}: {hint}")
+
+
+def table_name(title: str) -> str:
+    """The name in the table of a device that its driver calls `title`; empty if it is not there.
+
+    A driver says ``NVIDIA A100-SXM4-40GB`` or ``NVIDIA GeForce RTX 4090``. The longest name counts
+    whose parts all stand there in their order.
+    """
+    words = re.split(r"[^a-z0-9]+", title.lower())
+    shown = f" {' '.join(words)} ".replace(" rtx ", " rtx")
+    names = sorted(device_table().devices, key=len, reverse=True)
+    return next((name for name in names if _is_named(shown, name)), "")
+
+
+def _is_named(shown: str, name: str) -> bool:
+    return re.search(".*".join(rf" {part}\b" for part in name.split("-")), shown) is not None
+
+
+def is_cuda(name: str) -> bool:
+    """Whether `name` is of a CUDA device of this machine: ``cuda`` or ``cuda:0``."""
+    return name.partition(":")[0] == CUDA
+
+
+def has_cuda_allocator(name: str) -> bool:
+    """Whether torch's CUDA caching allocator serves the device: all of the table are NVIDIA's."""
+    return is_cuda(name) or is_in_table(name)
+
+
+def check_device(name: str) -> None:
+    """Raise `DeviceError` if `name` cannot be planned for."""
+    if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise DeviceError(f"a device is named by a text such as 'cpu' or 'h100', not {name!r}")
+    if is_cuda(name):
+        _check_cuda(name)
+    elif name != CPU:
+        modelled_device(name)
+
+
+def check_measured(device: str) -> None:
+    """Raise `DeviceError` for a device whose ops cannot be measured here."""
+    check_device(device)
+    if is_in_table(device):
+        raise DeviceError(
+            f"{device} is planned for by model, and a profile is measured: on a machine that has "
+            f"one, with {option('device', 'cuda')}"
+        )
+
+
+def _check_cuda(name: str) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            "a CUDA device is not here: this torch sees none. Plan for a model of it by name, "
+            f"such as {option('device', 'h100')} ({', '.join(device_table().devices)}), or for "
+            f"{option('device', CPU)}"
+        )
+    here = [f"{CUDA}:{i}" for i in range(torch.cuda.device_count())]
+    if name not in (CUDA, *here):
+        raise DeviceError(f"there is no device {name!r}: this torch sees {', '.join(here)}")
+
+
+def rounded(size_bytes: int) -> int:
+    """Bytes that the CUDA caching allocator takes where `size_bytes` are asked for."""
+    # Blocks above 1 MiB may be larger, by up to 1 MiB each. `predict_reserved` counts
+    # that, and a plan's peak does not.
+    return -(-size_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
+
+
+def plan_rounding(device: str) -> Allocated:
+    """How a plan for `device`, which may be one of the table, counts what is allocated."""
+    return rounded if has_cuda_allocator(device) else int
+
+
+def allocator_rounding(device: str) -> Allocated:
+    """How the allocator of `device` rounds; a CPU's does not."""
+    return rounded if is_cuda(device) else int
+
+
+# How a number of bytes is written: `8GiB`, `1.5GB`, or an int.
+
+
+_UNITS = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+NUMBER = r"([+-]?\d+(?:\.\d*)?|[+-]?\.\d+)"
+
+
+def checked_bytes(given: SupportsIndex, what: str, forms: str) -> int:
+    """An int as bytes.
+
+    Parameters
+    ----------
+    what : the name of what is given, such as ``budget``. forms : how it may be written.
+
+    Raises
+    ------
+    BudgetError : it is no int.
+    """
+    if isinstance(given, bool):
+        raise BudgetError(f"{what} {given!r} is no size: give bytes as an int, or {forms}")
+    try:
+        return operator.index(given)
+    except TypeError as error:
+        raise BudgetError(
+            f"{what} {given!r} is a {type(given).__name__}: give whole bytes as an int, "
+            f"or a text such as {forms}"
+        ) from error
+
+
+def parse_bytes(text: str, what: str, forms: str, unless: str = "") -> int:
+    """A text with a unit as bytes.
+
+    Parameters
+    ----------
+    unless : what the number could have meant without a unit, such as ``%``; else empty.
+
+    Raises
+    ------
+    BudgetError : it is no number, or has no unit or an unknown one.
+    """
+    match = re.fullmatch(rf"{NUMBER}\s*([a-z]*)", text.lower())
+    if match is None:
+        raise BudgetError(f"{what} {text!r} cannot be read: write it like {forms}")
+    number, unit = match.groups()
+    if not unit:
+        others = f"{number}{unless}, " if unless else ""
+        raise BudgetError(
+            f"{what} {text!r} has no unit: {number} bytes? Write {others}{number}MiB or {number}GiB"
+        )
+    if unit not in _UNITS:
+        raise BudgetError(
+            f"{what} {text!r} has an unknown unit {unit!r}: write {number}MiB or {number}GiB "
+            f"(units: B, kB, MB, GB, KiB, MiB, GiB)"
+        )
+    return int(float(number) * _UNITS[unit])
+
+
+# Links between ranks with a device of the table or of this machine, and those of a file. No torch.
+#
+# The table has what makers state, and the shares of it that collectives reach. A file has what was
+# measured: the fields of `RankLinks`, or a profile that `remat.profile` measured over a group.
+
+
+class _OfProfile(msgspec.Struct):
+    """What concerns ranks in the file of a profile; a file of links has no such field."""
+
+    ranks: RankLinks | None = None
+
+
+def links_between_ranks(device: str, title: str = "") -> RankLinks:
+    """Links of any device; where the table has none of it, the slowest that it has.
+
+    Parameters
+    ----------
+    device : of the table, or of this machine. title : of the machine, where it is here.
+    """
+    table = device_table()
+    if device == CPU:
+        return table.loopback
+    name = device if is_in_table(device) else table_name(title)
+    # One that the table lacks is taken to have no links of its own, and the slowest to its host.
+    slowest = min(table.devices.values(), key=lambda one: one.peer_gb_s or one.link_gb_s)
+    found = modelled_device(name) if name else slowest
+    if found.network_gb_s:
+        return _as_reached(found, found.ranks_source)
+    network_gb_s = min(one.network_gb_s for one in table.devices.values() if one.network_gb_s)
+    lacking = msgspec.structs.replace(
+        found, peer_gb_s=found.peer_gb_s or found.link_gb_s, network_gb_s=network_gb_s
+    )
+    way = "by links" if found.peer_gb_s else "over the host"
+    return _as_reached(
+        lacking,
+        f"{lacking.peer_gb_s:g} GB/s {way} as stated for {found.title}, and between nodes the "
+        f"slowest card of the table, {network_gb_s:g} GB/s",
+    )
+
+
+def datasheet_links(device: str, node_size: int) -> RankLinks:
+    """Links of a device for which makers state both, in nodes of that size.
+
+    Raises
+    ------
+    DeviceError : the table has none of it.
+    """
+    known = [name for name, one in device_table().devices.items() if one.network_gb_s]
+    if device not in known:
+        raise DeviceError(
+            f"no links between {device} GPUs are known: choose {', '.join(known)}, "
+            f"or give a file of measured ones by {option('links')}"
+        )
+    return msgspec.structs.replace(links_between_ranks(device), node_size=node_size)
+
+
+def _as_reached(device: Device, source: str) -> RankLinks:
+    table = device_table().between_ranks
+    return RankLinks(
+        device.peer_gb_s * table.inside_share, device.network_gb_s * table.between_share,
+        table.inside_us, table.between_us, table.hop_us, table.beside, source, table.node_size,
+    )  # fmt: skip
+
+
+def read_rank_links(path: Path, node_size: int) -> RankLinks:
+    """Links from a file of the fields of `RankLinks`, or from a profile that has some.
+
+    Raises
+    ------
+    DeviceError : it is no such file, or a figure cannot be. FileError : it cannot be read.
+    """
+    contents = read_contents(path)
+    try:
+        found = decode_json(contents, _OfProfile).ranks or decode_json(contents, RankLinks)
+    except TextError as error:
+        raise DeviceError(
+            f"{path} is no file of links ({error}): it is a profile of remat.profile(..., "
+            "group=...), or has inside_gb_s, between_gb_s, inside_us, between_us, hop_us, beside, "
+            "source, and measured where collectives were timed"
+        ) from error
+    wrong = wrong_in(found)
+    if wrong:
+        raise DeviceError(f"{path} has {wrong}")
+    return msgspec.structs.replace(found, node_size=node_size)

@@ -1,0 +1,176 @@
+"""Costs of collectives: each by its traffic, over the links between ranks (`rank_links.py`).
+
+Links are a profile's if it has measured them, else those of the table of devices.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from remat.graph_capture.costs.link_speeds import fitted
+from remat.graph_capture.costs.profile import Profile
+from remat.graph_capture.devices.known_devices import MODELLED, links_between_ranks
+from remat.graph_capture.devices.rank_links import Collective, RankLinks, Traffic
+from remat.graph_capture.distributed.collectives import groups_of, is_collective, op_name
+from remat.graph_capture.graph import Op, TrainingGraph
+from remat.graph_capture.joint.nodes import tensors_of
+
+# What a collective moves: its kind, its bytes, and the ranks and nodes that take part.
+
+
+_KINDS: dict[str, Collective] = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_to_all_single": "all_to_all",
+    "shard_dim_alltoall": "all_to_all",
+}
+"""By how the names of ops begin; all others send."""
+
+
+def traffic_of(node: fx.Node, node_size: int) -> Traffic:
+    """What a node of a graph moves that is a collective.
+
+    Parameters
+    ----------
+    node_size : ranks of a node of the cluster.
+    """
+    ranks = members_of(node)
+    here = max(Counter(rank // node_size for rank in ranks).values())
+    read_bytes = sum(_tensor_bytes(source) for source in node.all_input_nodes)
+    whole_bytes = max(read_bytes, _tensor_bytes(node))
+    return Traffic(_collective_of(node), whole_bytes, len(ranks), here)
+
+
+def _collective_of(node: fx.Node) -> Collective:
+    name = op_name(node)
+    kinds: list[Collective] = [kind for begin, kind in _KINDS.items() if name.startswith(begin)]
+    # By `permute_tensor` each rank gives all that it has to one other.
+    parts = node.args[2] if kinds == ["all_to_all"] and len(node.args) > 3 else None
+    is_to_one = isinstance(parts, (list, tuple)) and len([n for n in parts if n != 0]) <= 1
+    return kinds[0] if kinds and not is_to_one else "send"
+
+
+def members_of(node: fx.Node) -> Sequence[int]:
+    """The ranks of its group, by their numbers among all; this one alone if it names no group."""
+    groups: tuple[Any, ...] = groups_of([node])
+    named: Any = dist.distributed_c10d
+    found = [
+        dist.get_process_group_ranks(
+            named._resolve_process_group(group) if isinstance(group, str) else group
+        )
+        for group in groups
+    ]
+    return sorted(set().union(*found)) or [0]
+
+
+def _tensor_bytes(node: fx.Node) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors_of(node) if t is not None)
+
+
+RANKS_OF_NODE = "LOCAL_WORLD_SIZE"
+"""The variable in which torchrun says how many ranks a node has."""
+
+
+def with_collective_costs(
+    graph: TrainingGraph, node_of_op: Mapping[str, fx.Node], links: RankLinks
+) -> TrainingGraph:
+    """`graph` with the modelled cost of each collective over those links."""
+    nodes = {name: node for name, node in node_of_op.items() if is_collective(node)}
+    if not nodes:
+        return graph
+
+    def costed(op: Op) -> Op:
+        if op.name not in nodes:
+            return op
+        cost_us = links.collective_us(traffic_of(nodes[op.name], links.node_size))
+        return msgspec.structs.replace(op, cost_us=cost_us, cost_origin=MODELLED)
+
+    return msgspec.structs.replace(
+        graph,
+        ops=tuple(map(costed, graph.ops)),
+        cost_origin=graph.cost_origin if graph.cost_origin == MODELLED else "mixed",
+        notes=(*graph.notes, f"{len(nodes)} collectives are modelled: {links}"),
+    )
+
+
+def links_of_step(device: str, title: str, profile: Profile | None = None) -> RankLinks:
+    """The links between the ranks of a step, in nodes as torchrun says.
+
+    Parameters
+    ----------
+    device : of the step, which may be one of the table. title : of the machine, where it is here.
+    """
+    found = profile.ranks if profile is not None else None
+    found = found or links_between_ranks(device, title)
+    node_size = int(os.environ.get(RANKS_OF_NODE, found.node_size))
+    return msgspec.structs.replace(found, node_size=node_size)
+
+
+# Measuring the links between ranks: all ranks of a group gather together, in one order.
+#
+# This is the only place where a collective is timed.
+
+
+_SIZES = tuple(1 << shift for shift in (14, 16, 18, 20, 22, 24))
+"""Bytes of the gathered whole: 16 KiB to 16 MiB."""
+_RUNS = 9
+_WARM = 2
+"""Runs before, in which connections are made."""
+
+
+def measured_rank_links(group: dist.ProcessGroup, device: str, title: str) -> RankLinks:
+    """The links between the ranks of a group, which must all call; the slowest rank counts.
+
+    They are taken to be inside of one node, and those between nodes as the table has them.
+
+    Parameters
+    ----------
+    device : that the ranks compute on. title : of the machine.
+    """
+    n = group.size()
+    moved_us = {size * (n - 1) // n: _gather_us(group, device, size) for size in _SIZES}
+    gb_s, latency_us = fitted(moved_us)
+    return msgspec.structs.replace(
+        links_between_ranks(device, title),
+        inside_gb_s=gb_s,
+        inside_us=latency_us,
+        node_size=n,
+        source=f"in a node measured over {n} ranks by {dist.get_backend(group)} on {title}",
+    )
+
+
+def _gather_us(group: dist.ProcessGroup, device: str, size_bytes: int) -> float:
+    own = torch.zeros(size_bytes // group.size(), dtype=torch.uint8, device=device)
+    whole = torch.empty(len(own) * group.size(), dtype=torch.uint8, device=device)
+    times = [_timed_us(group, whole, own) for _ in range(_WARM + _RUNS)][_WARM:]
+    median = torch.tensor([statistics.median(times)], dtype=torch.float32, device=device)
+    dist.all_reduce(median, dist.ReduceOp.MAX, group)
+    return float(median)
+
+
+def _timed_us(group: dist.ProcessGroup, whole: Tensor, own: Tensor) -> float:
+    dist.barrier(group)
+    _settle(own)
+    start = time.perf_counter()
+    # Torch 2.13 has another name for it, which older releases lack.
+    named: Any = dist
+    gather = getattr(named, "all_gather_single", None) or named.all_gather_into_tensor
+    gather(whole, own, group)
+    _settle(own)
+    return 1e6 * (time.perf_counter() - start)
+
+
+def _settle(tensor: Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)

@@ -1,0 +1,197 @@
+"""What a plan holds of a model on several ranks, and what it cannot: watched while it is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+
+from remat.graph_capture.devices.known_devices import CPU
+from remat.graph_capture.distributed.collective_costs import members_of
+from remat.graph_capture.distributed.collectives import (
+    NAMES,
+    NAMESPACE,
+    collectives_in,
+    is_collective,
+    op_name,
+    run_functionally,
+    skip_wait,
+)
+from remat.graph_capture.distributed.dtensors import has_dtensors, is_distributed
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.joint.provenance import TraceObserver, line_of_user
+
+_FUNCTIONAL = "torch.distributed._functional_collectives"
+
+
+def modes_among_ranks(kind: str) -> tuple[AbstractContextManager[Any], ...]:
+    """What watches a trace where there are other ranks; `kind` is the class of the model."""
+    has_ranks = dist.is_available() and dist.is_initialized()
+    return (_AmongRanks(kind),) if has_ranks else ()
+
+
+class _AmongRanks(TraceObserver):
+    """While forward is traced: `dist.all_reduce` and its like become ops, or are refused.
+
+    On a CUDA device a DTensor draws by offsets that torch keeps outside of the graph, so draws are
+    refused there.
+
+    Parameters
+    ----------
+    kind : the class of the model.
+
+    Raises
+    ------
+    CaptureError : names the op, its line, and a way out.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Trace `func`, its functional form in its place, or refuse it."""
+        if getattr(func, "namespace", "") == NAMESPACE:
+            # A trace would lose what is written to a tensor that autograd has saved.
+            is_differentiated = torch.is_grad_enabled() and _requires_grad((args, kwargs))
+            known = func._opname in NAMES and not is_differentiated
+            found = run_functionally(func, args) if known else None
+            if found is None:
+                raise CaptureError(_in_place_text(self.kind, func._opname))
+            return found
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            refuse_draw(self.kind, str(func), pytree.tree_leaves((args, kwargs)))
+        return func(*args, **(kwargs or {}))
+
+
+def refuse_range_of_dtensors(model: nn.Module) -> None:
+    """Raise `CaptureError` for a range of sizes: a part's sizes hang on those of the whole."""
+    if has_dtensors(model):
+        raise CaptureError(
+            f"{type(model).__name__} has parameters that are DTensors, whose plans are for one "
+            "size: leave dynamic out, plan at the largest size, and pad batches to it"
+        )
+
+
+def refuse_range_over_ranks(joint: fx.GraphModule) -> None:
+    """Raise `CaptureError` for a family of schedules of a step with collectives.
+
+    Each rank picks a schedule by the size of its own batch, and others might pick another.
+    """
+    if any(len(members_of(node)) > 1 for node in collectives_in(joint)):
+        raise CaptureError(
+            "the step has collectives, and a plan over a range of sizes may run them in one order "
+            "on one rank and in another on the next: plan for one size"
+        )
+
+
+def refuse_draw(kind: str, op: str, read: Iterable[Any]) -> None:
+    """Raise `CaptureError` for an op that draws for a DTensor elsewhere than on a CPU."""
+    if any(is_distributed(leaf) and leaf.device.type != CPU for leaf in read):
+        raise CaptureError(
+            f"forward of {kind} draws random numbers for a DTensor by {op}{line_of_user()}. On a "
+            "CUDA device torch counts these outside of the graph, so they could not be drawn "
+            "again: set the dropout to 0, or put it where the tensor is local "
+            "(use_local_output=True, or .to_local())"
+        )
+
+
+def refuse_compiled_writes(gm: fx.GraphModule) -> None:
+    """Raise `CaptureError` for a collective in place on what is differentiated, in dynamo's graph.
+
+    Dynamo has a functional one and a copy in its place, and so differentiates what eager does not.
+    """
+    for node in gm.graph.find_nodes(op="call_method", target="copy_"):
+        written, source = node.args[:2]
+        made = skip_wait(source) if isinstance(source, fx.Node) else None
+        if made is None or not is_collective(made) or written not in made.all_input_nodes:
+            continue
+        if written.meta["example_value"].requires_grad:
+            raise CaptureError(_in_place_text("the compiled graph", op_name(made)))
+
+
+def _in_place_text(kind: str, name: str) -> str:
+    """The refusal of a collective that writes to its argument."""
+    called = NAMES.get(name, name.strip("_"))
+    return (
+        f"forward of {kind} calls torch.distributed.{called}{line_of_user()}, which writes to its "
+        "argument where autograd does not see it. Use the functional form, such as "
+        f"x = {_FUNCTIONAL}.all_reduce(x, 'sum', group), which is differentiated too; or sum a "
+        "tensor that needs no gradient, such as x.detach().clone(), by dist.all_reduce"
+    )
+
+
+def _requires_grad(tree: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(tree))
+
+
+# Modules around a model that do more than its forward, which no graph of a step can hold.
+#
+# They are told by their names, since their classes take long to load, or are not installed.
+
+
+_AFTER = "plan the model that it was made of, {inside}, and wrap what you get: {wrapped}"
+_WAYS_OUT = {
+    "DistributedDataParallel": (
+        _AFTER.format(
+            inside=".module of it", wrapped="DistributedDataParallel(remat.plan_cache(model, ...))"
+        ),
+        "its gradients would be reduced in the first step alone",
+    ),
+    "FullyShardedDataParallel": (
+        "plan the model that it was made of, and shard what you get by fully_shard "
+        "(docs/distributed.md)",
+        "it gathers and reduces by hooks outside of a plan",
+    ),
+    "ShardedDataParallel": (
+        _AFTER.format(inside=".module of it", wrapped="DistributedDataParallel(...)"),
+        "its gradients would be reduced in the first step alone",
+    ),
+    "DataParallel": (
+        _AFTER.format(
+            inside=".module of it", wrapped="DistributedDataParallel(remat.plan_cache(model, ...))"
+        ),
+        "it copies the model to other devices at each step",
+    ),
+    "DeepSpeedEngine": (
+        _AFTER.format(
+            inside=".module of it",
+            wrapped="deepspeed.initialize(model=remat.plan_cache(model, ...))",
+        ),
+        "its backward and step would not be those of a plan",
+    ),
+    "OptimizedModule": (
+        "use the module that it was made of, ._orig_mod of it. For code by Inductor give "
+        'compile=True, or plan with torch.compile(model, backend="remat")',
+        "torch.compile's code cannot be traced",
+    ),
+}
+"""By the name of a wrapper's class: what to do, and why it is refused."""
+
+
+def refuse_wrappers(model: nn.Module) -> None:
+    """Raise `CaptureError` for a model that is wrapped already, or a part of it is."""
+    for path, module in model.named_modules():
+        place = path or "the model"
+        if hasattr(type(module), "_remat_original_module"):
+            raise CaptureError(
+                f"{place} follows a plan already: leave it at that, or put its original back "
+                "(.original_module of it) and plan the whole"
+            )
+        for kind in type(module).__mro__:
+            if kind.__name__ in _WAYS_OUT:
+                way_out, why = _WAYS_OUT[kind.__name__]
+                by = "torch.compile" if kind.__name__ == "OptimizedModule" else kind.__name__
+                found = f"{place} is wrapped by {by}"
+                raise CaptureError(f"{found}: {way_out}. Planned as it is, {why}")

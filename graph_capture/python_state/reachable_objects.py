@@ -1,0 +1,185 @@
+"""What a walk over Python's state finds, and what of it is followed."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import sys
+from collections import ChainMap, UserDict, UserList, UserString
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import FunctionType, MemberDescriptorType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from remat.graph_capture.python_state.module_hooks import Names
+from remat.graph_capture.python_state.state_slots import OpaqueState, StateSlot, Stream
+
+_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "remat", "builtins"})
+STATE = frozenset({"_parameters", "_buffers", "_modules", "training"})
+"""Of a module's ``__dict__``: compared by guards of their own."""
+RUN_BY_TORCH = frozenset({"forward", "backward", "setup_context", "jvp", "vjp"})
+NOT_RUN = frozenset(
+    [
+        "__init_subclass__",
+        "__repr__",
+        "__str__",
+        "__del__",
+        "__reduce__",
+        "__reduce_ex__",
+        "__getstate__",
+        "__setstate__",
+        "__dir__",
+        "__copy__",
+        "__deepcopy__",
+        "__class_getitem__",
+        "__setattr__",
+        "__delattr__",
+    ]
+)
+OF_DATA = frozenset({"types", "argparse", "collections", "_thread"})
+"""Modules of Python whose objects hold a user's data, as a `SimpleNamespace` or a thread's own."""
+AROUND_DATA = (UserDict, UserList, UserString, ChainMap)
+"""Of these, Python's own code reads all attributes, whatever a user's code names."""
+CLASSES_OF_A_TRACE = (FunctionalTensor, FakeTensor)
+"""Of tensors, while a step is traced."""
+_OF_A_TRACE = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, torch.fx.Proxy)
+_MOST_HELD = 10_000
+"""So many objects are looked at for one of these."""
+LONGEST_NAME = 64
+"""Of a text that may name an attribute."""
+LruCache = type(functools.lru_cache(lambda: None))
+
+
+Absent = tuple[str, dict[str, Any], set[str]]
+"""A namespace by its text, and names that must not appear in it."""
+
+
+@dataclass
+class ReachableObjects:
+    """What a walk found.
+
+    Attributes
+    ----------
+    places : to be compared. caches : of `functools`, each with its counts.
+    streams : generators of random numbers that are the user's own. texts : that may name
+        attributes. functions : how many were read.
+    reads, kinds : by the identity of an instance's ``__dict__``, the names that code loads of the
+        instance, and its class.
+    stores : names of attributes that code sets, with the first ``file:line`` that does.
+    of_libraries : identities of what installed libraries hold, beside their classes and functions.
+    """
+
+    places: list[StateSlot | OpaqueState] = field(default_factory=list)
+    caches: list[tuple[Any, Any]] = field(default_factory=list)
+    streams: list[Stream] = field(default_factory=list)
+    texts: set[str] = field(default_factory=set)
+    functions: int = 0
+    reads: dict[int, set[str]] = field(default_factory=dict)
+    kinds: dict[int, type] = field(default_factory=dict)
+    stores: dict[str, str] = field(default_factory=dict)
+    of_libraries: set[int] = field(default_factory=set)
+
+    def is_of_library(self, holder: Any) -> bool:
+        """Whether an installed library holds what `holder` does: a namespace, a cell, an object."""
+        if isinstance(holder, (type, FunctionType)):
+            return is_installed(sys.modules.get(str(holder.__module__)))
+        return id(holder) in self.of_libraries
+
+
+@dataclass
+class Namespace:
+    """Names of an instance, a class or a module.
+
+    Attributes
+    ----------
+    space : its ``__dict__``. before : what that held when the walk came by it. done : names that
+        are compared already.
+    """
+
+    text: str
+    value: Any
+    space: Mapping[str, Any]
+    before: dict[str, Any] = field(default_factory=dict)
+    done: set[str] = field(default_factory=set)
+
+
+def is_library(module: Any) -> bool:
+    """Whether code of that module is torch's, NumPy's, Python's or ours, and not followed.
+
+    A class may have anything under ``__module__``, as one of a file that defines Triton kernels.
+    """
+    return isinstance(module, str) and module.partition(".")[0] in _LIBRARIES
+
+
+def distinct_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, then buffers, by their paths."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def is_installed(module: ModuleType | None) -> bool:
+    """Whether a module is of a package that was installed, and not of the user's own files."""
+    return "site-packages" in (getattr(module, "__file__", None) or "")
+
+
+def holds_tensors(value: Any) -> bool:
+    """Whether a value reaches tensors, or what a trace alone has; so too if it is large."""
+    seen, queue = set[int](), [value]
+    while queue:
+        one = queue.pop()
+        if isinstance(one, _OF_A_TRACE) or any(one is kind for kind in CLASSES_OF_A_TRACE):
+            return True
+        if id(one) in seen or isinstance(one, (type, ModuleType)):
+            continue
+        seen.add(id(one))
+        if len(seen) > _MOST_HELD:
+            return True
+        if isinstance(one, FunctionType):  # its globals are not its own
+            queue += [one.__defaults__, one.__kwdefaults__, *(one.__closure__ or ())]
+        else:
+            queue += gc.get_referents(one)
+    return False
+
+
+def is_users_module(module: str) -> bool:
+    """Whether code of a module of that name is neither torch's or Python's nor installed."""
+    return not (is_library(module) or is_installed(sys.modules.get(module)))
+
+
+def modules_of(function: FunctionType, names: Names) -> Iterator[ModuleType]:
+    """The modules that a function imports as it runs, of those that are there."""
+    package = function.__globals__.get("__package__") or ""
+    for name, level in sorted(names.modules):
+        below = package.split(".")[: len(package.split(".")) + 1 - level] if level else []
+        parts = [*below, *filter(None, name.split("."))]
+        for i in range(len(below) or 1, len(parts) + 1):
+            module = sys.modules.get(".".join(parts[:i]))
+            if module is not None:
+                yield module
+
+
+def slot_names(kind: type) -> Iterator[str]:
+    """Attributes of instances that are in slots, and that no property of a class hides."""
+    for owner in kind.__mro__:
+        for name, slot in vars(owner).items():
+            is_slot = "__slots__" in vars(owner) and isinstance(slot, MemberDescriptorType)
+            if is_slot and inspect.getattr_static(kind, name) is slot:
+                yield name
+
+
+def functions_of(value: Any) -> Iterator[FunctionType]:
+    """The functions behind a class's attribute: a method of any kind, or a property."""
+    if isinstance(value, FunctionType):
+        yield value
+    elif isinstance(value, (staticmethod, classmethod)):
+        yield from functions_of(value.__func__)
+    elif isinstance(value, property):
+        yield from functions_of(value.fget)
+    elif isinstance(value, (functools.cached_property, functools.partialmethod)):
+        yield from functions_of(value.func)

@@ -1,0 +1,543 @@
+"""Compares the places of a walk with what they were, all at once."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from types import CodeType, FunctionType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._C._dynamo.guards import GuardManager, RootGuardManager, dict_version
+from torch._dynamo.guards import GuardManagerType
+
+from remat.graph_capture.python_state.executed_code import ExecutedCode, runs_unseen
+from remat.graph_capture.python_state.module_hooks import ModuleHooks
+from remat.graph_capture.python_state.reachable_objects import (
+    CLASSES_OF_A_TRACE,
+    Absent,
+    holds_tensors,
+    is_installed,
+)
+from remat.graph_capture.python_state.state_slots import (
+    MISSING,
+    ClosureCell,
+    ContainerItems,
+    DictItem,
+    OpaqueState,
+    SlotAttr,
+    StateSlot,
+    Stream,
+    is_same,
+    is_same_function,
+    stream,
+)
+from remat.graph_capture.python_state.state_walk import StateWalk
+from remat.graph_capture.python_state.tensor_attributes import Writer, writer_of
+
+# Many small comparisons as one function, of which Python runs each in some tens of nanoseconds.
+
+
+TERMS_PER_PART = 200
+"""Terms in one expression. The compiler's stack is not made for one of 10,000."""
+
+
+class ObjectNames:
+    """Gives each object a variable name in the namespace of the compiled check."""
+
+    def __init__(self) -> None:
+        self.space: dict[str, Any] = {}
+        self._known: dict[int, str] = {}
+
+    def __call__(self, value: Any) -> str:
+        """The name of that very object."""
+        if id(value) not in self._known:
+            self._known[id(value)] = f"v{len(self._known)}"
+            self.space[self._known[id(value)]] = value
+        return self._known[id(value)]
+
+
+def compiled_check(terms: Iterable[str], names: ObjectNames) -> Callable[[], bool]:
+    """One function that is true while every term, an expression of `names`, is."""
+    terms = list(terms)
+    parts = [terms[i : i + TERMS_PER_PART] for i in range(0, len(terms), TERMS_PER_PART)]
+    lines = [f"    if not ({' and '.join(part)}): return False" for part in parts]
+    exec("\n".join(["def test():", *lines, "    return True"]), names.space)
+    return names.space["test"]
+
+
+# Many objects compared in one call into C++, by the guards that dynamo makes for its own frames.
+#
+# A comparison takes 10 ns for a dictionary and 40 ns for a tensor; in Python, one for each entry of
+# a dictionary takes 20 ns. `torch._C._dynamo.guards` is private to torch; the tests run it on each
+# release that is supported.
+
+
+_PART = 64
+"""Objects below one node of the tree. To add one, torch looks at all that are there."""
+
+
+def unwritten(dictionaries: Sequence[dict[Any, Any]]) -> Callable[[], bool]:
+    """A function that is true while nothing is written to any of the dictionaries.
+
+    A dictionary has another version after each write that puts another object into it. So this may
+    be false where all holds what it held, but not true where something holds another thing.
+    """
+
+    def add(node: GuardManager, dictionary: dict[Any, Any]) -> None:
+        # What dynamo would print of a guard that fails: nobody reads it here.
+        node.add_dict_version_guard(dictionary, [""], None)
+
+    return _tree(dictionaries, add)
+
+
+def same_facts(tensors: Sequence[Tensor]) -> Callable[[], bool]:
+    """A function that is true while the tensors are as they are now.
+
+    Their type, dtype, device, shape, strides, and whether they require a gradient.
+    """
+
+    def add(node: GuardManager, tensor: Tensor) -> None:
+        # Lists of numbers, unlike what torch's stub says.
+        sizes: Any = list(tensor.shape)
+        strides: Any = list(tensor.stride())
+        keys = torch._C._dispatch_keys(tensor)
+        node.add_tensor_match_guard(tensor, sizes, strides, "", [""], None, type(tensor), keys)
+
+    return _tree(tensors, add)
+
+
+def _tree(objects: Sequence[Any], add: Callable[[GuardManager, Any], None]) -> Callable[[], bool]:
+    parts = tuple(tuple(objects[i : i + _PART]) for i in range(0, len(objects), _PART))
+    root = RootGuardManager()
+    for part, node in _nodes_below(root, parts):
+        for one, leaf in _nodes_below(node, part):
+            add(leaf, one)
+    return functools.partial(root.check, parts)
+
+
+def _nodes_below(node: GuardManager, values: tuple[Any, ...]) -> list[tuple[Any, GuardManager]]:
+    """Each item of a tuple, and the node for it."""
+    kind: Any = GuardManagerType.GUARD_MANAGER
+    return [
+        (value, node.tuple_getitem_manager(i, "", value, kind)) for i, value in enumerate(values)
+    ]
+
+
+@functools.cache
+def versions_tell() -> bool:
+    """Whether this Python tells of each write to a dictionary: tried, as it is not documented."""
+    tried: dict[str, Any] = {"key": None}
+    same = unwritten([tried])
+    before = same()
+    tried["key"] = same
+    return before and not same()
+
+
+# Whether dictionaries hold what they held: by their versions, where these stand still.
+
+
+Watched = tuple[dict[Any, Any], list[str]]
+"""A dictionary, and the terms that are true while it holds what it holds now."""
+
+CALLS_A_TREE = 64
+"""A tree of versions takes as long to make as so many comparisons of terms."""
+
+
+class WatchedDicts:
+    """Dictionaries that are compared with what they hold when this is made.
+
+    A write gives a dictionary another version, also where it puts back what was there: then the
+    terms decide, and the versions are taken anew. One that each step writes to, as for a loss that
+    a layer leaves in an attribute, is compared by its terms from then on.
+
+    Parameters
+    ----------
+    watched : the dictionaries and their terms. names : the objects of the terms.
+    """
+
+    def __init__(self, watched: Sequence[Watched], names: ObjectNames) -> None:
+        self._names, self._watched = names, watched
+        self._still, self._restless = (watched, []) if versions_tell() else ([], watched)
+        self._calls = self._trees = 0
+        self._watch()
+
+    def hold(self) -> bool:
+        """Whether all hold the very objects that they held."""
+        self._calls += 1
+        if self._are_still():
+            self._is_new = False
+            return self._others_hold()
+        if not self._all():
+            return False
+        if self._calls >= CALLS_A_TREE * (self._trees - 1):
+            self._watch_again()
+        return True
+
+    @functools.cached_property
+    def _all(self) -> Callable[[], bool]:
+        """Made when the versions first are not enough: most models never need it."""
+        return compiled_check(_terms(self._watched), self._names)
+
+    def _watch(self) -> None:
+        dictionaries = [one for one, _ in self._still]
+        self._versions = list(map(dict_version, dictionaries))
+        self._are_still = unwritten(dictionaries)
+        self._others_hold = compiled_check(_terms(self._restless), self._names)
+        self._is_new = True
+        self._trees += 1
+
+    def _watch_again(self) -> None:
+        """By new versions; those that one step was enough to write to, no more."""
+        if self._is_new:
+            pairs = list(zip(self._still, self._versions, strict=True))
+            moved = [one for one, version in pairs if dict_version(one[0]) != version]
+            self._restless = [*self._restless, *moved]
+            self._still = [one for one, version in pairs if dict_version(one[0]) == version]
+        self._watch()
+
+
+def _terms(watched: Iterable[Watched]) -> Iterable[str]:
+    return (term for _, terms in watched for term in terms)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A place whose value is not what it was."""
+
+    text: str
+    before: Any
+    now: Any
+    place: StateSlot | OpaqueState | Stream
+
+
+class PythonState:
+    """Python's state that forward and the loss may read, as it is when this is made.
+
+    Parameters
+    ----------
+    model : the user's. loss_fn : as captured.
+    ran : what this code may read alone, also what runs later: each state that it comes by is as it
+        was before. Left at None, what any code may read, whether it runs or not.
+
+    Attributes
+    ----------
+    ran : the code that ran since this was made, where it is noted. behind_caches : functions that
+        ran earlier, of which forward took results that a cache has kept.
+    asks_identity : whether code may ask if two objects are one, as ``query is key``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None = None,
+        ran: ExecutedCode | None = None,
+    ) -> None:
+        self._roots: tuple[nn.Module, Any] = model, loss_fn
+        self._walk = StateWalk(model, loss_fn, ran)
+        self._found = self._walk.found
+        self.grown: list[ContainerItems] = []
+        self._gone: set[tuple[int, Any]] = set()
+        self._added: list[StateSlot | OpaqueState] = []
+        self.behind_caches: list[FunctionType] = []
+        self._behind: list[StateWalk] = []
+        self._size: tuple[int, ...] = ()
+        self._test: Callable[[], bool] | None = None
+        self.ran: ExecutedCode | None = None
+        self.asks_identity = True
+
+    def begins(self, code: CodeType) -> None:
+        """Come by what code may read that is about to run for the first time."""
+        if runs_unseen(code):
+            self._walk.follow_all()
+        else:
+            self._walk.begins(code)
+
+    @property
+    def code_in_scope(self) -> ExecutedCode | None:
+        """The code that this is the state of; None: all code."""
+        return self._walk.ran
+
+    @property
+    def places(self) -> list[StateSlot | OpaqueState]:
+        """The places that are compared."""
+        self._take_over()
+        return self._places
+
+    @property
+    def watched(self) -> list[Absent]:
+        """Namespaces, with the names that must not appear in them."""
+        self._take_over()
+        return self._watched
+
+    @property
+    def of_tensors(self) -> set[str]:
+        """Names that code may load of a tensor, as it does where a user has set them."""
+        self._take_over()
+        return self._of_tensors
+
+    @property
+    def stores(self) -> dict[str, str]:
+        """Names of attributes that code sets, with the first ``file:line`` that does."""
+        return self._found.stores
+
+    @property
+    def streams(self) -> list[Stream]:
+        """The user's own generators of random numbers."""
+        return self._found.streams
+
+    @property
+    def work(self) -> tuple[int, int]:
+        """How many functions were read, and places found."""
+        return self._found.functions, len(self._found.places)
+
+    def _take_over(self) -> None:
+        """All that the walk has come by, without what is left out."""
+        if self._size == self._walk.size:
+            return
+        self._size, self._test = self._walk.size, None
+        walks = self._walk, *self._behind
+        found = {_key_of(one): one for walk in reversed(walks) for one in walk.all_places()}
+        self._places = [one for key, one in found.items() if key not in self._gone]
+        self._places += self._added
+        self._of_tensors = set[str]().union(*(walk.of_tensors() for walk in walks))
+        gone_from: dict[int, set[Any]] = {}
+        for holder, name in self._gone:
+            gone_from.setdefault(holder, set()).add(name)
+        self._watched = [
+            (text, space, names - gone_from[id(space)] if id(space) in gone_from else names)
+            for text, space, names in chain.from_iterable(walk.absent() for walk in walks)
+        ]
+
+    def reads(self, space: dict[str, Any], name: str) -> bool:
+        """Whether code may load that name of the instance whose ``__dict__`` this is."""
+        self._take_over()
+        return name in self._found.reads.get(id(space), ()) or name in self._found.texts
+
+    def changes(self) -> list[Change]:
+        """Places that hold something else now, by what values are and not by who they are.
+
+        Generators of random numbers too, though not in `first_change`: they may move between steps.
+        """
+        moved = [Change(one.text, "", "", one) for one in self.streams if one.has_moved()]
+        return [*self._changed_places(), *self._appeared(), *moved]
+
+    def _changed_places(self) -> Generator[Change]:
+        for place in self.places:
+            now = place.now()
+            if not is_same(now, place.value):
+                yield Change(place.text, place.value, now, place)
+
+    def _appeared(self) -> Generator[Change]:
+        for text, space, names in self.watched:
+            for name in sorted(space.keys() & names):
+                place = DictItem(f"{text}.{name}".lstrip("."), space, name, MISSING)
+                yield Change(place.text, self._of_class(space, name), space[name], place)
+
+    def _of_class(self, space: dict[str, Any], name: str) -> Any:
+        """What an instance had from its class before it had a value of its own."""
+        return getattr(self._found.kinds.get(id(space)), name, MISSING)
+
+    def writer(
+        self, place: StateSlot | OpaqueState | Stream, *, in_backward: bool = False
+    ) -> Writer:
+        """Who has changed a place while `ran` was noted.
+
+        Parameters
+        ----------
+        in_backward : which may run hooks in a thread of its own.
+        """
+        ran = self.ran
+        if ran is None or not ran.is_all or (in_backward and ran.may_run_in_backward()):
+            return Writer.FORWARD
+        return writer_of(place, ran)
+
+    def restore(self) -> None:
+        """Put all places back, empty caches that were filled, and remove what appeared.
+
+        What another thread has written stays, and what a library has found out at its first call:
+        caches of its own, which nobody sees, may rest on it. Tensors of the trace go.
+        """
+        for place in self.places:
+            now = place.now()
+            is_changed = not is_same(now, place.value)
+            if is_changed and self.writer(place) is not Writer.FORWARD:
+                continue
+            if self._found.is_of_library(_holder(place)) and not (
+                is_changed and holds_tensors(now)
+            ):
+                continue
+            if isinstance(place, ContainerItems) or not is_same_function(now, place.value):
+                place.put(place.value)
+        for _, space, names in self.watched:
+            of_library = self._found.is_of_library(space)
+            for name in space.keys() & names:
+                if of_library and not holds_tensors(space[name]):
+                    continue
+                if self.writer(DictItem(name, space, name, MISSING)) is Writer.FORWARD:
+                    del space[name]
+        for one in self.streams:
+            one.put_back()
+        for cache, before in self._found.caches:
+            if cache.cache_info().currsize != before.currsize:
+                cache.cache_clear()
+
+    @contextlib.contextmanager
+    def streams_kept(self) -> Generator[None]:
+        """Leave the user's own generators of random numbers where they stand now."""
+        kept = [stream(one.text, one.owner) for one in self.streams]
+        try:
+            yield
+        finally:
+            for one in filter(None, kept):
+                one.put_back()
+
+    def leave_out(self, places: Iterable[StateSlot | OpaqueState]) -> None:
+        """Compare these places no more, which forward itself sets."""
+        gone = {_key_of(place) for place in places}
+        if not gone <= self._gone:
+            self._gone |= gone
+            self._size = ()
+
+    def compare_executed(self) -> None:
+        """Compare what the code may read that ran since, and what a cache has kept of any code."""
+        self._walk.follow_executed()
+        # At an earlier call the rest of such a function ran too.
+        self._walk_behind(self._walk.behind_caches())
+
+    def compare_as(self, other: PythonState) -> None:
+        """Compare what the code may read that `other` compares."""
+        self._walk_behind(other.behind_caches)
+
+    def _walk_behind(self, functions: list[FunctionType]) -> None:
+        self.behind_caches, self._size = functions, ()
+        self._behind = [StateWalk(nn.Module(), functions)] if functions else []
+
+    def compare_items_of(self, places: Iterable[ContainerItems]) -> None:
+        """Compare what these dictionaries hold, and nothing that they are given later."""
+        grown = list(places)
+        self.leave_out(grown)
+        self.grown += grown
+        self._added += [
+            DictItem(place.text, place.owner, key, value)
+            for place in grown
+            for key, value in place.value.items()
+        ]
+
+    def first_change(self) -> Change | None:
+        """The first place that holds something else; fast where each holds the very same object."""
+        with contextlib.suppress(KeyError, ValueError, AttributeError):
+            if self._test is not None and self._test():
+                return None
+        change = next(chain(self._changed_places(), self._appeared()), None)
+        if change is None:
+            # Other objects of equal values: the next test is for those.
+            self._compile()
+        return change
+
+    def _compile(self) -> None:
+        """One function that is true while every place holds the object that it holds now."""
+        names = ObjectNames()
+        by_space: dict[int, Watched] = {}
+        others: list[str] = []
+        for space, term in self._terms(names):
+            if type(space) is dict:
+                by_space.setdefault(id(space), (space, []))[1].append(term)
+            else:
+                others.append(term)
+        entries, rest = WatchedDicts(list(by_space.values()), names), compiled_check(others, names)
+        self._test = lambda: entries.hold() and rest()
+
+    def _terms(self, names: ObjectNames) -> Generator[tuple[Any, str]]:
+        """An expression for each place and each namespace, beside the mapping that it reads."""
+        for place in self.places:
+            space = place.space if isinstance(place, DictItem) else None
+            yield space, replace(place, value=place.now()).term(names)
+        for _, space, _ in self.watched:
+            yield space, f"len({names(space)}) == {len(space)}"
+
+
+def _key_of(place: StateSlot | OpaqueState) -> tuple[int, Any]:
+    """The same for two places that are one."""
+    return id(_holder(place)), place.key if isinstance(place, (DictItem, SlotAttr)) else None
+
+
+def _holder(place: StateSlot | OpaqueState) -> Any:
+    """The object that is a place as a whole, or has it."""
+    if isinstance(place, DictItem):
+        # A class makes another view of its namespace at each look.
+        return place.space if place.owner is None else place.owner
+    if isinstance(place, ModuleHooks):
+        return place.module._forward_hooks
+    return place.cell if isinstance(place, ClosureCell) else place.owner
+
+
+@contextlib.contextmanager
+def python_state_kept(
+    model: nn.Module, loss_fn: Callable[..., Any] | None, ran: ExecutedCode | None = None
+) -> Generator[PythonState]:
+    """The state as it is now, which is put back on leaving."""
+    state = PythonState(model, loss_fn, ran)
+    try:
+        yield state
+    finally:
+        state.restore()
+
+
+# Dictionaries of libraries that forward only adds to: what a first call finds out is kept there.
+#
+# einops keeps which backend is meant for which type of tensor. The types that tensors have while
+# they are traced come to no step.
+
+
+@dataclass(frozen=True)
+class LibraryCache:
+    """A dictionary that forward has added to.
+
+    Attributes
+    ----------
+    place : with what it held before. value : what it holds now. added : to find at the next call.
+    """
+
+    place: ContainerItems
+    value: dict[Any, Any]
+    added: dict[Any, Any]
+
+    def put(self) -> None:
+        """Let it hold what forward has added."""
+        self.place.put(self.value)
+
+
+def added_to_library(change: Change) -> LibraryCache | None:
+    """What forward has added to a global dictionary of an installed module; None if it did not.
+
+    Each is an object of a class that was installed. What is kept for types of tensors that only a
+    trace has is left out.
+    """
+    place = change.place
+    if not (isinstance(place, ContainerItems) and isinstance(change.before, dict)):
+        return None
+    before, now = cast("dict[Any, Any]", change.before), cast("dict[Any, Any]", change.now)
+    if not all(is_same(now.get(key, MISSING), value) for key, value in before.items()):
+        return None
+    added = {key: now[key] for key in now if key not in before}
+    if not (_is_global_of_library(place.owner) and all(map(_is_of_library, added.values()))):
+        return None
+    kept = {key: value for key, value in added.items() if key not in CLASSES_OF_A_TRACE}
+    return LibraryCache(place, now, kept)
+
+
+def _is_global_of_library(owner: Any) -> bool:
+    installed = [module for module in list(sys.modules.values()) if is_installed(module)]
+    return any(owner is value for module in installed for value in list(vars(module).values()))
+
+
+def _is_of_library(value: Any) -> bool:
+    """Whether it is an object of a class that was installed, and so is not the user's."""
+    module = sys.modules.get(type(value).__module__)
+    return not isinstance(value, Tensor) and module is not None and is_installed(module)

@@ -1,0 +1,448 @@
+"""Places where Python keeps a value: entries of dictionaries, items of lists, cells, attributes."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import itertools
+import operator
+import os
+import pickle
+import random
+import warnings
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import CellType, FunctionType, GeneratorType, MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.fx import _symbolic_trace
+from torch.utils._python_dispatch import _disable_current_modes
+
+from remat.graph_capture.python_state.library_objects import memory_of
+from remat.graph_capture.python_state.module_hooks import Hook, ModuleHooks
+
+_FX = _symbolic_trace.__file__
+MISSING: Any = type("Missing", (), {"__repr__": lambda self: "missing"})()
+
+PLAIN = (
+    int, float, complex, bool, str, bytes, type(None), range, slice, type(Ellipsis),
+    torch.dtype, torch.device, torch.layout, torch.memory_format, enum.Enum,
+)  # fmt: skip
+"""Types whose values are compared by what they are, not by who they are."""
+
+
+@dataclass(frozen=True)
+class DictItem:
+    """A name of a namespace: an instance's or a module's ``__dict__``, a class's, a dictionary.
+
+    Attributes
+    ----------
+    text : what it is, for a person. space : the mapping, of which a class's can only be read.
+    owner : whose namespace it is; of a class, the way to write it.
+    """
+
+    text: str
+    space: Any
+    key: Any
+    value: Any
+    owner: Any = None
+
+    def now(self) -> Any:
+        """Its value now; `MISSING` where there is none."""
+        return self.space.get(self.key, MISSING)
+
+    def put(self, value: Any) -> None:
+        """Set it, or remove it where `value` is `MISSING`."""
+        if isinstance(self.owner, type):
+            delattr(self.owner, self.key) if value is MISSING else setattr(
+                self.owner, self.key, value
+            )
+        elif value is MISSING:
+            self.space.pop(self.key, None)
+        else:
+            self.space[self.key] = value
+
+    def term(self, name: Callable[[Any], str]) -> str:
+        """An expression that is true while the very object is there."""
+        if self.value is MISSING:
+            return f"{name(self.key)} not in {name(self.space)}"
+        return f"{name(self.space)}[{name(self.key)}] is {name(self.value)}"
+
+
+@dataclass(frozen=True)
+class ClosureCell:
+    """A variable that a function has from the one around it."""
+
+    text: str
+    cell: CellType
+    value: Any
+
+    def now(self) -> Any:
+        """Its value now; `MISSING` where it is not set."""
+        try:
+            return self.cell.cell_contents
+        except ValueError:
+            return MISSING
+
+    def put(self, value: Any) -> None:
+        """Set it, or empty it where `value` is `MISSING`."""
+        if value is MISSING:
+            del self.cell.cell_contents
+        else:
+            self.cell.cell_contents = value
+
+    def term(self, name: Callable[[Any], str]) -> str:
+        """An expression that is true while the very object is there."""
+        return f"{name(self.cell)}.cell_contents is {name(self.value)}"
+
+
+@dataclass(frozen=True)
+class SlotAttr:
+    """An attribute that is not in a ``__dict__``: of ``__slots__``, or a function's defaults."""
+
+    text: str
+    owner: Any
+    key: str
+    value: Any
+
+    def now(self) -> Any:
+        """Its value now; `MISSING` where there is none."""
+        return getattr(self.owner, self.key, MISSING)
+
+    def put(self, value: Any) -> None:
+        """Set it, or remove it where `value` is `MISSING`."""
+        if value is MISSING:
+            delattr(self.owner, self.key)
+        else:
+            setattr(self.owner, self.key, value)
+
+    def term(self, name: Callable[[Any], str]) -> str:
+        """An expression that is true while the very object is there."""
+        return f"{name(self.owner)}.{self.key} is {name(self.value)}"
+
+
+@dataclass(frozen=True)
+class ContainerItems:
+    """All items of a list, deque, set, dictionary or array, beside a copy of them."""
+
+    text: str
+    owner: Any
+    value: Any
+
+    def now(self) -> Any:
+        """A copy of what it holds now."""
+        return copied(self.owner)
+
+    def put(self, value: Any) -> None:
+        """Fill it with `value`, in place, unless it holds just that."""
+        refill(self.owner, value)
+
+    def term(self, name: Callable[[Any], str]) -> str:
+        """An expression that is true while it holds the very same items."""
+        return f"{name(holds)}({name(self.owner)}, {name(self.value)})"
+
+
+StateSlot = DictItem | ClosureCell | SlotAttr | ContainerItems | ModuleHooks
+
+# A subclass may have methods of its own, as a dictionary that makes an object of each class that is
+# looked up. So items are read and written by the methods of the base.
+_BASES: tuple[Any, ...] = (list, deque, set, OrderedDict, dict)
+_NUMBERS = (bytearray, array)
+CONTAINERS = (*_BASES, *_NUMBERS, np.ndarray, MappingProxyType)
+
+
+def _base(owner: Any) -> Any:
+    return next(base for base in _BASES if isinstance(owner, base))
+
+
+def copied(owner: Any) -> Any:
+    """A shallow copy of a container, in the plain type that it is made of."""
+    if isinstance(owner, np.ndarray):
+        return owner.copy()
+    if isinstance(owner, _NUMBERS):
+        return owner[:]
+    if isinstance(owner, MappingProxyType):
+        return dict(owner)
+    if isinstance(owner, dict):
+        return dict(dict.items(owner))
+    base = _base(owner)
+    return base(base.__iter__(owner))
+
+
+def refill(owner: Any, value: Any) -> None:
+    """Make a container hold `value`, a copy of it, again."""
+    # What is behind a view cannot be written through it.
+    if isinstance(owner, MappingProxyType) or holds(owner, value):
+        return
+    if isinstance(owner, _NUMBERS):
+        owner[:] = value
+        return
+    if isinstance(owner, np.ndarray):
+        owner[...] = value
+        return
+    base = _base(owner)
+    base.clear(owner)
+    if isinstance(owner, dict):
+        for key, item in value.items():
+            base.__setitem__(owner, key, item)
+    else:
+        (base.update if base is set else base.extend)(owner, value)
+
+
+def holds(owner: Any, value: Any) -> bool:
+    """Whether a container holds the very items of `value`, a copy of it; of arrays, the bits."""
+    if isinstance(owner, np.ndarray):
+        # By bits: NaN is NaN, and -0.0 is not 0.0.
+        same = owner.shape == value.shape and owner.dtype == value.dtype
+        return same and owner.tobytes() == value.tobytes()
+    if isinstance(owner, _NUMBERS):
+        return _bits(owner) == _bits(value)
+    if isinstance(owner, MappingProxyType):
+        owner = dict(owner)
+    base = _base(owner)
+    if base.__len__(owner) != len(value):
+        return False
+    if isinstance(owner, dict):
+        keys = all(map(operator.is_, dict.keys(owner), value))
+        return keys and all(map(operator.is_, dict.values(owner), value.values()))
+    if isinstance(owner, set):
+        return set.__eq__(owner, value)
+    return all(map(operator.is_, base.__iter__(owner), value))
+
+
+def _bits(numbers: Any) -> tuple[Any, bytes]:
+    return getattr(numbers, "typecode", None), bytes(memoryview(numbers).cast("B"))
+
+
+def is_same(now: Any, before: Any) -> bool:
+    """Whether a value is what it was: the very object, or a plain one of that type and value.
+
+    `True`, 1 and 1.0 are three values; so are 0.0 and -0.0; NaN is NaN.
+    """
+    if now is before:
+        return True
+    if type(now) is not type(before):
+        return False
+    if isinstance(now, (float, complex)):
+        return repr(now) == repr(before)
+    if isinstance(now, PLAIN):
+        return bool(now == before)
+    if isinstance(now, (tuple, list, deque)):
+        return len(now) == len(before) and all(map(is_same, now, before))
+    if isinstance(now, dict):
+        return list(now) == list(before) and all(map(is_same, now.values(), before.values()))
+    if isinstance(now, (set, frozenset)):
+        return now == before
+    if isinstance(now, (np.ndarray, *_NUMBERS)):
+        return holds(now, before)
+    if isinstance(now, np.generic):
+        return now.tobytes() == before.tobytes()
+    if isinstance(now, Hook):
+        return now.is_like(before)
+    return is_same_function(now, before)
+
+
+def is_same_function(now: Any, before: Any) -> bool:
+    """Whether two are one function: bound methods of one object, which each look-up makes anew.
+
+    While fx traces, it has a function of its own in the place of each that `torch.fx.wrap` names.
+    """
+    now, before = _without_fx(now), _without_fx(before)
+    if now is before:
+        return True
+    function = getattr(now, "__func__", None)
+    return (
+        function is not None
+        and function is getattr(before, "__func__", None)
+        and now.__self__ is before.__self__
+    )
+
+
+def _without_fx(value: Any) -> Any:
+    is_fxs = isinstance(value, FunctionType) and value.__code__.co_filename == _FX
+    return getattr(value, "__wrapped__", value) if is_fxs else value
+
+
+# State that is in no attribute and no container: how far an iterator or a generator has come.
+#
+# Taking the next item, or the next number, changes nothing that a walk sees, and a step that
+# follows a plan would take the same one each time. Context variables and the environment are asked
+# too.
+
+
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+_SETTINGS = frozenset({
+    "get_default_device", "get_deterministic_debug_mode", "get_float32_matmul_precision",
+    "get_num_interop_threads", "get_num_threads", "is_anomaly_enabled", "is_warn_always_enabled",
+})  # fmt: skip
+"""Beside those that every plan compares."""
+_OF_ALL = (random._inst, np.random.mtrand._rand)  # pyright: ignore
+"""The streams behind `random` and `numpy.random`, which are watched while forward is traced."""
+
+
+_ENDLESS = -1
+"""How much is left of an iterator that does not end, such as `itertools.repeat`."""
+
+
+@dataclass(frozen=True)
+class OpaqueState:
+    """State that only a call can read, such as an iterator's position, and its value at capture.
+
+    Attributes
+    ----------
+    ask : from the owner to its state.
+    """
+
+    text: str
+    owner: Any
+    ask: Callable[[Any], Any]
+    value: Any
+
+    def now(self) -> Any:
+        """Its state now."""
+        return self.ask(self.owner)
+
+    def put(self, value: Any) -> None:
+        """Nothing: an iterator only goes on."""
+
+    def term(self, name: Callable[[Any], str]) -> str:
+        """An expression that is true while its state is the same."""
+        return f"{name(is_same)}({name(self.ask)}({name(self.owner)}), {name(self.value)})"
+
+
+def opaque_state(text: str, owner: Any) -> OpaqueState | None:
+    """The place of an object that hides a state; None for any other."""
+    if isinstance(owner, ContextVar):
+        return OpaqueState(text, owner, _context, _context(owner))
+    if (held := memory_of(owner)) is not None:
+        return OpaqueState(text, owner, memory_of, held)
+    if isinstance(owner, Iterator):
+        return OpaqueState(text, owner, _progress, _progress(owner))
+    return None
+
+
+class SettingsBefore:
+    """Environment variables and torch's settings, as they are when this is made."""
+
+    def __init__(self) -> None:
+        self._variables = dict(vars(os.environ)["_data"])
+        self._said = {name: _said_by_torch(name, torch) for name in sorted(_SETTINGS)}
+
+    def asked(
+        self, global_names: Collection[str], names: Collection[str], texts: Collection[str]
+    ) -> Iterator[OpaqueState]:
+        """Those that code may ask for.
+
+        Parameters
+        ----------
+        names : of attributes. texts : of variables, which are in capitals there, as in `names`.
+        """
+        for name in sorted(_SETTINGS.intersection(names)):
+            ask = functools.partial(_said_by_torch, name)
+            yield OpaqueState(f"torch.{name}()", torch, ask, self._said[name])
+        if {"environ", "getenv"}.isdisjoint({*global_names, *names}):
+            return
+        capitals = sorted({name for name in (*names, *texts) if name.isupper()})
+        keys = tuple(map(os.environ.encodekey, capitals))
+        text = "one of the environment variables that the code names"
+        before = tuple(map(self._variables.get, keys))
+        yield OpaqueState(text, os.environ, functools.partial(_variables, keys), before)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A user's own generator of random numbers, and where it was. It may move between steps."""
+
+    text: str
+    owner: Any
+    state: Any
+
+    def has_moved(self) -> bool:
+        """Whether numbers were drawn from it, or it was seeded."""
+        return pickle.dumps(_state_of(self.owner)) != self.state[0]
+
+    def put_back(self) -> None:
+        """Set it to where it was."""
+        if self.has_moved():
+            _set_state(self.owner, self.state[1])
+
+
+def stream(text: str, owner: Any) -> Stream | None:
+    """A generator of its own; None for the streams that all share, and where no state is."""
+    if any(owner is one for one in (*_OF_ALL, torch.default_generator, *_of_cuda())):
+        return None
+    with contextlib.suppress(NotImplementedError):  # random.SystemRandom
+        state = _state_of(owner)
+        return Stream(text, owner, (pickle.dumps(state), state))
+    return None
+
+
+def _of_cuda() -> tuple[torch.Generator, ...]:
+    return torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+
+
+def _state_of(owner: Any) -> Any:
+    if isinstance(owner, random.Random):
+        return owner.getstate()
+    if isinstance(owner, torch.Generator):
+        with _disable_current_modes():  # a trace's own would make a tensor without data
+            return owner.get_state().numpy()
+    return owner.get_state() if hasattr(owner, "get_state") else owner.bit_generator.state
+
+
+def _set_state(owner: Any, state: Any) -> None:
+    if isinstance(owner, random.Random):
+        owner.setstate(state)
+    elif isinstance(owner, torch.Generator):
+        with _disable_current_modes():
+            owner.set_state(torch.from_numpy(state))
+    elif hasattr(owner, "get_state"):
+        owner.set_state(state)
+    else:
+        owner.bit_generator.state = state
+
+
+def _said_by_torch(name: str, module: Any) -> Any:
+    return getattr(module, name)()
+
+
+def _context(variable: ContextVar[Any]) -> Any:
+    return variable.get(MISSING)
+
+
+def _variables(keys: tuple[Any, ...], environ: Mapping[str, str]) -> Any:
+    # Its own `get` encodes each name anew, which takes longer than all other guards.
+    return tuple(map(vars(environ)["_data"].get, keys))
+
+
+def _progress(iterator: Any) -> Any:
+    """What differs as soon as an iterator has given an item; `MISSING` where nothing can be seen.
+
+    Counters show their number, iterators over containers how much is left, generators their frame.
+    Those that wrap others are taken apart.
+    """
+    if isinstance(iterator, GeneratorType):
+        frame = iterator.gi_frame
+        return None if frame is None else (frame.f_lasti, dict(frame.f_locals))
+    if isinstance(iterator, itertools.count):
+        return repr(iterator)
+    if hasattr(iterator, "__length_hint__"):
+        return operator.length_hint(iterator, _ENDLESS)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return _taken_apart(iterator.__reduce__())
+    except TypeError:  # newer Pythons do not take some of them apart
+        return MISSING
+
+
+def _taken_apart(parts: Any) -> Any:
+    if isinstance(parts, tuple):
+        return tuple(map(_taken_apart, parts))
+    return _progress(parts) if isinstance(parts, Iterator) else parts

@@ -1,0 +1,485 @@
+"""Costs of ops at any size of a range, from those at a few sizes.
+
+The cost of an op is taken as ``a + b * flops + c * bytes``, with coefficients of 0 or more that fit
+what was measured best, relative to it: the form of the roofline model (Williams, Waterman and
+Patterson 2009, https://doi.org/10.1145/1498765.1498785), with the two ceilings added up. What is
+left over at the sizes that were measured is interpolated between them, so that these keep the
+costs that they were measured to have.
+
+Workspaces come below.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from remat.graph_capture.devices.known_devices import plan_rounding
+from remat.graph_capture.graph import Origin, TrainingGraph
+from remat.graph_capture.sizes.symbols import Sizes
+
+# Workspaces of ops at any size of a range, from those at some sizes; and what kernels keep.
+#
+# A kernel may choose by the size, so that its workspace follows no formula: then it is taken to be
+# the larger of those at the measured sizes next to it. Many are in proportion to a tensor that the
+# op reads or makes, beside a constant, from one size to another: where that gives what was measured
+# to the byte at three sizes in a row, it is taken to hold between them.
+
+
+Ints = NDArray[np.int64]
+_ON_LINE = 3
+"""Points in a row that make a line: any two are on one."""
+_NONE_YET = np.iinfo(np.int64).min
+_SLACK = 1e-6
+"""Of a byte: what floats may be off."""
+
+
+class WorkspacePoint(msgspec.Struct, frozen=True):
+    """Workspaces that were measured at one size; of each op, in the graph's order."""
+
+    sizes: dict[str, int]
+    workspace_bytes: tuple[int, ...]
+
+
+class _Line(NamedTuple):
+    """Workspace `made` at `size` bytes of a value, and `more` for each further `step` bytes.
+
+    It holds up to the point `last`, from the point before `first` on.
+    """
+
+    op: int
+    value: int
+    size: int
+    made: int
+    step: int
+    more: int
+    first: int
+    last: int
+
+
+class Workspaces:
+    """Workspaces between points, which go from the smallest sizes to the largest.
+
+    Parameters
+    ----------
+    sizes, graphs : of each point, without costs. measured : at each point, of each op, or
+        of whatever else `beside` is for.
+    beside : for each that was measured the values with which it may grow; left out, those that the
+        op reads or makes.
+    along : the only size that varies from point to point, in which lines then are; left out, they
+        are in bytes of values.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[Sizes],
+        measured: Sequence[Sequence[int]],
+        graphs: Sequence[TrainingGraph],
+        along: str = "",
+        beside: Sequence[Sequence[str]] | None = None,
+    ) -> None:
+        self._sizes, self._along = sizes, along
+        self._measured: Ints = np.array(measured, dtype=np.int64)
+        self._most: Ints = np.maximum.accumulate(self._measured, axis=0)
+        if along:
+            lines = _lines_along([one[along] for one in sizes], self._measured)
+        else:
+            lines = _lines(self._measured, graphs, beside)
+        self._lines: Ints = np.array(lines, dtype=np.int64).reshape(-1, len(_Line._fields))
+
+    def at(self, sizes: Sizes, value_bytes: Ints, *, is_bound: bool) -> Ints:
+        """Workspace of each op.
+
+        Parameters
+        ----------
+        value_bytes : of each value of the graph, in its order, as its shape says.
+        is_bound : whether it is to bound the workspaces at all smaller sizes too.
+        """
+        if self._along:
+            sizes = {**self._sizes[-1], self._along: sizes[self._along]}
+            value_bytes = np.array([sizes[self._along]], dtype=np.int64)
+        upper = next(i for i, one in enumerate(self._sizes) if is_within(sizes, one))
+        lines = self._lines[(self._lines[:, -2] <= upper) & (upper <= self._lines[:, -1])].T
+        found = self._beside(upper, sizes, is_bound)
+        op, value, size, made, step, more = lines[:-2]
+        # A line rises, so that all that is below it was measured before its point.
+        found[op] = self._most[upper - 1][op] if is_bound and upper else _NONE_YET
+        beyond = (value_bytes[value] - size) * (more / np.maximum(step, 1))
+        np.maximum.at(found, op, made + np.ceil(beyond - _SLACK).astype(np.int64))
+        return found
+
+    def varying(self) -> Ints:
+        """Indices of the ops whose workspace is not the same at all points."""
+        return np.flatnonzero((self._measured != self._measured[0]).any(axis=0))
+
+    def _beside(self, upper: int, sizes: Sizes, is_bound: bool) -> Ints:
+        """What was measured at these sizes, or next to them."""
+        if is_bound or (len(sizes) > 1 and not self._along):
+            return self._most[upper].copy()
+        if not upper or dict(sizes) == dict(self._sizes[upper]):
+            return self._measured[upper].copy()
+        return np.maximum(self._measured[upper - 1], self._measured[upper])
+
+
+def is_within(sizes: Sizes, upper: Sizes) -> bool:
+    """Whether none of the sizes is larger than its upper one."""
+    return all(size <= upper[name] for name, size in sizes.items())
+
+
+def off_lines(graphs: Sequence[TrainingGraph], measured: Sequence[Sequence[int]]) -> list[str]:
+    """Ops that may have a workspace without a formula, as far as some points tell.
+
+    These are those off a line, and all others of the same kind.
+    """
+    made: Ints = np.array(measured, dtype=np.int64)
+    on_line = {line.op for line in _lines(made, graphs) if line.last - line.first + 2 == len(made)}
+    ops = graphs[0].ops
+    varying = [i for i in range(len(ops)) if made[:, i].any() and i not in on_line]
+    targets = {ops[i].target for i in varying}
+    return [op.name for op in ops if op.target in targets]
+
+
+def _lines(
+    measured: Ints,
+    graphs: Sequence[TrainingGraph],
+    beside: Sequence[Sequence[str]] | None = None,
+) -> list[_Line]:
+    if len(graphs) < _ON_LINE:
+        return []
+    index = {value.name: i for i, value in enumerate(graphs[0].values)}
+    sizes = np.array([[value.size_bytes for value in graph.values] for graph in graphs])
+    found: list[_Line] = []
+    own = [(*op.inputs, *op.outputs) for op in graphs[0].ops] if beside is None else beside
+    for i, names in enumerate(own):
+        if (measured[:, i] == measured[0, i]).all():
+            continue
+        for v in dict.fromkeys(index[name] for name in names):
+            found += _lines_of(i, v, sizes[:, v].tolist(), measured[:, i].tolist())
+    return found
+
+
+def _lines_along(sizes: list[int], measured: Ints) -> list[_Line]:
+    ops = np.flatnonzero((measured != measured[0]).any(axis=0)).tolist()
+    return [line for i in ops for line in _lines_of(i, 0, sizes, measured[:, i].tolist())]
+
+
+def _lines_of(op: int, value: int, sizes: list[int], made: list[int]) -> list[_Line]:
+    """The rising lines on which three or more points in a row are, each as far as it goes."""
+    found: list[_Line] = []
+    start = 0
+    while start + _ON_LINE <= len(sizes):
+        step, more = sizes[start + 1] - sizes[start], made[start + 1] - made[start]
+        end = start + 1
+        while end + 1 < len(sizes) and _goes_on(sizes, made, start, end + 1, step, more):
+            end += 1
+        if end - start + 1 >= _ON_LINE and step > 0 and more > 0:
+            found.append(_Line(op, value, sizes[start], made[start], step, more, start + 1, end))
+        start = end
+    return found
+
+
+def _goes_on(sizes: list[int], made: list[int], start: int, at: int, step: int, more: int) -> bool:
+    """Whether the line through the first two points from `start` on goes through the one `at`."""
+    rises = sizes[at] > sizes[at - 1]
+    return rises and (made[at] - made[start]) * step == (sizes[at] - sizes[start]) * more
+
+
+# Workspaces at any sizes of a range, where one or several sizes vary.
+#
+# With one size, all points are in a row. With several, the points at which ops are timed go from
+# the smallest sizes to the largest; beside them, each size varies by itself, with all others at
+# their largest. A workspace that varies with one size alone then follows from that one. Attention's
+# buffers are of that kind: they are those of a thread, whatever the batch.
+
+
+class WorkspacesOfRange:
+    """Workspaces between the points of a range.
+
+    Parameters
+    ----------
+    points, graphs : from the smallest sizes to the largest, and the graph at each, without costs.
+    more, more_graphs : further points: of the one size that varies, or along one size each.
+    """
+
+    def __init__(
+        self,
+        points: Sequence[WorkspacePoint],
+        graphs: Sequence[TrainingGraph],
+        more: Sequence[WorkspacePoint],
+        more_graphs: Sequence[TrainingGraph],
+    ) -> None:
+        names = list(points[0].sizes)
+        if len(names) == 1:
+            self._diagonal = _in_a_row([*points, *more], [*graphs, *more_graphs])
+            self._along: dict[str, tuple[Workspaces, Ints]] = {}
+            return
+        self._diagonal = _in_a_row(points, graphs)
+        rows = {name: _row_of(name, [*more, points[-1]]) for name in names}
+        along = {
+            name: _in_a_row(row, [graphs[-1]] * len(row), name)
+            for name, row in rows.items()
+            if len(row) > 1
+        }
+        axes = Counter(i for one in along.values() for i in one.varying().tolist())
+        self._along = {
+            name: (one, np.array([i for i in one.varying() if axes[int(i)] == 1], dtype=np.int64))
+            for name, one in along.items()
+        }
+
+    def at(self, sizes: Sizes, value_bytes: Ints, *, is_bound: bool) -> Ints:
+        """Workspace of each op; see `Workspaces.at`.
+
+        A bound is no less than what was measured at the timed points up to these sizes.
+        """
+        found = self._diagonal.at(sizes, value_bytes, is_bound=is_bound)
+        for one, ops in self._along.values():
+            own = one.at(sizes, value_bytes, is_bound=is_bound)[ops]
+            found[ops] = np.maximum(own, found[ops]) if is_bound else own
+        return found
+
+
+def _row_of(name: str, points: Sequence[WorkspacePoint]) -> list[WorkspacePoint]:
+    """The points that differ from the last one in one size alone, and it."""
+    last = points[-1].sizes
+    others = {other: size for other, size in last.items() if other != name}
+    return [one for one in points if all(one.sizes[k] == size for k, size in others.items())]
+
+
+def _in_a_row(
+    points: Sequence[WorkspacePoint], graphs: Sequence[TrainingGraph], along: str = ""
+) -> Workspaces:
+    pairs = sorted(zip(points, graphs, strict=True), key=lambda pair: tuple(pair[0].sizes.values()))
+    return Workspaces(
+        [one.sizes for one, _ in pairs],
+        [one.workspace_bytes for one, _ in pairs],
+        [graph for _, graph in pairs],
+        along,
+    )
+
+
+Floats = NDArray[np.float64]
+NOT_ON_DEVICE = -1
+
+
+class CostPoint(msgspec.Struct, frozen=True):
+    """What was measured at one size.
+
+    Attributes
+    ----------
+    sizes : by symbol. cost_us, workspace_bytes, flops : of each op, in the graph's order.
+    extra_bytes : by value, what its op keeps beyond what the shapes say; `NOT_ON_DEVICE` for what
+        takes nothing on the device.
+    libraries_bytes : see `Resident`. cost_origin, origins, notes, versions : as of the graph.
+    """
+
+    sizes: dict[str, int]
+    cost_us: tuple[float, ...]
+    workspace_bytes: tuple[int, ...]
+    flops: tuple[int, ...]
+    extra_bytes: dict[str, int] = {}
+    libraries_bytes: int = 0
+    cost_origin: str = msgspec.field(default="measured", name="prices")
+    origins: tuple[Origin, ...] = ()
+    notes: tuple[str, ...] = ()
+    versions: dict[str, str] = {}
+
+
+class RangeCosts:
+    """Costs between points, which go from the smallest sizes to the largest.
+
+    Parameters
+    ----------
+    graphs : the graph at each point, without costs.
+    more : further sizes of which workspaces are known. more_graphs : likewise.
+    """
+
+    def __init__(
+        self,
+        points: Sequence[CostPoint],
+        graphs: Sequence[TrainingGraph],
+        more: Sequence[WorkspacePoint] = (),
+        more_graphs: Sequence[TrainingGraph] = (),
+    ) -> None:
+        self.points = points
+        self._costs = np.array([one.cost_us for one in points])
+        self._flops = np.array([one.flops for one in points], dtype=np.float64)
+        self._moved = np.array([_moved_bytes(graph) for graph in graphs])
+        self._workspaces = WorkspacesOfRange(
+            [WorkspacePoint(one.sizes, one.workspace_bytes) for one in points], graphs,
+            more, more_graphs,
+        )  # fmt: skip
+        extra = {(name, more) for one in points for name, more in one.extra_bytes.items()}
+        self._off_device = {name: more for name, more in extra if more == NOT_ON_DEVICE}
+        self._with_extra = sorted({name for name, _ in extra} - self._off_device.keys())
+        self._kept = Workspaces(
+            [one.sizes for one in points],
+            [[one.extra_bytes.get(name, 0) for name in self._with_extra] for one in points],
+            graphs,
+            beside=_made_with(graphs[0], self._with_extra),
+        )
+        self._works = np.log(np.maximum(self._moved.sum(axis=1), 1.0))
+        self._form = _fitted(self._costs, self._flops, self._moved)
+        fitted = self._by_form(self._flops, self._moved)
+        self._left = np.divide(self._costs, fitted, out=np.ones_like(fitted), where=fitted > 0)
+
+    @property
+    def error_at_middle(self) -> float:
+        """How far the sum of fitted costs is from the measured one at the middle, as a fraction."""
+        middle = len(self.points) // 2
+        fitted = self._by_form(self._flops, self._moved)[middle].sum()
+        measured = self._costs[middle].sum()
+        return float(abs(fitted - measured) / measured) if measured else 0.0
+
+    def costed(
+        self, graph: TrainingGraph, sizes: Sizes, *, is_bound: bool = False
+    ) -> TrainingGraph:
+        """A graph of the range, given its costs.
+
+        Parameters
+        ----------
+        is_bound : whether workspaces are to bound those of all smaller sizes too.
+        """
+        moved = _moved_bytes(graph)
+        work = float(np.log(max(moved.sum(), 1.0)))
+        flops = np.exp(_between(work, self._works, np.log(np.maximum(self._flops, 1e-9))))
+        left = _between(work, self._works, self._left)
+        costs = self._by_form(flops[None], moved[None])[0] * left
+        last = self.points[self._upper(sizes)]
+        plain = np.array([value.size_bytes for value in graph.values], dtype=np.int64)
+        workspaces = self.workspaces_at(sizes, plain, is_bound=is_bound)
+        ops = tuple(
+            msgspec.structs.replace(
+                op, cost_us=float(c), workspace_bytes=int(w), cost_origin=origin
+            )
+            for op, c, w, origin in zip(graph.ops, costs, workspaces, last.origins, strict=True)
+        )
+        extra = self.extra_at(sizes, plain, is_bound=is_bound)
+        allocated = plan_rounding(graph.device)
+        values = tuple(
+            msgspec.structs.replace(
+                v, size_bytes=_bytes_kept(allocated(v.size_bytes), extra, v.name)
+            )
+            for v in graph.values
+        )
+        libraries_bytes = self.libraries_at(sizes)
+        resident = msgspec.structs.replace(graph.resident, libraries_bytes=libraries_bytes)
+        return msgspec.structs.replace(
+            graph, ops=ops, values=values, resident=resident, cost_origin=last.cost_origin,
+            notes=last.notes, versions=last.versions,
+        )  # fmt: skip
+
+    def workspaces_at(
+        self, sizes: Sizes, value_bytes: NDArray[np.int64], *, is_bound: bool
+    ) -> NDArray[np.int64]:
+        """Workspace of each op; see `Workspaces.at`."""
+        return self._workspaces.at(sizes, value_bytes, is_bound=is_bound)
+
+    def libraries_at(self, sizes: Sizes) -> int:
+        """What libraries hold: the most that was measured up to the next larger point."""
+        return max(one.libraries_bytes for one in self.points[: self._upper(sizes) + 1])
+
+    def extra_at(
+        self, sizes: Sizes, value_bytes: NDArray[np.int64], *, is_bound: bool
+    ) -> dict[str, int]:
+        """What values take beyond what their shapes say; found as workspaces are."""
+        found = self._kept.at(sizes, value_bytes, is_bound=is_bound).tolist()
+        named = zip(self._with_extra, found, strict=True)
+        return {name: extra for name, extra in named if extra} | self._off_device
+
+    def _upper(self, sizes: Sizes) -> int:
+        return next(i for i, one in enumerate(self.points) if is_within(sizes, one.sizes))
+
+    def _by_form(self, flops: Floats, moved: Floats) -> Floats:
+        a, b, c = self._form
+        return a + b * flops + c * moved
+
+
+def _bytes_kept(size_bytes: int, extra: Mapping[str, int], name: str) -> int:
+    """What a value takes of whose bytes a kernel keeps `extra` more, or none on the device."""
+    more = extra.get(name, 0)
+    return 0 if more == NOT_ON_DEVICE else size_bytes + more
+
+
+def point_of(
+    sizes: Sizes, plain: TrainingGraph, costed: TrainingGraph, flops: Sequence[int]
+) -> CostPoint:
+    """What `costed` says of the step that `plain` has without costs."""
+    allocated = plan_rounding(plain.device)
+    extra: dict[str, int] = {}
+    for before, after in zip(plain.values, costed.values, strict=True):
+        more = after.size_bytes - allocated(before.size_bytes)
+        if more:
+            extra[before.name] = more if after.size_bytes else NOT_ON_DEVICE
+    return CostPoint(
+        sizes=dict(sizes),
+        cost_us=tuple(op.cost_us for op in costed.ops),
+        workspace_bytes=tuple(op.workspace_bytes for op in costed.ops),
+        flops=tuple(flops),
+        extra_bytes=extra,
+        libraries_bytes=costed.resident.libraries_bytes,
+        cost_origin=costed.cost_origin,
+        origins=tuple(op.cost_origin for op in costed.ops),
+        notes=costed.notes,
+        versions=costed.versions,
+    )
+
+
+def _made_with(graph: TrainingGraph, names: Sequence[str]) -> list[tuple[str, ...]]:
+    """For each value, what its op reads and makes; nothing for what is resident."""
+    makers = {name: (*op.inputs, *op.outputs) for op in graph.ops for name in op.outputs}
+    return [makers.get(name, ()) for name in names]
+
+
+def _between(at: float, known: Floats, rows: Floats) -> Floats:
+    """Each column of `rows`, one a point, interpolated; constant beyond the ends."""
+    if at <= known[0] or len(known) == 1:
+        return rows[0]
+    for i in range(1, len(known)):
+        if at <= known[i]:
+            part = (at - known[i - 1]) / max(known[i] - known[i - 1], 1e-12)
+            return rows[i - 1] + part * (rows[i] - rows[i - 1])
+    return rows[-1]
+
+
+def _moved_bytes(graph: TrainingGraph) -> Floats:
+    """Bytes of what each op reads and makes; of one that reads and makes nothing, of all ops."""
+    size = {value.name: value.size_bytes for value in graph.values}
+    moved = np.array(
+        [float(sum(size[name] for name in (*op.inputs, *op.outputs))) for op in graph.ops]
+    )
+    # What the whole step takes beyond its ops is added to the arrival of the tangents.
+    is_whole = np.array([op.target == "remat.tangents" for op in graph.ops])
+    return np.where(is_whole, moved.sum(), moved)
+
+
+def _fitted(costs: Floats, flops: Floats, moved: Floats) -> tuple[Floats, Floats, Floats]:
+    """Coefficients of each op, 0 or more: the best of those with some of them 0."""
+    columns = np.stack([np.ones_like(costs), flops, moved], axis=-1)  # points, ops, 3
+    scale = np.maximum(columns.max(axis=0), 1e-300)
+    weight = 1.0 / np.maximum(costs, 1e-9)
+    table = np.swapaxes(columns / scale * weight[..., None], 0, 1)  # ops, points, 3
+    wanted = np.swapaxes(costs * weight, 0, 1)[..., None]
+    best = np.zeros((costs.shape[1], 3))
+    least = np.full(costs.shape[1], np.inf)
+    for used in _choices():
+        found: Any = np.linalg.pinv(table[..., used]) @ wanted
+        error = ((table[..., used] @ found - wanted) ** 2).sum(axis=(1, 2))
+        error[(found < 0).any(axis=(1, 2))] = np.inf
+        is_better = error < least * (1 - 1e-9)
+        least = np.where(is_better, error, least)
+        own = np.zeros((costs.shape[1], 3))
+        own[:, used] = found[..., 0]
+        best = np.where(is_better[:, None], own, best)
+    a, b, c = (best / scale).T
+    return a, b, c
+
+
+def _choices() -> list[list[int]]:
+    """Which coefficients are not 0. All three would fit three points whatever they are."""
+    return [list(one) for n in (1, 2) for one in itertools.combinations(range(3), n)]

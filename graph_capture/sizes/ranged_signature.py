@@ -1,0 +1,354 @@
+"""The signature of batches whose sizes vary: what a step takes, and how that is looked at.
+
+The test of a batch is compiled to one function: a comparison of shapes, strides and types for each
+tensor, then the range of each size and the guards of the trace.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+
+from remat.graph_capture.errors import CaptureError, SignatureError
+from remat.graph_capture.python_state.state_slots import is_same
+from remat.graph_capture.sizes.symbols import (
+    Dynamic,
+    Guard,
+    Place,
+    Sizes,
+    Symbol,
+    as_symbol,
+    generic_sizes,
+    require_in_range,
+    require_one_range,
+)
+from remat.graph_capture.tracing.signature import Signature, TensorFacts
+
+
+class RangedSignature(Signature):
+    """What is alike in all batches of a range. `tensors` are those of the sizes in `hints`.
+
+    Attributes
+    ----------
+    symbols, places : the sizes that vary, and where. hints : the sizes that are traced with.
+    guards : what the trace asks of the sizes.
+    """
+
+    def __init__(
+        self, batch: Any, symbols: Sequence[Symbol], places: Sequence[Place], hints: Sizes
+    ) -> None:
+        super().__init__(batch)
+        self.symbols, self.places, self.hints = tuple(symbols), tuple(places), dict(hints)
+        self.guards: tuple[Guard, ...] = ()
+        self._orders = {one.leaf: self._order(one.leaf) for one in places}
+        self.tensors = self._tensors(self.hints)
+        self._check: Callable[[list[Any]], bool] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the compiled test, which is made again."""
+        return {**vars(self), "_check": None}
+
+    def with_guards(self, guards: Sequence[Guard]) -> RangedSignature:
+        """The same, with what a trace asks of the sizes."""
+        other = copy.copy(self)
+        other.guards = tuple(guards)
+        return other
+
+    def within(self, symbols: Sequence[Symbol]) -> RangedSignature:
+        """The same, for a part of the range."""
+        other = copy.copy(self)
+        other.symbols, other._check = tuple(symbols), None
+        return other
+
+    def holds(self, leaves: Sequence[Any], spec: Any) -> bool:
+        """Whether the sizes of a batch are within the range, whatever else it is."""
+        if spec != self.spec:
+            return False
+        try:
+            sizes = self.sizes_of(leaves)
+        except SignatureError:
+            return False
+        return all(sizes[symbol.name] in symbol.sizes for symbol in self.symbols)
+
+    def at(self, sizes: Sizes) -> Signature:
+        """The signature of the batches of these sizes."""
+        plain = Signature(())
+        plain.names, plain.spec, plain.others = self.names, self.spec, self.others
+        plain.attributes = self.attributes
+        plain.tensors = self._tensors(require_in_range(self.symbols, sizes))
+        return plain
+
+    def templates(self) -> tuple[str, ...]:
+        """The lines of a signature, with sizes that vary in braces."""
+        found: list[str] = []
+        for i, line in enumerate(self.lines()):
+            facts = self.tensors[i]
+            if facts is None or i not in self._orders:
+                found.append(line.replace("{", "{{").replace("}", "}}"))
+                continue
+            shape = self._shape(i, {one.name: f"{{{one.name}}}" for one in self.symbols})
+            shown = f"[{', '.join(map(str, shape))}]"
+            if ", strides " in line:
+                raise CaptureError(
+                    f"{self.names[i]} varies in size and is laid out in another order than that of "
+                    "its dimensions: pass contiguous() of it"
+                )
+            found.append(line.replace(str(list(facts[0])), shown, 1))
+        return tuple(found)
+
+    def example(self, mode: FakeTensorMode, size: Mapping[str, Any] | None = None) -> Any:
+        """A batch of fake tensors; of the sizes in `size`, which may be symbols."""
+        tensors = self._tensors(size or self.hints)
+        with mode:
+            leaves = [
+                other if facts is None else _fake_of(facts)
+                for facts, other in zip(tensors, self.others, strict=True)
+            ]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+    def example_at(self, sizes: Sizes) -> Any:
+        """A batch of these sizes, without data."""
+        return self.example(FakeTensorMode(), sizes)
+
+    def bytes_of_leaves(self) -> tuple[str, ...]:
+        """Bytes of each tensor, as expressions of the sizes."""
+        names = {one.name: one.name for one in self.symbols}
+        return tuple(
+            "*".join([*map(str, self._shape(i, names)), str(facts[2].itemsize)])
+            for i, facts in enumerate(self.tensors)
+            if facts is not None
+        )
+
+    def require(self, leaves: list[Any], spec: Any, model: str) -> None:
+        """Raise `SignatureError`, naming the first leaf, size or guard that does not fit."""
+        if self._check is None:
+            self._check = self._compiled()
+        if spec == self.spec and self._check(leaves):
+            return
+        sizes = self.sizes_of(leaves) if spec == self.spec else dict(self.hints)
+        for symbol in self.symbols:
+            if sizes[symbol.name] not in symbol.sizes:
+                raise SignatureError(
+                    f"{model} was planned for {symbol}, and is called with {symbol.name} = "
+                    f"{sizes[symbol.name]}: plan for a range that holds it"
+                )
+        Signature.require(self.at(sizes), leaves, spec, model)
+        for guard in self.guards:
+            if not guard.holds(sizes):
+                raise SignatureError(
+                    f"{model} was planned for sizes with {guard.text}, as {guard.op or 'its code'} "
+                    f"asks for, and is called with {sizes}: make another plan for these sizes"
+                )
+        raise SignatureError(f"{model} was planned for other batches than this one")
+
+    def sizes_of(self, leaves: Sequence[Any]) -> dict[str, int]:
+        """The size of each symbol in a batch, from the first place that has it.
+
+        Raises
+        ------
+        SignatureError : a leaf is no tensor of as many dimensions as at capture.
+        """
+        found: dict[str, int] = {}
+        for one in self.places:
+            facts, leaf = self.tensors[one.leaf], leaves[one.leaf]
+            assert facts is not None
+            if not isinstance(leaf, Tensor) or leaf.dim() != len(facts[0]):
+                raise SignatureError(
+                    f"{self.names[one.leaf]} was planned as a tensor of {len(facts[0])} dimensions "
+                    "and is another thing now. Call the model as at capture"
+                )
+            found.setdefault(one.symbol, leaf.shape[one.dim])
+        return found
+
+    def _compiled(self) -> Callable[[list[Any]], bool]:
+        """The test of a batch as one function."""
+        bound: dict[str, Any] = {"Tensor": Tensor, "same": is_same}
+        tests = [self._test_of_leaf(i, bound) for i in range(len(self.tensors))]
+        for symbol in self.symbols:
+            tests.append(f"{symbol.low} <= {symbol.name} <= {symbol.high}")
+            if symbol.multiple > 1:
+                tests.append(f"{symbol.name} % {symbol.multiple} == 0")
+        tests += [f"({guard.text})" for guard in self.guards]
+        return _function(self._reads(), [test for test in tests if test], bound)
+
+    def _reads(self) -> list[str]:
+        seen: dict[str, Place] = {}
+        for one in self.places:
+            seen.setdefault(one.symbol, one)
+        return [f"{name} = leaves[{one.leaf}].shape[{one.dim}]" for name, one in seen.items()]
+
+    def _test_of_leaf(self, i: int, bound: dict[str, Any]) -> str:
+        facts = self.tensors[i]
+        if facts is None:
+            bound[f"other{i}"] = self.others[i]
+            return f"same(leaves[{i}], other{i})"
+        names = {one.name: one.name for one in self.symbols}
+        shape, stride = self._shape(i, names), self._stride(i, names)
+        bound[f"facts{i}"] = facts[2:]
+        return (
+            f"isinstance(t := leaves[{i}], Tensor) and t.shape == {_tuple(shape)} and "
+            f"t.stride() == {_tuple(stride)} and "
+            f"(t.dtype, t.device, t.requires_grad) == facts{i}"
+        )
+
+    def _tensors(self, size: Mapping[str, Any]) -> list[TensorFacts | None]:
+        changed = list(self.tensors)
+        for i in self._orders:
+            facts = self.tensors[i]
+            assert facts is not None
+            changed[i] = (self._shape(i, size), self._stride(i, size), *facts[2:])  # pyright: ignore
+        return changed
+
+    def _shape(self, i: int, size: Mapping[str, Any]) -> Any:
+        facts = self.tensors[i]
+        assert facts is not None
+        own = {one.dim: size[one.symbol] for one in self.places if one.leaf == i}
+        shape = tuple(own.get(dim, n) for dim, n in enumerate(facts[0]))
+        return torch.Size(shape) if all(type(n) is int for n in shape) else shape
+
+    def _stride(self, i: int, size: Mapping[str, Any]) -> tuple[Any, ...]:
+        facts = self.tensors[i]
+        assert facts is not None
+        if i not in self._orders:
+            return facts[1]
+        shape, step = self._shape(i, size), 1
+        stride: list[Any] = [1] * len(shape)
+        for dim in self._orders[i]:
+            stride[dim] = step
+            is_text = isinstance(shape[dim], str) or isinstance(step, str)
+            step = f"{step}*{shape[dim]}" if is_text else step * shape[dim]
+        return tuple(stride)
+
+    def _order(self, i: int) -> list[int]:
+        """The dimensions of a tensor without gaps, the one next to each other in memory first."""
+        facts = self.tensors[i]
+        if facts is None:
+            raise CaptureError(f"{self.names[i]} is no tensor, and has no size that varies")
+        shape, stride = facts[:2]
+        order = sorted(range(len(shape)), key=lambda dim: (stride[dim], -dim))
+        step = 1
+        for dim in order:
+            if shape[dim] != 1 and stride[dim] != step:
+                raise CaptureError(
+                    f"{self.names[i]} varies in size and is laid out with gaps, strides "
+                    f"{list(stride)}: pass contiguous() of it"
+                )
+            step *= shape[dim]
+        return order
+
+
+def _function(
+    reads: Sequence[str], tests: Sequence[str], bound: dict[str, Any]
+) -> Callable[[list[Any]], bool]:
+    body = "\n        and ".join(tests)
+    lines = "".join(f"        {line}\n" for line in reads)
+    source = (
+        "def fits(leaves):\n    try:\n"
+        f"{lines}    except (AttributeError, IndexError):\n        return False\n"
+        f"    return bool(\n        {body}\n    )\n"
+    )
+    space = dict(bound)
+    exec(compile(source, "<remat sizes>", "exec"), space)
+    return space["fits"]
+
+
+def _tuple(entries: Sequence[Any]) -> str:
+    return f"({''.join(f'{entry}, ' for entry in entries)})"
+
+
+def _fake_of(facts: TensorFacts) -> Tensor:
+    shape, stride, dtype, device, requires_grad = facts
+    return torch.empty_strided(
+        shape, stride, dtype=dtype, device=device, requires_grad=requires_grad
+    )
+
+
+def places_in(
+    batch: Any, model: nn.Module, dynamic: Dynamic
+) -> tuple[tuple[Symbol, ...], tuple[Place, ...]]:
+    """The sizes of a batch that vary, and where they are.
+
+    Parameters
+    ----------
+    batch : (args, kwargs, target).
+
+    Raises
+    ------
+    CaptureError : an argument, a dimension or a range is not there.
+    """
+    signature = Signature(batch)
+    leaf_of = {name: i for i, name in enumerate(signature.names)}
+    positions = [
+        name
+        for name, parameter in inspect.signature(model.forward).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    symbols: list[Symbol] = []
+    places: list[Place] = []
+    for argument, dims in _as_mapping(dynamic, "dynamic").items():
+        name = _path_of(argument, positions)
+        i = next((leaf_of[one] for one in name if one in leaf_of), None)
+        facts = None if i is None else signature.tensors[i]
+        if i is None or facts is None:
+            raise CaptureError(
+                f"dynamic names {argument!r}, which is no tensor of the batch: "
+                f"name one of {', '.join([*positions, 'target'])}, or {', '.join(leaf_of)}"
+            )
+        for dim, entry in _as_mapping(dims, f"dynamic of {argument!r}").items():
+            if type(dim) is not int or not 0 <= dim < len(facts[0]):
+                raise CaptureError(
+                    f"dynamic names dimension {dim!r} of {argument!r}, which has {len(facts[0])}"
+                )
+            symbols.append(as_symbol(entry, f"{argument} dimension {dim}", facts[0][dim]))
+            places.append(Place(i, dim, symbols[-1].name))
+    return require_one_range(symbols), tuple(places)
+
+
+def _as_mapping(given: Any, what: str) -> Mapping[Any, Any]:
+    if not isinstance(given, Mapping):
+        raise CaptureError(
+            f"{what} is {given!r}: give sizes by argument and dimension, such as "
+            '{"tokens": {1: ("seq", 16, 2048)}}'
+        )
+    return cast("Mapping[Any, Any]", given)
+
+
+def _path_of(argument: str | int, positions: Sequence[str]) -> tuple[str, ...]:
+    """Names under which a signature may have an argument."""
+    if isinstance(argument, int):
+        return (f"args[{argument}]",)
+    found = [argument, f"kwargs[{argument!r}]"]
+    if argument in positions:
+        found.append(f"args[{positions.index(argument)}]")
+    return tuple(found)
+
+
+def ranged_signature(model: nn.Module, batch: Any, dynamic: Dynamic) -> RangedSignature:
+    """The signature of the batches that ``dynamic=`` asks for, from one of them.
+
+    Raises
+    ------
+    CaptureError : an argument, a dimension or a range is not there, or no size varies.
+    """
+    symbols, places = places_in(batch, model, dynamic)
+    if not symbols:
+        raise CaptureError("dynamic names no dimension: leave it out for a plan of one size")
+    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    fixed = {n for t in (*leaves, *model.parameters(), *model.buffers()) for n in t.shape}
+    return RangedSignature(batch, symbols, places, generic_sizes(symbols, fixed))
+
+
+def refuse_beside_ranges(**given: bool) -> None:
+    """Raise `CaptureError` for an option that a plan for a range of sizes does not take."""
+    if named := next((name for name, is_given in given.items() if is_given), ""):
+        raise CaptureError(
+            f"{named} is not taken with dynamic sizes: leave out one of the two, or plan for each "
+            "size"
+        )

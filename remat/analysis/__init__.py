@@ -1,0 +1,1 @@
+"""Analyses of a plan: why it is as it is, and what else could be done."""

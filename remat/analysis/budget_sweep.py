@@ -1,0 +1,304 @@
+"""Sweeps over budgets as people write them, and the price of memory in words and figures."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
+
+import msgspec
+
+from remat.budgets import parse_budget, unmodified, unmodified_step
+from remat.formats import bytes_text, gap_text, percent_text, time_text
+from remat.graph_capture.errors import BudgetError, SolverError, option
+from remat.graph_capture.graph import TrainingGraph
+from remat.one_call import solve as solve_budget
+from remat.schedules.plots import draw_live_bytes
+from remat.solver import solver_class
+from remat.solver.budgets.front import Front, GibPrice
+from remat.solver.budgets.sweep import BUDGETS, PINS, BudgetsDone, check_jobs, spread_budgets
+from remat.solver.budgets.sweep import sweep_budgets as sweep_bytes
+from remat.solver.recompute_summary import kinds_of, kinds_text
+from remat.solver.reductions.pin_globs import as_globs
+from remat.solver.result import Result
+from remat.solver.search import Clock, one_job
+from remat.solver.stopping import NAMING
+from remat.solver.table import check_number
+
+if TYPE_CHECKING:
+    import ipywidgets
+
+
+Budgets = int | Iterable[str | SupportsIndex] | None
+"""How many budgets, or each as `remat.solve` takes it; None for twelve."""
+
+
+@overload
+def sweep(
+    graph: TrainingGraph,
+    budgets: Budgets = None,
+    solver: str = "auto",
+    time_limit_s: float = 60.0,
+    jobs: int = 1,
+    *,
+    solvers: None = None,
+    progress: BudgetsDone | None = None,
+    **options: Any,
+) -> Front: ...
+
+
+@overload
+def sweep(
+    graph: TrainingGraph,
+    budgets: Budgets = None,
+    *,
+    solvers: Iterable[str],
+    time_limit_s: float = 60.0,
+    jobs: int = 1,
+    progress: BudgetsDone | None = None,
+    **options: Any,
+) -> dict[str, Front]: ...
+
+
+def sweep(
+    graph: TrainingGraph,
+    budgets: Budgets = None,
+    solver: str = "auto",
+    time_limit_s: float = 60.0,
+    jobs: int = 1,
+    *,
+    solvers: Iterable[str] | None = None,
+    progress: BudgetsDone | None = None,
+    **options: Any,
+) -> Front | dict[str, Front]:
+    """The time of the step against its peak: solve at several budgets.
+
+    Parameters
+    ----------
+    graph : with costs.
+    budgets : how many, spread from the least peak known to the unmodified one (12 if left
+        out), or a list of budgets as `remat.solve` takes them.
+    solver : a name of `remat.solver`'s table. solvers : several, for a front each, at the
+        same budgets.
+    time_limit_s : in seconds, for all budgets together; each solver has it anew.
+    jobs : how many solves run at once; -1 for as many as there are cores. Inside
+        ``joblib.parallel_config(backend="dask")`` they run on that cluster.
+    progress : called with how many budgets are done, and of how many.
+    **options : as of `remat.solve`, `keep` and `recompute` too.
+
+    Returns
+    -------
+    Front : or, where `solvers` are given, one by each solver's name.
+
+    Raises
+    ------
+    BudgetError : a budget cannot be read. SolverError : an unknown solver or option.
+    """
+    names = (solver,) if solvers is None else tuple(solvers)
+    for name in names:
+        solver_class(name)
+    check_jobs(jobs)
+    check_number("time_limit_s", time_limit_s)
+    pins = {name: as_globs(options[name]) for name in PINS if name in options}
+    options |= pins
+    clock = Clock(time_limit_s)
+    unmodified_bytes = unmodified(graph).peak_bytes
+    with one_job():
+        asked, at_hand = in_bytes(graph, budgets, NAMING.of(time_limit_s), pins)
+        left_s = max(clock.left_s, 0.0)
+        shared: dict[str, Any] = {
+            "time_limit_s": left_s, "jobs": jobs, "progress": progress, "at_hand": at_hand,
+            "unmodified_bytes": unmodified_bytes, **options
+        }  # fmt: skip
+        fronts = {name: sweep_bytes(graph, asked, name, **shared) for name in names}
+    return fronts[solver] if solvers is None else fronts
+
+
+def sweep_hosts(
+    graph: TrainingGraph,
+    hosts: Mapping[str, int],
+    budgets: Budgets = None,
+    solvers: Iterable[str] = ("auto",),
+    **options: Any,
+) -> dict[str, Front]:
+    """Sweeps with several sizes of the host's memory, all over the same budgets.
+
+    Parameters
+    ----------
+    graph : with links, unless `hosts` are all 0.
+    hosts : bytes by what each is called; with 0 nothing leaves the device.
+    budgets, solvers, **options : as of `sweep`. A number of budgets is spread as without a host.
+
+    Returns
+    -------
+    dict of Front : by solver and host, such as ``auto, host 8GiB``.
+
+    Raises
+    ------
+    BudgetError : a host is given, and the graph has no links.
+    """
+    alone = msgspec.structs.replace(graph, links=None)
+    pins = {name: as_globs(options[name]) for name in PINS if name in options}
+    asked = in_bytes(alone, budgets, NAMING.of(options.get("time_limit_s", 60.0)), pins)[0]
+    names, fronts = tuple(solvers), dict[str, Front]()
+    for text, host_bytes in hosts.items():
+        with_host = _with_host(graph, host_bytes) if host_bytes else alone
+        found = sweep(with_host, asked, solvers=names, **options)
+        fronts |= {f"{name}, host {text}": front for name, front in found.items()}
+    return fronts
+
+
+def _with_host(graph: TrainingGraph, host_bytes: int) -> TrainingGraph:
+    if graph.links is None:
+        raise BudgetError(
+            f"this graph has no links to a host: capture it with {option('host', '64GiB')}"
+        )
+    links = msgspec.structs.replace(graph.links, host_bytes=host_bytes)
+    return msgspec.structs.replace(graph, links=links)
+
+
+def in_bytes(
+    graph: TrainingGraph, budgets: Budgets, time_limit_s: float, pins: dict[str, Any]
+) -> tuple[list[int], list[Result]]:
+    """The budgets in bytes, and results that were found on the way to them."""
+    if budgets is None or isinstance(budgets, int):
+        count = BUDGETS if budgets is None else budgets
+        unmodified_bytes = unmodified(graph).peak_bytes
+        return spread_budgets(graph, count, unmodified_bytes, time_limit_s=time_limit_s, **pins)
+    if isinstance(budgets, str):
+        raise BudgetError(f"budgets is one text: give a list, such as [{budgets!r}]")
+    limits: dict[str, Any] = {"time_limit_s": time_limit_s, **pins}
+    return [parse_budget(b).bytes_for(graph, **limits) for b in budgets], []
+
+
+def price_text(price: GibPrice) -> str:
+    """One sentence: what one step more of memory would save, and one step less would cost."""
+    step = bytes_text(price.step_bytes)
+    saved = f"{step} more saves {time_text(price.saved_us)} ({percent_text(price.saved)}) a step"
+    if price.cost_us is None or price.cost is None:
+        return f"{saved}; for {step} less, no schedule is known"
+    return f"{saved}; {step} less costs {time_text(price.cost_us)} ({percent_text(price.cost)})"
+
+
+def price_json(price: GibPrice) -> dict[str, float | int | None]:
+    """The price as plain figures; None where nothing fits."""
+    return {
+        "budget_bytes": price.budget_bytes,
+        "step_bytes": price.step_bytes,
+        "saved_us": price.saved_us,
+        "saved": price.saved,
+        "cost_us": price.cost_us,
+        "cost": price.cost,
+    }
+
+
+# A slider over budgets for notebooks: each move solves again and says what it costs.
+#
+# `at` solves, and `text` and `picture` say what it found. The widget only shows these, so all but
+# the widget is tested without a notebook.
+
+
+_STEP_PERCENT = 5
+"""What one move of the slider adds, in per cent of the unmodified peak."""
+
+
+class BudgetSlider:
+    """A plan at each budget that is asked for, in per cent of the unmodified peak.
+
+    `at` works anywhere; `widget` needs the front end of a notebook. Each budget is solved once.
+
+    Attributes
+    ----------
+    graph : with costs. least_percent : the least budget known, rounded up; the slider begins there.
+    """
+
+    def __init__(
+        self, graph: TrainingGraph, solver: str = "auto", time_limit_s: float = 5.0, **options: Any
+    ) -> None:
+        """Arguments are those of `remat.solve`; the time limit is that of each budget.
+
+        Raises
+        ------
+        SolverError : an unknown solver or option.
+        """
+        self.graph = graph
+        self._asked: dict[str, Any] = {"solver": solver, "time_limit_s": time_limit_s, **options}
+        self._unmodified = unmodified_step(graph)
+        self._solved: dict[int, Result] = {}
+        least_bytes = parse_budget("min").bytes_for(graph, **self._asked)
+        self.least_percent = min(-(-100 * least_bytes // self._unmodified.result.peak_bytes), 100)
+
+    def at(self, percent: int) -> Result:
+        """The outcome at that share of the unmodified peak."""
+        if percent not in self._solved:
+            self._solved[percent] = solve_budget(self.graph, f"{percent}%", **self._asked)
+        return self._solved[percent]
+
+    def text(self, percent: int) -> str:
+        """What the slider says there: peak, overhead, bound, and what runs again."""
+        result = self.at(percent)
+        budget = f"budget      {bytes_text(result.budget_bytes)}, {percent} % of the peak"
+        if result.schedule is None:
+            return f"{budget}\nstatus      {result.status}: {result.message}"
+        again = kinds_text(kinds_of(self.graph, result.schedule)) or "nothing"
+        return "\n".join(
+            [
+                budget,
+                f"peak        {bytes_text(result.peak_bytes)}",
+                f"overhead    {percent_text(result.overhead)}, {gap_text(result.gap)}",
+                f"recomputed  {again}",
+                f"status      {result.status}, by {result.solver}",
+            ]
+        )
+
+    def picture(self, percent: int) -> str:
+        """What is live through the step there, and through the unmodified one, as SVG.
+
+        Empty where nothing fits, and where matplotlib is not installed.
+        """
+        result, before = self.at(percent), self._unmodified.result.schedule
+        if result.schedule is None or before is None or not find_spec("matplotlib"):
+            return ""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(9, 3.5), layout="constrained")
+        draw_live_bytes(
+            figure.add_subplot(), self.graph, result.schedule,
+            unmodified=(self._unmodified.graph, before),
+        )  # fmt: skip
+        drawn = io.StringIO()
+        figure.savefig(drawn, format="svg")
+        return drawn.getvalue()
+
+    def widget(self, percent: int = 60) -> ipywidgets.VBox:
+        """The slider, at `percent` first, with text and picture below it.
+
+        Raises
+        ------
+        SolverError : ipywidgets is not installed.
+        """
+        widgets = _ipywidgets()
+        slider = widgets.IntSlider(
+            value=max(percent, self.least_percent), min=self.least_percent, max=100,
+            step=_STEP_PERCENT, description="budget, %", continuous_update=False,
+        )  # fmt: skip
+        said = widgets.HTML()
+
+        def show(change: dict[str, Any]) -> None:
+            percent = change["new"]
+            said.value = f"<pre>{self.text(percent)}</pre>{self.picture(percent)}"
+
+        slider.observe(show, names="value")
+        show({"new": slider.value})
+        return widgets.VBox([slider, said])
+
+
+def _ipywidgets() -> Any:
+    try:
+        import ipywidgets
+    except ImportError as error:
+        raise SolverError(
+            "the slider needs ipywidgets: pip install 'remat[notebook]', or call .at(percent)"
+        ) from error
+    return ipywidgets

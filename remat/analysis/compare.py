@@ -1,0 +1,350 @@
+"""Makes the answer of `compare`: solves at each budget with each solver and simple rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, SupportsIndex
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from remat.analysis.budget_sweep import Budgets, in_bytes
+from remat.analysis.budget_sweep import sweep as sweep_graph
+from remat.analysis.plan_report import plain_table, rendered
+from remat.budgets import parse_budget, unmodified_step
+from remat.formats import bytes_text, percent_text, time_text
+from remat.graph_capture.errors import SolverError
+from remat.graph_capture.graph import TrainingGraph
+from remat.placed import place as place_buffers
+from remat.schedules.derived import fastest_us
+from remat.schedules.simulate import overhead_of
+from remat.solver import solver_class
+from remat.solver.budgets.front import Front
+from remat.solver.result import INTERRUPTED, Result
+from remat.solver.search import is_interrupted, one_job
+
+# The answer of `compare`: budgets against solvers and simple rules, and its screen.
+
+
+UNMODIFIED = "unmodified"
+THIS_PLAN = "this plan"
+
+_NAME_COLUMNS = 24
+_CELL_COLUMNS = 13
+"""Columns of the screen that a solver's name takes, and a cell."""
+
+
+class _Cell(msgspec.Struct, frozen=True):
+    """One solver at one budget; figures are 0 where it found nothing that fits.
+
+    `over_bound` is the time over the best bound at that budget, minus one. `arena_bytes` is what
+    its buffers take in one arena beside what is resident, 0 where they were not placed.
+    """
+
+    budget_bytes: int
+    fits: bool
+    status: str
+    peak_bytes: int
+    time_us: float
+    overhead: float
+    over_bound: float
+    wall_s: float
+    arena_bytes: int = 0
+
+
+class _Compared(msgspec.Struct, frozen=True):
+    """One solver at all budgets.
+
+    `refused` says why it does not take this graph, and there are no cells then.
+    """
+
+    solver: str
+    cells: tuple[_Cell, ...]
+    wall_s: float
+    refused: str = ""
+
+
+class _Bound(msgspec.Struct, frozen=True):
+    """The best proven bound at a budget, in captured order, and who proved it."""
+
+    budget_bytes: int
+    overhead: float
+    lower_bound_us: float
+    solver: str
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """Budgets against solvers and baselines, with the bound at each budget.
+
+    Attributes
+    ----------
+    base_us, unmodified_bytes : time of every op once, and peak of the unmodified step.
+    asked : the budgets as they were written. bounds : one a budget. rows : one a solver, in the
+        order asked; the unmodified step, and where there is one the plan at hand, come first.
+    """
+
+    model: str
+    device: str
+    cost_origin: str = msgspec.field(name="prices")
+    base_us: float
+    unmodified_bytes: int
+    asked: tuple[str, ...]
+    bounds: tuple[_Bound, ...]
+    rows: tuple[_Compared, ...]
+
+    def best(self, i: int) -> tuple[str, ...]:
+        """The solvers whose plan is the fastest at the i-th budget."""
+        found = [row for row in self.rows if row.cells and row.cells[i].fits]
+        least_us = min((row.cells[i].time_us for row in found), default=0.0)
+        return tuple(row.solver for row in found if row.cells[i].time_us <= least_us * (1 + 1e-9))
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain bytes, microseconds and names, for `--json`."""
+        best = [self.best(i) for i in range(len(self.bounds))]
+        return {**msgspec.to_builtins(self), "best": best}
+
+    def __str__(self) -> str:
+        return rendered(comparison_screen(self))
+
+    __repr__ = __str__
+
+
+def comparison_screen(found: Comparison, width: int = 100) -> RenderableType:
+    """Overheads by solver and budget; the best at each budget is marked."""
+    most = max((width - _NAME_COLUMNS) // _CELL_COLUMNS, 1)
+    parts: list[RenderableType] = [_compared_line(found)]
+    count = len(found.bounds)
+    for first in range(0, count, most):
+        parts += [Text(), _table(found, range(first, min(first + most, count)))]
+    refused = [row for row in found.rows if row.refused]
+    parts += [Text(), Text("* the fastest found at this budget; - finds nothing that fits")]
+    parts += [Text(f"{row.solver}: {row.refused}", style="dim") for row in refused]
+    return Group(*parts)
+
+
+def _compared_line(found: Comparison) -> Text:
+    return Text.assemble(
+        (found.model, "bold"),
+        f", {found.cost_origin} on {found.device}: "
+        f"unmodified {bytes_text(found.unmodified_bytes)}, "
+        f"{time_text(found.base_us)} a step; overheads of each solver's plan",
+    )
+
+
+def _table(found: Comparison, columns: range) -> Table:
+    """Overheads, and arenas below them where buffers were placed."""
+    table = plain_table("budget", *(bytes_text(found.bounds[i].budget_bytes) for i in columns))
+    if any(found.asked):
+        table.add_row("", *(_asked(found.asked[i]) for i in columns))
+    best = {i: found.best(i) for i in columns}
+    for row in found.rows:
+        if not row.refused:
+            cells = (_overhead_text(row.cells[i], row.solver in best[i]) for i in columns)
+            table.add_row(row.solver, *cells)
+            if any(row.cells[i].arena_bytes for i in columns):
+                table.add_row("  arena", *(_arena_text(row.cells[i]) for i in columns))
+    table.add_row("bound", *(percent_text(found.bounds[i].overhead) for i in columns))
+    return table
+
+
+def _asked(text: str) -> Text:
+    return Text("" if text == THIS_PLAN else text, style="dim")
+
+
+def _arena_text(cell: _Cell) -> Text:
+    return Text(bytes_text(cell.arena_bytes) if cell.arena_bytes else "", style="dim")
+
+
+def _overhead_text(cell: _Cell, is_best: bool) -> str:
+    if not cell.fits:
+        return "-"
+    return percent_text(cell.overhead) + (" *" if is_best else "")
+
+
+_Arena = Callable[[Result], int]
+DEFAULT_BUDGETS = ("80%", "60%", "45%")
+DEFAULT_SOLVERS = (
+    "auto", "cut", "hierarchical", "msps", "dtr", "rotor", "chen_sqrt", "every_n_layers",
+    "keep_attention_output", "selective", "full", "torch_knapsack",
+)  # fmt: skip
+"""The best of each kind that answers in seconds, and what people write by hand."""
+
+
+def compare(
+    graph: TrainingGraph,
+    budgets: Budgets | Iterable[str | SupportsIndex] = DEFAULT_BUDGETS,
+    solvers: Iterable[str] = DEFAULT_SOLVERS,
+    *,
+    plan: Result | None = None,
+    time_limit_s: float = 60.0,
+    progress: Callable[[str, int, int], None] | None = None,
+    place: bool = False,
+    **options: Any,
+) -> Comparison:
+    """Solve at each budget with each solver.
+
+    Parameters
+    ----------
+    budgets : how many, or each as `remat.solve` takes it. solvers : names of the table.
+    plan : a result to set beside them; its budget is one of those compared.
+    time_limit_s : for all budgets of one solver together, in seconds.
+    progress : called with a solver's name, how many are done, and of how many.
+    place : also place the buffers of each plan in one arena (`remat.place`).
+    **options : `keep`, `recompute` and `order`, as of `remat.solve`.
+
+    Raises
+    ------
+    BudgetError : a budget cannot be read. SolverError : an unknown solver; one that does not take
+        this graph has a row that says so.
+    """
+    names = tuple(dict.fromkeys(solvers))
+    for name in names:
+        solver_class(name)
+    with one_job():
+        asked = _budgets(graph, budgets, plan, time_limit_s)
+        fronts: dict[str, Front | SolverError] = {}
+        for i, name in enumerate(names):
+            if progress is not None and not is_interrupted():
+                progress(name, i, len(names))
+            fronts[name] = _front(graph, sorted(asked), name, time_limit_s, options)
+    # The bound of a plan holds for the captured order, so it says nothing of free ones.
+    bounding = plan if options.get("order", "fixed") == "fixed" else None
+    bounds = tuple(_bound(graph, size_bytes, fronts, bounding) for size_bytes in asked)
+    eager, arena = unmodified_step(graph), _arenas(graph, place)
+    rows = [_at_hand(UNMODIFIED, eager.result, bounds, _arenas(eager.graph, place))]
+    rows += [_at_hand(THIS_PLAN, plan, bounds, arena)] if plan is not None else []
+    rows += [_compared(name, front, bounds, arena) for name, front in fronts.items()]
+    return Comparison(
+        model=graph.name,
+        device=graph.device,
+        cost_origin=graph.cost_origin,
+        base_us=graph.time_us,
+        unmodified_bytes=eager.result.peak_bytes,
+        asked=tuple(asked.values()),
+        bounds=bounds,
+        rows=tuple(rows),
+    )
+
+
+def _arenas(graph: TrainingGraph, is_placed: bool) -> _Arena:
+    """Bytes of the arena of a plan of `graph`; 0 where nothing is placed."""
+
+    def arena_bytes(result: Result) -> int:
+        if not is_placed or result.schedule is None:
+            return 0
+        return place_buffers(graph, result.schedule).arena_bytes
+
+    return arena_bytes
+
+
+def _budgets(
+    graph: TrainingGraph, budgets: Any, plan: Result | None, time_limit_s: float
+) -> dict[int, str]:
+    """Each budget in bytes with what it was written as, the largest first."""
+    found: dict[int, str] = {}
+    if plan is not None and plan.schedule is not None:
+        found[plan.budget_bytes] = THIS_PLAN
+    if budgets is None or isinstance(budgets, int):
+        for size_bytes in in_bytes(graph, budgets, time_limit_s, {})[0]:
+            found.setdefault(size_bytes, "")
+    else:
+        for one in budgets:
+            size_bytes = parse_budget(one).bytes_for(graph, time_limit_s=time_limit_s)
+            found.setdefault(size_bytes, str(one))
+    return dict(sorted(found.items(), reverse=True))
+
+
+def _front(
+    graph: TrainingGraph, budgets: list[int], name: str, limit_s: float, options: dict[str, Any]
+) -> Front | SolverError:
+    """The solver's front, or why it does not take this graph or was not asked."""
+    if is_interrupted():
+        return SolverError(f"{INTERRUPTED} before {name} was tried")
+    try:
+        return sweep_graph(graph, budgets, name, limit_s, **options)
+    except SolverError as error:
+        return error
+
+
+def _bound(
+    graph: TrainingGraph,
+    budget_bytes: int,
+    fronts: dict[str, Front | SolverError],
+    plan: Result | None,
+) -> _Bound:
+    """The highest bound that any solver proved; the time of every op once where none did.
+
+    The plan's bound holds at its budget and at every smaller one: less memory permits no more.
+    """
+    best = _Bound(budget_bytes, 0.0, fastest_us(graph), "")
+    if (
+        plan is not None
+        and plan.lower_bound_us > best.lower_bound_us
+        and _is_below(budget_bytes, plan)
+    ):
+        overhead = overhead_of(plan.lower_bound_us, graph.time_us)
+        best = _Bound(budget_bytes, overhead, plan.lower_bound_us, THIS_PLAN)
+    for name, front in fronts.items():
+        result = _result_at(front, budget_bytes)
+        if result is None or result.schedule is None:
+            continue
+        if result.lower_bound_us > best.lower_bound_us:
+            overhead = overhead_of(result.lower_bound_us, graph.time_us)
+            best = _Bound(budget_bytes, overhead, result.lower_bound_us, name)
+    return best
+
+
+def _is_below(budget_bytes: int, plan: Result) -> bool:
+    """Whether the plan's bound holds at a budget, for captured order as those of the other rows."""
+    is_fixed = plan.schedule is None or plan.schedule.options.get("order", "fixed") == "fixed"
+    return is_fixed and budget_bytes <= plan.budget_bytes
+
+
+def _result_at(front: Front | SolverError, budget_bytes: int) -> Result | None:
+    if isinstance(front, SolverError):
+        return None
+    return next(point.result for point in front.points if point.budget_bytes == budget_bytes)
+
+
+def _compared(
+    name: str, front: Front | SolverError, bounds: tuple[_Bound, ...], arena: _Arena
+) -> _Compared:
+    if isinstance(front, SolverError):
+        return _Compared(name, (), 0.0, str(front))
+    results = {point.budget_bytes: point.result for point in front.points}
+    cells = tuple(
+        _solved_cell(result, bound, arena(result))
+        for bound in bounds
+        for result in (results[bound.budget_bytes],)
+    )
+    return _Compared(name, cells, sum(result.wall_s for result in results.values()))
+
+
+def _at_hand(name: str, result: Result, bounds: tuple[_Bound, ...], arena: _Arena) -> _Compared:
+    """The row of a schedule at hand: it fits each budget that its peak is within."""
+    arena_bytes = arena(result)
+    cells = [
+        _solved_cell(result, bound, arena_bytes)
+        if result.peak_bytes <= bound.budget_bytes
+        else _Cell(bound.budget_bytes, False, "infeasible", 0, 0.0, 0.0, 0.0, 0.0)
+        for bound in bounds
+    ]
+    return _Compared(name, tuple(cells), 0.0)
+
+
+def _solved_cell(result: Result, bound: _Bound, arena_bytes: int) -> _Cell:
+    fits = result.schedule is not None
+    over = result.time_us / bound.lower_bound_us - 1 if fits and bound.lower_bound_us else 0.0
+    return _Cell(
+        budget_bytes=bound.budget_bytes,
+        fits=fits,
+        status=result.status,
+        peak_bytes=result.peak_bytes,
+        time_us=result.time_us,
+        overhead=result.overhead,
+        over_bound=max(over, 0.0),
+        wall_s=result.wall_s,
+        arena_bytes=arena_bytes,
+    )

@@ -1,0 +1,139 @@
+"""Makes the answer of `explain`: why a plan is as it is, and what the alternatives cost.
+
+Every figure is one of `simulate` or of a real solve that is made here. The answer says how many
+seconds each part took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from remat.analysis.explanation import Explanation
+from remat.analysis.levers import Lever, levers_of
+from remat.analysis.memory_figures import chunks_of
+from remat.analysis.solved_options import PINS, least_budget, required_schedule, solve_arguments
+from remat.analysis.why import against_greedy, simple_rules, why
+from remat.budgets import unmodified
+from remat.graph_capture.errors import BudgetError
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.value_report.peak_holders import forced_ops, peak_holders
+from remat.solved import infeasible_text
+from remat.solver import solve_within
+from remat.solver.budgets.sweep import price_of_gib
+from remat.solver.result import Result
+from remat.solver.search import Clock, is_interrupted, one_job
+
+FURTHER_SOLVE_S = 10.0
+"""Seconds that each further solve may take."""
+_T = TypeVar("_T")
+
+
+class _Parts:
+    """Times each part, and says which one begins."""
+
+    def __init__(self, progress: Callable[[str], None] | None) -> None:
+        self.progress = progress
+        self.seconds: dict[str, float] = {}
+
+    def timed(self, name: str, make: Callable[[], _T]) -> _T:
+        if self.progress is not None:
+            self.progress(name)
+        clock = Clock()
+        made = make()
+        if is_interrupted():
+            raise KeyboardInterrupt
+        self.seconds[name] = round(clock.elapsed_s, 3)
+        return made
+
+
+def explain(
+    graph: TrainingGraph,
+    result: Result,
+    *,
+    why_of: str | Iterable[str] = (),
+    each_s: float = FURTHER_SOLVE_S,
+    progress: Callable[[str], None] | None = None,
+) -> Explanation:
+    """Why a plan is as it is: who holds its peak, the least budget, what memory is worth.
+
+    Also what each lever brings, what left no choice, whether a simple rule would do, and how
+    greedy solvers compare.
+
+    Parameters
+    ----------
+    result : with a schedule of `graph`. Further solves use its solver, options and pins.
+    why_of : globs over modules, values, ops and lines. Up to three of the forward ops that match
+        are asked about, by a solve each in which the op is pinned the other way.
+    each_s : seconds that each further solve may take.
+    progress : called with the name of each part before it begins.
+
+    Raises
+    ------
+    BudgetError : nothing fits, so there is no plan to explain. GlobError : a glob matches nothing.
+    KeyboardInterrupt : Ctrl-C came. An explanation without some of its parts would mislead.
+    """
+    with one_job():
+        return _explained(graph, result, why_of, each_s, progress)
+
+
+def _explained(
+    graph: TrainingGraph,
+    result: Result,
+    why_of: str | Iterable[str],
+    each_s: float,
+    progress: Callable[[str], None] | None,
+) -> Explanation:
+    if result.schedule is None:
+        raise BudgetError(infeasible_text(result))
+    globs = (why_of,) if isinstance(why_of, str) else tuple(why_of)
+    parts, schedule = _Parts(progress), required_schedule(result)
+    asked = solve_arguments(schedule)
+    answers = parts.timed("why", lambda: why(graph, result, globs, each_s=each_s))
+    price = parts.timed("price", lambda: price_of_gib(graph, result, time_limit_s=each_s, **asked))
+    least = parts.timed("least", lambda: least_budget(graph, schedule, asked, each_s))
+    rules = parts.timed("rules", lambda: simple_rules(graph, result))
+    levers = parts.timed("levers", lambda: _levers(graph, result, each_s))
+    greedy = parts.timed(
+        "greedy", lambda: against_greedy(graph, result.budget_bytes, each_s=each_s)
+    )
+    return Explanation(
+        model=graph.name,
+        device=graph.device,
+        cost_origin=graph.cost_origin,
+        status=result.status,
+        solver=result.solver,
+        budget_bytes=result.budget_bytes,
+        peak_bytes=result.peak_bytes,
+        time_us=result.time_us,
+        overhead=result.overhead,
+        lower_bound_us=result.lower_bound_us,
+        gap=result.gap,
+        unmodified_bytes=unmodified(graph).peak_bytes,
+        base_us=graph.time_us,
+        at_peak=peak_holders(graph, schedule),
+        least=least,
+        price=price,
+        forced=forced_ops(graph, schedule),
+        rules=rules,
+        greedy=greedy,
+        why=answers,
+        seconds=parts.seconds,
+        chunks=chunks_of(graph, schedule),
+        levers=levers,
+        moves=schedule.moves,
+    )
+
+
+def _levers(graph: TrainingGraph, result: Result, each_s: float) -> tuple[Lever, ...]:
+    """What each lever brings, and what its solver finds without links, chunks or updates."""
+    schedule = required_schedule(result)
+    asked = solve_arguments(schedule)
+
+    def solve_without(off: TrainingGraph) -> Result:
+        if off.links is None and graph.links is not None:  # its own solver may need them
+            pins = {name: asked[name] for name in PINS if name in asked}
+            return solve_within(off, result.budget_bytes, time_limit_s=each_s, **pins)
+        return solve_within(off, result.budget_bytes, time_limit_s=each_s, **asked)
+
+    return levers_of(graph, schedule, solve_without)

@@ -1,0 +1,371 @@
+"""The answer of `explain`: why a plan is as it is, and its screen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from remat.analysis.budget_sweep import price_json
+from remat.analysis.levers import Lever
+from remat.analysis.memory_figures import InChunks
+from remat.analysis.plan_report import (
+    holders_table,
+    plain_table,
+    rendered,
+    short_line,
+    short_path,
+    short_target,
+    tensor_text,
+)
+from remat.analysis.solved_options import LeastBudget
+from remat.analysis.why import AgainstGreedy, Rule, Turned, Why
+from remat.formats import KIB, NO_BOUND, bytes_text, fine_time_text, gap_text, percent_text
+from remat.schedules.simulate import bound_of
+from remat.schedules.value_report.grouping import FoldedRow
+from remat.schedules.value_report.peak_holders import ForcedOps, PeakHolders
+from remat.solver.budgets.front import GIB, GibPrice
+
+# Sentences of the screen of `explain`, each from one part of the answer.
+
+
+_SAME = 1e-4
+"""Two steps whose times differ by less than this part are said to be equally long."""
+_SHOWN = 3
+"""Most values that a sentence names."""
+
+
+def _peak_text(held: PeakHolders) -> Text:
+    """Where the step is at its peak."""
+    again = f", run {held.run} of it" if held.run > 1 else ""
+    return Text(
+        f"The peak is reached in {held.phase or 'nothing'}, when {short_target(held.target)} of "
+        f"{_place_of_peak(held)} runs{again}."
+    )
+
+
+def _place_of_peak(held: PeakHolders) -> str:
+    return " ".join(part for part in (held.module, short_line(held.source)) if part) or held.op
+
+
+def _least_text(least: LeastBudget, solver: str) -> str:
+    """The least budget known, the op that sets it, and what is proved."""
+    text, held = (
+        f"{bytes_text(least.least_bytes)} is the least peak that {solver} knows",
+        least.at_peak,
+    )
+    text += f"; {short_target(held.target)} of {_place_of_peak(held)} sets it, in {held.phase}"
+    biggest = ", ".join(
+        f"{short_target(row.first.target)} of {short_path(row.module) or 'the model'} "
+        f"{bytes_text(row.size_bytes)}"
+        for row in held.values[:_SHOWN]
+    )
+    if biggest:
+        text += f", with {biggest} live"
+    if least.floor is not None:
+        place = least.floor.module or least.floor.name
+        text += (
+            f". Below {bytes_text(least.floor.size_bytes)}, set by {least.floor.name} of {place}, "
+            "outputs of the step would have to be made again"
+        )
+    if least.proved_bytes:
+        text += f". No schedule in captured order needs less than {bytes_text(least.proved_bytes)}"
+    return text
+
+
+def _price_text(price: GibPrice, *, is_whole_gib: bool) -> str:
+    """What a step of more memory saves and of less memory costs, and why the step is that large."""
+    step = "1 GiB" if is_whole_gib else bytes_text(price.step_bytes)
+    why = "" if is_whole_gib else " (5 % of the peak; 1 GiB would be more than that)"
+    saved = (
+        "saves nothing"
+        if price.saved_us <= 0
+        else (f"saves {fine_time_text(price.saved_us)} a step ({percent_text(price.saved)})")
+    )
+    if price.cost_us is None or price.cost is None:
+        less = "with as much less no schedule is known"
+    elif price.cost_us <= 0:
+        less = "as much less costs nothing"
+    else:
+        less = f"as much less costs {fine_time_text(price.cost_us)} ({percent_text(price.cost)})"
+    return f"{step} more{why} {saved}; {less}"
+
+
+def _forced_text(one: ForcedOps) -> str:
+    """A reason that leaves no choice, how many ops it is for, and the bytes that they keep."""
+    ops = f"{one.ops} op" + ("s" if one.ops != 1 else "")
+    held = f", {bytes_text(one.kept_bytes)} kept" if one.kept_bytes >= KIB else ""
+    where = f" ({', '.join(map(short_path, one.places))})" if one.places else ""
+    return f"{one.reason}: {ops}{held}{where}" if one.ops else one.reason
+
+
+def _rule_text(simple: Rule | None, nearest: Rule | None) -> str:
+    """Whether a simple rule would do as well; `nearest` is the fastest that fits."""
+    if simple is not None:
+        return (
+            f"{simple.says}: within 1 % of this plan, {percent_text(simple.overhead)} overhead at "
+            f"a peak of {bytes_text(simple.peak_bytes)}. Take that, it is simpler"
+        )
+    if nearest is None:
+        return "no simple rule fits this budget"
+    return (
+        f"none is within 1 % of this plan; the nearest that fits ({nearest.says}) is "
+        f"{percent_text(nearest.slower)} slower"
+    )
+
+
+def _greedy_text(greedy: AgainstGreedy) -> str:
+    """By how much `cut` beats the best greedy plan, and where."""
+    best = greedy.best
+    if not greedy.cut.fits:
+        others = f"{best.solver} did" if best.fits else "no greedy solver did either"
+        return f"found nothing at this budget; {others}"
+    ours = f"cut {percent_text(greedy.cut.overhead)}"
+    if greedy.slower is None:
+        return f"{ours}; none of {', '.join(one.solver for one in greedy.tried)} finds a plan"
+    text = f"{ours}, best greedy ({best.solver}) {percent_text(best.overhead)}"
+    if greedy.slower < _SAME:
+        return f"{text}: cut is not better here"
+    where = ", ".join(
+        f"{short_path(place.module) or 'the model'} {fine_time_text(place.extra_us)}"
+        for place in greedy.dearer
+    )
+    return f"{text}: cut's step is {percent_text(greedy.slower)} shorter" + (
+        f"; greedy recomputes more in {where}" if where else ""
+    )
+
+
+def why_text(one: Why, budget_bytes: int) -> str:
+    """Why a value is kept or recomputed, and what the other way would cost."""
+    row = one.row
+    place = " ".join(part for part in (row.module, short_line(row.source)) if part)
+    tensor = f"{row.dtype} {list(row.shape)}" if row.dtype else ""
+    facts = (
+        row.value, f"{short_target(row.target)} of {place or 'the model'}", tensor,
+        bytes_text(row.size_bytes),
+    )  # fmt: skip
+    head = ", ".join(fact for fact in facts if fact) + ": "
+    if row.verdict == "offload":
+        return head + _offloaded_text(one, budget_bytes)
+    if one.forced:
+        return f"{head}{row.verdict_text}; there is no choice: {one.forced}"
+    if row.verdict == "free":
+        return f"{head}not kept, and never made again: nothing in backward reads it"
+    if row.verdict == "recompute" or one.runs_us:
+        return head + _recomputed_text(one, budget_bytes)
+    return head + _kept_text(one)
+
+
+def _recomputed_text(one: Why, budget_bytes: int) -> str:
+    return (
+        f"{one.row.verdict_text}, {fine_time_text(one.runs_us)} a step; "
+        f"{_staying_text(one, budget_bytes)}. {_turned_text(one.turned)}"
+    )
+
+
+def _offloaded_text(one: Why, budget_bytes: int) -> str:
+    """What its copies cost as they stand, and what computing it again would."""
+    again = f", and is made again, {fine_time_text(one.runs_us)} a step" if one.runs_us else ""
+    other = f"It must not run again: {one.forced}" if one.forced else _turned_text(one.turned)
+    copying, running = fine_time_text(one.copying_us), fine_time_text(one.row.cost_us)
+    return (
+        f"goes to the host{again}, since copying costs {copying} a step here and recomputing "
+        f"{running}; {_staying_text(one, budget_bytes)}. {other}"
+    )
+
+
+def _staying_text(one: Why, budget_bytes: int) -> str:
+    peak, over_bytes = bytes_text(one.staying_bytes), one.staying_bytes - budget_bytes
+    over = f", {bytes_text(over_bytes)} over the budget" if over_bytes > 0 else ", which fits"
+    return f"if it stayed and nothing else changed, the peak would be {peak}{over}"
+
+
+def _kept_text(one: Why) -> str:
+    cost = fine_time_text(one.row.cost_us)
+    return f"kept; one run of its op takes {cost}. {_turned_text(one.turned)}"
+
+
+def _turned_text(turned: Turned | None) -> str:
+    """What a solve with the op pinned the other way found."""
+    if turned is None:
+        return ""
+    doing = "kept" if turned.pin == "keep" else "recomputed"
+    if not turned.fits:
+        return f"Solved again with it {doing}: no plan was found that fits"
+    if turned.extra_us > 0:
+        cost = f"the step takes {fine_time_text(turned.extra_us)} more"
+    elif turned.extra_us < 0:
+        cost = (
+            f"the step takes {fine_time_text(-turned.extra_us)} less, so this plan is not the best"
+        )
+    else:
+        cost = "the step takes as long"
+    text = f"Solved again with it {doing}: {cost}"
+    if turned.dropped:
+        text += f"; made again then, and not now: {_named(turned.dropped)}"
+    if turned.spared:
+        text += f"; made again now, and not then: {_named(turned.spared)}"
+    return text
+
+
+def _named(rows: tuple[FoldedRow, ...]) -> str:
+    said = [
+        f"{short_target(row.first.target)} of {short_path(row.module) or 'the model'}"
+        + (f" x{row.count}" if row.count > 1 else "")
+        + f" ({tensor_text(row)}, {bytes_text(row.size_bytes)})"
+        for row in rows[:_SHOWN]
+    ]
+    more = len(rows) - _SHOWN
+    return ", ".join(said) + (f" and {more} more" if more > 0 else "")
+
+
+class Explanation(msgspec.Struct, frozen=True):
+    """Why a plan is as it is.
+
+    Attributes
+    ----------
+    status, solver, budget_bytes, peak_bytes, time_us, overhead, lower_bound_us, gap : of the plan.
+    unmodified_bytes, base_us : peak of the unmodified step, and its time: every op once.
+    at_peak : who holds the memory at the peak. least : what sets the least feasible budget.
+    price : what `price.step_bytes` more would save, and as many less would cost; the step is a GiB,
+        or 5 % of the peak where that is less. forced : what left no choice, and for how many ops.
+    rules : simple rules, those that fit first. greedy : `cut` beside greedy solvers.
+    why : answers to what was asked about single values. seconds : of each part.
+    chunks : what runs in chunks. levers : what each lever brings. moves : whether it copies values
+        to the host and back.
+    """
+
+    model: str
+    device: str
+    cost_origin: str = msgspec.field(name="prices")
+    status: str
+    solver: str
+    budget_bytes: int
+    peak_bytes: int
+    time_us: float
+    overhead: float
+    lower_bound_us: float
+    gap: float | None
+    unmodified_bytes: int
+    base_us: float
+    at_peak: PeakHolders
+    least: LeastBudget
+    price: GibPrice
+    forced: tuple[ForcedOps, ...]
+    rules: tuple[Rule, ...]
+    greedy: AgainstGreedy
+    why: tuple[Why, ...]
+    seconds: dict[str, float]
+    chunks: tuple[InChunks, ...] = msgspec.field(default=(), name="pieces")
+    levers: tuple[Lever, ...] = ()
+    moves: bool = False
+
+    @property
+    def is_whole_gib(self) -> bool:
+        """Whether the price is that of a GiB, and not of 5 % of the peak."""
+        return self.price.step_bytes == GIB
+
+    @property
+    def is_recomputing(self) -> bool:
+        """Whether the plan takes longer than every op once: it computes again, or waits."""
+        return self.time_us > self.base_us
+
+    @property
+    def bound_overhead(self) -> float | None:
+        """No schedule's overhead is proved to be below this; None where nothing is proved."""
+        return bound_of(self.lower_bound_us, self.base_us)
+
+    @property
+    def simple(self) -> Rule | None:
+        """The fastest rule that fits and is within 1 % of the plan, if something is recomputed."""
+        if not self.is_recomputing:
+            return None
+        return next((rule for rule in self.rules if rule.is_close), None)
+
+    @property
+    def nearest(self) -> Rule | None:
+        """The fastest rule that fits."""
+        return next((rule for rule in self.rules if rule.fits), None)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain bytes, microseconds and names, for `--json`."""
+        said = {**msgspec.to_builtins(self), "price": price_json(self.price)}
+        simple = msgspec.to_builtins(self.simple)
+        return {**said, "is_whole_gib": self.is_whole_gib, "simple": simple}
+
+    def __str__(self) -> str:
+        return rendered(explanation_screen(self))
+
+    __repr__ = __str__
+
+
+def explanation_screen(found: Explanation) -> RenderableType:
+    """All that was asked, the plan's figures first."""
+    parts: list[RenderableType] = [_plan_line(found), Text(), _peak_text(found.at_peak)]
+    parts += [holders_table(found.at_peak), Text()]
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for name, said in sentences(found):
+        grid.add_row(Text(name, style="bold"), Text(said))
+    parts.append(grid)
+    if found.rules and found.is_recomputing:
+        parts += [Text(), _rules_table(found)]
+    return Group(*parts)
+
+
+def _plan_line(found: Explanation) -> Text:
+    """Peak, budget, overhead and bound of the plan."""
+    proved = ", proved" if found.status == "optimal" else ""
+    bound = NO_BOUND
+    if found.bound_overhead is not None:
+        least = percent_text(found.bound_overhead)
+        bound = f"no less than {least} ({gap_text(found.gap)}{proved})"
+    return Text.assemble(
+        (found.model, "bold"),
+        f": peak {bytes_text(found.peak_bytes)} of {bytes_text(found.budget_bytes)} "
+        f"(unmodified {bytes_text(found.unmodified_bytes)}), "
+        f"{percent_text(found.overhead)} overhead, {bound}, by {found.solver}",
+    )
+
+
+def sentences(found: Explanation) -> Iterator[tuple[str, str]]:
+    """Each question in one word, with its answer."""
+    yield "least", _least_text(found.least, found.solver)
+    yield "memory", _price_text(found.price, is_whole_gib=found.is_whole_gib)
+    for one in found.chunks:
+        yield "chunks", str(one)
+    for i, one in enumerate(found.levers):
+        yield "levers" if i == 0 else "", str(one)
+    for i, one in enumerate(found.forced):
+        yield "forced" if i == 0 else "", _forced_text(one)
+    if not found.forced:
+        yield "forced", "nothing: no pin, and no op that must not run twice"
+    if found.is_recomputing:
+        yield "rule", _rule_text(found.simple, found.nearest)
+    elif found.moves:
+        yield "rule", "nothing is recomputed: what does not fit goes to the host and back"
+    else:
+        yield "rule", "nothing is recomputed: the step fits as it is, and needs no rule"
+    yield "cut", _greedy_text(found.greedy)
+    for one in found.why:
+        yield "why", why_text(one, found.budget_bytes)
+    solves = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in found.seconds.items())
+    yield "took", solves
+
+
+def _rules_table(found: Explanation) -> Table:
+    """Each rule: what it takes, and how much slower the step is than the plan's."""
+    table = plain_table("rule", "peak", "overhead", "slower")
+    for rule in found.rules:
+        table.add_row(Text(rule.says), *_rule_figures(rule))
+    return table
+
+
+def _rule_figures(rule: Rule) -> tuple[str, str, str]:
+    if not rule.fits:
+        peak = bytes_text(rule.peak_bytes) if rule.peak_bytes else "-"
+        return peak, "does not fit", "-"
+    return bytes_text(rule.peak_bytes), percent_text(rule.overhead), percent_text(rule.slower)

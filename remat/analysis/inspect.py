@@ -1,0 +1,237 @@
+"""Makes the answer of `inspect`: the values of a step, and what a plan does with each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from remat.analysis.plan_report import (
+    plain_table,
+    rendered,
+    run_cost_text,
+    short_line,
+    short_path,
+    short_target,
+    tensor_text,
+    verdict_text,
+)
+from remat.formats import bytes_text, fine_time_text, percent_text, time_text
+from remat.graph_capture.errors import GlobError, option
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.derived import graph_of_schedule
+from remat.schedules.schedule import Schedule
+from remat.schedules.simulate import simulate
+from remat.schedules.value_report.grouping import FoldedRow, fold_rows, group_rows
+from remat.schedules.value_report.grouping import Group as Sums
+from remat.schedules.value_report.peak_holders import PeakHolders, peak_holders
+from remat.schedules.value_report.rows import ValueRow, matching, value_rows
+from remat.solver.result import Result
+
+# The answer of `inspect`: what a step holds and what a plan does with it, and its screen.
+
+
+_WIDE = 110
+"""Columns of the screen from which each fact has a column of its own."""
+_ROOMY = 76
+"""Columns of the screen from which the runs of a group are counted too."""
+_TOP = 20
+"""Rows that are shown unless more are asked for."""
+
+InspectBy = Literal["value", "module", "op", "line"]
+"""What values are summed by; ``value`` for one row a value."""
+
+
+class Inspection(msgspec.Struct, frozen=True):
+    """The values of a step, largest first, and the verdicts of a schedule, if there is one.
+
+    Attributes
+    ----------
+    by : how `groups` are summed; ``value`` for no groups.
+    cost_origin : how costs were obtained, as the graph says. budget_bytes : 0 without one.
+    time_us, overhead : of the schedule, from `simulate`; of every op once without one.
+    at_peak : who holds the peak, None without a schedule.
+    values : one row a value, after filters. rows : the same, identical layers folded.
+    """
+
+    model: str
+    device: str
+    cost_origin: str = msgspec.field(name="prices")
+    budget_bytes: int
+    time_us: float
+    overhead: float
+    by: InspectBy
+    at_peak: PeakHolders | None
+    values: tuple[ValueRow, ...]
+    rows: tuple[FoldedRow, ...]
+    groups: tuple[Sums, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The schedule's peak, 0 without one."""
+        return self.at_peak.peak_bytes if self.at_peak else 0
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain bytes, microseconds and names, for `--json`."""
+        return {**msgspec.to_builtins(self), "peak_bytes": self.peak_bytes}
+
+    def __str__(self) -> str:
+        return rendered(inspection_screen(self))
+
+    __repr__ = __str__
+
+
+def inspection_screen(found: Inspection, top: int = _TOP, width: int = 100) -> RenderableType:
+    """What the step holds and what a plan does with it, the largest first."""
+    parts: list[RenderableType] = [_step_line(found), Text()]
+    if found.by == "value":
+        parts += [_values_table(found.rows[:top], width), _marked(found)]
+        parts += [_left_out(len(found.rows), top)]
+    else:
+        parts += [_groups_table(found, top, width), _left_out(len(found.groups), top)]
+    return Group(*parts)
+
+
+def _step_line(found: Inspection) -> Text:
+    line = Text.assemble((found.model, "bold"), f", {found.cost_origin} on {found.device}")
+    if found.at_peak is None:
+        return line.append(f", {time_text(found.time_us)} a step with nothing recomputed")
+    budget = f" of {bytes_text(found.budget_bytes)}" if found.budget_bytes else ""
+    line.append(
+        f": peak {bytes_text(found.peak_bytes)}{budget}, {time_text(found.time_us)} a step, "
+        f"{percent_text(found.overhead)} overhead"
+    )
+    return line
+
+
+def _marked(found: Inspection) -> Text:
+    return Text("* live at the peak" if found.at_peak else "", style="dim")
+
+
+def _left_out(count: int, top: int) -> Text:
+    more = f"{count - top} smaller rows left out: {option('top', count)}" if count > top else ""
+    return Text(more, style="dim")
+
+
+def _values_table(rows: Iterable[FoldedRow], width: int) -> Table:
+    """One line for each row; in a narrow terminal up to three lines, and fewer columns."""
+    return _wide_values(rows) if width >= _WIDE else _narrow_values(rows)
+
+
+def _wide_values(rows: Iterable[FoldedRow]) -> Table:
+    table = plain_table("op", "layers", "verdict", "bytes", "one run", "dtype", "module", "line")
+    for i in (2, 5, 6, 7):
+        table.columns[i].justify = "left"
+    for row in rows:
+        table.add_row(
+            Text(short_target(row.first.target)),
+            f"x{row.count}" if row.count > 1 else "",
+            verdict_text(row),
+            bytes_text(row.size_bytes),
+            run_cost_text(row),
+            Text(tensor_text(row)),
+            Text(short_path(row.module)),
+            Text(short_line(row.first.source)),
+        )
+    return table
+
+
+def _narrow_values(rows: Iterable[FoldedRow]) -> Table:
+    table = plain_table("op, module, tensor", "verdict", "bytes", "one run")
+    table.columns[1].justify = "left"
+    for row in rows:
+        count = f" x{row.count}" if row.count > 1 else ""
+        lines = [short_target(row.first.target) + count]
+        place = " ".join(
+            part for part in (short_path(row.module), short_line(row.first.source)) if part
+        )
+        lines += [f"  {line}" for line in (place, tensor_text(row)) if line]
+        cell = Text("\n").join([Text(lines[0]), *(Text(line, style="dim") for line in lines[1:])])
+        table.add_row(cell, verdict_text(row), bytes_text(row.size_bytes), run_cost_text(row))
+    return table
+
+
+def _groups_table(found: Inspection, top: int, width: int) -> Table:
+    """One line a group; without a plan only sizes and costs."""
+    if found.at_peak is None:
+        table = plain_table(found.by, "values", "bytes", "time")
+        for group in found.groups[:top]:
+            table.add_row(_group_name(group), str(group.values), *_sizes(group))
+        return table
+    runs = ("runs again",) if width >= _ROOMY else ()
+    table = plain_table(found.by, "at peak", "kept", "again", *runs, "time again")
+    for group in found.groups[:top]:
+        figures = (group.at_peak_bytes, group.kept_bytes, group.recomputed_bytes)
+        table.add_row(
+            _group_name(group),
+            *(bytes_text(size) if size else "-" for size in figures),
+            *((str(group.runs_again) if group.runs_again else "-",) if runs else ()),
+            fine_time_text(group.recomputed_us) if group.runs_again else "-",
+        )
+    return table
+
+
+def _sizes(group: Sums) -> tuple[str, str]:
+    return bytes_text(group.size_bytes), fine_time_text(group.cost_us)
+
+
+def _group_name(group: Sums) -> Text:
+    return Text(
+        short_path(short_line(group.name)) + (f" x{group.count}" if group.count > 1 else "")
+    )
+
+
+def inspect(
+    graph: TrainingGraph,
+    plan: Schedule | Result | None = None,
+    *,
+    by: InspectBy = "value",
+    only: str | Iterable[str] = (),
+    at_peak: bool = False,
+) -> Inspection:
+    """What the step holds, and what a plan keeps, makes again, offloads and frees.
+
+    Parameters
+    ----------
+    plan : a schedule or a result of `graph`; without one there are no verdicts.
+    by : also sum the values by module, by op or by source line.
+    only : globs over module paths, values, ops and source lines; a module's covers those below.
+    at_peak : only values that are live at the plan's peak.
+
+    Raises
+    ------
+    GlobError : a glob matches nothing, or `at_peak` is asked for without a plan.
+    ScheduleError : the plan is not one of this graph.
+    """
+    schedule = plan.schedule if isinstance(plan, Result) else plan
+    if at_peak and schedule is None:
+        raise GlobError(
+            "only values at the peak are asked for, and without a plan there is no peak: name one "
+            f"({option('plan')}) or a budget ({option('budget', '8GiB')})"
+        )
+    graph = graph_of_schedule(graph, schedule) if schedule else graph
+    rows = matching(value_rows(graph, schedule), (only,) if isinstance(only, str) else only)
+    if at_peak:
+        rows = tuple(row for row in rows if row.at_peak)
+    found = simulate(graph, schedule) if schedule else None
+    return Inspection(
+        model=graph.name,
+        device=graph.device,
+        cost_origin=graph.cost_origin,
+        budget_bytes=schedule.budget_bytes if schedule else 0,
+        time_us=found.time_us if found else graph.time_us,
+        overhead=found.overhead if found else 0.0,
+        by=by,
+        at_peak=peak_holders(graph, schedule, found) if schedule else None,
+        values=rows,
+        rows=tuple(sorted(fold_rows(rows), key=_smaller)),
+        groups=() if by == "value" else group_rows(graph, schedule, rows, by),
+    )
+
+
+def _smaller(row: FoldedRow) -> tuple[int, float]:
+    return -row.size_bytes, -row.cost_us

@@ -1,0 +1,106 @@
+"""Whether checkpointing every n-th layer, as torch does it, would do as well as a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from remat.formats import bytes_text, percent_text
+from remat.graph_capture.eager_step import with_eager_sizes
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.simulate import simulate
+from remat.solver.policies.template import Blocks, module_blocks, nth_blocks, template_sequence
+from remat.solver.problem import Problem
+from remat.solver.result import Result
+from remat.solver.state import schedule_of
+
+SAME_SPEED = 0.01
+"""How much slower than the plan, as a fraction, still counts as the same."""
+
+
+class EveryNth(msgspec.Struct, frozen=True):
+    """Checkpointing layers 0, n, 2n, … of each list of layers, and keeping the others.
+
+    Attributes
+    ----------
+    n : 1 checkpoints every layer. layers : module paths of those to wrap in
+        `torch.utils.checkpoint.checkpoint`. containers : the lists they are entries of.
+    peak_bytes, time_us, overhead : from `simulate`. slower : than the plan, as a fraction;
+        below 0 where it is faster.
+    """
+
+    n: int
+    layers: tuple[str, ...]
+    containers: tuple[str, ...]
+    peak_bytes: int
+    time_us: float
+    overhead: float
+    slower: float
+
+    @property
+    def which(self) -> str:
+        """``every layer``, ``every 3rd layer``."""
+        return "every layer" if self.n == 1 else f"every {_ordinal(self.n)} layer"
+
+    @property
+    def where(self) -> str:
+        """``blocks.*``: the lists of which layers are checkpointed."""
+        return ", ".join(f"{name}.*" for name in self.containers)
+
+    def __str__(self) -> str:
+        return (
+            f"checkpointing {self.which} of {self.where} comes within 1 % of this plan: "
+            f"{percent_text(self.overhead)} overhead, peak {bytes_text(self.peak_bytes)}"
+        )
+
+
+def every_n_layers(graph: TrainingGraph, result: Result) -> EveryNth | None:
+    """The fastest way to checkpoint every n-th layer, if it is within 1 % of the result's time.
+
+    None where the result has no schedule or recomputes nothing, where no layer repeats, and
+    where no n that fits the result's budget comes that close. The peak is that of a step that
+    frees what it no longer reads, as torch's does.
+    """
+    if result.schedule is None or result.time_us <= graph.time_us:
+        return None
+    close = [
+        found
+        for found in candidates(graph, result.time_us)
+        if found.peak_bytes <= result.budget_bytes and found.slower <= SAME_SPEED
+    ]
+    return min(close, key=lambda found: (found.time_us, found.peak_bytes), default=None)
+
+
+def candidates(graph: TrainingGraph, plan_us: float) -> Iterator[EveryNth]:
+    """Each n that checkpoints fewer layers than the n before, compared with a plan of `plan_us`."""
+    # Such a model runs its ops as eager does, so the sizes are those of eager.
+    eager = with_eager_sizes(graph)
+    problem, blocks = Problem.of(eager), module_blocks(eager)
+    fewest = len(blocks.names) + 1
+    for n in range(1, max(blocks.rank, default=-1) + 2):
+        layers = _checkpointed(blocks, n)
+        if len(layers) == fewest:
+            continue
+        fewest = len(layers)
+        sequence = template_sequence(problem, nth_blocks(problem, blocks, n))
+        found = simulate(eager, schedule_of(problem, sequence))
+        yield EveryNth(
+            n=n,
+            layers=layers,
+            containers=tuple(dict.fromkeys(name.rpartition(".")[0] for name in layers)),
+            peak_bytes=found.peak_bytes,
+            time_us=found.time_us,
+            overhead=found.overhead,
+            slower=found.time_us / plan_us - 1,
+        )
+
+
+def _checkpointed(blocks: Blocks, n: int) -> tuple[str, ...]:
+    ranked = zip(blocks.names, blocks.rank, strict=True)
+    return tuple(name for name, rank in ranked if rank % n == 0)
+
+
+def _ordinal(n: int) -> str:
+    ending = "th" if n % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th")
+    return f"{n}{ending}"

@@ -1,0 +1,229 @@
+"""What each lever of a plan brings, and what it costs: every figure from `simulate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import msgspec
+
+from remat.analysis.memory_figures import chunks_of
+from remat.formats import bytes_text, percent_text
+from remat.graph_capture.graph import ACCUMULATE, UPDATE, Op, TrainingGraph
+from remat.schedules.derived import graph_of_schedule, unchunked
+from remat.schedules.schedule import Compute, Schedule
+from remat.schedules.simulate import simulate
+from remat.schedules.value_report.peak_holders import counterfactual_schedule
+from remat.solver.problem import Problem
+from remat.solver.result import Result
+from remat.solver.state import schedule_of
+
+# A plan with one of its levers off: the same ops in the same order, for the simulator to compare.
+#
+# No solver is asked. What runs again, runs once; what is copied to the host stays on the device; a
+# region in chunks runs as it was captured; an optimizer in backward leaves gradients for after
+# backward. Values are freed as early as can be.
+
+
+_Off = tuple[TrainingGraph, Schedule]
+"""A graph without a lever, and the plan on it."""
+
+
+def without_recomputation(graph: TrainingGraph, schedule: Schedule) -> _Off:
+    """Each op at its first run alone; what is copied still is."""
+    planned = graph_of_schedule(graph, schedule)
+    if schedule.moves:
+        again = [name for name, runs in schedule.computations().items() if runs > 1]
+        for name in again:
+            schedule = counterfactual_schedule(planned, schedule, name)
+        return planned, schedule
+    return _in_order(planned, dict.fromkeys(_runs(schedule)))
+
+
+def without_copies(graph: TrainingGraph, schedule: Schedule) -> _Off:
+    """Nothing leaves the device, which has no links."""
+    planned = msgspec.structs.replace(graph_of_schedule(graph, schedule), links=None)
+    return _in_order(planned, _runs(schedule))
+
+
+def without_chunks(graph: TrainingGraph, schedule: Schedule) -> _Off:
+    """Regions as they were captured: each of their ops where the first that needs it stood."""
+    captured, planned = unchunked(graph), graph_of_schedule(graph, schedule)
+    named = {one.region for one in schedule.chunks}
+    dropped = {name for one in graph.regions if one.name in named for name in one.ops}
+    maker = {value.name: value.producer for value in captured.values}
+    at, order = captured.op_index, list[str]()
+    done: set[str] = set()
+    for name in _runs(schedule):
+        if name in at and name not in dropped:
+            order.append(name)
+            continue
+        op = planned.ops[planned.op_index[name]]
+        made = [maker[value] for value in op.outputs if maker.get(value, "") in dropped]
+        wanted = [*made, *([name] if name in dropped else [])]
+        needed = _needed(captured, maker, dropped - done, wanted)
+        order += needed
+        done.update(needed)
+    return _in_order(captured, order)
+
+
+def _needed(
+    graph: TrainingGraph, maker: Mapping[str, str], among: set[str], wanted: Iterable[str]
+) -> list[str]:
+    """Ops of `among` that lead to those that are wanted, these included, in captured order."""
+    found: set[str] = set()
+    waiting = [name for name in wanted if name in among]
+    while waiting:
+        name = waiting.pop()
+        found.add(name)
+        read = (maker.get(value, "") for value in graph.ops[graph.op_index[name]].inputs)
+        waiting += [one for one in read if one in among and one not in found]
+    return sorted(found, key=graph.op_index.__getitem__)
+
+
+def without_updates(graph: TrainingGraph, schedule: Schedule) -> _Off:
+    """Gradients stay to the end of the step, for the optimizer to take them then.
+
+    Where they are added to those of earlier batches, each is released as it is made.
+    """
+    planned = graph_of_schedule(graph, schedule)
+    updates = {op.name for op in planned.ops if op.target == UPDATE}
+    if planned.resident.gradients_bytes:
+        ops = tuple(_without_update(planned, op) for op in planned.ops)
+        return _in_order(msgspec.structs.replace(planned, ops=ops), _runs(schedule))
+    gradients = (
+        name for op in planned.ops if op.name in updates for name in _gradients(planned, op)
+    )
+    off = msgspec.structs.replace(
+        planned,
+        ops=tuple(op for op in planned.ops if op.name not in updates),
+        outputs=tuple(dict.fromkeys((*planned.outputs, *gradients))),
+    )
+    return _in_order(off, [name for name in _runs(schedule) if name not in updates])
+
+
+def _without_update(graph: TrainingGraph, op: Op) -> Op:
+    """An op that updates parameters as one that only releases their gradients."""
+    if op.target != UPDATE:
+        return op
+    read = tuple(_gradients(graph, op))
+    return msgspec.structs.replace(op, target=ACCUMULATE, inputs=read, workspace_bytes=0)
+
+
+def _gradients(graph: TrainingGraph, op: Op) -> list[str]:
+    """What an update reads beside parameters."""
+    return [name for name in op.inputs if graph.value_by_name[name].producer]
+
+
+def _runs(schedule: Schedule) -> list[str]:
+    return [step.op for step in schedule.steps if isinstance(step, Compute)]
+
+
+def _in_order(graph: TrainingGraph, names: Iterable[str]) -> _Off:
+    sequence = [graph.op_index[name] for name in names]
+    return graph, schedule_of(Problem.of(graph), sequence)
+
+
+RECOMPUTATION, UPDATES = "recomputation", "updates during backward"
+OFFLOAD = "copies to the host and back"
+_SolveWithout = Callable[[TrainingGraph], Result]
+
+
+class Lever(msgspec.Struct, frozen=True):
+    """One lever of a plan, beside the same plan with that lever off.
+
+    Attributes
+    ----------
+    name : what it is, such as ``head and its loss in 8 chunks``.
+    peak_bytes, off_bytes : peaks of the plan, and of the plan without the lever.
+    extra : time that the lever takes, as a part of the step with every op once.
+    solved : whether a solver was asked for a plan without the lever. off_fits, off_overhead : of
+        that one, at the budget of the plan. off_least_bytes : the least peak known without the
+        lever, where nothing fits; 0 where none is.
+    """
+
+    name: str
+    peak_bytes: int
+    off_bytes: int
+    extra: float
+    solved: bool = False
+    off_fits: bool = False
+    off_overhead: float = 0.0
+    off_least_bytes: int = 0
+
+    @property
+    def saved_bytes(self) -> int:
+        """By how much the lever lowers the peak of the plan."""
+        return self.off_bytes - self.peak_bytes
+
+    def __str__(self) -> str:
+        said = (
+            f"{self._saved_text()} for {percent_text(self.extra)} of a step; without, this plan "
+            f"peaks at {bytes_text(self.off_bytes)}"
+        )
+        return f"{self.name}: {said}" + (f". {self._solved_text()}" if self.solved else "")
+
+    def _saved_text(self) -> str:
+        if self.saved_bytes == 0:
+            return "nothing off this peak"
+        return f"{'-' if self.saved_bytes > 0 else '+'}{bytes_text(abs(self.saved_bytes))}"
+
+    def _solved_text(self) -> str:
+        if self.off_fits:
+            return f"Solved without, the overhead is {percent_text(self.off_overhead)}"
+        least = f"; the least known is {bytes_text(self.off_least_bytes)}"
+        return "Solved without, nothing fits" + (least if self.off_least_bytes else "")
+
+
+def levers_of(
+    graph: TrainingGraph, schedule: Schedule, solve_without: _SolveWithout | None = None
+) -> tuple[Lever, ...]:
+    """The levers that `schedule` uses, each beside the same plan without it.
+
+    Parameters
+    ----------
+    graph : as captured, with the regions that may run in chunks.
+    solve_without : solves a graph for the budget of the plan; asked of each graph without links,
+        chunks or updates. None asks for none.
+
+    Returns
+    -------
+    tuple of Lever : of a schedule that copies, only recomputation and the copies: chunks and
+        updates could not be taken out without them. None where parameters live below the device.
+    """
+    planned, found = graph_of_schedule(graph, schedule), list[Lever]()
+    if any(value.home for value in planned.values):
+        return ()
+    if max(schedule.computations().values(), default=0) > 1:
+        off = without_recomputation(graph, schedule)
+        found.append(_beside(RECOMPUTATION, planned, schedule, off, None))
+    if schedule.moves:
+        off = without_copies(graph, schedule)
+        found.append(_beside(OFFLOAD, planned, schedule, off, solve_without))
+        return tuple(found)
+    for one in [chunks_of(graph, schedule)] if schedule.chunks else []:
+        name = ", ".join(region.name for region in one)
+        off = without_chunks(graph, schedule)
+        found.append(_beside(name, planned, schedule, off, solve_without))
+    if schedule.updates:
+        off = without_updates(graph, schedule)
+        found.append(_beside(UPDATES, planned, schedule, off, solve_without))
+    return tuple(found)
+
+
+def _beside(
+    name: str,
+    planned: TrainingGraph,
+    schedule: Schedule,
+    off: _Off,
+    solve_without: _SolveWithout | None,
+) -> Lever:
+    here, there = simulate(planned, schedule), simulate(*off)
+    extra = (here.time_us - there.time_us) / planned.base_us if planned.base_us else 0.0
+    lever = Lever(name, here.peak_bytes, there.peak_bytes, extra)
+    if solve_without is None:
+        return lever
+    result = solve_without(off[0])
+    return msgspec.structs.replace(
+        lever, solved=True, off_fits=result.schedule is not None, off_overhead=result.overhead,
+        off_least_bytes=result.least_feasible_bytes,
+    )  # fmt: skip

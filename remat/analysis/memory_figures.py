@@ -1,0 +1,311 @@
+"""What a plan makes the allocator of a CUDA device reserve, predicted without one.
+
+A budget bounds what is allocated. What runs out is what is reserved: see docs/reserved.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from remat.budgets import unmodified_step
+from remat.checks import EXPANDABLE_CONF
+from remat.formats import bytes_text, fine_time_text, percent_text
+from remat.graph_capture.devices.known_devices import (
+    has_cuda_allocator,
+    is_in_table,
+    modelled_device,
+)
+from remat.graph_capture.errors import BudgetError, DeviceError, ScheduleError, option
+from remat.graph_capture.graph import LINK_NAMES, Op, PartKind, TrainingGraph
+from remat.schedules.derived import choice_of, graph_of_schedule
+from remat.schedules.layout import buffers_of
+from remat.schedules.reserved import (
+    DEFAULT,
+    EXPANDABLE,
+    N_STEPS,
+    Reserved,
+    reserved_of,
+    retries_within,
+)
+from remat.schedules.schedule import Schedule
+from remat.schedules.simulate import simulate
+from remat.schedules.simulation import Simulation
+from remat.solved import infeasible_text
+from remat.solver.result import Result
+
+
+def predict_reserved(graph: TrainingGraph, plan: Result | Schedule | None = None) -> Reserved:
+    """What torch's CUDA caching allocator takes from the device for three steps of a plan.
+
+    Nothing runs: the allocator is replayed, once as it is and once with expandable segments.
+
+    Parameters
+    ----------
+    graph : captured for a CUDA device of this machine, or for one of the table, as ``"h100"``.
+    plan : of that graph. None is the unmodified step.
+
+    Returns
+    -------
+    Reserved : bytes in both settings, resident tensors included.
+
+    Raises
+    ------
+    DeviceError : the graph is of a device without that allocator. BudgetError : nothing fits, so
+        there is no plan. ScheduleError : the plan is of another graph.
+    """
+    if not isinstance(graph, TrainingGraph):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ScheduleError(
+            f"reserved bytes are predicted of a graph, and this is {type(graph).__name__}: pass "
+            "what remat.capture returned, and a result or its schedule"
+        )
+    if not has_cuda_allocator(graph.device):
+        raise DeviceError(
+            f"reserved bytes are those of CUDA devices, and the graph is of {graph.device}: "
+            f"capture it for one, such as {option('device', 'h100')}"
+        )
+    if plan is None:
+        step = unmodified_step(graph)
+        graph, plan = step.graph, step.result
+    if not isinstance(plan, Result):
+        return reserved_of(graph, plan)
+    if plan.schedule is None:
+        raise BudgetError(infeasible_text(plan))
+    return reserved_of(graph, plan.schedule)
+
+
+def reserved_beside(graph: TrainingGraph, result: Result) -> Reserved | None:
+    """The same as a figure beside others; None where there is no such allocator, or no plan."""
+    if result.schedule is None or not has_cuda_allocator(graph.device):
+        return None
+    return reserved_of(graph, result.schedule)
+
+
+def shortage_text(graph: TrainingGraph, schedule: Schedule) -> str:
+    """What becomes of a plan that would reserve more than a device of the table has; else empty."""
+    if not is_in_table(graph.device):
+        return ""
+    device_bytes = modelled_device(graph.device).memory_bytes
+    if reserved_of(graph, schedule).default.reserved_bytes <= device_bytes:
+        return ""
+    buffers = buffers_of(graph, schedule)
+    retries = retries_within(buffers, DEFAULT, device_bytes)
+    better = retries_within(buffers, EXPANDABLE, device_bytes)
+    said = f"on the {bytes_text(device_bytes)} of {graph.device}, {_outcome_text(retries)}"
+    if better is None or (retries is not None and better >= retries):
+        return f"{said}: take a smaller budget"
+    said = f"{said}: start with {EXPANDABLE_CONF}"
+    return f"{said}, and {_outcome_text(better)}" if better else said
+
+
+def _outcome_text(retries: int | None) -> str:
+    if retries is None:
+        return "a step runs out of memory"
+    return f"the allocator gives memory back {retries} times in {N_STEPS} steps, and waits"
+
+
+def reserved_text(plan: Reserved, without: Reserved | None = None) -> str:
+    """``1.80 GiB predicted (expandable 1.40 GiB)``, and what it is without the plan, if given."""
+    said = f"{bytes_text(plan.default.reserved_bytes)} predicted ({_expandable_text(plan)})"
+    if without is None:
+        return said
+    unmodified_bytes = without.default.reserved_bytes
+    return f"{said}, unmodified {bytes_text(unmodified_bytes)} ({_expandable_text(without)})"
+
+
+def _expandable_text(reserved: Reserved) -> str:
+    return f"expandable {bytes_text(reserved.expandable.reserved_bytes)}"
+
+
+# What runs in chunks under a plan, and what that takes in place of what it took whole.
+
+
+class InChunks(msgspec.Struct, frozen=True):
+    """A region that runs in chunks.
+
+    Attributes
+    ----------
+    region : its name. module : of its first op. chunks : their number. kinds : what it consists of.
+    exact : whether they give eager's bits.
+    whole_bytes, chunks_bytes : the most that its ops hold of their own, whole and in chunks.
+    extra : time of each of its ops once, beyond that of the captured ones, as a part of the step.
+    """
+
+    region: str
+    module: str
+    chunks: int = msgspec.field(name="pieces")
+    exact: bool
+    whole_bytes: int
+    chunks_bytes: int = msgspec.field(name="pieces_bytes")
+    extra: float
+    kinds: tuple[PartKind, ...] = ("head",)
+
+    @property
+    def name(self) -> str:
+        """``head and its loss in 8 chunks``, ``MLPs in 8 chunks``."""
+        what = f"{self.module or self.region} and its loss"
+        if "mlp" in self.kinds:
+            what = "MLPs" if self.kinds == ("mlp",) else "MLPs, and heads with their losses,"
+        return f"{what} in {self.chunks} chunks"
+
+    def __str__(self) -> str:
+        bits = "to eager's bits" if self.exact else "with sums in another order"
+        return (
+            f"{self.name}, {bits}: "
+            f"{bytes_text(self.chunks_bytes)} in place of {bytes_text(self.whole_bytes)}, for "
+            f"{percent_text(self.extra)} of the step"
+        )
+
+
+def chunks_of(graph: TrainingGraph, schedule: Schedule | None) -> tuple[InChunks, ...]:
+    """Each region that `schedule` runs in chunks; `graph` is the captured one."""
+    if schedule is None or not graph.regions:
+        return ()
+    planned = graph_of_schedule(graph, schedule)
+    regions = {region.name: region for region in graph.regions}
+    found: list[InChunks] = []
+    for one in schedule.chunks:
+        names = set(regions[one.region].ops)
+        whole = [op for op in graph.ops if op.name in names]
+        ours = [op for _, op in choice_of(graph, one).ops]
+        extra_us = sum(op.cost_us for op in ours) - sum(op.cost_us for op in whole)
+        found.append(
+            InChunks(
+                one.region, whole[0].module, one.chunks, one.exact,
+                _own_bytes(graph, whole), _own_bytes(planned, ours), extra_us / graph.time_us,
+                regions[one.region].kinds,
+            )
+        )  # fmt: skip
+    return tuple(found)
+
+
+def _own_bytes(graph: TrainingGraph, ops: Sequence[Op]) -> int:
+    """The most that one of `ops` has live of what they make and of its workspace."""
+    size = {name: graph.value_by_name[name].size_bytes for op in ops for name in op.outputs}
+    return max(
+        op.workspace_bytes + sum(size.get(name, 0) for name in {*op.inputs, *op.outputs})
+        for op in ops
+    )
+
+
+# What a plan moves below the device: bytes, copies, waits, and what slower links would cost.
+
+
+SLOWER = 0.8
+"""Share of the rates at which a plan is judged once more: what links may fall to beside other
+traffic."""
+BYTES_PER_US_IN_GB_S = 1e3
+_WAYS = {
+    "d2h": "to the host", "h2d": "back", "write": "to NVMe", "read": "back from NVMe",
+}  # fmt: skip
+
+
+class _LinkUse(msgspec.Struct, frozen=True):
+    """Copies over one link: how many, of how many bytes, at which rate, and how long in all."""
+
+    link: str
+    copies: int
+    moved_bytes: int
+    gb_s: float
+    busy_us: float
+
+
+class Offloaded(msgspec.Struct, frozen=True):
+    """What a schedule moves between tiers.
+
+    Attributes
+    ----------
+    source : of the rates, in words. links : those that are used.
+    host_bytes, nvme_bytes : most bytes that lie there at once. host_room_bytes, nvme_room_bytes :
+        of how many. nvme_path : the folder.
+    stalls, stall_us, longest_us : how often and how long the device waits for copies.
+    slower_us, slower_overhead : what the step takes more if links have `SLOWER` of their rates, and
+        its overhead then.
+    """
+
+    source: str
+    links: tuple[_LinkUse, ...]
+    host_bytes: int
+    host_room_bytes: int
+    nvme_bytes: int
+    nvme_room_bytes: int
+    nvme_path: str
+    stalls: int
+    stall_us: float
+    longest_us: float
+    slower_us: float
+    slower_overhead: float
+
+    def rows(self) -> list[tuple[str, str]]:
+        """A name and a line for each."""
+        said = [("host", self._room_text()), ("copies", self._copies_text())]
+        said += [("waits", self._waits_text()), ("slower links", self._slower_text())]
+        rates = ", ".join(f"{one.link} {one.gb_s:.3g} GB/s" for one in self.links)
+        return [*said, ("links", f"{rates}: {self.source}")]
+
+    def _room_text(self) -> str:
+        text = f"{bytes_text(self.host_bytes)} of {bytes_text(self.host_room_bytes)}"
+        if not self.nvme_bytes:
+            return text
+        drive = f"{bytes_text(self.nvme_bytes)} of {bytes_text(self.nvme_room_bytes)}"
+        return f"{text}; NVMe {drive} in {self.nvme_path}"
+
+    def _copies_text(self) -> str:
+        said = (
+            f"{one.copies} {_WAYS[one.link]}, {bytes_text(one.moved_bytes)} in "
+            f"{fine_time_text(one.busy_us)}"
+            for one in self.links
+        )
+        return "; ".join(said)
+
+    def _waits_text(self) -> str:
+        if not self.stalls:
+            return "none: the device never waits for a copy"
+        all_us, longest_us = fine_time_text(self.stall_us), fine_time_text(self.longest_us)
+        return f"the device waits {all_us} for copies, {longest_us} at most at once"
+
+    def _slower_text(self) -> str:
+        return (
+            f"at {SLOWER} of these rates a step takes {fine_time_text(self.slower_us)} more, "
+            f"{percent_text(self.slower_overhead)} overhead; its peaks stay"
+        )
+
+
+def offloaded(
+    graph: TrainingGraph, schedule: Schedule | None, found: Simulation | None = None
+) -> Offloaded | None:
+    """What `schedule` moves; None where it moves nothing. `found` is its simulation, if at hand."""
+    if schedule is None or not schedule.moves or graph.links is None:
+        return None
+    graph = graph_of_schedule(graph, schedule)
+    links = graph.links
+    assert links is not None
+    here = found or simulate(graph, schedule)
+    slower = simulate(graph, schedule, links.slower(SLOWER))
+    return Offloaded(
+        source=links.source or "not said",
+        links=_uses(here, graph),
+        host_bytes=here.host_peak_bytes,
+        host_room_bytes=links.host_bytes,
+        nvme_bytes=here.nvme_peak_bytes,
+        nvme_room_bytes=links.nvme_bytes,
+        nvme_path=links.nvme_path,
+        stalls=len(here.stalls),
+        stall_us=here.stall_us,
+        longest_us=max((stall.us for stall in here.stalls), default=0.0),
+        slower_us=slower.time_us - here.time_us,
+        slower_overhead=slower.overhead,
+    )
+
+
+def _uses(found: Simulation, graph: TrainingGraph) -> tuple[_LinkUse, ...]:
+    uses: list[_LinkUse] = []
+    for name in LINK_NAMES:
+        link = graph.links and graph.links.link(name)
+        copies = [copy for copy in found.copies if copy.link == name]
+        if link is not None and copies:
+            moved_bytes = sum(copy.size_bytes for copy in copies)
+            gb_s = link.bytes_per_us / BYTES_PER_US_IN_GB_S
+            uses.append(_LinkUse(name, len(copies), moved_bytes, gb_s, found.busy_us[name]))
+    return tuple(uses)

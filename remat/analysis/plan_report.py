@@ -1,0 +1,263 @@
+"""The report of a plan: one page of HTML, from a graph and a result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from io import StringIO
+from pathlib import Path
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+import remat.solver as solvers
+from remat.budgets import unmodified_step
+from remat.formats import bytes_text, fine_time_text, percent_text
+from remat.graph_capture.devices.known_devices import is_in_table, modelled_device
+from remat.graph_capture.distributed.sharding import UNTIMED
+from remat.graph_capture.errors import ScheduleError, TextError
+from remat.graph_capture.files import decode_json, write_contents
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.derived import graph_of_schedule
+from remat.schedules.layout import Layout
+from remat.schedules.report.page import page_data, render
+from remat.schedules.report.page_facts import Alternative, MeasuredStep, PageFacts
+from remat.schedules.simulate import simulate
+from remat.schedules.value_report.grouping import DASH, FoldedRow
+from remat.schedules.value_report.peak_holders import PeakHolders
+from remat.solver.budgets.front import Front
+from remat.solver.result import Result, at_least_budget
+
+# Parts that several screens share: tables that fit 60 columns, and words for their cells.
+
+
+_LONGEST = 36
+"""Letters that a folded path may have before its ranges are cut short."""
+_HOLDERS = 8
+"""Values that are named as holders of the peak; the rest is one row."""
+
+
+def rendered(screen: RenderableType, width: int = 100) -> str:
+    """A screen as plain text of that many columns."""
+    text = StringIO()
+    # Names of a file are neither markup nor emoji.
+    plain = Console(file=text, width=width, highlight=False, markup=False, emoji=False)
+    plain.print(screen)
+    return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+
+
+def holders_table(held: PeakHolders, top: int = _HOLDERS) -> Table:
+    """Who holds the peak, with shares; the rows sum to it."""
+    parts = [(f"resident: {name}", size) for name, size in held.resident.items()]
+    parts += [(_holder_name(row), row.size_bytes) for row in held.values[:top]]
+    rest = held.values[top:]
+    if rest:
+        count = sum(row.count for row in rest)
+        parts.append((f"{count} more values", sum(row.size_bytes for row in rest)))
+    if held.workspace_bytes:
+        parts.append((f"workspace of {short_target(held.target)}", held.workspace_bytes))
+    if held.copies_bytes:
+        parts.append(("second copies that it makes", held.copies_bytes))
+    table = plain_table("held at the peak by", "bytes", "share")
+    for name, size in parts:
+        table.add_row(Text(name), bytes_text(size), percent_text(size / held.peak_bytes))
+    return table
+
+
+def _holder_name(row: FoldedRow) -> str:
+    count = f" x{row.count}" if row.count > 1 else ""
+    place = f" of {short_path(row.module)}" if row.module else ""
+    return f"{short_target(row.first.target)}{place}{count}"
+
+
+def verdict_text(row: FoldedRow) -> str:
+    """``keep``, ``recompute x2``, with a mark where it is live at the peak."""
+    return row.first.verdict_text + (" *" if row.first.at_peak else "")
+
+
+def run_cost_text(row: FoldedRow) -> str:
+    """What one run of one layer's op costs; guessed costs say so."""
+    cost_us = row.cost_us / row.count
+    said = fine_time_text(cost_us)
+    return said if row.first.cost_origin != "estimated" else f"{said} (guessed)"
+
+
+def tensor_text(row: FoldedRow) -> str:
+    """``float32 [4, 256, 384]``."""
+    return f"{row.first.dtype} {list(row.first.shape)}" if row.first.dtype else ""
+
+
+def short_target(target: str) -> str:
+    """``aten.mm`` of ``aten.mm.default``."""
+    return target.removesuffix(".default")
+
+
+def short_line(source: str) -> str:
+    """``gpt.py:55`` of a whole path."""
+    return source.rpartition("/")[2]
+
+
+def short_path(path: str) -> str:
+    """A folded path whose long ranges are cut: ``blocks.0,3,12,...,97.mlp``."""
+    if len(path) <= _LONGEST:
+        return path
+    parts = [_short_ranges(part) for part in path.split(".")]
+    return ".".join(parts)
+
+
+def _short_ranges(part: str) -> str:
+    runs = part.split(",")
+    if len(runs) <= 4 or not runs[0].replace(DASH, "").isdecimal():
+        return part
+    return ",".join([*runs[:2], "...", runs[-1]])
+
+
+def plain_table(*headers: str) -> Table:
+    """A table without lines, narrow enough for 60 columns."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for i, header in enumerate(headers):
+        table.add_column(header, justify="left" if i == 0 else "right", overflow="fold")
+    return table
+
+
+def costs_text(graph: TrainingGraph) -> str:
+    """Which costs are modelled, and how far off the model was seen to be."""
+    said = list(graph.notes)
+    if is_in_table(graph.device):
+        title = modelled_device(graph.device).title
+        said.insert(0, f"for {title}, at peak rates as its maker states them; nothing was run")
+        if all(note == UNTIMED for note in graph.notes):
+            said.append(
+                "each is modelled, at assumed shares of these rates, which nobody has compared "
+                "with a measured step"
+            )
+    return "; ".join(said)
+
+
+_RULES = ("full", "every_n_layers", "selective", "chen_sqrt")
+"""Rules that people follow by hand, quick to solve; the page shows them beside the plan."""
+_RULE_S = 0.5
+"""Seconds for each rule. On thousands of ops, a rule does not try all settings that it has."""
+
+
+def report(
+    graph: TrainingGraph,
+    result: Result,
+    path: str | Path | None = None,
+    *,
+    fronts: Mapping[str, Front] | Front | None = None,
+    measured: MeasuredStep | None = None,
+    layout: Layout | None = None,
+) -> str:
+    """The page of a result, as HTML; written to `path` if one is given.
+
+    Parameters
+    ----------
+    graph : that was solved. fronts : of `remat.sweep`, to draw beside the plan.
+    measured : a real step, to draw over the predicted one.
+    layout : of `remat.place`, to draw addresses against time.
+
+    Raises
+    ------
+    ScheduleError : nothing fits, so there is no plan; or it was made for another graph.
+    LayoutError : the layout is of another plan, or invalid.
+    FileError : the file cannot be written; an old one is as it was.
+    """
+    facts = page_facts(graph, result, fronts, measured, layout=layout)
+    page = render(facts, page_data(facts))
+    if path is not None:
+        write_contents(path, page.encode())
+    return page
+
+
+def fronts_in(data: bytes, name: str = "the file") -> dict[str, Front]:
+    """The fronts in a file that `remat sweep -o` kept, of one solver or of several.
+
+    Raises
+    ------
+    SolverError : the text is neither.
+    """
+    try:
+        fronts = decode_json(data, dict[str, Front])
+    except (TextError, ScheduleError):
+        front = Front.from_json(data, name)
+        return {front.solver: front}
+    for front in fronts.values():
+        front.check_figures(name)
+    return fronts
+
+
+def page_facts(
+    graph: TrainingGraph,
+    result: Result,
+    fronts: Mapping[str, Front] | Front | None = None,
+    measured: MeasuredStep | None = None,
+    stated_by: str = "",
+    layout: Layout | None = None,
+) -> PageFacts:
+    """What the page says of a result; `stated_by` names the file that `fronts` are from, if any."""
+    if result.schedule is None:
+        raise ScheduleError(
+            f"there is no plan to report: nothing within {result.budget_bytes} bytes was found"
+        )
+    eager = unmodified_step(graph)
+    assert eager.result.schedule is not None
+    curves = {fronts.solver: fronts} if isinstance(fronts, Front) else dict(fronts or {})
+    return PageFacts(
+        graph=graph_of_schedule(graph, result.schedule),
+        schedule=result.schedule,
+        unmodified_graph=eager.graph,
+        unmodified_schedule=eager.result.schedule,
+        budget_bytes=result.budget_bytes,
+        lower_bound_us=result.lower_bound_us,
+        status=result.status,
+        solver=result.solver,
+        rules=(_alternative("unmodified", eager.result), *_rules_of(graph, result.budget_bytes)),
+        fronts=tuple((name, _points_of(graph, front)) for name, front in curves.items()),
+        measured=measured,
+        cost_origin=costs_text(graph),
+        note=result.message,
+        stated_by=stated_by,
+        layout=layout,
+    )
+
+
+def _rules_of(graph: TrainingGraph, budget_bytes: int) -> tuple[Alternative, ...]:
+    """Schedules of the simple rules at a budget, or of their least peak where none fits."""
+    found: list[Alternative] = []
+    for name in _RULES:
+        result = solvers.solve_within(graph, budget_bytes, name, time_limit_s=_RULE_S)
+        if result.schedule is None:
+            result = at_least_budget(graph, result)
+        if result is not None:
+            found.append(_alternative(name, result))
+    return tuple(found)
+
+
+def _points_of(graph: TrainingGraph, front: Front) -> tuple[Alternative, ...]:
+    """The schedules of a front, judged anew: anyone can edit the file that a front is kept in.
+
+    Raises
+    ------
+    ScheduleError : the front is of another graph.
+    """
+    if front.graph_hash != graph.hash:
+        raise ScheduleError(
+            f"the front of {front.name}, by {front.solver}, is of another graph than the plan of "
+            f"{graph.name}: sweep the model and batch of the plan"
+        )
+    points: list[Alternative] = []
+    for budget_bytes, result in front.points:
+        if result.schedule is not None:
+            found = simulate(graph, result.schedule)
+            points.append(
+                Alternative(
+                    front.solver, found.peak_bytes, found.time_us, found.overhead,
+                    budget_bytes, result.lower_bound_us,
+                )
+            )  # fmt: skip
+    return tuple(points)
+
+
+def _alternative(name: str, result: Result) -> Alternative:
+    return Alternative(name, result.peak_bytes, result.time_us, result.overhead)

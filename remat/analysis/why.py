@@ -1,0 +1,347 @@
+"""Why a plan keeps a value or computes it again.
+
+No reason is made up. Only two things are said, and both can be checked: the peak that the
+simulator gives the same schedule with the value left in place, and what a real solve finds with
+the op pinned the other way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+import remat.solver as solvers
+from remat.analysis.layer_checkpoints import SAME_SPEED, EveryNth, candidates
+from remat.analysis.solved_options import PINS, pins_of, required_schedule, solve_arguments
+from remat.graph_capture.eager_step import with_eager_sizes
+from remat.graph_capture.errors import option
+from remat.graph_capture.graph import Op, TrainingGraph
+from remat.schedules.derived import graph_of_schedule
+from remat.schedules.schedule import Schedule
+from remat.schedules.simulate import simulate
+from remat.schedules.value_report.grouping import (
+    FoldedRow,
+    Indices,
+    boxes,
+    fold_rows,
+    split_indices,
+    written,
+)
+from remat.schedules.value_report.peak_holders import counterfactual_schedule
+from remat.schedules.value_report.rows import ValueRow, matching, value_rows
+from remat.solver.reductions.pin_globs import Pins, why_not_again
+from remat.solver.reductions.pins import solve_for_pins
+from remat.solver.result import Result
+
+_MOST = 3
+"""Most ops that are asked about, those of the largest values first. Each takes a solve."""
+
+
+class Turned(msgspec.Struct, frozen=True):
+    """A real solve at the same budget, in which an op is pinned the other way.
+
+    Attributes
+    ----------
+    pin : ``keep`` or ``recompute``. fits : whether a schedule was found. extra_us : its time less
+        the plan's; below 0 where the plan was not the best. overhead : its own.
+    dropped : other values that are made again in that schedule and not in the plan, layers
+        folded, largest first. spared : the other way round.
+    """
+
+    pin: str
+    fits: bool
+    extra_us: float
+    overhead: float
+    dropped: tuple[FoldedRow, ...]
+    spared: tuple[FoldedRow, ...]
+
+
+class Why(msgspec.Struct, frozen=True):
+    """One forward op, what the plan does with its values, and what else could be done.
+
+    Attributes
+    ----------
+    row : its largest value.
+    runs_us : time of its further runs. forced : why there is no choice; empty where there is one.
+    staying_bytes : the peak if its values stayed and nothing else changed; 0 where they do.
+    copying_us : what the step then takes less, where they are copied to the host and back.
+    turned : the solve with the pin; None where the op is forced or nothing reads its values.
+    """
+
+    row: ValueRow
+    runs_us: float
+    forced: str
+    staying_bytes: int
+    turned: Turned | None
+    copying_us: float = 0.0
+
+
+def why(
+    graph: TrainingGraph, result: Result, globs: Iterable[str], *, each_s: float = 10.0
+) -> tuple[Why, ...]:
+    """Answers for the forward ops that the globs name, at most `_MOST`, largest values first.
+
+    Parameters
+    ----------
+    each_s : seconds for each solve, of which there is one for each op.
+
+    Raises
+    ------
+    GlobError : a glob matches nothing, or nothing in forward.
+    """
+    schedule, asked = required_schedule(result), tuple(globs)
+    if not asked:
+        return ()
+    graph = graph_of_schedule(graph, schedule)
+    pins = Pins.of(graph, **pins_of(schedule))
+    rows = [row for row in value_rows(graph, schedule) if row.phase == "forward"]
+    largest: dict[str, ValueRow] = {}
+    for row in sorted(matching(rows, asked), key=_most_telling):
+        largest.setdefault(row.op, row)
+    return tuple(_why(graph, result, row, pins, each_s) for row in list(largest.values())[:_MOST])
+
+
+def _most_telling(row: ValueRow) -> tuple[bool, int]:
+    """Sorts values that backward reads before the others, and large ones before small ones."""
+    return row.verdict == "free", -row.size_bytes
+
+
+def _why(graph: TrainingGraph, result: Result, row: ValueRow, pins: Pins, each_s: float) -> Why:
+    schedule = required_schedule(result)
+    op = graph.ops[graph.op_index[row.op]]
+    runs = schedule.computations()[op.name]
+    forced = _forced(graph, op, runs, pins)
+    is_moved = row.verdict == "offload"
+    leaves = runs > 1 or is_moved
+    stayed = simulate(graph, counterfactual_schedule(graph, schedule, op.name)) if leaves else None
+    has_choice = not forced and (leaves or row.verdict == "keep")
+    return Why(
+        row=row,
+        runs_us=(runs - 1) * op.cost_us,
+        forced=forced,
+        staying_bytes=stayed.peak_bytes if stayed else 0,
+        turned=_turned(graph, result, op, pins, each_s) if has_choice else None,
+        copying_us=result.time_us - stayed.time_us if stayed and is_moved else 0.0,
+    )
+
+
+def _forced(graph: TrainingGraph, op: Op, runs: int, pins: Pins) -> str:
+    """Why there is no choice; empty where there is one."""
+    if runs > 1:
+        pin = pins.again.get(op.name)
+        return f"pinned by {option('recompute', pin)}" if pin else ""
+    if op.name in pins.kept:
+        return f"pinned by {option('keep', pins.kept[op.name])}"
+    return why_not_again(op, set(graph.outputs))
+
+
+def _turned(graph: TrainingGraph, result: Result, op: Op, pins: Pins, each_s: float) -> Turned:
+    """Solve with the op kept where it is recomputed, and the other way round."""
+    schedule = required_schedule(result)
+    is_recomputed = schedule.computations()[op.name] > 1
+    one = {op.name: op.name}
+    turned = (
+        Pins(pins.kept | one, pins.again) if is_recomputed else Pins(pins.kept, pins.again | one)
+    )
+    asked = {name: given for name, given in solve_arguments(schedule).items() if name not in PINS}
+    found = solve_for_pins(graph, result.budget_bytes, pins=turned, time_limit_s=each_s, **asked)
+    pin = "keep" if is_recomputed else "recompute"
+    if found.schedule is None:
+        return Turned(pin, False, 0.0, 0.0, (), ())
+    changes = _changes(graph, op, schedule, found.schedule)
+    return Turned(pin, True, found.time_us - result.time_us, found.overhead, *changes)
+
+
+def _changes(
+    graph: TrainingGraph, op: Op, before: Schedule, after: Schedule
+) -> tuple[tuple[FoldedRow, ...], tuple[FoldedRow, ...]]:
+    """Forward values of others that are made again more in `after`, and more in `before`."""
+    old = {row.value: row for row in value_rows(graph, before) if row.phase == "forward"}
+    new = {row.value: row for row in value_rows(graph, after) if row.phase == "forward"}
+    for name in op.outputs:
+        del old[name], new[name]
+    dropped = [new[name] for name in new if new[name].again > old[name].again]
+    spared = [old[name] for name in old if old[name].again > new[name].again]
+    return _largest(dropped), _largest(spared)
+
+
+def _largest(rows: Sequence[ValueRow]) -> tuple[FoldedRow, ...]:
+    return tuple(sorted(fold_rows(rows), key=lambda row: (-row.size_bytes, -row.cost_us)))
+
+
+# How much faster the plan of `cut` is than greedy plans, and in which modules.
+
+
+_GREEDY = ("msps", "dtr", "largest", "chen_greedy")
+"""Solvers that decide step by step and never look back: three that evict, and one by segments."""
+_PLACES = 3
+"""Most modules that are named."""
+
+
+class _Tried(msgspec.Struct, frozen=True):
+    """One solver at the budget; `fits` is False where it found nothing."""
+
+    solver: str
+    fits: bool
+    overhead: float
+    wall_s: float
+
+
+class _Elsewhere(msgspec.Struct, frozen=True):
+    """A module, and how much more time the greedy plan spends on recomputing there than `cut`'s.
+
+    `extra_us` is below 0 where it spends less.
+    """
+
+    module: str
+    extra_us: float
+
+
+class AgainstGreedy(msgspec.Struct, frozen=True):
+    """`cut` and the best greedy plan at one budget.
+
+    Attributes
+    ----------
+    cut : its outcome. tried : outcomes of greedy solvers, the best first. slower : time of the
+        best greedy plan over that of `cut`, minus one; None where either found nothing.
+    places : modules, equal layers folded, where the best greedy plan spends most in excess.
+    """
+
+    cut: _Tried
+    tried: tuple[_Tried, ...]
+    slower: float | None
+    places: tuple[_Elsewhere, ...]
+
+    @property
+    def best(self) -> _Tried:
+        """The best greedy outcome."""
+        return self.tried[0]
+
+    @property
+    def dearer(self) -> tuple[_Elsewhere, ...]:
+        """The places where the greedy plan spends more."""
+        return tuple(place for place in self.places if place.extra_us > 0)
+
+
+def against_greedy(
+    graph: TrainingGraph, budget_bytes: int, *, each_s: float = 10.0
+) -> AgainstGreedy:
+    """Solve with `cut`, and with each of `_GREEDY`.
+
+    `cut` has `each_s` seconds, the greedy solvers have as many together. One that has no time
+    left is not tried; the first always is.
+    """
+    cut = solvers.solve_within(graph, budget_bytes, "cut", time_limit_s=each_s)
+    found: list[Result] = []
+    for name in _GREEDY:
+        left_s = each_s - sum(one.wall_s for one in found)
+        if left_s > 0 or not found:
+            found.append(solvers.solve_within(graph, budget_bytes, name, time_limit_s=left_s))
+    found.sort(key=lambda one: (one.schedule is None, one.time_us))
+    best = found[0]
+    slower, places = None, tuple[_Elsewhere, ...]()
+    if cut.schedule is not None and best.schedule is not None:
+        slower = best.time_us / cut.time_us - 1
+        places = _places(graph, cut.schedule, best.schedule)
+    return AgainstGreedy(_tried(cut), tuple(map(_tried, found)), slower, places)
+
+
+def _tried(result: Result) -> _Tried:
+    return _Tried(result.solver, result.schedule is not None, result.overhead, result.wall_s)
+
+
+def _places(graph: TrainingGraph, cut: Schedule, greedy: Schedule) -> tuple[_Elsewhere, ...]:
+    """The modules where the greedy plan recomputes most in excess, the most first."""
+    ours, theirs = _spent(graph, cut), _spent(graph, greedy)
+    extra_us = {name: theirs[name] - ours[name] for name in ours}
+    found = [_Elsewhere(name, us) for name, us in extra_us.items() if us]
+    return tuple(sorted(found, key=lambda one: -one.extra_us)[:_PLACES])
+
+
+def _spent(graph: TrainingGraph, schedule: Schedule) -> dict[str, float]:
+    """Time of recomputations by module; modules whose paths differ in indices alone are one."""
+    runs = schedule.computations()
+    places: dict[str, set[Indices]] = {}
+    spent_us: dict[str, float] = {}
+    for op in graph.ops:
+        pattern, indices = split_indices(op.module)
+        places.setdefault(pattern, set()).add(indices)
+        spent_us[pattern] = spent_us.get(pattern, 0.0) + (runs[op.name] - 1) * op.cost_us
+    return {
+        ", ".join(written(pattern, box) for box in boxes(places[pattern])): us
+        for pattern, us in spent_us.items()
+    }
+
+
+# Whether a rule that people write by hand would do as well as a plan.
+
+
+_RULES = {
+    "full": "checkpoint every layer",
+    "selective": "recompute the core of each attention",
+    "keep_attention_output": "checkpoint every layer, keeping attention's output",
+    "norms_and_activations": "recompute normalisations and activations",
+}
+"""Solvers of the table that carry out a rule, and what the rule says."""
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """One rule on this graph; figures from `simulate`.
+
+    Attributes
+    ----------
+    name : of the solver. says : what to do. peak_bytes : of its schedule, or the lowest known
+        where none fits; 0 where that is not known. slower : than the plan, as a fraction of the
+        plan's time; below 0 where it is faster.
+    """
+
+    name: str
+    says: str
+    fits: bool
+    peak_bytes: int
+    overhead: float
+    slower: float
+
+    @property
+    def is_close(self) -> bool:
+        """Whether it fits and is within 1 % of the plan's time."""
+        return self.fits and self.slower <= SAME_SPEED
+
+
+def simple_rules(graph: TrainingGraph, result: Result) -> tuple[Rule, ...]:
+    """Each rule at the budget of a result that has a schedule: those that fit first, by time.
+
+    Peaks are those of a step that frees what it no longer reads, with masks as eager has them.
+    """
+    rules = [_by_solver(graph, result, name) for name in _RULES]
+    layers = _every_nth(graph, result)
+    if layers is not None:
+        rules.append(layers)
+    return tuple(sorted(rules, key=lambda rule: (not rule.fits, rule.slower, rule.peak_bytes)))
+
+
+def _by_solver(graph: TrainingGraph, result: Result, name: str) -> Rule:
+    found = solvers.solve_within(with_eager_sizes(graph), result.budget_bytes, name)
+    slower = found.time_us / result.time_us - 1 if found.schedule and result.time_us else 0.0
+    return Rule(
+        name, _RULES[name], found.schedule is not None, found.peak_bytes, found.overhead, slower
+    )
+
+
+def _every_nth(graph: TrainingGraph, result: Result) -> Rule | None:
+    """The fastest n that fits, else the one of the lowest peak; None where no layer repeats."""
+    found = list(candidates(graph, result.time_us))
+    if not found:
+        return None
+    fitting = [one for one in found if one.peak_bytes <= result.budget_bytes]
+    best = min(fitting, key=lambda one: (one.time_us, one.peak_bytes), default=None)
+    shown = best or min(found, key=lambda one: one.peak_bytes)
+    return Rule(
+        "every_n_layers", _text(shown), best is not None, shown.peak_bytes, shown.overhead,
+        shown.slower,
+    )  # fmt: skip
+
+
+def _text(one: EveryNth) -> str:
+    return f"checkpoint {one.which} of {one.where}"

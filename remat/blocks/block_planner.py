@@ -1,0 +1,422 @@
+"""Plans a model block by block: what each may keep, and what the whole step then needs.
+
+The whole step stays the measure. Blocks are solved and chosen on the model's graph, with the ops
+of each block standing together. Their schedules are then put together to one of the whole step, as
+autograd will run it, and the simulator judges that one. While it is over the budget, the knapsack
+over blocks gets less room.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import msgspec
+from torch import nn
+
+from remat.graph_capture.devices.placement import resolved_device
+from remat.graph_capture.distributed.sharded_step import (
+    BEFORE_BLOCK,
+    BEHIND_BLOCK,
+    COMMUNICATION,
+    sharded,
+)
+from remat.graph_capture.distributed.sharding import Sharding, with_units
+from remat.graph_capture.eager_step import with_eager_sizes
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.graph import Links, TrainingGraph
+from remat.graph_capture.tracing.blocks import (
+    BlockMatch,
+    match_block,
+    matching_blocks,
+    watching_calls,
+)
+from remat.graph_capture.tracing.recipe import Recipe
+from remat.graph_capture.tracing.trace import Trace, trace, trace_recipe
+from remat.rewriter.guards.live_state import named_state
+from remat.schedules.derived import assembled
+from remat.schedules.schedule import Compute, Fetch, Schedule, Step
+from remat.schedules.simulate import simulate
+from remat.solver.blocks.block_budgets import BlockBudgets
+from remat.solver.problem import Problem
+from remat.solver.result import Result, evaluate_schedule
+from remat.solver.search import Clock
+from remat.solver.state import last_forward_position, schedule_of
+from remat.solver.store_all import StoreAll
+
+# From the run of a block in the model's graph to the schedule of the block's own graph.
+
+
+_Moves = Mapping[int, Sequence[Step]]
+"""Copies and frees of what is copied, by the position of the op that they stand before."""
+
+
+def _block_schedule(graph: TrainingGraph, match: BlockMatch, run: Sequence[Step]) -> Schedule:
+    """The schedule of a block's own `graph` that makes a run of `BlockBudgets.runs`.
+
+    Tangents, which the model's graph has no op for in the block, come as forward ends. What is
+    copied has left the device by then.
+    """
+    problem = Problem.of(graph)
+    op_in_block = {theirs: mine for mine, theirs in match.op_of.items()}
+    value_in_block = {theirs: mine for mine, theirs in match.value_of.items()}
+    ops: list[int] = []
+    moves: dict[int, list[Step]] = {}
+    for step in run:
+        if not isinstance(step, Compute):
+            own = msgspec.structs.replace(step, value=value_in_block[step.value])
+            moves.setdefault(len(ops), []).append(own)
+        elif step.op in op_in_block:
+            ops.append(graph.op_index[op_in_block[step.op]])
+    end = last_forward_position(problem, ops) + 1
+    ops.insert(end, graph.n_forward)
+    schedule = schedule_of(problem, ops, solver="blocks")
+    if not moves:
+        return schedule
+    names = [graph.ops[op].name for op in ops]
+    steps = _with_moves(schedule.steps, names, _around_tangents(moves, end))
+    return msgspec.structs.replace(schedule, steps=tuple(steps))
+
+
+def _around_tangents(moves: _Moves, end: int) -> _Moves:
+    """`moves` with the op at position `end` inserted: what fetches comes after it."""
+    shifted = {at + (at > end): steps for at, steps in moves.items()}
+    at_turn = moves.get(end, ())
+    first = next((i for i, step in enumerate(at_turn) if isinstance(step, Fetch)), len(at_turn))
+    return {**shifted, end: at_turn[:first], end + 1: at_turn[first:]}
+
+
+def _with_moves(steps: Sequence[Step], names: Sequence[str], moves: _Moves) -> Iterator[Step]:
+    """`steps` with moves before the ops of their positions; a run of `names` may be left out."""
+    at = 0
+    for step in steps:
+        if isinstance(step, Compute):
+            while True:
+                yield from moves.get(at, ())
+                at += 1
+                if names[at - 1] == step.op:
+                    break
+        yield step
+    for left in range(at, len(names) + 1):
+        yield from moves.get(left, ())
+
+
+# Traces a model and its distinct blocks, and finds each block in the model's graph.
+#
+# A block is rewritten only where the model's own graph contains it, node by node. So a sum of
+# gradients that would change its order is found before anything runs. Two blocks share one compiled
+# step only if they are the same computation of their own parameters.
+
+
+@dataclass
+class _DistinctBlock:
+    """A block that was traced by itself, and all those that are equal to it.
+
+    Attributes
+    ----------
+    at : where each of them is in the graph of the model, by path.
+    """
+
+    block: nn.Module
+    trace: Trace
+    at: dict[str, BlockMatch]
+
+
+@dataclass
+class TracedBlocks:
+    """The trace of a model, and those of its blocks."""
+
+    pattern: str
+    blocks: dict[str, nn.Module]
+    whole: Trace
+    distinct: list[_DistinctBlock]
+
+    @property
+    def hash(self) -> str:
+        """Of the whole graph and the places of the blocks."""
+        return f"{self.whole.graph.hash} {' '.join(self.blocks)}"
+
+    @cached_property
+    def of_path(self) -> dict[str, _DistinctBlock]:
+        """The distinct block that each path has."""
+        return {path: one for one in self.distinct for path in one.at}
+
+
+def trace_blocks(
+    model: nn.Module, pattern: str, args: tuple[Any, ...], kwargs: Any, **asked: Any
+) -> TracedBlocks:
+    """Trace the whole step, and each distinct block by itself.
+
+    Raises
+    ------
+    CaptureError : a block cannot be run by itself to the same bits.
+    """
+    device = resolved_device(asked.get("device"), model)
+    blocks = matching_blocks(model, pattern, device)
+    with watching_calls(model, blocks) as calls:
+        whole = trace(model, args, kwargs, **asked)
+    distinct: list[_DistinctBlock] = []
+    for path, recipe in calls.recipes().items():
+        _add_block(distinct, model, path, recipe, whole)
+    return TracedBlocks(pattern, blocks, whole, distinct)
+
+
+def _add_block(
+    distinct: list[_DistinctBlock], model: nn.Module, path: str, recipe: Recipe, whole: Trace
+) -> None:
+    """Add a block to one that is equal to it, or trace it."""
+    block = model.get_submodule(path)
+    for one in distinct:
+        if _looks_like(block, recipe, one):
+            try:
+                match = match_block(one.trace.joint, whole.joint, path)
+            except CaptureError:
+                continue
+            if _has_own_state(model, block, match):
+                one.at[path] = match
+                return
+    recipe = dataclasses.replace(recipe, flags=whole.recipe.flags, device=whole.recipe.device)
+    traced = trace_recipe(block, recipe)
+    match = match_block(traced.joint, whole.joint, path)
+    distinct.append(_DistinctBlock(block, traced, {path: match}))
+
+
+def _looks_like(block: nn.Module, recipe: Recipe, one: _DistinctBlock) -> bool:
+    """Whether class, state and inputs are those of a block that was traced."""
+    known = one.trace.recipe
+    if type(block) is not type(one.block) or recipe.signature.lines() != known.signature.lines():
+        return False
+    return _state_facts(block) == _state_facts(one.block)
+
+
+def _state_facts(block: nn.Module) -> list[Any]:
+    modes = [(path, module.training) for path, module in block.named_modules()]
+    state = [
+        (name, t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
+        for name, t in named_state(block)
+    ]
+    return [modes, state]
+
+
+def _has_own_state(model: nn.Module, block: nn.Module, match: BlockMatch) -> bool:
+    """Whether the graph of another block takes this block's parameters in their places."""
+    own, of_model = dict(named_state(block)), dict(named_state(model))
+    return all(own[name] is of_model[theirs] for name, theirs in match.state_of.items())
+
+
+_TRIES = 12
+"""Most sizes of the room for the blocks that are tried, to find the fastest step that fits."""
+
+_Planned = tuple[dict[str, Schedule], Schedule]
+"""A schedule for each block, and that of the whole step."""
+
+
+class BlocksPlan(msgspec.Struct, frozen=True):
+    """A plan for each block of a model, and the whole step that comes of them.
+
+    Attributes
+    ----------
+    pattern : the glob that named the blocks. schedules : by path, each for the block's own graph.
+    result : of the whole step as it then runs, on one rank where it is sharded.
+    distinct : how many distinct blocks were captured. links : to what blocks copy values to.
+    host_bytes, nvme_bytes : most bytes there at once, of all blocks together.
+    """
+
+    pattern: str
+    schedules: dict[str, Schedule]
+    result: Result
+    distinct: int
+    links: Links | None = None
+    host_bytes: int = 0
+    nvme_bytes: int = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"BlocksPlan({len(self.schedules)} blocks at '{self.pattern}', {self.distinct} "
+            f"distinct, {self.result})"
+        )
+
+
+class BlockPlanner:
+    """The step, with costs, of a model with blocks as units, on one rank."""
+
+    def __init__(
+        self, traced: TracedBlocks, costed: TrainingGraph, sharding: Sharding, time_limit_s: float
+    ) -> None:
+        self.traced = traced
+        self.clock = Clock(time_limit_s)
+        ops_of = {
+            path: list(one.at[path].op_of.values())
+            for path in traced.blocks
+            for one in (traced.of_path[path],)
+        }
+        self.path_of = {op: path for path, ops in ops_of.items() for op in ops}
+        graph = _eager_outside(_with_own_buffers(costed, self.path_of), self.path_of)
+        self.alone, self.units = with_units(graph, ops_of)
+        self.graph = sharded(self.alone, self.units, sharding)
+        self.eager = sharded(*with_units(with_eager_sizes(costed), ops_of), sharding, is_eager=True)
+        for op in self.graph.ops:
+            if op.target in COMMUNICATION and op.module:
+                self.path_of[op.name] = op.module
+
+    @cached_property
+    def _shared(self) -> BlockBudgets:
+        spans = [(u.start, u.stop, u.back_start, u.back_stop) for u in self.units]
+        left_s = max(self.clock.left_s, 0.0)
+        beside_bytes = self._communication_bytes()
+        return BlockBudgets.of(self.alone, spans, beside_bytes, left_s, self._handed_out())
+
+    def _handed_out(self) -> set[str]:
+        """What calls of blocks return: no copy takes it from the device."""
+        return {
+            match.value_of[name]
+            for one in self.traced.distinct
+            for match in one.at.values()
+            for name in (*one.trace.graph.forward_outputs, *one.trace.graph.outputs)
+            if name in match.value_of
+        }
+
+    def _communication_bytes(self) -> list[int]:
+        """What communication keeps live on a sharded rank, at each op of the step without it.
+
+        Solvers of whole graphs see these buffers as values. The knapsack over blocks does not,
+        so it is told.
+        """
+        if self.graph is self.alone:
+            return []
+        without, sharded_bytes = _live_bytes(self.alone), _live_bytes(self.graph)
+        beside: list[int] = []
+        waiting_bytes = 0
+        for op in self.graph.ops:
+            waiting_bytes = max(waiting_bytes, sharded_bytes[op.name])
+            if op.name in without:
+                beside.append(waiting_bytes - without[op.name])
+                waiting_bytes = 0
+        return beside
+
+    def plan(self, budget_bytes: int) -> BlocksPlan:
+        """The fastest plan found within the budget; its result is infeasible if none fits."""
+        began = Clock()
+        schedules, schedule = self._fastest(budget_bytes) or self._least()
+        result = evaluate_schedule(
+            self.graph,
+            msgspec.structs.replace(schedule, budget_bytes=budget_bytes),
+            budget_bytes=budget_bytes,
+            lower_bound_us=self.graph.time_us,
+            wall_s=began.elapsed_s,
+            cut_short=self.clock.left_s < 0,
+        )
+        plan = BlocksPlan(self.traced.pattern, schedules, result, len(self.traced.distinct))
+        if not schedule.moves:
+            return msgspec.structs.replace(plan, links=self.graph.links)
+        found = simulate(self.graph, schedule)
+        return msgspec.structs.replace(
+            plan, links=self.graph.links, host_bytes=found.host_peak_bytes,
+            nvme_bytes=found.nvme_peak_bytes,
+        )  # fmt: skip
+
+    def _fastest(self, budget_bytes: int) -> _Planned | None:
+        """The fastest plan tried whose whole step fits; None if none does.
+
+        The knapsack does not count all that the simulator counts. So its room is found by halving
+        between one that fits and one that does not.
+        """
+        room_bytes = budget_bytes - self.graph.resident.total_bytes
+        low, high = self._shared.least_room_bytes(), 2 * room_bytes
+        best: _Planned | None = None
+        best_us = math.inf
+        for _ in range(_TRIES):
+            if high < low:
+                break
+            room_bytes = min(max(room_bytes, low), high)
+            tried = self._composed(room_bytes)
+            found = None if tried is None else simulate(self.graph, tried[1])
+            if found is None or found.peak_bytes > budget_bytes:
+                high = room_bytes - 1
+            else:
+                low = room_bytes + 1
+                if found.time_us < best_us:
+                    best, best_us = tried, found.time_us
+            if best_us <= self.graph.time_us * (1 + 1e-9):
+                break
+            room_bytes = (low + high) // 2
+        return best
+
+    def least_bytes(self) -> int:
+        """The least peak known."""
+        return simulate(self.graph, self._least()[1]).peak_bytes
+
+    def _least(self) -> _Planned:
+        tried = self._composed(self._shared.least_room_bytes())
+        assert tried is not None
+        return tried
+
+    def _composed(self, room_bytes: int) -> _Planned | None:
+        """A schedule for each block, and that of the whole step, if something fits."""
+        runs = self._shared.runs(room_bytes)
+        if runs is None:
+            return None
+        schedules: dict[str, Schedule] = {}
+        steps_of: dict[str, tuple[list[Step], list[Step]]] = {}
+        for unit, run in zip(self.units, runs, strict=True):
+            path, one = unit.path, self.traced.of_path[unit.path]
+            schedules[path] = _block_schedule(one.trace.graph, one.at[path], run)
+            steps_of[path] = self._steps_in_model(path, one, schedules[path])
+        return schedules, assembled(self.graph, steps_of, self.path_of)
+
+    def _steps_in_model(
+        self, path: str, one: _DistinctBlock, schedule: Schedule
+    ) -> tuple[list[Step], list[Step]]:
+        """A block's forward and backward in names of the model's graph, communication included."""
+        match = one.at[path]
+        halves: tuple[list[Step], list[Step]] = self._added(path, BEFORE_BLOCK)
+        half = halves[0]
+        for step in schedule.steps:
+            if not isinstance(step, Compute):
+                half.append(msgspec.structs.replace(step, value=match.value_of[step.value]))
+            elif step.op in match.op_of:
+                half.append(Compute(match.op_of[step.op]))
+            else:
+                half = halves[1]
+        behind = self._added(path, BEHIND_BLOCK)
+        return [*halves[0], *behind[0]], [*halves[1], *behind[1]]
+
+    def _added(self, path: str, targets: Sequence[str]) -> tuple[list[Step], list[Step]]:
+        """A block's communication in forward and in backward."""
+        found = [op for op in self.graph.ops if op.module == path and op.target in targets]
+        return (
+            [Compute(op.name) for op in found if op.phase == "forward"],
+            [Compute(op.name) for op in found if op.phase == "backward"],
+        )
+
+
+def _live_bytes(graph: TrainingGraph) -> dict[str, int]:
+    """What is live while each op runs, if every op runs once."""
+    schedule = StoreAll().schedule(graph)
+    live = simulate(graph, schedule).live_bytes
+    steps = zip(schedule.steps, live, strict=True)
+    return {step.op: size for step, size in steps if isinstance(step, Compute)}
+
+
+def _with_own_buffers(graph: TrainingGraph, path_of: Mapping[str, str]) -> TrainingGraph:
+    """`graph` whose blocks write their new buffers when they end, not when forward does."""
+    value_of = graph.value_by_name
+    kept = tuple(
+        name
+        for name in graph.forward_outputs
+        if name in graph.outputs or value_of[name].producer not in path_of
+    )
+    return msgspec.structs.replace(graph, forward_outputs=kept)
+
+
+def _eager_outside(graph: TrainingGraph, path_of: Mapping[str, str]) -> TrainingGraph:
+    """`graph` with eager's sizes for what lies outside the blocks, which runs in eager."""
+    eager = with_eager_sizes(graph).value_by_name
+    values = (
+        value if value.producer in path_of else eager[value.name] for value in graph.values
+    )  # fmt: skip
+    return msgspec.structs.replace(graph, values=tuple(values))

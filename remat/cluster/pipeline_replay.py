@@ -1,0 +1,319 @@
+"""The judge of pipelines: replays each rank's actions for time and for bytes that are live.
+
+A rank runs its actions in order. A forward waits for the forward of the stage before it, a backward
+for the input gradients of the stage behind it, each with the way between ranks. A stage's saved
+bytes are live from its forward until its gradients of inputs are done; what the gradients of
+weights still need, until those are done. While an action runs, what it needs beside is live too.
+
+It is a list scheduler in one pass, and knows no planner. `tests/schedules/pipeline` gives it the
+lists of seven schedules of torch's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, cast
+
+import msgspec
+
+from remat.graph_capture.errors import ScheduleError
+
+# The actions of a pipeline's ranks, in the text form of `torch.distributed.pipelining`.
+#
+# Torch writes an action as stage, kind and microbatch: ``2F0``; two that run together as
+# ``(0F1;3B2)OVERLAP_F_B``. Kinds are F for forward, B for a whole backward, I for the gradients of
+# a stage's input, and W for those of its weights. What moves data or shards has no place here: a
+# neighbour's result is waited for, and costs its way.
+
+
+_ActionKind = Literal["F", "B", "I", "W"]
+_ONE = re.compile(r"(\d+)([A-Z_]+?)(\d*)")
+_TOGETHER = re.compile(r"\((.*)\)OVERLAP_F_B")
+_OTHERS = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "SEND_F", "RECV_F", "SEND_B", "RECV_B")
+
+
+class PipelineAction(NamedTuple):
+    """One computation of a stage with one microbatch."""
+
+    stage: int
+    kind: _ActionKind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+_Together = tuple[PipelineAction, ...]
+"""Actions that a rank begins at once; mostly one."""
+RankOrder = tuple[_Together, ...]
+"""What one rank runs, in order."""
+
+
+def parse_order(texts: Iterable[Iterable[str | None]]) -> tuple[RankOrder, ...]:
+    """The order of each rank, from torch's text; empty texts are steps without an action.
+
+    Raises
+    ------
+    ScheduleError : a text is no action.
+    """
+    return tuple(
+        tuple(found for text in rank if text for found in (_parsed(text),) if found)
+        for rank in texts
+    )
+
+
+def _parsed(text: str) -> _Together:
+    together = _TOGETHER.fullmatch(text)
+    parts = together[1].split(";") if together else [text]
+    return tuple(action for part in parts if (action := _parsed_one(part)) is not None)
+
+
+def _parsed_one(text: str) -> PipelineAction | None:
+    match = _ONE.fullmatch(text.strip())
+    if match is not None and match[2] in _OTHERS:
+        return None
+    if match is None or match[2] not in ("F", "B", "I", "W") or not match[3]:
+        raise ScheduleError(f"{text!r} is no action of a pipeline: write it like 2F0")
+    return PipelineAction(int(match[1]), cast("_ActionKind", match[2]), int(match[3]))
+
+
+class StageCosts(msgspec.Struct, frozen=True):
+    """What one stage takes for one microbatch.
+
+    Attributes
+    ----------
+    forward_us, input_us, weight_us : of F, I and W; a whole backward takes both of the latter.
+    saved_bytes : from F to I. for_weights_bytes : of those, what is live until W.
+    need_bytes : beside what is saved, while an action runs.
+    """
+
+    forward_us: float
+    input_us: float
+    weight_us: float = 0.0
+    saved_bytes: int = 0
+    for_weights_bytes: int = 0
+    need_bytes: int = 0
+
+    def us(self, kind: _ActionKind) -> float:
+        """Time of one action."""
+        whole = self.input_us + self.weight_us
+        return {"F": self.forward_us, "I": self.input_us, "W": self.weight_us, "B": whole}[kind]
+
+
+class ActionSpan(NamedTuple):
+    """One action of a rank: when it runs, and what its microbatches hold meanwhile and after."""
+
+    action: PipelineAction
+    begin_us: float
+    end_us: float
+    saved_bytes: int
+    need_bytes: int
+    after_bytes: int
+
+
+class RankReplay(msgspec.Struct, frozen=True):
+    """What one rank does.
+
+    Attributes
+    ----------
+    busy_us : time in which it computes. peak_bytes : the most that its microbatches hold at once.
+    most_open : the most forwards of its stages whose backward has not ended. spans : its actions.
+    """
+
+    busy_us: float
+    peak_bytes: int
+    most_open: int
+    spans: tuple[ActionSpan, ...] = ()
+
+
+class PipelineReplay(msgspec.Struct, frozen=True):
+    """Time of all microbatches in µs, and what each rank does."""
+
+    time_us: float
+    ranks: tuple[RankReplay, ...]
+
+    @property
+    def bubble(self) -> float:
+        """Share of the ranks' time in which they wait."""
+        busy_us = sum(rank.busy_us for rank in self.ranks)
+        return 1 - busy_us / (self.time_us * len(self.ranks)) if self.time_us else 0.0
+
+
+def in_order(costs: Sequence[Sequence[StageCosts]]) -> list[StageCosts]:
+    """Costs by rank and virtual stage, as a pipeline numbers its stages.
+
+    The first virtual stage of each rank comes first, then the second, and so on.
+    """
+    return [cost for virtual_stage in zip(*costs, strict=True) for cost in virtual_stage]
+
+
+def replay_pipeline(
+    order: Sequence[RankOrder], costs: Sequence[StageCosts], hop_us: float = 0.0
+) -> PipelineReplay:
+    """Replay what each rank runs.
+
+    Parameters
+    ----------
+    order : of each rank. costs : of each stage. hop_us : from a rank to another.
+
+    Raises
+    ------
+    ScheduleError : an action is done twice, is missing, or is waited for for ever.
+    """
+    ranks = [_Rank(actions) for actions in order]
+    rank_of = {a.stage: i for i, rank in enumerate(ranks) for one in rank.actions for a in one}
+    if sorted(rank_of) != list(range(len(costs))):
+        raise ScheduleError(f"the pipeline has stages {sorted(rank_of)}, and {len(costs)} costs")
+    ways = _Ways(rank_of, len(costs), hop_us)
+    done: dict[PipelineAction, float] = {}
+    while waiting := [rank for rank in ranks if not rank.is_done]:
+        if not sum(rank.run(costs, ways, done) for rank in waiting):
+            stuck = ", ".join(str(rank.actions[rank.at][0]) for rank in waiting)
+            raise ScheduleError(f"these actions of the pipeline wait for ever: {stuck}")
+    _check_complete(done, len(costs))
+    return PipelineReplay(
+        max((rank.clock_us for rank in ranks), default=0.0),
+        tuple(
+            RankReplay(rank.busy_us, rank.peak_bytes, rank.most_open, tuple(rank.spans))
+            for rank in ranks
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class _Ways:
+    """When what an action reads is there."""
+
+    rank_of: dict[int, int]
+    stages: int
+    hop_us: float
+
+    def ready_us(self, action: PipelineAction, done: dict[PipelineAction, float]) -> float | None:
+        """None while something is missing."""
+        latest = 0.0
+        for one_of in self._needs(action):
+            found = [done[a] + self._way_us(a, action) for a in one_of if a in done]
+            if not found:
+                return None
+            latest = max(latest, *found)
+        return latest
+
+    def _needs(self, action: PipelineAction) -> list[tuple[PipelineAction, ...]]:
+        """Each entry names actions of which one is needed."""
+        stage, kind, microbatch = action
+        if kind == "F":
+            return [(PipelineAction(stage - 1, "F", microbatch),)] if stage else []
+        if kind == "W":
+            return [(PipelineAction(stage, "I", microbatch),)]
+        needs: list[tuple[PipelineAction, ...]] = [(PipelineAction(stage, "F", microbatch),)]
+        if stage < self.stages - 1:
+            behind = (PipelineAction(stage + 1, k, microbatch) for k in ("B", "I"))
+            needs.append(tuple(behind))
+        return needs
+
+    def _way_us(self, source: PipelineAction, action: PipelineAction) -> float:
+        is_here = self.rank_of[source.stage] == self.rank_of[action.stage]
+        return 0.0 if is_here else self.hop_us
+
+
+@dataclass
+class _Rank:
+    """How far one rank is, and what is live on it."""
+
+    actions: RankOrder
+    at: int = 0
+    clock_us: float = 0.0
+    busy_us: float = 0.0
+    live_bytes: int = 0
+    peak_bytes: int = 0
+    most_open: int = 0
+    open: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
+    spans: list[ActionSpan] = field(default_factory=list[ActionSpan])
+
+    @property
+    def is_done(self) -> bool:
+        return self.at == len(self.actions)
+
+    def run(
+        self, costs: Sequence[StageCosts], ways: _Ways, done: dict[PipelineAction, float]
+    ) -> int:
+        """Run on until something is missing; how many steps that were."""
+        began = self.at
+        while not self.is_done:
+            together = self.actions[self.at]
+            ready = [ways.ready_us(action, done) for action in together]
+            if any(one is None for one in ready):
+                break
+            self.clock_us = max(self.clock_us, *(one for one in ready if one is not None))
+            for action in together:
+                self._do(action, costs[action.stage], done)
+            self._end(together, costs)
+            self.at += 1
+        return self.at - began
+
+    def _do(
+        self, action: PipelineAction, cost: StageCosts, done: dict[PipelineAction, float]
+    ) -> None:
+        if action in done:
+            raise ScheduleError(f"action {action} of the pipeline runs twice")
+        spent_us, began_us = cost.us(action.kind), self.clock_us
+        self.clock_us += spent_us
+        self.busy_us += spent_us
+        done[action] = self.clock_us
+        if action.kind == "F":
+            self.live_bytes += cost.saved_bytes
+            self.open.add((action.stage, action.microbatch))
+        self.most_open = max(self.most_open, len(self.open))
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + cost.need_bytes)
+        self.spans.append(
+            ActionSpan(
+                action, began_us, self.clock_us, self.live_bytes, cost.need_bytes, self.live_bytes
+            )
+        )
+
+    def _end(self, together: _Together, costs: Sequence[StageCosts]) -> None:
+        """Free what the actions that ended held."""
+        for stage, kind, microbatch in together:
+            cost = costs[stage]
+            if kind in ("B", "I"):
+                self.live_bytes -= cost.saved_bytes
+                self.live_bytes += cost.for_weights_bytes * (kind == "I")
+                self.open.discard((stage, microbatch))
+            if kind == "W":
+                self.live_bytes -= cost.for_weights_bytes
+        self.spans[-1] = self.spans[-1]._replace(after_bytes=self.live_bytes)
+
+
+def _check_complete(done: dict[PipelineAction, float], stages: int) -> None:
+    """Each microbatch went forward and backward once on each stage."""
+    microbatches = 1 + max((action.microbatch for action in done), default=-1)
+    for stage in range(stages):
+        for i in range(microbatches):
+            kinds = "".join(k for k in ("F", "B", "I", "W") if PipelineAction(stage, k, i) in done)
+            if kinds not in ("FB", "FIW"):
+                raise ScheduleError(
+                    f"microbatch {i} of the pipeline has actions {kinds or 'none'} on stage "
+                    f"{stage}: it goes forward once, and backward once"
+                )
+
+
+# What holds the bytes of a stage, by the names that plans for clusters keep.
+
+
+STATES, PARAMETERS, GRADIENTS = "optimizer states and masters", "parameters", "gradients"
+BORDERS = "borders"
+SAVED_ACTIVATIONS = "saved activations"
+FOR_WEIGHTS = "for gradients of weights"
+"""What waits for them, where a schedule makes them apart."""
+RUNNING = "while a block runs"
+STANDING = STATES, PARAMETERS, GRADIENTS, BORDERS
+"""Live throughout the step."""
+_HOLDERS = *STANDING, SAVED_ACTIVATIONS, FOR_WEIGHTS, RUNNING
+
+
+def holders_in(stages: Iterable[Mapping[str, int]]) -> list[str]:
+    """Those to show: what waits for gradients of weights only if a stage has it."""
+    has_waiting = any(FOR_WEIGHTS in held for held in stages)
+    return [name for name in _HOLDERS if name != FOR_WEIGHTS or has_waiting]

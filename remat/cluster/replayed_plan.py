@@ -1,0 +1,217 @@
+"""Plans as the judge of pipelines finds them: their stages replayed in torch's own order."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from remat.cluster.capture.chain_shape import CHAIN_POSITIONS
+from remat.cluster.communication_time import hop_us
+from remat.cluster.parts import WeightsLater
+from remat.cluster.pipeline_replay import (
+    RUNNING,
+    STANDING,
+    PipelineAction,
+    PipelineReplay,
+    RankOrder,
+    StageCosts,
+    in_order,
+    parse_order,
+    replay_pipeline,
+)
+from remat.cluster.plan_file import MAKE_AGAIN, ClusterFile
+from remat.cluster.planner import ClusterPlan, ClusterSearch
+from remat.cluster.stages import StagePlan
+from remat.graph_capture.errors import PlanError, ScheduleError
+
+# The actions that torch's own pipeline schedules run on each rank, for the judge of pipelines.
+#
+# Torch makes them in the constructors of its schedules, out of a few facts of a stage. They are
+# asked with a stage that has those facts and no module, so no rank is needed.
+
+
+ONE_STAGE = ("GPipe", "1F1B")
+"""Schedules with one stage a rank; the others have several."""
+
+
+def torch_order(
+    name: str, ranks: int, microbatches: int, virtual_stages: int = 1
+) -> tuple[RankOrder, ...]:
+    """What each rank runs.
+
+    Parameters
+    ----------
+    name : as `get_schedule_class` of torch knows it, such as ``1F1B`` or ``Interleaved1F1B``.
+    virtual_stages : of a rank.
+
+    Raises
+    ------
+    ScheduleError : torch has no such schedule, or it does not take these numbers.
+    """
+    try:
+        kind: Any = torch_schedules.get_schedule_class(name)
+        made = (
+            kind(_stage(0, 0, ranks, ranks), microbatches)
+            if name in ONE_STAGE
+            else kind(
+                [_stage(0, i, ranks, ranks * virtual_stages) for i in range(virtual_stages)],
+                microbatches,
+            )
+        )
+    except (ValueError, AssertionError) as error:
+        raise ScheduleError(
+            f"torch's schedule {name} does not take {microbatches} microbatches on {ranks} ranks "
+            f"with {virtual_stages} stages each: {error}"
+        ) from error
+    order = made.pipeline_order
+    read = parse_order(
+        [None if action is None else str(action) for action in order[rank]]
+        for rank in sorted(order)
+    )
+    return tuple(map(_from_0, read)) if name == "1F1B" else read
+
+
+def _from_0(rank: RankOrder) -> RankOrder:
+    """With forwards numbered from 0 on.
+
+    Torch's list of 1F1B begins with microbatch 1 on the last rank, which has no forward before the
+    first pair. What torch runs there begins with 0.
+    """
+    forwards = [a.microbatch for together in rank for a in together if a.kind == "F"]
+    shift = min(forwards, default=0)
+    return tuple(
+        tuple(a._replace(microbatch=a.microbatch - shift * (a.kind == "F")) for a in together)
+        for together in rank
+    )
+
+
+def _stage(rank: int, index: int, ranks: int, stages: int) -> Any:
+    """What the constructors read of a stage."""
+    return SimpleNamespace(
+        num_stages=stages, group_size=ranks, group_rank=rank, stage_index=index, submod=None,
+        stage_index_to_group_rank={}, is_first=index == 0, is_last=index == stages - 1,
+        has_backward=True, device="cpu",
+    )  # fmt: skip
+
+
+class ReplayedPlan(msgspec.Struct, frozen=True):
+    """A plan with its stages, replayed.
+
+    Attributes
+    ----------
+    schedule : torch's name of it; empty without a pipeline. time_us : of the step, as replayed.
+    formula_us : of the step, by which the search ranked it. bubble : share of time that ranks wait.
+    costs : of each stage, by virtual stage.
+    """
+
+    plan: ClusterPlan
+    stages: tuple[StagePlan, ...]
+    schedule: str
+    time_us: float
+    formula_us: float
+    mfu: float
+    bubble: float
+    peak_bytes: tuple[int, ...]
+    costs: tuple[tuple[StageCosts, ...], ...]
+
+
+def replayed_plan(search: ClusterSearch, plan: ClusterPlan) -> ReplayedPlan:
+    """The plan, its pipeline replayed for time and bytes."""
+    stages = tuple(search.stages(plan))
+    degrees = plan.mesh.degrees
+    costs = _costs_of(search, plan, stages)
+    if degrees.pp == 1:
+        peaks = tuple(stage.peak_bytes for stage in stages)
+        return ReplayedPlan(
+            plan, stages, "", plan.time_us, plan.time_us, search.mfu(plan.time_us), 0.0, peaks,
+            costs,
+        )  # fmt: skip
+    order = torch_order(degrees.schedule, degrees.pp, degrees.microbatches, degrees.virtual_stages)
+    replay = replay_pipeline(order, in_order(costs), hop_us(search.job, search.cluster, degrees))
+    time_us = replay.time_us + plan.time_us - plan.pipeline_us
+    peaks = tuple(
+        rank.peak_bytes + _states_bytes(stage)
+        for rank, stage in zip(replay.ranks, stages, strict=True)
+    )
+    return ReplayedPlan(
+        plan, stages, degrees.schedule, time_us, plan.time_us, search.mfu(time_us), replay.bubble,
+        peaks, costs,
+    )  # fmt: skip
+
+
+def _costs_of(
+    search: ClusterSearch, plan: ClusterPlan, stages: tuple[StagePlan, ...]
+) -> tuple[tuple[StageCosts, ...], ...]:
+    virtual_stages = range(plan.mesh.degrees.virtual_stages)
+    return tuple(
+        tuple(_costs(search, plan, stage, virtual_stage) for virtual_stage in virtual_stages)
+        for stage in stages
+    )
+
+
+def _costs(
+    search: ClusterSearch, plan: ClusterPlan, stage: StagePlan, virtual_stage: int
+) -> StageCosts:
+    """Of one virtual stage: its share of the rank's blocks, and its end of the model."""
+    d = plan.mesh.degrees
+    first, block, last = (
+        search.parts.part(place, d.tp, d.cp, d.microbatch) for place in CHAIN_POSITIONS
+    )
+    blocks = stage.blocks / d.virtual_stages
+    forward, backward, saved = blocks * block.forward_us, blocks * block.backward_us, 0
+    ends = (
+        (first, stage.first, virtual_stage == 0),
+        (last, stage.last, virtual_stage == d.virtual_stages - 1),
+    )
+    extra_us = stage.extra_us
+    for part, option, is_here in ends:
+        if option is None:
+            continue
+        again_us = part.options[option].extra_us
+        extra_us -= again_us
+        if is_here:
+            forward += part.forward_us
+            backward += part.backward_us + again_us
+            saved += part.options[option].saved_bytes
+    need = stage.held_bytes[RUNNING]
+    later = block.later if d.is_split else WeightsLater()
+    return StageCosts(
+        forward, backward + extra_us / d.virtual_stages - blocks * later.weight_us,
+        weight_us=blocks * later.weight_us,
+        saved_bytes=int(stage.saved_bytes / d.virtual_stages) + saved,
+        for_weights_bytes=int(blocks * later.held_bytes), need_bytes=need + later.held_bytes,
+    )  # fmt: skip
+
+
+def _states_bytes(stage: StagePlan) -> int:
+    """What is live beside the microbatches."""
+    return sum(stage.held_bytes[name] for name in STANDING)
+
+
+def replay_of(plan: ClusterFile, name: str = "the plan") -> PipelineReplay:
+    """The microbatches of a kept plan, replayed; without a pipeline they go one after another.
+
+    Raises
+    ------
+    PlanError : the plan does not say what its stages take, as those of before.
+    """
+    if not all(stage.costs for stage in plan.stages):
+        raise PlanError(
+            f"{name} does not say what its stages take, so no step can be drawn. {MAKE_AGAIN}"
+        )
+    costs = in_order([stage.costs for stage in plan.stages])
+    return replay_pipeline(_order_of(plan), costs, plan.hop_us)
+
+
+def _order_of(plan: ClusterFile) -> tuple[RankOrder, ...]:
+    mesh = plan.parallelism
+    if not mesh.pipeline_parallel_schedule:
+        pairs = ((PipelineAction(0, k, i),) for i in range(plan.microbatches) for k in ("F", "B"))
+        return (tuple(pairs),)
+    return torch_order(
+        mesh.pipeline_parallel_schedule, mesh.pipeline_parallel_degree, plan.microbatches,
+        plan.virtual_stages,
+    )  # fmt: skip

@@ -1,0 +1,272 @@
+"""Plans for the subgraphs of a model under DDP: made with the first, then taken one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import fx
+from torch._dynamo.backends.distributed import SubmodCompiler
+from torch._inductor.compile_fx import compile_fx
+
+from remat.budgets import auto_bytes
+from remat.compile.compile_options import CompileOptions
+from remat.compile.graph_context import CompiledPlan, remember
+from remat.compile.plan_search import Candidate
+from remat.compile.rank_consensus import AgreedPlan, plan_key, require_within
+from remat.compile.shared_budget import Frame, SharedBudget
+from remat.compile.specialize import specialized, with_notes
+from remat.compile.subgraph_choice import SubgraphOption, SubgraphSearch, option_of, peak_of
+from remat.compile.subgraphs import Whole, whole_of
+from remat.formats import budget_text, bytes_text
+from remat.graph_capture.errors import BudgetError
+from remat.ranks.one_plan import one_plan
+from remat.rewriter.inductor.partition import FusedStep, Pair, Partitioner, planned
+from remat.rewriter.inductor.replay import ReplayedMemory
+from remat.solver.search import Clock
+
+_known: weakref.WeakKeyDictionary[fx.GraphModule, PlannedSubgraphs] = weakref.WeakKeyDictionary()
+
+
+def planned_subgraphs(
+    compiler: SubmodCompiler, asked: CompileOptions, shared: SharedBudget, frame: Frame
+) -> PlannedSubgraphs:
+    """The plans for all subgraphs that `compiler` hands out; made when the first one comes.
+
+    Raises
+    ------
+    BudgetError : no choice of plans fits.
+    """
+    found = _known.get(compiler.module)
+    if found is None:
+        found = PlannedSubgraphs(whole_of(compiler, _traced_step), asked, shared, frame)
+        _known[compiler.module] = found
+    return found
+
+
+class PlannedSubgraphs:
+    """A plan for each subgraph.
+
+    Attributes
+    ----------
+    at : how many subgraphs have been compiled.
+    """
+
+    def __init__(
+        self, whole: Whole, asked: CompileOptions, shared: SharedBudget, frame: Frame
+    ) -> None:
+        clock = Clock()
+        self.at = 0
+        self._whole, self._calls, self._frame = whole, asked.calls, frame
+        self._search = SubgraphSearch(whole, asked)
+        self._held_bytes = shared.held_bytes(frame, whole.static_bytes, whole.dynamic_bytes)
+        self._stock_bytes = self._held_bytes + self._search.stock_peak_bytes
+        steps = [subgraph.step for subgraph in whole.subgraphs if subgraph.step is not None]
+        gradient_bytes = sum(step.gradient_bytes for step in steps)
+        self._as_one = _AsOne(
+            whole.static_bytes, whole.dynamic_bytes, gradient_bytes, asked.calls - 1
+        )
+        chosen = self._agreed(asked, shared)
+        self._chosen_options = list(chosen)
+        self._seconds = clock.elapsed_s
+        shared.note(
+            frame, self._as_one, self._replay(chosen), self._replay(self._search.stock),
+            self._budget_bytes, is_bound=asked.parsed.kind != "min",
+        )  # fmt: skip
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the subgraph that is compiled now is the first."""
+        return self.at == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it is the last."""
+        return self.at == len(self._whole.subgraphs) - 1
+
+    def plan(self, step: FusedStep) -> Pair:
+        """The two graphs of the subgraph that is compiled now, by the plan that was chosen for it.
+
+        Raises
+        ------
+        BudgetError : its code takes more than the code that it was chosen by.
+        """
+        option, subgraph = self._chosen_options[self.at], self._whole.subgraphs[self.at]
+        schedule = option.candidate.schedule if option.candidate else None
+        step.calls = 1
+        step.holds_outputs = subgraph.step is None or subgraph.step.holds_outputs
+        pair = step.emit(schedule) if schedule else step.stock()
+        replay = step.replay(pair)
+        self._chosen_options[self.at] = option_of(subgraph, Candidate(pair, replay, schedule))
+        peak_bytes = self._held_bytes + peak_of(self._chosen_options, self._calls - 1)
+        if peak_bytes > self._budget_bytes:
+            raise BudgetError(self._too_small(peak_bytes))
+        self._remember(option, replay, peak_bytes)
+        return pair
+
+    def _agreed(self, asked: CompileOptions, shared: SharedBudget) -> tuple[SubgraphOption, ...]:
+        """What was chosen here, or on the rank that plans for all."""
+        with one_plan(
+            plan_key(asked, [subgraph.step for subgraph in self._whole.subgraphs])
+        ) as one:
+            if one.is_made_here:
+                self._budget_bytes, chosen = self._chosen(asked, shared)
+                candidates = [option.candidate for option in chosen]
+                one.post(AgreedPlan.of(self._budget_bytes, candidates))
+                return chosen
+            choice = one.theirs(AgreedPlan)
+            self._budget_bytes = choice.budget_bytes
+            chosen = self._search.followed(
+                map(choice.of_subgraph, range(len(self._whole.subgraphs)))
+            )
+            peak_bytes = self._held_bytes + peak_of(chosen, asked.calls - 1)
+            require_within(
+                one, asked, shared.device, choice.budget_bytes, peak_bytes, self._held_bytes
+            )
+            return chosen
+
+    def _chosen(
+        self, asked: CompileOptions, shared: SharedBudget
+    ) -> tuple[int, tuple[SubgraphOption, ...]]:
+        """The budget in bytes, and what was chosen under it."""
+        budget = asked.parsed
+        if budget.kind == "min":
+            least = self._search.least()
+            return self._held_bytes + peak_of(least, asked.calls - 1), least
+        budget_bytes = budget.size_bytes
+        if budget.kind == "share":
+            stock = self._replay(self._search.stock)
+            base_bytes = shared.base_bytes(self._frame, self._as_one, stock, self._held_bytes)
+            budget_bytes = int(budget.share * base_bytes)
+        elif budget.kind == "auto":
+            budget_bytes = auto_bytes(shared.device) + self._held_bytes
+        found = self._search.within(budget_bytes - self._held_bytes)
+        return budget_bytes, found or self._lowest_within(budget_bytes, asked)
+
+    def _lowest_within(
+        self, budget_bytes: int, asked: CompileOptions
+    ) -> tuple[SubgraphOption, ...]:
+        """The choice of the lowest peak, looked for anew.
+
+        Raises
+        ------
+        BudgetError : it does not fit either.
+        """
+        self._search = SubgraphSearch(self._whole, asked)
+        least = self._search.least()
+        least_bytes = self._held_bytes + peak_of(least, asked.calls - 1)
+        if least_bytes > budget_bytes:
+            self._budget_bytes = budget_bytes
+            raise BudgetError(self._too_small(least_bytes))
+        return least
+
+    def _too_small(self, least_bytes: int) -> str:
+        return (
+            f"budget {bytes_text(self._budget_bytes)} is below {bytes_text(least_bytes)}, the "
+            f"lowest peak of {self._search.tried} compiled plans for the "
+            f"{len(self._whole.subgraphs)} subgraphs into which DDP's buckets cut the model; "
+            f"{bytes_text(self._held_bytes)} of it are parameters, buffers, inputs and what "
+            "earlier graphs hold, and the gradients of later subgraphs count while an earlier one "
+            f'runs. Give options={{"budget": "{budget_text(least_bytes)}"}}, a smaller batch, '
+            '"budget": "min", a larger "replays" to look further, or torch._dynamo.config.'
+            f"optimize_ddp = False, by which nothing is cut{_held_once(self._whole)}"
+        )
+
+    def _replay(self, chosen: Sequence[SubgraphOption]) -> ReplayedMemory:
+        """What the whole takes, in the words of a graph that is not cut."""
+        peak_bytes = peak_of(chosen, self._calls - 1)
+        return ReplayedMemory(peak_bytes, peak_bytes, sum(option.left_bytes for option in chosen))
+
+    def _remember(self, option: SubgraphOption, replay: ReplayedMemory, peak_bytes: int) -> None:
+        found = option.candidate
+        self._seconds, seconds = 0.0, self._seconds
+        remember(
+            CompiledPlan(
+                frame=f"{self._frame[0]}/{self._frame[1]} subgraph {self.at + 1} of "
+                f"{len(self._whole.subgraphs)}",
+                budget_bytes=self._budget_bytes,
+                peak_bytes=peak_bytes,
+                baseline_peak_bytes=self._stock_bytes,
+                held_bytes=self._held_bytes,
+                saved_bytes=replay.saved_bytes,
+                overhead=found.overhead if found else 0.0,
+                gap=found.gap if found else 0.0,
+                recomputed=found.recomputed if found else 0,
+                replays=self._search.replays_of(self.at),
+                seconds=seconds,
+                schedule=found.schedule if found else None,
+            ),
+            verbose=self._search.asked.verbose,
+        )
+
+
+def _held_once(whole: Whole) -> str:
+    """The advice to hold gradients once, where it would help."""
+    if not whole.holds_twice:
+        return ""
+    return (
+        "; with DistributedDataParallel(..., gradient_as_bucket_view=True) gradients go as they "
+        "come, into its buckets, which the budget does not count"
+    )
+
+
+@dataclass(frozen=True)
+class _AsOne:
+    """The bytes of all subgraphs, in the words of a graph that is not cut."""
+
+    static_bytes: int
+    dynamic_bytes: int
+    gradient_bytes: int
+    other_calls: int
+    modules: int = 1
+
+    def alone(self, found: ReplayedMemory) -> ReplayedMemory:
+        """`found` without what other calls have left."""
+        left_bytes = self.other_calls * (found.saved_bytes + self.dynamic_bytes)
+        return dataclasses.replace(
+            found,
+            forward_peak_bytes=found.forward_peak_bytes - left_bytes,
+            backward_peak_bytes=found.backward_peak_bytes - left_bytes,
+        )
+
+
+class _Traced(Exception):  # noqa: N818
+    """Raised to leave Inductor where its code would be made."""
+
+    def __init__(self, step: FusedStep | None) -> None:
+        super().__init__()
+        self.step = step
+
+
+def _traced_step(gm: fx.GraphModule, inputs: Sequence[Any]) -> FusedStep | None:
+    """The step that Inductor would plan of a graph; nothing is compiled, and `gm` stays as it is.
+
+    None for a graph without gradients.
+    """
+    graph, n_visible = _copied(gm)
+    partitioner = Partitioner(_stop, n_visible)
+    try:
+        with planned(partitioner) as patches:
+            fixed = specialized(graph, inputs)
+            compile_fx(graph, fixed, lambda *_args, **_kwargs: _stop(None), config_patches=patches)
+    except _Traced as traced:
+        return traced.step
+    raise AssertionError("Inductor has made code without asking for a compiler")
+
+
+def _stop(step: FusedStep | None) -> Any:
+    raise _Traced(step)
+
+
+def _copied(gm: fx.GraphModule) -> tuple[fx.GraphModule, int]:
+    """A copy of a subgraph that returns a tuple, as dynamo's do, and the number of results."""
+    graph = with_notes(gm)
+    end = graph.graph.output_node()
+    if not isinstance(end.args[0], (tuple, list)):
+        end.args = ((end.args[0],),)
+        graph.recompile()
+    return graph, len(pytree.tree_leaves(end.args[0]))

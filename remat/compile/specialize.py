@@ -1,0 +1,241 @@
+"""What a graph of dynamo's is planned for: one shape, and one device.
+
+Where a size has changed from one call to the next, or the user marks it, dynamo makes it a symbol,
+so that one graph serves all sizes. But a plan is for one shape. So each size that comes is given a
+copy of the graph with numbers in it (`numbered`).
+
+Subgraphs that DDP cuts are planned together before any of them runs. They are fixed to the shape at
+hand while dynamo compiles (`specialized`). Asking a symbol for its value notes a guard: dynamo
+then compiles again for each other shape.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+from torch._dynamo import config as dynamo_config
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
+
+from remat.graph_capture.devices.known_devices import CPU, is_cuda
+from remat.graph_capture.devices.local_devices import meter_of
+from remat.graph_capture.devices.placement import device_holding
+from remat.graph_capture.errors import CaptureError, DeviceError
+from remat.graph_capture.joint.nodes import copy_of, storage_key
+from remat.rewriter.inductor.fused_nodes import data_dependent_message
+from remat.rewriter.inductor.kernel_costs import for_real
+
+_EXAMPLE = "example_value"
+"""Key of a node's `meta` under which dynamo keeps what it traced the node with."""
+_SIZED = (Tensor, torch.SymInt)
+
+
+def has_symbols(gm: fx.GraphModule) -> bool:
+    """Whether a size of an input, or an input itself, is a symbol."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return any(_is_symbolic(node.meta.get(_EXAMPLE)) for node in placeholders)
+
+
+def symbols_of(gm: fx.GraphModule) -> dict[int, str]:
+    """What is a symbol, by the number of the input that has its value.
+
+    It is a size of another input, such as ``dimension 1 of tokens``, or a number of Python's.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    named: dict[str, str] = {}
+    for node in placeholders:
+        value = node.meta.get(_EXAMPLE)
+        for dim, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
+            named.setdefault(str(size), f"dimension {dim} of {_name_of_input(node)}")
+    values = [node.meta.get(_EXAMPLE) for node in placeholders]
+    return {
+        i: named.get(str(value), f"the number {_name_of_input(placeholders[i])}")
+        for i, value in enumerate(values)
+        if isinstance(value, torch.SymInt) or _items_of(placeholders[i])
+    }
+
+
+def _items_of(node: fx.Node) -> list[fx.Node]:
+    """Where a float of Python's is read, which dynamo passes as a tensor of no dimension.
+
+    Dynamo knows its value. The sizes and floats that forward takes out of tensors have none.
+    """
+    return [
+        user
+        for user in node.users
+        if (user.op, user.target) == ("call_method", "item")
+        and isinstance(value := user.meta.get(_EXAMPLE), torch.SymFloat)
+        and value.node.has_hint()
+    ]
+
+
+def refuse_data_dependent(gm: fx.GraphModule) -> None:
+    """Raise `CaptureError` if a size in the graph depends on data."""
+    given: set[Any] = set()
+    for node in gm.graph.nodes:
+        for value in pytree.tree_leaves(node.meta.get(_EXAMPLE)):
+            found = free_unbacked_symbols(value) if isinstance(value, _SIZED) else set[Any]()
+            if node.op == "placeholder":
+                given |= found
+            elif found - given:
+                sizes = list(value.shape) if isinstance(value, Tensor) else [value]
+                raise CaptureError(data_dependent_message(node.name, sizes))
+
+
+def _name_of_input(node: fx.Node) -> str:
+    """As the user's function names it; dynamo calls ``x`` of its caller ``L_x_``."""
+    return str(node.target).removeprefix("L_").strip("_")
+
+
+def numbered(
+    gm: fx.GraphModule, numbers: Mapping[int, float], given: Sequence[Any]
+) -> tuple[fx.GraphModule, list[Any]]:
+    """A copy of a graph of dynamo's for one shape, and fake inputs of that shape.
+
+    Parameters
+    ----------
+    numbers : values of the inputs that are symbols or floats, by number. The copy takes the others.
+    given : all inputs, as they come.
+    """
+    made = with_notes(gm)
+    placeholders = made.graph.find_nodes(op="placeholder")
+    for i, number in numbers.items():
+        node = placeholders[i]
+        for read in _items_of(node):
+            _read_number(read, number)
+            made.graph.erase_node(read)
+        _read_number(node, number)
+        made.graph.erase_node(node)
+    for node in made.graph.nodes:
+        # Symbols in there belong to dynamo's trace, whose guards are closed.
+        node.meta.pop(_EXAMPLE, None)
+    made.recompile()
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    others = [value for i, value in enumerate(given) if i not in numbers]
+    return made, [_fake(mode, value) for value in others]
+
+
+def _fake(mode: FakeTensorMode, value: Any) -> Any:
+    return mode.from_tensor(value, static_shapes=True) if isinstance(value, Tensor) else value
+
+
+def with_notes(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph of dynamo's.
+
+    Dynamo's notes on graph and inputs go with it: by them, Inductor knows parameters.
+    """
+    made = copy_of(gm)
+    made.meta = dict(gm.meta)
+    sources: Any = getattr(gm, "_param_name_to_source", None)
+    made._param_name_to_source = sources
+    olds, news = (m.graph.find_nodes(op="placeholder") for m in (gm, made))
+    for old, new in zip(olds, news, strict=True):
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
+    return made
+
+
+def specialized(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
+    """Inputs with numbers in place of symbols; the graph reads these, in place.
+
+    Raises
+    ------
+    CaptureError : the user has asked for symbols, or a size depends on data.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    traced = [node.meta.get(_EXAMPLE) for node in placeholders]
+    if not any(map(_is_symbolic, traced)):
+        return list(example_inputs)
+    _refuse_asked_for(placeholders, traced)
+    for node, value in zip(placeholders, traced, strict=True):
+        if isinstance(value, torch.SymInt):
+            _read_number(node, int(value))
+    gm.recompile()
+    bases: dict[int, Tensor] = {}
+    pairs = zip(example_inputs, traced, strict=True)
+    return [_fixed(value, bases) if _is_fake(value) else given for given, value in pairs]
+
+
+def _is_fake(value: Any) -> bool:
+    return isinstance(value, FakeTensor) and _is_symbolic(value)
+
+
+def _is_symbolic(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return any(isinstance(n, torch.SymInt) for n in _geometry(value))
+    return isinstance(value, torch.SymInt)
+
+
+def _geometry(tensor: Tensor) -> list[Any]:
+    return [*tensor.shape, *tensor.stride(), tensor.storage_offset()]
+
+
+def _refuse_asked_for(placeholders: Sequence[fx.Node], traced: Sequence[Any]) -> None:
+    """Raise where the user asked for symbols, which may then not be fixed, or one has no value."""
+    numbers = [n for t in traced if isinstance(t, Tensor) for n in _geometry(t)]
+    symbols = [n for n in [*numbers, *traced] if isinstance(n, torch.SymInt)]
+    given = [getattr(node.meta.get("grapharg"), "example", None) for node in placeholders]
+    is_marked = any(getattr(value, "_dynamo_dynamic_indices", ()) for value in given)
+    is_known = all(n.node.has_hint() for n in symbols)
+    if dynamo_config.assume_static_by_default and is_known and not is_marked:
+        return
+    shapes = [list(t.shape) for t in traced if _is_fake(t)]
+    raise CaptureError(
+        f"a size of the inputs is asked to be symbolic, {(shapes or [symbols])[0]}, and DDP cuts "
+        "the model into subgraphs, which are planned together for one shape: set "
+        "torch._dynamo.config.optimize_ddp = False, which leaves the model whole, or leave out "
+        "dynamic=True and torch._dynamo.mark_dynamic: then each shape that comes is planned for"
+    )
+
+
+def _read_number(node: fx.Node, value: float) -> None:
+    """Put `value` where `node` is read."""
+    for user in list(node.users):
+        user.args = fx.map_arg(user.args, lambda n: value if n is node else n)
+        user.kwargs = fx.map_arg(user.kwargs, lambda n: value if n is node else n)
+
+
+def _fixed(fake: FakeTensor, bases: dict[int, Tensor]) -> Tensor:
+    """`fake` with plain numbers; taking them from symbols notes the guards."""
+    shape, stride = [int(n) for n in fake.shape], [int(n) for n in fake.stride()]
+    offset, key = int(fake.storage_offset()), storage_key(fake)
+    with fake.fake_mode, torch.no_grad():
+        if key not in bases:
+            size_bytes = int(fake.untyped_storage().nbytes())
+            bases[key] = torch.empty(size_bytes, dtype=torch.uint8, device=fake.device)
+        made = torch.empty(0, dtype=fake.dtype, device=fake.device)
+        made.set_(bases[key].untyped_storage(), offset, shape, stride)  # pyright: ignore
+    return made.requires_grad_(fake.requires_grad)
+
+
+def device_of_inputs(inputs: Iterable[Any]) -> str:
+    """``cpu``, or the one CUDA device that holds inputs of a graph, such as ``cuda:0``.
+
+    Raises
+    ------
+    DeviceError : the inputs are on several CUDA devices, or on a device of another kind.
+    """
+    tensors = [given for given in inputs if isinstance(given, Tensor)]
+    device = device_holding(tensors)
+    others = sorted({str(tensor.device) for tensor in tensors} - {CPU, device})
+    if others:
+        on_cuda = [device] if is_cuda(device) else []
+        raise DeviceError(
+            'backend "remat" plans a graph for a CPU or for one CUDA device, and this one has '
+            f"inputs on {', '.join((*on_cuda, *others))}: compile what runs on each device by "
+            "itself, or compile without a budget"
+        )
+    return device
+
+
+@functools.cache
+def libraries_bytes(device: str) -> int:
+    """Bytes that libraries such as cuBLAS keep on a device from their first call on."""
+    meter = meter_of(device)
+    with for_real(meter):
+        return meter.library_bytes()

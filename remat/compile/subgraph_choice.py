@@ -1,0 +1,328 @@
+"""One budget for all subgraphs of a step: which plan each takes.
+
+Subgraphs run forward one after the other, and backward in reverse. So while one runs, what those
+before it have saved is live. `fastest` chooses among the known plans of each subgraph, by a table
+over what the subgraphs so far leave, with the highest peak so far and the time. It is exact for
+these plans.
+
+Plans are made for shares: in each round, every subgraph may save a share of what it saves as torch
+compiles it, and gets the room that the shares of the others leave. A larger share is faster, and
+may not fit, so the share is halved and doubled between. Then `fastest` mixes the rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from remat.compile.compile_options import CompileOptions
+from remat.compile.plan_search import CHEAP, Candidate, PlanSearch
+from remat.compile.subgraphs import Subgraph, Whole
+from remat.compile.target_search import fastest_within
+from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.joint.build import TANGENTS
+from remat.schedules.schedule import Schedule
+
+_TRIES = 3
+"""Most targets of one subgraph and share: the code of the first may take some per cent more."""
+_SHARES = (0.0, 1.0, 0.5, 0.75, 0.25)
+"""In this order, as long as it helps: what fits at all comes first."""
+_LOWER = 0.99
+"""A lower room is tried as long as each is lower than the last by more than this factor."""
+_BETWEEN = 2
+"""Index of the first share that is no end."""
+_MOST_STATES = 400
+"""States of the table that are kept a subgraph, of those that leave least for their time."""
+
+
+@dataclass(frozen=True)
+class SubgraphOption:
+    """A plan of one subgraph, in bytes beside the inputs of the model.
+
+    Attributes
+    ----------
+    candidate : None for a subgraph without gradients. peak_bytes : while it runs, forward or
+        backward, with the gradients beside it. left_bytes : what it leaves from its forward to
+        its backward.
+    """
+
+    candidate: Candidate | None
+    peak_bytes: int
+    left_bytes: int
+    extra_us: float = 0.0
+
+
+@dataclass(frozen=True)
+class _State:
+    """Plans of the subgraphs so far."""
+
+    left_bytes: int
+    peak_bytes: int
+    extra_us: float
+    options: tuple[SubgraphOption, ...]
+
+
+def fastest(
+    options: Sequence[Sequence[SubgraphOption]], room_bytes: int, other_calls: int = 0
+) -> tuple[SubgraphOption, ...] | None:
+    """An option for each subgraph, so that all fit and take the least time; None if none do.
+
+    Parameters
+    ----------
+    other_calls : how many further forwards leave as much before the first backward.
+    """
+    states = [_State(0, 0, 0.0, ())]
+    for of_subgraph in options:
+        states = _pruned(
+            state
+            for before in states
+            for option in of_subgraph
+            for state in (_with(before, option),)
+            if state.peak_bytes + other_calls * state.left_bytes <= room_bytes
+        )
+    return min(states, key=lambda state: state.extra_us).options if states else None
+
+
+def peak_of(chosen: Sequence[SubgraphOption], other_calls: int = 0) -> int:
+    """The peak of a step with these options, beside the inputs."""
+    state = _State(0, 0, 0.0, ())
+    for option in chosen:
+        state = _with(state, option)
+    return state.peak_bytes + other_calls * state.left_bytes
+
+
+def least_room(options: Sequence[Sequence[SubgraphOption]], other_calls: int = 0) -> int:
+    """The least room into which the options fit."""
+    low, high = 0, peak_of([of_subgraph[0] for of_subgraph in options], other_calls)
+    while low < high:
+        middle = (low + high) // 2
+        if fastest(options, middle, other_calls) is None:
+            low = middle + 1
+        else:
+            high = middle
+    return high
+
+
+def _with(before: _State, option: SubgraphOption) -> _State:
+    return _State(
+        before.left_bytes + option.left_bytes,
+        max(before.peak_bytes, before.left_bytes + option.peak_bytes),
+        before.extra_us + option.extra_us,
+        (*before.options, option),
+    )
+
+
+def _pruned(states: Iterable[_State]) -> list[_State]:
+    """Those states that no other beats in all of what is left, peak and time."""
+    kept: list[_State] = []
+    for state in sorted(states, key=lambda s: (s.extra_us, s.left_bytes, s.peak_bytes)):
+        if not any(
+            one.left_bytes <= state.left_bytes and one.peak_bytes <= state.peak_bytes
+            for one in kept
+        ):
+            kept.append(state)
+    if len(kept) <= _MOST_STATES:
+        return kept
+    # The ends stay: the fastest, and the one that leaves least.
+    kept.sort(key=lambda s: s.left_bytes)
+    step = (len(kept) - 1) / (_MOST_STATES - 1)
+    return [kept[round(i * step)] for i in range(_MOST_STATES)]
+
+
+class SubgraphSearch:
+    """Plans of all subgraphs, and the choice among them.
+
+    Attributes
+    ----------
+    options : of each subgraph, those known so far; the first is what torch itself makes of it.
+    """
+
+    def __init__(self, whole: Whole, asked: CompileOptions) -> None:
+        self.whole, self.asked = whole, asked
+        self.searches = [
+            None if subgraph.step is None else PlanSearch(subgraph.step, asked)
+            for subgraph in whole.subgraphs
+        ]
+        self.stock = [
+            option_of(subgraph, search and search.stock())
+            for subgraph, search in zip(whole.subgraphs, self.searches, strict=True)
+        ]
+        self.options = [[option] for option in self.stock]
+        self._barred = [search and not search.may_take_stock for search in self.searches]
+
+    def followed(
+        self, chosen: Iterable[tuple[Schedule | None, float | None]]
+    ) -> tuple[SubgraphOption, ...]:
+        """The options of what another rank has chosen for each subgraph, and how good that is."""
+        triples = zip(self.whole.subgraphs, self.searches, chosen, strict=True)
+        return tuple(
+            option_of(subgraph, search and search.of(*taken)) for subgraph, search, taken in triples
+        )
+
+    @property
+    def stock_peak_bytes(self) -> int:
+        """The peak of all subgraphs as torch compiles them, beside the inputs."""
+        return peak_of(self.stock, self.asked.calls - 1)
+
+    def within(self, room_bytes: int) -> tuple[SubgraphOption, ...] | None:
+        """The fastest choice found that fits into the room; None if none does."""
+        best = fastest(self._allowed(), room_bytes, self.asked.calls - 1)
+        if best and _extra_us(best) <= CHEAP * self._time_us and not any(self._barred):
+            return best
+        for turn, share in enumerate(_SHARES):
+            self._plan(share, room_bytes)
+            found = fastest(self._allowed(), room_bytes, self.asked.calls - 1)
+            gain_us = _extra_us(best) - _extra_us(found) if best and found else None
+            best = found or best
+            if best and _extra_us(best) <= CHEAP * self._time_us:
+                break
+            # The two ends alone say little of what lies between.
+            if turn >= _BETWEEN and best and _is_small(gain_us, best):
+                break
+        return best
+
+    def least(self) -> tuple[SubgraphOption, ...]:
+        """The choice of the lowest peak found."""
+        room_bytes = peak_of(self.stock, self.asked.calls - 1)
+        for _ in range(self.asked.replays):
+            # In less room than there is, plans of single subgraphs would save more to peak lower.
+            self._plan(0.0, room_bytes)
+            least_bytes = self.least_room_bytes()
+            if least_bytes > _LOWER * room_bytes:
+                break
+            room_bytes = least_bytes
+        self._plan(0.0, 0)
+        room_bytes = self.least_room_bytes()
+        found = fastest(self._allowed(), room_bytes, self.asked.calls - 1)
+        assert found is not None
+        return found
+
+    def least_room_bytes(self) -> int:
+        """The least room into which what was tried fits."""
+        return least_room(self._allowed(), self.asked.calls - 1)
+
+    @property
+    def tried(self) -> int:
+        """How many plans had their code replayed."""
+        return sum(map(self.replays_of, range(len(self.searches))))
+
+    def replays_of(self, k: int) -> int:
+        """How many plans of the k-th subgraph had their code replayed."""
+        search = self.searches[k]
+        return 0 if search is None else 1 + len(search.tried)
+
+    @property
+    def _time_us(self) -> float:
+        steps = [subgraph.step for subgraph in self.whole.subgraphs]
+        return sum(step.graph.time_us for step in steps if step is not None)
+
+    def _allowed(self) -> list[list[SubgraphOption]]:
+        pairs = zip(self.options, self._barred, strict=True)
+        return [options[1:] if barred and options[1:] else options for options, barred in pairs]
+
+    def _plan(self, share: float, room_bytes: int) -> None:
+        """Add a plan for each subgraph that does not fit as it is, if all save `share`."""
+        before_bytes = 0
+        for k, (subgraph, stock) in enumerate(zip(self.whole.subgraphs, self.stock, strict=True)):
+            saved_bytes = stock.left_bytes - subgraph.outputs_bytes
+            limit_bytes = max(0, room_bytes - before_bytes)
+            fits = stock.peak_bytes <= limit_bytes and share == 1.0 and not self._barred[k]
+            if not fits:
+                self._add(k, limit_bytes, int(share * saved_bytes))
+            before_bytes += int(share * saved_bytes) + subgraph.outputs_bytes
+
+    def _add(self, k: int, limit_bytes: int, saved_bytes: int) -> None:
+        """Plan one subgraph for a peak, and for what it may save."""
+        search, subgraph = self.searches[k], self.whole.subgraphs[k]
+        if search is None or len(search.tried) >= self.asked.replays:
+            return
+
+        def generated(target_bytes: int) -> _InPlace | None:
+            graph = with_neighbours(search.step.graph, subgraph, target_bytes, saved_bytes)
+            found = search.solved(target_bytes, graph) or search.solved(0, graph)
+            return found and _InPlace(found, subgraph)
+
+        fastest_within(limit_bytes, generated, tries=_TRIES, is_enough=lambda _: True)
+        known = {id(option.candidate) for option in self.options[k]}
+        new = [found for found in search.tried.values() if id(found) not in known]
+        self.options[k] += [option_of(subgraph, found) for found in new]
+
+
+@dataclass(frozen=True)
+class _InPlace:
+    """A candidate of one subgraph, with the gradients beside it."""
+
+    found: Candidate
+    subgraph: Subgraph
+
+    @property
+    def schedule_peak_bytes(self) -> int:
+        return self.found.schedule_peak_bytes
+
+    @property
+    def code_peak_bytes(self) -> int:
+        return option_of(self.subgraph, self.found).peak_bytes
+
+    @property
+    def time_us(self) -> float:
+        return self.found.time_us
+
+    @property
+    def is_least(self) -> bool:
+        return self.found.is_least
+
+
+def with_neighbours(
+    graph: TrainingGraph, subgraph: Subgraph, target_bytes: int, saved_bytes: int
+) -> TrainingGraph:
+    """`graph` of a subgraph with what is beside it in backward, and a limit on what it saves.
+
+    The gradients that others have left are added to the first tangent, which lives as long. Where
+    backward opens, a workspace takes the room that may not be saved.
+    """
+    opening = next(op for op in graph.ops if op.target == TANGENTS)
+    sizes = {value.name: value.size_bytes for value in graph.values}
+    arriving_bytes = sum(sizes[name] for name in opening.outputs)
+    spare_bytes = target_bytes - saved_bytes - subgraph.outputs_bytes - subgraph.beside_bytes
+    first = opening.outputs[0] if opening.outputs else ""
+    return msgspec.structs.replace(
+        graph,
+        ops=tuple(
+            msgspec.structs.replace(op, workspace_bytes=max(0, spare_bytes - arriving_bytes))
+            if op is opening
+            else op
+            for op in graph.ops
+        ),
+        values=tuple(
+            msgspec.structs.replace(value, size_bytes=value.size_bytes + subgraph.beside_bytes)
+            if value.name == first
+            else value
+            for value in graph.values
+        ),
+    )
+
+
+def option_of(subgraph: Subgraph, found: Candidate | None) -> SubgraphOption:
+    """What a candidate takes in the place of a subgraph; None stands for one without gradients."""
+    if found is None:
+        return SubgraphOption(None, subgraph.outputs_bytes, subgraph.outputs_bytes)
+    replay, step = found.replay, subgraph.step
+    assert step is not None
+    peak_bytes = max(
+        replay.forward_peak_bytes,
+        replay.backward_peak_bytes + subgraph.beside_bytes,
+        subgraph.after_bytes,
+    )
+    extra_us = found.time_us - step.graph.time_us if found.schedule else 0.0
+    return SubgraphOption(found, peak_bytes, replay.saved_bytes + subgraph.outputs_bytes, extra_us)
+
+
+def _extra_us(chosen: tuple[SubgraphOption, ...]) -> float:
+    return sum(option.extra_us for option in chosen)
+
+
+def _is_small(gain_us: float | None, best: tuple[SubgraphOption, ...]) -> bool:
+    """Whether the last round has bettered the choice by too little to try another."""
+    return gain_us is not None and gain_us <= CHEAP * max(1.0, _extra_us(best))

@@ -1,0 +1,238 @@
+"""The subgraphs into which DDP cuts a compiled model, seen as one step.
+
+`torch.compile` under DDP cuts the graph at DDP's buckets, so that gradients are exchanged while
+backward runs (`torch._dynamo.config.optimize_ddp`). A backend is given one subgraph after
+another, before any of them runs. But while one runs, there are the parameters of all, what those
+before it have saved, and the gradients of those behind it. So all subgraphs are planned together
+when the first one comes.
+
+Torch keeps the whole in the object that compiles the subgraphs, and nowhere else: it is looked up
+on the stack.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+from torch._dynamo.backends.distributed import SubmodCompiler
+from torch._dynamo.utils import to_fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from remat.graph_capture.joint.nodes import is_getitem
+from remat.graph_capture.tracing.resident import storage_bytes
+from remat.rewriter.inductor.partition import FusedStep
+
+_Traced = Callable[[fx.GraphModule, Sequence[Any]], FusedStep | None]
+"""Traces a graph on its inputs; None for one without gradients."""
+
+
+@dataclass(frozen=True)
+class Subgraph:
+    """One subgraph, and the bytes that others hold while it runs.
+
+    Attributes
+    ----------
+    step : None where nothing in it requires gradients.
+    outputs_bytes : of what it hands on. beside_bytes : while its backward runs, of the gradients
+        that the subgraphs behind it have left, and of what these have returned. after_bytes : when
+        its backward has ended, of these, its own, and the sums of gradients of parameters that it
+        shares with subgraphs behind it.
+    """
+
+    step: FusedStep | None
+    outputs_bytes: int
+    beside_bytes: int
+    after_bytes: int
+
+
+@dataclass(frozen=True)
+class Whole:
+    """All subgraphs of a model.
+
+    Attributes
+    ----------
+    subgraphs : in the order of forward. static_bytes : of all parameters and buffers.
+    dynamic_bytes : of all other inputs. holds_twice : DDP holds gradients beside its buckets, as
+        it does without `gradient_as_bucket_view`.
+    """
+
+    subgraphs: tuple[Subgraph, ...]
+    static_bytes: int
+    dynamic_bytes: int
+    holds_twice: bool
+
+
+def submod_compiler() -> SubmodCompiler | None:
+    """The compiler of the subgraph that is compiled now; None where nothing is cut."""
+    frame = sys._getframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, SubmodCompiler):
+            return owner
+        frame = frame.f_back
+    return None
+
+
+def whole_of(compiler: SubmodCompiler, traced: _Traced) -> Whole:
+    """All subgraphs of the model that `compiler` is about to hand out, the first of them now."""
+    walk = _Walk(compiler, traced)
+    inputs = compiler.module.graph.find_nodes(op="placeholder")
+    with mock.patch.object(compiler.fake_mode, "allow_non_fake_inputs", True):
+        walk.run(*(compiler.env.get(node) for node in inputs))
+    return walk.whole()
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A subgraph as the walk has met it: its call, its step, the bytes of its outputs."""
+
+    call: fx.Node
+    step: FusedStep | None
+    outputs_bytes: int
+
+
+class _Walk(fx.Interpreter):
+    """Runs the subgraphs one after the other on fake tensors, and traces each."""
+
+    def __init__(self, compiler: SubmodCompiler, traced: _Traced) -> None:
+        super().__init__(compiler.module, garbage_collect_values=False)
+        self._mode, self._traced = compiler.fake_mode, traced
+        self._known: set[int] = set()
+        self._seen: list[_Seen] = []
+        self._static_bytes = self._dynamic_bytes = 0
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a subgraph on fake tensors; count the bytes that it adds to those known."""
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if n.op == "placeholder":
+            return self._input(getattr(self, n.op)(n.target, args, kwargs))
+        if n.op != "call_module":
+            return getattr(self, n.op)(n.target, args, kwargs)
+        module = self.fetch_attr(str(n.target))
+        step = self._traced(module, args)
+        if step is not None:
+            step.holds_outputs = _is_returned(n)
+        with self._mode:
+            made = module(*args, **kwargs)
+        outputs_bytes = storage_bytes(pytree.tree_leaves(made), self._known)
+        self._seen.append(_Seen(n, step, outputs_bytes))
+        # The first subgraph has been changed to return a tuple already, for its compiler alone.
+        is_wrapped = isinstance(made, tuple) and not all(map(is_getitem, n.users))
+        return made[0] if is_wrapped else made
+
+    def whole(self) -> Whole:
+        """What was seen, as subgraphs."""
+        beside = _Beside([seen.call for seen in self._seen], self.env)
+        subgraphs = [
+            Subgraph(seen.step, seen.outputs_bytes, beside.while_running(k), beside.afterwards(k))
+            for k, seen in enumerate(self._seen)
+        ]
+        return Whole(
+            tuple(subgraphs), self._static_bytes, self._dynamic_bytes, not beside.moves_to_buckets
+        )
+
+    def _input(self, value: Any) -> Any:
+        """An input of the model as a fake tensor, its bytes counted."""
+        if not isinstance(value, Tensor):
+            return value
+        faked = value if isinstance(value, FakeTensor) else to_fake_tensor(value, self._mode)
+        if isinstance(value, torch.nn.Parameter):
+            self._static_bytes += storage_bytes([faked], self._known)
+        else:
+            self._dynamic_bytes += storage_bytes([faked], self._known)
+        return faked
+
+
+class _Beside:
+    """Gradients that are live while a subgraph runs backward, and are not its own.
+
+    Parameters
+    ----------
+    calls : of the subgraphs. values : of all nodes.
+    """
+
+    def __init__(self, calls: list[fx.Node], values: dict[fx.Node, Any]) -> None:
+        place = {call: k for k, call in enumerate(calls)}
+        trained = [node for node, value in values.items() if _has_gradient(value)]
+        self._bytes = {node: values[node].nbytes for node in trained}
+        self._made = {node: _subgraph_of(node, place) for node in trained}
+        self._readers = {
+            node: sorted({place[user] for user in node.users if user in place}) for node in trained
+        }
+        ddp = DistributedDataParallel._get_active_ddp_module()
+        self.moves_to_buckets = ddp is not None and ddp.gradient_as_bucket_view
+        exchanged = {node for node in trained if _is_exchanged(values[node])}
+        self._moved = exchanged if self.moves_to_buckets else set[fx.Node]()
+        returned = {node for call in calls for node in [call, *call.users] if _is_given_back(node)}
+        self._returned = [
+            (_subgraph_of(node, place), _held_bytes(values[node])) for node in returned
+        ]
+
+    def while_running(self, k: int) -> int:
+        """Bytes that subgraphs behind the k-th have left, as its backward runs."""
+        returned_bytes = sum(size for made, size in self._returned if made is not None and made > k)
+        left = sum(size for node, size in self._bytes.items() if self._is_left(node, k))
+        return left + returned_bytes
+
+    def afterwards(self, k: int) -> int:
+        """Bytes as the backward of the k-th has ended, while autograd adds to what was left."""
+        own = {node: size for node, size in self._bytes.items() if k in self._readers[node]}
+        sums = sum(size for node, size in own.items() if self._readers[node][-1] > k)
+        return self.while_running(k) + sum(own.values()) + sums
+
+    def _is_left(self, node: fx.Node, k: int) -> bool:
+        """Whether subgraphs behind the k-th have left a gradient of `node` that is still there.
+
+        That of what a subgraph has made is there until that one reads it. That of an input stays,
+        unless it is complete and DDP has moved it into its bucket.
+        """
+        if not any(reader > k for reader in self._readers[node]):
+            return False
+        made = self._made[node]
+        if made is not None:
+            return made < k
+        return node not in self._moved or any(reader <= k for reader in self._readers[node])
+
+
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _is_exchanged(value: Any) -> bool:
+    """Whether DDP exchanges the gradient of a tensor."""
+    return isinstance(value, torch.nn.Parameter) and not getattr(value, "_ddp_ignored", False)
+
+
+def _is_returned(call: fx.Node) -> bool:
+    """Whether the model returns a result of a subgraph. Others are held by what has saved them."""
+    return any(_is_given_back(result) for result in [call, *filter(is_getitem, call.users)])
+
+
+def _is_given_back(node: fx.Node) -> bool:
+    return any(user.op == "output" for user in node.users)
+
+
+def _held_bytes(value: Any) -> int:
+    """Of a result of the model while backward runs: its own, and of a loss, its gradient's too.
+
+    `Tensor.backward` makes the gradient of a loss, and holds it to the end.
+    """
+    if not isinstance(value, Tensor):
+        return 0
+    return value.nbytes * (2 if value.numel() == 1 and value.requires_grad else 1)
+
+
+def _subgraph_of(node: fx.Node, place: dict[fx.Node, int]) -> int | None:
+    """Which subgraph a node is, or is a result of; None for inputs and the output."""
+    if node in place:
+        return place[node]
+    source = node.args[0] if node.op == "call_function" and node.args else None
+    return _subgraph_of(source, place) if isinstance(source, fx.Node) else None

@@ -1,0 +1,340 @@
+"""What a verb works on: a model, a kept graph or a kept plan, opened to a graph and a result.
+
+A plan stands alone: its graph is in it, and torch is not imported. Where a plan is given beside a
+model or a graph, it must be one of that graph. Where a budget is given, it is solved for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from remat.formats import percent_text
+from remat.graph_capture.devices.known_devices import check_device, is_in_table
+from remat.graph_capture.distributed.sharding import NO_SHARDING
+from remat.graph_capture.errors import (
+    BudgetError,
+    DeviceError,
+    GraphError,
+    PlanError,
+    ProfileError,
+    ScheduleError,
+)
+from remat.graph_capture.files import read_contents
+from remat.graph_capture.graph import TrainingGraph
+from remat.job import pipeline
+from remat.job.factory import Loaded, load_model
+from remat.job.request import NO_BUDGET, Request
+from remat.progress import Stopwatch
+from remat.schedules.derived import graph_of_schedule, within_split
+from remat.schedules.plan import (
+    AGREEMENT,
+    Plan,
+    RangeFacts,
+    evaluate_family,
+    evaluate_plan,
+    holds_steps,
+    is_plan,
+    require_within_budget,
+)
+from remat.schedules.schedule import Schedule
+from remat.schedules.simulate import overhead_of, simulate
+from remat.solved import graph_behind, predicted
+from remat.solver.result import Result, evaluate_schedule
+
+if TYPE_CHECKING:
+    from remat.graph_capture.tracing.recipe import Recipe
+
+
+# Plan files of the command line: plans and schedules, written and read.
+
+
+PLAN_FILES = ".json", ".pt2"
+
+
+def plan_of_result(
+    loaded: Loaded, recipe: Recipe, graph: TrainingGraph, result: Result
+) -> Plan | None:
+    """The plan of a solve, with its graph; None where nothing fits."""
+    if result.schedule is None:
+        return None
+    from remat.rewriter.plans.facts import make_plan
+
+    prediction = predicted(result, graph.cost_origin)
+    costed = graph_behind(graph, result.schedule)
+    return make_plan(loaded.model, recipe, result.schedule, prediction, costed)
+
+
+def write_plan(plan: Plan, path: Path) -> None:
+    """Keep a plan as JSON, or in an archive where the name ends so."""
+    from remat.rewriter.plans.loading import save_plan
+
+    save_plan(plan, path)
+
+
+def read_kept(path: Path) -> Plan | Schedule:
+    """A plan, as `run -o` keeps it, or a schedule alone, as `solve -o` does.
+
+    Raises
+    ------
+    PlanError, ScheduleError : the file is neither. FileError : it cannot be read.
+    """
+    if path.suffix == ".pt2":
+        from remat.rewriter.plans.loading import read_plan
+
+        return read_plan(path)
+    data = read_contents(path)
+    name = str(path)
+    return Plan.from_json(data, name) if is_plan(data) else Schedule.from_json(data, name)
+
+
+def _holds_plan(path: Path) -> bool:
+    """Whether the file holds a plan or a schedule, and not a graph."""
+    return path.suffix == ".pt2" or is_plan(data := read_contents(path)) or holds_steps(data)
+
+
+def schedule_in(kept: Plan | Schedule) -> Schedule:
+    """The schedule in what was kept."""
+    return kept.schedule if isinstance(kept, Plan) else kept
+
+
+def costed_graph_in(kept: Plan | Schedule) -> TrainingGraph | None:
+    """The graph of a plan, whose links say where it may copy values to; None of a schedule."""
+    return kept.graph if isinstance(kept, Plan) else None
+
+
+def fitting_schedule(kept: Plan | Schedule, loaded: Loaded, name: str) -> Schedule:
+    """The schedule, of a plan that fits the model, its batch and this torch.
+
+    Raises
+    ------
+    PlanError : the plan does not; names the first difference. Or it was edited.
+    """
+    if isinstance(kept, Plan):
+        if kept.graph is not None:
+            evaluate_plan(kept, name)
+        from remat.rewriter.plans.facts import require_fit
+
+        batch = (loaded.args, dict(loaded.kwargs or {}), loaded.target)
+        require_fit(kept, loaded.model, batch, loaded.loss_fn)
+    return schedule_in(kept)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph with costs, and the model behind it where one was captured just now."""
+
+    graph: TrainingGraph
+    loaded: Loaded | None = None
+    recipe: Recipe | None = None
+
+
+@dataclass(frozen=True)
+class PlanSource:
+    """A graph, and the outcome of a solve on it.
+
+    Attributes
+    ----------
+    result : of a solve, or of a kept plan, and then by the simulator. None where neither a plan nor
+        a budget was given. Its schedule is None where nothing fits.
+    is_kept : whether it is of a kept plan.
+    over : of a kept plan for a range of sizes; graph and result are those of the largest.
+    """
+
+    graph: TrainingGraph
+    result: Result | None
+    is_kept: bool = False
+    over: RangeFacts | None = None
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule, if there is one."""
+        return self.result.schedule if self.result else None
+
+    @property
+    def solved(self) -> Result:
+        """The result.
+
+        Raises
+        ------
+        BudgetError : neither a plan nor a budget was given.
+        """
+        if self.result is None:
+            raise BudgetError(
+                "this needs a plan: name one (MODEL --plan plan.json, or plan.json alone), or "
+                "solve for a budget (MODEL --budget 8GiB)"
+            )
+        return self.result
+
+
+def open_plan(
+    source: str,
+    request: Request,
+    stopwatch: Stopwatch,
+    plan: Path | None = None,
+) -> PlanSource:
+    """Open a model, a kept graph or a kept plan.
+
+    Parameters
+    ----------
+    source : ``file.py:function``, or a file that `capture`, `solve` or `run` kept.
+    request : how to capture a model, and the budget to solve for; `NO_BUDGET` for none.
+    plan : a kept plan of the source, in place of a budget.
+
+    Raises
+    ------
+    PlanError : the plan keeps no graph where it is needed, or is not what the simulator says.
+    ScheduleError : it was made for another graph; names the first difference.
+    BudgetError : both a plan and a budget were given.
+    """
+    if source.endswith(PLAN_FILES) and _holds_plan(Path(source)):
+        if plan is not None:
+            raise PlanError(f"{source} and {plan} are both plans: name one, or a model and one")
+        _refuse_budget(request)
+        _refuse_host(request)
+        opened = _opened_plan(read_kept(Path(source)), source, None)
+        graph = within_split(opened.graph, request.split)
+        if opened.schedule is not None:
+            graph_of_schedule(graph, opened.schedule)  # refuses chunks that are not allowed
+        return replace(opened, graph=graph)
+    if plan is not None:
+        _refuse_budget(request)
+        kept = read_kept(plan)
+        if not source.endswith(PLAN_FILES):
+            request = _splitting_as(schedule_in(kept), request)
+        return _opened_plan(kept, str(plan), captured(source, request, stopwatch).graph)
+    graph = captured(source, request, stopwatch).graph
+    is_asked = request.budget != NO_BUDGET
+    result = pipeline.solve_request(graph, request, stopwatch) if is_asked else None
+    return PlanSource(graph, result)
+
+
+def _splitting_as(schedule: Schedule, request: Request) -> Request:
+    """`request` with the split that a plan was made with, so that the graph has its chunks."""
+    if not schedule.chunks or request.split is not None:
+        return request
+    is_exact = all(one.exact for one in schedule.chunks)
+    return replace(request, split="exact" if is_exact else "tolerance")
+
+
+def _refuse_budget(request: Request) -> None:
+    if request.budget != NO_BUDGET:
+        raise BudgetError(
+            f"a plan has its budget: leave out --budget {request.budget}, or name the model or "
+            "graph without the plan to solve anew"
+        )
+
+
+def _refuse_host(request: Request) -> None:
+    if request.host or request.nvme:
+        raise BudgetError(
+            f"a plan has its links: leave out --host {request.host}, or name its model or graph "
+            "to solve anew"
+        )
+
+
+def _opened_plan(kept: Plan | Schedule, name: str, graph: TrainingGraph | None) -> PlanSource:
+    """A plan on its own graph, or on the one that is given."""
+    schedule, told_us = schedule_in(kept), 0.0
+    over: RangeFacts | None = None
+    if isinstance(kept, Plan) and (graph is None or kept.graph is not None):
+        # Anyone can edit the file, so all that the simulator can say is taken from it alone.
+        own, _ = evaluate_plan(kept, name)
+        if graph is None or own == graph:
+            graph, over = own, kept.over
+            told_us = kept.prediction.lower_bound_us if kept.prediction else 0.0
+        elif graph.links is None and own.links is not None:
+            graph = msgspec.structs.replace(graph, links=own.links)
+    if over is not None:
+        evaluate_family(over, name)
+    if graph is None:
+        raise PlanError(
+            f"{name} is a schedule alone, without sizes and costs: name its graph or model too "
+            f"(GRAPH --plan {name})"
+        )
+    try:
+        peak_bytes = simulate(graph, schedule).peak_bytes
+    except ScheduleError as error:
+        raise ScheduleError(f"{name}: {error}") from error
+    require_within_budget(schedule, peak_bytes, name)
+    result = evaluate_schedule(
+        graph, schedule, budget_bytes=schedule.budget_bytes or peak_bytes,
+        lower_bound_us=0.0, message=_unproved(graph, told_us, name),
+    )  # fmt: skip
+    return PlanSource(graph, result, is_kept=True, over=over)
+
+
+def _unproved(graph: TrainingGraph, told_us: float, name: str) -> str:
+    """What to say of a bound that a file states; empty for one that anybody can see."""
+    if told_us <= graph.time_us * (1 + AGREEMENT):
+        return ""
+    told = percent_text(overhead_of(told_us, graph.time_us))
+    return (
+        f"{name} says that no schedule of its budget has less than {told} overhead. A file proves "
+        "nothing, so the bound here is the step with every op once. To prove one: remat solve, "
+        "remat compare"
+    )
+
+
+def captured(source: str, request: Request, stopwatch: Stopwatch) -> Captured:
+    """The graph in a file, kept by itself or with a plan, or that of a model, captured now.
+
+    Raises
+    ------
+    ProfileError, DeviceError : a graph has its costs and ranks, and takes no others.
+    PlanError : a plan keeps no graph.
+    """
+    check_device(request.device)
+    if not source.endswith(PLAN_FILES):
+        loaded = load_shown(source, stopwatch, request.device)
+        return captured_model(loaded, request, stopwatch)
+    if request.profile is not None:
+        raise ProfileError(f"{source} has its costs: --profile goes with a model")
+    if request.sharding != NO_SHARDING:
+        raise DeviceError(f"{source} is a step already captured: --shard goes with a model")
+    if _holds_plan(Path(source)):
+        return Captured(_as_asked(_graph_in(read_kept(Path(source)), source), request))
+    try:
+        return Captured(_as_asked(TrainingGraph.from_json(read_contents(source)), request))
+    except GraphError as error:
+        raise GraphError(
+            f"{source} is no graph and no plan, or is cut short: {error}. Make it again with: "
+            "remat capture MODEL -o FILE, or remat run MODEL --budget BUDGET -o FILE"
+        ) from error
+
+
+def _as_asked(graph: TrainingGraph, request: Request) -> TrainingGraph:
+    """A kept graph with the chunks that the request allows, and links where it has a host."""
+    graph = within_split(graph, request.split)
+    if not (request.host or request.nvme):
+        return graph
+    # To ask what this machine is takes torch, which kept graphs do without.
+    from remat.graph_capture.costs.measuring import is_of_here, relinked
+
+    is_here = is_of_here(graph) and not is_in_table(graph.device)
+    tiers = request.tiers(graph.device, is_here=is_here)
+    return graph if tiers is None else relinked(graph, tiers)
+
+
+def _graph_in(kept: Plan | Schedule, name: str) -> TrainingGraph:
+    """The graph that a plan keeps."""
+    if isinstance(kept, Plan):
+        return evaluate_plan(kept, name)[0]
+    raise PlanError(f"{name} is a schedule alone: name its model, or a graph kept by capture -o")
+
+
+def captured_model(loaded: Loaded, request: Request, stopwatch: Stopwatch) -> Captured:
+    """Trace what a factory made, and time its ops."""
+    with stopwatch.stage("capture", "tracing the training step"):
+        traced = pipeline.trace_loaded(loaded, request)
+    graph = pipeline.graph_with_costs(traced, request, stopwatch)
+    return Captured(graph, loaded, traced.recipe)
+
+
+def load_shown(model: str, stopwatch: Stopwatch, device: str) -> Loaded:
+    """Load the model onto a device, showing that it takes its time."""
+    with stopwatch.stage("load", f"loading {model}"):
+        return load_model(model).on(device)

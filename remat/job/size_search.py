@@ -1,0 +1,466 @@
+"""The largest batch, or sequence, that trains within a budget at a bearable overhead.
+
+Sizes are guessed on graphs made from two captures. The answer and the size
+after it are captured, timed and solved, so both are as sure as any plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, SupportsIndex
+
+import msgspec
+
+import remat.solver as solvers
+from remat.budgets import Budget, parse_budget, unmodified
+from remat.checks import failures, is_checked, say_unchecked, unless_short
+from remat.formats import bytes_text, percent_text
+from remat.graph_capture.errors import BudgetError, RewriteError, SolverError
+from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
+from remat.job.factory import Loaded, call, load_model
+from remat.job.fitted import Fit, SizeTried
+from remat.job.pipeline import check_schedule, trace_loaded
+from remat.job.plan_source import Captured, captured_model
+from remat.job.request import Request
+from remat.progress import Stopwatch
+from remat.schedules.simulate import overhead_of
+from remat.solved import infeasible_text
+from remat.solver.problem import Problem, least_needed_bytes
+from remat.solver.result import Result
+from remat.solver.search import is_interrupted, note_interrupt, one_job
+
+if TYPE_CHECKING:
+    from remat.rewriter.checking.check import Check
+
+
+# The graph of a step at a size that was not captured, from two captures at other sizes.
+#
+# Bytes and costs are taken to be affine in the size, so two captures tell those at any other. That
+# holds for a batch. In the length of a sequence attention is not affine, so the graph is a guess,
+# to be checked by a capture.
+
+
+_Interpolated = Callable[[float, float], float]
+"""From a figure at two sizes to the one at the size that is asked for; never below 0."""
+
+
+def is_same_step(first: TrainingGraph, second: TrainingGraph) -> bool:
+    """Whether two captures have the same ops and values; their sizes may differ."""
+    same_values = [v.name for v in first.values] == [v.name for v in second.values]
+    return same_values and [_facts_between(op) for op in first.ops] == [
+        _facts_between(op) for op in second.ops
+    ]
+
+
+def graph_at(
+    size: int, one: tuple[int, TrainingGraph], two: tuple[int, TrainingGraph]
+) -> TrainingGraph:
+    """The step at `size`, from (size, graph) at two others for which `is_same_step` holds.
+
+    Shapes stay those of the first, so the result is for predictions alone.
+    """
+    (size_1, first), (size_2, second) = one, two
+
+    def at(x: float, y: float) -> float:
+        return max(x + (y - x) * (size - size_1) / (size_2 - size_1), 0.0)
+
+    values = tuple(_value_at(at, v, w) for v, w in zip(first.values, second.values, strict=True))
+    ops = tuple(_op_at(at, a, b) for a, b in zip(first.ops, second.ops, strict=True))
+    resident = Resident(
+        **{
+            name: round(at(size_bytes, getattr(second.resident, name)))
+            for name, size_bytes in msgspec.structs.asdict(first.resident).items()
+        }
+    )
+    return msgspec.structs.replace(first, ops=ops, values=values, resident=resident)
+
+
+def _facts_between(op: Op) -> tuple[object, ...]:
+    return op.name, op.target, op.phase, op.inputs, op.outputs, op.no_recompute
+
+
+def _value_at(at: _Interpolated, first: Value, second: Value) -> Value:
+    return msgspec.structs.replace(first, size_bytes=round(at(first.size_bytes, second.size_bytes)))
+
+
+def _op_at(at: _Interpolated, first: Op, second: Op) -> Op:
+    return msgspec.structs.replace(
+        first,
+        cost_us=at(first.cost_us, second.cost_us),
+        workspace_bytes=round(at(first.workspace_bytes, second.workspace_bytes)),
+    )
+
+
+# The largest size for which something holds, where a try is costly and a guess is cheap.
+
+
+_GUESSES = 4
+"""Tries that follow a guess. Later ones double or halve the size, in case guesses are wrong."""
+
+
+@dataclass(frozen=True)
+class SizeRange:
+    """Sizes from `least` to `most`, in steps of `step`; all three in the user's own units."""
+
+    least: int
+    most: int
+    step: int
+
+    def below(self, size: int) -> int:
+        """The largest size of the range that is `size` or less."""
+        return self.least + (min(size, self.most) - self.least) // self.step * self.step
+
+
+def largest(
+    sizes: SizeRange,
+    holds: Callable[[int], bool],
+    guess: Callable[[int, int | None], int],
+    fits: int | None,
+    fails: int | None,
+) -> int | None:
+    """The largest size for which `holds`, none larger by a step does; None where no size does.
+
+    It is taken for granted that a size holds if a larger one does.
+
+    Parameters
+    ----------
+    holds : costly; called once a size. guess : takes a size that holds, and one that does not or
+        None; returns the largest that is thought to hold.
+    fits, fails : a size that is known to hold, and one that is known not to.
+    """
+    low = sizes.least - sizes.step if fits is None else fits
+    tries = 0
+    while fails is None or fails - low > sizes.step:
+        if low + sizes.step > sizes.most:
+            break
+        size = _next(sizes, low, fails, guess, tries)
+        tries += 1
+        if holds(size):
+            low = size
+        else:
+            fails = size
+    return low if low >= sizes.least else None
+
+
+def _next(
+    sizes: SizeRange,
+    low: int,
+    fails: int | None,
+    guess: Callable[[int, int | None], int],
+    tries: int,
+) -> int:
+    """The guess, or the next size if that much holds already; later the double or the middle."""
+    top = sizes.most if fails is None else fails - sizes.step
+    if tries >= _GUESSES and fails is None:
+        return min(max(sizes.below(2 * low), low + sizes.step), top)
+    if tries >= _GUESSES and fails is not None:
+        return max(sizes.below((low + fails) // 2), low + sizes.step)
+    wanted = sizes.below(guess(low, fails))
+    return min(max(wanted, low + sizes.step), top)
+
+
+# Guesses of `fit` from two captures of one step at two sizes.
+#
+# Bytes are affine in the size of a batch, so a graph at any other size follows from two captures
+# (`remat/job/size_search.py`). Costs do not follow as exactly: near the limit an
+# overhead hangs on what ops were measured to take, so `fit` only guesses with these.
+
+
+_Pair = tuple[tuple[int, TrainingGraph], tuple[int, TrainingGraph]]
+"""Two sizes, each with its graph."""
+
+
+def _pair_near(
+    graphs: Mapping[int, TrainingGraph], near: int, fails: int | None = None
+) -> _Pair | None:
+    """Two captures of the same step, to guess between or beyond; None where no two are.
+
+    `near` and `fails`, what holds and what does not, if both were captured. Otherwise the size that
+    is nearest to `near`, and the next one that is a quarter away from it or more.
+    """
+
+    def pair(one: int, other: int) -> _Pair | None:
+        if not is_same_step(graphs[one], graphs[other]):
+            return None
+        return (one, graphs[one]), (other, graphs[other])
+
+    if near in graphs and fails is not None and (found := pair(near, fails)):
+        return found
+    by_distance = sorted(graphs, key=lambda size: abs(size - near))
+    one = by_distance[0]
+    # A line through two sizes that are close magnifies what differs between two measurements.
+    away = (other for other in by_distance if other != one and abs(other - one) * 4 >= one)
+    return next((found for other in away if (found := pair(one, other))), None)
+
+
+def _unmodified_reaches(pair: _Pair, budget_bytes: int) -> int:
+    """The largest size whose unmodified step fits, by the line through both peaks; 0 for none."""
+    (size, first), (other, second) = pair
+    here, there = unmodified(first).peak_bytes, unmodified(second).peak_bytes
+    slope = (there - here) / (other - size)
+    return int(size + (budget_bytes - here) / slope) if slope > 0 else 0
+
+
+_Factory = str | Callable[..., Any]
+SOLVE_S = 10.0
+"""Seconds that the solve at a size may take."""
+LARGEST_SIZE = 1 << 20
+"""Largest size that is tried unless told otherwise."""
+GUESS_S = 2.0
+"""Seconds that a solve of a guess may take."""
+_GROWTH = 4
+"""How many times the largest size that was captured, or whose unmodified step fits, a guess may be.
+Beyond that, plans take more time than anyone would bear."""
+
+
+def fit(
+    factory: _Factory,
+    vary: str = "batch",
+    *,
+    budget: str | SupportsIndex,
+    max_overhead: float = 0.10,
+    sizes: tuple[int, int] | None = None,
+    step: int = 1,
+    most: int = LARGEST_SIZE,
+    each_s: float = SOLVE_S,
+    check: bool | None = None,
+    request: Request | None = None,
+    stopwatch: Stopwatch | None = None,
+) -> Fit:
+    """The largest size at which a plan fits the budget with no more than `max_overhead`.
+
+    Parameters
+    ----------
+    factory : a function, or ``path/to/file.py:function``. It takes `vary` as a keyword, and returns
+        a model and a batch of that size.
+    vary : ``batch``, ``sequence``, or whatever the factory calls it.
+    budget : bytes, ``"8GiB"`` or ``"auto"``. max_overhead : a fraction of the time of the step that
+        keeps everything.
+    sizes : the two that are captured first; 2 and 4 times `step` if left out.
+    step : sizes are multiples of it. most : no larger size is tried.
+    each_s : seconds that a solve may take.
+    check : run a step of the answer and measure its peak. None does so if the unmodified step fits
+        into free memory. Nothing runs for a device that is not here.
+    request : how to capture and solve: optimizer, device, solver, pins.
+
+    Raises
+    ------
+    FactoryError : the factory takes no such argument, or fails. BudgetError : the budget is another
+        one at each size. SolverError : the sizes make no sense.
+    """
+    search = FitSearch(
+        factory, vary, SizeRange(step, most, step), max_overhead,
+        request or Request(str(budget)), stopwatch or Stopwatch(), each_s,
+    )  # fmt: skip
+    return search.run(budget, sizes or (2 * step, 4 * step), check)
+
+
+class FitSearch:
+    """A search under way: what was captured, and the plan of the largest size that fits."""
+
+    def __init__(
+        self,
+        factory: _Factory,
+        vary: str,
+        sizes: SizeRange,
+        max_overhead: float,
+        request: Request,
+        stopwatch: Stopwatch,
+        each_s: float = SOLVE_S,
+    ) -> None:
+        if not (0 < sizes.step <= sizes.most):
+            raise SolverError(f"step must be from 1 to the most, {sizes.most}, not {sizes.step}")
+        if max_overhead < 0:
+            raise SolverError(f"the overhead must be 0 or more, not {max_overhead}")
+        self.factory, self.vary, self.sizes = factory, vary, sizes
+        self.max_overhead, self.request, self.stopwatch = max_overhead, request, stopwatch
+        self.each_s = each_s
+        self.budget, self.budget_bytes = Budget("auto"), 0
+        self.graphs: dict[int, TrainingGraph] = {}
+        self.tried: dict[int, SizeTried] = {}
+        self.best: tuple[int, Captured, Result] | None = None
+
+    def run(
+        self, budget: str | SupportsIndex, first: tuple[int, int], check: bool | None = None
+    ) -> Fit:
+        """Capture at the two first sizes, guess, and settle the answer by captures."""
+        self.budget = parse_budget(budget)
+        if self.budget.is_of_the_step:
+            raise BudgetError(
+                f"budget {budget!r} is another one at each size: give bytes, 8GiB, or auto"
+            )
+        small, large = sorted(self.sizes.below(max(size, self.sizes.least)) for size in first)
+        if small == large:
+            raise SolverError(f"the two first sizes are the same, {small}: give two others")
+        with one_job():
+            try:
+                size = self._largest(small, large) or 0
+            except KeyboardInterrupt:
+                note_interrupt()
+                if self.best is None:
+                    raise
+                size = self.best[0]
+            return self._fit(size, check)
+
+    def _largest(self, small: int, large: int) -> int | None:
+        held = [size for size in (small, large) if self._holds(size)]
+        fails = min((size for size in (small, large) if not self.tried[size].fits), default=None)
+        fits = max((size for size in held if fails is None or size < fails), default=None)
+        return largest(self.sizes, self._holds, self._guess, fits, fails)
+
+    def _captured(self, size: int) -> Captured:
+        """Build the model at a size, trace and time it."""
+        with self.stopwatch.stage("load", f"building {self.vary}={size}"):
+            loaded = self._load(size).on(self.request.device)
+        captured = captured_model(loaded, self.request, self.stopwatch)
+        self.graphs[size] = captured.graph
+        return captured
+
+    def _load(self, size: int) -> Loaded:
+        if isinstance(self.factory, str):
+            return load_model(self.factory, **{self.vary: size})
+        name = getattr(self.factory, "__name__", type(self.factory).__name__)
+        return call(self.factory, name, {self.vary: size})
+
+    def _holds(self, size: int) -> bool:
+        """Capture and solve at a size; the plan of the largest that fits is kept."""
+        captured = self._captured(size)
+        # What `auto` means is settled by the first capture, and the same for all later ones.
+        self.budget_bytes = self.budget_bytes or self.budget.bytes_for(captured.graph)
+        with self.stopwatch.stage("solve", f"solving at {self.vary}={size}"):
+            result = self._solve(captured.graph, self.each_s)
+        one = self._tried(size, captured.graph, result)
+        self.tried[size] = one
+        if one.fits and (self.best is None or size > self.best[0]):
+            self.best = size, captured, result
+        if is_interrupted():
+            raise KeyboardInterrupt
+        return one.fits
+
+    def _solve(self, graph: TrainingGraph, limit_s: float) -> Result:
+        request = self.request
+        return solvers.solve_within(
+            graph, self.budget_bytes, request.solver, time_limit_s=limit_s,
+            **request.solving,
+        )  # fmt: skip
+
+    def _is_fit(self, result: Result) -> bool:
+        return result.schedule is not None and result.overhead <= self.max_overhead
+
+    def _tried(self, size: int, graph: TrainingGraph, result: Result) -> SizeTried:
+        return SizeTried(
+            size=size,
+            fits=self._is_fit(result),
+            status=result.status,
+            peak_bytes=result.peak_bytes,
+            time_us=result.time_us,
+            overhead=result.overhead,
+            lower_overhead=overhead_of(result.lower_bound_us, graph.time_us),
+            unmodified_bytes=unmodified(graph).peak_bytes,
+            least_bytes=result.least_feasible_bytes,
+            says="" if self._is_fit(result) else self._why_not(result),
+            seconds=result.wall_s,
+        )
+
+    def _why_not(self, result: Result) -> str:
+        if result.schedule is None:
+            return infeasible_text(result)
+        return (
+            f"the fastest plan found within {bytes_text(self.budget_bytes)} has "
+            f"{percent_text(result.overhead)} overhead"
+        )
+
+    def _guess(self, fits: int, fails: int | None) -> int:
+        """The largest size between that is thought to hold, on graphs from two captures."""
+        step, known = self.sizes.step, max(self.graphs)
+        # Bytes are as good as exact at any size, so they need no captures in between.
+        known = max(known, self._without_plan(known))
+        top = min(self.sizes.most, known * _GROWTH) if fails is None else fails - step
+        pair = _pair_near(self.graphs, fits, fails)
+        if pair is None:
+            return min(2 * max(fits, step), top) if fails is None else (fits + fails) // 2
+        with self.stopwatch.stage("guess", f"guessing {self.vary} from two captures"):
+            return self._largest_guessed(fits, top, pair)
+
+    def _largest_guessed(self, low: int, top: int, pair: _Pair) -> int:
+        """By halves, from the size that fits without a plan on.
+
+        Where `low` has a plan already, it was a guess: then in growing steps, as the end is near.
+        """
+        tried, step = self.tried.get(low), self.sizes.step
+        stride = step if tried is not None and tried.overhead > 0 else 0
+        low = max(low, min(self.sizes.below(_unmodified_reaches(pair, self.budget_bytes)), top))
+        high = top + step
+        while high - low > step:
+            size = low + stride if stride else self.sizes.below((low + high) // 2)
+            size = min(max(size, low + step), high - step)
+            if self._is_thought_to_hold(graph_at(size, *pair)):
+                low, stride = size, 2 * stride
+            else:
+                high, stride = size, 0
+        return low
+
+    def _is_thought_to_hold(self, graph: TrainingGraph) -> bool:
+        """Whether a plan for a guessed graph is found; the cheap answers come first."""
+        if least_needed_bytes(Problem.of(graph)) > self.budget_bytes:
+            return False
+        if solvers.solve_within(graph, self.budget_bytes, "store_all").schedule is not None:
+            return True
+        if not self.max_overhead:
+            return False
+        found = self._solve(graph, min(self.each_s, GUESS_S))
+        if is_interrupted():
+            raise KeyboardInterrupt
+        return self._is_fit(found)
+
+    def _without_plan(self, near: int) -> int:
+        """The largest size whose unmodified step is thought to fit; 0 where none is."""
+        pair = _pair_near(self.graphs, near)
+        reached = 0 if pair is None else _unmodified_reaches(pair, self.budget_bytes)
+        return max(self.sizes.below(reached), 0) if reached >= self.sizes.least else 0
+
+    def _fit(self, size: int, check: bool | None) -> Fit:
+        after = self.tried.get(size + self.sizes.step)
+        limited = "most" if after is None else "overhead" if after.peak_bytes else "memory"
+        limited = "interrupt" if is_interrupted() else limited
+        graph = self.graphs[size or min(self.graphs)]
+        return Fit(
+            model=graph.name,
+            device=graph.device,
+            vary=self.vary,
+            size=size,
+            budget_bytes=self.budget_bytes,
+            max_overhead=self.max_overhead,
+            limited_by=limited,
+            answer=self.tried.get(size),
+            next=after,
+            tried=tuple(self.tried[one] for one in sorted(self.tried)),
+            without_plan=self._without_plan(size or min(self.graphs)),
+            measured_peak_bytes=self._measured(check),
+        )
+
+    def _measured(self, check: bool | None) -> int | None:
+        """Peak of a step of the answer, run and compared with eager; None where it is not run."""
+        if self.best is None or not self.request.is_run_here:
+            return None
+        _, captured, result = self.best
+        if captured.loaded is None or result.schedule is None:
+            return None
+        if is_interrupted() or not is_checked(captured.graph, check):
+            return None
+        request = self.request
+        loaded, schedule = captured.loaded, result.schedule
+
+        def run() -> Check:
+            traced = trace_loaded(loaded, request)
+            return check_schedule(loaded, traced, schedule, request, captured.graph)
+
+        with self.stopwatch.stage("check", "running a step of the answer"):
+            found = unless_short(run, say_unchecked)
+        if found is None:
+            return None
+        failed = failures(found, self.budget_bytes)
+        if failed:
+            raise RewriteError(f"{self.vary}={self.best[0]} fits as planned, but {failed[0]}")
+        return found.plan_peak_bytes

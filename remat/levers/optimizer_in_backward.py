@@ -1,0 +1,171 @@
+"""What updates during backward take: of an optimizer that is here, and of one by its name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from remat.graph_capture.errors import CaptureError, option
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from remat.graph_capture.joint.gradient_release import GradientRelease
+    from remat.graph_capture.tracing.trace import Trace
+
+
+# What cannot be updated during backward, refused before anything runs.
+
+
+def refuse_clipping(max_grad_norm: float | None) -> None:
+    """Raise `CaptureError` for a norm over all gradients."""
+    if max_grad_norm is not None:
+        raise CaptureError(
+            "gradients cannot be clipped by their global norm where parameters are updated during "
+            "backward: the norm is known when the last gradient is there, and by then the others "
+            "have been used. Update after backward (remat.rematerialize), or leave out clipping"
+        )
+
+
+def refuse_scaling() -> None:
+    """Raise `CaptureError` under autocast to float16, which is trained with a `GradScaler`."""
+    import torch
+
+    from remat.graph_capture.tracing.recipe import autocast_state
+
+    if any(on and dtype is torch.float16 for _, on, dtype in autocast_state()):
+        raise CaptureError(
+            "float16 autocast needs a GradScaler, which unscales all gradients when backward has "
+            "ended, and parameters that are updated during backward would take scaled ones: use "
+            "bfloat16, or update after backward (remat.rematerialize)"
+        )
+
+
+def _refuse_parts(model: nn.Module) -> None:
+    """Raise `CaptureError` for parameters of which a rank holds a part: their gradients are two."""
+    from remat.graph_capture.distributed.dtensors import has_dtensors
+
+    if has_dtensors(model):
+        raise CaptureError(
+            f"{type(model).__name__} has parameters that are DTensors, which cannot be updated "
+            "during backward: update after backward (remat.rematerialize)"
+        )
+
+
+def require_own_storages(state: Mapping[str, Tensor]) -> None:
+    """Raise `CaptureError` if an update of one parameter would change another, or a buffer."""
+    names = {name: t.untyped_storage().data_ptr() for name, t in state.items() if t.numel()}
+    shared = {address for address, number in Counter(names.values()).items() if number > 1}
+    both = [name for name, address in names.items() if address in shared]
+    if both:
+        raise CaptureError(
+            f"{both[0]} and {both[1]} are views of one tensor, so that an update of one "
+            "changes the other: give each its own, or update after backward"
+        )
+
+
+def require_no_other_reader(traced: Trace, optimizer: Optimizer) -> None:
+    """Raise `CaptureError` if forward reads an updated parameter by a tensor that is none.
+
+    The graph then does not know that a later read would find the new values.
+    """
+    from remat.rewriter.guards.forward import constants_of
+
+    updated = {
+        parameter.untyped_storage().data_ptr()
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    for constant in constants_of(traced.joint.module):
+        if constant.numel() and constant.untyped_storage().data_ptr() in updated:
+            raise CaptureError(
+                f"forward reads a parameter by another tensor of shape {list(constant.shape)}, "
+                "such as an attribute that is its .data: read the parameter itself, or update "
+                "after backward"
+            )
+
+
+def optimizer_in_backward_of(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: Callable[..., Any] | None,
+    accumulate: bool,
+) -> GradientRelease:
+    """What the updates take, of the parameters that both the step and the optimizer have."""
+    from remat.graph_capture.devices.known_devices import allocator_rounding
+    from remat.graph_capture.devices.local_devices import meter_of
+    from remat.graph_capture.devices.placement import resolved_device
+    from remat.graph_capture.joint.gradient_release import GradientRelease
+    from remat.graph_capture.joint.optimizers import require_known, update_costs
+    from remat.graph_capture.tracing.step_module import with_loss
+
+    require_known(optimizer)
+    device = resolved_device(None, model)
+    parameters = _parameters(model, loss_fn)
+    _refuse_parts(model)
+    buffers = dict(with_loss(model, loss_fn).named_buffers())
+    require_own_storages({**parameters, **buffers})
+    costs = update_costs(optimizer, parameters, meter_of(device), allocator_rounding(device))
+    if not costs:
+        raise CaptureError(
+            f"the optimizer has no parameter of this {type(model).__name__}: make it of "
+            "model.parameters()"
+        )
+    return GradientRelease(
+        is_added=accumulate,
+        updates=tuple((name, cost.workspace_bytes) for name, cost in costs.items()),
+        state_bytes=sum(cost.state_bytes for cost in costs.values()),
+    )
+
+
+def planned_optimizer_in_backward(
+    model: nn.Module,
+    optimizer: Literal["none", "sgd", "momentum", "adamw"],
+    device: str,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    accumulate: bool = False,
+) -> GradientRelease:
+    """What updates take by an optimizer that is known by its name, to plan with.
+
+    On a device of the table they are those of a fused optimizer, which takes nothing meanwhile.
+
+    Raises
+    ------
+    CaptureError : there is no optimizer, or it cannot update this model so.
+    """
+    from remat.graph_capture.devices.known_devices import is_in_table
+    from remat.graph_capture.joint.gradient_release import GradientRelease
+
+    if optimizer == "none":
+        raise CaptureError(
+            f"updates during backward are those of an optimizer: name it, "
+            f"{option('optimizer', 'sgd')}, momentum or adamw"
+        )
+    if is_in_table(device):
+        names = _parameters(model, loss_fn)
+        trained = [name for name, parameter in names.items() if parameter.requires_grad]
+        return GradientRelease(is_added=accumulate, updates=tuple((name, 0) for name in trained))
+    return optimizer_in_backward_of(
+        model, _made(optimizer, model.parameters()), loss_fn, accumulate
+    )
+
+
+def _made(name: str, parameters: Iterable[Tensor]) -> Optimizer:
+    from torch.optim import SGD, AdamW
+
+    if name == "adamw":
+        return AdamW(parameters)
+    return SGD(parameters, momentum=0.9 if name == "momentum" else 0.0)
+
+
+def _parameters(model: nn.Module, loss_fn: Callable[..., Any] | None) -> dict[str, nn.Parameter]:
+    """The parameters of the step by the paths that users know."""
+    from remat.graph_capture.joint.provenance import path_in_model
+    from remat.graph_capture.tracing.step_module import with_loss
+
+    step = with_loss(model, loss_fn)
+    named = step.named_parameters()
+    return {n if step is model else path_in_model(n): p for n, p in named}

@@ -1,0 +1,422 @@
+"""Batches of several shapes: a module that makes a plan when it first meets a shape."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar, SupportsIndex
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+
+from remat.budgets import parse_budget
+from remat.caches.cached_plan import OF_OTHERS, cached_plan
+from remat.caches.known_plans import KnownPlans
+from remat.checks import Batch
+from remat.graph_capture.capture_api import tiers_for
+from remat.graph_capture.devices.placement import resolved_device
+from remat.graph_capture.distributed.dtensors import is_sharded_by_fsdp
+from remat.graph_capture.distributed.rank_refusals import refuse_wrappers
+from remat.graph_capture.distributed.sharding import NO_SHARDING
+from remat.graph_capture.errors import (
+    AuditError,
+    BudgetError,
+    CaptureError,
+    FloatInputError,
+    PlanError,
+    SolverError,
+    StateChangedError,
+)
+from remat.graph_capture.refusals import distributed_message, is_all_frozen
+from remat.graph_capture.sizes.ranged_signature import refuse_beside_ranges
+from remat.graph_capture.tracing.recipe import autocast_state
+from remat.graph_capture.tracing.signature import tensor_facts
+from remat.graph_capture.tracing.step_module import LossFunction
+from remat.one_call import rematerialize
+from remat.ranges.ranged_call import (
+    rematerialize_over,
+    require_dynamic,
+    require_options,
+    require_upto,
+)
+from remat.ranges.varying import DynamicOrAuto, Upto, VaryingSizes, is_covered_by, planned_over
+from remat.rewriter.checking.audit import Audit
+from remat.rewriter.user_module.module import SharedState, original_of
+from remat.rewriter.user_module.own_forward import class_of_user
+from remat.rewriter.user_module.ranged import RangedModule
+from remat.schedules.family import Family
+from remat.schedules.schedule import Schedule
+from remat.solver.table import make_solver
+
+# Numbers that change between steps, as a cache of plans meets them.
+
+
+class _FloatPromotion:
+    """Floats of Python's that have changed between steps: inputs of the plans that come.
+
+    Parameters
+    ----------
+    is_compiled : whether plans are compiled. Their code has its numbers written into it.
+    """
+
+    def __init__(self, *, is_compiled: bool) -> None:
+        self._names: set[str] = set()
+        self._fixed: set[str] = set()
+        self._is_compiled = is_compiled
+
+    def planned(
+        self, changed: set[str], make: Callable[[Sequence[str]], fx.GraphModule]
+    ) -> fx.GraphModule:
+        """A plan that reads the numbers at each step, or as many of them as can be inputs."""
+        self._names |= changed - self._fixed
+        names = set() if self._is_compiled else set(self._names)
+        while names:
+            try:
+                return make(sorted(names))
+            except FloatInputError as error:
+                if error.unfit:  # for its value now
+                    names -= set(error.unfit)
+                    continue
+                # Those that came last are at fault, since the others were inputs before.
+                self._fixed |= changed & names or names
+                names -= self._fixed
+                self._names -= self._fixed
+        return make(())
+
+
+_MAX_PLANS = 16
+"""Plans that are kept. More are dropped with a warning: to plan at each step is slow."""
+_OFTEN = 3
+"""Plans for one signature, beyond which it is said what keeps changing."""
+_numbers = itertools.count()
+_OF_ONE_SIZE = {"compile", "group", "host", "nvme", "sharding", "split"}
+"""Options that a plan for a range of sizes does not take."""
+_PLANNED_LATER = {"args", "kwargs", "target", "float_inputs"}
+
+
+class PlanCache(SharedState, nn.Module):
+    """A module that shares every attribute with the user's, and trains by a plan for each shape.
+
+    Like a rewritten module, it has the user's ``__dict__`` itself. A call in training mode with
+    gradients enabled runs by the plan for its signature: structure, shapes, strides, dtypes,
+    values of what is no tensor, and autocast. A new signature makes a plan. So does a change of
+    what the model's code reads, or of what is trained. A float that has changed, such as a
+    dropout's p, is an input of the next plan, which serves for all its values where it can. Any
+    other call runs the user's own forward.
+    """
+
+    _remat_plans: ClassVar[OrderedDict[tuple[Any, int], Any]]
+    _remat_options: ClassVar[dict[str, Any]]
+    _remat_max_plans: ClassVar[int]
+    _remat_numbers: ClassVar[_FloatPromotion]
+    _remat_sizes: ClassVar[VaryingSizes | None]
+    _remat_stale: ClassVar[list[Any]]
+    _remat_known: ClassVar[KnownPlans]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Take what the user's forward takes, and ``target`` where there is a loss.
+
+        Raises
+        ------
+        RematError : as `remat.rematerialize`, where the batch is the first of its signature.
+        """
+        own = type(self)
+        target = kwargs.pop("target", None) if own._remat_loss_fn is not None else None
+        if self.training and torch.is_grad_enabled():
+            return own._remat_step(args, kwargs, target)
+        return own._remat_run_original(args, kwargs, target)
+
+    @property
+    def audit(self) -> Audit | None:
+        """That of the plan that was used last; each is audited by itself."""
+        type(self)._remat_last_used()  # which says what to do where there is none
+        return next(reversed(type(self)._remat_plans.values())).audit
+
+    @classmethod
+    def _remat_last_used(cls) -> type[SharedState]:
+        if not cls._remat_plans:
+            raise PlanError("this cache has made no plan yet: train a step first")
+        return type(next(reversed(cls._remat_plans.values())))
+
+    @classmethod
+    def _remat_step(cls, args: Any, kwargs: Any, target: Any) -> Any:
+        """Run the plan of this signature whose state is as it was made for; else make one."""
+        cls._remat_unplanned.plan_runs()
+        batch = (args, kwargs, target)
+        signature = cls._remat_signature(batch)
+        given = kwargs if target is None else {**kwargs, "target": target}
+        changed: list[StateChangedError] = []
+        outgrown: list[Any] = []
+        for key in [key for key in reversed(cls._remat_plans) if key[0] == signature]:
+            plan = cls._remat_plans[key]
+            if isinstance(plan, RangedModule) and not type(plan)._remat_members.hold(batch):
+                outgrown.append(key)
+                continue
+            try:
+                result = plan(*args, **given)
+            except StateChangedError as error:
+                changed.append(error)
+                continue
+            except AuditError:
+                del cls._remat_plans[key]  # so that the next call makes another
+                raise
+            cls._remat_plans.move_to_end(key)
+            return result
+        if is_all_frozen(cls._remat_original_module, batch):
+            cls._remat_unplanned.frozen(cls._remat_original_module)
+            return cls._remat_run_original(*batch)
+        if len(changed) >= _OFTEN:
+            warnings.warn(
+                f"{changed[0]}. This is plan {len(changed) + 1} for batches of one signature: "
+                "what changes at every step should be a tensor, passed to forward or a buffer",
+                stacklevel=7,
+            )
+        planned = cls._remat_over_range(batch)
+        signature = cls._remat_signature(batch)  # its sizes may turn out to vary otherwise
+        if planned is None:
+            names = {name for error in changed for name in error.numbers}
+            planned = cls._remat_numbers.planned(
+                names, functools.partial(cls._remat_planned, args, kwargs, target)
+            )
+        else:
+            cls._remat_drop_outgrown(outgrown, planned)
+        cls._remat_known.took(_peak_bytes(planned))
+        key = signature, next(_numbers)
+        cls._remat_plans[key] = planned
+        cls._remat_drop_oldest()
+        try:
+            return planned(*args, **given)
+        except AuditError:
+            del cls._remat_plans[key]
+            cls._remat_known.forget()
+            raise
+
+    @classmethod
+    def _remat_signature(cls, batch: Any) -> Hashable:
+        """What the plans that can serve a batch are kept under."""
+        if cls._remat_sizes is None:
+            return _key(batch)
+        signature, is_new = cls._remat_sizes.key(batch)
+        if is_new:  # plans of that kind were for sizes that were thought not to vary
+            stale = (key for key in cls._remat_plans if key[0][0] == signature[0])
+            cls._remat_stale.extend(stale)
+        return signature
+
+    @classmethod
+    def _remat_over_range(cls, batch: Any) -> RangedModule | None:
+        """A plan for the range that a batch is of; None where a plan is for one size."""
+        if cls._remat_sizes is None:
+            return None
+        args, kwargs, target = batch
+        # What a range does not take was refused if it was asked for, see `plan_cache`.
+        taken = {k: v for k, v in cls._remat_options.items() if k not in _OF_ONE_SIZE}
+        make = functools.partial(
+            rematerialize_over, cls._remat_original_module, args, kwargs,
+            target=target, loss_fn=cls._remat_loss_fn, **taken,
+        )  # fmt: skip
+        return planned_over(cls._remat_sizes, batch, make)
+
+    @classmethod
+    def _remat_planned(
+        cls, args: Any, kwargs: Any, target: Any, float_inputs: Sequence[str]
+    ) -> fx.GraphModule:
+        """A plan within the budget; or, where a per cent is too little, within what others take.
+
+        A part of a small batch's own peak can be too little for its parameters, as with the last
+        batch of an epoch. The run has room for the larger ones.
+        """
+        options = dict(cls._remat_options)
+        budget, model, known = options.pop("budget"), cls._remat_original_module, cls._remat_known
+        make: Any
+        if any(options.get(name) for name in ("compile", "group")) or _is_sharded(options):
+            make = functools.partial(
+                rematerialize, model, args, kwargs,
+                target=target, loss_fn=cls._remat_loss_fn, float_inputs=float_inputs, **options,
+            )  # fmt: skip
+        else:
+            given = {name: value for name, value in options.items() if name not in OF_OTHERS}
+            of_step = given.pop("optimizer", "none"), given.pop("accumulate", False)
+            batch = Batch(args, kwargs, cls._remat_loss_fn, target, *of_step)
+            make = functools.partial(
+                cached_plan, model, batch, known, float_inputs=float_inputs, **given
+            )
+        peak_bytes = known.most_bytes
+        try:
+            return make(budget=budget)
+        except BudgetError:
+            if parse_budget(budget).kind != "share" or not peak_bytes:
+                raise
+        return make(budget=peak_bytes)
+
+    @classmethod
+    def _remat_drop_outgrown(cls, outgrown: list[Any], planned: RangedModule) -> None:
+        """Drop plans for smaller ranges, and those from before sizes were seen to vary."""
+        within = [key for key in outgrown if is_covered_by(cls._remat_plans[key], planned)]
+        for key in (*within, *cls._remat_stale):
+            cls._remat_plans.pop(key, None)
+        cls._remat_stale.clear()
+
+    @classmethod
+    def _remat_drop_oldest(cls) -> None:
+        if len(cls._remat_plans) <= cls._remat_max_plans:
+            return
+        cls._remat_plans.popitem(last=False)
+        warnings.warn(
+            f"{type(cls._remat_original_module).__name__} was called with more than "
+            f"{cls._remat_max_plans} signatures, and the plan that was used longest ago is given "
+            "up: pad batches to fewer shapes, or raise max_plans",
+            stacklevel=8,
+        )
+
+    @classmethod
+    def _remat_over(cls, model: nn.Module) -> PlanCache:
+        """A cache with the same options and no plan yet."""
+        make, (_, *given) = cls._remat_recipe_to_pickle()
+        return make(model, *given)
+
+    @classmethod
+    def _remat_recipe_to_pickle(cls) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        sizes = cls._remat_sizes
+        return _make_cache, (
+            cls._remat_original_module,
+            cls._remat_loss_fn,
+            cls._remat_max_plans,
+            cls._remat_options,
+            None if sizes is None else (sizes.dynamic, sizes.upto),
+        )
+
+
+def plan_cache(
+    model: nn.Module,
+    *,
+    budget: str | SupportsIndex,
+    loss_fn: LossFunction | None = None,
+    max_plans: int = _MAX_PLANS,
+    dynamic: DynamicOrAuto | None = None,
+    upto: Upto | None = None,
+    **options: Any,
+) -> PlanCache:
+    """A module that trains as `model` does, within `budget`, for batches of several shapes.
+
+    A batch that fits with every op run once runs so. One of other sizes takes the schedule of an
+    earlier plan where that fits at these sizes. Any other batch is planned as by
+    `remat.rematerialize`, and the plan is kept on disk for the processes after this one. The first
+    plan of a model is compared with eager as a whole; schedules that are used again, by what their
+    first step returns.
+
+    Of a model that follows a plan already, the original gets a cache, with no plan yet.
+
+    Parameters
+    ----------
+    budget, loss_fn, **options : as of `remat.rematerialize`, for each plan. Per cents are of the
+        unmodified peak at each shape, and with `dynamic` at the largest sizes of a range; a later
+        batch may in any case take as much as an earlier plan does.
+    max_plans : how many plans are kept. One more drops the plan that was used longest ago, with a
+        warning.
+    dynamic : let one plan serve a range of sizes. ``auto`` learns which sizes vary from the first
+        batches that differ; a dict says so, as of `remat.rematerialize`. A larger batch than the
+        range holds extends it, to twice its end where that can be had; where not even the batch
+        fits, `TooLargeError` names the largest that does. A size of 1 has a plan of its own. Where
+        the model fixes a size, each has a plan, and a warning says why.
+    upto : the largest sizes to come, by argument and dimension, such as ``{"tokens": {1: 2048}}``,
+        or by a name of `dynamic`. The first call then plans for them before it runs anything, so
+        that what cannot fit fails at the start.
+
+    Raises
+    ------
+    BudgetError : the budget, `host` or `nvme` cannot be read, or is more than there is.
+    FileError : the folder of `nvme` cannot be written. SolverError : `max_plans` is below 1, or an
+        option is unknown.
+    CaptureError : `model` is no module, or is wrapped already, as by DistributedDataParallel;
+        `dynamic` and an option exclude each other, or the optimizer is unknown.
+    """
+    resolved_device(None, model)
+    model = original_of(model)
+    refuse_wrappers(model)
+    if is_sharded_by_fsdp(model):
+        raise CaptureError(distributed_message(next(iter(dict(model.named_parameters())), "")))
+    parse_budget(budget)
+    _require_known({"loss_fn": loss_fn, **options})
+    tiers_for(model, None, options.get("host"), options.get("nvme"))
+    if dynamic is not None or upto is not None:
+        dynamic = dynamic or "auto"
+        require_dynamic(model, dynamic, may_be_auto=True)
+        require_upto(model, upto or {}, dynamic)
+        refuse_beside_ranges(
+            **{name: bool(options.get(name)) for name in ("compile", "group", "host", "nvme")},
+            sharding=options.get("sharding", NO_SHARDING) != NO_SHARDING,
+            split=options.get("split") not in (None, "none"),
+        )
+    if type(max_plans) is not int or max_plans < 1:
+        raise SolverError(f"max_plans must be 1 or more, not {max_plans!r}")
+    sizes = None if dynamic is None else (dynamic, upto)
+    return _make_cache(model, loss_fn, max_plans, {"budget": budget, **options}, sizes)
+
+
+def _require_known(options: dict[str, Any]) -> None:
+    """Refuse at once what each plan would refuse only when the first batch has come."""
+    if given := _PLANNED_LATER.intersection(options):
+        raise TypeError(f"plan_cache takes no {', '.join(sorted(given))}: batches come with calls")
+    require_options(options)
+    ours = inspect.signature(rematerialize).parameters
+    of_solver = {name: value for name, value in options.items() if name not in ours}
+    make_solver(options.get("solver", "auto"), **of_solver)
+
+
+def _make_cache(
+    model: nn.Module,
+    loss_fn: LossFunction | None,
+    max_plans: int,
+    options: dict[str, Any],
+    sizes: tuple[DynamicOrAuto, Upto | None] | None,
+) -> PlanCache:
+    kind = class_of_user(
+        PlanCache,
+        model,
+        loss_fn,
+        original_module=model,
+        _remat_original_module=model,
+        _remat_plans=OrderedDict(),
+        _remat_stale=[],
+        _remat_known=KnownPlans(),
+        _remat_options=options,
+        _remat_sizes=None if sizes is None else VaryingSizes(model, *sizes),
+        _remat_numbers=_FloatPromotion(is_compiled=bool(options.get("compile"))),
+        _remat_loss_fn=staticmethod(loss_fn) if loss_fn else None,
+        _remat_max_plans=max_plans,
+    )
+    return kind()
+
+
+def plans_of(cache: PlanCache) -> list[Schedule | Family]:
+    """The schedules that are kept, the last used one last; of a range, a family of them."""
+    return [
+        type(plan)._remat_family if isinstance(plan, RangedModule) else type(plan)._remat_schedule
+        for plan in type(cache)._remat_plans.values()
+    ]
+
+
+def _is_sharded(options: dict[str, Any]) -> bool:
+    return options.get("sharding", NO_SHARDING) != NO_SHARDING
+
+
+def _peak_bytes(plan: Any) -> int:
+    if isinstance(plan, RangedModule):
+        return type(plan)._remat_family.budget_bytes
+    prediction = type(plan)._remat_prediction
+    return prediction.peak_bytes if prediction is not None else 0
+
+
+def _key(batch: Any) -> Hashable:
+    """The signature of a batch and the autocast it comes under."""
+    leaves, spec = pytree.tree_flatten(batch)
+    facts = (
+        tensor_facts(leaf) if isinstance(leaf, Tensor) else (type(leaf), repr(leaf))
+        for leaf in leaves
+    )
+    return tuple(facts), spec, autocast_state()

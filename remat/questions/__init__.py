@@ -1,1 +1,0 @@
-"""Questions about a plan, and their answers."""

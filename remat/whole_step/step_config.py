@@ -1,0 +1,235 @@
+"""What is decided of a whole step: order, what is saved, where state lives, when it moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from remat.graph_capture.errors import SolverError
+from remat.graph_capture.graph import Links, Op, Tier, TrainingGraph
+from remat.whole_step.microbatch import Microbatch, Update
+from remat.whole_step.step_graph import GroupPlace, StepShape, optimizer_step
+
+_Keeping = Literal["stream", "near", "stay"]
+"""Of parameters between two layers that read them: ``stream`` drops them, ``near`` keeps those
+that are needed again soonest while there is room (Belady 1966), ``stay`` keeps all."""
+
+
+class Pass(msgspec.Struct, frozen=True):
+    """Microbatches that go through each layer together, forward and back.
+
+    Attributes
+    ----------
+    microbatches : how many. Passes of one each are batch-major, one pass of all is layer-major.
+    options : the option of each layer.
+    hosted : how many layers, the first ones, have what they save on the host meanwhile.
+    """
+
+    microbatches: int
+    options: tuple[int, ...]
+    hosted: int = 0
+
+
+class StepConfig(msgspec.Struct, frozen=True):
+    """All choices of one plan of a whole step.
+
+    Attributes
+    ----------
+    passes : in order. state : the tier of each group's optimizer state between steps; where it is
+        the device, the group's parameters are there too and its update runs there.
+    sums : where gradients of several passes are added. kept_gradients : groups whose gradients
+        stay on the device from the first pass to the last.
+    keeping : of parameters that live on the host. window : groups of them that may be on the
+        device at once; 0 for as many as fit. prefetch : whether copies begin before their use.
+    slots : states that are on the host at once of groups whose state is on NVMe. spread : whether
+        these groups are spread over the updates, rather than the first that are updated.
+    device_updates : groups, the last that backward reaches, that the device updates though their
+        state is on the host.
+    updates : where groups are updated whose state is below the device; ``device`` for each of them
+        right after its last backward, as where the host has no processor of its own.
+    """
+
+    passes: tuple[Pass, ...]
+    state: tuple[Tier, ...]
+    sums: Tier = "device"
+    kept_gradients: tuple[int, ...] = ()
+    keeping: _Keeping = "near"
+    window: int = 0
+    prefetch: bool = True
+    slots: int = 3
+    spread: bool = False
+    device_updates: int = 0
+    updates: Tier = "host"
+
+    @property
+    def microbatches(self) -> int:
+        """Of the whole step."""
+        return sum(one.microbatches for one in self.passes)
+
+    @property
+    def is_batch_major(self) -> bool:
+        """Whether each microbatch goes through all layers and back before the next begins."""
+        return all(one.microbatches == 1 for one in self.passes)
+
+    def graph(self, microbatch: Microbatch, update: Update, links: Links | None) -> TrainingGraph:
+        """The graph of the step whose values these choices are about."""
+        places = tuple(
+            GroupPlace(
+                parameters="device" if tier == "device" else "host",
+                state=tier,
+                sums="device" if tier == "device" or at in self.kept_gradients else self.sums,
+            )
+            for at, tier in enumerate(self.state)
+        )
+        options = tuple(one.options for one in self.passes for _ in range(one.microbatches))
+        return optimizer_step(microbatch, update, StepShape(options, places), links)
+
+    def device_order(self, microbatch: Microbatch, graph: TrainingGraph) -> list[Op]:
+        """What the device computes, in order: passes layer by layer, and its own updates.
+
+        Microbatches keep their order in each layer, in which eager adds their gradients.
+        """
+        names = list[str]()
+        layers = range(len(microbatch.layers) - 1)
+        turn, first = len(microbatch.layers) - 1, 0
+        for one in self.passes:
+            each = range(first, first + one.microbatches)
+            first += one.microbatches
+            names += [f"forward.{at}.{i}" for at in layers for i in each]
+            names += [f"turn.{turn}.{i}" for i in each]
+            is_last = first == self.microbatches
+            for at in (turn, *reversed(layers)):
+                names += [f"backward.{at}.{i}" for i in each] if at != turn else []
+                names += self._own_updates(microbatch, at) if is_last else []
+        names += [f"update.{at}" for at in self.updated_on_device(microbatch)]
+        ops = {op.name: op for op in graph.ops}
+        return [ops[name] for name in names]
+
+    def updated_on_device(self, microbatch: Microbatch) -> list[int]:
+        """Groups that the device updates though their state is on the host, in order."""
+        if not self.device_updates or self.updates == "device":
+            return []
+        late = [at for layer in reversed(microbatch.layers) for at in layer.gives]
+        here = [at for at in late if self.state[at] == "host" and self._adds_on_device(at)]
+        return here[-self.device_updates :]
+
+    def _adds_on_device(self, group: int) -> bool:
+        return self.sums == "device" or group in self.kept_gradients
+
+    def _own_updates(self, microbatch: Microbatch, layer: int) -> list[str]:
+        """Updates that the device makes as soon as gradients are whole."""
+        gives = microbatch.layers[layer].gives
+        here = [at for at in gives if "device" in (self.state[at], self.updates)]
+        return [f"update.{at}" for at in here if microbatch.groups[at].trained]
+
+    def state_is_on_nvme(self, value: str) -> bool:
+        """Whether a value is the state of a group that is on NVMe between steps."""
+        kind, _, at = value.partition(".")
+        return kind == "O" and self.state[int(at)] == "nvme"
+
+
+# Published systems as fixed configs of the same step, to compare a plan with.
+#
+# Each decides by rule what the search decides by trial. All compute a layer's inside again in
+# backward, as they advise (gradient checkpointing a layer), and give the same bits. ZeRO-Offload's
+# delayed update is none of them: it steps with the gradients of the step before, which is another
+# training run.
+
+
+_Rule = Callable[[Microbatch, int], StepConfig]
+
+
+@dataclass(frozen=True)
+class _NamedSystem:
+    """A system and what it would do.
+
+    Attributes
+    ----------
+    title : its name. source : the paper. config : from the layers and the number of microbatches.
+    """
+
+    title: str
+    source: str
+    config: _Rule
+
+
+def full_recompute(microbatch: Microbatch) -> tuple[int, ...]:
+    """The option of each layer that saves the least, the fastest of these."""
+    return tuple(
+        min(range(len(layer.options)), key=lambda i: (layer.options[i].saved_bytes, i))
+        for layer in microbatch.layers
+    )
+
+
+def _zero_offload(microbatch: Microbatch, count: int) -> StepConfig:
+    """Parameters stay; gradients go down as they are made and are added there."""
+    passes = (Pass(1, full_recompute(microbatch)),) * count
+    return StepConfig(passes, _on_host(microbatch), sums="host", keeping="stay")
+
+
+def _zero_infinity(microbatch: Microbatch, count: int) -> StepConfig:
+    """As ZeRO-Offload, with parameters brought for each layer, ahead of its use."""
+    passes = (Pass(1, full_recompute(microbatch)),) * count
+    return StepConfig(passes, _on_host(microbatch), sums="host", keeping="stream")
+
+
+def _l2l(microbatch: Microbatch, count: int) -> StepConfig:
+    """All microbatches through a layer before the next: its parameters come once a way."""
+    passes = (Pass(count, full_recompute(microbatch)),)
+    return StepConfig(passes, _on_host(microbatch), keeping="stream")
+
+
+def _patrick_star(microbatch: Microbatch, count: int) -> StepConfig:
+    """What a warm-up step saw used again soonest stays on the device."""
+    passes = (Pass(1, full_recompute(microbatch)),) * count
+    return StepConfig(passes, _on_host(microbatch), sums="host", keeping="near")
+
+
+def _stronghold(microbatch: Microbatch, count: int) -> StepConfig:
+    """At most a few layers on the device at once, in a window that moves."""
+    passes = (Pass(1, full_recompute(microbatch)),) * count
+    return StepConfig(passes, _on_host(microbatch), sums="host", keeping="stream", window=2)
+
+
+def _on_host(microbatch: Microbatch) -> tuple[Tier, ...]:
+    return ("host",) * len(microbatch.groups)
+
+
+NAMED_SYSTEMS = {
+    "zero-offload": _NamedSystem(
+        "ZeRO-Offload", "Ren et al. 2021, https://arxiv.org/abs/2101.06840", _zero_offload
+    ),
+    "l2l": _NamedSystem("L2L", "Pudipeddi et al. 2020, https://arxiv.org/abs/2002.05645", _l2l),
+    "zero-infinity": _NamedSystem(
+        "ZeRO-Infinity", "Rajbhandari et al. 2021, https://arxiv.org/abs/2104.07857", _zero_infinity
+    ),
+    "patrickstar": _NamedSystem(
+        "PatrickStar", "Fang et al. 2021, https://arxiv.org/abs/2108.05818", _patrick_star
+    ),
+    "stronghold": _NamedSystem(
+        "STRONGHOLD", "Sun et al. 2022, https://doi.org/10.1109/SC41404.2022.00076", _stronghold
+    ),
+}
+"""By name. Elixir's choice of what stays is PatrickStar's here, and Mobius spreads a step over
+several devices, which a graph of one has not."""
+DELAYED = "zero-offload-delayed"
+
+
+def named_system(name: str) -> _NamedSystem:
+    """The system of that name.
+
+    Raises
+    ------
+    SolverError : there is none, or it trains another run than eager does.
+    """
+    if name == DELAYED:
+        raise SolverError(
+            "a delayed update steps with the gradients of the step before, so it trains another "
+            "run than eager's, and is not planned: zero-offload updates without delay"
+        )
+    if name not in NAMED_SYSTEMS:
+        raise SolverError(f"there is no system {name!r}: choose one of {', '.join(NAMED_SYSTEMS)}")
+    return NAMED_SYSTEMS[name]

@@ -1,0 +1,385 @@
+"""The graph of a whole optimizer step: ops a microbatch and layer, then an update of each group.
+
+Parameters W, gradients G and the optimizer's state O are values of the graph, each with the tier
+that it is in between steps. Where an update or a sum runs, and when anything moves, is the
+schedule's choice. Names: ``forward.2.0`` is layer 2 of microbatch 0, ``W.3`` the parameters of
+group 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import msgspec
+
+from remat.graph_capture.errors import GraphError
+from remat.graph_capture.graph import Links, Op, Phase, Tier, TrainingGraph, Value
+from remat.whole_step.microbatch import Layer, LayerOption, Microbatch, ParameterUpdate, Update
+
+_COMPUTE: Phase = "forward"
+"""Phase of all forward and backward ops of the whole step.
+
+The end of forward is where one call ends and another begins, and what is live there is saved. A
+whole step is one call, with as many forwards and backwards as microbatches, so it has no such
+place. Named ``backward``, those of the first microbatch would have to wait for the last forward.
+"""
+
+GROUP_UPDATE, HOST_SUM = "remat.group_update", "remat.host_sum"
+"""Targets of the optimizer's step of a group, and of a gradient's addition to the sum below."""
+
+
+class GroupPlace(msgspec.Struct, frozen=True):
+    """Where a group is between steps, and where its gradients are added.
+
+    Attributes
+    ----------
+    parameters, state : tiers of W and of O.
+    sums : ``device`` where each backward adds into one G, which may move in between; ``host``
+        where each makes its own G and the host adds it.
+    """
+
+    parameters: Tier
+    state: Tier
+    sums: Tier = "device"
+
+
+class StepShape(msgspec.Struct, frozen=True):
+    """What a graph of the whole step is made for.
+
+    Attributes
+    ----------
+    options : of each microbatch, the option of each layer.
+    places : of each group.
+    """
+
+    options: tuple[tuple[int, ...], ...]
+    places: tuple[GroupPlace, ...]
+
+
+def optimizer_step(
+    microbatch: Microbatch, update: Update, shape: StepShape, links: Links | None
+) -> TrainingGraph:
+    """One step over as many microbatches as `shape` has options for.
+
+    Gradients are added in the order of the microbatches, as eager adds them, so sums have its bits
+    if the schedule keeps that order.
+
+    Raises
+    ------
+    GraphError : no microbatch, or options and places of another number than layers and groups.
+    """
+    _check_shape(microbatch, shape)
+    made = _Made(microbatch, update, shape)
+    return TrainingGraph(
+        name=microbatch.name,
+        ops=(*made.computations(), *made.sums(), *made.updates()),
+        values=tuple(made.values()),
+        outputs=tuple(f"{name}.{i}" for i in range(made.count) for name in microbatch.outputs),
+        resident=msgspec.structs.replace(
+            microbatch.resident, batch_bytes=made.count * microbatch.resident.batch_bytes
+        ),
+        inputs=microbatch.inputs,
+        device=microbatch.device,
+        cost_origin=microbatch.cost_origin,
+        links=links,
+    )
+
+
+def _check_shape(microbatch: Microbatch, shape: StepShape) -> None:
+    if not shape.options:
+        raise GraphError("a step has one microbatch or more, and none is given")
+    numbers = {len(one) for one in shape.options}
+    if numbers != {len(microbatch.layers)} or len(shape.places) != len(microbatch.groups):
+        raise GraphError(
+            f"a step of {len(microbatch.layers)} layers and {len(microbatch.groups)} groups takes "
+            "an option for each layer of each microbatch, and a place for each group"
+        )
+
+
+class _Made:
+    """Ops and values of one step, in an order in which they can run."""
+
+    def __init__(self, microbatch: Microbatch, update: Update, shape: StepShape) -> None:
+        self.microbatch, self.update, self.shape = microbatch, update, shape
+        self.count = len(shape.options)
+        self.size: dict[str, int] = {}
+        self.producer: dict[str, str] = {}
+
+    def computations(self) -> Iterator[Op]:
+        """Forward and backward of each microbatch in turn."""
+        layers = list(enumerate(self.microbatch.layers))
+        for i in range(self.count):
+            for at, layer in layers:
+                yield self._turn(at, layer, i) if layer.turns else self._forward(at, layer, i)
+            for at, layer in reversed(layers):
+                if not layer.turns:
+                    yield self._backward(at, layer, i)
+
+    def sums(self) -> Iterator[Op]:
+        """Additions on the host, of the gradients of later microbatches to those of the first."""
+        for at, group in enumerate(self.microbatch.groups):
+            if self.shape.places[at].sums == "device" or not group.trained:
+                continue
+            for i in range(1, self.count):
+                yield Op(
+                    f"sum.{at}.{i}", HOST_SUM, "update", (f"G.{at}", f"G.{at}.{i}"), (),
+                    self.update.add_us(group, on_host=False), module=group.name,
+                    cost_origin="modelled",
+                    host_cost_us=self.update.add_us(group, on_host=True), updates=(f"G.{at}",),
+                )  # fmt: skip
+
+    def updates(self) -> Iterator[Op]:
+        """The optimizer's step of each group. A host that rewrites W makes all copies stale.
+
+        Sums have eager's bits on either side. Whether an update has is a matter of its kernel,
+        which may fuse a product and a sum: not known for a host in a GPU's place.
+        """
+        for at, group in enumerate(self.microbatch.groups):
+            if not group.trained:
+                continue
+            state = (f"O.{at}",) if self.update.state_bytes(group) else ()
+            yield Op(
+                f"update.{at}", GROUP_UPDATE, "update", (f"G.{at}", *state, f"W.{at}"), (),
+                self.update.device_us(group), group.update_workspace_bytes, module=group.name,
+                cost_origin="modelled", host_cost_us=self.update.host_us(group),
+                updates=(*state, f"W.{at}"),
+            )  # fmt: skip
+
+    def values(self) -> Iterator[Value]:
+        """Parameters and state, then what ops make."""
+        for at, (group, place) in enumerate(
+            zip(self.microbatch.groups, self.shape.places, strict=True)
+        ):
+            yield Value(f"W.{at}", group.parameter_bytes, kind="parameter", home=place.parameters)
+            state_bytes = self.update.state_bytes(group)
+            if state_bytes:
+                yield Value(f"O.{at}", state_bytes, kind="optimizer", home=place.state)
+        for name, producer in self.producer.items():
+            kind = "gradient" if name.startswith("G.") else "activation"
+            yield Value(name, self.size[name], producer, kind)
+
+    def _made_by(self, op: str, name: str, size_bytes: int) -> str:
+        self.size[name], self.producer[name] = size_bytes, op
+        return name
+
+    def _crossing(self, op: str, names: tuple[str, ...], i: int) -> tuple[str, ...]:
+        sizes = self.microbatch.sizes
+        return tuple(self._made_by(op, f"{name}.{i}", sizes[name]) for name in names)
+
+    def _option(self, at: int, layer: Layer, i: int) -> LayerOption:
+        return layer.options[self.shape.options[i][at]]
+
+    def _forward(self, at: int, layer: Layer, i: int) -> Op:
+        name, option = f"forward.{at}.{i}", self._option(at, layer, i)
+        made = self._crossing(name, layer.makes, i)
+        if option.saved_bytes:
+            made = (*made, self._made_by(name, f"S.{at}.{i}", option.saved_bytes))
+        return Op(
+            name, "remat.layer_forward", _COMPUTE,
+            (*_step_weights(layer), *(f"{one}.{i}" for one in layer.reads)), made,
+            layer.forward_us, option.forward_workspace_bytes, module=layer.name,
+            cost_origin="modelled",
+        )  # fmt: skip
+
+    def _backward(self, at: int, layer: Layer, i: int) -> Op:
+        option = self._option(at, layer, i)
+        saved = (f"S.{at}.{i}",) if option.saved_bytes else ()
+        reads = tuple(f"{one}.{i}" for one in dict.fromkeys((*layer.reads, *layer.back_reads)))
+        return self._with_gradients(
+            f"backward.{at}.{i}", "remat.layer_backward", layer, i, (*reads, *saved),
+            layer.back_makes, layer.backward_us + option.extra_us, option.backward_workspace_bytes,
+        )  # fmt: skip
+
+    def _turn(self, at: int, layer: Layer, i: int) -> Op:
+        """Both phases of the last layer, which reads nothing between them from elsewhere."""
+        option = self._option(at, layer, i)
+        return self._with_gradients(
+            f"turn.{at}.{i}", "remat.layer_turn", layer, i,
+            tuple(f"{one}.{i}" for one in layer.reads), (*layer.makes, *layer.back_makes),
+            layer.forward_us + layer.backward_us + option.extra_us, option.backward_workspace_bytes,
+        )  # fmt: skip
+
+    def _with_gradients(
+        self, name: str, target: str, layer: Layer, i: int, reads: tuple[str, ...],
+        makes: tuple[str, ...], cost_us: float, workspace_bytes: int,
+    ) -> Op:  # fmt: skip
+        """An op that makes gradients of parameters: its own, or added to those that are there.
+
+        What it makes anew is in its workspace while it is added, and is an output otherwise.
+        """
+        made = self._crossing(name, makes, i)
+        added = list[str]()
+        for at in layer.gives:
+            group, place = self.microbatch.groups[at], self.shape.places[at]
+            if i and place.sums == "device":
+                added.append(f"G.{at}")
+                continue
+            gradient = f"G.{at}.{i}" if i else f"G.{at}"
+            made = (*made, self._made_by(name, gradient, group.gradient_bytes))
+            workspace_bytes -= group.gradient_bytes
+        return Op(
+            name, target, _COMPUTE, (*_step_weights(layer), *reads, *added), made, cost_us,
+            max(workspace_bytes, 0), module=layer.name, cost_origin="modelled",
+            updates=tuple(added),
+        )  # fmt: skip
+
+
+def _step_weights(layer: Layer) -> tuple[str, ...]:
+    return tuple(f"W.{at}" for at in layer.groups)
+
+
+# A whole optimizer step as a graph of single ops: those of a captured graph once a microbatch.
+#
+# The graph of layers (`step_graph.py`) is searched over. This one is what runs, so its peak is
+# that of the step to the byte. Names: ``addmm_3.1`` is op or value ``addmm_3`` of microbatch 1. Of
+# a parameter ``primals_4``, ``G:primals_4`` is its gradient, ``O:primals_4`` its state.
+
+
+TANGENTS = "remat.tangents"
+"""Of the captured graph: the op that opens backward."""
+FORWARD_ENDS, ADD, STEP = "remat.forward_ends", "remat.add_gradient", "remat.parameter_step"
+"""Targets: a microbatch's results are taken, a gradient is added, the optimizer steps once."""
+
+
+@dataclass(frozen=True)
+class OpByOp:
+    """The ops and values of one step of `count` microbatches.
+
+    Attributes
+    ----------
+    captured : the graph of one batch. microbatch : its layers. places : of each of its groups.
+    updates : by the captured name of each trained parameter, what its update takes.
+    """
+
+    captured: TrainingGraph
+    microbatch: Microbatch
+    places: Sequence[GroupPlace]
+    update: Update
+    updates: Mapping[str, ParameterUpdate]
+    count: int
+
+    @cached_property
+    def gradient_of(self) -> dict[str, str]:
+        """By trained parameter, its gradient in the captured graph."""
+        groups = self.microbatch.groups
+        return {p: g for group in groups for p, g in group.gradient_of.items() if g}
+
+    @cached_property
+    def parameter_of(self) -> dict[str, str]:
+        """By gradient, its parameter."""
+        return {gradient: parameter for parameter, gradient in self.gradient_of.items()}
+
+    @cached_property
+    def finished_by(self) -> dict[str, list[str]]:
+        """By op of the captured graph, the parameters whose gradients it is the last to touch."""
+        last = dict[str, str]()
+        for op in self.captured.ops:
+            for name in (*op.inputs, *op.outputs):
+                if name in self.parameter_of:
+                    last[self.parameter_of[name]] = op.name
+        found = dict[str, list[str]]()
+        for parameter, op in last.items():
+            found.setdefault(op, []).append(parameter)
+        return found
+
+    def value(self, name: str, i: int) -> str:
+        """The value of microbatch `i` that `name` stands for in the captured graph."""
+        if not i and name in self.parameter_of:
+            return f"G:{self.parameter_of[name]}"
+        found = self.captured.value_by_name[name]
+        return f"{name}.{i}" if found.producer and found.kind != "tangent" else name
+
+    def graph(self, names: Sequence[str], links: Links | None) -> TrainingGraph:
+        """The graph whose ops stand in the order of `names`, that of their first runs."""
+        ops = {op.name: op for op in (*self._computations(), *self._additions(), *self._steps())}
+        return TrainingGraph(
+            name=self.captured.name,
+            ops=tuple(ops[name] for name in names),
+            values=tuple(self._values()),
+            outputs=tuple(
+                self.value(name, i)
+                for i in range(self.count)
+                for name in self.captured.forward_outputs
+                if name in self.captured.outputs
+            ),
+            resident=msgspec.structs.replace(
+                self.microbatch.resident,
+                batch_bytes=self.count * self.microbatch.resident.batch_bytes,
+            ),
+            inputs=self.captured.inputs,
+            device=self.captured.device,
+            cost_origin=self.captured.cost_origin,
+            links=links,
+        )
+
+    def _computations(self) -> Iterator[Op]:
+        for i in range(self.count):
+            for op in self.captured.ops:
+                if op.target == TANGENTS:
+                    given = tuple(self.value(v, i) for v in self.captured.forward_outputs)
+                    yield Op(f"{op.name}.{i}", FORWARD_ENDS, _COMPUTE, given, (), op.cost_us)
+                    continue
+                yield msgspec.structs.replace(
+                    op,
+                    name=f"{op.name}.{i}",
+                    phase=_COMPUTE,
+                    inputs=tuple(dict.fromkeys(self.value(v, i) for v in op.inputs)),
+                    outputs=tuple(self.value(v, i) for v in op.outputs),
+                    checkpoint=0,
+                )
+
+    def _additions(self) -> Iterator[Op]:
+        sizes = self.captured.value_by_name
+        for i in range(1, self.count):
+            for parameter, gradient in self.gradient_of.items():
+                size_bytes = sizes[gradient].size_bytes
+                yield Op(
+                    f"add:{parameter}.{i}", ADD, _COMPUTE,
+                    (f"G:{parameter}", self.value(gradient, i)), (),
+                    3 * size_bytes / (self.update.device_gb_s * 1e3), cost_origin="modelled",
+                    updates=(f"G:{parameter}",),
+                )  # fmt: skip
+
+    def _steps(self) -> Iterator[Op]:
+        for group in self.microbatch.groups:
+            if not group.trained:
+                continue
+            us_a_byte = self.update.device_us(group) / group.parameter_bytes
+            for name in filter(group.gradient_of.get, group.gradient_of):
+                found = self.updates[name]
+                state = (f"O:{name}",) if found.state_bytes else ()
+                yield Op(
+                    f"update:{name}", STEP, "update", (f"G:{name}", *state, name), (),
+                    us_a_byte * self.captured.value_by_name[name].size_bytes,
+                    found.workspace_bytes, module=group.name, cost_origin="modelled",
+                    updates=(*state, name),
+                )  # fmt: skip
+
+    def _values(self) -> Iterator[Value]:
+        """What is there before the step, states, and what ops make."""
+        homes = {
+            name: place.parameters
+            for group, place in zip(self.microbatch.groups, self.places, strict=True)
+            for name in group.gradient_of
+        }
+        for value in self.captured.values:
+            if value.kind == "tangent" or not value.producer:
+                kind = "input" if value.kind == "tangent" else value.kind
+                yield msgspec.structs.replace(
+                    value, producer="", kind=kind, home=homes.get(value.name), held_until="",
+                    written_over="",
+                )  # fmt: skip
+        for group, place in zip(self.microbatch.groups, self.places, strict=True):
+            for name in group.gradient_of:
+                found = self.updates.get(name)
+                if found and found.state_bytes and group.gradient_of[name]:
+                    yield Value(f"O:{name}", found.state_bytes, kind="optimizer", home=place.state)
+        for value in self.captured.values:
+            if value.producer and value.kind != "tangent":
+                for i in range(self.count):
+                    yield msgspec.structs.replace(
+                        value, name=self.value(value.name, i), producer=f"{value.producer}.{i}",
+                        held_until="", written_over="",
+                    )  # fmt: skip

@@ -1,0 +1,261 @@
+"""A whole optimizer step of several microbatches, planned over device, host and NVMe.
+
+For devices of the table: nothing is run. `step_graph.py` makes the graph of it, and
+`step_search.py` searches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, SupportsIndex
+
+import msgspec
+
+from remat.budgets import parse_budget
+from remat.formats import bytes_text
+from remat.graph_capture.devices.known_devices import CPU, device_table, is_in_table
+from remat.graph_capture.devices.memory import lower_tiers
+from remat.graph_capture.errors import BudgetError, CaptureError, DeviceError, option
+from remat.graph_capture.graph import Link, Links, Optimizer, TrainingGraph
+from remat.schedules.derived import unchunked
+from remat.schedules.schedule import Schedule
+from remat.schedules.simulation import Simulation
+from remat.whole_step.layers import microbatch_of
+from remat.whole_step.microbatch import MOMENTS, StateKind, Update
+from remat.whole_step.planned_step import PlannedStep, Short, StepTask
+from remat.whole_step.step_search import StepResult, plan_whole_step
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer as TorchOptimizer
+
+    from remat.graph_capture.costs.profile import Profile
+
+
+# What is asked of a plan of a whole optimizer step, refused before anything runs.
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """What is asked of a plan of a whole step.
+
+    Attributes
+    ----------
+    device : of the table. microbatches : batches in one optimizer step.
+    optimizer, state : whose update it is, and in which type its state is kept.
+    budget : of the device, in bytes or ``auto``. host, nvme : as of `remat.capture`.
+    nvme_gb_s : sustained rate of NVMe each way, in 10^9 bytes a second; None for that of the drive
+        in the table.
+    is_run : whether the step is to be run here too, rather than planned alone.
+    """
+
+    device: str
+    microbatches: int
+    optimizer: Optimizer
+    budget: str | SupportsIndex = "auto"
+    host: str | SupportsIndex | None = None
+    nvme: str | None = None
+    state: StateKind = "float32"
+    nvme_gb_s: float | None = None
+    is_run: bool = False
+
+    def __post_init__(self) -> None:
+        if self.microbatches < 1:
+            raise BudgetError(
+                f"microbatches {self.microbatches} leave nothing to train on: give 1 or more"
+            )
+        if not is_in_table(self.device) and not (self.is_run and self.device == CPU):
+            raise DeviceError(
+                "a whole step over the host is run on a CPU, by remat.training_step in Python, and "
+                f"planned for devices of the table ({', '.join(device_table().devices)}), not for "
+                f"{self.device}: name one, or train here with remat.rematerialize(model, ..., "
+                "host=...), which moves activations"
+            )
+        if self.host is None:
+            raise BudgetError(
+                "a whole step is planned over the device and its host: give "
+                f"{option('host', '120GiB')} too, or leave out {option('microbatches')}"
+            )
+        if self.optimizer not in MOMENTS:
+            raise CaptureError(
+                f"optimizer {self.optimizer!r} has no update to plan: name one, "
+                f"{', '.join(MOMENTS)}"
+            )
+        if parse_budget(self.budget).is_of_the_step:
+            raise BudgetError(
+                f"budget {self.budget!r} is of a step without microbatches: give bytes, such as "
+                "22GiB, or auto"
+            )
+        if self.nvme_gb_s is not None and (self.nvme is None or self.nvme_gb_s <= 0):
+            raise BudgetError(
+                f"a rate of {self.nvme_gb_s:g} GB/s is that of NVMe: give "
+                f"{option('nvme', '/mnt/nvme:200GiB')} too, and a rate above 0"
+            )
+        lower_tiers(self.host, self.nvme, self.device)
+
+    def links(self, links: Links) -> Links:
+        """The links of the device, with the rate that is asked for."""
+        if self.nvme_gb_s is None or links.write is None or links.read is None:
+            return links
+        rate = self.nvme_gb_s * 1e3
+        return msgspec.structs.replace(
+            links,
+            write=Link(rate, links.write.latency_us),
+            read=Link(rate, links.read.latency_us),
+            source=f"{links.source.partition(';')[0]}; NVMe {self.nvme_gb_s:g} GB/s as asked for",
+        )
+
+
+def step_request(
+    model: nn.Module, optimizer: TorchOptimizer, *, budget: str | SupportsIndex,
+    microbatches: int | None, device: str | None, host: str | SupportsIndex | None,
+    nvme: str | None,
+) -> StepRequest:  # fmt: skip
+    """What a call in Python asks for: the update and the state of an optimizer of torch's.
+
+    Raises
+    ------
+    CaptureError : the optimizer is none that is known. BudgetError, DeviceError : an argument is
+        missing or cannot be read; the message says what can be done instead.
+    """
+    from remat.graph_capture.devices.placement import resolved_device
+    from remat.graph_capture.joint.optimizers import require_known
+
+    require_known(optimizer)
+    if microbatches is None:
+        raise BudgetError(
+            "training_step takes host, nvme and device to plan a whole step of several batches: "
+            "give microbatches=8 too. To move activations of one batch to the host and train, use "
+            "remat.rematerialize(model, ..., host=...)"
+        )
+    moments = "adamw" if "betas" in optimizer.defaults else "sgd"
+    if optimizer.defaults.get("momentum"):
+        moments = "momentum"
+    where = resolved_device(device, model)
+    return StepRequest(
+        where, microbatches, moments, budget, host, nvme, "parameter", is_run=where == CPU
+    )
+
+
+_Told = Callable[[str], None]
+_OPTION_OF = {"device": "budget", "host": "host"}
+"""What gives a tier its room, in the command line and in Python."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A whole step, planned.
+
+    Attributes
+    ----------
+    request : what was asked for. task : layers, links and the budget in bytes.
+    found : the plan, its bound, and the named systems beside it. Without a plan, `shortage` says
+        what is too small.
+    """
+
+    request: StepRequest
+    task: StepTask
+    found: StepResult
+
+    @property
+    def best(self) -> PlannedStep:
+        """The plan."""
+        assert self.found.plan is not None
+        return self.found.plan
+
+    @property
+    def graph(self) -> TrainingGraph:
+        """The graph of the whole step that the schedule is of."""
+        return self.best.graph
+
+    @property
+    def schedule(self) -> Schedule:
+        """The plan's steps."""
+        return self.best.schedule
+
+    @property
+    def simulation(self) -> Simulation:
+        """What the simulator says of it."""
+        return self.best.simulation
+
+    @property
+    def shortage(self) -> str:
+        """Where nothing fits, the tier that is too small, and what is known to do; else empty."""
+        short, links = self.found.short, self.task.links
+        if self.found.plan is not None or short is None:
+            return ""
+        rooms = {"device": self.task.budget_bytes, "host": links.host_bytes}
+        more = " or more room on NVMe" if short.tier == "host" else ""
+        return (
+            f"no plan of this step fits: {too_small_text(short)}, and {_OPTION_OF[short.tier]} "
+            f"gives {bytes_text(rooms[short.tier])}. Give that{more}"
+        )
+
+    def tokens_per_s(self, simulation: Simulation) -> float:
+        """Tokens of the step over its time; 0 where the batch has no ids of tokens."""
+        tokens = self.request.microbatches * self.task.microbatch.n_tokens
+        return tokens / simulation.time_us * 1e6
+
+    def __repr__(self) -> str:
+        if self.shortage:
+            return f"StepPlan({self.shortage})"
+        simulation = self.simulation
+        return (
+            f"StepPlan({self.task.microbatch.name}: {self.request.microbatches} microbatches in "
+            f"{simulation.time_us / 1e6:.2f} s, device {bytes_text(simulation.peak_bytes)}, "
+            f"host {bytes_text(simulation.host_peak_bytes)})"
+        )
+
+
+def plan_step(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    request: StepRequest,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    target: Any = None,
+    profile: Profile | None = None,
+    told: _Told = lambda _: None,
+) -> StepPlan:
+    """Capture one batch, and plan a step of as many such batches as the request asks for.
+
+    Raises
+    ------
+    CaptureError, DeviceError, SolverError : the step cannot be captured or has no layers.
+    """
+    from remat.graph_capture.capture_api import add_costs, tiers_for
+    from remat.graph_capture.tracing.trace import trace
+
+    told("tracing one batch")
+    tiers = tiers_for(model, request.device, request.host, request.nvme)
+    traced = trace(
+        model, args, kwargs, loss_fn=loss_fn, target=target, device=request.device, split="none"
+    )
+    graph = unchunked(add_costs(traced, profile=profile, tiers=tiers))
+    return planned_from(graph, request, told=told)
+
+
+def planned_from(
+    graph: TrainingGraph, request: StepRequest, *, told: _Told = lambda _: None
+) -> StepPlan:
+    """The plan of a step from the captured graph of one batch, which has links."""
+    if graph.links is None:
+        raise BudgetError(
+            f"the graph of {graph.name} has no links to a host: capture it with "
+            f"{option('host', '120GiB')}"
+        )
+    told("looking at the layers")
+    task = StepTask(
+        microbatch_of(graph),
+        Update.on(request.device, request.optimizer, request.state),
+        request.links(graph.links),
+        parse_budget(request.budget).bytes_for(graph),
+    )
+    return StepPlan(request, task, plan_whole_step(task, request.microbatches, progress=told))
+
+
+def too_small_text(short: Short) -> str:
+    """What a config lacks: a tier, and the least that is known to do."""
+    return f"the {short.tier} needs {bytes_text(short.need_bytes)}"

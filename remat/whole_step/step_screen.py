@@ -1,0 +1,202 @@
+"""What `remat run --microbatches` prints: a plan of a whole step beside named systems."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from remat.analysis.plan_report import plain_table
+from remat.formats import bytes_text, gap_text, time_text
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.simulation import Simulation
+from remat.whole_step.planned_step import PlannedStep, Short
+from remat.whole_step.step_config import NAMED_SYSTEMS, Pass, StepConfig
+from remat.whole_step.step_planning import StepPlan, too_small_text
+
+_LABELS_OF_LINKS = {
+    "d2h": "to the host", "h2d": "to the device", "write": "to NVMe", "read": "from NVMe",
+}  # fmt: skip
+
+
+def show_step(console: Console, plan: StepPlan) -> None:
+    """One screen: the plan and the systems, the bound, and what the plan decides."""
+    request, microbatch = plan.request, plan.task.microbatch
+    tokens = f" of {microbatch.n_tokens:,} tokens" if microbatch.n_tokens else ""
+    console.print(
+        Text.assemble(
+            (microbatch.name, "bold"),
+            f", a step of {_count(request.microbatches, 'microbatch', 'microbatches')}{tokens}, "
+            f"{request.optimizer}\nbudget {bytes_text(plan.task.budget_bytes)}, host "
+            f"{bytes_text(plan.task.links.host_bytes)}{_nvme(plan)}\n",
+        )
+    )
+    console.print(_systems_table(plan))
+    console.print()
+    console.print(_choices(plan))
+
+
+def _nvme(plan: StepPlan) -> str:
+    links = plan.task.links
+    return f", NVMe {bytes_text(links.nvme_bytes)}" if links.write else ""
+
+
+def _systems_table(plan: StepPlan) -> Table:
+    """One row a plan, by the simulator."""
+    table = plain_table("by the simulator", "step", "tokens/s", "device", "host", "NVMe")
+    rows: dict[str, Simulation | None] = {"this plan": plan.simulation}
+    for name, found in plan.found.systems.items():
+        is_plan = isinstance(found, PlannedStep)
+        rows[NAMED_SYSTEMS[name].title] = found.simulation if is_plan else None
+    for title, found in rows.items():
+        if found is None:
+            table.add_row(title, "no plan", *["-"] * 4)
+            continue
+        tokens = plan.tokens_per_s(found)
+        table.add_row(
+            title, _long_time_text(found.time_us), f"{tokens:,.0f}" if tokens else "-",
+            *(bytes_text(one) if one else "-"
+              for one in (found.peak_bytes, found.host_peak_bytes, found.nvme_peak_bytes)),
+        )  # fmt: skip
+    return table
+
+
+def _choices(plan: StepPlan) -> Table:
+    """Below the rows: the bound, and each choice of the plan in words."""
+    config, simulation, found = plan.best.config, plan.simulation, plan.found
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_row(
+        "lower bound",
+        f"{_long_time_text(found.lower_bound_us)} in any order; {gap_text(found.gap)}",
+    )
+    table.add_row("order", _order_text(config))
+    for words in _saved_texts(plan, config):
+        table.add_row("saved", words)
+    table.add_row("state", _state_text(plan, config))
+    table.add_row("gradients", _gradients_text(plan, config))
+    moved_bytes = simulation.moved_bytes.items()
+    copies = [f"{bytes_text(n)} {_LABELS_OF_LINKS[link]}" for link, n in moved_bytes if n]
+    table.add_row("copies", ", ".join(copies) or "none")
+    busy_us = simulation.busy_us
+    waits_us = simulation.time_us - busy_us["device"]
+    table.add_row(
+        "device",
+        f"computes {_long_time_text(busy_us['device'])} and waits {_long_time_text(waits_us)}; "
+        f"the host computes {_long_time_text(busy_us['host'])}",
+    )
+    for name, one in found.systems.items():
+        if not isinstance(one, PlannedStep):
+            why = too_small_text(one) if isinstance(one, Short) else one
+            table.add_row("no plan", Text(f"of {NAMED_SYSTEMS[name].title}: {why}"))
+    table.add_row("costs", Text(_costs_text(plan, plan.graph)))
+    table.add_row("status", f"{found.judged} plans judged; planned, not run")
+    return table
+
+
+def _order_text(config: StepConfig) -> str:
+    """``6 passes of 1 microbatch, 1 pass of 2 microbatches``, a pass going layer by layer."""
+    parts = []
+    for size, same in groupby(one.microbatches for one in config.passes):
+        microbatches = _count(size, "microbatch", "microbatches")
+        parts.append(f"{_count(len(list(same)), 'pass', 'passes')} of {microbatches}")
+    return ", then ".join(parts)
+
+
+def _saved_texts(plan: StepPlan, config: StepConfig) -> list[str]:
+    """Of each kind of pass, what its layers save in all for one microbatch."""
+    found = list[str]()
+    for one, same in groupby(config.passes):
+        layers = plan.task.microbatch.layers
+        picked = [layer.options[i] for layer, i in zip(layers, one.options, strict=True)]
+        saved_bytes = sum(option.saved_bytes for option in picked)
+        again_us = sum(option.extra_us for option in picked)
+        found.append(
+            f"{bytes_text(saved_bytes)} a microbatch{_hosted(one)}, {again_us / 1e3:.0f} ms "
+            f"computed again ({_count(len(list(same)), 'pass', 'passes')})"
+        )
+    return found
+
+
+def _hosted(one: Pass) -> str:
+    return f", that of {one.hosted} layers on the host meanwhile" if one.hosted else ""
+
+
+def _state_text(plan: StepPlan, config: StepConfig) -> str:
+    """Where states live, and how those on NVMe come up."""
+    tiers = [
+        f"{count} of {len(config.state)} groups on {label}"
+        for tier, label in (("device", "the device"), ("host", "the host"), ("nvme", "NVMe"))
+        if (count := config.state.count(tier))
+    ]
+    slots = f", {_count(config.slots, 'slot', 'slots')}" if "nvme" in config.state else ""
+    here = len(config.updated_on_device(plan.task.microbatch))
+    late = f"; {here} updated on the device" if here else ""
+    return f"{plan.request.state} state: {', '.join(tiers)}{slots}{late}"
+
+
+def _gradients_text(plan: StepPlan, config: StepConfig) -> str:
+    if len(config.passes) == 1 or set(config.state) == {"device"}:
+        return "added on the device"
+    kept = f", {len(config.kept_gradients)} groups stay there" if config.kept_gradients else ""
+    return "added on the host" if config.sums == "host" else f"added on the device{kept}"
+
+
+def _costs_text(plan: StepPlan, graph: TrainingGraph) -> str:
+    links = plan.task.links
+    return (
+        f"modelled for {graph.device}; links {links.source or 'as given'}; updates at "
+        f"{plan.task.update.host_gb_s:g} GB/s of host memory"
+    )
+
+
+def _long_time_text(time_us: float) -> str:
+    """``18.65 s``, and as of any step below a second."""
+    return f"{time_us / 1e6:.2f} s" if time_us >= 1e6 else time_text(time_us)
+
+
+def _count(number: int, one: str, more: str) -> str:
+    return f"{number} {one if number == 1 else more}"
+
+
+def step_json(plan: StepPlan) -> dict[str, Any]:
+    """The object that ``remat run --microbatches --json`` prints."""
+    found, best = plan.found, plan.found.plan
+    config = {"setting": msgspec.to_builtins(best.config)} if best else {}
+    return {
+        "model": plan.task.microbatch.name,
+        "device": plan.request.device,
+        "microbatches": plan.request.microbatches,
+        "optimizer": plan.request.optimizer,
+        "state": plan.request.state,
+        "budget_bytes": plan.task.budget_bytes,
+        "links": msgspec.to_builtins(plan.task.links),
+        "plan": _simulated(plan, best.simulation) | config if best else None,
+        "shortage": plan.shortage,
+        "systems": {
+            name: {"source": NAMED_SYSTEMS[name].source}
+            | (
+                _simulated(plan, one.simulation) | {"setting": msgspec.to_builtins(one.config)}
+                if isinstance(one, PlannedStep)
+                else {"no_plan": msgspec.to_builtins(one)}
+            )
+            for name, one in found.systems.items()
+        },
+        "bound": {"lower_bound_us": found.lower_bound_us, "gap": found.gap},
+        "judged": found.judged,
+    }
+
+
+def _simulated(plan: StepPlan, simulation: Simulation) -> dict[str, Any]:
+    return {
+        "time_us": simulation.time_us,
+        "tokens_per_s": plan.tokens_per_s(simulation),
+        "device_peak_bytes": simulation.peak_bytes,
+        "host_peak_bytes": simulation.host_peak_bytes,
+        "nvme_peak_bytes": simulation.nvme_peak_bytes,
+        "busy_us": simulation.busy_us,
+        "moved_bytes": simulation.moved_bytes,
+    }

@@ -1,0 +1,525 @@
+"""The fastest plan of a whole optimizer step over device, host and NVMe, by a search over configs.
+
+Also called: heterogeneous memory training, offloaded training. Parameters, gradients and the
+optimizer's state are values of one graph with the activations (`step_graph.py`), so
+that order, recomputation and copies are weighed against each other.
+Papers: the fixed configs of `named_systems` are points of this space, with their sources there.
+Solves: the order of microbatches (passes), what each layer saves, how many layers have that on the
+host, where states live, where gradients are added, what stays on the device between uses. Copies of
+each config are placed on the known trace (`planned_step.py`), and `simulate` judges it.
+Optimal: within the configs that it tries, which are limited by their number; the bound says how
+far the best may be from any plan whatever.
+Cost: a start for each order, then a climb by one choice at a time; up to `most` plans are judged,
+each in time near-linear in the ops of the step.
+Shortcomings: all layers of a pass but the unequal ones save alike; parameters do not live on NVMe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from remat.graph_capture.errors import SolverError
+from remat.graph_capture.graph import Tier
+from remat.schedules.simulate import gap_of
+from remat.whole_step.microbatch import Layer, Microbatch
+from remat.whole_step.planned_step import (
+    PlannedStep,
+    Short,
+    StepTask,
+    device_peak_bytes,
+    planned_step,
+)
+from remat.whole_step.step_config import NAMED_SYSTEMS, Pass, StepConfig, full_recompute
+
+# Configs brought into the tiers that there are: state goes to NVMe until the host has room.
+
+
+_TRIES = 12
+"""How often a config is changed for the host's sake before it is given up."""
+
+
+def _update_order(microbatch: Microbatch) -> list[int]:
+    """Groups in the order in which backward makes their gradients whole."""
+    given = [at for layer in reversed(microbatch.layers) for at in layer.gives]
+    return [at for at in given if microbatch.groups[at].trained]
+
+
+def _with_state_on_nvme(microbatch: Microbatch, config: StepConfig, count: int) -> StepConfig:
+    """The config with the states of `count` groups on NVMe.
+
+    These are the first that are updated, or are spread evenly over the updates, so that one is
+    read while the host updates others.
+    """
+    movable = [at for at in _update_order(microbatch) if config.state[at] != "device"]
+    count = min(count, len(movable))
+    evenly = [i * len(movable) // count for i in range(count)]
+    places = evenly if config.spread else range(count)
+    below = {movable[place] for place in places}
+    state: list[Tier] = [
+        tier if tier == "device" else "nvme" if at in below else "host"
+        for at, tier in enumerate(config.state)
+    ]
+    return msgspec.structs.replace(config, state=tuple(state))
+
+
+def _on_nvme(config: StepConfig) -> int:
+    """How many groups have their state on NVMe."""
+    return config.state.count("nvme")
+
+
+def _fitted(
+    task: StepTask, config: StepConfig, name: str, limit_us: float = float("inf")
+) -> PlannedStep | Short:
+    """The config planned, with as little changed as the host asks for.
+
+    Where the host lacks room, states go to NVMe, in fewer slots if need be; without one, gradients
+    stay on the device. What then still lacks room is named. `limit_us` is as of `planned_step`.
+    """
+    found = planned_step(task, config, name, limit_us)
+    for _ in range(_TRIES):
+        if isinstance(found, PlannedStep) or found.tier != "host":
+            break
+        changed = _relieved(task, config, found)
+        if changed is None:
+            break
+        config = changed
+        found = planned_step(task, config, name, limit_us)
+    return found
+
+
+def _relieved(task: StepTask, config: StepConfig, short: Short) -> StepConfig | None:
+    """The config with less on the host; None where nothing more can go."""
+    microbatch, order = task.microbatch, _update_order(task.microbatch)
+    states = sorted(task.update.state_bytes(microbatch.groups[at]) for at in order)
+    over_bytes = short.need_bytes - task.links.host_bytes
+    usual_bytes = states[len(states) // 2] if states else 0
+    if task.links.write is not None and usual_bytes:
+        count = _on_nvme(config) + -(-over_bytes // usual_bytes)
+        changed = _with_state_on_nvme(microbatch, config, count)
+        if changed != config and _nvme_has_room(task, changed):
+            return changed
+        if _on_nvme(config) and config.slots > 1:
+            return msgspec.structs.replace(config, slots=config.slots - 1)
+    kept = _more_gradients_kept(microbatch, config)
+    return None if kept == config else kept
+
+
+def _nvme_has_room(task: StepTask, config: StepConfig) -> bool:
+    groups = zip(task.microbatch.groups, config.state, strict=True)
+    need_bytes = sum(task.update.state_bytes(group) for group, tier in groups if tier == "nvme")
+    return need_bytes <= task.links.nvme_bytes
+
+
+def _more_gradients_kept(microbatch: Microbatch, config: StepConfig) -> StepConfig:
+    """The config with the gradients of one more group on the device, the largest first."""
+    if len(config.passes) == 1:
+        return config
+    order = _gradients_by_size(microbatch)
+    rest = [at for at in order if at not in config.kept_gradients]
+    kept = (*config.kept_gradients, *rest[:1])
+    return msgspec.structs.replace(config, kept_gradients=kept)
+
+
+def _gradients_by_size(microbatch: Microbatch) -> list[int]:
+    """Groups with gradients, the largest first; of equal ones, the first that is updated."""
+    order: Sequence[int] = _update_order(microbatch)
+    return sorted(order, key=lambda at: -microbatch.groups[at].gradient_bytes)
+
+
+# Where the search for a whole step begins: orders of microbatches, each saving as much as fits.
+
+
+_Order = tuple[int, ...]
+"""Microbatches of each pass."""
+
+
+def orders(microbatches: int) -> list[_Order]:
+    """Ways to cut microbatches into passes: equal ones, and small ones before a larger last one.
+
+    A large last pass makes gradients whole slowly, so that updates hide behind it; small passes
+    before it hold few activations.
+    """
+    found: dict[_Order, None] = {}
+    for size in range(1, microbatches + 1):
+        if microbatches % size == 0:
+            found[(size,) * (microbatches // size)] = None
+    for size in (1, 2):
+        for last in range(size + 1, microbatches):
+            if (microbatches - last) % size == 0:
+                found[(*(size,) * ((microbatches - last) // size), last)] = None
+    return list(found)
+
+
+def _ladder(layer: Layer) -> list[int]:
+    """Options of a layer that save less and less and take more and more time."""
+    found = list[int]()
+    for i, option in enumerate(layer.options):
+        if not found or option.saved_bytes < layer.options[found[-1]].saved_bytes:
+            found.append(i)
+    return found
+
+
+def _options_at(microbatch: Microbatch, limit_bytes: int) -> tuple[int, ...]:
+    """The fastest option of each layer that saves at most so much; else the least of it."""
+    return tuple(
+        next(
+            (i for i in _ladder(layer) if layer.options[i].saved_bytes <= limit_bytes),
+            _ladder(layer)[-1],
+        )
+        for layer in microbatch.layers
+    )
+
+
+def _starts(task: StepTask, order: _Order) -> list[StepConfig]:
+    """Settings of an order: all state on the host, and all on the device if that fits."""
+    microbatch = task.microbatch
+    if microbatch.draws and max(order) > 1:
+        # Microbatches of one pass would draw by turns, and eager's draw one after the other.
+        return []
+    passes = tuple(Pass(count, full_recompute(microbatch)) for count in order)
+    below = task.feasible(StepConfig(passes, ("host",) * len(microbatch.groups)))
+    above = msgspec.structs.replace(below, state=("device",) * len(microbatch.groups))
+    found = [above] if device_peak_bytes(task, above) <= task.budget_bytes else []
+    return [_enriched(task, config) for config in (*found, below)]
+
+
+def _enriched(task: StepTask, config: StepConfig) -> StepConfig:
+    """The config with as much saved as fits: in the passes before the last, then in it."""
+    sizes = sorted({o.saved_bytes for one in task.microbatch.layers for o in one.options})[::-1]
+    are_equal = len({one.microbatches for one in config.passes}) == 1
+    for places in ((True, True),) if are_equal else ((True, False), (False, True)):
+        low, high = 0, len(sizes) - 1
+        while low < high:
+            middle = (low + high) // 2
+            richer = _with_options(config, _options_at(task.microbatch, sizes[middle]), places)
+            if _fits(task, richer):
+                high = middle
+            else:
+                low = middle + 1
+        config = _with_options(config, _options_at(task.microbatch, sizes[low]), places)
+    return config
+
+
+def _with_options(
+    config: StepConfig, options: tuple[int, ...], places: Sequence[bool]
+) -> StepConfig:
+    """The config with other options in all passes but the last, and in the last, as asked."""
+    leading, last = (options if asked else None for asked in places)
+    passes = [
+        one if leading is None else msgspec.structs.replace(one, options=leading)
+        for one in config.passes[:-1]
+    ]
+    end = config.passes[-1]
+    end = end if last is None else msgspec.structs.replace(end, options=last)
+    return msgspec.structs.replace(config, passes=(*passes, end))
+
+
+def _fits(task: StepTask, config: StepConfig) -> bool:
+    """Whether the first two passes and the last fit the device: those between are as the first."""
+    few = config.passes[:2] + config.passes[2:][-1:]
+    return device_peak_bytes(task, msgspec.structs.replace(config, passes=few)) <= task.budget_bytes
+
+
+# What a climb tries next: the configs that differ from one by a single choice.
+
+
+_SHARES = (1, 2, 8)
+"""What is saved changes in all layers, in half of them or in an eighth."""
+_PARTS = 4
+"""Hosting goes up and down by this part of the layers."""
+_COUNTS = (1, 4)
+"""By how many groups a choice of groups grows or shrinks."""
+
+
+def _neighbours(microbatch: Microbatch, config: StepConfig) -> Iterator[StepConfig]:
+    """Settings one choice away; those that save more come first, since the device's time leads."""
+    yield from _saving_otherwise(microbatch, config)
+    yield from _hosting_otherwise(microbatch, config)
+    yield from _updating_otherwise(microbatch, config)
+    yield from _resting_otherwise(microbatch, config)
+    yield msgspec.structs.replace(config, keeping="stream" if config.keeping == "near" else "near")
+
+
+def _saving_otherwise(microbatch: Microbatch, config: StepConfig) -> Iterator[StepConfig]:
+    """More or less saved: in all passes, the first ones or the last, in all layers or a part.
+
+    Layers that save the least are the first to save more, and the other way round; of equal ones
+    the last, whose values are held for the shortest time.
+    """
+    n_passes = len(config.passes)
+    passes = [range(n_passes)]
+    if n_passes > 1:
+        passes += [range(n_passes - 1), range(n_passes - 1, n_passes)]
+    for step in (-1, 1):
+        for which in passes:
+            for part in _SHARES:
+                changed = list(config.passes)
+                for at in which:
+                    layers = _next_layers(microbatch, changed[at].options, part, step)
+                    options = _moved_along(microbatch, changed[at].options, layers, step)
+                    changed[at] = msgspec.structs.replace(changed[at], options=options)
+                if tuple(changed) != config.passes:
+                    yield msgspec.structs.replace(config, passes=tuple(changed))
+
+
+def _next_layers(microbatch: Microbatch, options: Sequence[int], part: int, step: int) -> list[int]:
+    """One layer of so many, those first that save least for less time, or most for more."""
+    layers = microbatch.layers
+    saved = [layer.options[i].saved_bytes for layer, i in zip(layers, options, strict=True)]
+    able = [at for at, layer in enumerate(layers) if len(layer.options) > 1 and not layer.turns]
+    able.sort(key=lambda at: (-step * saved[at], -at))
+    return able[: max(len(able) // part, 1)]
+
+
+def _moved_along(
+    microbatch: Microbatch, options: Sequence[int], layers: Sequence[int], step: int
+) -> tuple[int, ...]:
+    """Options in which those layers save one step more (-1) or less (1), where there is one."""
+    found = list(options)
+    for at in layers:
+        steps = _ladder(microbatch.layers[at])
+        place = steps.index(found[at]) + step if found[at] in steps else -1
+        if 0 <= place < len(steps):
+            found[at] = steps[place]
+    return tuple(found)
+
+
+def _hosting_otherwise(microbatch: Microbatch, config: StepConfig) -> Iterator[StepConfig]:
+    """More or fewer layers whose saved values are on the host meanwhile.
+
+    More of them make room on the device, so that with this choice one that fills it is tried too.
+    """
+    most = len(microbatch.layers) - 1
+    part = max(most // _PARTS, 1)
+    for which in ({*range(len(config.passes))}, {len(config.passes) - 1}):
+        for step, richer in ((part, True), (part, False), (-part, False)):
+            passes = list(config.passes)
+            for at in which:
+                one = passes[at]
+                hosted = min(max(one.hosted + step, 0), most)
+                layers = range(hosted) if richer else range(0)
+                options = _moved_along(microbatch, one.options, layers, -1)
+                passes[at] = msgspec.structs.replace(one, hosted=hosted, options=options)
+            if tuple(passes) != config.passes:
+                yield msgspec.structs.replace(config, passes=tuple(passes))
+
+
+def _updating_otherwise(microbatch: Microbatch, config: StepConfig) -> Iterator[StepConfig]:
+    """Gradients added elsewhere or kept, and more or fewer updates on the device."""
+    if len(config.passes) > 1:
+        yield _more_gradients_kept(microbatch, config)
+        yield msgspec.structs.replace(config, kept_gradients=config.kept_gradients[:-1])
+        if config.updates == "host":
+            sums: Tier = "host" if config.sums == "device" else "device"
+            yield msgspec.structs.replace(config, sums=sums)
+        largest = tuple(_gradients_by_size(microbatch)[: len(config.kept_gradients) + _COUNTS[-1]])
+        yield msgspec.structs.replace(config, kept_gradients=largest)
+    if config.updates == "device":
+        return
+    for count in (*_COUNTS, *(-one for one in _COUNTS)):
+        yield msgspec.structs.replace(config, device_updates=max(config.device_updates + count, 0))
+
+
+def _resting_otherwise(microbatch: Microbatch, config: StepConfig) -> Iterator[StepConfig]:
+    """States elsewhere between steps, and more or fewer slots for those on NVMe."""
+    below = _on_nvme(config)
+    if below:
+        for slots in (config.slots + 1, config.slots - 1):
+            yield msgspec.structs.replace(config, slots=max(slots, 1))
+        other = msgspec.structs.replace(config, spread=not config.spread)
+        yield _with_state_on_nvme(microbatch, other, below)
+        for count in (1, 2, 4, -1, -2):
+            if below + count > 0:
+                yield _with_state_on_nvme(microbatch, config, below + count)
+    for count in _COUNTS:
+        yield _on_device(microbatch, config, config.state.count("device") + count)
+        yield _on_device(microbatch, config, max(config.state.count("device") - count, 0))
+
+
+def _on_device(microbatch: Microbatch, config: StepConfig, count: int) -> StepConfig:
+    """The config with the last `count` groups that are updated wholly on the device."""
+    above = set(_update_order(microbatch)[::-1][:count])
+    state: list[Tier] = [
+        "device" if at in above else "host" if tier == "device" else tier
+        for at, tier in enumerate(config.state)
+    ]
+    return msgspec.structs.replace(config, state=tuple(state))
+
+
+_SOLVER = "whole_step"
+_MOST = 200
+"""Plans that are judged in one search."""
+_STARTS = 2
+"""From how many of the orders the search climbs: the first often stays best."""
+_Outcome = PlannedStep | Short | str
+"""Of a named system: its plan, what it lacks, or why its bits are not eager's."""
+_OTHER_DRAWS = (
+    "microbatches would draw random numbers by turns, and eager's draw one after the other"
+)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a search found.
+
+    Attributes
+    ----------
+    plan : the fastest that fits; None where none does. short : then, the tier that was nearest
+        to enough, and the least that was found to do.
+    lower_bound_us : no plan of this step, in any order, takes less. judged : plans that were.
+    systems : each named system, what it lacks, or why it is left out.
+    """
+
+    plan: PlannedStep | None
+    short: Short | None
+    lower_bound_us: float
+    judged: int
+    systems: dict[str, _Outcome]
+
+    @property
+    def gap(self) -> float | None:
+        """The plan's time over the bound, minus one; None without a plan or a bound."""
+        return gap_of(self.plan.simulation.time_us, self.lower_bound_us) if self.plan else None
+
+
+def plan_whole_step(
+    task: StepTask, microbatches: int, *, most: int = _MOST,
+    progress: Callable[[str], None] = lambda _: None,
+) -> StepResult:  # fmt: skip
+    """Search for the fastest plan, and judge the named systems beside it.
+
+    Parameters
+    ----------
+    microbatches : in one optimizer step. most : plans to judge, which limits the search.
+    progress : told what comes next.
+
+    Raises
+    ------
+    SolverError : there is no microbatch, or no plan may be judged.
+    """
+    if microbatches < 1 or most < 1:
+        raise SolverError(
+            f"a step has one microbatch or more, and a search judges one plan or more; asked for "
+            f"are {microbatches} microbatches and {most} plans"
+        )
+    search, systems = _StepSearch(task, microbatches, most, progress), dict[str, _Outcome]()
+    for name, system in NAMED_SYSTEMS.items():
+        progress(f"judging {system.title}")
+        config = task.feasible(system.config(task.microbatch, microbatches))
+        if task.microbatch.draws and not config.is_batch_major:
+            systems[name] = _OTHER_DRAWS
+            continue
+        systems[name] = search.take(_fitted(task, config, name))
+    search.run()
+    short = None if search.best else _nearest(search.shorts)
+    return StepResult(search.best, short, least_step_us(task, microbatches), search.judged, systems)
+
+
+def least_step_us(task: StepTask, microbatches: int) -> float:
+    """A time that no plan of the step beats, in any order: the device's work, or NVMe's.
+
+    The device computes each microbatch once. State that is on NVMe as the step begins, since
+    neither device nor host can hold it, comes up once to be updated, and goes back down.
+    """
+    microbatch, links = task.microbatch, task.links
+    device_us = microbatches * microbatch.least_us
+    resting_bytes = sum(
+        group.parameter_bytes + task.update.state_bytes(group) for group in microbatch.groups
+    )
+    below_bytes = max(resting_bytes - links.host_bytes - task.budget_bytes, 0)
+    ways = [way for way in (links.read, links.write) if way is not None]
+    return max(device_us, *(below_bytes / way.bytes_per_us for way in ways), 0.0)
+
+
+def _nearest(shorts: Sequence[Short]) -> Short | None:
+    """What was nearest to fitting: configs that fit the device lack room on the host alone."""
+    on_host = [one for one in shorts if one.tier == "host"]
+    return min(on_host or shorts, key=lambda one: one.need_bytes, default=None)
+
+
+@dataclass
+class _StepSearch:
+    """One search: the best so far, and what was tried.
+
+    Attributes
+    ----------
+    best : the fastest plan. judged : how many were. shorts : what others lacked.
+    times_us : of each config that was judged. became : what it was changed to, to fit.
+    """
+
+    task: StepTask
+    microbatches: int
+    most: int
+    progress: Callable[[str], None]
+    best: PlannedStep | None = None
+    judged: int = 0
+    shorts: list[Short] = field(default_factory=list[Short])
+    times_us: dict[StepConfig, float] = field(default_factory=dict[StepConfig, float])
+    became: dict[StepConfig, StepConfig] = field(default_factory=dict[StepConfig, StepConfig])
+
+    def run(self) -> None:
+        """A start for each order, then a climb from the best of them."""
+        self.progress("saving as much as fits")
+        found = [
+            start for order in orders(self.microbatches) for start in _starts(self.task, order)
+        ]
+        found.sort(key=self._device_us)
+        times = [(self.offer(start), k) for k, start in enumerate(found)]
+        for time_us, k in sorted(times)[:_STARTS]:
+            if time_us < float("inf"):
+                self._climb(self.became[found[k]])
+
+    def offer(self, config: StepConfig) -> float:
+        """Judge a config, and return its time.
+
+        Infinite if it does not fit, or if what the device computes alone takes longer than the
+        best plan.
+        """
+        if config in self.times_us:
+            return self.times_us[config]
+        best_us = self.best.simulation.time_us if self.best else float("inf")
+        if self.judged >= self.most or self._device_us(config) >= best_us:
+            return float("inf")
+        self.judged += 1
+        found = self.take(_fitted(self.task, config, _SOLVER, best_us))
+        if isinstance(found, Short):
+            self.times_us[config] = float("inf")
+            return float("inf")
+        self.times_us[config] = self.times_us[found.config] = found.simulation.time_us
+        self.became[config] = found.config
+        return found.simulation.time_us
+
+    def take(self, found: PlannedStep | Short) -> PlannedStep | Short:
+        """Keep a plan if it is the best yet, or what one lacks; return it."""
+        if isinstance(found, Short):
+            self.shorts.append(found)
+        elif self.best is None or found.simulation.time_us < self.best.simulation.time_us:
+            self.best = found
+            self.progress(
+                f"judged {self.judged} plans, best {found.simulation.time_us / 1e6:.2f} s"
+            )
+        return found
+
+    def _climb(self, now: StepConfig) -> None:
+        """Change one choice at a time for as long as that helps."""
+        time_us = self.times_us[now]
+        changed: StepConfig | None = now
+        while changed is not None and self.judged < self.most:
+            better = (
+                one for one in _neighbours(self.task.microbatch, now) if self.offer(one) < time_us
+            )
+            changed = next(better, None)
+            if changed is not None:
+                now, time_us = self.became[changed], self.times_us[changed]
+
+    def _device_us(self, config: StepConfig) -> float:
+        """Time of what the device computes, with what it computes again."""
+        microbatch, total_us = self.task.microbatch, 0.0
+        for one in config.passes:
+            layers = zip(microbatch.layers, one.options, strict=True)
+            again_us = sum(layer.options[option].extra_us for layer, option in layers)
+            total_us += one.microbatches * (microbatch.least_us + again_us)
+        return total_us

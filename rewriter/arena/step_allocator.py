@@ -1,0 +1,48 @@
+"""Where the two graphs of a compiled step get their memory from: torch's allocator, or an arena.
+
+Only the graphs are served from an arena. What the user runs between forward and backward, and what
+guards and hooks allocate, is not in the way of the calls that were counted.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+from remat.rewriter.graphs.codegen import Boxed
+
+PassKind = Literal["forward", "backward"]
+
+
+class _Source(Protocol):
+    """Runs a graph, and gives it memory meanwhile."""
+
+    def run(self, phase: PassKind, graph: Boxed, args: list[Any]) -> Any:
+        """What the graph returns."""
+        ...
+
+
+class StepAllocator:
+    """The place at which an arena is put around the graphs of one compiled step.
+
+    Copies of a module share its step, and so its arena.
+
+    Attributes
+    ----------
+    source : None leaves all requests to torch's allocator.
+    n_results : how many of the first tensors that forward's graph returns go to the user. The
+        others are what backward reads.
+    """
+
+    def __init__(self) -> None:
+        self.source: _Source | None = None
+        self.n_results = 0
+
+    def around(self, phase: PassKind, graph: Boxed) -> Boxed:
+        """`graph`, run by the source of then."""
+
+        def run(args: list[Any]) -> Any:
+            source = self.source
+            return graph(args) if source is None else source.run(phase, graph, args)
+
+        run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+        return run

@@ -1,0 +1,300 @@
+"""Keeps what a check holds off the device, so that eager's step runs within the plan's budget.
+
+Eager is what a plan is compared with, and it is where the unmodified step does not fit that a plan
+is wanted. So what eager saves for backward, its results and copies of the state are moved: from a
+CPU to files without a name, from a CUDA device to the host's memory. A copy changes no bit, and
+what comes back has the strides, the place in its storage and the aliases that it had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
+
+from remat.graph_capture.devices.known_devices import CPU
+from remat.graph_capture.devices.meter import Run
+from remat.graph_capture.distributed.dtensors import is_distributed, local_part
+from remat.graph_capture.eager_step import LEAST_BYTES
+from remat.graph_capture.errors import NotComparedError, TierError
+from remat.graph_capture.spill_files import HOST_FOLDER, File, Folder, host_folder
+from remat.rewriter.tiers.handles import StorageView
+
+Read = Callable[[], Tensor]
+"""Gives back what was kept."""
+_NO_HOOKS = "saved tensor hooks"
+"""What torch says where code takes no hooks on what autograd saves."""
+
+
+class OffDeviceMemory:
+    """Memory off a device.
+
+    Parameters
+    ----------
+    device : that the step runs on. stays : tensors that live through the step anyway.
+
+    Raises
+    ------
+    NotComparedError : no file can be made. Where files have no room, so does what writes them.
+    """
+
+    def __init__(self, device: str, stays: Iterable[Tensor]) -> None:
+        self.device, self._live = torch.device(device), _Live(math.inf)
+        self._folder = _folder() if device == CPU else None
+        self._stays = {
+            one.untyped_storage()._cdata for one in map(local_part, stays) if _is_bytes_alone(one)
+        }
+        self._known: dict[int, tuple[weakref.ref[UntypedStorage], weakref.ref[_Moved]]] = {}
+
+    def outcome(self) -> MutableMapping[str, Any]:
+        """Takes the results of a step, each of which is moved as it comes."""
+        return {} if self._folder is None else _Results(self)
+
+    def keep(self, tensor: Tensor) -> Read:
+        """Copy a tensor; what is returned gives the copy back, on the device."""
+        tensor = tensor.detach()
+        if not _is_bytes_alone(tensor) or tensor.untyped_storage().nbytes() < LEAST_BYTES:
+            copy = tensor.clone()
+            return lambda: copy
+        if tensor.untyped_storage().nbytes() > tensor.nbytes:  # a part of something larger
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        shown, copied = StorageView.of(tensor), self._copy(tensor.untyped_storage())
+        return lambda: _over_storage(shown, copied.read())
+
+    def running(self, run: Run, room_bytes: float) -> Run:
+        """`run` with what autograd saves in it moved until backward reads it.
+
+        Parameters
+        ----------
+        room_bytes : the most of that that may be on the device at once.
+
+        Raises
+        ------
+        NotComparedError : code in it takes no hooks on what autograd saves, or holds more of that
+            than there is room for.
+        """
+
+        def moved() -> Any:
+            self._live = _Live(room_bytes)
+            try:
+                with saved_tensors_hooks(self._pack, self._unpack):
+                    return run()
+            except RuntimeError as error:
+                if not takes_no_hooks(error):
+                    raise
+                raise NotComparedError(
+                    f"what it saves for backward cannot be moved ({str(error).splitlines()[0]})"
+                ) from error
+            finally:
+                self._known.clear()
+
+        return moved
+
+    def _copy(self, storage: UntypedStorage) -> _InFile | _OnHost:
+        return _OnHost(storage) if self._folder is None else _InFile(self._folder, storage)
+
+    def _pack(self, tensor: Any) -> Any:
+        if not isinstance(tensor, Tensor):  # the mesh, of a tensor over it
+            return tensor
+        if is_distributed(tensor):
+            parts: Any = tensor
+            inner, facts = parts.__tensor_flatten__()
+            packed = {name: self._pack(getattr(tensor, name)) for name in inner}
+            return type(tensor), packed, facts, tensor.size(), tensor.stride()
+        with _unseen():
+            if not self._is_moved(tensor):
+                return tensor
+            return StorageView.of(tensor), self._moved(tensor.untyped_storage())
+
+    def _unpack(self, packed: Any) -> Any:
+        if not isinstance(packed, tuple):
+            return packed
+        parts: Any = packed
+        if len(parts) > 2:
+            kind, inner, facts, size, stride = parts
+            whole = {name: self._unpack(one) for name, one in inner.items()}
+            return kind.__tensor_unflatten__(whole, facts, size, stride)
+        shown, moved = parts
+        with _unseen():
+            return _over_storage(shown, moved.storage())
+
+    def _is_moved(self, tensor: Tensor) -> bool:
+        if not _is_bytes_alone(tensor) or tensor.device.type != self.device.type:
+            return False
+        storage = tensor.untyped_storage()
+        return storage.nbytes() >= LEAST_BYTES and storage._cdata not in self._stays
+
+    def _moved(self, storage: UntypedStorage) -> _Moved:
+        """The storage as it is now; one that several ops save is kept once."""
+        there, known = self._known.get(storage._cdata, (lambda: None, lambda: None))
+        moved = known()
+        if there() is not storage:  # a new one, whatever had its address before
+            self._live.add(storage)
+            moved = None
+        if moved is None:
+            moved = _Moved(storage, self._copy(storage), self._live)
+            self._known[storage._cdata] = weakref.ref(storage), weakref.ref(moved)
+        else:
+            # It may have been written to: parts that `unsafe_chunk` makes, and `.data`, have
+            # versions of their own. What was saved earlier sees that in eager too.
+            moved.write(storage)
+        return moved
+
+
+class _InFile:
+    """All bytes of a storage, in a file."""
+
+    def __init__(self, folder: Folder, storage: UntypedStorage) -> None:
+        try:
+            self._file = File(folder, storage.nbytes())
+        except OSError as error:
+            raise _no_files(str(error.strerror)) from error
+        self.write(storage)
+
+    def write(self, storage: UntypedStorage) -> None:
+        """Copy the bytes from the device."""
+        try:
+            self._file.write_from(storage.data_ptr())
+        except OSError as error:
+            raise _no_files(str(error.strerror)) from error
+
+    def read(self) -> UntypedStorage:
+        """A storage of them on the device."""
+        whole = torch.empty(self._file.size_bytes, dtype=torch.uint8)
+        self._file.read_to(whole.data_ptr())
+        return whole.untyped_storage()
+
+
+class _OnHost:
+    """All bytes of a storage, in the host's memory."""
+
+    def __init__(self, storage: UntypedStorage) -> None:
+        self._bytes, self._device = _all_bytes(storage).to(CPU, copy=True), storage.device
+
+    def write(self, storage: UntypedStorage) -> None:
+        """As of `_InFile`."""
+        self._bytes.copy_(_all_bytes(storage))
+
+    def read(self) -> UntypedStorage:
+        """As of `_InFile`."""
+        return self._bytes.to(self._device, copy=True).untyped_storage()
+
+
+class _Moved:
+    """The bytes of a storage that are kept elsewhere.
+
+    What still has the storage, or has fetched it already, shares it: so nothing is on the device
+    twice. A storage in Python lives as long as any tensor shows it.
+    """
+
+    def __init__(self, storage: UntypedStorage, copied: _InFile | _OnHost, live: _Live) -> None:
+        self._there, self._copied, self._live = weakref.ref(storage), copied, live
+        self._size_bytes, self.write = storage.nbytes(), copied.write
+
+    def storage(self) -> UntypedStorage:
+        """The storage, on the device."""
+        found = self._there()
+        if found is None:
+            self._live.require(self._size_bytes)
+            found = self._copied.read()
+            self._live.add(found)
+            self._there = weakref.ref(found)
+        return found
+
+
+class _Live:
+    """Bytes on the device of what autograd has saved: all that variables or backward hold of it."""
+
+    def __init__(self, most_bytes: float) -> None:
+        self._most_bytes, self._bytes = most_bytes, 0
+
+    def require(self, size_bytes: int) -> None:
+        """Raise `NotComparedError` if there is no room for so many bytes more."""
+        if self._bytes + size_bytes > self._most_bytes:
+            raise NotComparedError("its code holds more at once than the budget leaves")
+
+    def add(self, storage: UntypedStorage) -> None:
+        """Count a storage until it ends."""
+        self.require(storage.nbytes())
+        self._bytes += storage.nbytes()
+        weakref.finalize(storage, self._less, storage.nbytes()).atexit = False
+
+    def _less(self, size_bytes: int) -> None:
+        self._bytes -= size_bytes
+
+
+class _Results(MutableMapping[str, Any]):
+    """Results of a step in files; one is read each time that it is asked for."""
+
+    def __init__(self, elsewhere: OffDeviceMemory) -> None:
+        self._elsewhere = elsewhere
+        self._kept: dict[str, Callable[[], Any]] = {}
+
+    def __setitem__(self, name: str, result: Any) -> None:
+        self._kept[name] = (
+            self._elsewhere.keep(result) if isinstance(result, Tensor) else lambda: result
+        )
+
+    def __getitem__(self, name: str) -> Any:
+        return self._kept[name]()
+
+    def __delitem__(self, name: str) -> None:
+        del self._kept[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
+def takes_no_hooks(error: RuntimeError) -> bool:
+    """Whether it says that code takes no hooks on what autograd saves."""
+    return _NO_HOOKS in str(error)
+
+
+def _folder() -> Folder:
+    try:
+        return Folder(host_folder(), "host")
+    except TierError as error:
+        raise _no_files(str(error.__cause__)) from error
+
+
+def _no_files(why: str) -> NotComparedError:
+    return NotComparedError(
+        f"{host_folder()} cannot hold what it saves for backward ({why}): set {HOST_FOLDER} to a "
+        "folder that can"
+    )
+
+
+@contextlib.contextmanager
+def _unseen() -> Generator[None]:
+    """Hide our own ops from autograd and from whoever watches ops."""
+    with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+def _is_bytes_alone(tensor: Tensor) -> bool:
+    """Whether a tensor is bytes of a storage, and no more."""
+    functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009 - torch's stubs leave it out
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.layout == torch.strided
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        and not functorch.is_functorch_wrapped_tensor(tensor)
+    )
+
+
+def _all_bytes(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _over_storage(shown: StorageView, storage: UntypedStorage) -> Tensor:
+    return shown.over(_all_bytes(storage))

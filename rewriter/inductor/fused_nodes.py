@@ -1,0 +1,300 @@
+"""What Inductor makes of a node of its joint graph: a view, part of a kernel, or a call."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._inductor import inductor_prims
+from torch._ops import HigherOrderOperator
+
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.joint.nodes import (
+    draws_randomness,
+    is_custom,
+    is_getitem,
+    mutates,
+    storage_key,
+    tensors_of,
+)
+from remat.rewriter.torch_compat import loses_gradients
+
+aten, _prims = torch.ops.aten, torch.ops.prims
+
+SEEDS = inductor_prims.seeds
+SEEDED_DRAWS = frozenset({inductor_prims.random, inductor_prims.randint})
+"""They draw from a seed that they are given, so they draw the same when they run again.
+
+Inductor's seeds are made in forward and saved. What draws from the stream itself runs once.
+"""
+
+_INLINED = frozenset(
+    {
+        aten._adaptive_avg_pool2d.default, aten.arange.start_step, aten.cat.default,
+        aten.clone.default, aten.constant_pad_nd.default, aten.copy.default,
+        aten.embedding.default, aten.empty.memory_format, aten.flip.default, aten.full.default,
+        aten.full_like.default, aten.gather.default, aten.index.Tensor, aten.repeat.default,
+        aten.select_scatter.default, aten.slice_scatter.default, aten.where.self,
+        _prims.convert_element_type.default, _prims.iota.default,
+        inductor_prims.lookup_seed, *SEEDED_DRAWS,
+    }
+)  # fmt: skip
+
+_REDUCTIONS = frozenset(
+    {
+        "all", "amax", "amin", "any", "argmax", "argmin", "logsumexp", "max", "mean", "min",
+        "prod", "std", "sum", "var", "var_mean",
+    }
+)  # fmt: skip
+
+
+def shares_storage(node: fx.Node) -> bool:
+    """Whether the node's result shares the storage of its first argument."""
+    if node.op != "call_function" or mutates(node) or is_getitem(node):
+        return False
+    if getattr(node.target, "is_view", False):
+        return True
+    made = {storage_key(t) for t in tensors_of(node) if t is not None}
+    given = {storage_key(t) for a in node.all_input_nodes for t in tensors_of(a) if t is not None}
+    return bool(made) and made <= given
+
+
+def is_inlined(node: fx.Node) -> bool:
+    """Whether Inductor computes the node inside the kernels that read it."""
+    if node.op != "call_function" or draws_randomness(node) or mutates(node) or is_custom(node):
+        return False
+    return node.target in _INLINED or torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def is_reduction(node: fx.Node) -> bool:
+    """Whether Inductor makes one kernel of the node and what is inlined into it."""
+    packet = getattr(node.target, "overloadpacket", None)
+    return str(getattr(packet, "__name__", "")) in _REDUCTIONS
+
+
+def is_generated(node: fx.Node) -> bool:
+    """Whether the node is computed by code that Inductor generates."""
+    return is_inlined(node) or is_reduction(node) or node.target == SEEDS
+
+
+def module_and_line(node: fx.Node) -> tuple[str, str]:
+    """Module path and ``file:line`` behind a node; empty where dynamo has not noted them."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    paths = [str(entry[0]) for entry in stack.values()]
+    module = paths[-1].removeprefix("L['self'].").removeprefix("L['fn'].") if paths else ""
+    trace = str(node.meta.get("stack_trace") or node.meta.get("fwd_stack_trace") or "")
+    lines = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
+    if not lines:
+        return module, ""
+    file, _, rest = lines[-1].removeprefix('File "').partition('", line ')
+    return module, f"{file}:{rest.split(',')[0]}"
+
+
+def refuse_symbols(node: fx.Node) -> None:
+    """Raise `CaptureError` if a size of what the node returns depends on data."""
+    for item in (node.meta.get("val"), *tensors_of(node)):
+        sizes: list[Any] = list(item.shape) if isinstance(item, Tensor) else [item]
+        if any(map(_is_symbol, sizes)):
+            raise CaptureError(data_dependent_message(node.name, sizes))
+
+
+def data_dependent_message(name: str, sizes: Sequence[Any]) -> str:
+    """Why a graph with such a node has no plan, and the way out."""
+    return (
+        f"{name} has a size that depends on data, {list(sizes)}, and a plan is for sizes that are "
+        "known: set torch._dynamo.config.capture_dynamic_output_shape_ops and "
+        "capture_scalar_outputs to False, by which the graph ends there, or use a mask instead"
+    )
+
+
+def _is_symbol(size: Any) -> bool:
+    """Whether a size is not known. A symbol whose number a guard has fixed is known."""
+    return isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None
+
+
+# Graphs that a node of Inductor's joint graph runs: branches, regions, bodies of loops.
+#
+# Most are computed as they stand, as one call. Three kinds are refused, since torch itself gives
+# them wrong gradients: branches that draw, whose backward draws other numbers, in eager too; nested
+# compile regions, of which torch 2.13 made gradients that were off by half; and an
+# `autograd.Function` that writes to what it returns, whose backward torch 2.11 leaves out.
+
+
+def subgraphs(node: fx.Node) -> Iterator[fx.Graph]:
+    """The graphs that `node` is given, without those inside of these."""
+    owner = node.graph.owning_module
+    for source in node.all_input_nodes:
+        if source.op == "get_attr" and owner is not None:
+            module: object = attrgetter(str(source.target))(owner)
+            if isinstance(module, fx.GraphModule):
+                yield module.graph
+
+
+def refuse_regions(graph: fx.Graph) -> None:
+    """Raise `CaptureError` for a nested compile region in a graph of dynamo's.
+
+    Inductor partitions the graph of a region by itself, before the one that it is part of.
+    """
+    for node in graph.nodes:
+        if node.target is torch.ops.higher_order.invoke_subgraph:
+            raise CaptureError(
+                f"{_where(node)} calls a nested compile region, of which torch makes wrong "
+                "gradients: leave out torch.compiler.nested_compile_region under this backend"
+            )
+
+
+def refuse_lost_gradients(graph: fx.Graph) -> None:
+    """Raise `CaptureError` for a function whose backward torch has left out of a graph of dynamo's.
+
+    torch 2.11 returns all that a function's forward makes. Of two results that are one tensor, such
+    as what was written to in place, it differentiates none.
+    """
+    if not loses_gradients():
+        return
+    for node in graph.nodes:
+        if node.target is torch.ops.higher_order.autograd_function_apply and _writes_result(node):
+            raise CaptureError(
+                f"{_where(node)} calls an autograd.Function whose forward writes in place to what "
+                "it returns, and torch 2.11 leaves out its gradient: return a new tensor from it "
+                "(y = x.clone().mul(2), not .mul_(2)), for collectives use those of "
+                "torch.distributed._functional_collectives; or take torch 2.12 or later; or keep "
+                "the function out of the graph by torch.compiler.disable"
+            )
+        if isinstance(node.target, HigherOrderOperator):
+            for inner in subgraphs(node):
+                refuse_lost_gradients(inner)
+
+
+def _writes_result(node: fx.Node) -> bool:
+    """Whether a result that is used of a function is, as a tensor, another of its results too."""
+    body = next(subgraphs(node))
+    (returned,) = body.find_nodes(op="output")
+    results: Any = returned.args[0]
+    values = [getattr(one, "meta", {}).get("example_value") for one in results[0]]
+    made = Counter(id(value) for value in values if value is not None)
+    used = [user.args[1] for user in node.users if user.target is operator.getitem]
+    return any(made[id(value)] > 1 for i, value in enumerate(values) if i in used)
+
+
+def refuse_drawing(graph: fx.Graph) -> None:
+    """Raise `CaptureError` for a node that runs a graph which draws."""
+    for node in graph.nodes:
+        if isinstance(node.target, HigherOrderOperator) and any(
+            map(_draws_inside, subgraphs(node))
+        ):
+            raise CaptureError(
+                f"a graph that {node.target.name()} runs draws random numbers ({_where(node)}), "
+                "and its backward draws others, in eager too: draw before it, and pass what was "
+                "drawn as an operand"
+            )
+
+
+def _where(node: fx.Node) -> str:
+    module, source = module_and_line(node)
+    return ", ".join(filter(None, (module, source))) or "an unknown line"
+
+
+def _draws_inside(graph: fx.Graph) -> bool:
+    return any(
+        draws_randomness(node)
+        or node.target in SEEDED_DRAWS
+        or node.target == SEEDS
+        or any(map(_draws_inside, subgraphs(node)))
+        for node in graph.nodes
+    )
+
+
+# Masks that backward reads, kept as bytes: Inductor's C++ writes bool an order slower than uint8.
+#
+# Its C++ stores vectors of bool lane by lane, and compares vectors of bytes lane by lane. To make a
+# mask a float, and the float a byte, takes one instruction each. On an AVX-512 machine, comparing
+# and storing a mask of 524,288 elements took 6.4 ms as bool and 0.3 ms as a float made a uint8.
+# Both take a byte an element, and the gradients are the same.
+#
+# The joint graph is changed before it is planned, so that the byte is what a plan keeps.
+
+
+LEAST_ELEMENTS = 1024
+"""Smaller masks stay as they are: their time does not matter."""
+_CONVERT = torch.ops.prims.convert_element_type.default
+_IS_SET = torch.ops.aten.ne.Scalar
+
+
+def keep_masks_as_bytes(gm: fx.GraphModule, n_outputs: int) -> int:
+    """Keep each mask that forward makes and backward reads as a byte, which its readers compare.
+
+    The joint graph is changed in place. Its first `n_outputs` results are forward's. Each reader
+    compares the byte, as a float, by itself: so the byte is kept, not the comparison.
+
+    Returns
+    -------
+    How many masks there are.
+    """
+    forward = _makers(gm.graph.find_nodes(op="output")[0].args[0][:n_outputs])  # pyright: ignore
+    masks = [
+        node
+        for node in gm.graph.nodes
+        if node in forward and _is_mask(node) and _is_read_beyond(node, forward)
+    ]
+    for node in masks:
+        _through_bytes(node)
+    gm.recompile()
+    return len(masks)
+
+
+def _makers(results: Sequence[Any]) -> set[fx.Node]:
+    """The results and all that they are made of."""
+    found: set[fx.Node] = set()
+    stack = [result for result in results if isinstance(result, fx.Node)]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
+
+
+def _is_mask(node: fx.Node) -> bool:
+    tensor = node.meta.get("val")
+    return (
+        isinstance(tensor, Tensor)
+        and tensor.dtype == torch.bool
+        and tensor.device.type == "cpu"
+        and tensor.numel() >= LEAST_ELEMENTS
+        and is_inlined(node)
+        and not shares_storage(node)
+    )
+
+
+def _is_read_beyond(node: fx.Node, forward: set[fx.Node]) -> bool:
+    """Whether backward reads the node, directly or through views."""
+    return any(
+        _is_read_beyond(user, forward) if shares_storage(user) else user not in forward
+        for user in node.users
+    )
+
+
+def _through_bytes(node: fx.Node) -> None:
+    users = [user for user in node.users if user.op != "output"]
+    graph = node.graph
+    with graph.inserting_after(node):
+        number = _made(graph, node, _CONVERT, (node, torch.float32))
+    with graph.inserting_after(number):
+        byte = _made(graph, node, _CONVERT, (number, torch.uint8))
+    for user in users:
+        with graph.inserting_before(user):
+            read = _made(graph, node, _CONVERT, (byte, torch.float32))
+            user.replace_input_with(node, _made(graph, node, _IS_SET, (read, 0)))
+
+
+def _made(graph: fx.Graph, node: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
+    """A call with the facts of its result; its place in the user's code is that of `node`."""
+    made = graph.call_function(target, args)
+    made.meta = {**node.meta, "val": target(args[0].meta["val"], args[1])}
+    made.meta.pop("tensor_meta", None)
+    return made

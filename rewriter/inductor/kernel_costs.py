@@ -1,0 +1,334 @@
+"""Costs of a compiled step: calls as measured, kernels by what they move and compute."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+from torch import fx
+from torch._dispatch.python import no_python_dispatcher
+from torch._guards import TracingContext, tracing
+from torch._inductor import config as inductor_config
+from torch._inductor import inductor_prims
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.utils._python_dispatch import _disable_current_modes
+
+from remat.graph_capture.costs.cache import CostCache, OpCost, WholeStepTimes
+from remat.graph_capture.costs.op_costs import ESTIMATED_BYTES_PER_US
+from remat.graph_capture.costs.op_times import KernelError, cost_key, sample_arguments, times_us
+from remat.graph_capture.costs.profile import moved_bytes
+from remat.graph_capture.costs.step_time import bytes_for_backward, calibrated
+from remat.graph_capture.devices.cpu import CpuMeter
+from remat.graph_capture.devices.known_devices import allocator_rounding, is_cuda
+from remat.graph_capture.devices.local_devices import meter_of
+from remat.graph_capture.devices.meter import Meter
+from remat.graph_capture.distributed.collectives import local_runner
+from remat.graph_capture.distributed.fake_group import run_locally
+from remat.graph_capture.graph import Op, TrainingGraph, Value
+from remat.graph_capture.joint.nodes import fresh_storages, node_inputs, tensors_of
+from remat.rewriter.inductor.fused_graph import FusedJoint, is_added_product
+from remat.rewriter.inductor.fused_nodes import (
+    SEEDED_DRAWS,
+    is_generated,
+    is_inlined,
+    is_reduction,
+    shares_storage,
+)
+
+# What an element costs in a kernel that Inductor generates, beyond the bytes read and written.
+#
+# On a CPU a random number takes some twenty times as long as other arithmetic, and an error
+# function five times. So they set the cost of a dropout or a GELU that is computed again: a GPT-2
+# plan whose overhead was predicted at 0.7 % took 3.8 %, since eight GELUs and the masks of eight
+# dropouts took 11.6 ms and were estimated at 2.5. Each function is measured once a machine, by a
+# kernel with it beside one without.
+
+
+aten = torch.ops.aten
+_CONVERT = torch.ops.prims.convert_element_type.default
+_FUNCTIONS: dict[Any, str] = {
+    getattr(aten, name).default: name
+    for name in (
+        "cos", "erf", "exp", "exp2", "expm1", "log", "log10", "log1p", "log2", "sigmoid", "sin",
+        "tanh",
+    )
+}  # fmt: skip
+_TARGETS = {name: target for target, name in _FUNCTIONS.items()}
+DRAW, BYTE = "draw", "byte"
+KEY = "remat.element"
+ELEMENTS = 1 << 20
+"""What the measured kernels compute: enough to keep every thread busy."""
+
+
+def slow_part(node: fx.Node) -> str:
+    """What `node` computes that costs time by the element; empty if it is as fast as a copy.
+
+    Reading a mask that is kept as bytes costs time by the element too.
+    """
+    if node.target in SEEDED_DRAWS:
+        return DRAW
+    if node.target == _CONVERT:
+        read = [tensor for source in node.all_input_nodes for tensor in tensors_of(source)]
+        is_byte = any(tensor is not None and tensor.dtype == torch.uint8 for tensor in read)
+        return BYTE if is_byte else ""
+    return _FUNCTIONS.get(node.target, "")
+
+
+def _element_key(part: str) -> str:
+    """Under which the cost of a `slow_part` is kept."""
+    return f"{KEY} {part}"
+
+
+def us_per_element(parts: Iterable[str], cache: CostCache) -> dict[str, float]:
+    """Microseconds that each `slow_part` takes, with the threads that there are now.
+
+    What is missing is measured together and kept in `cache`, whose file is for this machine and
+    this number of threads. It may be called in the middle of a compilation.
+    """
+    keys = {part: _element_key(part) for part in sorted(parts)}
+    missing = [part for part, key in keys.items() if key not in cache.costs]
+    if missing:
+        with _on_its_own():
+            without_us, *found_us = CpuMeter().often_us(*map(_kernel, ("", *missing)))
+        for part, with_it_us in zip(missing, found_us, strict=True):
+            cache.costs[keys[part]] = OpCost(max(0.0, with_it_us - without_us), 0)
+        cache.save()
+    return {part: cache.costs[key].cost_us / ELEMENTS for part, key in keys.items()}
+
+
+def _kernel(part: str) -> Callable[[], Any]:
+    """A compiled kernel that multiplies `ELEMENTS` numbers by what is measured."""
+    given = [
+        torch.zeros(1, dtype=torch.int64),
+        torch.linspace(0.5, 2.0, ELEMENTS),
+        torch.ones(ELEMENTS, dtype=torch.uint8),
+    ]
+    mode = FakeTensorMode()
+    fake = [mode.from_tensor(tensor) for tensor in given]
+    with tracing(TracingContext(mode)), inductor_config.patch(fx_graph_cache=False):
+        run: Any = compile_fx_inner(_graph(part, fake, mode), fake)
+
+    def once() -> Any:
+        return run(list(given))
+
+    once()
+    return once
+
+
+@contextlib.contextmanager
+def _on_its_own() -> Generator[None]:
+    """Real tensors and plain kernels, whatever is being compiled around this."""
+    with (
+        no_python_dispatcher(), _disable_current_modes(), unset_fake_temporarily(), torch.no_grad()
+    ):  # fmt: skip
+        yield
+
+
+def _graph(part: str, fake: Sequence[torch.Tensor], mode: FakeTensorMode) -> fx.GraphModule:
+    graph = fx.Graph()
+    seeds, numbers, mask = map(graph.placeholder, ("seeds", "numbers", "mask"))
+    factor: Any = 1.5
+    if part == DRAW:
+        seed = graph.call_function(inductor_prims.lookup_seed, (seeds, 0))
+        factor = graph.call_function(inductor_prims.random, ([ELEMENTS], seed, "rand"))
+    elif part == BYTE:
+        factor = graph.call_function(_CONVERT, (mask, torch.float32))
+    elif part:
+        factor = graph.call_function(_TARGETS[part], (numbers,))
+    graph.output((graph.call_function(aten.mul.Tensor, (numbers, factor)),))
+    gm = fx.GraphModule(torch.nn.Module(), graph)
+    FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*fake)
+    return gm
+
+
+_BANDWIDTH_KEY = "remat.copy_bandwidth"
+_BANDWIDTH_BYTES = 1 << 25
+"""Bytes of the copy whose rate is measured: so many that most go to memory, not to caches."""
+LEAST_ELEMENTS = 1 << 12
+"""With fewer elements, no slow part is worth the seconds that it takes to measure one."""
+NEAR = 0.8
+"""Part of the time to read a result from memory that is saved while it is near the core.
+
+A result that was just computed is near the core when it is read; one that was kept is not.
+Overheads of plans in %, as planned -> as taken by the code:
+
+    plan                         NEAR = 0      NEAR = 1
+    mixture of experts, 60 MB    9.2 -> 6.4    6.7 -> 7.2
+    Llama, 62 MB                 4.5 -> 1.2    2.7 -> 1.0
+    U-Net, 72 MB                 2.1 -> 0.3    1.1 -> 0.6
+    GPT-2, 59 MB                 4.6 -> 3.8    2.9 -> 4.8
+
+What was left was mostly arithmetic, which `us_per_element` adds.
+"""
+
+
+class CallCosts:
+    """Time and workspace of calls. Each distinct call is measured once and kept on disk.
+
+    Parameters
+    ----------
+    constants : the module whose ``get_attr`` tensors the calls may read.
+    device : on which the step runs.
+    """
+
+    def __init__(self, constants: Any, device: str) -> None:
+        self.constants = constants
+        self.meter = meter_of(device)
+        self.cache = CostCache.of(self.meter)
+        self._taken: set[str] = set()
+
+    def taken(self) -> dict[str, OpCost]:
+        """All costs that were asked for, by their keys in the cache."""
+        return {key: self.cache.costs[key] for key in sorted(self._taken)}
+
+    def of(self, nodes: Iterable[fx.Node]) -> list[OpCost]:
+        """Costs of `nodes`, in their order."""
+        asked = list(nodes)
+        keys = [cost_key(node) for node in asked]
+        missing = {k: n for k, n in zip(keys, asked, strict=True) if k not in self.cache.costs}
+        if missing:
+            with for_real(self.meter):
+                self.cache.costs.update(self._measured(missing))
+            self.cache.save()
+        self._taken.update(keys)
+        return [self.cache.costs[key] for key in keys]
+
+    def bytes_per_us(self) -> float:
+        """What a copy reads and writes in a microsecond here.
+
+        It is a copy to memory that is there already. One to new memory is five times slower, for
+        its pages.
+        """
+        if _BANDWIDTH_KEY not in self.cache.costs:
+            with for_real(self.meter):
+                source = torch.ones(_BANDWIDTH_BYTES, dtype=torch.uint8, device=self.meter.device)
+                target = torch.ones_like(source)
+                (copy_us,) = self.meter.often_us(lambda: target.copy_(source))
+                self.cache.costs[_BANDWIDTH_KEY] = OpCost(copy_us, 0)
+            self.cache.save()
+        self._taken.add(_BANDWIDTH_KEY)
+        return 2 * _BANDWIDTH_BYTES / self.cache.costs[_BANDWIDTH_KEY].cost_us
+
+    def us_per_element(self, parts: Collection[str]) -> dict[str, float]:
+        """What each slow part of a kernel that Inductor generates costs here.
+
+        Nothing on a CUDA device, whose kernels wait for memory.
+        """
+        if is_cuda(self.meter.device):
+            return dict.fromkeys(parts, 0.0)
+        found = us_per_element(parts, self.cache)
+        self._taken.update(map(_element_key, parts))
+        return found
+
+    def _measured(self, missing: dict[str, fx.Node]) -> dict[str, OpCost]:
+        found: dict[str, OpCost] = {}
+        moved = {key: moved_bytes(node) for key, node in missing.items()}
+        allocated = allocator_rounding(self.meter.device)
+
+        def failed(key: str, _: KernelError) -> None:
+            found[key] = OpCost(moved[key] / ESTIMATED_BYTES_PER_US, 0, is_estimate=True)
+
+        made = {key: partial(self._runner, node) for key, node in missing.items()}
+        costs = times_us(made, moved, self.meter, failed, first=lambda _, run: run_locally(run))
+        memory = self.meter.regions(self._runner(missing[key]) for key in costs)
+        for (key, (cost_us, away)), region in zip(costs.items(), memory, strict=True):
+            made_bytes = sum(map(allocated, fresh_storages(missing[key])))
+            extra = max(0, region.peak_bytes - made_bytes)
+            found[key] = OpCost(cost_us, extra, away=away)
+        return found
+
+    def _runner(self, node: fx.Node) -> Callable[[], Any]:
+        args, kwargs = sample_arguments(node, self.constants)
+        target = local_runner(node)
+        return lambda: target(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def for_real(meter: Meter) -> Generator[None]:
+    """Real tensors and plain kernels, even in the middle of a compilation."""
+    with (
+        no_python_dispatcher(), _disable_current_modes(), unset_fake_temporarily(), meter.quiet()
+    ):  # fmt: skip
+        yield
+
+
+def with_kernel_costs(joint: FusedJoint, costs: CallCosts) -> TrainingGraph:
+    """The joint's graph with costs and workspaces.
+
+    A call costs what it was measured to take. A kernel costs the time to read and write its values
+    at the rate of a copy, and besides that the slow functions that it computes. What is inlined
+    into it costs nothing more. What is computed again is near the core when it is read. So `NEAR`
+    of the time to read it is taken off its cost, and added to the step.
+    """
+    calls = {name: n for name, n in joint.node_of_op.items() if not is_generated(n)}
+    found = dict(zip(calls, costs.of(calls.values()), strict=True))
+    bytes_per_us = costs.bytes_per_us()
+    stored, values = set(joint.node_of_op.values()), joint.graph.value_by_name
+    kernels = {name: n for name, n in joint.node_of_op.items() if name not in found}
+    slow = {name: _slow_elements(node, stored) for name, node in kernels.items()}
+    element_us = costs.us_per_element(set[str]().union(*slow.values()))
+    ops: list[Op] = []
+    for op in joint.graph.ops:
+        node = joint.node_of_op.get(op.name)
+        if op.name in found:
+            op = _called(op, found[op.name])
+        elif node is not None:
+            cost_us = _kernel_bytes(op, node, values) / bytes_per_us
+            cost_us += sum(n * element_us[part] for part, n in slow[op.name].items())
+            op = msgspec.structs.replace(op, cost_us=cost_us, cost_origin="modelled")
+        ops.append(op)
+    costed = msgspec.structs.replace(joint.graph, ops=tuple(ops), cost_origin="mixed")
+    read_us = sum(bytes_for_backward(costed).values()) / bytes_per_us
+    return calibrated(costed, WholeStepTimes(step_us=0.0, keeping_us=NEAR * read_us))
+
+
+def _called(op: Op, cost: OpCost) -> Op:
+    return msgspec.structs.replace(
+        op,
+        cost_us=cost.cost_us,
+        workspace_bytes=cost.workspace_bytes,
+        cost_origin="estimated" if cost.is_estimate else "measured",
+    )
+
+
+def _kernel_bytes(op: Op, node: fx.Node, values: Mapping[str, Value]) -> int:
+    """Bytes that a kernel reads and writes.
+
+    A pointwise kernel reads of each value no more elements than it writes. A sum with a matrix
+    product is written by the call that multiplies, which reads the other term.
+    """
+    made = [tensor for tensor in tensors_of(node) if tensor is not None]
+    if is_added_product(node):
+        return sum(tensor.numel() * tensor.element_size() for tensor in made)
+    written = max((tensor.numel() for tensor in made), default=0)
+    total = sum(tensor.numel() * tensor.element_size() for tensor in made)
+    for value in map(values.__getitem__, op.inputs):
+        most_bytes = written * getattr(torch, value.dtype).itemsize
+        total += value.size_bytes if is_reduction(node) else min(value.size_bytes, most_bytes)
+    return total
+
+
+def _slow_elements(node: fx.Node, stored: set[fx.Node]) -> Counter[str]:
+    """Elements of each slow part of the kernel of `node`, with what is inlined into it.
+
+    What Inductor computes once for two readers counts in both all the same.
+    """
+    found, stack, elements = {node}, [node], Counter[str]()
+    while stack:
+        at = stack.pop()
+        made = sum(t.numel() for t in tensors_of(at) if t is not None)
+        if made >= LEAST_ELEMENTS and (part := slow_part(at)):
+            elements[part] += made
+        for source in node_inputs(at):
+            is_part = source not in stored and (is_inlined(source) or shares_storage(source))
+            if is_part and source not in found:
+                found.add(source)
+                stack.append(source)
+    return elements

@@ -1,0 +1,256 @@
+"""Cuts a backward graph into the gradients of inputs (I) and those of weights (W).
+
+After zero bubble pipelines (Qi et al. 2023, https://arxiv.org/abs/2401.10241). I has what the
+gradients of inputs need, and the light ops whose results are smaller to hold than what they read. W
+has the rest, gradient by gradient: each is released as soon as it is final. No op runs in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from ortools.graph.python import max_flow
+from torch import fx
+
+from remat.graph_capture.joint.nodes import is_getitem, is_tangent
+from remat.rewriter.graphs.emitter import placeholder_like
+from remat.rewriter.graphs.result_gradients import release_gradients
+from remat.rewriter.split_backward.dependencies import (
+    Dependencies,
+    SplitBytes,
+    Storage,
+    is_heavy,
+    is_mark,
+    most_live_bytes,
+    storages_in_order,
+)
+from remat.rewriter.split_backward.waiting import SplitGraphs
+
+# Which light ops run with the gradients of inputs, so that the least is held for those of weights.
+#
+# Ops that the gradients of inputs do not need may run in either part. A cast to half precision, a
+# mask that is applied, the sum of a bias: run early, what they make is held in place of what they
+# read. Products and convolutions stay late, since to have them later is what the parts are for.
+#
+# What is held is a cut between what has run and what is still to run. Each storage is an arc whose
+# capacity is its bytes; what must run before an op joins it without limit. The least such cut is a
+# minimum cut (Ford and Fulkerson 1956, https://doi.org/10.4153/CJM-1956-045-5), as in the choice of
+# what forward saves in torch/_functorch/partitioners.py. Of several the one with the fewest ops
+# early is taken.
+
+
+_SOURCE, _SINK = 0, 1
+
+
+def _ops_run_early(
+    nodes: Sequence[fx.Node],
+    dependencies: Dependencies,
+    early: Collection[fx.Node],
+    late_results: Collection[fx.Node],
+    resident: Collection[Storage],
+) -> set[fx.Node]:
+    """`early`, and the ops that join them for the least bytes held between the two parts.
+
+    Parameters
+    ----------
+    nodes : inputs and ops of the graph. early : that run early in any case, inputs among them, with
+        all that runs before them.
+    late_results : gradients of weights, which are given away late.
+    resident : storages that cost nothing to hold.
+    """
+    flow = cast("Any", max_flow.SimpleMaxFlow())
+    place = {node: i for i, node in enumerate(nodes, start=2)}
+    held = _Held(nodes, dependencies, late_results)
+    sizes = {s: 0 if s in resident else dependencies.bytes_of(s) for s in held.readers}
+    unlimited = sum(sizes.values()) + 1
+    for node in nodes:
+        if node in early:
+            flow.add_arc_with_capacity(_SOURCE, place[node], unlimited)
+        elif is_heavy(node):
+            flow.add_arc_with_capacity(place[node], _SINK, unlimited)
+        for first in dependencies.before[node]:
+            flow.add_arc_with_capacity(place[node], place[first], unlimited)
+    for i, (storage, readers) in enumerate(held.readers.items(), start=2 + len(nodes)):
+        flow.add_arc_with_capacity(place[storage[0]], i, sizes[storage])
+        for reader in readers:
+            flow.add_arc_with_capacity(i, _SINK if reader is None else place[reader], unlimited)
+    flow.solve(_SOURCE, _SINK)
+    found = set(cast("list[int]", flow.get_source_side_min_cut()))
+    return {node for node in nodes if place[node] in found}
+
+
+class _Held:
+    """By storage, the ops that read or write it; None stands for the end, which takes results."""
+
+    def __init__(
+        self,
+        nodes: Sequence[fx.Node],
+        dependencies: Dependencies,
+        late_results: Collection[fx.Node],
+    ) -> None:
+        self.readers: dict[Storage, list[fx.Node | None]] = {}
+        for node in nodes:
+            for storage in storages_in_order(dependencies.touched[node]):
+                self.readers.setdefault(storage, []).append(node)
+        for result in late_results:
+            for storage in storages_in_order(dependencies.storages[result]):
+                self.readers.setdefault(storage, []).append(None)
+
+
+@dataclass(frozen=True)
+class _LateGradient:
+    """A gradient of weights: its places among the results, and the ops of W that it still needs."""
+
+    result: fx.Node
+    places: tuple[int, ...]
+    ops: list[fx.Node]
+
+
+def split_graph(
+    backward: fx.GraphModule, weights: Collection[int], resident: Collection[str] = ()
+) -> SplitGraphs:
+    """Cut a backward graph.
+
+    Parameters
+    ----------
+    backward : as `emit` writes it. Marks of gradients that are released are not heeded.
+    weights : places of results that are gradients of weights.
+    resident : names of its inputs that are parameters or buffers, which cost nothing to hold.
+    """
+    return _BackwardCut(backward, weights, resident).graphs()
+
+
+class _BackwardCut:
+    def __init__(
+        self, backward: fx.GraphModule, weights: Collection[int], resident: Collection[str]
+    ) -> None:
+        self.owner = backward
+        results: Any = backward.graph.output_node().args[0]
+        self.results = list(results)
+        self.weights = [i for i in sorted(weights) if isinstance(results[i], fx.Node)]
+        self.given = [None if i in self.weights else r for i, r in enumerate(results)]
+        self.facts = Dependencies(backward.graph)
+        self.nodes = [n for n in backward.graph.nodes if n.op != "output" and not is_mark(n)]
+        self.order = {node: i for i, node in enumerate(self.nodes)}
+        self.inputs = [n for n in self.nodes if n.op == "placeholder"]
+        self.resident_names = frozenset(resident)
+        self.resident = self._storages(
+            n for n in self.nodes if n.op == "get_attr" or n.name in resident
+        )
+
+    def graphs(self) -> SplitGraphs:
+        early = self._early()
+        late = self._late(early)
+        used = {a for one in late for node in one.ops for a in node.all_input_nodes}
+        used |= {one.result for one in late}
+        carried = [n for n in self.nodes if n in early and n in used and n.op != "get_attr"]
+        inputs = self._inputs(early, carried)
+        weights = self._weights(carried, [n for n in used if n.op == "get_attr"], late)
+        held = self._storages(carried) - self.resident
+        return SplitGraphs(
+            inputs=inputs,
+            weights=weights,
+            n_results=len(self.results),
+            places=tuple(self.weights),
+            live=SplitBytes(
+                most_live_bytes(inputs, self.resident_names),
+                sum(map(self.facts.bytes_of, held)),
+                most_live_bytes(weights, self.resident_names),
+            ),
+            reads_tangents=any(is_tangent(node) for node, _ in held),
+        )
+
+    def _early(self) -> set[fx.Node]:
+        """What runs with I."""
+        given = [r for r in self.given if isinstance(r, fx.Node)]
+        needed = self._needed_by(given) | self._closure(self.inputs)
+        late_results = [self.results[place] for place in self.weights]
+        early = _ops_run_early(self.nodes, self.facts, needed, late_results, self.resident)
+        # An op of several results is taken apart at once: held together, all would live.
+        return early | {n for n in self.nodes if is_getitem(n) and n.args[0] in early}
+
+    def _late(self, early: set[fx.Node]) -> list[_LateGradient]:
+        """The gradients of weights, in the order in which backward has them."""
+        places: dict[fx.Node, list[int]] = {}
+        for place in self.weights:
+            places.setdefault(self.results[place], []).append(place)
+        found: list[_LateGradient] = []
+        done = set(early)
+        for result in sorted(places, key=self._made_at):
+            missing = self._needed_by([result]) - done
+            done |= missing
+            ops = [n for n in missing if n.op != "get_attr"]
+            found.append(_LateGradient(result, tuple(places[result]), self._in_order(ops)))
+        return found
+
+    def _in_order(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        return sorted(nodes, key=self.order.__getitem__)
+
+    def _made_at(self, node: fx.Node) -> tuple[int, int]:
+        """Where the storage of a node is made; views of it may come much later."""
+        makers = (self.order[maker] for maker, _ in self.facts.storages[node])
+        return max(makers), self.order[node]
+
+    def _storages(self, nodes: Iterable[fx.Node]) -> frozenset[Storage]:
+        return frozenset[Storage]().union(*(self.facts.storages[n] for n in nodes))
+
+    def _needed_by(self, results: Sequence[fx.Node]) -> set[fx.Node]:
+        """What makes results, and what writes to them until backward ends."""
+        storages = self._storages(results)
+        writers = [n for n in self.nodes if not storages.isdisjoint(self.facts.written[n])]
+        return self._closure([*results, *writers])
+
+    def _closure(self, ends: Iterable[fx.Node]) -> set[fx.Node]:
+        """`ends`, and all that runs before them."""
+        found: set[fx.Node] = set()
+        waiting = list(ends)
+        while waiting:
+            node = waiting.pop()
+            if node not in found:
+                found.add(node)
+                waiting.extend(self.facts.before[node])
+        return found
+
+    def _inputs(self, early: set[fx.Node], carried: Sequence[fx.Node]) -> fx.GraphModule:
+        graph = fx.Graph()
+        copies = {node: placeholder_like(graph, node.name, node) for node in self.inputs}
+        for node in self.nodes:
+            if node in early and node.op != "placeholder":
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        results = (*self.given, *carried)
+        graph.output(tuple(copies[r] if isinstance(r, fx.Node) else r for r in results))
+        return self._module(graph)
+
+    def _weights(
+        self,
+        carried: Sequence[fx.Node],
+        constants: Sequence[fx.Node],
+        late: Sequence[_LateGradient],
+    ) -> fx.GraphModule:
+        """W, in which a gradient is marked right after the op that makes it final."""
+        graph = fx.Graph()
+        copies = {node: placeholder_like(graph, node.name, node) for node in carried}
+        for node in self._in_order(constants):
+            copies[node] = graph.node_copy(node)
+        # Autograd keeps what it is given: not a view of what others hold.
+        lent = self._storages([*self.inputs, *(r for r in self.given if isinstance(r, fx.Node))])
+        results: list[Any] = [None] * len(self.results)
+        for one in late:
+            for node in one.ops:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+            final = copies[one.result]
+            if not lent.isdisjoint(self.facts.storages[one.result]):
+                final = graph.call_function(torch.ops.aten.clone.default, (final,))
+                final.meta = one.result.meta | {"val": one.result.meta["val"].clone()}
+            graph.call_function(release_gradients, (one.places, (final,) * len(one.places)))
+            for place in one.places:
+                results[place] = final
+        graph.output(tuple(results))
+        return self._module(graph)
+
+    def _module(self, graph: fx.Graph) -> fx.GraphModule:
+        graph.lint()
+        return fx.GraphModule(self.owner, graph)

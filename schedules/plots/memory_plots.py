@@ -1,0 +1,239 @@
+"""Live bytes through the step: the plan in bands, and curves to compare it with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.derived import graph_of_schedule
+from remat.schedules.layout import Buffers, Layout, buffers_of, check_layout
+from remat.schedules.plots.curves import literal, scale_of
+from remat.schedules.schedule import Schedule
+from remat.schedules.simulate import simulate
+from remat.schedules.views.addresses import kinds_of_buffers
+from remat.schedules.views.palette import DARK_GREY, GREY, KINDS, ROLES, cycled
+from remat.schedules.views.ribbon import Span, ribbon
+from remat.schedules.views.timeline import (
+    OTHERS,
+    RESIDENT,
+    WORKSPACE,
+    BandsBy,
+    Floats,
+    Ints,
+    live_bands,
+    timeline,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+_ALPHA = 0.75
+
+
+def draw_live_bytes(
+    ax: Axes,
+    graph: TrainingGraph,
+    schedule: Schedule,
+    *,
+    by: BandsBy = "kind",
+    unmodified: tuple[TrainingGraph, Schedule] | None = None,
+    measured: tuple[Floats, Ints] | None = None,
+    budget_bytes: int | None = None,
+) -> Axes:
+    """Draw what is live while each op runs.
+
+    Parameters
+    ----------
+    by : bands by kind of value or by module.
+    unmodified : the step to compare with: its graph, as eager runs it, and its schedule.
+    measured : moments of a real step from 0 to its end in any unit, [n], and the bytes live then,
+        resident ones included, [n]. It is stretched to the length of the predicted step.
+    budget_bytes : where to draw the budget; the schedule's if None, none if 0.
+
+    Raises
+    ------
+    ScheduleError : a schedule was not made for its graph, or is invalid.
+    """
+    line = timeline(graph, schedule)
+    bands = live_bands(line, by)
+    names = [name for name in bands if bands[name].any()]
+    colours = band_colours(names, by)
+    peaks = [line.simulation.peak_bytes, budget_bytes or schedule.budget_bytes]
+    baseline = timeline(*unmodified) if unmodified else None
+    scale, unit = scale_of(max([*peaks, baseline.simulation.peak_bytes if baseline else 0]))
+    ax.stackplot(
+        line.edges,
+        [np.append(bands[name], bands[name][-1:]) / scale for name in names],
+        labels=[literal(name) for name in names],
+        colors=[colours[name] for name in names],
+        alpha=_ALPHA,
+        step="post",
+        linewidth=0,
+    )
+    if baseline:
+        curve = baseline.live_bytes / scale
+        ax.stairs(
+            curve, baseline.edges,
+            color=ROLES["unmodified"], label="unmodified", lw=1.2, baseline=None,
+        )  # fmt: skip
+    if measured is not None and len(measured[0]):
+        moments = measured[0] * (line.edges[-1] / measured[0][-1])
+        ax.plot(
+            moments, measured[1] / scale, color=ROLES["measured"], label="measured", lw=1,
+            drawstyle="steps-post",
+        )  # fmt: skip
+    limit = schedule.budget_bytes if budget_bytes is None else budget_bytes
+    if limit:
+        ax.axhline(limit / scale, color=ROLES["budget"], ls="--", lw=1.2, label="budget")
+    ax.set(xlabel=line.axis_title, ylabel=f"live bytes ({unit})", title=literal(graph.name))
+    ax.set_xlim(0, max(line.edges[-1], baseline.edges[-1] if baseline else 0))
+    ax.set_ylim(0)
+    ax.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+    return ax
+
+
+def band_colours(names: list[str], by: BandsBy) -> dict[str, str]:
+    """The colour of each band."""
+    if by == "kind":
+        return {name: KINDS.get(name, GREY) for name in names}
+    fixed = {RESIDENT: GREY, OTHERS: DARK_GREY, WORKSPACE: KINDS[WORKSPACE]}
+    modules = [name for name in names if name not in fixed]
+    given = {name: colour for name, colour in fixed.items() if name in names}
+    return cycled(modules, without=(KINDS[WORKSPACE],)) | given
+
+
+# The layout of a step: addresses against time, a rectangle for each buffer.
+
+
+_EDGE = 0.15
+"""Width in points of the line around a rectangle, so that neighbours can be told apart."""
+
+
+def draw_layout(ax: Axes, graph: TrainingGraph, schedule: Schedule, layout: Layout) -> Axes:
+    """Draw where each buffer lies and when it is live, in the colours of what bytes are for.
+
+    White below the arena's top is room that nothing takes at that time. A line marks the most live
+    bytes, below which no arena can be.
+
+    Raises
+    ------
+    ScheduleError : the schedule was not made for the graph, or is invalid. LayoutError : the layout
+        is not one of its buffers, or is invalid.
+    """
+    from matplotlib.collections import PolyCollection
+
+    buffers = buffers_of(graph, schedule)
+    check_layout(buffers, layout)
+    scale, unit = scale_of(layout.arena_bytes)
+    kinds = np.array(kinds_of_buffers(graph_of_schedule(graph, schedule), buffers))
+    for kind, colour in KINDS.items():
+        corners = _corners(buffers, layout, scale)[kinds == kind]
+        if len(corners):
+            drawn = PolyCollection(
+                list(corners), facecolors=colour, edgecolors="white", linewidths=_EDGE
+            )
+            drawn.set_label(kind)
+            ax.add_collection(drawn)
+    ax.axhline(
+        layout.load_bytes / scale, color=ROLES["bound"], lw=0.8, ls="--", label="most live bytes"
+    )
+    ax.set(xlabel="runs of ops", ylabel=f"address in the arena, {unit}")
+    ax.set(xlim=(0, buffers.n_times), ylim=(0, 1.02 * layout.arena_bytes / scale))
+    ax.set_title(literal(graph.name))
+    ax.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+    return ax
+
+
+def _corners(buffers: Buffers, layout: Layout, scale: float) -> np.ndarray[tuple[int, ...]]:
+    """The four corners of each rectangle, an array of buffers by 4 by 2."""
+    low = np.array(layout.offsets_bytes, np.float64) / scale
+    high = low + buffers.size_bytes / scale
+    x = np.stack([buffers.start, buffers.start, buffers.end, buffers.end], axis=1)
+    return np.stack([x, np.stack([low, high, high, low], axis=1)], axis=2)
+
+
+# The schedule ribbon: what runs when and what is kept when, with one row a layer.
+
+
+_MOST_LABELS = 24
+_FAINT, _STRONG = 0.25, 0.55
+_NARROWEST = 1.0
+"""Width in points of the line around what runs again, so that a single run stays visible."""
+
+
+def draw_ribbon(ax: Axes, graph: TrainingGraph, schedule: Schedule) -> Axes:
+    """Draw Checkmate's R and S, folded by layer, over the runs of ops.
+
+    Bars are runs. Behind them a row is shaded while a forward value of its layer is live, and
+    darker while these are at least half of the most bytes that the layer ever holds.
+
+    Raises
+    ------
+    ScheduleError : the schedule was not made for the graph, or is invalid.
+    """
+    line = timeline(graph, schedule)
+    picture = ribbon(line)
+    _draw(ax, picture.holds, ROLES["kept"], _FAINT, 0.9, "")
+    _draw(ax, picture.holds_most, ROLES["kept"], _STRONG, 0.9, "kept")
+    for name in ("forward", "backward", "recompute"):
+        _draw(ax, getattr(picture, name), ROLES[name], 1.0, 0.6, name)
+    every = -(-len(picture.titles) // _MOST_LABELS)
+    titles = [literal(title) for title in picture.titles]
+    ax.set_yticks(range(0, len(titles), every), titles[::every], fontsize="small")
+    ax.set(xlabel="runs of ops", xlim=(0, len(line)), ylim=(len(titles) - 0.5, -0.5))
+    ax.axvline(line.forward_runs, color=ROLES["unmodified"], lw=0.8, ls=":")
+    ax.set_title(literal(graph.name))
+    ax.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+    return ax
+
+
+def _draw(
+    ax: Axes, spans: tuple[Span, ...], colour: str, alpha: float, height: float, label: str
+) -> None:
+    if not spans:
+        return
+    ax.barh(
+        [span.row for span in spans],
+        [span.end - span.begin for span in spans],
+        left=[span.begin for span in spans],
+        height=height, facecolor=colour, edgecolor=colour, alpha=alpha, label=label or "_none",
+        linewidth=_NARROWEST if label == "recompute" else 0,
+    )  # fmt: skip
+
+
+# The largest values at the peak.
+
+
+def draw_peak_values(ax: Axes, graph: TrainingGraph, schedule: Schedule, *, top: int = 15) -> Axes:
+    """Draw the `top` largest values live at the peak, with their modules, coloured by kind.
+
+    Raises
+    ------
+    ScheduleError : the schedule was not made for the graph, or is invalid.
+    """
+    graph = graph_of_schedule(graph, schedule)
+    simulation = simulate(graph, schedule)
+    values = [graph.value_by_name[name] for name in simulation.held_at_peak[:top]]
+    module = {op.name: op.module for op in graph.ops}
+    scale, unit = scale_of(max((value.size_bytes for value in values), default=0))
+    places = [module.get(value.producer, "") for value in values]
+    names = [literal(f"{v.name}  {p}".strip()) for v, p in zip(values, places, strict=True)]
+    ax.barh(
+        range(len(values)),
+        [value.size_bytes / scale for value in values],
+        color=[KINDS.get(value.kind, GREY) for value in values],
+    )
+    for kind in dict.fromkeys(value.kind for value in values):
+        ax.bar([0], [0], color=KINDS.get(kind, GREY), label=kind)
+    ax.set_yticks(range(len(values)), names, fontsize="small")
+    ax.invert_yaxis()
+    rest = len(simulation.held_at_peak) - len(values)
+    more = f", {rest} smaller left out" if rest else ""
+    ax.set(xlabel=f"size ({unit})", title=f"{literal(graph.name)}: values at the peak{more}")
+    ax.set_xlim(left=0)
+    if values:
+        ax.legend(fontsize="small", frameon=False)
+    return ax

@@ -1,0 +1,297 @@
+"""The bytes that a schedule holds in each tier, step by step.
+
+Bytes go by the order of the steps alone. A copy takes its room where `Offload` or `Fetch` stands,
+and leaves it where `Free` stands, so no peak depends on how fast anything is. Each rule raises
+where it is broken. `_Order` has the rules of order, `_Clocks` the clocks.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from remat.graph_capture.errors import ScheduleError, option
+from remat.graph_capture.graph import (
+    LINK_NAMES,
+    TIERS,
+    UPDATE,
+    WAYS,
+    LinkName,
+    Links,
+    Op,
+    Tier,
+    TrainingGraph,
+)
+from remat.schedules.schedule import (
+    Compute,
+    Fetch,
+    Free,
+    Offload,
+    Schedule,
+    Step,
+    workspaces_of_updates,
+)
+from remat.schedules.simulation import Copy, Stall
+from remat.schedules.value_report.globs import may_run_twice, recompute_globs
+
+# When each step of a schedule runs: a clock an engine, each in the order of the steps.
+#
+# Engines are the device, the host that computes, and four links. A computation starts when its
+# engine is free and each input has arrived. A copy starts when its link is free, its source has
+# arrived, all computations on the device that were issued before it have ended, and its room is
+# really free. Clocks decide no byte: a wrong rate costs time and never breaks a budget.
+
+
+class _Clocks:
+    """Times of one schedule so far, in microseconds from its start.
+
+    Attributes
+    ----------
+    now : of each engine. busy : time in which it worked.
+    copies : those begun so far, in the order of their steps.
+    """
+
+    def __init__(self) -> None:
+        self.now: dict[str, float] = dict.fromkeys(("device", "host", *LINK_NAMES), 0.0)
+        self.busy = dict.fromkeys(self.now, 0.0)
+        self.stalls, self.copies = list[Stall](), list[Copy]()
+        # When the copy of a value in a tier is whole, and when the last that reads it ends.
+        self.arrives: dict[tuple[Tier, str], float] = {}
+        self.is_read_until: dict[tuple[Tier, str], float] = {}
+        # Below the device: what was dropped, and when its readers end.
+        self.leaving: dict[Tier, list[tuple[float, int]]] = {"host": [], "nvme": []}
+        self.left_bytes: dict[Tier, int] = dict.fromkeys(self.leaving, 0)
+
+    def compute(self, step: int, at: Tier, op: Op, made: tuple[str, ...], room_us: float) -> None:
+        """Run an op that makes `made` from `room_us` on."""
+        for name in made if room_us else ():
+            self._wait(step, at, name, room_us)
+        for name in op.inputs:
+            self._wait(step, at, name, self.arrives.get((at, name), 0.0))
+        for name in op.updates:
+            self._wait(step, at, name, self.is_read_until.get((at, name), 0.0))
+        cost_us = op.cost_us if at == "device" else op.host_cost_us or 0.0
+        self.now[at] += cost_us
+        self.busy[at] += cost_us
+        if at != "device":
+            for name in (*made, *op.updates):
+                self.arrives[at, name] = self.now[at]
+            for name in op.inputs:
+                self._read(at, name, self.now[at])
+
+    def copy(self, step: int, link: LinkName, took_us: float, name: str, size_bytes: int,
+             source: Tier, to: Tier, room_us: float) -> None:  # fmt: skip
+        """Begin a copy whose room is free at `room_us`."""
+        start = max(self.now[link], self.arrives.get((source, name), 0.0), room_us)
+        if "device" in (source, to):
+            start = max(start, self.now["device"])
+        self.now[link] = self.arrives[to, name] = start + took_us
+        self.busy[link] += took_us
+        self.copies.append(Copy(step, link, name, size_bytes, start, start + took_us))
+        self._read(source, name, start + took_us)
+
+    def drop(self, step: int, at: Tier, name: str, size_bytes: int) -> None:
+        """Drop a copy. The device waits for what reads it; a lower tier has its bytes free then."""
+        until = max(self.arrives.pop((at, name), 0.0), self.is_read_until.pop((at, name), 0.0))
+        if at == "device":
+            self._wait(step, at, name, until)
+        else:
+            self.leaving[at].append((until, size_bytes))
+            self.left_bytes[at] += size_bytes
+
+    def room_us(self, tier: Tier, spare_bytes: float) -> float:
+        """When a tier really has room, where its books show `spare_bytes` beyond it."""
+        short_bytes = self.left_bytes.get(tier, 0) - spare_bytes
+        for until, size_bytes in sorted(self.leaving[tier]) if short_bytes > 0 else ():
+            short_bytes -= size_bytes
+            if short_bytes <= 0:
+                return until
+        return 0.0
+
+    def _wait(self, step: int, engine: Tier, name: str, until: float) -> None:
+        if until > self.now[engine]:
+            self.stalls.append(Stall(step, name, until - self.now[engine]))
+            self.now[engine] = until
+
+    def _read(self, tier: Tier, name: str, until: float) -> None:
+        self.is_read_until[tier, name] = max(until, self.is_read_until.get((tier, name), 0.0))
+
+
+# The rules on which op may run when, whatever memory holds.
+#
+# First runs may come in any order that gives the same bits. Ops that draw share one random stream,
+# and ops with effects share the buffers: these keep their captured order. `remat.tangents` opens
+# backward. `tests/rewriter/test_reordered.py` trains random orders against eager.
+
+
+class _Order:
+    """The runs of a schedule so far.
+
+    Attributes
+    ----------
+    computed : names of ops that ran. forward_left : ops of forward that have not.
+    updated : by parameter, the op that has updated it.
+    """
+
+    def __init__(self, graph: TrainingGraph, schedule: Schedule) -> None:
+        self.graph, self.asked = graph, recompute_globs(schedule)
+        self.computed, self.updated = set[str](), dict[str, str]()
+        self.forward_left = graph.n_forward
+        self._ordered, self._due = set(graph.ordered_ops), iter(graph.ordered_ops)
+        self._opening = {op.name for op in graph.ops if op.target == "remat.tangents"}
+
+    def run(self, i: int, op: Op) -> bool:
+        """Count a run, and raise `ScheduleError` if it may not be now; whether it is the first."""
+        is_first = op.name not in self.computed
+        if not (is_first or may_run_twice(op, self.asked)) and (op.no_recompute or op.updates):
+            _refuse(i, f"op {op.name} must not run twice: {op.no_recompute or 'it updates'}")
+        for value in op.inputs if self.updated else ():
+            if value in self.updated:
+                _refuse(
+                    i, f"op {op.name} reads {value}, which op {self.updated[value]} has updated"
+                )
+        if op.phase == "backward" and self.forward_left:
+            _refuse(i, f"backward op {op.name} runs before forward ends")
+        if is_first:
+            self._run_first(i, op)
+        return is_first
+
+    def _run_first(self, i: int, op: Op) -> None:
+        if op.name in self._ordered and op.name != (due := next(self._due)):
+            _refuse(i, f"op {op.name} must first run after {due}, as captured")
+        self.computed.add(op.name)
+        if op.phase != "forward" and not self._opening <= self.computed:
+            _refuse(i, f"op {op.name} runs before tangents")
+        if op.target == UPDATE:
+            given = (self.graph.value_by_name[name] for name in op.inputs)
+            self.updated |= {v.name: op.name for v in given if not v.producer and v.home is None}
+        self.forward_left -= op.phase == "forward"
+
+
+def _refuse(i: int, message: str) -> NoReturn:
+    """Raise `ScheduleError` for a step."""
+    raise ScheduleError(f"invalid schedule at step {i}: {message}")
+
+
+class ScheduleReplay:
+    """One pass over a schedule.
+
+    Attributes
+    ----------
+    live : by tier, the values that it holds. bytes, peak_bytes : by tier, now and at most.
+    workspace_bytes : of the op of the last step. beside_bytes : all that its op took on the device
+        while it ran, beside what was live before it.
+    """
+
+    def __init__(self, graph: TrainingGraph, schedule: Schedule, links: Links | None) -> None:
+        self.graph, self.links = graph, links
+        self.order, self.clocks = _Order(graph, schedule), _Clocks()
+        self.workspace_bytes = self.beside_bytes = 0
+        self._of_updates = workspaces_of_updates(graph, schedule)
+        self.home: dict[str, Tier] = {v.name: v.home for v in graph.values if v.home}
+        self.resident = {v.name for v in graph.values if not (v.producer or v.home)}
+        self.size = {v.name: v.size_bytes for v in graph.values if v.name not in self.resident}
+        self.live: dict[Tier, dict[str, None]] = {"device": {}, "host": {}, "nvme": {}}
+        self.bytes: dict[Tier, int] = {"device": graph.resident.total_bytes, "host": 0, "nvme": 0}
+        self.peak_bytes = dict(self.bytes)
+        for name, tier in self.home.items():
+            self._add(0, tier, name)
+        # The caller holds outputs of forward until the step ends. New values of buffers are outputs
+        # of forward alone: AOTAutograd copies them into the buffers as forward ends.
+        self.held = set(graph.forward_outputs) & set(graph.outputs)
+        # Autograd's engine holds what it hands over, so no copy of it elsewhere frees anything.
+        self.held |= {v.name for v in graph.values if v.kind == "tangent"}
+
+    def step(self, i: int, step: Step) -> int:
+        """Carry out one step; return the bytes live on the device while it ran."""
+        before, self.workspace_bytes, self.beside_bytes = self.bytes["device"], 0, 0
+        if isinstance(step, Compute):
+            self._compute(i, step)
+        elif isinstance(step, Free):
+            self._drop(i, step.at, step.value)
+        else:
+            self._copy(i, step)
+        running = max(before + self.beside_bytes, self.bytes["device"])
+        self.peak_bytes["device"] = max(self.peak_bytes["device"], running)
+        return running
+
+    def check_end(self, n_steps: int) -> None:
+        """Raise `ScheduleError` unless the step is whole."""
+        for op in self.graph.ops:
+            if op.name not in self.order.computed:
+                _refuse(n_steps, f"op {op.name} is never computed")
+        self._check_live(self.graph.outputs, n_steps, "the step ends")
+        for name, tier in self.home.items():
+            if name not in self.live[tier]:
+                _refuse(n_steps, f"{name} must be on the {tier} when the step ends")
+
+    def _compute(self, i: int, step: Compute) -> None:
+        if step.op not in self.graph.op_index:
+            _refuse(i, f"the graph has no op {step.op}")
+        op, at = self.graph.ops[self.graph.op_index[step.op]], step.at
+        is_first = self.order.run(i, op)
+        self._check_inputs(i, op, at)
+        fresh = tuple(value for value in op.outputs if value not in self.live[at])
+        if not (is_first or fresh):
+            _refuse(i, f"op {op.name} makes nothing that is not live")
+        if at == "device":
+            self.workspace_bytes = self._of_updates.get(op.name, op.workspace_bytes)
+            self.beside_bytes = self.workspace_bytes + sum(self.size[v] for v in op.outputs)
+        room_us = max((self._add(i, at, value) for value in fresh), default=0.0)
+        self.clocks.compute(i, at, op, fresh, room_us)
+        # Copies of a value that was rewritten are old.
+        for value in op.updates:
+            for tier in TIERS:
+                if tier != at and value in self.live[tier]:
+                    self._remove(i, tier, value)
+        if is_first and op.phase == "forward" and not self.order.forward_left:
+            self._check_live(self.graph.forward_outputs, i, "forward ends")
+
+    def _check_inputs(self, i: int, op: Op, at: Tier) -> None:
+        if at != "device" and (at == "nvme" or op.host_cost_us is None):
+            _refuse(i, f"op {op.name} cannot run on the {at}")
+        live, resident = self.live[at], self.resident if at == "device" else ()
+        for value in op.inputs:
+            if value not in live and value not in resident:
+                _refuse(i, f"op {op.name} reads {value}, which is not live on the {at}")
+
+    def _copy(self, i: int, step: Offload | Fetch) -> None:
+        name, source, to = step.value, step.source, step.to
+        link = WAYS.get((source, to))
+        way = self.links.link(link) if self.links and link else None
+        if way is None or link is None:
+            _refuse(i, f"{name} goes from {source} to {to}, and the graph has no such link: "
+                    f"capture with {option('host')} (and {option('nvme')}), or solve "
+                    "without")  # fmt: skip
+        if name not in self.live[source] or name in self.live[to]:
+            _refuse(i, f"{name} is not on the {source}, or is on the {to} already: no copy")
+        room_us, size_bytes = self._add(i, to, name), self.size[name]
+        self.clocks.copy(i, link, way.us(size_bytes), name, size_bytes, source, to, room_us)
+
+    def _drop(self, i: int, at: Tier, name: str) -> None:
+        if name not in self.live[at]:
+            _refuse(i, f"{name} is not live on the {at}, so it cannot be dropped")
+        if at == "device" and self.order.forward_left == 0 and name in self.held:
+            _refuse(i, f"{name} is in the caller's hands until the step ends")
+        self._remove(i, at, name)
+
+    def _add(self, i: int, tier: Tier, name: str) -> float:
+        """Book a value; return when the tier really has room for all that its books hold."""
+        self.live[tier][name] = None
+        self.bytes[tier] += self.size[name]
+        self.peak_bytes[tier] = max(self.peak_bytes[tier], self.bytes[tier])
+        if tier == "device" or self.links is None:
+            return 0.0
+        spare = self.links.room_bytes(tier) - self.bytes[tier]
+        if spare < 0:
+            _refuse(i, f"the {tier} is full: {name} is {-spare} bytes too many")
+        return self.clocks.room_us(tier, spare)
+
+    def _remove(self, i: int, tier: Tier, name: str) -> None:
+        self.clocks.drop(i, tier, name, self.size[name])
+        del self.live[tier][name]
+        self.bytes[tier] -= self.size[name]
+
+    def _check_live(self, names: tuple[str, ...], i: int, when: str) -> None:
+        for name in names:
+            if not (name in self.live["device"] or name in self.resident or name in self.home):
+                _refuse(i, f"{name} must be live when {when}")

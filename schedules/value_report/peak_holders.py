@@ -1,0 +1,195 @@
+"""What holds the memory at the peak of a schedule; its parts sum to the peak."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from remat.graph_capture.errors import option
+from remat.graph_capture.graph import Op, TrainingGraph
+from remat.schedules.derived import graph_of_schedule
+from remat.schedules.kept_in_forward import live_after_forward
+from remat.schedules.schedule import Compute, Schedule, Step, fetched_value, freed_value
+from remat.schedules.simulate import simulate
+from remat.schedules.simulation import Simulation
+from remat.schedules.value_report.grouping import FoldedRow, fold_rows
+from remat.schedules.value_report.rows import value_rows
+
+
+class PeakHolders(msgspec.Struct, frozen=True):
+    """What is live at the moment of the peak.
+
+    Attributes
+    ----------
+    peak_bytes, step : from `simulate`; `step` is the index of the step that reaches the peak.
+    op, target, phase, module, source : of the op that runs then. run : which run of it, from 1.
+    resident : bytes by category, without those of 0. workspace_bytes : of that op.
+    copies_bytes : second copies that it makes of values that are live already.
+    values : the values that are live, equal layers folded, largest first.
+    """
+
+    peak_bytes: int
+    step: int
+    op: str
+    target: str
+    phase: str
+    module: str
+    source: str
+    run: int
+    resident: dict[str, int]
+    workspace_bytes: int
+    copies_bytes: int
+    values: tuple[FoldedRow, ...]
+
+    @property
+    def place(self) -> str:
+        """Module path and source line of the op at the peak."""
+        return " ".join(part for part in (self.module, self.source) if part) or self.op
+
+
+def peak_holders(
+    graph: TrainingGraph, schedule: Schedule, simulation: Simulation | None = None
+) -> PeakHolders:
+    """What holds the memory at the peak.
+
+    Parameters
+    ----------
+    simulation : of that schedule, if at hand.
+
+    Raises
+    ------
+    ScheduleError : the schedule is not valid on this graph.
+    """
+    graph = graph_of_schedule(graph, schedule)
+    found = simulation or simulate(graph, schedule)
+    step = schedule.steps[found.peak_step]
+    op = graph.ops[graph.op_index[step.op]] if isinstance(step, Compute) else None
+    rows = tuple(row for row in value_rows(graph, schedule) if row.at_peak)
+    resident = {
+        name.removesuffix("_bytes"): size
+        for name, size in msgspec.structs.asdict(graph.resident).items()
+        if size
+    }
+    known = sum(resident.values()) + sum(row.size_bytes for row in rows)
+    return PeakHolders(
+        peak_bytes=found.peak_bytes,
+        step=found.peak_step,
+        op=op.name if op else "",
+        target=op.target if op else "",
+        phase=op.phase if op else "",
+        module=op.module if op else "",
+        source=op.source if op else "",
+        run=_runs_until(schedule, op, found.peak_step),
+        resident=resident,
+        workspace_bytes=found.workspace_at_peak_bytes,
+        copies_bytes=found.peak_bytes - known - found.workspace_at_peak_bytes,
+        values=tuple(sorted(fold_rows(rows), key=_smaller)),
+    )
+
+
+def _runs_until(schedule: Schedule, op: Op | None, step: int) -> int:
+    if op is None:
+        return 0
+    return sum(one == Compute(op.name) for one in schedule.steps[: step + 1])
+
+
+def _smaller(one: FoldedRow) -> int:
+    return -one.size_bytes
+
+
+# What no solver may choose, and why: ops that must not run twice, and values that are held.
+
+
+RETURNED_TO_CALLER = "returned to the caller"
+DRAWS = "it draws random numbers, and runs again from a saved state of the stream"
+
+
+class ForcedOps(msgspec.Struct, frozen=True):
+    """Forward ops that one reason leaves no choice for.
+
+    Attributes
+    ----------
+    reason : as the graph says it, or a pin of the user. ops : how many.
+    kept_bytes : of their values that are live when forward ends. cost_us : of one run each.
+    places : folded modules, those that hold most first.
+    """
+
+    reason: str
+    ops: int
+    kept_bytes: int
+    cost_us: float
+    places: tuple[str, ...]
+
+
+def forced_ops(graph: TrainingGraph, schedule: Schedule, most: int = 3) -> tuple[ForcedOps, ...]:
+    """What was forced, by reason; the reason that holds most comes first.
+
+    Counted are pinned ops of forward, values in the caller's hands, and the pins of the user that
+    the schedule's options name. Reasons that differ only in their module count as one. An op that
+    draws is not pinned, but the state that its second run draws from is held.
+    """
+    graph = graph_of_schedule(graph, schedule)
+    live, runs = live_after_forward(graph, schedule), schedule.computations()
+    by_reason: dict[str, list[Op]] = {}
+    for op in graph.ops[: graph.n_forward]:
+        for reason in _reasons(graph, op, runs):
+            by_reason.setdefault(reason, []).append(op)
+    for name in ("keep", "recompute"):
+        if name in schedule.options and not any(name in reason for reason in by_reason):
+            by_reason[f"pinned by {option(name, schedule.options[name])}"] = []
+    found = [_forced(graph, reason, ops, live, most) for reason, ops in by_reason.items()]
+    return tuple(sorted(found, key=lambda one: (-one.kept_bytes, -one.ops)))
+
+
+def _reasons(graph: TrainingGraph, op: Op, runs: Counter[str]) -> list[str]:
+    reasons = [op.no_recompute.replace(f"{op.module}.", "")] if op.no_recompute else []
+    if set(graph.outputs).intersection(op.outputs):
+        reasons.append(RETURNED_TO_CALLER)
+    states = (graph.value_by_name[name].kind == "rng_state" for name in op.inputs)
+    if runs[op.name] > 1 and any(states):
+        reasons.append(DRAWS)
+    return reasons
+
+
+def _forced(
+    graph: TrainingGraph, reason: str, ops: list[Op], live: frozenset[str], most: int
+) -> ForcedOps:
+    names = {name for op in ops for name in op.outputs}
+    rows = fold_rows([row for row in value_rows(graph) if row.value in names])
+    places = dict.fromkeys(
+        row.module for row in sorted(rows, key=lambda row: -row.size_bytes) if row.module
+    )
+    return ForcedOps(
+        reason=reason,
+        ops=len(ops),
+        kept_bytes=sum(graph.value_by_name[name].size_bytes for name in names & live),
+        cost_us=sum(op.cost_us for op in ops),
+        places=tuple(places)[:most],
+    )
+
+
+# The same schedule with the values of one op kept from their first run to their last use.
+
+
+def counterfactual_schedule(graph: TrainingGraph, schedule: Schedule, op: str) -> Schedule:
+    """`schedule` without the further runs of `op`, and without copies of its values.
+
+    These are kept in between. Nothing else changes: ops that ran again only for the sake of `op`
+    still do. So the peak of the result is what keeping these values takes.
+    """
+    held = set(graph.ops[graph.op_index[op]].outputs)
+    first, *further = [i for i, step in enumerate(schedule.steps) if step == Compute(op)]
+    last_there = dict.fromkeys(held, max([first, *further]))
+    for i, step in enumerate(schedule.steps):
+        if not isinstance(step, Compute) and fetched_value(step) in held:
+            last_there[step.value] = max(last_there[step.value], i)
+
+    def stays(i: int, step: Step) -> bool:
+        """Frees of the op's values stay only where they do not come again later."""
+        if isinstance(step, Compute):
+            return i not in further
+        return step.value not in held or (freed_value(step) in held and i > last_there[step.value])
+
+    steps = [step for i, step in enumerate(schedule.steps) if stays(i, step)]
+    return Schedule.for_graph(graph, steps, solver=schedule.solver)

@@ -1,0 +1,386 @@
+"""Share a budget out over given blocks, each of which is to be rewritten by itself.
+
+This is `hierarchical` for blocks that are given and run as units: the options of each distinct
+block are found once, then a knapsack takes one for each block. What lies between blocks runs as
+eager runs it, so its one option is to keep all. Where there is memory below the device, some
+options copy what a block keeps there. Its room is that of all blocks together: each has its values
+there from its forward to its backward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from remat.graph_capture.graph import Link, Links, TrainingGraph
+from remat.schedules.schedule import Compute, Fetch, Free, Step
+from remat.solver.backends.mip import Limits
+from remat.solver.blocks.block_options import (
+    GAP,
+    NO_LOWER_BYTES,
+    TURN,
+    BlockOption,
+    LowerBytes,
+    Options,
+    block_graph,
+    block_options,
+)
+from remat.solver.blocks.knapsack import BlockChoice, choices_in_place, compose
+from remat.solver.blocks.repeated import Block, Reads, Shape, shape_of
+from remat.solver.bounds.cut_program import expand
+from remat.solver.offload.copy_placing import PlacedSchedule, in_flight_bytes, place_copies
+from remat.solver.offload.fetch_as_recompute import (
+    Bytes,
+    UntimedSchedule,
+    untimed_schedule,
+    with_fetches,
+)
+from remat.solver.offload.joint_cut import JointCut
+from remat.solver.problem import Problem
+from remat.solver.search import Clock
+from remat.solver.state import State, UnreachableError
+from remat.solver.stopping import BLOCK_NODES
+
+# What one block can do with memory below the device: options that copy what it keeps.
+#
+# Each limit on the kept bytes is solved by the program of one cut with copies
+# (`offload/joint_cut`), at the turn between the block's forward and its backward. A block runs as
+# one call each way. So what goes below has left when its forward ends, and comes back after its
+# backward has begun: no byte of it is on the device at the turn. Each state is placed twice, with
+# all the room that its copies want in flight, and with no more than its own peak. `simulate` times
+# both, with their waits.
+#
+# A value may go on from the host to NVMe. It then goes over the slower of both links.
+
+
+_LEAST_SHARE = 256
+"""No value below this part of what the block keeps is copied: it would hardly free anything."""
+
+
+def with_copied(
+    graph: TrainingGraph, plain: Options, links: Links, limits: int, left_s: Callable[[], float]
+) -> Options:
+    """`plain`, the options of a `block_graph`, and those with copies that are better somewhere.
+
+    Parameters
+    ----------
+    graph : whose outputs are all that must stay on the device.
+    limits : bounds on the kept bytes that are tried, from all to what must stay. left_s : as of
+        `block_options`.
+    """
+    problem, most_bytes = Problem.of(graph), max(option.saved_bytes for option in plain)
+    stays_bytes = sum(problem.size_bytes[v] for v in problem.held)
+    found = list(plain)
+    for through, to_nvme in _ways_down(links):
+        for i in range(1, limits + 1):
+            if left_s() <= 0:
+                break
+            limit_bytes = most_bytes - max(most_bytes - stays_bytes, 0) * i // limits
+            made = _state(problem, limit_bytes, most_bytes // _LEAST_SHARE, through, left_s())
+            for option in () if made is None else _placed(*made, links, to_nvme):
+                if not any(other.is_no_worse(option) for other in found):
+                    found = [other for other in found if not option.is_no_worse(other)]
+                    found.append(option)
+    return tuple(sorted(found, key=lambda one: (one.extra_us, one.saved_bytes, one.below_bytes)))
+
+
+def _ways_down(links: Links) -> Iterator[tuple[Links, bool]]:
+    """Links as if there were one tier below, and whether that is NVMe."""
+    alone = msgspec.structs.replace(links, write=None, read=None, nvme_bytes=0)
+    yield alone, False
+    if links.write is not None and links.read is not None and links.nvme_bytes:
+        yield msgspec.structs.replace(
+            alone, host_bytes=links.nvme_bytes,
+            d2h=_both(links.d2h, links.write), h2d=_both(links.h2d, links.read),
+        ), True  # fmt: skip
+
+
+def _both(one: Link, other: Link) -> Link:
+    slower = min(one.bytes_per_us, other.bytes_per_us)
+    return Link(slower, one.latency_us + other.latency_us)
+
+
+def _state(
+    problem: Problem, limit_bytes: int, least_bytes: int, links: Links, left_s: float
+) -> tuple[State, frozenset[int]] | None:
+    """Least time with at most `limit_bytes` kept on the device, and the ops whose outputs arrive.
+
+    None where nothing is copied, or nothing keeps so little.
+    """
+    program = JointCut(
+        problem, (problem.n_forward,), limit_bytes, links=links, is_start=True,
+        least_bytes=max(least_bytes, 1),
+    )  # fmt: skip
+    solution = program.solve(Limits(left_s, absolute_gap=GAP, node_limit=BLOCK_NODES.most))
+    if solution.values is None:
+        return None
+    copied = program.copied(solution.values, program.fetched)
+    ops = frozenset(problem.producer[v] for v in copied)
+    if not ops:
+        return None
+    arriving = with_fetches(problem, ops, links)
+    try:
+        return State.from_recomputed(arriving, expand(solution, arriving)), ops
+    except UnreachableError:
+        return None
+
+
+def _placed(
+    state: State, ops: Collection[int], links: Links, to_nvme: bool
+) -> Iterator[BlockOption]:
+    """The options that `state` comes to."""
+    graph, base = state.problem.graph, untimed_schedule(state, ops)
+    flight_bytes = int(in_flight_bytes(graph, base, links).max(initial=0))
+    spilled = [value for value in base.made if to_nvme]
+    seen: set[tuple[Step, ...]] = set()
+    for room_bytes in (base.peak_bytes + flight_bytes, base.peak_bytes):
+        full = _full_at_turn(graph, base, room_bytes)
+        placed = place_copies(graph, full, room_bytes, links, spilled=spilled)
+        if placed is None or placed.schedule.steps in seen or not placed.schedule.moves:
+            continue
+        seen.add(placed.schedule.steps)
+        yield _placed_option(state, placed)
+
+
+def _full_at_turn(graph: TrainingGraph, base: UntimedSchedule, room_bytes: int) -> UntimedSchedule:
+    """`base` with no room at the turn, so that no value in flight is on the device then."""
+    live_bytes = base.live_bytes.copy()
+    live_bytes[[k for k, item in enumerate(base.items) if _is_turn(graph, item)]] = room_bytes
+    return dataclasses.replace(base, live_bytes=live_bytes)
+
+
+def _is_turn(graph: TrainingGraph, item: tuple[str, str]) -> bool:
+    return item[0] == "compute" and graph.ops[graph.op_index[item[1]]].target == TURN
+
+
+def _placed_option(state: State, placed: PlacedSchedule) -> BlockOption:
+    """What the simulator finds for a placed schedule, as an option."""
+    turn, graph = state.problem.n_forward, state.problem.graph
+    name = graph.ops[turn].name
+    steps, found = placed.schedule.steps, placed.found
+    at = steps.index(Compute(name))
+    below = {tier: each[at] for tier, each in found.below_bytes.items()}
+    waiting = below.get("host", 0), below.get("nvme", 0)
+    return BlockOption(
+        saved_bytes=int(state.entry_bytes[turn + 1]),
+        live_bytes=_by_stage(state, placed),
+        extra_us=found.time_us - graph.time_us,
+        recomputed=tuple(stage.recomputed for stage in state.stages),
+        steps=steps,
+        below_bytes=waiting,
+        passing_bytes=found.host_peak_bytes - waiting[0],
+    )
+
+
+def _by_stage(state: State, placed: PlacedSchedule) -> Bytes:
+    """The most bytes live on the device in each stage."""
+    index = state.problem.graph.op_index
+    most = np.zeros(state.problem.n_ops + 1, np.int64)
+    most[-1] = state.peak_bytes[-1]
+    stage = 0
+    for step, live_bytes in zip(placed.schedule.steps, placed.found.live_bytes, strict=True):
+        most[stage] = max(most[stage], live_bytes)
+        stage += isinstance(step, Compute) and index[step.op] == stage
+    return most
+
+
+_LIMITS, _SLOTS = 12, 4096
+"""At how many limits on its kept bytes a block is solved; steps of the knapsack's grid."""
+
+BlockSpan = tuple[int, int, int, int]
+"""Start and stop of a block's forward ops, then of its backward ops."""
+
+
+@dataclass(frozen=True)
+class BlockBudgets:
+    """What given blocks can do, each distinct one solved once.
+
+    Attributes
+    ----------
+    blocks : the given ones and what lies between, in forward order. is_given : which is which.
+    graphs : of each block. solved : of the equal one, perhaps itself, that its `tables` names.
+    distinct : how many distinct blocks were given. below_bytes : rooms on the host and on NVMe for
+        what waits there.
+    """
+
+    problem: Problem
+    blocks: list[Block]
+    graphs: list[TrainingGraph]
+    solved: list[TrainingGraph]
+    tables: list[Options]
+    is_given: list[bool]
+    choices: list[list[BlockChoice]]
+    distinct: int
+    below_bytes: LowerBytes
+
+    @classmethod
+    def of(
+        cls,
+        graph: TrainingGraph,
+        spans: Sequence[BlockSpan],
+        beside_bytes: Sequence[int],
+        time_limit_s: float,
+        staying: Collection[str] = (),
+    ) -> BlockBudgets:
+        """Find the options of each block; where `graph` has links, also those with copies.
+
+        Parameters
+        ----------
+        spans : in forward order; backward runs through them in reverse.
+        beside_bytes : for each op, bytes live beside it that the knapsack would not see.
+            Buffers of FSDP2 are such: a block's own graph does not show them.
+        staying : values that no copy may take from the device, as a block hands them out.
+        """
+        clock = Clock(time_limit_s)
+        problem = Problem.of(graph)
+        reads = Reads.of(problem)
+        blocks, is_given = _with_pieces(problem, spans)
+        graphs = [block_graph(problem, reads, block) for block in blocks]
+        known: dict[Shape, tuple[Options, TrainingGraph]] = {}
+        found: list[tuple[Options, TrainingGraph]] = []
+        for block, small, given in zip(blocks, graphs, is_given, strict=True):
+            made = [name for op in small.ops for name in op.outputs]
+            stays = tuple(name in staying for name in made)
+            shape = (given, stays, shape_of(problem, reads, block))
+            if shape not in known:
+                held = [name for name in made if name in staying]
+                known[shape] = _options(small, given, held, graph.links, clock), small
+            found.append(known[shape])
+        tables = [table for table, _ in found]
+        solved = [small for _, small in found]
+        layers = list(zip(blocks, tables, strict=True))
+        choices = choices_in_place(problem, layers, beside_bytes)
+        distinct = sum(bool(shape[0]) for shape in known)
+        below_bytes = _rooms_below(graph.links, tables)
+        return cls(
+            problem, blocks, graphs, solved, tables, is_given, choices, distinct, below_bytes
+        )
+
+    def runs(self, room_bytes: int) -> list[list[Step]] | None:
+        """For each given block its computations and copies, in order; None if nothing fits.
+
+        Of frees, only those are there that a copy makes possible. The turn is in it where there
+        are copies.
+
+        The knapsack's memory is a model. The caller puts the blocks together to a schedule of
+        the whole step, simulates it, and asks again with more or less room.
+
+        Parameters
+        ----------
+        room_bytes : beyond what is resident.
+        """
+        chosen = self._composed(room_bytes)
+        if chosen is None:
+            return None
+        return [
+            _run(self.graphs[i], self.solved[i], self.tables[i][pick])
+            for i, pick in enumerate(chosen)
+            if self.is_given[i]
+        ]
+
+    def least_room_bytes(self) -> int:
+        """The least room in which something fits, to one part in `_SLOTS` of the most."""
+        low, high = 0, sum(max(c.saved_bytes for c in table) for table in self.choices)
+        high += max(choice.need_bytes for table in self.choices for choice in table)
+        step = max(high // _SLOTS, 1)
+        while high - low > step:
+            middle = (low + high) // 2
+            if self._composed(middle) is None:
+                low = middle
+            else:
+                high = middle
+        return high
+
+    def _composed(self, room_bytes: int) -> list[int] | None:
+        return compose(self.choices, room_bytes, _SLOTS, self.below_bytes)
+
+
+def _with_pieces(problem: Problem, spans: Sequence[BlockSpan]) -> tuple[list[Block], list[bool]]:
+    """The blocks, and what is before, between and behind them, which covers the graph."""
+    blocks: list[Block] = []
+    is_given: list[bool] = []
+    start, back_stop = 0, problem.n_ops
+    for span in (*(Block(*span) for span in spans), None):
+        stop = problem.n_forward if span is None else span.start
+        back_start = problem.n_forward if span is None else span.back_stop
+        if start < stop or back_start < back_stop:
+            blocks.append(Block(start, stop, back_start, back_stop))
+            is_given.append(False)
+        if span is not None:
+            blocks.append(span)
+            is_given.append(True)
+            start, back_stop = span.stop, span.back_start
+    return blocks, is_given
+
+
+def _keeping_all(options: Options) -> Options:
+    return (min(options, key=lambda option: option.extra_us),)
+
+
+def _options(
+    graph: TrainingGraph, given: bool, held: Sequence[str], links: Links | None, clock: Clock
+) -> Options:
+    plain = block_options(graph, _LIMITS if given else 0, lambda: clock.left_s)
+    if not given:
+        return _keeping_all(plain)
+    if links is None or not links.host_bytes:
+        return plain
+    forward = {name for op in graph.ops[: graph.n_forward] for name in op.outputs}
+    handing_out = msgspec.structs.replace(
+        graph,
+        forward_outputs=tuple(
+            dict.fromkeys((*graph.forward_outputs, *(name for name in held if name in forward)))
+        ),
+        outputs=tuple(dict.fromkeys((*graph.outputs, *held))),
+    )
+    return with_copied(handing_out, plain, links, _LIMITS, lambda: clock.left_s)
+
+
+def _rooms_below(links: Links | None, tables: Sequence[Options]) -> LowerBytes:
+    """What may wait on the host and on NVMe, where some of the host is left for what passes."""
+    if links is None:
+        return NO_LOWER_BYTES
+    passing_bytes = max((one.passing_bytes for table in tables for one in table), default=0)
+    return links.host_bytes - passing_bytes, links.nvme_bytes
+
+
+def _run(graph: TrainingGraph, solved: TrainingGraph, option: BlockOption) -> list[Step]:
+    if option.steps:
+        return [*_renamed(_with_copies_alone(option.steps), solved, graph)]
+    turns = {op.name for op in graph.ops if op.target == TURN and op.name == "turn"}
+    schedule = State.from_recomputed(Problem.of(graph), option.recomputed).schedule()
+    return [step for step in schedule.steps if isinstance(step, Compute) and step.op not in turns]
+
+
+def _renamed(steps: Iterable[Step], solved: TrainingGraph, graph: TrainingGraph) -> Iterator[Step]:
+    """Steps of one graph as those of an equal one."""
+    ops = {one.name: other for one, other in zip(solved.ops, graph.ops, strict=True)}
+    values = {
+        value: other
+        for op in solved.ops
+        for value, other in zip(op.outputs, ops[op.name].outputs, strict=True)
+    }
+    for step in steps:
+        if isinstance(step, Compute):
+            yield Compute(ops[step.op].name)
+        else:
+            yield msgspec.structs.replace(step, value=values[step.value])
+
+
+def _with_copies_alone(steps: Sequence[Step]) -> Iterator[Step]:
+    """Computations, copies, and the frees of what is copied but for its last on the device."""
+    comes_back: set[str] = set()
+    kept: list[Step] = []
+    for step in reversed(steps):
+        if isinstance(step, Fetch) and step.to == "device":
+            comes_back.add(step.value)
+        elif isinstance(step, Free) and step.at == "device":
+            if step.value not in comes_back:
+                continue
+            comes_back.discard(step.value)
+        kept.append(step)
+    return reversed(kept)

@@ -1,0 +1,223 @@
+"""Schedules of other solvers, as starts for a search where one cut leaves the gap open.
+
+Near the least peak, policies now and then fit where repair does not; and nothing that starts from
+their schedules ends above them. They take some .1 s on a hundred ops, and where memory is full in
+several places up to 30 s on a thousand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from remat.solver.blocks.hierarchical import Hierarchical
+from remat.solver.bounds.cut_program import CutProgram, expand
+from remat.solver.bounds.least_peak import prove_nothing_fits
+from remat.solver.local_search.neighbourhoods import LargeNeighbourhoods, runs_by_stage
+from remat.solver.local_search.repair import Repair, fill
+from remat.solver.policies.policies import Dtr, Largest, Msps
+from remat.solver.problem import largest_working_set_bytes
+from remat.solver.search import Search
+from remat.solver.segments.lower_set import LowerSet
+from remat.solver.state import State
+from remat.solver.stopping import (
+    BUDGET_CONTINUATION,
+    CONTINUATION_REPAIR,
+    FIRST_DESCENT,
+    LAST_DESCENT,
+    RELAXED,
+    SOON_DESCENT,
+    START,
+)
+from remat.solver.table import Solver
+
+# Down from the peak, budget by budget: each schedule is improved before the next is asked for.
+#
+# Greedy repair drops what helps most at the moment. Far below the peak it ends where no drop helps
+# any more, while values that need not have been dropped take the room. So the way down goes in
+# steps. At each budget between, neighbourhoods make the schedule better first: one that computes
+# less again leaves repair more to drop.
+#
+# Source: a homotopy, as in continuation methods (Allgower and Georg 1990,
+# https://doi.org/10.1007/978-3-642-61257-2), whose parameter is the budget. Optimal: no. Cost:
+# about a second a step on 250 to 1,000 ops, counted by what no clock moves; the way ends after 70 %
+# of the time that is left.
+
+
+_STEP, _LEAST_STEP, _NEXT_STEP = 1 / 4, 1 / 32, 1 / 16
+"""Of the way from the peak to the budget: the first step, which is halved where repair cannot
+follow; the least; and the one that comes after that, behind more improvement."""
+POWERS = (0.6, 1.0)
+_WORKERS = 2
+
+
+def offer_budget_continuation(search: Search, plain: State, *, is_patient: bool) -> None:
+    """Offer a schedule that comes down to the budget, if the way does not end before.
+
+    Parameters
+    ----------
+    plain : keeps everything. is_patient : try long where the way is hard; else it ends soon, for
+        other starts to come first.
+    """
+    prove_nothing_fits(search)
+    end_s = search.left_s - BUDGET_CONTINUATION.of(search.left_s)
+    peak_bytes = int(plain.peak_bytes.max())
+    way_bytes = peak_bytes - search.budget_bytes
+    state, level_bytes, step, effort = plain, peak_bytes, _STEP, FIRST_DESCENT.most
+    while search.left_s > end_s and not search.proved_infeasible:
+        below_bytes = max(level_bytes - max(int(step * way_bytes), 1), search.budget_bytes)
+        search.say(f"from above, by a schedule for {below_bytes} bytes")
+        found = _repaired(search, state, below_bytes)
+        if found is not None and below_bytes == search.budget_bytes:
+            search.offer(found)
+            return
+        if found is not None:
+            effort = FIRST_DESCENT.most
+            state, level_bytes = _improved(search, found, below_bytes, effort), below_bytes
+        elif step > _LEAST_STEP:
+            step /= 2
+        elif effort < (LAST_DESCENT if is_patient else SOON_DESCENT).most:
+            effort, step = 2 * effort, _NEXT_STEP
+            state = _improved(search, state, level_bytes, effort)
+        else:
+            return
+
+
+def _repaired(search: Search, start: State, limit_bytes: int) -> State | None:
+    """The quickest of what repairs make of `start` under the limit, with what fits carried."""
+    best: State | None = None
+    for power in POWERS:
+        state = start.copy()
+        most_work = CONTINUATION_REPAIR.from_now(search.work)
+        if Repair(state, limit_bytes, power, search, most_work=most_work).run():
+            fill(state, limit_bytes, search)
+            if best is None or state.cost_us < best.cost_us:
+                best = state
+    return best
+
+
+def _improved(search: Search, state: State, budget_bytes: int, effort: float) -> State:
+    """What neighbourhoods make of a state, in so much of CP-SAT's deterministic time."""
+    inner = Search(search.graph, budget_bytes, search.solver, search.left_s)
+    if not inner.offer(state):
+        return state
+    around = LargeNeighbourhoods(inner, search.out_of_time, workers=_WORKERS)
+    around.run(effort)
+    assert inner.best is not None
+    return State.from_recomputed(search.problem, runs_by_stage(search.problem, inner.best))
+
+
+# Ways down to the least peak known, for where nothing fits the budget.
+#
+# Source: greedy repair (`repair`) under a limit that is lowered by 2 % again and again, from the
+# schedule that keeps everything, from cuts that aim near the largest working set, and on large
+# graphs from blocks that keep the least.
+# Cost: some seconds on a thousand ops. Shortcomings: the least peak found, not the least.
+
+
+_LEAST_TARGETS = (0.05, 0.2)
+"""Parts of the room between the largest working set and the peak that cuts aim for."""
+_LEAST_POWERS = (0.6, 1.0)
+
+
+def offer_least_peak(search: Search, plain: State) -> None:
+    """Name the least peak known, or take its schedule if it fits after all.
+
+    The ways down start from the graph alone, not from the budget. So a solve for the
+    budget that an infeasible result names finds this schedule again, in any process. A search
+    near another budget may come across a lower peak by chance; that one is not named.
+    """
+    if search.is_large:
+        search.offer_least(plain)
+    prove_nothing_fits(search)
+    if search.out_of_time():
+        return
+    search.say("looking for the least peak")
+    for start in least_peak_starts(search, plain):
+        for power in _LEAST_POWERS:
+            _repair_ever_lower(search, start.copy(), power)
+    if search.best_state is not None:
+        state = search.best_state.copy()
+        fill(state, search.budget_bytes, search)
+        search.offer(state)
+
+
+def least_peak_starts(search: Search, plain: State) -> Iterator[State]:
+    """Schedules to go down from: the one that keeps all, and cuts near the least peak.
+
+    On large graphs, whose way down is long, first those whose repeated blocks keep the least.
+    """
+    if search.is_large:
+        yield from Hierarchical().least_states(search)
+    yield plain
+    problem = search.problem
+    least_bytes = largest_working_set_bytes(problem)
+    peak_bytes = plain.peak_bytes
+    place = int(np.argmax(peak_bytes[: problem.n_ops]))
+    room = int(peak_bytes[place]) - problem.resident_bytes - least_bytes
+    for part in _LEAST_TARGETS:
+        if search.out_of_time():
+            return
+        target_bytes = problem.resident_bytes + least_bytes + int(part * room)
+        program = CutProgram(problem, (place,), target_bytes)
+        solution = program.relaxed(RELAXED.of(search.left_s))
+        if solution.values is not None:
+            yield State.from_recomputed(problem, expand(solution))
+
+
+def _repair_ever_lower(search: Search, state: State, power: float) -> None:
+    """Lower the limit by 2 % as long as repair can follow."""
+    while not search.out_of_time():
+        peak_bytes = int(state.peak_bytes.max())
+        search.offer_least(state)
+        limit_bytes = peak_bytes - max(peak_bytes // 50, 1)
+        if not Repair(state, limit_bytes, power, search).run():
+            search.offer_least(state)
+            return
+
+
+_QUICK_OPS = 128
+"""On graphs of at most so many ops policies take less than the way from above."""
+_FEW_OPS = 3000
+"""Beyond this many ops `largest`, which scans all that is live each time, takes too long."""
+
+
+def offer_first(
+    search: Search, plain: State, *, is_patient: bool, with_policies: bool = False
+) -> None:
+    """Where nothing fits yet, offer what may: the quickest first, until something does.
+
+    Ways down to the least peak take 5 s at most on a narrow graph of 1,000 ops, and end within the
+    budget on some; they also name what an infeasible result says.
+    """
+    is_quick = search.problem.n_ops <= _QUICK_OPS
+    if search.best is None and search.lowest is None and not search.is_large:
+        offer_least_peak(search, plain)
+    if search.best is None and with_policies and is_quick:
+        offer_policies(search)
+    if search.best is None:
+        offer_budget_continuation(search, plain, is_patient=is_patient)
+
+
+def offer_policies(search: Search) -> None:
+    """Offer what each policy plans within the budget."""
+    for policy in (Dtr, Msps, Largest):
+        if policy is Largest and search.problem.n_ops > _FEW_OPS:
+            continue
+        offer_start(search, policy, f"planning as {policy.__name__.lower()} does")
+
+
+def offer_start(search: Search, solver: Callable[..., Solver], doing: str) -> None:
+    """Offer what a solver finds in a part of the time left, if there is any."""
+    if search.out_of_time():
+        return
+    search.say(doing)
+    found = solver(time_limit_s=START.of(search.left_s)).solve(search.graph, search.budget_bytes)
+    if found.schedule is not None:
+        search.offer_schedule(found.schedule)
+
+
+def offer_segments(search: Search) -> None:
+    """Offer what sequences of lower sets come to within the budget."""
+    offer_start(search, LowerSet, "segments between lower sets")

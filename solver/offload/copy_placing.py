@@ -1,0 +1,409 @@
+"""Where copies begin and end: a constructive scheduler over the links.
+
+Takes an `UntimedSchedule`, in which copies take no time and whose peak is within the budget.
+Then
+
+1. offloads begin as soon as their value is made, in that order: on one link, no other order ends
+   any first part of the copies earlier. `copy_order` tries others;
+2. fetches begin as late as they can without a stall, in the order of need, from the last one
+   backwards: start = min(need, start of the next one) - duration;
+3. between its last use and the end of its copy a value stays where there is room, else the device
+   waits for the copy. A fetch begins at its latest start if there is room from there to its use,
+   else where room begins, and its use waits. A value for which there is room all the way stays.
+
+With 1 and 2 the bytes in flight are the least possible at every moment for these orders of copies.
+The budget is never exceeded, since a peak goes by the order of the steps alone. A stall moves all
+that comes after it, so some rounds follow, each timed by the simulator's clock of the one before.
+
+Cost: O(n log n + copies · n) a round, for n steps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from remat.graph_capture.errors import SolverError, option
+from remat.graph_capture.graph import Link, Links, Tier, TrainingGraph
+from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
+from remat.schedules.simulate import simulate
+from remat.schedules.simulation import Simulation
+from remat.solver.offload.fetch_as_recompute import Bytes, OffDeviceSpan, UntimedSchedule
+
+# Where a hosted value leaves the device and where its copy back begins, given a clock.
+#
+# The rules stand in `placing`; this is one round of them.
+
+
+_Times = npt.NDArray[np.float64]
+_SOON_US = 1e-6
+"""Times closer than this are one: sums of costs are rounded."""
+
+
+class Transfer(NamedTuple):
+    """A span off the device, with its copies placed.
+
+    Attributes
+    ----------
+    leaves, fetched : the items before which the value is freed, and before which its fetch stands.
+    start_us : when the copy back must begin, so that its use does not wait.
+    """
+
+    off_span: OffDeviceSpan
+    leaves: int
+    fetched: int
+    start_us: float
+
+
+@dataclass(frozen=True)
+class PlacingRound:
+    """One round of placing.
+
+    Attributes
+    ----------
+    base : what is placed. links : what times the copies. size : bytes of each value.
+    clock_us : the device's clock before each item, and at the end.
+    room_bytes : what is free on the device while each item runs; it shrinks by what is in flight.
+    order : in which values go down; by default that of their making.
+    down : for each value, in that order, the item after which its copy down stands.
+    """
+
+    base: UntimedSchedule
+    links: Links
+    size: dict[str, int]
+    clock_us: _Times
+    room_bytes: Bytes
+    order: tuple[str, ...] = ()
+    down: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        order = self.order or order_of_making(self.base)
+        stands = accumulate((self.base.made[name] for name in order), max)
+        object.__setattr__(self, "down", dict(zip(order, stands, strict=True)))
+
+    def transfers(self, slack_us: float = 0.0) -> list[Transfer]:
+        """The spans off the device that are left, in the order of their returns.
+
+        A value for which there is room all the way stays there.
+        """
+        leaving = self._leaving()
+        away = sorted(leaving, key=lambda off_span: off_span.returns)
+        needs = ((float(self.clock_us[a.returns]), self.size[a.value]) for a in away)
+        starts = _latest_starts(list(needs), self.links.h2d)
+        transfers: list[Transfer] = []
+        first = 0
+        for off_span, start_us in zip(away, starts, strict=True):
+            first = max(first, leaving[off_span])
+            first = self._fetched(off_span, start_us - slack_us, first)
+            transfers.append(Transfer(off_span, leaving[off_span], first, start_us))
+        return transfers
+
+    def arrived_us(self) -> dict[str, float]:
+        """When the copy of each value to the host ends, in the order in which they begin."""
+        ready = ((float(self.clock_us[k + 1]), self.size[name]) for name, k in self.down.items())
+        ends = _earliest_ends(ready, self.links.d2h)
+        return dict(zip(self.down, ends, strict=True))
+
+    def _leaving(self) -> dict[OffDeviceSpan, int]:
+        """The item before which each value is freed."""
+        whole_us = self.arrived_us()
+        leaving: dict[OffDeviceSpan, int] = {}
+        copied: set[str] = set()
+        for off_span in self.base.off_spans:
+            value, first = off_span.value, off_span.leaves + 1
+            end = first if value in copied else max(_item_at(self.clock_us, whole_us[value]), first)
+            end = self._kept(first, min(end, off_span.returns), self.size[value])
+            if end < off_span.returns:
+                copied.add(value)
+                leaving[off_span] = end
+        return leaving
+
+    def _kept(self, first: int, end: int, size_bytes: int) -> int:
+        """Keep so many bytes from item `first` on, at most to `end`; how far there is room."""
+        short = np.flatnonzero(self.room_bytes[first:end] < size_bytes)
+        end = first + int(short[0]) if short.size else end
+        self.room_bytes[first:end] -= size_bytes
+        return end
+
+    def _fetched(self, off_span: OffDeviceSpan, start_us: float, first: int) -> int:
+        """The item before which the fetch stands, from `first` on."""
+        began = min(max(_item_before(self.clock_us, start_us), first), off_span.returns)
+        return _taken_from(self.room_bytes, began, off_span.returns, self.size[off_span.value])
+
+
+def order_of_making(base: UntimedSchedule) -> tuple[str, ...]:
+    """Every value that is ever absent, in the order in which they are made."""
+    return tuple(sorted(base.made, key=lambda name: base.made[name]))
+
+
+def _earliest_ends(copies: Iterable[tuple[float, int]], link: Link) -> list[float]:
+    """When each of `copies` over one link ends, in turn: each is ready at a time, and has bytes."""
+    ends, free_us = list[float](), 0.0
+    for ready_us, size_bytes in copies:
+        free_us = max(free_us, ready_us) + link.us(size_bytes)
+        ends.append(free_us)
+    return ends
+
+
+def _latest_starts(copies: Sequence[tuple[float, int]], link: Link) -> list[float]:
+    """When each of `copies` over one link must begin, in turn: each is due at a time."""
+    starts, following_us = list[float](), float("inf")
+    for due_us, size_bytes in reversed(copies):
+        following_us = min(due_us, following_us) - link.us(size_bytes)
+        starts.append(following_us)
+    return starts[::-1]
+
+
+def _taken_from(room_bytes: Bytes, first: int, end: int, size_bytes: int) -> int:
+    """Take so many bytes up to item `end`, from `first` on or from where there is room."""
+    short = np.flatnonzero(room_bytes[first:end] < size_bytes)
+    first += int(short[-1]) + 1 if short.size else 0
+    room_bytes[first:end] -= size_bytes
+    return first
+
+
+def _item_at(clock_us: _Times, time_us: float) -> int:
+    """The first item that the device reaches at that time or later."""
+    return int(np.searchsorted(clock_us[:-1], time_us - _SOON_US))
+
+
+def _item_before(clock_us: _Times, time_us: float) -> int:
+    """The last item that the device reaches by then.
+
+    A copy begins no earlier than what the device was given before it ends. So one that must begin
+    at that time stands before this item.
+    """
+    return int(np.searchsorted(clock_us[:-1], time_us + _SOON_US, side="right")) - 1
+
+
+# Values that wait on NVMe: they go down right after they reach the host, and come up when due.
+#
+# They are written in the order in which they are made, and read so that the fetch to the device
+# need not wait, where the host has room from then on; else from where it has.
+
+
+def _reads(
+    one: PlacingRound, transfers: Sequence[Transfer], spilled: Collection[str]
+) -> dict[int, list[Step]]:
+    """The reads from NVMe, by the item before which they stand.
+
+    Raises
+    ------
+    SolverError : a value is to wait on NVMe, and there is no link to one.
+    """
+    first: dict[str, Transfer] = {}
+    for transfer in transfers:
+        if transfer.off_span.value in spilled:
+            first.setdefault(transfer.off_span.value, transfer)
+    if not first:
+        return {}
+    write, read = _nvme_links(one.links)
+    whole = _written(one, first, write)
+    room_bytes = _host_room(one, transfers, spilled)
+    needs = [(transfer.start_us, one.size[name]) for name, transfer in first.items()]
+    steps: dict[int, list[Step]] = {}
+    for (name, transfer), start_us in zip(first.items(), _latest_starts(needs, read), strict=True):
+        began = min(max(_item_before(one.clock_us, start_us), whole[name]), transfer.fetched)
+        began = _taken_from(room_bytes, began, transfer.fetched, one.size[name])
+        steps.setdefault(began, []).extend((Fetch(name, "host"), Free(name, "nvme")))
+    return steps
+
+
+def _writes(name: str) -> tuple[Step, ...]:
+    """What follows the offload to the host of a value that waits on NVMe."""
+    return Offload(name, "nvme"), Free(name, "host")
+
+
+def _nvme_links(links: Links) -> tuple[Link, Link]:
+    """The ways to NVMe and back.
+
+    Raises
+    ------
+    SolverError : there are none.
+    """
+    if links.write is None or links.read is None:
+        raise SolverError(
+            f"no link to NVMe: capture with {option('nvme')}, or let values wait on the host"
+        )
+    return links.write, links.read
+
+
+def _written(one: PlacingRound, first: Collection[str], write: Link) -> dict[str, int]:
+    """The first item at which each value is whole on NVMe, and after the one that makes it."""
+    arrived = [(name, us) for name, us in one.arrived_us().items() if name in first]
+    ends = _earliest_ends([(us, one.size[name]) for name, us in arrived], write)
+    return {
+        name: max(_item_at(one.clock_us, end_us), one.down[name] + 1)
+        for (name, _), end_us in zip(arrived, ends, strict=True)
+    }
+
+
+def _host_room(one: PlacingRound, transfers: Sequence[Transfer], spilled: Collection[str]) -> Bytes:
+    """What is free on the host while each item runs, beside values that wait there throughout."""
+    room_bytes = np.full(len(one.base.items), one.links.host_bytes, np.int64)
+    last = {transfer.off_span.value: transfer.fetched for transfer in transfers}
+    first = {transfer.off_span.value: transfer.fetched for transfer in reversed(transfers)}
+    for name, end in last.items():
+        begin = first[name] if name in spilled else one.base.made[name]
+        room_bytes[begin : end + 1] -= one.size[name]
+    return room_bytes
+
+
+_ROUNDS = 3
+"""How often copies are placed anew; more rounds hardly ever shorten a step."""
+_BOUNDLESS = 1 << 60
+"""Room in bytes that no step fills."""
+
+
+class PlacedSchedule(NamedTuple):
+    """A schedule with its copies placed, and what the simulator found."""
+
+    schedule: Schedule
+    found: Simulation
+
+
+def place_copies(
+    graph: TrainingGraph,
+    base: UntimedSchedule,
+    budget_bytes: int,
+    links: Links,
+    *,
+    rounds: int = _ROUNDS,
+    slack_us: float = 0.0,
+    spilled: Collection[str] = (),
+    order: tuple[str, ...] = (),
+) -> PlacedSchedule | None:
+    """The fastest of some rounds of placing the copies of `base`.
+
+    None where the base is over the budget, or the host or NVMe has no room for what goes there, or
+    a value must leave before its turn in `order`.
+
+    Parameters
+    ----------
+    links : what times the copies; the room below the device is theirs as well.
+    slack_us : by how much fetches begin before their latest start.
+    spilled : values that go on from the host to NVMe.
+    order : of copies down, with every value that is ever absent; by default that of their making.
+
+    Raises
+    ------
+    SolverError : a value is to wait on NVMe, and there is no link to one.
+    """
+    if base.peak_bytes > budget_bytes:
+        return None
+    best: PlacedSchedule | None = None
+    clock_us = untimed_clock(graph, base)
+    size = _sizes(graph, base)
+    for _ in range(rounds):
+        one = PlacingRound(base, links, size, clock_us, budget_bytes - base.live_bytes, order)
+        transfers = one.transfers(slack_us)
+        if any(transfer.leaves <= one.down[transfer.off_span.value] for transfer in transfers):
+            return best
+        steps = _steps(one, transfers, frozenset(spilled))
+        if not _fits_below(steps, size, links):
+            return best
+        schedule = Schedule.for_graph(graph, steps, budget_bytes=budget_bytes)
+        found = simulate(graph, schedule, links)
+        if best is None or found.time_us < best.found.time_us:
+            best = PlacedSchedule(schedule, found)
+        if not found.stalls:
+            break
+        clock_us = _simulated_clock(base, steps, found)
+    return best
+
+
+def in_flight_bytes(graph: TrainingGraph, base: UntimedSchedule, links: Links) -> Bytes:
+    """Bytes in flight while each item of `base` runs, were there room for all.
+
+    A schedule without stalls wants them beside those of the base.
+    """
+    room_bytes = np.full(len(base.items), _BOUNDLESS, np.int64)
+    PlacingRound(
+        base, links, _sizes(graph, base), untimed_clock(graph, base), room_bytes
+    ).transfers()
+    return _BOUNDLESS - room_bytes
+
+
+def untimed_clock(graph: TrainingGraph, base: UntimedSchedule) -> _Times:
+    """The device's clock before each item, and at the end, if nothing waits."""
+    cost = {op.name: op.cost_us for op in graph.ops}
+    took = [cost[name] if kind == "compute" else 0.0 for kind, name in base.items]
+    return np.concatenate(([0.0], np.cumsum(took)))
+
+
+def _sizes(graph: TrainingGraph, base: UntimedSchedule) -> dict[str, int]:
+    return {name: graph.value_by_name[name].size_bytes for name in base.made}
+
+
+def _steps(one: PlacingRound, transfers: Sequence[Transfer], spilled: frozenset[str]) -> list[Step]:
+    """The steps. Offloads stand right after the op that makes their value, or one before it.
+
+    Before an item stand the frees of what leaves there, then copies up.
+    """
+    before = _before(one, transfers, spilled)
+    away = {transfer.off_span.value for transfer in transfers}
+    offloads: dict[int, list[Step]] = {}
+    for name, k in one.down.items():
+        if name in away:
+            down = (Offload(name), *(_writes(name) if name in spilled else ()))
+            offloads.setdefault(k, []).extend(down)
+    steps: list[Step] = []
+    for k, (kind, name) in enumerate(one.base.items):
+        steps += before.get(k, ())
+        if kind == "compute":
+            steps += (Compute(name), *offloads.get(k, ()))
+        elif kind == "free":
+            steps.append(Free(name))
+    return steps
+
+
+def _before(
+    one: PlacingRound, transfers: Sequence[Transfer], spilled: frozenset[str]
+) -> dict[int, list[Step]]:
+    before: dict[int, list[Step]] = {}
+    for transfer in transfers:
+        before.setdefault(transfer.leaves, []).append(Free(transfer.off_span.value))
+    for k, steps in _reads(one, transfers, spilled).items():
+        before.setdefault(k, []).extend(steps)
+    last = {transfer.off_span.value: transfer for transfer in transfers}
+    for transfer in transfers:
+        name = transfer.off_span.value
+        before.setdefault(transfer.fetched, []).append(Fetch(name))
+        if last[name] is transfer:  # the lower copy serves all returns
+            before[transfer.fetched].append(Free(name, "host"))
+    return before
+
+
+def _fits_below(steps: Sequence[Step], size: dict[str, int], links: Links) -> bool:
+    """Whether host and NVMe have room for what the steps put there."""
+    now: Counter[Tier] = Counter()
+    for tier, size_bytes in _moves_below(steps, size):
+        now[tier] += size_bytes
+        if now[tier] > links.room_bytes(tier):
+            return False
+    return True
+
+
+def _moves_below(steps: Sequence[Step], size: dict[str, int]) -> Iterator[tuple[Tier, int]]:
+    for step in steps:
+        if isinstance(step, Offload | Fetch) and step.to != "device":
+            yield step.to, size[step.value]
+        elif isinstance(step, Free) and step.at != "device":
+            yield step.at, -size[step.value]
+
+
+def _simulated_clock(base: UntimedSchedule, steps: Sequence[Step], found: Simulation) -> _Times:
+    """The device's clock before each item, and at the end, waits included."""
+    pairs = zip(steps, found.clock_us, strict=True)
+    ends = iter([us for step, us in pairs if isinstance(step, Compute)])
+    clock_us, now_us = [0.0], 0.0
+    for kind, _ in base.items:
+        now_us = next(ends) if kind == "compute" else now_us
+        clock_us.append(now_us)
+    return np.array(clock_us)

@@ -1,0 +1,215 @@
+"""Models a fetch as a recomputation without inputs, so that State and Repair serve for both.
+
+In the problem of `with_fetches`, running a hosted op again needs no input and costs what the copy
+takes on its link. So states, repair and fill serve for fetches without knowing of them.
+`untimed_schedule` reads the re-runs of such a state as what they stand for: values that arrive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from remat.graph_capture.graph import Links, TrainingGraph
+from remat.schedules.schedule import Compute, Step
+from remat.solver.problem import Problem
+from remat.solver.state import State, steps_of_stages
+
+Bytes = npt.NDArray[np.int64]
+
+
+class UntimedStep(NamedTuple):
+    """One step: an op computes; a value is freed for good, leaves, or arrives."""
+
+    kind: Literal["compute", "free", "leave", "arrive"]
+    name: str
+
+
+class OffDeviceSpan(NamedTuple):
+    """A value is off the device between two items: that at which it leaves, that of its return."""
+
+    value: str
+    leaves: int
+    returns: int
+
+
+@dataclass(frozen=True)
+class UntimedSchedule:
+    """A schedule whose copies take no time: values leave right after a use, and are back at once.
+
+    Attributes
+    ----------
+    items : what happens, in order. live_bytes : on the device while each item runs, resident
+        included. off_spans : in the order in which values leave.
+    made : the item that makes each value that is ever absent.
+    """
+
+    items: tuple[UntimedStep, ...]
+    live_bytes: Bytes
+    off_spans: tuple[OffDeviceSpan, ...]
+    made: dict[str, int]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes on the device at once."""
+        return int(self.live_bytes.max(initial=0))
+
+
+def with_fetches(
+    problem: Problem,
+    ops: Collection[int],
+    links: Links,
+    *,
+    cost_factor: float = 1.0,
+    recompute: bool = True,
+) -> Problem:
+    """`problem` in which running one of `ops` again stands for the arrival of what it makes.
+
+    It reads nothing and costs `cost_factor` times what its bytes take on the way back, so that a
+    repair fetches no value oftener than it pays. A pin forbids no arrival.
+
+    Parameters
+    ----------
+    recompute : whether all other ops may run again, as in `problem`; else none may.
+    """
+    inputs, cost_us = list(problem.inputs), list(problem.cost_us)
+    no_recompute = list(problem.no_recompute) if recompute else [True] * problem.n_ops
+    for op in ops:
+        inputs[op], no_recompute[op] = (), False
+        cost_us[op] = cost_factor * problem.output_bytes[op] / links.h2d.bytes_per_us
+    return dataclasses.replace(
+        problem, inputs=tuple(inputs), cost_us=tuple(cost_us), no_recompute=tuple(no_recompute)
+    )
+
+
+def movable(problem: Problem) -> list[bool]:
+    """Which values a copy can take below the device: random states are on the host anyway."""
+    kinds = (problem.graph.value_by_name[name].kind for name in problem.names)
+    sizes = problem.size_bytes
+    return [kind != "rng_state" and sizes[v] > 0 for v, kind in enumerate(kinds)]
+
+
+def untimed_schedule(state: State, hosted: Collection[int]) -> UntimedSchedule:
+    """What `state`, of a problem of `with_fetches` with ops `hosted`, stands for."""
+    graph = state.problem.graph
+    steps = steps_of_stages(state.problem, state.rows, state.stages)
+    items = _with_leaves(_arrivals(graph, steps, frozenset(hosted)))
+    off_spans = _off_spans(items)
+    away = {off_span.value for off_span in off_spans}
+    made: dict[str, int] = {}
+    for k, (kind, name) in enumerate(items):
+        for value in _made_by(graph, name) if kind == "compute" else ():
+            if value in away:
+                made.setdefault(value, k)
+    return UntimedSchedule(tuple(items), _live_bytes(graph, items), off_spans, made)
+
+
+def in_flight_by_stage(
+    graph: TrainingGraph, base: UntimedSchedule, in_flight_bytes: Bytes
+) -> Bytes:
+    """The most of `in_flight_bytes`, one number an item, in each stage of `base`."""
+    most = np.zeros(len(graph.ops) + 1, np.int64)
+    stage = 0
+    for (kind, name), flight in zip(base.items, in_flight_bytes, strict=True):
+        most[stage] = max(most[stage], flight)
+        if kind == "compute" and graph.op_index[name] == stage:
+            stage += 1
+    return most
+
+
+def _made_by(graph: TrainingGraph, op: str) -> tuple[str, ...]:
+    return graph.ops[graph.op_index[op]].outputs
+
+
+def _arrivals(
+    graph: TrainingGraph, steps: Sequence[Step], hosted: frozenset[int]
+) -> list[UntimedStep]:
+    """`steps` as items, in which hosted ops that run again are arrivals of what is wanted of them.
+
+    What is freed right after such a run is not wanted: its arrival and that end are left out.
+    """
+    items: list[UntimedStep] = []
+    live: set[str] = set()
+    done: set[str] = set()
+    unwanted: set[str] = set()
+    for i, step in enumerate(steps):
+        if not isinstance(step, Compute):
+            name = step.value
+            if name in unwanted:
+                unwanted.discard(name)
+            else:
+                items.append(UntimedStep("free", name))
+                live.discard(name)
+            continue
+        outputs = _made_by(graph, step.op)
+        if step.op in done and graph.op_index[step.op] in hosted:
+            fresh = [value for value in outputs if value not in live]
+            unwanted = _freed_at_once(steps, i).intersection(fresh)
+            items += [UntimedStep("arrive", value) for value in fresh if value not in unwanted]
+            live.update(value for value in fresh if value not in unwanted)
+        else:
+            items.append(UntimedStep("compute", step.op))
+            live.update(outputs)
+        done.add(step.op)
+    return items
+
+
+def _freed_at_once(steps: Sequence[Step], i: int) -> set[str]:
+    freed: set[str] = set()
+    for step in steps[i + 1 :]:
+        if isinstance(step, Compute):
+            break
+        freed.add(step.value)
+    return freed
+
+
+def _with_leaves(items: list[UntimedStep]) -> list[UntimedStep]:
+    """`items` in which a value that is freed and arrives again leaves."""
+    returns: set[str] = set()
+    for k in reversed(range(len(items))):
+        kind, name = items[k]
+        if kind == "arrive":
+            returns.add(name)
+        elif kind == "free" and name in returns:
+            items[k] = UntimedStep("leave", name)
+            returns.discard(name)
+    return items
+
+
+def _off_spans(items: Sequence[UntimedStep]) -> tuple[OffDeviceSpan, ...]:
+    found: list[OffDeviceSpan] = []
+    left: dict[str, int] = {}
+    for k, (kind, name) in enumerate(items):
+        if kind == "leave":
+            left[name] = k
+        elif kind == "arrive":
+            found.append(OffDeviceSpan(name, left.pop(name), k))
+    return tuple(sorted(found, key=lambda off_span: off_span.leaves))
+
+
+def _live_bytes(graph: TrainingGraph, items: Sequence[UntimedStep]) -> Bytes:
+    """Bytes on the device while each item runs."""
+    size = {value.name: value.size_bytes for value in graph.values}
+    now_bytes, live, curve = graph.resident.total_bytes, set[str](), list[int]()
+    for kind, name in items:
+        running = now_bytes
+        if kind == "compute":
+            op = graph.ops[graph.op_index[name]]
+            running += op.workspace_bytes + sum(size[value] for value in op.outputs)
+            fresh = [value for value in op.outputs if value not in live]
+            live.update(fresh)
+            now_bytes += sum(size[value] for value in fresh)
+        elif kind == "arrive":
+            live.add(name)
+            now_bytes += size[name]
+            running = now_bytes
+        else:
+            live.discard(name)
+            now_bytes -= size[name]
+        curve.append(running)
+    return np.array(curve, np.int64)

@@ -1,0 +1,94 @@
+"""What is left to try where a search has no schedule: simple rules, and policies on small graphs.
+
+Rules answer in the time that it takes to read the graph. One that fits is a plan to train with, if
+not the fastest. And the least budget that a search names is never above what a rule needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from remat.graph_capture.errors import option
+from remat.graph_capture.graph import TrainingGraph
+from remat.solver.result import (
+    KNOWN,
+    NONE_FITS,
+    OUT_OF_TIME,
+    Result,
+    least_budget_message,
+    without_least_budget,
+)
+from remat.solver.search import is_interrupted
+from remat.solver.table import make_solver
+
+SIMPLE_RULES = ("selective", "keep_attention_output", "chen_sqrt", "full")
+"""Rules that people write by hand, and the oldest one; each near-linear in the ops."""
+_POLICIES, _MOST_OPS, _PART = ("msps", "largest"), 1000, 1 / 10
+"""Online policies whose least peaks are low, asked where no rule fits and the graph has no more ops
+than that. Each may take what is left of the time limit, and such a part of it at least."""
+
+
+def simple_rule_fallback(
+    graph: TrainingGraph, budget_bytes: int, lost: Result, time_limit_s: float
+) -> Result:
+    """`lost`, of a search without a schedule, with what a rule has: one that fits, or a lower peak.
+
+    The fastest rule that fits is taken, with the bound of `lost`.
+    """
+    is_least = 0 < lost.least_feasible_bytes <= lost.least_bound_bytes
+    if lost.schedule is not None or is_least or is_interrupted():
+        return lost
+    made = [make_solver(name).solve(graph, budget_bytes) for name in SIMPLE_RULES]
+    # Where the least peak is asked for, by 0 bytes, a policy would search until its time is over.
+    if budget_bytes and len(graph.ops) <= _MOST_OPS and all(one.schedule is None for one in made):
+        part_s = max(time_limit_s - lost.wall_s, _PART * time_limit_s)
+        policies = (make_solver(name, time_limit_s=part_s) for name in _POLICIES)
+        made += [policy.solve(graph, budget_bytes) for policy in policies]
+    fitting = [one for one in made if one.schedule is not None]
+    if not fitting:
+        return _naming_the_lowest(lost, made)
+    best = min(fitting, key=lambda one: (one.time_us, one.peak_bytes))
+    return msgspec.structs.replace(
+        best,
+        status="time limit" if lost.status == "time limit" else best.status,
+        solver=lost.solver,
+        lower_bound_us=min(max(lost.lower_bound_us, graph.time_us), best.time_us),
+        wall_s=lost.wall_s + sum(one.wall_s for one in made),
+        floor=lost.floor,
+        message=_rule_text(lost, best.solver, time_limit_s),
+    )
+
+
+def _rule_text(lost: Result, rule: str, time_limit_s: float) -> str:
+    if lost.status != "time limit":
+        return f"the search found no schedule that fits; this one is of a simple rule, {rule}"
+    return (
+        f"{OUT_OF_TIME} {time_limit_s:.3g} s ended the search before it had a schedule; "
+        f"this one is of a simple rule, {rule}. Allow a longer one for a faster one "
+        f"({option('time_limit_s')})"
+    )
+
+
+def _naming_the_lowest(lost: Result, made: Sequence[Result]) -> Result:
+    """`lost`, which names the least budget that it or a rule knows."""
+    known = [one for one in made if one.least_schedule is not None]
+    lowest = min(known, key=lambda one: one.least_feasible_bytes, default=None)
+    known_bytes = lost.least_feasible_bytes
+    if lowest is None or 0 < known_bytes <= lowest.least_feasible_bytes:
+        return lost
+    least_bytes, is_proved = lowest.least_feasible_bytes, lost.message.startswith(NONE_FITS)
+    named = f"{known_bytes} {KNOWN}"
+    if named in lost.message:
+        message = lost.message.replace(named, f"{least_bytes} {KNOWN}")
+    else:
+        rest = without_least_budget(lost.message)
+        message = least_budget_message(lost.budget_bytes, least_bytes, rest, is_proved=is_proved)
+    return msgspec.structs.replace(
+        lost,
+        least_feasible_bytes=least_bytes,
+        least_schedule=lowest.least_schedule,
+        held_at_peak=lowest.held_at_peak,
+        message=message,
+    )

@@ -1,0 +1,209 @@
+"""What a schedule keeps of what backward reads, and what it computes again, by kind of op.
+
+Attention is counted apart, by cores (`attention_core`), be it one fused op or written out. Its
+output is kept if the op that makes it runs once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import msgspec
+
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.derived import graph_of_schedule
+from remat.schedules.schedule import Schedule
+from remat.solver.problem import Problem
+
+# The attention cores of a graph, found by the ATen names of its ops.
+#
+# A core is a fused attention op, or, where attention is written out, a softmax with the
+# batched product of queries and keys before it, that of weights and values after it, and the
+# scaling, masks, casts and dropout between them. Products by `mm` and `addmm` are linear layers.
+# A softmax written as exp and sum is not seen.
+
+
+NO_CORE = -1
+_SOFTMAX = frozenset({"_softmax", "_safe_softmax", "_masked_softmax", "softmax"})
+_BATCHED_PRODUCT = frozenset({"bmm", "baddbmm", "matmul"})
+_FUSED = frozenset(
+    {"_flash_attention_forward", "_efficient_attention_forward", "_flash_attn_forward",
+     "_flash_attn_varlen_forward", "efficient_attention_forward_cutlass"}
+)  # fmt: skip
+DROPOUT_OPS = frozenset({"native_dropout", "dropout"})
+_COPY = frozenset({"clone", "_to_copy", "contiguous"})
+_SCALE_AND_MASK = frozenset(
+    {"add", "sub", "rsub", "mul", "div", "neg", "masked_fill", "where", "tril", "triu", "tanh",
+     "ones", "zeros", "full", "ones_like", "zeros_like", "full_like", "scalar_tensor", "arange",
+     "eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_and", "logical_or",
+     "bitwise_not", "bitwise_and", "bitwise_or"}
+)  # fmt: skip
+_BEFORE_SOFTMAX = _SCALE_AND_MASK | _COPY
+_AFTER_SOFTMAX = DROPOUT_OPS | _COPY | {"mul", "div", "masked_fill", "where"}
+NO_ATTENTION = (
+    "no attention found: the template does not apply. It looks for scaled_dot_product ops and "
+    "for a softmax between two batched matrix products"
+)
+
+
+def op_kind(target: str) -> str:
+    """The op's name without namespace and overload: ``mm`` of ``aten.mm.default``."""
+    parts = target.split(".")
+    return parts[1] if len(parts) > 1 else target
+
+
+def is_fused_attention(kind: str) -> bool:
+    """Whether an op of that name computes attention by itself."""
+    return "scaled_dot_product" in kind or kind in _FUSED
+
+
+def attention_cores(problem: Problem) -> list[int]:
+    """The core of each forward op, numbered in captured order; `NO_CORE` outside."""
+    kinds = [op_kind(op.target) for op in problem.graph.ops[: problem.n_forward]]
+    readers = _forward_readers(problem)
+    core = [NO_CORE] * problem.n_forward
+    found = 0
+    for op, kind in enumerate(kinds):
+        members: Iterable[int] = ()
+        if is_fused_attention(kind):
+            members = (op,)
+        elif kind in _SOFTMAX:
+            members = _around_softmax(problem, kinds, readers, op)
+        fresh = [member for member in members if core[member] == NO_CORE]
+        for member in fresh:
+            core[member] = found
+        found += bool(fresh)
+    return core
+
+
+def _forward_readers(problem: Problem) -> list[list[int]]:
+    """For each forward op the forward ops that read what it makes."""
+    readers: list[list[int]] = [[] for _ in range(problem.n_forward)]
+    for op in range(problem.n_forward):
+        for v in problem.inputs[op]:
+            readers[problem.producer[v]].append(op)
+    return readers
+
+
+def _around_softmax(
+    problem: Problem, kinds: list[str], readers: list[list[int]], softmax: int
+) -> list[int]:
+    """Both batched products of a softmax and what lies between; empty if one is missing."""
+    before = _walk(
+        softmax,
+        lambda op: [problem.producer[v] for v in problem.inputs[op]],
+        kinds,
+        _BEFORE_SOFTMAX,
+    )
+    after = _walk(softmax, lambda op: readers[op], kinds, _AFTER_SOFTMAX)
+    if not _has_product(before, kinds) or not _has_product(after, kinds):
+        return []
+    return [*before, softmax, *after]
+
+
+def _has_product(ops: Iterable[int], kinds: list[str]) -> bool:
+    return any(kinds[op] in _BATCHED_PRODUCT for op in ops)
+
+
+def _walk(
+    start: int, near: Callable[[int], list[int]], kinds: list[str], through: frozenset[str]
+) -> list[int]:
+    """Ops reached from `start` over ops of the kinds `through`, up to batched products."""
+    reached: dict[int, None] = {}
+    stack = [start]
+    while stack:
+        for op in near(stack.pop()):
+            if op not in reached and kinds[op] in through | _BATCHED_PRODUCT:
+                reached[op] = None
+                if kinds[op] in through:
+                    stack.append(op)
+    return list(reached)
+
+
+class Attention(msgspec.Struct, frozen=True):
+    """How many attention outputs backward needs, and how many of them are computed again."""
+
+    outputs: int
+    recomputed: int
+
+    def __str__(self) -> str:
+        if self.recomputed:
+            return f"recomputes {self.recomputed} of {_outputs(self.outputs)}"
+        return f"keeps {'all ' if self.outputs > 1 else ''}{_outputs(self.outputs)}"
+
+
+class OpKind(NamedTuple):
+    """Forward ops of one kind, and how many of them run again.
+
+    An op counts if backward reads from it, or if it runs again. `recomputed_us` is the time of
+    the further runs.
+    """
+
+    kind: str
+    ops: int
+    recomputed: int
+    recomputed_us: float
+
+
+def attention_of(graph: TrainingGraph, schedule: Schedule) -> Attention | None:
+    """What `schedule` does with attention; None without attention or recomputation."""
+    graph = graph_of_schedule(graph, schedule)
+    runs = schedule.computations()
+    if all(count == 1 for count in runs.values()):
+        return None
+    makers = attention_outputs(graph)
+    recomputed = sum(runs[graph.ops[op].name] > 1 for op in makers)
+    return Attention(len(makers), recomputed) if makers else None
+
+
+def attention_outputs(graph: TrainingGraph) -> list[int]:
+    """The op that makes the output of each attention from which backward reads."""
+    problem = Problem.of(graph)
+    read = _read_by_backward(problem)
+    makers: dict[int, int] = {}
+    needed: set[int] = set()
+    for op, core in enumerate(attention_cores(problem)):
+        kind = op_kind(graph.ops[op].target)
+        if core == NO_CORE:
+            continue
+        if kind in _BATCHED_PRODUCT or is_fused_attention(kind):
+            makers[core] = op
+        if op in read:
+            needed.add(core)
+    return [op for core, op in makers.items() if core in needed]
+
+
+def kinds_of(graph: TrainingGraph, schedule: Schedule) -> tuple[OpKind, ...]:
+    """Each kind of forward op that counts, most time of further runs first."""
+    graph = graph_of_schedule(graph, schedule)
+    runs = schedule.computations()
+    read = _read_by_backward(Problem.of(graph))
+    found: dict[str, OpKind] = {}
+    for i, op in enumerate(graph.ops[: graph.n_forward]):
+        again = runs[op.name] - 1
+        if i in read or again > 0:
+            kind = op_kind(op.target)
+            old = found.get(kind, OpKind(kind, 0, 0, 0.0))
+            spent_us = old.recomputed_us + again * op.cost_us
+            found[kind] = OpKind(kind, old.ops + 1, old.recomputed + (again > 0), spent_us)
+    return tuple(sorted(found.values(), key=lambda kind: (-kind.recomputed_us, kind.kind)))
+
+
+def kinds_text(kinds: tuple[OpKind, ...], most: int = 4) -> str:
+    """``gelu 12 of 12, add 3 of 24``: the kinds that cost most to run again, then the rest."""
+    again = [kind for kind in kinds if kind.recomputed]
+    parts = [f"{kind.kind} {kind.recomputed} of {kind.ops}" for kind in again[:most]]
+    rest = sum(kind.recomputed for kind in again[most:])
+    return ", ".join([*parts, f"{rest} others"] if rest else parts)
+
+
+def _read_by_backward(problem: Problem) -> set[int]:
+    """Forward ops whose values backward reads."""
+    reads = problem.inputs[problem.n_forward :]
+    makers = {problem.producer[v] for values in reads for v in values}
+    return {op for op in makers if op < problem.n_forward}
+
+
+def _outputs(count: int) -> str:
+    return f"{count} attention output" + ("s" if count != 1 else "")

@@ -1,0 +1,83 @@
+"""Which graphs are planned with copies, and what holds for them of solvers that copy nothing."""
+
+from __future__ import annotations
+
+import msgspec
+
+from remat.graph_capture.errors import SolverError, option
+from remat.graph_capture.graph import TrainingGraph
+from remat.solver.result import Result
+from remat.solver.table import solver_class
+
+_ALONE = "Without copies"
+"""How a proof begins that holds for recomputation alone."""
+
+
+def can_copy(graph: TrainingGraph) -> bool:
+    """Whether anything may leave the device."""
+    return graph.links is not None and graph.links.host_bytes > 0
+
+
+def without_links(graph: TrainingGraph) -> TrainingGraph:
+    """`graph` for the device alone; itself if it has no links."""
+    return graph if graph.links is None else msgspec.structs.replace(graph, links=None)
+
+
+def plans_copies(solver: str) -> bool:
+    """Whether the solver of that name plans copies where a graph has links."""
+    return getattr(solver_class(solver), "copies", False)
+
+
+def require_planned_with_copies(solver: str, *, recompute: bool, order: object) -> None:
+    """Refuse options that no plan with copies keeps.
+
+    Raises
+    ------
+    SolverError : ops are pinned to be computed again, or first runs may come in any order.
+    """
+    if not plans_copies(solver):
+        return
+    if recompute:
+        raise SolverError(
+            f"{option('recompute')} is not planned with copies to the host: leave it out, or "
+            f"leave out {option('host')}"
+        )
+    if order == "free":
+        raise SolverError(
+            "order free is not planned with copies to the host: take order fixed, or leave out "
+            f"{option('host')}"
+        )
+
+
+def require_no_homes(graph: TrainingGraph, solver: str) -> None:
+    """Refuse, for `solver`, graphs whose resident values are scheduled.
+
+    Raises
+    ------
+    SolverError : a value has a home, or an op updates values in place.
+    """
+    moved = [value.name for value in graph.values if value.home is not None]
+    moved += [name for op in graph.ops for name in op.updates]
+    if moved:
+        raise SolverError(
+            f"solver '{solver}' sends activations alone, and {moved[0]} is to be moved too: "
+            "capture without an optimizer that is to move"
+        )
+
+
+def for_any_copies(graph: TrainingGraph, result: Result) -> Result:
+    """`result` of a solver that copies nothing, as one of a graph with links.
+
+    Its schedule is one of that graph. What it proves holds without copies alone: of the bound each
+    op's time once is left, and of a proof that nothing fits its sentence.
+    """
+    if result.schedule is None:
+        text = f"{_ALONE}: {result.message}" if result.message else ""
+        return msgspec.structs.replace(
+            result, lower_bound_us=graph.time_us, least_bound_bytes=0, floor=None, message=text
+        )
+    proved = result.time_us <= graph.time_us * (1 + 1e-9)
+    status = "feasible" if result.status == "optimal" and not proved else result.status
+    return msgspec.structs.replace(
+        result, status=status, lower_bound_us=min(graph.time_us, result.time_us), floor=None
+    )

@@ -1,0 +1,1 @@
+"""Costs of ops and of whole steps, and where they are kept."""

@@ -1,1 +1,0 @@
-"""Prices of ops and of whole steps, and where they are kept."""

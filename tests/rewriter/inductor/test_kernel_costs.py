@@ -1,0 +1,66 @@
+"""What ops of a compiled step cost, from costs of calls and the rate of memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from remat.graph_capture.costs.cache import OpCost
+from remat.graph_capture.graph import Resident, TrainingGraph
+from remat.graph_capture.joint.build import TANGENTS
+from remat.rewriter.inductor.fused_graph import build_fused
+from remat.rewriter.inductor.kernel_costs import LEAST_ELEMENTS, NEAR, with_kernel_costs
+
+CALL_US, BYTES_PER_US, EXP_US = 1000.0, 64.0, 0.25
+
+
+class Fixed:
+    """Costs that depend on nothing."""
+
+    def of(self, nodes: Sequence[Any]) -> list[OpCost]:
+        return [OpCost(CALL_US, 0) for _ in nodes]
+
+    def bytes_per_us(self) -> float:
+        return BYTES_PER_US
+
+    def us_per_element(self, parts: Collection[str]) -> dict[str, float]:
+        assert set(parts) <= {"exp"}
+        return dict.fromkeys(parts, EXP_US)
+
+
+def step(x: Tensor) -> list[Tensor]:
+    """Forward's result, then a gradient that reads the first product again."""
+    first = x @ x
+    return [(first @ x).sum(), (first.exp() @ x)]
+
+
+def costed(width: int) -> TrainingGraph:
+    """The step on a square of that width."""
+    traced = make_fx(step, tracing_mode="fake")(torch.ones(width, width))
+    fused = build_fused(traced, 1, "step", Resident(), "cpu")
+    costs: Any = Fixed()
+    return with_kernel_costs(fused, costs)
+
+
+def test_what_backward_reads_is_cheaper_and_the_step_is_not() -> None:
+    found, size = costed(16), 16 * 16 * 4
+    saved_us = NEAR * size / BYTES_PER_US
+    calls = [op.cost_us for op in found.ops if op.target == "aten.mm.default"]
+    assert sorted(calls) == [pytest.approx(CALL_US - saved_us), CALL_US, CALL_US]
+    (tangents,) = (op for op in found.ops if op.target == TANGENTS)
+    assert tangents.cost_us == pytest.approx(saved_us)
+    kernels_us = ((size + 4) + 2 * size) / BYTES_PER_US
+    assert found.time_us == pytest.approx(3 * CALL_US + kernels_us)
+
+
+def test_an_exponential_of_many_elements_costs_more_than_its_bytes() -> None:
+    width = math.isqrt(LEAST_ELEMENTS)
+    (exponential,) = (op for op in costed(width).ops if op.target == "aten.exp.default")
+    moved_us = 2 * width * width * 4 / BYTES_PER_US
+    assert exponential.cost_us == pytest.approx(moved_us + EXP_US * width * width)
