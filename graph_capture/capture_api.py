@@ -21,9 +21,9 @@ from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.distributed.sharded_step import local_step
 from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.graph import Optimizer, TrainingGraph
+from remat.graph_capture.option_pairs import require_compatible
 from remat.graph_capture.sizes.at_sizes import WorkspacesOf, ranged_graph_of
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
-from remat.graph_capture.sizes.ranged_signature import refuse_beside_ranges
 from remat.graph_capture.sizes.symbols import Dynamic
 from remat.graph_capture.tracing.mixed_precision import parameters_cast
 from remat.graph_capture.tracing.recipe import Split, keep_links
@@ -131,8 +131,7 @@ def capture(
         of `nvme` is not there, or cannot be written.
     """
     known, tiers = as_profile(profile), tiers_for(model, device, host, nvme)
-    if dynamic:
-        refuse_beside_ranges(host=host is not None)
+    require_compatible(dynamic=dynamic, host=host is not None, nvme=nvme is not None)
     with parameters_cast(model, sharding):
         traced = trace(
             model, args, kwargs, loss_fn=loss_fn, target=target, optimizer=optimizer,

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
 from remat.budgets import parse_budget
-from remat.checks import Batch, is_checked, require_equal, say_unchecked, unless_short
 from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
-from remat.graph_capture.errors import BudgetError, RewriteError, SolverError
+from remat.graph_capture.errors import RewriteError, SolverError
 from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
-from remat.progress import solver_shown, stopwatch_of_call
 from remat.ranks.collective_call import CollectiveCall
-from remat.reference import Reference, gradients_there
 from remat.schedules.family import Family
-from remat.solved import Solved, facts_of, infeasible_text, planned_text
+from remat.solved import Solved, facts_of
 from remat.solver.reductions.pin_globs import Globs, as_globs
 from remat.solver.result import Result
 from remat.solver.table import check_number
@@ -25,12 +21,13 @@ from remat.solver.table import check_number
 if TYPE_CHECKING:
     from torch import fx, nn
     from torch.distributed import ProcessGroup
+    from torch.optim import Optimizer as TorchOptimizer
 
     from remat.graph_capture.costs.profile import Profile
     from remat.graph_capture.sizes.symbols import Dynamic
     from remat.graph_capture.tracing.recipe import Split
-    from remat.graph_capture.tracing.trace import Trace
     from remat.rewriter.user_module.ranged import RangedModule
+    from remat.step_spec import StepSpec
 
 
 @overload
@@ -108,107 +105,88 @@ def solve(
     )  # fmt: skip
 
 
-@overload
 def rematerialize(
     model: nn.Module,
-    args: tuple[Any, ...] = ...,
-    kwargs: Mapping[str, Any] | None = ...,
-    *,
-    budget: str | SupportsIndex,
-    host: str | SupportsIndex | None = ...,
-    nvme: str | None = ...,
-    loss_fn: Callable[..., Any] | None = ...,
-    target: Any = ...,
-    optimizer: Optimizer = ...,
-    accumulate: bool = ...,
-    sharding: Sharding = ...,
-    group: ProcessGroup | None = ...,
-    profile: Profile | str | Path | None = ...,
-    solver: str = ...,
-    time_limit_s: float = ...,
-    keep: Globs = ...,
-    recompute: Globs = ...,
-    check: bool | None = ...,
-    audit: bool = ...,
-    verbose: bool = ...,
-    compile: bool = ...,
-    float_inputs: Sequence[str] = ...,
-    split: Split | None = ...,
-    dynamic: Dynamic,
-    **options: Any,
-) -> RangedModule: ...
-@overload
-def rematerialize(
-    model: nn.Module,
-    args: tuple[Any, ...] = ...,
-    kwargs: Mapping[str, Any] | None = ...,
-    *,
-    budget: str | SupportsIndex,
-    host: str | SupportsIndex | None = ...,
-    nvme: str | None = ...,
-    loss_fn: Callable[..., Any] | None = ...,
-    target: Any = ...,
-    optimizer: Optimizer = ...,
-    accumulate: bool = ...,
-    sharding: Sharding = ...,
-    group: ProcessGroup | None = ...,
-    profile: Profile | str | Path | None = ...,
-    solver: str = ...,
-    time_limit_s: float = ...,
-    keep: Globs = ...,
-    recompute: Globs = ...,
-    check: bool | None = ...,
-    audit: bool = ...,
-    verbose: bool = ...,
-    compile: bool = ...,
-    float_inputs: Sequence[str] = ...,
-    split: Split | None = ...,
-    dynamic: None = ...,
-    **options: Any,
-) -> fx.GraphModule: ...
-def rematerialize(
-    model: nn.Module,
-    args: tuple[Any, ...] = (),
+    args: tuple[Any, ...] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     *,
     budget: str | SupportsIndex,
-    host: str | SupportsIndex | None = None,
-    nvme: str | None = None,
     loss_fn: Callable[..., Any] | None = None,
     target: Any = None,
     optimizer: Optimizer = "none",
     accumulate: bool = False,
+    host: str | SupportsIndex | None = None,
+    nvme: str | None = None,
+    optimizer_in_backward: TorchOptimizer | None = None,
+    compile: bool = False,
+    split: Split | None = None,
+    dynamic: Dynamic | Literal["auto"] | None = None,
+    float_inputs: Sequence[str] = (),
+    blocks: str | None = None,
     sharding: Sharding = NO_SHARDING,
     group: ProcessGroup | None = None,
-    profile: Profile | str | Path | None = None,
-    solver: str = "auto",
-    time_limit_s: float = 60.0,
     keep: Globs = (),
     recompute: Globs = (),
+    solver: str = "auto",
+    time_limit_s: float = 60.0,
+    profile: Profile | str | Path | None = None,
     check: bool | None = None,
     audit: bool = True,
     verbose: bool = True,
-    compile: bool = False,
-    float_inputs: Sequence[str] = (),
-    split: Split | None = None,
-    dynamic: Dynamic | None = None,
     **options: Any,
-) -> fx.GraphModule | RangedModule:
+) -> nn.Module:
     """A module that trains as `model` does, to the same bits, within `budget`.
 
     It shares the parameters and buffers of `model`, under the same names, and trains on the
-    device that they are on. Arguments are those of `remat.capture` and `remat.solve`. Of a model
-    that follows a plan already, the original is planned.
+    device that they are on. Of a model that follows a plan already, the original is planned.
+
+    With a batch, `args` or `kwargs`, it is planned now, for batches like that one. Without one it
+    is planned when it is first called, as `torch.compile` compiles, and again for batches of other
+    sizes that no plan at hand serves; these plans are kept on disk for later processes.
 
     Parameters
     ----------
+    args, kwargs : one batch, as forward takes it.
+    budget : bytes as an int, or ``"8GiB"``, ``"60%"`` of the unmodified peak, ``"auto"`` for what
+        is free, ``"min"`` for the least peak known. Without a batch, a later batch may in any case
+        take as much as an earlier plan does.
+    loss_fn, target : where given, ``loss_fn(output, target)`` (or ``loss_fn(output)``) is part of
+        the step, and the result returns its value. Without a batch, calls bring the target.
+    optimizer, accumulate : what stays allocated between steps, as of `remat.capture`.
     host, nvme : memory below the device that values may move to, as of `remat.capture`: a plan then
-        may copy a value there and back, where that is cheaper than to compute it again. Not with
-        `compile` and `dynamic`.
-    sharding : how you will wrap the result as a whole, by DDP or `fully_shard`; the budget then
-        is that of one rank. To wrap blocks too, see `rematerialize_blocks`.
+        may copy a value there and back, where that is cheaper than to compute it again.
+    optimizer_in_backward : of `torch.optim`: an `SGD`, `Adam` or `AdamW`, single-tensor, foreach or
+        fused, over parameters of the model. ``backward()`` then takes its step for each parameter
+        as soon as the gradient is there and nothing reads the parameter any more, and lets go of
+        the gradient; parameters are those of eager to the bit. ``optimizer.step()`` in a loop finds
+        no gradients. With `accumulate`, see `remat.accumulating`.
+    compile : let Inductor make the code, of a plan whose code keeps to the budget. Random numbers
+        are eager's; all else is equal to a tolerance, and not to the bit. Ops have eager's costs;
+        `torch.compile(model, backend="remat")` plans with those of Inductor's kernels.
+    split : ``exact`` lets a linear head with its cross-entropy run in chunks where that gives
+        eager's bits, ``tolerance`` also where a sum has another order, and ``none`` never. Left
+        out, it is ``exact`` for large heads, but ``none`` with `compile`, `sharding` or `group`.
+    dynamic : dimensions of the batch that vary, as of `remat.capture`. One trace then serves all
+        sizes of their ranges, and a few schedules, of which the size of a batch picks one. The
+        budget holds at every size, which is proved; per cents are of the largest sizes. The batch
+        at hand need not be the largest. Without a batch also ``"auto"``, which learns from the
+        first batches which sizes vary; a larger batch than the range holds extends it. ``upto``
+        then names the largest sizes to come, such as ``{"tokens": {1: 2048}}``, so that what cannot
+        fit fails at the start.
+    float_inputs : numbers of Python's that each step reads anew, so that one plan serves for all
+        their values: a temperature, a drop rate. Their names are those that a refusal gives them,
+        such as ``"temperature"`` or ``"layers.0.drop.p"``. Without a batch, those that change are.
+    blocks : glob over module paths, such as ``"layers.*"``: each module that matches is rewritten
+        by itself, so that it can still be wrapped, as by `fully_shard`; what lies outside runs as
+        it does in `model`. The budget is that of the whole step. Of two modules that match, one
+        inside the other, the outer one is the block. A loss is used to plan, and applied by you.
+    sharding : how you will wrap the result, by DDP or `fully_shard`; the budget then is that of one
+        rank. To wrap blocks too, give `blocks`.
     group : ranks that are to follow the same plan: the first makes it. All of them must call. A
         model with collectives needs it.
+    keep, recompute, solver, time_limit_s, **options : as of `remat.solve`. Without a batch also
+        ``max_plans``, 16 if left out: one more drops the plan that was used longest ago.
+    profile : as of `remat.capture`.
     check : run a step of both modules and compare them, as `remat.check` does, before
         returning. None does so if the unmodified step fits into free memory, and warns if it
         does not. With a sharding the peak is not compared with the budget, as the wrapper's
@@ -220,154 +198,106 @@ def rematerialize(
         the plan's peak, or runs ops of yours, which may count. With False nothing is.
     verbose : show on a terminal what is done, and in one line what the plan is; where standard
         error is none, Python's log ``remat`` has both, at its level INFO. With False neither does.
-    compile : let Inductor make the code, of a plan whose code keeps to the budget. Random numbers
-        are eager's; all else is equal to a tolerance, and not to the bit. Ops have eager's costs;
-        `torch.compile(model, backend="remat")` plans with those of Inductor's kernels.
-    float_inputs : numbers of Python's that each step reads anew, so that one plan serves for all
-        their values: a temperature, a drop rate. Their names are those that a refusal gives them,
-        such as ``"temperature"`` or ``"layers.0.drop.p"``. Not with `compile`.
-    split : ``exact`` lets a linear head with its cross-entropy run in chunks where that gives
-        eager's bits, ``tolerance`` also where a sum has another order, and ``none`` never. Left
-        out, it is ``exact`` for large heads, but ``none`` with `compile`, `sharding` or `group`.
-    dynamic : dimensions of the batch that vary, as of `remat.capture`. One trace then serves all
-        sizes of their ranges, and a few schedules, of which the size of a batch picks one. The
-        budget holds at every size, which is proved; per cents are of the largest sizes. The batch
-        at hand need not be the largest. Not with `sharding`, `group`, `compile`, `float_inputs` or
-        `split`.
+
+    Options that do not go together are refused at once: docs/limits.md has the table.
+
+    Returns
+    -------
+    An `fx.GraphModule` for one size; a module that holds several plans for a range of sizes, or
+    without a batch; with `blocks`, the model with its blocks replaced.
 
     Raises
     ------
     BudgetError : no schedule fits; the message names the least budget that is known to fit.
     TooLargeError : none fits at the largest sizes of a range; it names the largest that fit.
+    CaptureError : the model, or the optimizer in backward, cannot be planned exactly; or options
+        exclude each other.
     RewriteError : the check found a difference, or a measured peak above the budget.
     AgreementError : ranks of the group have different models or batches, one of them has failed,
         or the model has collectives with ranks outside of the group.
-    RematError : the model cannot be captured, or an option is unknown.
+    RematError : an option is unknown.
     """
-    from remat.graph_capture.capture_api import add_costs, tiers_for
-    from remat.graph_capture.costs.op_costs import with_measured_chunks
-    from remat.graph_capture.costs.profile import as_profile
+    given = {**locals()}
+    from remat.step_spec import StepSpec, is_default
+
+    given |= given.pop("options")
+    if args is None and kwargs is None:
+        from remat.per_shape_plans import plan_cache
+
+        # A default says nothing, and some options mean nothing without a batch.
+        named = {name: value for name, value in given.items() if not is_default(name, value)}
+        return plan_cache(**named)
+    spec = StepSpec.of(given | {"args": args or ()})
+    if spec.blocks is not None:
+        from remat.blocks.rematerialized import blocks_planned
+
+        return blocks_planned(spec)
+    if spec.optimizer_in_backward is not None:
+        from remat.levers.training_step import updated_in_backward
+
+        return updated_in_backward(spec)
+    return planned_step(spec)
+
+
+def planned_step(spec: StepSpec) -> fx.GraphModule | RangedModule:
+    """The module that `rematerialize` returns, of a spec."""
     from remat.graph_capture.distributed.collectives import collectives_in
-    from remat.graph_capture.distributed.sharded_step import local_step
-    from remat.graph_capture.tracing.mixed_precision import inputs_cast, parameters_cast
-    from remat.graph_capture.tracing.recipe import check_arguments
-    from remat.graph_capture.tracing.trace import trace
-    from remat.levers.by_tolerance import naming_tolerance
-    from remat.levers.chunks_at_need import may_wait, solved_at_need
-    from remat.ranges.ranged_call import require_dynamic, require_options
+    from remat.graph_capture.tracing.mixed_precision import parameters_cast
     from remat.ranks.same_order import agree_on_audits, refuse_fake, require_group
     from remat.rewriter.rewriting import rewrite
-    from remat.rewriter.user_module.module import original_of
     from remat.schedules.derived import before_sharding
+    from remat.step_planner import StepPlanner
 
-    check_arguments(args, kwargs, loss_fn, target)
-    model = original_of(model)
-    require_options(
-        {
-            "loss_fn": loss_fn, "optimizer": optimizer, "accumulate": accumulate, "host": host,
-            "sharding": sharding, "group": group, "profile": profile, "keep": keep,
-            "time_limit_s": time_limit_s, "recompute": recompute, "check": check,
-            "audit": audit, "verbose": verbose, "compile": compile, "float_inputs": float_inputs,
-            "split": split,
-        }
-    )  # fmt: skip
-    require_dynamic(model, dynamic, may_be_auto=False)
-    asked: dict[str, Any] = {"keep": keep, "recompute": recompute, **options}
-    batch = Batch(*inputs_cast(args, kwargs, sharding), loss_fn, target, optimizer, accumulate)
-    if dynamic:
-        from remat.graph_capture.sizes.ranged_signature import refuse_beside_ranges
+    if spec.dynamic:
         from remat.ranges.ranged_call import rematerialize_over
 
-        refuse_beside_ranges(
-            sharding=sharding.kind != "none", group=group is not None, compile=compile,
-            float_inputs=bool(float_inputs), split=split not in (None, "none"),
-            host=host is not None, nvme=nvme is not None,
+        return rematerialize_over(spec)
+    refuse_fake(spec.group)
+    if spec.compile:
+        _refuse_compiled_dtensors(spec.model)
+    # Each rank would choose by its own times; Inductor's code has no chunks.
+    is_whole = spec.split is None and (spec.compile or spec.group is not None)
+    with (
+        CollectiveCall(spec.group, "remat.rematerialize") as ranks,
+        parameters_cast(spec.model, spec.sharding),
+    ):
+        planner = StepPlanner(
+            spec, sharding=spec.sharding, float_inputs=spec.float_inputs,
+            split="none" if is_whole else spec.split,
         )  # fmt: skip
-        return rematerialize_over(
-            model, args, kwargs, dynamic, budget=budget, loss_fn=loss_fn, target=target,
-            optimizer=optimizer, accumulate=accumulate, profile=profile, solver=solver,
-            time_limit_s=time_limit_s, check=check, audit=audit, verbose=verbose, **asked,
-        )  # fmt: skip
-    refuse_fake(group)
-    stages, name = stopwatch_of_call(verbose=verbose), type(model).__name__
-    with CollectiveCall(group, "remat.rematerialize") as ranks, parameters_cast(model, sharding):
-        known = as_profile(profile)
-        tiers = tiers_for(model, None, host, nvme)
-        if split is None and (compile or group is not None):
-            split = "none"
-        with stages.stage("capture", f"tracing {name}"):
-            traced = trace(
-                model, args, kwargs, loss_fn=loss_fn, target=target,
-                optimizer=optimizer, accumulate=accumulate, sharding=sharding,
-                float_inputs=float_inputs, split=split,
-            )  # fmt: skip
-        require_group(traced.joint.module, group)
-        if compile:
-            _refuse_compiled_dtensors(model)
-
-        def costed(one: Trace, *, chunks: bool = True) -> TrainingGraph:
-            most_bytes = parse_budget(budget).most_bytes(local_step(one.graph, sharding))
-            with stages.stage("profile", "timing ops") as shown:
-                graph = add_costs(
-                    one, progress=shown, profile=known, tiers=tiers, most_bytes=most_bytes,
-                    chunks=chunks,
-                )  # fmt: skip
-            return local_step(graph, sharding, is_rewritten=True)
-
-        def solved(graph: TrainingGraph, budget: str | SupportsIndex, **known: Any) -> Result:
-            with stages.stage("solve", f"solving for {budget}") as shown:
-                told: Any = {"progress": solver_shown(shown, budget), **asked, **known}
-                return solve(graph, budget, solver, time_limit_s, **told)
-
-        def in_chunks(graph: TrainingGraph) -> TrainingGraph:
-            with stages.stage("profile", "timing large layers in chunks") as shown:
-                return with_measured_chunks(traced, graph, shown)
-
-        def at(target: str | SupportsIndex) -> Solved:
-            if not may_wait(traced, parse_budget(target)):
-                graph = costed(traced)
-                return Solved(graph, solved(graph, target))
-            whole = costed(traced, chunks=False)
-            solve_for = functools.partial(solved, budget=target)
-            return solved_at_need(traced, whole, solve_for, in_chunks, stages)
+        traced = planner.traced
+        require_group(traced.joint.module, spec.group)
 
         def make() -> Solved:
-            found = at(budget)
-            if found.result.schedule is None:
-                again = functools.partial(solved, budget=found.result.budget_bytes)
-                lost = naming_tolerance(found.result, traced, found.graph, costed, again)
-                raise BudgetError(infeasible_text(lost))
-            if not compile:  # its import takes Inductor's seconds
+            found = planner.required(planner.found())
+            if not spec.compile:  # its import takes Inductor's seconds
                 return found
             from remat.compile.code_plans import with_fitting_code
 
-            return with_fitting_code(traced, at, found, budget)
+            return with_fitting_code(traced, planner.found, found, spec.budget)
 
         ranks.require_same_step(traced.graph.hash)
         found = ranks.from_first(make, Solved)
-        result = found.result
-        if compile:
+        if spec.compile:
             from remat.compile.code_plans import compiled_module
 
-            module, is_bound = compiled_module(model, traced, found, budget, audit=audit)
+            module, is_bound = compiled_module(
+                spec.model, traced, found, spec.budget, audit=spec.audit
+            )
         else:
-            assert result.schedule is not None
-            schedule = before_sharding(result.schedule, traced.graph)
-            module = rewrite(model, schedule, trace=traced, audit=audit, **facts_of(found))
-            is_bound = sharding.kind == "none"
+            assert found.result.schedule is not None
+            schedule = before_sharding(found.result.schedule, traced.graph)
+            module = rewrite(
+                spec.model, schedule, trace=traced, audit=spec.audit, **facts_of(found)
+            )
+            is_bound = spec.sharding.kind == "none"
         agree_on_audits(ranks, [module])
         # The profiler does not see what gloo's threads free, so it cannot hold such a step to it.
         is_bound = is_bound and not collectives_in(traced.joint.module)
-        beside_bytes = gradients_there(model) if accumulate else 0
-        beside = Reference(found.graph, result.budget_bytes, beside_bytes)
-        checked = None
-        if ranks.all_agree("check", is_checked(traced.graph, check, beside)):
-            most_bytes = result.budget_bytes if is_bound else None
-            with stages.stage("check", f"comparing a step of {name} with eager"):
-                checked = unless_short(
-                    lambda: require_equal(model, module, batch, most_bytes, beside), say_unchecked
-                )
-        stages.say(planned_text(traced.recipe.title, result, checked, stages.elapsed_s))
+        checked = planner.compared(
+            module, found.graph, found.result.budget_bytes, is_bound=is_bound, ranks=ranks
+        )
+        planner.say_planned(found, checked)
     return module
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import warnings
 from collections import OrderedDict
@@ -15,14 +14,11 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from remat.budgets import parse_budget
-from remat.caches.cached_plan import OF_OTHERS, cached_plan
+from remat.caches.cached_plan import cached_plan
 from remat.caches.known_plans import KnownPlans
-from remat.checks import Batch
-from remat.graph_capture.capture_api import tiers_for
 from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.distributed.dtensors import is_sharded_by_fsdp
 from remat.graph_capture.distributed.rank_refusals import refuse_wrappers
-from remat.graph_capture.distributed.sharding import NO_SHARDING
 from remat.graph_capture.errors import (
     AuditError,
     BudgetError,
@@ -32,18 +28,15 @@ from remat.graph_capture.errors import (
     SolverError,
     StateChangedError,
 )
+from remat.graph_capture.option_pairs import require_compatible
 from remat.graph_capture.refusals import distributed_message, is_all_frozen
-from remat.graph_capture.sizes.ranged_signature import refuse_beside_ranges
+from remat.graph_capture.sizes.symbols import Dynamic
 from remat.graph_capture.tracing.recipe import autocast_state
 from remat.graph_capture.tracing.signature import tensor_facts
 from remat.graph_capture.tracing.step_module import LossFunction
-from remat.one_call import rematerialize
-from remat.ranges.ranged_call import (
-    rematerialize_over,
-    require_dynamic,
-    require_options,
-    require_upto,
-)
+from remat.one_call import planned_step
+from remat.option_checks import require_dynamic, require_upto
+from remat.ranges.ranged_call import rematerialize_over
 from remat.ranges.varying import DynamicOrAuto, Upto, VaryingSizes, is_covered_by, planned_over
 from remat.rewriter.checking.audit import Audit
 from remat.rewriter.user_module.module import SharedState, original_of
@@ -52,6 +45,7 @@ from remat.rewriter.user_module.ranged import RangedModule
 from remat.schedules.family import Family
 from remat.schedules.schedule import Schedule
 from remat.solver.table import make_solver
+from remat.step_spec import StepSpec
 
 # Numbers that change between steps, as a cache of plans meets them.
 
@@ -94,8 +88,6 @@ _MAX_PLANS = 16
 _OFTEN = 3
 """Plans for one signature, beyond which it is said what keeps changing."""
 _numbers = itertools.count()
-_OF_ONE_SIZE = {"compile", "group", "host", "nvme", "sharding", "split"}
-"""Options that a plan for a range of sizes does not take."""
 _PLANNED_LATER = {"args", "kwargs", "target", "float_inputs"}
 
 
@@ -212,13 +204,11 @@ class PlanCache(SharedState, nn.Module):
         """A plan for the range that a batch is of; None where a plan is for one size."""
         if cls._remat_sizes is None:
             return None
-        args, kwargs, target = batch
-        # What a range does not take was refused if it was asked for, see `plan_cache`.
-        taken = {k: v for k, v in cls._remat_options.items() if k not in _OF_ONE_SIZE}
-        make = functools.partial(
-            rematerialize_over, cls._remat_original_module, args, kwargs,
-            target=target, loss_fn=cls._remat_loss_fn, **taken,
-        )  # fmt: skip
+        spec = cls._remat_spec(*batch)
+
+        def make(dynamic: Dynamic, *, as_far_as_fits: bool) -> RangedModule:
+            return rematerialize_over(spec.replace(dynamic=dynamic), as_far_as_fits=as_far_as_fits)
+
         return planned_over(cls._remat_sizes, batch, make)
 
     @classmethod
@@ -230,28 +220,27 @@ class PlanCache(SharedState, nn.Module):
         A part of a small batch's own peak can be too little for its parameters, as with the last
         batch of an epoch. The run has room for the larger ones.
         """
-        options = dict(cls._remat_options)
-        budget, model, known = options.pop("budget"), cls._remat_original_module, cls._remat_known
-        make: Any
-        if any(options.get(name) for name in ("compile", "group")) or _is_sharded(options):
-            make = functools.partial(
-                rematerialize, model, args, kwargs,
-                target=target, loss_fn=cls._remat_loss_fn, float_inputs=float_inputs, **options,
-            )  # fmt: skip
-        else:
-            given = {name: value for name, value in options.items() if name not in OF_OTHERS}
-            of_step = given.pop("optimizer", "none"), given.pop("accumulate", False)
-            batch = Batch(args, kwargs, cls._remat_loss_fn, target, *of_step)
-            make = functools.partial(
-                cached_plan, model, batch, known, float_inputs=float_inputs, **given
-            )
-        peak_bytes = known.most_bytes
+        spec = cls._remat_spec(args, kwargs, target).replace(float_inputs=float_inputs)
+        is_planned_anew = any(spec.asked[name] for name in ("compile", "group", "sharding"))
+        peak_bytes = cls._remat_known.most_bytes
+        make = planned_step if is_planned_anew else cls._remat_cached
         try:
-            return make(budget=budget)
+            return make(spec)
         except BudgetError:
-            if parse_budget(budget).kind != "share" or not peak_bytes:
+            if spec.parsed_budget.kind != "share" or not peak_bytes:
                 raise
-        return make(budget=peak_bytes)
+        return make(spec.replace(budget=peak_bytes))
+
+    @classmethod
+    def _remat_cached(cls, spec: StepSpec) -> fx.GraphModule:
+        return cached_plan(spec, cls._remat_known)
+
+    @classmethod
+    def _remat_spec(cls, args: Any, kwargs: Any, target: Any) -> StepSpec:
+        """What is asked of a plan for a batch."""
+        given = {"model": cls._remat_original_module, "loss_fn": cls._remat_loss_fn}
+        of_batch = {"args": args, "kwargs": kwargs, "target": target}
+        return StepSpec.of({**cls._remat_options, **given, **of_batch})
 
     @classmethod
     def _remat_drop_outgrown(cls, outgrown: list[Any], planned: RangedModule) -> None:
@@ -340,32 +329,28 @@ def plan_cache(
     refuse_wrappers(model)
     if is_sharded_by_fsdp(model):
         raise CaptureError(distributed_message(next(iter(dict(model.named_parameters())), "")))
-    parse_budget(budget)
-    _require_known({"loss_fn": loss_fn, **options})
-    tiers_for(model, None, options.get("host"), options.get("nvme"))
+    if given := _PLANNED_LATER.intersection(options):
+        raise TypeError(
+            f"without a batch there is no {', '.join(sorted(given))}: batches come with calls"
+        )
+    spec = StepSpec.of({"model": model, "budget": budget, "loss_fn": loss_fn, **options})
+    _require_readable(spec)
     if dynamic is not None or upto is not None:
         dynamic = dynamic or "auto"
         require_dynamic(model, dynamic, may_be_auto=True)
         require_upto(model, upto or {}, dynamic)
-        refuse_beside_ranges(
-            **{name: bool(options.get(name)) for name in ("compile", "group", "host", "nvme")},
-            sharding=options.get("sharding", NO_SHARDING) != NO_SHARDING,
-            split=options.get("split") not in (None, "none"),
-        )
+        require_compatible(**spec.asked | {"dynamic": True})
     if type(max_plans) is not int or max_plans < 1:
         raise SolverError(f"max_plans must be 1 or more, not {max_plans!r}")
     sizes = None if dynamic is None else (dynamic, upto)
     return _make_cache(model, loss_fn, max_plans, {"budget": budget, **options}, sizes)
 
 
-def _require_known(options: dict[str, Any]) -> None:
+def _require_readable(spec: StepSpec) -> None:
     """Refuse at once what each plan would refuse only when the first batch has come."""
-    if given := _PLANNED_LATER.intersection(options):
-        raise TypeError(f"plan_cache takes no {', '.join(sorted(given))}: batches come with calls")
-    require_options(options)
-    ours = inspect.signature(rematerialize).parameters
-    of_solver = {name: value for name, value in options.items() if name not in ours}
-    make_solver(options.get("solver", "auto"), **of_solver)
+    parse_budget(spec.budget)
+    _ = spec.tiers
+    make_solver(spec.solver, **spec.options)
 
 
 def _make_cache(
@@ -399,10 +384,6 @@ def plans_of(cache: PlanCache) -> list[Schedule | Family]:
         type(plan)._remat_family if isinstance(plan, RangedModule) else type(plan)._remat_schedule
         for plan in type(cache)._remat_plans.values()
     ]
-
-
-def _is_sharded(options: dict[str, Any]) -> bool:
-    return options.get("sharding", NO_SHARDING) != NO_SHARDING
 
 
 def _peak_bytes(plan: Any) -> int:

@@ -16,8 +16,8 @@ from remat.graph_capture.devices.local_devices import meter_of
 from remat.graph_capture.distributed.rank_refusals import refuse_range_over_ranks, refuse_wrappers
 from remat.graph_capture.errors import RewriteError, ScheduleError, option
 from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.option_pairs import require_compatible
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
-from remat.graph_capture.sizes.ranged_signature import refuse_beside_ranges
 from remat.graph_capture.tracing import trace as tracing
 from remat.graph_capture.tracing.fake_tensors import has_storage
 from remat.graph_capture.tracing.recipe import Recipe, recipe_for, require_switches
@@ -182,7 +182,7 @@ def rewrite(
     require_switches(compile=compile, audit=audit)
     refuse_wrappers(model)
     if isinstance(schedule, Family):
-        refuse_beside_ranges(compile=compile, updates=updates is not None)
+        require_compatible(dynamic=True, compile=compile, optimizer_in_backward=updates)
         ranged = trace or _trace_range(model, schedule)
         refuse_range_over_ranks(ranged.joint.module)
         return make_ranged(model, schedule, ranged, over, audit=of_steps(audit))
@@ -200,7 +200,7 @@ def rewrite(
             "storage, and rewrite that one to the plan, with its batch"
         )
     if over is not None:
-        refuse_beside_ranges(compile=compile, updates=updates is not None)
+        require_compatible(dynamic=True, compile=compile, optimizer_in_backward=updates)
         traced = trace or _trace_over(model, over)
         schedule = resized_schedule(schedule, traced.graph)
     elif trace is None:

@@ -343,12 +343,3 @@ def ranged_signature(model: nn.Module, batch: Any, dynamic: Dynamic) -> RangedSi
     leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     fixed = {n for t in (*leaves, *model.parameters(), *model.buffers()) for n in t.shape}
     return RangedSignature(batch, symbols, places, generic_sizes(symbols, fixed))
-
-
-def refuse_beside_ranges(**given: bool) -> None:
-    """Raise `CaptureError` for an option that a plan for a range of sizes does not take."""
-    if named := next((name for name, is_given in given.items() if is_given), ""):
-        raise CaptureError(
-            f"{named} is not taken with dynamic sizes: leave out one of the two, or plan for each "
-            "size"
-        )

@@ -52,6 +52,7 @@ from remat.graph_capture.joint.gradients import can_release_gradients
 from remat.graph_capture.joint.nodes import is_tangent, written_inputs
 from remat.graph_capture.joint.output_aliasing import take_out_of
 from remat.graph_capture.joint.provenance import Provenance
+from remat.graph_capture.option_pairs import require_compatible
 from remat.graph_capture.python_state.executed_code import ExecutedCode
 from remat.graph_capture.python_state.module_hooks import ModuleHooks
 from remat.graph_capture.python_state.state_guards import (
@@ -64,7 +65,6 @@ from remat.graph_capture.refusals import refusal, refuse_all_frozen, refuse_modu
 from remat.graph_capture.sizes.ranged_signature import (
     RangedSignature,
     ranged_signature,
-    refuse_beside_ranges,
 )
 from remat.graph_capture.sizes.symbols import Dynamic, require_guards
 from remat.graph_capture.sizes.trace_over_sizes import Environment, at_sizes, environment_of
@@ -416,11 +416,10 @@ def trace(
     signature = Signature(batch)
     if dynamic:
         refuse_range_of_dtensors(model)
-        refuse_beside_ranges(
-            float_inputs=bool(float_inputs),
-            split=split not in (None, "none"),
+        require_compatible(
+            dynamic=True, float_inputs=float_inputs, split=split not in (None, "none"),
             sharding=sharding.kind != "none",
-        )
+        )  # fmt: skip
         signature = ranged_signature(model, batch, dynamic)
         batch = signature.example_at(signature.hints)
     asked = accumulate and sharding.kind == "none" if gradient_release is None else gradient_release

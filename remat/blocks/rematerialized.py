@@ -7,30 +7,22 @@ must not wait for one another.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from torch import nn
 
 from remat.blocks.block_planner import BlockPlanner, BlocksPlan, TracedBlocks, trace_blocks
 from remat.budgets import parse_budget
 from remat.checks import Batch, is_checked, require_equal, say_unchecked, unless_short
-from remat.graph_capture.capture_api import add_costs, tiers_for
-from remat.graph_capture.costs.profile import Profile, as_profile
+from remat.graph_capture.capture_api import add_costs
 from remat.graph_capture.devices.known_devices import is_cuda
 from remat.graph_capture.distributed.collectives import collectives_in
-from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError, SignatureError
-from remat.graph_capture.graph import Optimizer
-from remat.graph_capture.sizes.symbols import Dynamic
 from remat.graph_capture.tracing.attribute_writes import state_guarded
 from remat.graph_capture.tracing.fake_tensors import has_storage
-from remat.graph_capture.tracing.mixed_precision import inputs_cast, parameters_cast, require_cast
-from remat.graph_capture.tracing.recipe import check_arguments
+from remat.graph_capture.tracing.mixed_precision import parameters_cast, require_cast
 from remat.graph_capture.tracing.trace import trace_recipe
 from remat.progress import stopwatch_of_call
-from remat.ranges.ranged_call import require_options
 from remat.ranks.collective_call import CollectiveCall
 from remat.ranks.same_order import agree_on_audits, refuse_fake, require_group
 from remat.reference import Reference, gradients_there
@@ -38,65 +30,25 @@ from remat.rewriter.checking.audit import Audits
 from remat.rewriter.compiled import CompiledStep, compile_step
 from remat.rewriter.guards.forward import constants_of
 from remat.rewriter.tiers.file_tier import FileTier
-from remat.rewriter.user_module.module import SharedState, make_module, original_of
+from remat.rewriter.user_module.module import SharedState, make_module
 from remat.rewriter.user_module.own_forward import with_replaced
 from remat.rewriter.user_module.unplanned import Unplanned
 from remat.solved import infeasible_text, planned_text
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from remat.rewriter.checking.check import Check
+    from remat.step_spec import StepSpec
 
 _plans: weakref.WeakKeyDictionary[nn.Module, BlocksPlan] = weakref.WeakKeyDictionary()
 
 
-def rematerialize_blocks(
-    model: nn.Module,
-    pattern: str,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    budget: str | SupportsIndex,
-    host: str | SupportsIndex | None = None,
-    nvme: str | None = None,
-    loss_fn: Callable[..., Any] | None = None,
-    target: Any = None,
-    optimizer: Optimizer = "none",
-    accumulate: bool = False,
-    sharding: Sharding = NO_SHARDING,
-    group: ProcessGroup | None = None,
-    profile: Profile | str | Path | None = None,
-    time_limit_s: float = 60.0,
-    check: bool | None = None,
-    audit: bool = True,
-    verbose: bool = True,
-    dynamic: Dynamic | None = None,
-) -> nn.Module:
-    """A model that trains as `model` does, with each matching block rewritten by itself.
+def blocks_planned(spec: StepSpec) -> nn.Module:
+    """The model that `remat.rematerialize` returns where `blocks` is given.
 
     The budget bounds the peak of the whole step. Each distinct block is captured and solved
     once, and a knapsack over what each block may keep shares out the budget. What
     lies outside the blocks runs as it does in `model`. Parameters, buffers and names are those of
     `model`, which stays as it is; a loss is applied outside, as in eager.
-
-    Parameters
-    ----------
-    pattern : glob over module paths, such as ``"model.layers.*"``. Of two modules that match, one
-        inside the other, the outer one is the block.
-    args, kwargs, loss_fn, target, optimizer, accumulate, profile : as of `remat.capture`. The loss
-        is only used to plan backward.
-    budget : as of `remat.solve`; per cents are of the unmodified step's peak on one rank.
-    host, nvme : as of `remat.rematerialize`, for all blocks together. What a block sends there has
-        left the device when its forward ends, and comes back while its backward runs.
-    sharding : how the result is to be sharded afterwards; the budget then is that of one rank.
-    group : ranks that are to follow the same plan: the first makes it. All of them must call. A
-        model with collectives needs it.
-    time_limit_s : for the blocks' options, in seconds.
-    check : as of `remat.rematerialize`; with a sharding only equality is checked, before it.
-    audit : as of `remat.rematerialize`, of the forward of each block.
-    verbose : as of `remat.rematerialize`.
-    dynamic : refused: blocks are planned for one size. The message says what plans for a range.
 
     Raises
     ------
@@ -110,54 +62,44 @@ def rematerialize_blocks(
         has collectives with ranks outside of the group.
     RewriteError : the check found a difference, or a measured peak above the budget.
     """
-    if dynamic:
-        _refuse_range(dynamic)
-    check_arguments(args, kwargs, loss_fn, target)
-    require_options(
-        {
-            "loss_fn": loss_fn, "optimizer": optimizer, "accumulate": accumulate, "group": group,
-            "profile": profile, "time_limit_s": time_limit_s, "check": check, "audit": audit,
-            "verbose": verbose,
-        }
-    )  # fmt: skip
-    batch = Batch(*inputs_cast(args, kwargs, sharding), loss_fn, target, optimizer, accumulate)
-    refuse_fake(group)
-    model = original_of(model)
-    stages, name = stopwatch_of_call(verbose=verbose), type(model).__name__
-    ranks_together = CollectiveCall(group, "remat.rematerialize_blocks")
+    refuse_fake(spec.group)
+    model, budget, sharding = spec.model, spec.budget, spec.sharding
+    pattern, batch = spec.blocks or "", spec.batch
+    stages, name = stopwatch_of_call(verbose=spec.verbose), type(model).__name__
+    ranks_together = CollectiveCall(spec.group, "remat.rematerialize(blocks=...)")
     with ranks_together as ranks, parameters_cast(model, sharding):
         _refuse(model)
-        known, tiers = as_profile(profile), tiers_for(model, None, host, nvme)
+        known, tiers = spec.known_profile, spec.tiers
         with stages.stage("capture", f"tracing {name} and its blocks"):
             traced = trace_blocks(
-                model, pattern, args, kwargs, loss_fn=loss_fn, target=target,
-                optimizer=optimizer, accumulate=accumulate, sharding=sharding,
-                gradient_release=False,
+                model, pattern, **spec.of_trace, sharding=sharding, gradient_release=False
             )  # fmt: skip
-        require_group(traced.whole.joint.module, group)
+        require_group(traced.whole.joint.module, spec.group)
         for one in traced.distinct:
             require_cast(next(iter(one.at)), one.trace.recipe.signature.dtypes, sharding)
 
         def make() -> BlocksPlan:
-            most_bytes = parse_budget(budget).most_bytes(traced.whole.graph)
+            most_bytes = spec.parsed_budget.most_bytes(traced.whole.graph)
             with stages.stage("profile", "timing ops") as shown:
                 costed = add_costs(
                     traced.whole, progress=shown, profile=known, tiers=tiers,
                     most_bytes=most_bytes,
                 )  # fmt: skip
             with stages.stage("solve", f"solving for {budget}"):
-                return _plan_within(BlockPlanner(traced, costed, sharding, time_limit_s), budget)
+                return _plan_within(
+                    BlockPlanner(traced, costed, sharding, spec.time_limit_s), budget
+                )
 
         ranks.require_same_step(traced.hash)
         plan = ranks.from_first(make, BlocksPlan)
-        made = _rewritten(model, traced, plan, "block" if audit else "none")
+        made = _rewritten(model, traced, plan, "block" if spec.audit else "none")
         agree_on_audits(ranks, made.modules())
         is_bound = sharding.kind == "none" and not collectives_in(traced.whole.joint.module)
         budget_bytes = plan.result.budget_bytes
-        beside_bytes = gradients_there(model) if accumulate else 0
+        beside_bytes = gradients_there(model) if spec.accumulate else 0
         beside = Reference(traced.whole.graph, budget_bytes, beside_bytes)
         checked = None
-        if ranks.all_agree("check", is_checked(traced.whole.graph, check, beside)):
+        if ranks.all_agree("check", is_checked(traced.whole.graph, spec.check, beside)):
             most_bytes = budget_bytes if is_bound else None
             with stages.stage("check", f"comparing a step of {name} with eager"):
                 checked = unless_short(
@@ -184,7 +126,7 @@ def _require_equal_blocks(
 
 
 def block_plan(model: nn.Module) -> BlocksPlan:
-    """The plan that a model made by `rematerialize_blocks` follows.
+    """The plan that a model of blocks that were planned one by one follows.
 
     Raises
     ------
@@ -194,19 +136,9 @@ def block_plan(model: nn.Module) -> BlocksPlan:
     if found is None:
         raise RewriteError(
             f"this {type(model).__name__} follows no plan for blocks: pass what "
-            "remat.rematerialize_blocks returned, before it is wrapped"
+            "remat.rematerialize(..., blocks=...) returned, before it is wrapped"
         )
     return found
-
-
-def _refuse_range(dynamic: Dynamic) -> NoReturn:
-    """Raise for sizes that vary: what each block may keep is shared out at one size."""
-    raise CaptureError(
-        f"dynamic={dict(dynamic)} asks for a range of sizes, and blocks are planned for one: "
-        "remat.rematerialize(model, args, budget=..., dynamic=...) plans the whole model over the "
-        "range. To wrap blocks by themselves, leave dynamic out, plan at the largest size, and pad "
-        "batches to it"
-    )
 
 
 def _refuse(model: nn.Module) -> None:

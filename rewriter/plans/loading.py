@@ -23,10 +23,11 @@ from remat.graph_capture.files import (
     read_contents,
     write_contents,
 )
+from remat.graph_capture.option_pairs import require_compatible
 from remat.graph_capture.refusals import refuse_module
 from remat.graph_capture.sizes.at_sizes import ranged_graph_of
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
-from remat.graph_capture.sizes.ranged_signature import RangedSignature, refuse_beside_ranges
+from remat.graph_capture.sizes.ranged_signature import RangedSignature
 from remat.graph_capture.sizes.symbols import Place, as_symbol
 from remat.graph_capture.tracing.recipe import Recipe, keep_recipe, require_switches
 from remat.graph_capture.tracing.step_module import LossFunction
@@ -306,7 +307,7 @@ def load(
     batch = (tuple(args or ()), dict(kwargs or {}), target) if is_given else None
     require_fit(kept, model, batch, loss_fn)
     if kept.over is not None:
-        refuse_beside_ranges(compile=compile)
+        require_compatible(dynamic=True, compile=compile)
         return _load_over_range(kept, kept.over, model, loss_fn, audit=audit)
     with under_autocast(kept.autocast):
         recipe = recipe_from(kept, loss_fn, resolved_device(None, model))

@@ -1,0 +1,108 @@
+"""Options that do not go together: each pair, why, and what to do instead.
+
+Every function and verb that takes options asks this one table before anything runs. The table of
+`docs/limits.md` is made from it (`python -m docs.generate.option_pairs`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from remat.graph_capture.errors import CaptureError, RematError, RewriteError
+
+
+class Pair(NamedTuple):
+    """Two options of which one call takes one.
+
+    Attributes
+    ----------
+    other, one : as Python spells them; the message says that `other` is not taken with `one`.
+    why, instead : a clause each. error : what is raised.
+    """
+
+    other: str
+    one: str
+    why: str
+    instead: str
+    error: type[RematError]
+
+    def __str__(self) -> str:
+        one = _SHOWN.get(self.one, self.one)
+        return f"{self.other} is not taken with {one}: {self.why}. {self.instead}"
+
+
+_SHOWN = {"dynamic": "dynamic sizes", "compile": "compile=True"}
+_EITHER = "Leave out one of the two"
+_EACH_SIZE = "Leave out one of the two, or plan for each size"
+
+
+def _with(one: str, error: type[RematError], **whys: str | tuple[str, str]) -> tuple[Pair, ...]:
+    """The pairs of `one`; a reason stands alone where one of the two has to be left out."""
+    usual = _EACH_SIZE if one == "dynamic" else _EITHER
+    told = {name: why if isinstance(why, tuple) else (why, usual) for name, why in whys.items()}
+    return tuple(Pair(name, one, *of_name, error) for name, of_name in told.items())
+
+
+PAIRS = (
+    *_with(
+        "dynamic", CaptureError,
+        host="copies are placed for one size", nvme="copies are placed for one size",
+        sharding="a plan over a range of sizes is for one rank",
+        group="a plan over a range of sizes is for one rank",
+        compile="Inductor's code is looked at for one size",
+        float_inputs="numbers are inputs of a step of one size",
+        split="chunks are compared with eager's bits at one size",
+        optimizer_in_backward="updates during backward are planned for one size",
+        blocks=(
+            "what each block may keep is shared out at one size",
+            "Leave out blocks, which plans the whole model over the range; or leave out dynamic, "
+            "plan at the largest size, and pad batches to it",
+        ),
+    ),
+    *_with(
+        "compile", RewriteError,
+        host="Inductor's code copies nothing to the host",
+        nvme="Inductor's code copies nothing to files",
+        split="the chunks are of eager's kernels",
+        float_inputs=(
+            "Inductor writes numbers into its code",
+            "Leave out one of the two, or pass the number to forward as a tensor",
+        ),
+        sharding=(
+            "Inductor's code is looked at without what a wrapper holds",
+            "Leave out compile=True, or train on one rank",
+        ),
+        optimizer_in_backward="Inductor's code hands over all gradients at its end",
+        blocks="each block runs eager's ops",
+    ),
+    *_with(
+        "optimizer_in_backward", CaptureError,
+        sharding="wrappers for several ranks take the gradients first",
+        group="wrappers for several ranks take the gradients first",
+        host="copies are not planned beside updates", nvme="copies are not planned beside updates",
+        float_inputs="numbers are inputs of a step that updates nothing",
+        blocks="an update waits for what the whole model reads of a parameter",
+    ),
+    *_with(
+        "blocks", CaptureError,
+        split="a head lies outside of the blocks", float_inputs="blocks are planned without them",
+        keep="what each block keeps is shared out", recompute="what each block keeps is shared out",
+        solver="blocks have one of their own",
+    ),
+)  # fmt: skip
+
+
+def require_compatible(**asked: object) -> None:
+    """Raise the error of the first pair of which both are asked for.
+
+    Parameters
+    ----------
+    **asked : by option, what is true where something is asked that is not the default.
+
+    Raises
+    ------
+    CaptureError, RewriteError : names both options, the reason and a way out.
+    """
+    for pair in PAIRS:
+        if asked.get(pair.one) and asked.get(pair.other):
+            raise pair.error(str(pair))

@@ -1,0 +1,162 @@
+"""Options that are wrong whatever the batch: told at the call that takes them, not at a step."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import nn
+
+from remat.graph_capture.costs.profile import Profile
+from remat.graph_capture.distributed.sharding import Sharding
+from remat.graph_capture.errors import CaptureError, RewriteError, SolverError, option
+from remat.graph_capture.sizes.symbols import as_symbol
+from remat.graph_capture.tracing.recipe import check_arguments, require_split, require_switches
+from remat.graph_capture.tracing.resident import require_optimizer
+from remat.solver.table import check_number
+
+_EXAMPLE = '{"tokens": {1: ("seq", 16, 2048)}}'
+_UPTO_EXAMPLE = '{"tokens": {1: 2048}}'
+_SIZE_OF_ANY_BATCH = 2**40
+"""Where a name alone is to vary up to the batch's own size, which is not known yet."""
+_SWITCHES = ("accumulate", "audit", "compile", "verbose")
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "check": ((bool, type(None)), "True, False, or None where it depends on free memory"),
+    "sharding": ((Sharding,), "a remat.Sharding, such as remat.Sharding('ddp', world_size=8)"),
+    "profile": ((Profile, str, Path, type(None)), "a remat.Profile, or the path of its file"),
+}
+
+
+def require_options(options: Mapping[str, Any]) -> None:
+    """Refuse what `remat.rematerialize` cannot take with any batch; names left out are not asked.
+
+    Raises
+    ------
+    CaptureError, RewriteError, SolverError : names the option, and what to give.
+    """
+    for name, (kinds, wanted) in _TYPES.items():
+        if name in options and not isinstance(options[name], kinds):
+            raise RewriteError(f"{option(name, options[name])} is unknown: give {wanted}")
+    require_switches(**{name: options[name] for name in _SWITCHES if name in options})
+    check_arguments((), None, options.get("loss_fn"))
+    require_split(options.get("split"))
+    require_optimizer(options.get("optimizer", "none"))
+    check_number("time_limit_s", options.get("time_limit_s", 0))
+    for name in ("keep", "recompute"):
+        _require_globs(name, options.get(name, ()))
+    group = options.get("group")
+    if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        raise RewriteError(
+            f"{option('group', group)} is no group of ranks: give torch.distributed.group.WORLD, "
+            "or what torch.distributed.new_group returns"
+        )
+    if options.get("blocks") is None:
+        _require_one_module(options.get("sharding"))
+
+
+def _require_globs(name: str, given: Any) -> None:
+    is_known = isinstance(given, Collection) and all(isinstance(one, str) for one in given)
+    if not is_known and not isinstance(given, Iterator):
+        raise SolverError(
+            f"{option(name, given)} names no modules: give a glob, such as 'layers.*', or several"
+        )
+
+
+def _require_one_module(sharding: Sharding | None) -> None:
+    """Raise `RewriteError` for a sharding of modules that are parts of a rewritten one."""
+    if sharding is not None and sharding.blocks:
+        raise RewriteError(
+            f"modules inside a rewritten one cannot be sharded by themselves ({sharding.blocks}): "
+            "plan them one by one, remat.rematerialize(..., blocks=...), and shard the blocks that "
+            "it rewrote"
+        )
+
+
+def require_dynamic(model: nn.Module, dynamic: Any, *, may_be_auto: bool) -> None:
+    """Refuse a `dynamic` that fits no batch of the model.
+
+    Raises
+    ------
+    CaptureError : names what is no argument, no dimension or no range.
+    """
+    if dynamic is None or (may_be_auto and dynamic == "auto"):
+        return
+    auto = "'auto', or " if may_be_auto else ""
+    for argument, dim, entry in _dimensions("dynamic", dynamic, f"{auto}sizes", _EXAMPLE):
+        _require_argument("dynamic", argument, model)
+        as_symbol(entry, f"{argument} dimension {dim}", _SIZE_OF_ANY_BATCH)
+
+
+def require_upto(model: nn.Module, upto: Any, dynamic: Any) -> None:
+    """Refuse largest sizes of what is no argument of the model, and no name of `dynamic`.
+
+    Raises
+    ------
+    CaptureError : names it.
+    """
+    if not isinstance(upto, Mapping):
+        raise CaptureError(
+            f"{option('upto', upto)} is no dict: give the largest sizes by argument and dimension, "
+            f"such as {_UPTO_EXAMPLE}"
+        )
+    given = cast("Mapping[Any, Any]", upto)
+    entries = dynamic if isinstance(dynamic, Mapping) else {}
+    names = {_name_in(entry) for _, _, entry in _dimensions("dynamic", entries, "", "")}
+    of_arguments = {key: value for key, value in given.items() if key not in names}
+    for name in names & given.keys():
+        _require_size(f"{name!r}", given[name])
+    for argument, dims in of_arguments.items():
+        if not isinstance(dims, Mapping):
+            raise CaptureError(
+                f"upto names {argument!r} with {dims!r}: give the largest size by argument and "
+                f"dimension, such as {_UPTO_EXAMPLE}, or by a name that dynamic gives"
+            )
+        _require_argument("upto", argument, model)
+    for argument, dim, size in _dimensions("upto", of_arguments, "the largest sizes", ""):
+        _require_size(f"{argument!r} dimension {dim}", size)
+
+
+def _dimensions(
+    name: str, given: Any, wanted: str, example: str
+) -> Iterator[tuple[str | int, int, Any]]:
+    """Each argument and dimension that is named, and what is said of it."""
+    form = f"give {wanted} by argument and dimension, such as {example or _UPTO_EXAMPLE}"
+    if not isinstance(given, Mapping):
+        raise CaptureError(f"{name}={given!r} is unknown: {form}")
+    for argument, dims in cast("Mapping[Any, Any]", given).items():
+        if not isinstance(dims, Mapping):
+            raise CaptureError(f"{name} of {argument!r} is {dims!r}: {form}")
+        for dim, entry in cast("Mapping[Any, Any]", dims).items():
+            if type(dim) is not int or dim < 0:
+                raise CaptureError(
+                    f"{name} names dimension {dim!r} of {argument!r}: count them from 0"
+                )
+            yield argument, dim, entry
+
+
+def _name_in(entry: Any) -> Any:
+    return entry[0] if isinstance(entry, (tuple, list)) and entry else entry
+
+
+def _require_size(where: str, size: Any) -> None:
+    if type(size) is not int or size < 1:
+        raise CaptureError(f"upto of {where} is {size!r}: give the largest size to come, as 2048")
+
+
+def _require_argument(name: str, argument: str | int, model: nn.Module) -> None:
+    """Refuse an argument that forward does not take, where its signature names all that it does."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters):
+        return
+    taken = [one.name for one in parameters]
+    first = re.match(r"\w*", str(argument))
+    known = {*taken, "args", "kwargs", "target"}
+    if not isinstance(argument, int) and (first is None or first[0] not in known):
+        raise CaptureError(
+            f"{name} names {argument!r}, which is no tensor of the batch: "
+            f"name one of {', '.join([*taken, 'target'])}"
+        )

@@ -1,0 +1,151 @@
+"""From a step to a plan that has been compared with eager: each stage once, for every entry.
+
+`remat.rematerialize`, its caches of plans, and updates in backward go this way; what differs is
+which stages they leave out, and what becomes of the schedule.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, SupportsIndex
+
+from torch import nn
+
+from remat.budgets import Budget, parse_budget
+from remat.checks import is_checked, require_equal, say_unchecked, unless_short
+from remat.graph_capture.capture_api import add_costs
+from remat.graph_capture.costs.op_costs import with_measured_chunks
+from remat.graph_capture.distributed.sharded_step import local_step
+from remat.graph_capture.errors import BudgetError
+from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.tracing.trace import Trace, trace
+from remat.levers.by_tolerance import naming_tolerance
+from remat.levers.chunks_at_need import may_wait, solved_at_need
+from remat.progress import solver_shown, stopwatch_of_call
+from remat.reference import Reference, gradients_there
+from remat.solved import Solved, infeasible_text, planned_text
+from remat.solver.result import Result
+
+if TYPE_CHECKING:
+    from remat.ranks.collective_call import CollectiveCall
+    from remat.rewriter.checking.check import Check
+    from remat.step_spec import StepSpec
+
+
+class StepPlanner:
+    """The stages of planning one step, as `spec` asks; `traced` is its trace.
+
+    Parameters
+    ----------
+    **of_trace : what `trace` is given beside the step.
+    """
+
+    def __init__(self, spec: StepSpec, **of_trace: Any) -> None:
+        self.spec = spec
+        self.stages, self.name = stopwatch_of_call(verbose=spec.verbose), type(spec.model).__name__
+        # They refuse what cannot be had before the model is traced.
+        self._profile, self._tiers = spec.known_profile, spec.tiers
+        with self.stages.stage("capture", f"tracing {self.name}"):
+            self.traced = trace(spec.model, **spec.of_trace, **of_trace)
+
+    def costed(self, one: Trace, *, chunks: bool = True) -> TrainingGraph:
+        """The graph of a trace on one rank, with costs; of what may run in chunks, if wanted."""
+        sharding = self.spec.sharding
+        most_bytes = self.spec.parsed_budget.most_bytes(local_step(one.graph, sharding))
+        with self.stages.stage("profile", "timing ops") as shown:
+            graph = add_costs(
+                one, progress=shown, profile=self._profile, tiers=self._tiers,
+                most_bytes=most_bytes, chunks=chunks,
+            )  # fmt: skip
+        return local_step(graph, sharding, is_rewritten=True)
+
+    def in_chunks(self, graph: TrainingGraph) -> TrainingGraph:
+        """A graph with costs, also of what may run in chunks."""
+        with self.stages.stage("profile", "timing large layers in chunks") as shown:
+            return with_measured_chunks(self.traced, graph, shown)
+
+    def solve(
+        self, graph: TrainingGraph, /, *, budget: str | SupportsIndex | None = None, **known: Any
+    ) -> Result:
+        """The outcome of a solve, within the budget of the spec if no other is given."""
+        shown_budget = self.spec.budget if budget is None else budget
+        with self.stages.stage("solve", f"solving for {shown_budget}") as shown:
+            listen = {"progress": solver_shown(shown, shown_budget)}
+            return parse_budget(shown_budget).solve(graph, **listen, **self.spec.of_solve, **known)
+
+    def may_wait(self, budget: Budget | None = None) -> bool:
+        """Whether chunks need not be timed at once."""
+        return may_wait(self.traced, budget or self.spec.parsed_budget)
+
+    def found(
+        self, budget: str | SupportsIndex | None = None, graph: TrainingGraph | None = None
+    ) -> Solved:
+        """The outcome for a budget, that of the spec if None, and the graph that it is of.
+
+        Parameters
+        ----------
+        graph : with costs, where it is at hand; without those of chunks where they may wait.
+        """
+        solve_for = functools.partial(self.solve, budget=budget)
+        waits = self.may_wait(None if budget is None else parse_budget(budget))
+        graph = self.costed(self.traced, chunks=not waits) if graph is None else graph
+        if not waits:
+            return Solved(graph, solve_for(graph))
+        return solved_at_need(self.traced, graph, solve_for, self.in_chunks, self.stages)
+
+    def required(self, found: Solved) -> Solved:
+        """`found`, which has a schedule.
+
+        Raises
+        ------
+        BudgetError : none fits; the message names the least budget that is known to fit.
+        """
+        if found.result.schedule is not None:
+            return found
+        again = functools.partial(self.solve, budget=found.result.budget_bytes)
+        lost = naming_tolerance(found.result, self.traced, found.graph, self.costed, again)
+        raise BudgetError(infeasible_text(lost))
+
+    def compared(
+        self,
+        module: nn.Module,
+        graph: TrainingGraph,
+        budget_bytes: int,
+        *,
+        is_bound: bool = True,
+        ranks: CollectiveCall | None = None,
+    ) -> Check | None:
+        """A step of `module` beside eager's, as far as there is room; None where none was run.
+
+        Parameters
+        ----------
+        graph : of the plan, with costs. is_bound : whether the measured peak is held to the budget.
+        ranks : those that compare theirs too, or none of them does.
+
+        Raises
+        ------
+        DifferenceError, RewriteError : they differ, or the peak is above the budget.
+        """
+        spec = self.spec
+        beside_bytes = gradients_there(spec.model) if spec.accumulate else 0
+        beside = Reference(graph, budget_bytes, beside_bytes)
+        is_run = is_checked(self.traced.graph if ranks else graph, spec.check, beside)
+        if not (ranks.all_agree("check", is_run) if ranks else is_run):
+            return None
+        most_bytes = budget_bytes if is_bound else None
+        with self.stages.stage("check", f"comparing a step of {self.name} with eager"):
+            return unless_short(
+                lambda: require_equal(spec.model, module, spec.batch, most_bytes, beside),
+                say_unchecked,
+            )
+
+    def say_planned(
+        self, found: Solved, checked: Check | None, *, is_compared: bool = False
+    ) -> None:
+        """Say in one line what the plan is; `is_compared` as of `planned_text`."""
+        self.stages.say(
+            planned_text(
+                self.traced.recipe.title, found.result, checked, self.stages.elapsed_s,
+                is_compared=is_compared,
+            )
+        )  # fmt: skip

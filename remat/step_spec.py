@@ -1,0 +1,165 @@
+"""What is asked of a plan: a training step, a budget, and how to plan the one within the other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, SupportsIndex
+
+from remat.budgets import Budget, parse_budget
+from remat.checks import Batch
+from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
+from remat.graph_capture.graph import Optimizer
+from remat.graph_capture.option_pairs import require_compatible
+from remat.solver.reductions.pin_globs import Globs, as_globs
+from remat.solver.table import TAKE_CHUNKS
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed import ProcessGroup
+    from torch.optim import Optimizer as TorchOptimizer
+
+    from remat.graph_capture.costs.profile import Profile
+    from remat.graph_capture.devices.memory import LowerTiers
+    from remat.graph_capture.sizes.symbols import Dynamic
+    from remat.graph_capture.tracing.recipe import Split
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """A training step and how it is to be planned; the fields are the options of `rematerialize`.
+
+    It is made and checked once, where a call comes in, and passed on as one.
+
+    Attributes
+    ----------
+    options : those of the solver. Others : as of `remat.rematerialize`.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] | None = None
+    budget: str | SupportsIndex = ""
+    host: str | SupportsIndex | None = None
+    nvme: str | None = None
+    loss_fn: Callable[..., Any] | None = None
+    target: Any = None
+    optimizer: Optimizer = "none"
+    accumulate: bool = False
+    optimizer_in_backward: TorchOptimizer | None = None
+    sharding: Sharding = NO_SHARDING
+    group: ProcessGroup | None = None
+    blocks: str | None = None
+    profile: Profile | str | Path | None = None
+    solver: str = "auto"
+    time_limit_s: float = 60.0
+    keep: Globs = ()
+    recompute: Globs = ()
+    check: bool | None = None
+    audit: bool = True
+    verbose: bool = True
+    compile: bool = False
+    float_inputs: Sequence[str] = ()
+    split: Split | None = None
+    dynamic: Dynamic | None = None
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> StepSpec:
+        """The spec of a call, checked; names that are no field are options of the solver.
+
+        Raises
+        ------
+        RematError : an option is unknown or has no such form, or two of them exclude each other.
+        """
+        from remat.graph_capture.tracing.recipe import check_arguments
+        from remat.option_checks import require_dynamic, require_options
+        from remat.rewriter.user_module.module import original_of
+
+        known = {name: value for name, value in given.items() if name in _FIELDS}
+        of_solver = {name: value for name, value in given.items() if name not in _FIELDS}
+        check_arguments(
+            known.get("args", ()), known.get("kwargs"), known.get("loss_fn"), known.get("target")
+        )
+        require_options(known)
+        known["model"] = original_of(known["model"])
+        spec = cls(**{**known, "options": {**known.get("options", {}), **of_solver}})
+        require_compatible(**spec.asked)
+        require_dynamic(spec.model, spec.dynamic, may_be_auto=False)
+        return spec
+
+    @property
+    def asked(self) -> dict[str, bool]:
+        """By option, whether something else than its default is asked for."""
+        found = {one.name: bool(getattr(self, one.name)) for one in dataclasses.fields(self)}
+        found["sharding"] = self.sharding.kind != "none"
+        found["split"] = self.split not in (None, "none")
+        found["solver"] = self.solver != "auto"
+        return found | {name: getattr(self, name) is not None for name in _OBJECTS}
+
+    @property
+    def parsed_budget(self) -> Budget:
+        """The budget as `parse_budget` reads it."""
+        return parse_budget(self.budget)
+
+    @property
+    def known_profile(self) -> Profile | None:
+        """The profile itself, read if it is a file's."""
+        from remat.graph_capture.costs.profile import as_profile
+
+        return as_profile(self.profile)
+
+    @property
+    def tiers(self) -> LowerTiers | None:
+        """What may be used below the device."""
+        from remat.graph_capture.capture_api import tiers_for
+
+        return tiers_for(self.model, None, self.host, self.nvme)
+
+    @property
+    def batch(self) -> Batch:
+        """What a step runs on, as the sharded model gets it."""
+        from remat.graph_capture.tracing.mixed_precision import inputs_cast
+
+        args, kwargs = inputs_cast(self.args, self.kwargs, self.sharding)
+        return Batch(args, kwargs, self.loss_fn, self.target, self.optimizer, self.accumulate)
+
+    @property
+    def of_trace(self) -> dict[str, Any]:
+        """The step itself, as `trace` takes it."""
+        names = ("args", "kwargs", "loss_fn", "target", "optimizer", "accumulate")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def of_solve(self) -> dict[str, Any]:
+        """What a solve is given beside a graph and a budget."""
+        return {
+            "solver": self.solver, "time_limit_s": self.time_limit_s,
+            "keep": as_globs(self.keep), "recompute": as_globs(self.recompute), **self.options,
+        }  # fmt: skip
+
+    @property
+    def may_keep_all(self) -> bool:
+        """Whether a step that runs every op once is what a solve would give, where it fits."""
+        return self.solver in TAKE_CHUNKS and not self.recompute
+
+    def replace(self, **changed: Any) -> StepSpec:
+        """The same but for these fields."""
+        return dataclasses.replace(self, **changed)
+
+
+_FIELDS = {one.name for one in dataclasses.fields(StepSpec)}
+_OBJECTS = ("host", "nvme", "group", "optimizer_in_backward", "blocks")
+"""Options that are asked for by anything but None, 0 bytes too."""
+_DEFAULTS = {
+    one.name: one.default
+    for one in dataclasses.fields(StepSpec)
+    if one.default is not dataclasses.MISSING
+}
+
+
+def is_default(name: str, value: Any) -> bool:
+    """Whether a value says no more than leaving the option out."""
+    return name in _DEFAULTS and value is _DEFAULTS[name]
