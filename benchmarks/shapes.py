@@ -7,8 +7,8 @@ the longest. Printed are
 - what is done before a step at a length that was never seen, beyond what a plan for that one length
   does, in microseconds;
 - the overhead at ten lengths, beside plans for each alone;
-- a run over random lengths by `plan_cache(dynamic="auto", upto=...)`: plans, seconds, peaks; and
-  its first batches by `plan_cache` as it is without. Costs of the range are known by then.
+- a run over random lengths by `rematerialize(dynamic="auto", upto=...)`: plans, seconds, peaks; and
+  its first batches by `rematerialize` as it is without. Costs of the range are known by then.
 
 Ends with status 1 unless the family costs at most 4 plans, the pick at most 50 us, the overhead at
 most 1 point more than planned alone, and the run one trace and no peak above the budget.
@@ -190,7 +190,9 @@ def runs(budget_bytes: int, batches: int, plain_batches: int) -> dict[str, Any]:
         ("dynamic", batches, {"dynamic": "auto", "upto": dict.fromkeys(names(), most)}),
         ("plain", plain_batches, {}),
     ):
-        cache = remat.plan_cache(model(), budget=budget_bytes, check=False, split="none", **options)
+        cache = remat.rematerialize(
+            model(), budget=budget_bytes, check=False, split="none", **options
+        )
         found[name] = run(cache, lengths[:count], budget_bytes, resident)
         print(name, found[name], flush=True)
     return {name: of for name, of in found.items() if of["batches"]}

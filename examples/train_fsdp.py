@@ -1,7 +1,7 @@
 """A training loop over the example GPT whose blocks are rewritten, then sharded by FSDP2.
 
 Run it as `torchrun --nproc-per-node 2 examples/train_fsdp.py`. The first rank plans for all. Only
-the line with `remat.rematerialize_blocks` differs from a loop without remat: what it returns is
+the line with `remat.rematerialize` differs from a loop without remat: what it returns is
 wrapped as the model would be. Sizes are those of `gpt.py`, smaller unless the environment says.
 """
 
@@ -68,8 +68,8 @@ def main() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     built = factory()
     batch = batch_of(rank, Sizes.from_environment().vocab, built["args"][0].shape)
-    model = remat.rematerialize_blocks(
-        built["model"], "blocks.*", batch, budget=BUDGET, optimizer="adamw",
+    model = remat.rematerialize(
+        built["model"], batch, blocks="blocks.*", budget=BUDGET, optimizer="adamw",
         sharding=remat.Sharding("fsdp2", world_size), group=dist.group.WORLD,
     )  # fmt: skip
     plan = remat.block_plan(model).result

@@ -237,7 +237,7 @@ _INSTEAD = {
     "aten._local_scalar_dense": (
         "a number is read from a tensor, by `if`, .item(), int(), float(), one_hot without "
         "num_classes or as a size: use torch.where in place of a branch; or pass the number to "
-        "forward as a Python number, of which remat.plan_cache makes a plan each"
+        "forward as a Python number, of which remat.rematerialize without a batch makes a plan each"
     ),
 }
 """By the op whose result's shape or value is asked for: what to write in its place."""
@@ -268,7 +268,7 @@ def _branch_on_values(place: str, read: Sequence[str], said: str) -> CaptureErro
         ways.append(
             "set the option that has it drawn (layerdrop, stochastic depth) to 0, if nothing is "
             "drawn then, or draw it outside forward and pass a Python number, of which "
-            "remat.plan_cache makes a plan each."
+            "remat.rematerialize without a batch makes a plan each."
         )
     ways.append(
         f"{_instead_of(said)}; or plan the parts before and after it separately, each by "

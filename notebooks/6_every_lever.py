@@ -79,8 +79,8 @@ print(f"eager: {eager_bytes / MIB:.1f} MiB above what lives between steps")
 # %% [markdown]
 # ## One lever after another
 # `budget="min"` takes the least peak that is known. `split="exact"` lets the head and its loss run
-# in chunks, to eager's bits. `training_step` updates each parameter as its gradient is there. The
-# least peaks cost the most time.
+# in chunks, to eager's bits. `optimizer_in_backward=` updates each parameter as its gradient is
+# there. The least peaks cost the most time.
 
 
 # %%
@@ -89,7 +89,7 @@ def planned(split, updates):
     model, optimizer, batch = made()
     options = {"budget": "min", "split": split, "time_limit_s": 2, "check": False}
     if updates:
-        fast = remat.training_step(model, batch, optimizer=optimizer, **options)
+        fast = remat.rematerialize(model, batch, optimizer_in_backward=optimizer, **options)
     else:
         fast = remat.rematerialize(model, batch, **options)
     return fast, step_of(fast, optimizer, batch)

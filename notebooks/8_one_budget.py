@@ -61,8 +61,8 @@ def made():
 # %% [markdown]
 # ## The step, with what a lever needs
 # `split="exact"` lets the head and its loss run in chunks, to eager's bits. `host=` lets values
-# wait outside the device; on a CPU, files without names stand for it. `training_step` updates each
-# parameter as soon as its gradient is there. All of it counts the state of AdamW.
+# wait outside the device; on a CPU, files without names stand for it. `optimizer_in_backward=`
+# updates each parameter as soon as its gradient is there. All of it counts the state of AdamW.
 
 
 # %%
@@ -72,8 +72,8 @@ def graph_of(chunks=False, updates=False, host=False):
     split = "exact" if chunks else "none"
     if updates:
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        fast = remat.training_step(
-            model, batch, optimizer=optimizer, budget="100%", split=split, check=False
+        fast = remat.rematerialize(
+            model, batch, optimizer_in_backward=optimizer, budget="100%", split=split, check=False
         )
         return remat.plan_of(fast).graph
     room = "1GiB" if host else None

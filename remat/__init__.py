@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from remat.analysis.memory_figures import predict_reserved
     from remat.analysis.plan_report import report
     from remat.blocks.block_planner import BlocksPlan
-    from remat.blocks.rematerialized import block_plan, rematerialize_blocks
+    from remat.blocks.rematerialized import block_plan
     from remat.cluster.apply.cluster_mesh import cluster_mesh
     from remat.cluster.apply.parallelize import ClusterPart, parallelize
     from remat.compile.graph_context import CompiledPlan, compiled_plans
@@ -37,9 +37,8 @@ if TYPE_CHECKING:
     from remat.job.fitted import Fit
     from remat.job.size_search import fit
     from remat.levers.delivery import use_arena
-    from remat.levers.training_step import training_step
     from remat.one_call import rematerialize, solve
-    from remat.per_shape_plans import PlanCache, plan_cache, plans_of
+    from remat.per_shape_plans import PlanCache, plans_of
     from remat.placed import place
     from remat.ranges.curve import overheads_over
     from remat.rewriter.arena.arena import Arena
@@ -108,7 +107,6 @@ __all__ = [
     "parallelize",
     "peak_over",
     "place",
-    "plan_cache",
     "plan_of",
     "plans_of",
     "predict_reserved",
@@ -116,14 +114,12 @@ __all__ = [
     "profile",
     "read_plan",
     "rematerialize",
-    "rematerialize_blocks",
     "report",
     "rewrite",
     "save_plan",
     "simulate",
     "solve",
     "sweep",
-    "training_step",
     "use_arena",
 ]
 
@@ -141,7 +137,6 @@ _LAZY = {
     "Arena": "remat.rewriter.arena.arena",
     "BlocksPlan": "remat.blocks.block_planner",
     "block_plan": "remat.blocks.rematerialized",
-    "rematerialize_blocks": "remat.blocks.rematerialized",
     "BudgetSlider": "remat.analysis.budget_sweep",
     "Check": "remat.rewriter.checking.check",
     "ClusterPart": "remat.cluster.apply.parallelize",
@@ -176,7 +171,6 @@ _LAZY = {
     "Price": "remat.solver.budgets.front:GibPrice",
     "Profile": "remat.graph_capture.costs.profile",
     "PlanCache": "remat.per_shape_plans",
-    "plan_cache": "remat.per_shape_plans",
     "plans_of": "remat.per_shape_plans",
     "predict_reserved": "remat.analysis.memory_figures",
     "price_of_gib": "remat.solver.budgets.sweep",
@@ -191,7 +185,6 @@ _LAZY = {
     "solve": "remat.one_call",
     "sweep": "remat.analysis.budget_sweep",
     "accumulating": "remat.rewriter.graphs.updating",
-    "training_step": "remat.levers.training_step",
     "use_arena": "remat.levers.delivery",
 }
 

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 _SHOWN = 5
 """Differences that are named; the rest are counted."""
 _ALONE = (
-    "remat.rematerialize_blocks(model, pattern) plans the modules that a pattern names, and leaves "
-    "all others to eager"
+    "remat.rematerialize(model, args, blocks=pattern) plans the modules that a pattern names, and "
+    "leaves all others to eager"
 )
 
 

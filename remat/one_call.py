@@ -225,9 +225,9 @@ def rematerialize(
         from remat.per_shape_plans import plan_cache
 
         # A default says nothing, and some options mean nothing without a batch.
-        named = {name: value for name, value in given.items() if not is_default(name, value)}
-        return plan_cache(**named)
-    spec = StepSpec.of(given | {"args": args or ()})
+        said = {name: value for name, value in given.items() if not is_default(name, value)}
+        return plan_cache(**{k: v for k, v in said.items() if k not in ("args", "kwargs")})
+    spec = StepSpec.of(given | {"args": () if args is None else args})
     if spec.blocks is not None:
         from remat.blocks.rematerialized import blocks_planned
 

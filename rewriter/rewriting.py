@@ -160,7 +160,7 @@ def rewrite(
         The code's peak can differ from the schedule's; `rematerialize` looks for a schedule whose
         code keeps the budget.
     updates : what updates parameters during backward, for a schedule that has it so; see
-        `remat.training_step`.
+        `remat.rematerialize`.
     over : the graph over a range of sizes that `schedule` was made for at one of its sizes. The
         module then runs at all of them. `model` must have been captured in this process.
     audit : as of `remat.rematerialize`.
@@ -192,7 +192,7 @@ def rewrite(
     if schedule.updates and updates is None:
         raise RewriteError(
             "this plan updates parameters during backward, and no optimizer is at hand: make it "
-            "anew with remat.training_step(model, args, optimizer=...)"
+            "anew with remat.rematerialize(model, args, optimizer_in_backward=...)"
         )
     if not has_storage(model):
         raise RewriteError(

@@ -98,13 +98,13 @@ def rewritten(
 
 
 def updating(trainee: Trainee, budget_bytes: int, quiet: Quiet) -> Planned:
-    """`remat.training_step`: its backward updates parameters as gradients arrive."""
+    """`optimizer_in_backward`: its backward updates parameters as gradients arrive."""
     optimizer = adamw(trainee.model)
 
     def within(budget: str | int) -> Any:
-        return remat.training_step(
-            trainee.model, trainee.args, optimizer=optimizer, budget=budget, split="none",
-            time_limit_s=limit_s(), gap=gap(), check=False,
+        return remat.rematerialize(
+            trainee.model, trainee.args, optimizer_in_backward=optimizer, budget=budget,
+            split="none", time_limit_s=limit_s(), gap=gap(), check=False,
         )  # fmt: skip
 
     with quiet.solving():

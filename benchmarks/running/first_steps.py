@@ -28,7 +28,7 @@ def steps() -> None:
     logging.basicConfig(stream=sys.stdout, format="%(message)s")
     logging.getLogger("remat").setLevel(logging.INFO)
     built = factory(BATCH)
-    model = remat.plan_cache(built["model"], budget="60%", optimizer="adamw")
+    model = remat.rematerialize(built["model"], budget="60%", optimizer="adamw")
     for name, size in (("first", BATCH), ("second", BATCH), ("smaller", LAST)):
         batch = [torch.as_tensor(tensor[:size]) for tensor in built["args"]]
         began_s, began_cpu_s = time.perf_counter(), time.process_time()

@@ -5,7 +5,7 @@ backward. Measured peaks above what lives between steps, beside the predicted on
 
 - accumulating: one more batch whose gradients are added to those that are there;
 - with an optimizer: forward, backward and update; eager's update comes after backward, a plan's
-  during it (`remat.training_step`).
+  during it (`optimizer_in_backward`).
 
 Each plan is for the least peak known. `--length` and `--batch` change the batch.
 """
@@ -56,7 +56,9 @@ def updating_row(name: str, model: nn.Module, args: tuple[Any, ...]) -> str:
     """Peaks of a step with its update, and whether ten steps give eager's parameters."""
     eager = copy.deepcopy(model)
     others, own = OPTIMIZERS[name](eager.parameters()), OPTIMIZERS[name](model.parameters())
-    fast = remat.training_step(model, args, optimizer=own, budget="min", time_limit_s=SOLVE_S)
+    fast = remat.rematerialize(
+        model, args, optimizer_in_backward=own, budget="min", time_limit_s=SOLVE_S
+    )
 
     def step(module: nn.Module, optimizer: Optimizer) -> None:
         module(*args).backward()

@@ -14,7 +14,7 @@ layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in
 model = torch.nn.Sequential(*layers, torch.nn.Linear(64, 8))
 data = torch.utils.data.TensorDataset(torch.randn(1280, 64), torch.randint(8, (1280,)))
 
-model = remat.plan_cache(model, budget="60%")  # the one line
+model = remat.rematerialize(model, budget="60%")  # the one line
 
 accelerator = Accelerator(cpu=True, mixed_precision="bf16")
 optimizer = torch.optim.AdamW(model.parameters())

@@ -22,7 +22,7 @@ model = UNet2DModel(
 )
 data = torch.utils.data.TensorDataset(torch.randn(10, 3, 16, 16))
 
-model = remat.plan_cache(model, budget="70%")  # the one line
+model = remat.rematerialize(model, budget="70%")  # the one line
 
 accelerator = Accelerator(cpu=True)
 noise_scheduler = DDPMScheduler(num_train_timesteps=1000)

@@ -76,7 +76,7 @@ planning = {
     "sharding": remat.Sharding("fsdp2", n_ranks),
     "group": dist.group.WORLD,
 }
-model = remat.rematerialize_blocks(model, "layers.*", (tokens,), **planning)  # the one line
+model = remat.rematerialize(model, (tokens,), blocks="layers.*", **planning)  # the one line
 
 for layer in model.layers.values():
     fully_shard(layer)

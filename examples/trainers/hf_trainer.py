@@ -16,7 +16,7 @@ sizes = {"vocab_size": 128, "n_positions": 32, "n_embd": 64, "n_layer": 2, "n_he
 model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
 data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(128, (14, 32))]
 
-model = remat.plan_cache(model, budget="70%")  # the one line
+model = remat.rematerialize(model, budget="70%")  # the one line
 
 arguments = TrainingArguments(
     output_dir=FOLDER,

@@ -26,7 +26,7 @@ class Classifier(lightning.LightningModule):
             return
         layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(6)]
         self.model = torch.nn.Sequential(*layers, torch.nn.Linear(64, 8))
-        self.model = remat.plan_cache(self.model, budget="60%")  # the one line
+        self.model = remat.rematerialize(self.model, budget="60%")  # the one line
 
     def training_step(self, batch, index):
         """The loss of a batch."""

@@ -48,7 +48,7 @@ torch.manual_seed(0)
 model, data = GPT(), torch.randint(64, (4096,))
 torch.manual_seed(1 + rank)
 
-model = remat.plan_cache(model, budget="70%", accumulate=True)  # the one line
+model = remat.rematerialize(model, budget="70%", accumulate=True)  # the one line
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 wrapped = DistributedDataParallel(model) if ddp else model

@@ -13,7 +13,7 @@ layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in
 model = torch.nn.Sequential(*layers, torch.nn.Linear(64, 8))
 data = torch.utils.data.TensorDataset(torch.randn(1280, 64), torch.randint(8, (1280,)))
 
-model = remat.plan_cache(model, budget="60%")  # the one line
+model = remat.rematerialize(model, budget="60%")  # the one line
 
 optimizer = torch.optim.AdamW(model.parameters())
 losses = []

@@ -40,7 +40,7 @@ def text(most_words):
 kinds = {"prompt": 8, "chosen": 12, "rejected": 12}
 data = Dataset.from_list([{kind: text(n) for kind, n in kinds.items()} for _ in range(24)])
 
-model.transformer = remat.plan_cache(model.transformer, budget="70%")  # the one line
+model.transformer = remat.rematerialize(model.transformer, budget="70%")  # the one line
 
 arguments = DPOConfig(
     output_dir=FOLDER,

@@ -23,7 +23,7 @@ sizes = {"vocab_size": 16, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_hea
 model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 data = Dataset.from_dict({"input_ids": torch.randint(1, 16, (40, 24)).tolist()})
 
-model.transformer = remat.plan_cache(model.transformer, budget="70%")  # the one line
+model.transformer = remat.rematerialize(model.transformer, budget="70%")  # the one line
 
 arguments = SFTConfig(
     output_dir=FOLDER,

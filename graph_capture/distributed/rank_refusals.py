@@ -145,7 +145,8 @@ _AFTER = "plan the model that it was made of, {inside}, and wrap what you get: {
 _WAYS_OUT = {
     "DistributedDataParallel": (
         _AFTER.format(
-            inside=".module of it", wrapped="DistributedDataParallel(remat.plan_cache(model, ...))"
+            inside=".module of it",
+            wrapped="DistributedDataParallel(remat.rematerialize(model, ...))",
         ),
         "its gradients would be reduced in the first step alone",
     ),
@@ -160,14 +161,15 @@ _WAYS_OUT = {
     ),
     "DataParallel": (
         _AFTER.format(
-            inside=".module of it", wrapped="DistributedDataParallel(remat.plan_cache(model, ...))"
+            inside=".module of it",
+            wrapped="DistributedDataParallel(remat.rematerialize(model, ...))",
         ),
         "it copies the model to other devices at each step",
     ),
     "DeepSpeedEngine": (
         _AFTER.format(
             inside=".module of it",
-            wrapped="deepspeed.initialize(model=remat.plan_cache(model, ...))",
+            wrapped="deepspeed.initialize(model=remat.rematerialize(model, ...))",
         ),
         "its backward and step would not be those of a plan",
     ),

@@ -192,7 +192,7 @@ def require_unmoved(kind: str, before: dict[str, Any], again: Callable[[], Any])
         f"forward of {kind} draws from {moved}{place}, and a plan would have the same numbers at "
         "each step. Draw with torch (torch.rand, torch.randint) and use the tensor without "
         ".item(); or draw outside forward and pass the number as an argument, where "
-        "remat.plan_cache makes a plan for each value"
+        "remat.rematerialize without a batch makes a plan for each value"
     )
 
 

@@ -80,8 +80,9 @@ _NEEDS_NONE = (
     "input that requires none"
 )
 _OTHER_VALUE = (
-    "A plan holds for one value of what is no tensor: pass that one, or let remat.plan_cache make "
-    "a plan for each; what changes at every step should be a tensor"
+    "A plan holds for one value of what is no tensor: pass that one, or let "
+    "remat.rematerialize without a batch make a plan for each; what changes at every step should "
+    "be a tensor"
 )
 _MOST_SHOWN = 3
 """Of the shapes of a batch, in one line."""

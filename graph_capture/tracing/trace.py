@@ -482,7 +482,7 @@ def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
     if isinstance(found, str):
         raise FloatInputError(
             f"{', '.join(names)} of {recipe.name} cannot be an input of the step: {found}. Plan "
-            "for each value instead, as remat.plan_cache does"
+            "for each value instead, as remat.rematerialize without a batch does"
         )
     done.floats = found
     done.python_state.leave_out(places)

@@ -54,7 +54,7 @@ from remat.rewriter.inductor.partition import FusedStep, Pair, Partitioner, plan
 _MOST_SIZES = 16
 """Sizes whose code is kept; of those beyond, what was not used for longest goes."""
 _WAY_OUT = (
-    'remat.plan_cache(model, budget=..., dynamic="auto") makes one plan for a range of sizes, '
+    'remat.rematerialize(model, budget=..., dynamic="auto") makes one plan for a range of sizes, '
     "without Inductor's code"
 )
 _Compiled = Callable[..., Any]

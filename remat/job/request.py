@@ -104,8 +104,8 @@ class Request:
     optimizer_in_backward: bool = field(
         default=False,
         metadata={
-            "help": "plan with updates during backward, as remat.training_step makes them, by the "
-            "--optimizer; nothing is run"
+            "help": "plan with updates during backward, as optimizer_in_backward= makes them, by "
+            "the --optimizer; nothing is run"
         },
     )
     accumulate: bool = field(

@@ -248,7 +248,7 @@ def _require_in_optimizer(
     if any(group.get("amsgrad") for group in optimizer.param_groups):
         raise CaptureError(
             "amsgrad keeps a third number of each parameter, which is not planned: leave it out, "
-            "or update during backward with remat.training_step without microbatches"
+            "or update during backward, remat.rematerialize(..., optimizer_in_backward=...)"
         )
     require_own_storages({**dict(parameters.values()), **dict(guards.model.named_buffers())})
 

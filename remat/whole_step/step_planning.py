@@ -67,9 +67,9 @@ class StepRequest:
             )
         if not is_in_table(self.device) and not (self.is_run and self.device == CPU):
             raise DeviceError(
-                "a whole step over the host is run on a CPU, by remat.training_step in Python, and "
-                f"planned for devices of the table ({', '.join(device_table().devices)}), not for "
-                f"{self.device}: name one, or train here with remat.rematerialize(model, ..., "
+                "a whole step over the host is run on a CPU, by remat.whole_step.training_step, "
+                f"and planned for devices of the table ({', '.join(device_table().devices)}), not "
+                f"for {self.device}: name one, or train here with remat.rematerialize(model, ..., "
                 "host=...), which moves activations"
             )
         if self.host is None:
@@ -125,7 +125,7 @@ def step_request(
     require_known(optimizer)
     if microbatches is None:
         raise BudgetError(
-            "training_step takes host, nvme and device to plan a whole step of several batches: "
+            "a whole step is of several batches: "
             "give microbatches=8 too. To move activations of one batch to the host and train, use "
             "remat.rematerialize(model, ..., host=...)"
         )

@@ -179,7 +179,7 @@ def accumulating(module: nn.Module) -> Generator[None]:
 
     Parameters
     ----------
-    module : what `remat.training_step` returned.
+    module : what `remat.rematerialize` returned.
 
     Raises
     ------
@@ -189,12 +189,12 @@ def accumulating(module: nn.Module) -> Generator[None]:
     if not isinstance(updates, Updates):
         raise RewriteError(
             f"this {type(module).__name__} does not update its parameters during backward: "
-            "pass what remat.training_step returned"
+            "pass what remat.rematerialize(..., optimizer_in_backward=...) returned"
         )
     if not updates.accumulates:
         raise RewriteError(
             f"the plan of this {updates.kind} has no room for gradients that stay: make it with "
-            "remat.training_step(..., accumulate=True)"
+            "accumulate=True"
         )
     before, updates.paused = updates.paused, True
     try:

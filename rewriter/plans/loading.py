@@ -251,7 +251,7 @@ def plan_of(module: nn.Module) -> Plan:
     if kind is None or not issubclass(kind, RematModule):
         raise PlanError(
             f"a {type(module).__name__} follows no plan: pass what remat.rematerialize, "
-            "remat.rewrite, remat.load or remat.plan_cache returned"
+            "remat.rewrite or remat.load returned"
         )
     if isinstance(kind._remat_guards.recipe.signature, RangedSignature):
         raise PlanError(
@@ -300,7 +300,7 @@ def load(
     if kept.schedule.updates:
         raise PlanError(
             "the plan updates parameters during backward, and a file holds no optimizer: make it "
-            "anew with remat.training_step(model, args, optimizer=...)"
+            "anew with remat.rematerialize(model, args, optimizer_in_backward=...)"
         )
     refuse_module(model, kept.device)
     is_given = any(part is not None for part in (args, kwargs, target))

@@ -65,7 +65,7 @@ def split_backward(module: nn.Module) -> SplitBackward:
 
     Parameters
     ----------
-    module : of `remat.rematerialize` or `remat.rematerialize_blocks`, or one that holds such.
+    module : of `remat.rematerialize`, or one that holds such.
 
     Raises
     ------

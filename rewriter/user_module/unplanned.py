@@ -185,7 +185,7 @@ def _is_lightning(module: nn.Module) -> bool:
 def _of_lightning(name: str) -> str:
     return (
         "plan the module that training_step calls, as in self.model = "
-        f"remat.plan_cache(self.model, ...): of {name} Lightning calls training_step and not "
+        f"remat.rematerialize(self.model, ...): of {name} Lightning calls training_step and not "
         "forward"
     )
 

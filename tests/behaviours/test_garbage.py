@@ -40,11 +40,11 @@ def rewritten(x: Tensor) -> None:
 
 
 def in_blocks(x: Tensor) -> None:
-    remat.rematerialize_blocks(mlps(), "*", (x,), budget="100%")
+    remat.rematerialize(mlps(), (x,), blocks="*", budget="100%")
 
 
 def trained(x: Tensor) -> None:
-    model = remat.plan_cache(mlps(), budget="90%")
+    model = remat.rematerialize(mlps(), budget="90%")
     for _ in range(2):
         model(x).sum().backward()
 

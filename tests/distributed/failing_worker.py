@@ -119,7 +119,7 @@ def failing_check() -> Found:
         raise RewriteError("it differs here")
 
     model, args = plain()
-    fails = mock.patch("remat.one_call.require_equal", wrong)
+    fails = mock.patch("remat.step_planner.require_equal", wrong)
     if dist.get_rank() == 0:
         return said(lambda: planned(model, args, check=True))
     with fails:
@@ -129,7 +129,7 @@ def failing_check() -> Found:
 def one_does_not_check() -> Found:
     """A rank without free memory would run no check, and leave the other in its collectives."""
     model, args = reduced(all_reduced)
-    with mock.patch("remat.one_call.is_checked", return_value=dist.get_rank() == 0):
+    with mock.patch("remat.step_planner.is_checked", return_value=dist.get_rank() == 0):
         found = said(lambda: planned(model, args))
     return {**found, **trained(model, planned(model, args, check=False), args)}
 

@@ -253,11 +253,11 @@ def compile_phases(wrap: Callable[[nn.Module], nn.Module], make: Any) -> Found:
 def plan_phases() -> Found:
     """Any error of a rank in `rematerialize`; only the first times ops and solves."""
     phases: dict[str, tuple[str, tuple[int, ...]]] = {
-        "remat.graph_capture.tracing.trace.trace": ("capture", (0, 1)),
+        "remat.step_planner.trace": ("capture", (0, 1)),
         "remat.graph_capture.costs.op_costs.measure_costs": ("costs", (0,)),
-        "remat.one_call.solve": ("solve", (0,)),
+        "remat.step_planner.solved_at_need": ("solve", (0,)),
         "remat.rewriter.rewriting.rewrite": ("rewrite", (0, 1)),
-        "remat.one_call.require_equal": ("check", (0, 1)),
+        "remat.step_planner.require_equal": ("check", (0, 1)),
     }
     model, args = plain()
     found: Found = {}

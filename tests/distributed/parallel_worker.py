@@ -73,8 +73,8 @@ def in_blocks(plan: Callable[[], dict[str, Any]], p: float = 0.0) -> Found:
     found: Found = {"n": len(expected)}
     for budget in ("100%", "75%", "min"):
         model, _ = parallelised(mesh, plan, p)
-        fast = remat.rematerialize_blocks(
-            model, "layers.*", args, budget=budget, group=dist.group.WORLD
+        fast = remat.rematerialize(
+            model, args, blocks="layers.*", budget=budget, group=dist.group.WORLD
         )
         found[budget] = same(expected, trained(fast, args))
     return found
@@ -90,8 +90,13 @@ def with_fsdp2() -> Found:
         expected = trained(sharded(eager, mesh["dp"]), args)
         for budget in ("100%", "min"):
             model, _ = parallelised(mesh["tp"], plan)
-            fast = remat.rematerialize_blocks(
-                model, "layers.*", args, budget=budget, sharding=sharding, group=dist.group.WORLD
+            fast = remat.rematerialize(
+                model,
+                args,
+                blocks="layers.*",
+                budget=budget,
+                sharding=sharding,
+                group=dist.group.WORLD,
             )
             found[f"{plan.__name__} {budget}"] = same(
                 expected, trained(sharded(fast, mesh["dp"]), args)
@@ -147,17 +152,17 @@ def another_model() -> Found:
 
 def failing_check() -> Found:
     """The second rank finds its step wrong, after the first has run all its collectives."""
-    from remat import one_call
+    from remat import step_planner
 
     model, args = parallelised(mesh_of_all(), tensor_parallel)
-    compare = one_call.require_equal
+    compare = step_planner.require_equal
 
     def wrong(*given: Any) -> None:
         compare(*given)
         if dist.get_rank() == 1:
             raise RewriteError("it differs here")
 
-    with mock.patch.object(one_call, "require_equal", wrong):
+    with mock.patch.object(step_planner, "require_equal", wrong):
         return said(lambda: planned(model, args, check=True))
 
 

@@ -94,8 +94,8 @@ def stages(name: str) -> dict[int, Stage]:
 def rewritten(stage: Stage, number: int, how: str) -> nn.Module:
     x = torch.randn(ROWS, WIDTH, requires_grad=number > 0)
     if how == "blocks":
-        return remat.rematerialize_blocks(
-            stage, "layers.*", (x,), budget="100%", accumulate=True, check=False
+        return remat.rematerialize(
+            stage, (x,), blocks="layers.*", budget="100%", accumulate=True, check=False
         )
     return remat.rematerialize(stage, (x,), budget=how, accumulate=True, check=False, solver="cut")
 

@@ -54,7 +54,7 @@ REFUSED = {
     "another_step": ("AgreementError", r"the step captured on rank 1 is not that of rank 0"),
     "too_little": ("BudgetError", r"the least that a schedule is known to reach"),
     "sharded_first": ("CaptureError", r"scale has become a DTensor.*FSDP2.*make the plan first"),
-    "ddp_first": ("CaptureError", r"DistributedDataParallel\(remat\.plan_cache\(model, \.\.\.\)\)"),
+    "ddp_first": ("CaptureError", r"DistributedDataParallel\(remat\.rematerialize\(model, "),
     "cast_later": ("SignatureError", r"within torch\.autocast, or plan model\.to\(torch\.bfloat16"),
     "sharded_inside": ("StateChangedError", r"hook on submodule up \(FSDPLinear\)"),
 }

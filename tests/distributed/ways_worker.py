@@ -177,8 +177,8 @@ def made() -> tuple[nn.Module, nn.Module, Tensor]:
 
 
 def by_blocks(model: nn.Module, x: Tensor, sharding: remat.Sharding) -> tuple[nn.Module, Found]:
-    planned = remat.rematerialize_blocks(
-        model, "layers.*", (x,), budget="80%", optimizer="adamw", check=False,
+    planned = remat.rematerialize(
+        model, (x,), blocks="layers.*", budget="80%", optimizer="adamw", check=False,
         sharding=sharding, group=dist.group.WORLD,
     )  # fmt: skip
     plan = remat.block_plan(planned)

@@ -119,8 +119,8 @@ def whole(kind: Any, wrap: Callable[[nn.Module], nn.Module]) -> Found:
 def blocks(kind: Any, wrap: Callable[[nn.Module], nn.Module], budget: str = "80%") -> Found:
     model, args = made()
     eager = wrap(copy.deepcopy(model))
-    fast = remat.rematerialize_blocks(
-        model, "layers.*", args, budget=budget, check=False,
+    fast = remat.rematerialize(
+        model, args, blocks="layers.*", budget=budget, check=False,
         sharding=sharding(kind), group=dist.group.WORLD,
     )  # fmt: skip
     plan = remat.block_plan(fast)
@@ -167,8 +167,8 @@ def too_little() -> Found:
     """What the first rank raises is raised on all."""
     model, args = made()
     return refused(
-        lambda: remat.rematerialize_blocks(
-            model, "layers.*", args, budget="10KiB", group=dist.group.WORLD
+        lambda: remat.rematerialize(
+            model, args, blocks="layers.*", budget="10KiB", group=dist.group.WORLD
         )
     )
 
@@ -181,13 +181,13 @@ def sharded_first() -> Found:
 def ddp_first() -> Found:
     """Its gradients would be reduced in the first step alone."""
     model, args = made()
-    return refused(lambda: remat.plan_cache(DistributedDataParallel(model), budget="75%")(*args))
+    return refused(lambda: remat.rematerialize(DistributedDataParallel(model), budget="75%")(*args))
 
 
 def sharded_inside() -> Found:
     """A module within a rewritten block is sharded, and the block is not."""
     model, args = made()
-    fast = remat.rematerialize_blocks(model, "layers.*", args, budget="80%", check=False)
+    fast = remat.rematerialize(model, args, blocks="layers.*", budget="80%", check=False)
     fully_shard(fast.get_submodule("layers.0.up"))
     return refused(lambda: fast(*args))
 
@@ -195,7 +195,7 @@ def sharded_inside() -> Found:
 def cast_later() -> Found:
     """FSDP2 casts what is planned for float32."""
     model, args = made()
-    fast = remat.rematerialize_blocks(model, "layers.*", args, budget="80%", check=False)
+    fast = remat.rematerialize(model, args, blocks="layers.*", budget="80%", check=False)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for block in fast.get_submodule("layers").children():
         fully_shard(block, mp_policy=policy)
@@ -209,8 +209,8 @@ def in_lower_precision() -> Found:
     model, args = made()
     eager = copy.deepcopy(model)
     with lower():
-        fast = remat.rematerialize_blocks(
-            model, "layers.*", args, budget="80%", check=False,
+        fast = remat.rematerialize(
+            model, args, blocks="layers.*", budget="80%", check=False,
             sharding=sharding("fsdp2"), group=dist.group.WORLD,
         )  # fmt: skip
     for sharded in map(shard_blocks, (eager, fast)):

@@ -115,7 +115,7 @@ def test_a_tied_weight_in_two_open_forwards_is_refused_with_the_way_out() -> Non
 @pytest.mark.slow
 def test_a_cache_plans_such_a_loss_for_each_shape() -> None:
     model, (x, target) = VARIANTS["slices, +="].make(SMALL)
-    fast: Any = remat.plan_cache(model, budget="90%")
+    fast: Any = remat.rematerialize(model, budget="90%")
     for n in (512, 384, 512):
         batch = x[:n], target[:n]
 

@@ -65,7 +65,7 @@ def test_ten_steps_of_an_optimizer_in_backward_are_eagers(fused: bool) -> None:
     other = copy.deepcopy(model)
     expected = trained(other, AdamW(other.parameters(), fused=fused), args)
     own = AdamW(model.parameters(), fused=fused)
-    fast = remat.training_step(model, args, optimizer=own, budget="min", solver="cut")
+    fast = remat.rematerialize(model, args, optimizer_in_backward=own, budget="min", solver="cut")
     found = trained(fast, own, args)
     assert all(map(torch.equal, found, expected))
 
@@ -103,7 +103,7 @@ def test_a_head_in_chunks_gives_eagers_bits() -> None:
 
 def test_each_batch_size_has_its_plan() -> None:
     model, args = gpt(dropout=0.0)
-    cached = remat.plan_cache(model, budget="min", solver="cut")
+    cached = remat.rematerialize(model, budget="min", solver="cut")
     for batch in (8, 4):
         given = tuple(arg[:batch] for arg in args)
         model.zero_grad()

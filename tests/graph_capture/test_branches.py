@@ -133,7 +133,7 @@ def test_a_traceback_has_no_frames_of_torch_and_the_cause_has_them(
 def test_a_block_that_fails_keeps_the_cause() -> None:
     model = nn.Sequential(Model(UNTRACEABLE["branch"][0]))
     with pytest.raises(CaptureError) as caught:
-        remat.rematerialize_blocks(model, "0", (torch.ones(ROWS, 8),), budget="60%")
+        remat.rematerialize(model, (torch.ones(ROWS, 8),), blocks="0", budget="60%")
     assert "DataDependent" in type(caught.value.cause).__name__
     assert len(traceback.format_exception(caught.value)) < 30
 

@@ -105,7 +105,7 @@ def before_backward(place: Place, fast: nn.Module, change: Change, undo: Change)
 
 
 def of_a_cache(place: Place, change: Change) -> str:
-    fast = remat.plan_cache(place.model, loss_fn=place.loss_fn, **OPTIONS)
+    fast = remat.rematerialize(place.model, loss_fn=place.loss_fn, **OPTIONS)
     if (before := beside_eager(place, fast)) != "exact":
         return f"wrong before: {before}"
     change()

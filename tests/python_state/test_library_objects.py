@@ -245,7 +245,7 @@ def test_a_cache_plans_for_the_new_value(place: str) -> None:
     held = make()
     torch.manual_seed(0)
     model = Asking(held, read)
-    fast: Any = remat.plan_cache(model, **OPTIONS)
+    fast: Any = remat.rematerialize(model, **OPTIONS)
     for _ in range(2):
         assert torch.equal(fast(X), model(X))
         change(held)

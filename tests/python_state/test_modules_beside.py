@@ -130,7 +130,7 @@ def test_a_change_is_noticed(way: str, change: str) -> None:
 def test_a_cache_plans_for_what_is_there_now(change: str) -> None:
     it = teacher()
     model, loss_fn = of_loss(it)
-    fast: Any = remat.plan_cache(model, loss_fn=loss_fn, **{**OPTIONS, "budget": "1GiB"})
+    fast: Any = remat.rematerialize(model, loss_fn=loss_fn, **{**OPTIONS, "budget": "1GiB"})
     for _ in range(2):
         torch.manual_seed(5)
         expected = loss_fn(model(X))

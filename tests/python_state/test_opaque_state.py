@@ -80,7 +80,7 @@ def test_the_way_out_works() -> None:
             return self.linear(x) * scale
 
     model, held = Given(), random.Random(0)
-    fast = remat.plan_cache(model, budget="100%", solver="store_all", check=False)
+    fast = remat.rematerialize(model, budget="100%", solver="store_all", check=False)
     for _ in range(2):
         scale = torch.tensor(held.random())
         assert torch.equal(fast(X, scale), model(X, scale))

@@ -77,7 +77,7 @@ def test_a_number_on_a_tensor_counts(where: str) -> None:
 def test_a_cache_plans_for_each_number_beside_a_check(where: str) -> None:
     read, put = WHERE[where]
     model = Scaled(read)
-    fast: Any = remat.plan_cache(model, **{**OPTIONS, "check": True})
+    fast: Any = remat.rematerialize(model, **{**OPTIONS, "check": True})
     for value in (1.0, 3.0, 1.0):
         x = X.clone()
         put(model, x, value)

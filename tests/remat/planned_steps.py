@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-import remat
 from remat import per_shape_plans
+from remat.blocks import rematerialized
 from remat.graph_capture.devices.memory_events import RegionMemory, measure_regions
 from remat.graph_capture.tracing.resident import storage_bytes
 from remat.rewriter.arena.step_allocator import StepAllocator
@@ -159,7 +159,9 @@ def watched() -> Iterator[Watched]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepAllocator, "around", watch.around(StepAllocator.around))
         patch.setattr(Tensor, "backward", watch.counting(Tensor.backward))
-        for name in ("rematerialize", "cached_plan"):
-            patch.setattr(per_shape_plans, name, watch.planning(getattr(per_shape_plans, name)))
-        patch.setattr(remat, "rematerialize_blocks", watch.planning(remat.rematerialize_blocks))
+        for room, name in (
+            (per_shape_plans, "planned_step"), (per_shape_plans, "cached_plan"),
+            (rematerialized, "blocks_planned"),
+        ):  # fmt: skip
+            patch.setattr(room, name, watch.planning(getattr(room, name)))
         yield watch

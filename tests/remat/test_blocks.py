@@ -67,7 +67,7 @@ def test_bits_are_those_of_eager_and_the_peak_is_the_predicted_one(name: str) ->
     make, n_distinct = CASES[name]
     model, pattern, batch = make()
     budget = "80%" if name in ("some blocks", "batch norm") else "70%"
-    fast = remat.rematerialize_blocks(model, pattern, **batch, budget=budget, check=False)
+    fast = remat.rematerialize(model, blocks=pattern, **batch, budget=budget, check=False)
     plan = block_plan(fast)
     assert plan.result.overhead > 0
     assert plan.distinct == n_distinct
@@ -82,7 +82,7 @@ def test_autocast_around_the_step_is_followed() -> None:
     torch.manual_seed(0)
     model, x = Stack(), rows()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        fast = remat.rematerialize_blocks(model, "layers.*", (x,), budget="80%", check=False)
+        fast = remat.rematerialize(model, (x,), blocks="layers.*", budget="80%", check=False)
         assert remat.check(model, fast, (x,), steps=1).differences == ()
 
 
@@ -91,11 +91,11 @@ def test_the_least_budget_is_reached_and_one_below_it_is_refused() -> None:
     torch.manual_seed(0)
     model, x = Stack(), rows()
     least = block_plan(
-        remat.rematerialize_blocks(model, "layers.*", (x,), budget="min", check=False)
+        remat.rematerialize(model, (x,), blocks="layers.*", budget="min", check=False)
     )
     assert least.result.peak_bytes == least.result.budget_bytes
     with pytest.raises(BudgetError, match="the least that a schedule is known to reach") as caught:
-        remat.rematerialize_blocks(model, "layers.*", (x,), budget=least.result.peak_bytes // 2)
+        remat.rematerialize(model, (x,), blocks="layers.*", budget=least.result.peak_bytes // 2)
     assert "Try budget=" in str(caught.value)
 
 
@@ -104,7 +104,7 @@ def test_nothing_of_the_users_is_changed() -> None:
     model, x = Stack(), rows()
     before = [(name, dict(vars(module))) for name, module in model.named_modules()]
     generator = torch.get_rng_state()
-    fast = remat.rematerialize_blocks(model, "layers.*", (x,), budget="70%")
+    fast = remat.rematerialize(model, (x,), blocks="layers.*", budget="70%")
     assert torch.equal(torch.get_rng_state(), generator)
     for (_, attributes), module in zip(before, model.modules(), strict=True):
         assert vars(module).keys() == attributes.keys()
@@ -123,7 +123,7 @@ def test_nothing_of_the_users_is_changed() -> None:
 def test_eval_and_another_shape() -> None:
     torch.manual_seed(0)
     model, x = Stack((0.0,) * 3), rows()
-    fast = remat.rematerialize_blocks(model, "layers.*", (x,), budget="80%", check=False)
+    fast = remat.rematerialize(model, (x,), blocks="layers.*", budget="80%", check=False)
     fast.eval()
     assert torch.equal(fast(x[:32]), copy.deepcopy(model).eval()(x[:32]))
     fast.train()
@@ -149,21 +149,21 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
 def test_what_cannot_be_exact_is_refused(name: str) -> None:
     make, pattern, text = REFUSED[name]
     with pytest.raises(CaptureError, match=text):
-        remat.rematerialize_blocks(make(), pattern, (rows(),), budget="70%")
+        remat.rematerialize(make(), (rows(),), blocks=pattern, budget="70%")
 
 
 def test_frozen_and_unplanned_blocks_are_refused() -> None:
     model, x = Stack(), rows()
     model.layers[1].requires_grad_(False)
     with pytest.raises(CaptureError, match=r"block layers\.1: no parameter of Mlp requires grad"):
-        remat.rematerialize_blocks(model, "layers.*", (x,), budget="70%")
+        remat.rematerialize(model, (x,), blocks="layers.*", budget="70%")
     model.layers[1].requires_grad_(True)
-    fast = remat.rematerialize_blocks(model, "layers.*", (x,), budget="80%", check=False)
-    again = remat.rematerialize_blocks(fast, "layers.*", (x,), budget="90%", check=False)
+    fast = remat.rematerialize(model, (x,), blocks="layers.*", budget="80%", check=False)
+    again = remat.rematerialize(fast, (x,), blocks="layers.*", budget="90%", check=False)
     assert block_plan(again).result.budget_bytes > block_plan(fast).result.budget_bytes
     whole = torch.nn.Sequential(fast.layers[0])
     with pytest.raises(RewriteError, match="follows a plan already"):
-        remat.rematerialize_blocks(whole, "0", (x,), budget="80%")
+        remat.rematerialize(whole, (x,), blocks="0", budget="80%")
     with pytest.raises(RewriteError, match="follows no plan for blocks"):
         block_plan(Mlp())
 
@@ -172,7 +172,7 @@ def test_a_range_of_sizes_is_refused_and_the_whole_model_takes_it() -> None:
     model, args = Stack((0.0,)), (torch.randn(8, WIDTH),)
     dynamic = {"x": {0: ("rows", 4, 16)}}
     with pytest.raises(CaptureError, match=r"asks for a range.*remat\.rematerialize\(model"):
-        remat.rematerialize_blocks(model, "layers.*", args, budget="100%", dynamic=dynamic)
+        remat.rematerialize(model, args, blocks="layers.*", budget="100%", dynamic=dynamic)
     fast = remat.rematerialize(model, args, budget="100%", dynamic=dynamic, check=False)
     fast(torch.randn(12, WIDTH)).backward()
     assert model.first.weight.grad is not None

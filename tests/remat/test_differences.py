@@ -51,9 +51,9 @@ def test_code_that_sees_the_trace_is_named_with_its_line_and_the_way_out_works()
     assert "differs from eager in output (off by up to " in said
     assert "gradient of body.0.weight (off by up to " in said
     assert f"test_differences.py:{line} in module last" in said
-    assert "rematerialize_blocks(model, pattern)" in said
+    assert "rematerialize(model, args, blocks=pattern)" in said
     assert "report" not in said
-    blocks = remat.rematerialize_blocks(model, "body.*", (x,), budget="100%")
+    blocks = remat.rematerialize(model, (x,), blocks="body.*", budget="100%")
     assert remat.check(model, blocks, (x,), steps=1).equal
 
 

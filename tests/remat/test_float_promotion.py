@@ -41,7 +41,7 @@ class Net(nn.Module):
 def steps_beside_eager(
     model: nn.Module,
     change: Callable[[nn.Module, int], None],
-    make: Callable[[nn.Module], Any] = lambda m: remat.plan_cache(m, budget="100%", check=False),
+    make: Callable[[nn.Module], Any] = lambda m: remat.rematerialize(m, budget="100%", check=False),
 ) -> Any:
     """Steps of a planned model and of eager to the same bits; `change` sets the number before."""
     eager = copy.deepcopy(model)
@@ -233,7 +233,7 @@ def test_what_cannot_be_an_input_is_refused_with_the_reason() -> None:
     ):
         with pytest.raises(FloatInputError, match=text):
             remat.rematerialize(Net(forward, 0.3), (x,), budget="100%", float_inputs=names)
-    with pytest.raises(RewriteError, match="compile=True takes no float_inputs"):
+    with pytest.raises(RewriteError, match="float_inputs is not taken with compile=True"):
         remat.rematerialize(
             Net(READ["divides"], 0.3), (x,), budget="100%", compile=True, float_inputs=["number"]
         )

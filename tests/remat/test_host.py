@@ -72,7 +72,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("given", "kind", "says"), BAD)
-@pytest.mark.parametrize("call", ["capture", "rematerialize", "blocks", "plan_cache"])
+@pytest.mark.parametrize("call", ["capture", "rematerialize", "blocks", "no batch"])
 def test_bad_input_is_refused_before_anything_is_captured(
     call: str, given: dict[str, Any], kind: type[Exception], says: str, monkeypatch: Any
 ) -> None:
@@ -85,8 +85,8 @@ def test_bad_input_is_refused_before_anything_is_captured(
     calls: dict[str, Callable[[], Any]] = {
         "capture": lambda: remat.capture(model, args, **given),
         "rematerialize": lambda: remat.rematerialize(model, args, budget="60%", **given),
-        "blocks": lambda: remat.rematerialize_blocks(model, "*", args, budget="60%", **given),
-        "plan_cache": lambda: remat.plan_cache(model, budget="60%", **given),
+        "blocks": lambda: remat.rematerialize(model, args, blocks="*", budget="60%", **given),
+        "no batch": lambda: remat.rematerialize(model, budget="60%", **given),
     }
     with pytest.raises(kind) as error:
         calls[call]()
@@ -102,8 +102,8 @@ def test_what_takes_no_host() -> None:
     with pytest.raises(CaptureError, match="host is not taken with dynamic sizes"):
         remat.rematerialize(model, args, budget="60%", host=GIB, **ranged)
     with pytest.raises(CaptureError, match="host is not taken with dynamic sizes"):
-        remat.plan_cache(model, budget="60%", host=GIB, dynamic="auto")
-    with pytest.raises(RewriteError, match="compile=True takes no host: Inductor's code copies"):
+        remat.rematerialize(model, budget="60%", host=GIB, dynamic="auto")
+    with pytest.raises(RewriteError, match="host is not taken with compile=True"):
         remat.rematerialize(model, args, budget="60%", host=GIB, compile=True)
 
 

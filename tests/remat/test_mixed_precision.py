@@ -29,7 +29,7 @@ class WithTable(Stack):
 
 
 def planned(model: nn.Module, x: Tensor) -> nn.Module:
-    return remat.rematerialize_blocks(model, "layers.*", (x,), budget="80%", sharding=MIXED)
+    return remat.rematerialize(model, (x,), blocks="layers.*", budget="80%", sharding=MIXED)
 
 
 def gradients(model: nn.Module, x: Tensor) -> list[Tensor | None]:

@@ -48,8 +48,14 @@ def planned(
 ) -> tuple[nn.Module, Any, Optimizer, tuple[Tensor, ...]]:
     model, args = short_gpt()
     own = OPTIMIZERS[optimizer](model.parameters())
-    fast = remat.training_step(
-        model, args, optimizer=own, budget=budget, accumulate=accumulate, solver="dtr", **more
+    fast = remat.rematerialize(
+        model,
+        args,
+        optimizer_in_backward=own,
+        budget=budget,
+        accumulate=accumulate,
+        solver="dtr",
+        **more,
     )
     return model, fast, own, args
 
@@ -178,9 +184,9 @@ def test_models_of_all_kinds_are_trained_as_by_eager(name: str, optimizer: str) 
         OPTIMIZERS[optimizer]([p for p in one.parameters() if p.requires_grad])
         for one in (model, eager)
     )
-    fast: Any = remat.training_step(
-        model, args, kwargs, optimizer=own, budget="min", solver="cut", time_limit_s=AMPLE_S,
-        gap=GAP,
+    fast: Any = remat.rematerialize(
+        model, args, kwargs, optimizer_in_backward=own, budget="min", solver="cut",
+        time_limit_s=AMPLE_S, gap=GAP,
     )  # fmt: skip
 
     def step(module: nn.Module, optimizer: Optimizer) -> None:
@@ -217,7 +223,7 @@ def test_the_state_of_the_optimizer_loads_both_ways() -> None:
 def test_parameters_that_the_optimizer_lacks_keep_their_gradients() -> None:
     model, args = short_gpt()
     own = SGD([p for n, p in model.named_parameters() if "norm" in n], lr=0.1)
-    fast = remat.training_step(model, args, optimizer=own, budget="100%", check=True)
+    fast = remat.rematerialize(model, args, optimizer_in_backward=own, budget="100%", check=True)
     eager = copy.deepcopy(model)
     for module in (eager, fast):
         torch.manual_seed(1)
@@ -313,7 +319,9 @@ def test_what_cannot_be_planned_says_why() -> None:
     model, args, *_ = make("plain")
 
     def plan(optimizer: Optimizer, one: nn.Module = model, **more: Any) -> None:
-        remat.training_step(one, args, optimizer=optimizer, budget="100%", check=False, **more)
+        remat.rematerialize(
+            one, args, optimizer_in_backward=optimizer, budget="100%", check=False, **more
+        )
 
     with pytest.raises(CaptureError, match=r"LBFGS cannot update .* SGD, Adam, AdamW"):
         plan(torch.optim.LBFGS(model.parameters()))
@@ -342,9 +350,9 @@ def test_what_is_no_module_or_no_optimizer_is_named(wrong: Any) -> None:
     model, args, *_ = make("plain")
     own, kind = SGD(model.parameters()), type(wrong).__name__
     with pytest.raises(CaptureError, match=f"torch.nn.Module, and this is {kind}"):
-        remat.training_step(wrong, args, optimizer=own, budget="100%")
+        remat.rematerialize(wrong, args, optimizer_in_backward=own, budget="100%")
     with pytest.raises(CaptureError, match=f"a {kind} cannot update parameters"):
-        remat.training_step(model, args, optimizer=wrong, budget="100%")
+        remat.rematerialize(model, args, optimizer_in_backward=wrong, budget="100%")
     with pytest.raises(RewriteError, match=f"this {kind} does not update"):
         remat.accumulating(wrong).__enter__()
 

@@ -72,8 +72,8 @@ def planned(budget: str | int, model: nn.Module, args: Any, **more: Any) -> Any:
 
 
 def in_blocks(budget: str | int, model: nn.Module, args: Any, **more: Any) -> Any:
-    return remat.rematerialize_blocks(
-        model, "*", args, budget=budget, time_limit_s=AMPLE_S, **more
+    return remat.rematerialize(
+        model, args, blocks="*", budget=budget, time_limit_s=AMPLE_S, **more
     )  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def peaks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
     # One profiler cannot run within another.
     monkeypatch.setattr(CpuMeter, "step_memory", unprofiled)
-    for module in ("remat.one_call", "remat.ranges.ranged_call", "remat.blocks.rematerialized"):
+    for module in ("remat.step_planner", "remat.ranges.ranged_call", "remat.blocks.rematerialized"):
         monkeypatch.setattr(f"{module}.require_equal", watched)
     return seen
 
@@ -225,12 +225,12 @@ def step(model, x):
     model(x).square().mean().backward()
     model.zero_grad(set_to_none=True)
 layer = lambda n: nn.Sequential(nn.Linear(n, n), nn.GELU())
-step(remat.plan_cache(layer(8), budget="100%"), torch.randn(8, 8))  # imports
+step(remat.rematerialize(layer(8), budget="100%"), torch.randn(8, 8))  # imports
 model, x = nn.Sequential(*[layer(256) for _ in range(10)]), torch.randn(16384, 256)
 step(model, x)
 resident = 4 * (x.numel() + sum(p.numel() for p in model.parameters()))
 budget = remat.measured_step(model, model, (x,)).peak_bytes // 2
-cache = remat.plan_cache(model, budget=budget, time_limit_s=60, gap=0.5)
+cache = remat.rematerialize(model, budget=budget, time_limit_s=60, gap=0.5)
 print(most(lambda: step(cache, x)) / (budget - resident))
 """
 

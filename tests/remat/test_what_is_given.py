@@ -41,11 +41,11 @@ ENTRIES: dict[str, Callable[..., Any]] = {
     "rematerialize": lambda *given, **named: remat.rematerialize(
         model(), *given, budget="min", **named
     ),
-    "rematerialize_blocks": lambda *given, **named: remat.rematerialize_blocks(
-        model(), "*", *given, budget="min", **named
+    "blocks": lambda *given, **named: remat.rematerialize(
+        model(), *given, blocks="*", budget="min", **named
     ),
-    "training_step": lambda *given, **named: remat.training_step(
-        model(), *given, optimizer=sgd(), budget="min", **named
+    "update in backward": lambda *given, **named: remat.rematerialize(
+        model(), *given, optimizer_in_backward=sgd(), budget="min", **named
     ),
 }
 FORMS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
@@ -69,7 +69,7 @@ def test_a_batch_or_a_loss_that_is_none_is_refused(entry: str, form: str) -> Non
 
 PLANS: dict[str, Callable[..., Any]] = {
     **{name: functools.partial(ENTRIES[name], (X,)) for name in ENTRIES if name != "capture"},
-    "plan_cache": lambda **named: remat.plan_cache(model(), budget="min", **named),
+    "no batch": lambda **named: remat.rematerialize(model(), budget="min", **named),
     "rewrite": lambda **named: remat.rewrite(model(), graph(), (X,), **named),
     "load": lambda **named: remat.load("no such file", model(), **named),
 }
@@ -89,11 +89,11 @@ def test_so_is_code_by_inductor(entry: str) -> None:
 
 WRONG: dict[str, tuple[Callable[[], Any], type[RematError], str]] = {
     "blocks in a list": (
-        lambda: remat.rematerialize_blocks(model(), ["0"], (X,), budget="min"),  # type: ignore[arg-type]
+        lambda: remat.rematerialize(model(), (X,), blocks=["0"], budget="min"),  # type: ignore[arg-type]
         CaptureError, "named by a glob, such as 'model.layers.*', not by a list",
     ),
     "a batch in place of the blocks": (
-        lambda: remat.rematerialize_blocks(model(), (X,), budget="min"),  # type: ignore[arg-type]
+        lambda: remat.rematerialize(model(), blocks=(X,), budget="min"),  # type: ignore[arg-type]
         CaptureError, "not by a tuple: give it first, and the batch after it",
     ),
     "seconds as a text": (
@@ -105,7 +105,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[RematError], str]] = {
         SolverError, "time_limit_s must be 0 or more",
     ),
     "seconds of blocks": (
-        lambda: remat.rematerialize_blocks(model(), "*", (X,), budget="min", time_limit_s=-1),
+        lambda: remat.rematerialize(model(), (X,), blocks="*", budget="min", time_limit_s=-1),
         SolverError, "time_limit_s must be 0 or more",
     ),
     "a solver's number": (
@@ -117,19 +117,19 @@ WRONG: dict[str, tuple[Callable[[], Any], type[RematError], str]] = {
         BudgetError, r"budgets is one text: give a list, such as \['60%'\]",
     ),
     "a cache of no module": (
-        lambda: remat.plan_cache("model", budget="60%"),  # type: ignore[arg-type]
+        lambda: remat.rematerialize("model", budget="60%"),  # type: ignore[arg-type]
         CaptureError, "captured of a torch.nn.Module, and this is str",
     ),
     "a cache with an optimizer": (
-        lambda: remat.plan_cache(model(), budget="60%", optimizer=sgd()),
+        lambda: remat.rematerialize(model(), budget="60%", optimizer=sgd()),
         CaptureError, "optimizer is a SGD, and is asked for by a name: choose one of none, sgd",
     ),
     "a cache with an unknown optimizer": (
-        lambda: remat.plan_cache(model(), budget="60%", optimizer="lion"),
+        lambda: remat.rematerialize(model(), budget="60%", optimizer="lion"),
         CaptureError, "unknown optimizer 'lion': choose one of none, sgd, momentum, adamw",
     ),
     "a cache with an unknown option": (
-        lambda: remat.plan_cache(model(), budget="60%", optimzer="adamw"),
+        lambda: remat.rematerialize(model(), budget="60%", optimzer="adamw"),
         SolverError, "has no option 'optimzer'",
     ),
 }  # fmt: skip
@@ -151,7 +151,9 @@ def test_lists_mappings_and_losses_that_can_be_called_are_taken() -> None:
     for loss_fn in (mse_loss, nn.MSELoss(), Called()):
         assert remat.capture(model(), [X], loss_fn=loss_fn, target=X).ops  # type: ignore[arg-type]
     assert remat.capture(model(), kwargs={"input": X}).ops
-    cache = remat.plan_cache(model(), budget="100%", optimizer="adamw", order="fixed", solver="cut")
+    cache = remat.rematerialize(
+        model(), budget="100%", optimizer="adamw", order="fixed", solver="cut"
+    )
     cache(X).sum().backward()
 
 
@@ -202,6 +204,6 @@ def test_a_call_that_forward_or_the_loss_cannot_take_says_what_to_give(
 
 
 def test_a_cache_that_is_called_with_the_target_says_how() -> None:
-    cache = remat.plan_cache(model(), budget="min", loss_fn=mse_loss)
+    cache = remat.rematerialize(model(), budget="min", loss_fn=mse_loss)
     with pytest.raises(CaptureError, match=r"model\(x, target=y\) at each step"):
         cache(X, X)

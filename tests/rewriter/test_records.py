@@ -157,9 +157,9 @@ def test_a_loss_reads_it_and_a_kept_plan_gives_it(tmp_path: Path) -> None:
 
 def test_caches_ranges_and_blocks_give_it() -> None:
     x = torch.randn(8, 16)
-    cache = remat.plan_cache(Model("plain"), budget="100%")
+    cache = remat.rematerialize(Model("plain"), budget="100%")
     assert all(isinstance(cache(torch.randn(n, 16)), Output) for n in (8, 5))
-    ranged = remat.plan_cache(
+    ranged = remat.rematerialize(
         Model("plain"), budget="100%", dynamic={"x": {0: ("rows", 4, 64)}}, check=False
     )
     assert all(isinstance(ranged(torch.randn(n, 16)), Output) for n in (8, 5, 64))
@@ -175,7 +175,7 @@ def test_caches_ranges_and_blocks_give_it() -> None:
             return Output(x.square().mean())
 
     model = Outer()
-    fast = remat.rematerialize_blocks(model, "blocks.*", (x,), budget="min")
+    fast = remat.rematerialize(model, (x,), blocks="blocks.*", budget="min")
     result = fast(x)
     assert isinstance(result, Output)
     result.loss.backward()

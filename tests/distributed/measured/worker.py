@@ -32,7 +32,7 @@ def main(folder: Path, steps: int) -> None:
     for name, host in (("kept", None), ("copied", "64MiB")):
         torch.manual_seed(0)
         layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)]
-        planned = remat.plan_cache(
+        planned = remat.rematerialize(
             nn.Sequential(*layers), budget="80%", host=host, group=dist.group.WORLD
         )
         model = DistributedDataParallel(planned, bucket_cap_mb=0.03)

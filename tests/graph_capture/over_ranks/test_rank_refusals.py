@@ -113,4 +113,4 @@ def test_dtensors_that_are_no_parameters_are_refused() -> None:
             remat.capture(model, args, dynamic={"x": {0: ("n", 2, 256)}})
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         with pytest.raises(CaptureError, match="cannot be updated during backward"):
-            remat.training_step(model, args, optimizer=optimizer, budget="75%")
+            remat.rematerialize(model, args, optimizer_in_backward=optimizer, budget="75%")

@@ -1,4 +1,4 @@
-"""`rematerialize_blocks(host=)`: eager's bits, the simulator's peak, and nothing left behind."""
+"""`rematerialize(blocks=, host=)`: eager's bits, the simulator's peak, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Planned:
     model, args = Stack(), (rows(),)
     with patched(REPLACED), pytest.MonkeyPatch.context() as patch:
         patch.setenv(HOST_FOLDER, str(folder))
-        made = remat.rematerialize_blocks(
-            model, "layers.*", args, budget="min", host="64MiB", check=False
+        made = remat.rematerialize(
+            model, args, blocks="layers.*", budget="min", host="64MiB", check=False
         )
     return Planned(model, made, args, folder)
 
@@ -87,10 +87,10 @@ def assert_as_planned(model: nn.Module, made: nn.Module, args: tuple[Tensor, ...
 def test_bits_are_eagers_and_the_peak_is_the_judges(budget: str) -> None:
     model, args = gpt()
     given: dict[str, Any] = {"budget": budget, "check": False}
-    made = remat.rematerialize_blocks(model, "blocks.*", args, host="64MiB", **given)
+    made = remat.rematerialize(model, args, blocks="blocks.*", host="64MiB", **given)
     assert sent(made) > 3
     assert_as_planned(model, made, args)
-    alone = block_plan(remat.rematerialize_blocks(model, "blocks.*", args, **given)).result
+    alone = block_plan(remat.rematerialize(model, args, blocks="blocks.*", **given)).result
     found = block_plan(made).result
     assert (found.peak_bytes, found.time_us) < (alone.peak_bytes, alone.time_us)
     assert block_plan(made).host_bytes > 0
@@ -100,11 +100,11 @@ def test_bits_are_eagers_and_the_peak_is_the_judges(budget: str) -> None:
 def test_the_host_is_shared_by_all_blocks_and_nvme_takes_the_rest(tmp_path: Path) -> None:
     model, args = gpt()
     given: dict[str, Any] = {"budget": "50%", "check": False}
-    made = remat.rematerialize_blocks(model, "blocks.*", args, host="100KiB", **given)
+    made = remat.rematerialize(model, args, blocks="blocks.*", host="100KiB", **given)
     assert 0 < block_plan(made).host_bytes <= 100 << 10
     assert_as_planned(model, made, args)
     nvme = f"{tmp_path}:64MiB"
-    lower = remat.rematerialize_blocks(model, "blocks.*", args, host="64KiB", nvme=nvme, **given)
+    lower = remat.rematerialize(model, args, blocks="blocks.*", host="64KiB", nvme=nvme, **given)
     assert sent(lower, "nvme")
     assert block_plan(lower).nvme_bytes > 0 < block_plan(lower).host_bytes <= 64 << 10
     assert_as_planned(model, lower, args)
@@ -113,8 +113,8 @@ def test_the_host_is_shared_by_all_blocks_and_nvme_takes_the_rest(tmp_path: Path
 
 def test_blocks_that_are_sharded_afterwards_are_planned_with_a_host() -> None:
     torch.manual_seed(0)
-    made = remat.rematerialize_blocks(
-        Stack(), "layers.*", (rows(),), budget="60%", host="64MiB",
+    made = remat.rematerialize(
+        Stack(), (rows(),), blocks="layers.*", budget="60%", host="64MiB",
         sharding=remat.Sharding("fsdp2", 2), check=True,
     )  # fmt: skip
     assert sent(made)
@@ -123,8 +123,8 @@ def test_blocks_that_are_sharded_afterwards_are_planned_with_a_host() -> None:
 def test_what_does_not_fit_names_the_least_budget_with_this_host(planned: Planned) -> None:
     least = block_plan(planned.made).result.peak_bytes
     with pytest.raises(BudgetError, match="the least that a schedule is known to reach") as caught:
-        remat.rematerialize_blocks(
-            planned.model, "layers.*", planned.args, budget=least // 2, host="64MiB"
+        remat.rematerialize(
+            planned.model, planned.args, blocks="layers.*", budget=least // 2, host="64MiB"
         )
     assert "\n" not in str(caught.value).strip()
 
@@ -136,14 +136,14 @@ def test_a_folder_without_room_for_all_blocks_is_refused(
     monkeypatch.setenv(HOST_FOLDER, str(tmp_path))
     whole_bytes, asked = block_plan(planned.made).host_bytes, list[int]()
     monkeypatch.setattr(Folder, "require_room", lambda _, size_bytes: asked.append(size_bytes))
-    again = remat.rematerialize_blocks(
-        planned.model, "layers.*", planned.args, budget="min", host="64MiB", check=False
+    again = remat.rematerialize(
+        planned.model, planned.args, blocks="layers.*", budget="min", host="64MiB", check=False
     )
     assert asked[0] == block_plan(again).host_bytes == whole_bytes == max(asked)
     monkeypatch.setenv(HOST_FOLDER, str(tmp_path / "missing"))
     with pytest.raises(FileError, match="missing is no folder: name one") as caught:
-        remat.rematerialize_blocks(
-            planned.model, "layers.*", planned.args, budget="min", host="64MiB", check=False
+        remat.rematerialize(
+            planned.model, planned.args, blocks="layers.*", budget="min", host="64MiB", check=False
         )
     assert "\n" not in str(caught.value)
 

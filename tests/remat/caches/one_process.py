@@ -9,7 +9,7 @@ from tests.remat.caches.counted import ROWS, counted, net, rows, stepped
 
 if __name__ == "__main__":
     model = net()
-    fast = remat.plan_cache(model, budget="70%", solver="cut")
+    fast = remat.rematerialize(model, budget="70%", solver="cut")
     with counted() as counts:
         found = [stepped(fast, model, rows(count)) for count in (ROWS, ROWS - 16)]
     losses = [float(step[0]) for step in found]

@@ -131,7 +131,7 @@ def test_a_second_cache_takes_the_plan_and_compares_its_first_step(planned: Path
     made: list[Any] = []
     for _ in range(2):
         model = net()
-        made.append(remat.plan_cache(model, budget="60%", solver="cut"))
+        made.append(remat.rematerialize(model, budget="60%", solver="cut"))
         with counted() as counts:
             require_eagers_step(made[-1], model, rows(ROWS))
         assert counts.solves == (1 if len(made) == 1 else 0)
@@ -147,13 +147,13 @@ def test_a_folder_that_cannot_be_written_is_told_of_once(
 ) -> None:
     planned.write_text("no folder")
     model = net()
-    fast = remat.plan_cache(model, budget="60%", solver="cut", check=False)
+    fast = remat.rematerialize(model, budget="60%", solver="cut", check=False)
     with pytest.warns(UserWarning, match="plans are not kept: .*REMAT_CACHE") as told:
         require_eagers_step(fast, model, rows(ROWS))
     assert sum("are not kept" in str(one.message) for one in told) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        again = remat.plan_cache(model, budget="60%", solver="cut", check=False)
+        again = remat.rematerialize(model, budget="60%", solver="cut", check=False)
         require_eagers_step(again, model, rows(ROWS))
 
 
@@ -163,7 +163,7 @@ def test_a_plan_in_chunks_is_taken_with_the_costs_of_its_chunks(planned: Path) -
     for _ in range(2):
         torch.manual_seed(0)
         head = nn.Sequential(nn.Embedding(WORDS, 16), nn.Linear(16, WORDS))
-        fast = remat.plan_cache(head, budget="50%", loss_fn=loss_of_tokens)
+        fast = remat.rematerialize(head, budget="50%", loss_fn=loss_of_tokens)
         with counted() as counts:
             fast(tokens, target=tokens).backward()
         (schedule,) = remat.plans_of(fast)

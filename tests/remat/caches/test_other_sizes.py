@@ -10,7 +10,6 @@ from torch import nn
 
 import remat
 from remat.budgets import unmodified
-from remat.caches.cached_plan import Wishes
 from remat.caches.known_plans import KnownPlans
 from remat.graph_capture.costs.op_costs import Sized
 from remat.graph_capture.errors import AuditError, ScheduleError
@@ -19,6 +18,7 @@ from remat.per_shape_plans import plans_of
 from remat.rewriter.checking.audit import Audit
 from remat.schedules.family import resized_schedule
 from remat.schedules.schedule import Schedule
+from remat.step_spec import StepSpec
 from tests.graph_capture.chunking.language_models import made
 from tests.remat.caches.counted import (
     ROWS,
@@ -56,7 +56,7 @@ def measured_peak(model: nn.Module, fast: Any, count: int) -> int:
 def test_another_size_takes_the_schedule_at_hand(budget: str) -> None:
     model = net()
     most_bytes = part_of_peak(model, ROWS, 0.6)
-    fast = remat.plan_cache(model, budget=most_bytes if budget == "bytes" else budget)
+    fast = remat.rematerialize(model, budget=most_bytes if budget == "bytes" else budget)
     with counted() as counts:
         require_eagers_step(fast, model, rows(ROWS))
         assert recomputes(fast)
@@ -78,7 +78,7 @@ def test_another_size_takes_the_schedule_at_hand(budget: str) -> None:
 def test_what_fits_runs_each_op_once_without_costs() -> None:
     model = net()
     most_bytes = part_of_peak(model, ROWS, 0.6)
-    fast = remat.plan_cache(model, budget=most_bytes)
+    fast = remat.rematerialize(model, budget=most_bytes)
     with counted() as counts:
         for count in (ROWS // 4, ROWS // 8):
             require_eagers_step(fast, model, rows(count))
@@ -93,7 +93,7 @@ def test_what_fits_runs_each_op_once_without_costs() -> None:
 
 def test_a_larger_batch_that_does_not_fit_is_planned() -> None:
     model = net()
-    fast = remat.plan_cache(model, budget=part_of_peak(model, 2 * ROWS, 0.7))
+    fast = remat.rematerialize(model, budget=part_of_peak(model, 2 * ROWS, 0.7))
     with counted() as counts:
         for count in (ROWS, 2 * ROWS):
             require_eagers_step(fast, model, rows(count))
@@ -132,7 +132,7 @@ def test_sizes_are_those_of_a_costed_graph() -> None:
 
 def test_a_step_of_another_structure_is_planned() -> None:
     model = net()
-    fast = remat.plan_cache(model, budget=part_of_peak(model, ROWS, 0.6))
+    fast = remat.rematerialize(model, budget=part_of_peak(model, ROWS, 0.6))
     with counted() as counts:
         require_eagers_step(fast, model, rows(ROWS))
         next(model.parameters()).requires_grad_(False)
@@ -153,15 +153,15 @@ def test_schedules_of_other_ops_are_not_carried() -> None:
 
 
 def test_what_shall_be_recomputed_is_where_all_would_fit() -> None:
-    fast = remat.plan_cache(net(), budget="1GiB", recompute="body.0")
+    fast = remat.rematerialize(net(), budget="1GiB", recompute="body.0")
     fast(rows(ROWS)).backward()
     assert recomputes(fast)
-    assert Wishes(None, None, None, "full", 60, (), (), None, True, {}).may_keep_all is False
+    assert not StepSpec(net(), solver="full").may_keep_all
 
 
 def test_chunks_are_taken_along_without_another_trace() -> None:
     model, (tokens, target) = made("with_bias")
-    fast = remat.plan_cache(model, budget="min", split="exact")
+    fast = remat.rematerialize(model, budget="min", split="exact")
     with counted() as counts:
         for count in (len(tokens), len(tokens) - 1):
             expected = stepped(lambda x: model(x, target[: len(x)]), model, tokens[:count])
@@ -184,7 +184,7 @@ def test_a_schedule_used_again_is_compared_once_by_outputs(
     options: dict[str, Any], compared: int | None, is_audited: bool
 ) -> None:
     model = net()
-    fast = remat.plan_cache(model, budget=part_of_peak(model, ROWS, 0.6), **options)
+    fast = remat.rematerialize(model, budget=part_of_peak(model, ROWS, 0.6), **options)
     fast(rows(ROWS))
     fast(rows(ROWS - 16))
     plan: Any = next(reversed(type(fast)._remat_plans.values()))
@@ -199,7 +199,7 @@ def test_a_schedule_that_gives_something_else_is_dropped_and_another_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = net()
-    fast = remat.plan_cache(model, budget=part_of_peak(model, ROWS, 0.6))
+    fast = remat.rematerialize(model, budget=part_of_peak(model, ROWS, 0.6))
     fast(rows(ROWS))
     with monkeypatch.context() as patch:
         patch.setattr(Audit, "differing", lambda *_: ("output",))

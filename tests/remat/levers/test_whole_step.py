@@ -27,7 +27,7 @@ GIVEN: dict[str, Any] = {
 
 def planned(model: nn.Module, **changed: Any) -> Any:
     asked = {"optimizer": torch.optim.AdamW(model.parameters()), **GIVEN, **changed}
-    return remat.training_step(model, (torch.zeros(8, 32),), **asked)
+    return remat.rematerialize(model, (torch.zeros(8, 32),), **asked)
 
 
 def test_a_whole_step_is_planned_and_judged() -> None:
@@ -79,7 +79,7 @@ def test_an_optimizer_that_is_not_known_is_refused() -> None:
 
 
 def test_a_cpu_runs_whole_steps_in_python_alone() -> None:
-    says = "run on a CPU, by remat.training_step in Python, and planned for devices of the table"
+    says = "run on a CPU, by remat.whole_step.training_step, and planned for devices of the table"
     with pytest.raises(DeviceError, match=says):
         StepRequest("cpu", 2, "adamw", host="1GiB")
     with pytest.raises(DeviceError, match="not for cuda:0: name one, or train here with"):

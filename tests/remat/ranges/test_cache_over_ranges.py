@@ -1,4 +1,4 @@
-"""`plan_cache(dynamic=...)`: one plan for a range that is learned, extended, or refused."""
+"""`rematerialize(dynamic=...)`: one plan for a range that is learned, extended, or refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rows(count: int, width: int = 32) -> tuple[Tensor, ...]:
 
 def cached(model: nn.Module, budget: Any = "100%", **options: Any) -> PlanCache:
     asked: dict[str, Any] = {"dynamic": "auto", "solver": "cut", "check": False}
-    return remat.plan_cache(model, budget=budget, **{**asked, **options})
+    return remat.rematerialize(model, budget=budget, **{**asked, **options})
 
 
 def planned_ranges(cache: PlanCache) -> list[str]:

@@ -45,21 +45,26 @@ def by_rematerialize(verbose: Any) -> None:
 
 
 def by_cache(verbose: Any) -> None:
-    cache = remat.plan_cache(layers(), budget="95%", **verbose)
+    cache = remat.rematerialize(layers(), budget="95%", **verbose)
     step_of(cache, torch.randn(64, 32))
     step_of(cache, torch.randn(64, 32))  # by the same plan: nothing more is said
 
 
 def by_blocks(verbose: Any) -> None:
     x = torch.randn(64, 32)
-    remat.rematerialize_blocks(layers(), "*", (x,), budget="1MiB", **verbose)
+    remat.rematerialize(layers(), (x,), blocks="*", budget="1MiB", **verbose)
 
 
 def by_update_in_backward(verbose: Any) -> None:
     model, x = layers(), torch.randn(64, 32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    remat.training_step(
-        model, (x,), loss_fn=lambda out: out.sum(), optimizer=optimizer, budget="1MiB", **verbose
+    remat.rematerialize(
+        model,
+        (x,),
+        loss_fn=lambda out: out.sum(),
+        optimizer_in_backward=optimizer,
+        budget="1MiB",
+        **verbose,
     )
 
 
@@ -70,9 +75,9 @@ def by_range(verbose: Any) -> None:
 
 MADE_BY = {
     "rematerialize": by_rematerialize,
-    "plan_cache": by_cache,
+    "no batch": by_cache,
     "blocks": by_blocks,
-    "training_step": by_update_in_backward,
+    "update in backward": by_update_in_backward,
     "range": by_range,
 }
 
@@ -84,13 +89,13 @@ def test_the_log_has_each_stage_and_what_came_of_it(
     with caplog.at_level(logging.INFO, logger="remat"):
         MADE_BY[way]({})
     said = [one.getMessage() for one in caplog.records if one.name == "remat"]
-    budget = "95%" if way == "plan_cache" else "1MiB"
+    budget = "95%" if way == "no batch" else "1MiB"
     for stage in ("tracing Sequential", "timing ops", f"solving for {budget}", "comparing a step"):
         assert sum(line.startswith(stage) for line in said) == 1, (stage, said)
     lines = [line for line in said if line.startswith("remat: ")]
     assert len(lines) == 1
     assert lines == said[-1:]
-    if way in ("rematerialize", "plan_cache"):
+    if way in ("rematerialize", "no batch"):
         assert LINE.fullmatch(lines[0]), lines
 
 
@@ -109,7 +114,7 @@ def test_nothing_is_said_where_that_is_asked_for(
 def test_a_batch_of_another_size_says_that_nothing_is_solved(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    cache = remat.plan_cache(layers(), budget="95%")
+    cache = remat.rematerialize(layers(), budget="95%")
     step_of(cache, torch.randn(64, 32))
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="remat"):
@@ -162,7 +167,7 @@ def test_what_a_model_prints_goes_where_it_went(
 
 def test_a_wrong_value_is_told_when_the_model_is_wrapped() -> None:
     with pytest.raises(remat.RematError, match="verbose='yes' is unknown: give True or False"):
-        remat.plan_cache(layers(), budget="1MiB", verbose="yes")
+        remat.rematerialize(layers(), budget="1MiB", verbose="yes")
 
 
 def test_the_clock_counts_from_the_beginning_and_the_bar_does_not_run_back(

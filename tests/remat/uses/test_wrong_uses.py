@@ -144,7 +144,7 @@ def planned_otherwise_before(plan: Planning) -> None:
 
 def blocks_planned_twice(plan: Planning) -> None:
     def of_blocks(model: nn.Module) -> nn.Module:
-        return remat.rematerialize_blocks(model, "body.[02]", (rows(),), budget="100%")
+        return remat.rematerialize(model, (rows(),), blocks="body.[02]", budget="100%")
 
     model = net()
     whole(of_blocks(of_blocks(model)))
@@ -155,7 +155,7 @@ def blocks_planned_twice(plan: Planning) -> None:
 
 def blocks_in_eval(_: Planning) -> None:
     whole(
-        remat.rematerialize_blocks(net(), "body.[02]", (rows(),), budget="100%", check=False).eval()
+        remat.rematerialize(net(), (rows(),), blocks="body.[02]", budget="100%", check=False).eval()
     )
 
 
@@ -328,7 +328,7 @@ def test_a_cache_follows_another_forward_of_the_original(name: str) -> None:
 
 CAUSES = {
     "eval mode": r"^call train\(\) on Net before a training step: it is in eval mode",
-    "Lightning": r"^plan the module that training_step calls, as in self\.model = remat\.plan",
+    "Lightning": r"^plan the module that training_step calls, as in self\.model = remat\.",
     "parts called directly": r"^call the planned Net itself.*body of it was used",
     "a partial in place of forward": r"^replace the forward of Net before.*let doubled call",
 }
@@ -344,7 +344,7 @@ TEXTS: dict[str, tuple[Planning, str]] = {
     "DDP": (
         DistributedDataParallel,
         r"^the model is wrapped by DistributedDataParallel: plan .*"
-        r"DistributedDataParallel\(remat\.plan_cache\(model, \.\.\.\)\)",
+        r"DistributedDataParallel\(remat\.rematerialize\(model, \.\.\.\)\)",
     ),
     "FSDP1": (fsdp1, r"FullyShardedDataParallel: .*fully_shard"),
     "a planned part": (

@@ -184,7 +184,7 @@ def test_a_difference_is_an_error_that_says_what_to_do() -> None:
 
 def test_a_cache_plans_anew_after_it() -> None:
     model, x = Scaled(), torch.randn(4, 4)
-    module = remat.plan_cache(model, budget="100%")
+    module = remat.rematerialize(model, budget="100%")
     trained(module, (x,), 2)
     assert repr(module.audit) == "Audit(1 of 2 steps of Scaled were compared)"
     model.scale.set(2)
@@ -204,7 +204,7 @@ def test_audits_can_be_left_out() -> None:
         remat.rematerialize(
             Scaled(), (x,), budget="100%", audit=False, dynamic={"x": {0: ("batch", 2, 8)}}
         ),
-        remat.plan_cache(Scaled(), budget="100%", audit=False),
+        remat.rematerialize(Scaled(), budget="100%", audit=False),
     ]
     for module in (*made, *map(copy.deepcopy, made[:1])):
         trained(module, (x,), 1)
@@ -246,7 +246,7 @@ def test_each_member_of_a_range_is_audited() -> None:
 
 def test_so_is_each_block() -> None:
     blocks = nn.Sequential(Block(), Block())
-    module = remat.rematerialize_blocks(blocks, "*", (torch.randn(4, 4),), budget="100%")
+    module = remat.rematerialize(blocks, (torch.randn(4, 4),), blocks="*", budget="100%")
     trained(module, (torch.randn(4, 4),), 3)
     blocks[1].scale.set(2)
     with pytest.raises(AuditError, match="plan Block as it is now"):

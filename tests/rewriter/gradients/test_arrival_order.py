@@ -71,7 +71,7 @@ def planned(request: pytest.FixtureRequest) -> nn.Module:
     model, x = Stack(), batch()
     if request.param == "whole":
         return remat.rematerialize(model, (x,), budget="80%", solver="cut", check=False)
-    return remat.rematerialize_blocks(model, "layers.*", (x,), budget="80%", check=False)
+    return remat.rematerialize(model, (x,), blocks="layers.*", budget="80%", check=False)
 
 
 def is_asked_for(module: nn.Module, n_ranks: int, *, rebuilt: bool = False, **how: Any) -> bool:

@@ -21,8 +21,8 @@ from tests.models import make
 def planned() -> tuple[nn.Module, SGD, tuple[Any, ...]]:
     model, args, *_ = make("plain")
     own = SGD(model.parameters(), lr=1e-2)
-    fast = remat.training_step(
-        model, args, optimizer=own, budget="100%", check=False, solver="store_all"
+    fast = remat.rematerialize(
+        model, args, optimizer_in_backward=own, budget="100%", check=False, solver="store_all"
     )
     return fast, own, args
 

@@ -86,7 +86,9 @@ def test_parameters_are_updated_during_a_backward_whose_mlps_run_in_chunks() -> 
     model, args = made("gelu", n_blocks=2)
     eager = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    fast = remat.training_step(model, args, optimizer=optimizer, budget="min", split="exact")
+    fast = remat.rematerialize(
+        model, args, optimizer_in_backward=optimizer, budget="min", split="exact"
+    )
     assert fast.schedule.chunks
     assert fast.schedule.updates
     of_eager = torch.optim.AdamW(eager.parameters(), lr=1e-2)

@@ -88,7 +88,7 @@ def test_a_cache_is_exact_for_one_tensor_and_for_two(kind: str) -> None:
     function, one, two = KINDS[kind]
     for batches in ((one, two, one), (two, one, two)):
         model = Net(function)
-        fast: Any = remat.plan_cache(model, **OPTIONS)
+        fast: Any = remat.rematerialize(model, **OPTIONS)
         assert all(is_exact(fast, model, batch) for batch in batches)
         assert len(remat.plans_of(fast)) == (1 if kind == "read" else 2)
 
@@ -132,7 +132,7 @@ def test_attention_over_one_tensor_takes_eagers_way() -> None:
         return one_tensor()[0], one_tensor()[0]
 
     model = Attending()
-    fast: Any = remat.plan_cache(model, **OPTIONS)
+    fast: Any = remat.rematerialize(model, **OPTIONS)
     assert is_exact(fast, model, one_tensor)
     assert is_exact(fast, model, two_tensors)
 

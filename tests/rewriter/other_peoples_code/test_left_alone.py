@@ -28,7 +28,7 @@ def test_a_cached_function_keeps_no_tensor_of_the_trace() -> None:
 
 def test_the_check_leaves_what_is_upstream_alone() -> None:
     first, second, x = Base().linear, Base().linear, batch()
-    cache = remat.plan_cache(second, budget="100%", solver="store_all")
+    cache = remat.rematerialize(second, budget="100%", solver="store_all")
     out = cache(first(x))
     assert first.weight.grad is None
     out.sum().backward()

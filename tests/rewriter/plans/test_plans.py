@@ -260,7 +260,7 @@ def test_another_class_and_a_rewritten_module_are_refused(
 
 def test_of_a_cache_it_is_the_plan_that_was_used_last() -> None:
     model, x = Exported(), torch.randn(16, 8)
-    cache = remat.plan_cache(model, budget="100%", solver="cut", check=False)
+    cache = remat.rematerialize(model, budget="100%", solver="cut", check=False)
     with pytest.raises(PlanError, match="has made no plan yet: train a step first"):
         plan_of(cache)
     for rows in (16, 8, 16):

@@ -134,7 +134,7 @@ def test_a_model_whose_values_have_other_sizes_is_refused(
 
 def test_the_plan_of_a_cache_is_that_of_the_range_it_used_last() -> None:
     sized = SIZED["experts"]()
-    cache = remat.plan_cache(
+    cache = remat.rematerialize(
         sized.model, budget="100%", solver="cut", check=False, upto={"x": {0: 40}}
     )
     cache(*sized.batch(tokens=8))

@@ -219,8 +219,8 @@ def test_a_parameter_of_a_block_and_of_what_is_outside_is_refused() -> None:
 def test_a_plan_that_updates_in_backward_is_refused() -> None:
     model = made("mlp")
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    step: Any = remat.training_step(
-        model, (x_of(0),), optimizer=sgd, loss_fn=lambda y: y.sum(), budget="100%"
+    step: Any = remat.rematerialize(
+        model, (x_of(0),), optimizer_in_backward=sgd, loss_fn=lambda y: y.sum(), budget="100%"
     )
     assert "updates parameters in backward" in refused(step)
 

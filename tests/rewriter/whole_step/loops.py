@@ -54,7 +54,7 @@ class Training:
     def planned(self, **asked: Any) -> WholeStep:
         """The whole step of this training."""
         args, target = self.calls[0]
-        step = remat.training_step(
+        step = remat.whole_step.training_step(
             self.model, args, optimizer=self.optimizer, microbatches=self.count,
             loss_fn=self.loss_fn, target=target, **asked,
         )  # fmt: skip
