@@ -144,11 +144,9 @@ class _Order:
         is_first = op.name not in self.computed
         if not (is_first or may_run_twice(op, self.asked)) and (op.no_recompute or op.updates):
             _refuse(i, f"op {op.name} must not run twice: {op.no_recompute or 'it updates'}")
-        for value in op.inputs if self.updated else ():
-            if value in self.updated:
-                _refuse(
-                    i, f"op {op.name} reads {value}, which op {self.updated[value]} has updated"
-                )
+        for name in op.inputs if self.updated else ():
+            if name in self.updated:
+                _refuse(i, f"op {op.name} reads {name}, which op {self.updated[name]} has updated")
         if op.phase == "backward" and self.forward_left:
             _refuse(i, f"backward op {op.name} runs before forward ends")
         if is_first:
