@@ -6,7 +6,7 @@ import functools
 import itertools
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, SupportsIndex
 
 import torch
@@ -88,7 +88,8 @@ _MAX_PLANS = 16
 _OFTEN = 3
 """Plans for one signature, beyond which it is said what keeps changing."""
 _numbers = itertools.count()
-_PLANNED_LATER = {"args", "kwargs", "target", "float_inputs"}
+_OF_A_BATCH = {"args", "kwargs", "target", "float_inputs"}
+_WITH_A_BATCH = {"blocks": "blocks are", "optimizer_in_backward": "updates in backward are"}
 
 
 class PlanCache(SharedState, nn.Module):
@@ -329,10 +330,7 @@ def plan_cache(
     refuse_wrappers(model)
     if is_sharded_by_fsdp(model):
         raise CaptureError(distributed_message(next(iter(dict(model.named_parameters())), "")))
-    if given := _PLANNED_LATER.intersection(options):
-        raise TypeError(
-            f"without a batch there is no {', '.join(sorted(given))}: batches come with calls"
-        )
+    _require_no_batch_is_needed(options)
     spec = StepSpec.of({"model": model, "budget": budget, "loss_fn": loss_fn, **options})
     _require_readable(spec)
     if dynamic is not None or upto is not None:
@@ -344,6 +342,19 @@ def plan_cache(
         raise SolverError(f"max_plans must be 1 or more, not {max_plans!r}")
     sizes = None if dynamic is None else (dynamic, upto)
     return _make_cache(model, loss_fn, max_plans, {"budget": budget, **options}, sizes)
+
+
+def _require_no_batch_is_needed(options: Mapping[str, Any]) -> None:
+    if given := _OF_A_BATCH.intersection(options):
+        raise TypeError(
+            f"without a batch there is no {', '.join(sorted(given))}: batches come with calls"
+        )
+    for name, what in _WITH_A_BATCH.items():
+        if name in options:
+            raise CaptureError(
+                f"{what} planned with a batch: give args, as in remat.rematerialize(model, (x,), "
+                f"{name}=..., budget=...)"
+            )
 
 
 def _require_readable(spec: StepSpec) -> None:

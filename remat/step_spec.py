@@ -93,7 +93,7 @@ class StepSpec:
     @property
     def asked(self) -> dict[str, bool]:
         """By option, whether something else than its default is asked for."""
-        found = {one.name: bool(getattr(self, one.name)) for one in dataclasses.fields(self)}
+        found = {name: bool(getattr(self, name)) for name in _FIELDS - _STEP}
         found["sharding"] = self.sharding.kind != "none"
         found["split"] = self.split not in (None, "none")
         found["solver"] = self.solver != "auto"
@@ -151,6 +151,8 @@ class StepSpec:
 
 
 _FIELDS = {one.name for one in dataclasses.fields(StepSpec)}
+_STEP = {"model", "args", "kwargs", "loss_fn", "target", "budget"}
+"""What is always asked, or no option."""
 _OBJECTS = ("host", "nvme", "group", "optimizer_in_backward", "blocks")
 """Options that are asked for by anything but None, 0 bytes too."""
 _DEFAULTS = {

@@ -147,7 +147,7 @@ def test_of_more_plans_than_allowed_the_oldest_is_given_up_and_it_is_said() -> N
         ({"budget": "8 gigs"}, BudgetError, "8 gigs"),
         ({"max_plans": 0}, SolverError, "max_plans must be 1 or more, not 0"),
         ({"max_plans": "2"}, SolverError, "max_plans must be 1 or more, not '2'"),
-        ({"args": ()}, TypeError, "takes no args"),
+        ({"target": 1}, TypeError, "without a batch there is no target"),
         ({"dynamic": True}, CaptureError, "dynamic=True is unknown: give 'auto', or sizes"),
         ({"dynamic": {"tokens": 1}}, CaptureError, "dynamic of 'tokens' is 1: give"),
         ({"dynamic": {"tokens": {-1: "n"}}}, CaptureError, "names dimension -1 of 'tokens'"),

@@ -94,7 +94,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[RematError], str]] = {
     ),
     "a batch in place of the blocks": (
         lambda: remat.rematerialize(model(), blocks=(X,), budget="min"),  # type: ignore[arg-type]
-        CaptureError, "not by a tuple: give it first, and the batch after it",
+        CaptureError, r"blocks are planned with a batch: give args, as in remat\.rematerialize\(",
     ),
     "seconds as a text": (
         lambda: remat.solve(graph(), "60%", time_limit_s="5"),  # type: ignore[call-overload]

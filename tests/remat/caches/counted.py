@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import remat.solver as solvers
-from remat.caches import cached_plan
+from remat import step_planner
 from remat.graph_capture.costs import op_costs
 
 WIDTH, ROWS = 64, 512
@@ -65,7 +65,7 @@ def counted() -> Iterator[Counts]:
         return called
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cached_plan, "trace", counting("traces", cached_plan.trace))
+        patch.setattr(step_planner, "trace", counting("traces", step_planner.trace))
         patch.setattr(op_costs, "measure_costs", counting("costs", op_costs.measure_costs))
         patch.setattr(solvers, "solve_within", counting("solves", solvers.solve_within))
         yield counts
