@@ -27,7 +27,7 @@ GIVEN: dict[str, Any] = {
 
 def planned(model: nn.Module, **changed: Any) -> Any:
     asked = {"optimizer": torch.optim.AdamW(model.parameters()), **GIVEN, **changed}
-    return remat.rematerialize(model, (torch.zeros(8, 32),), **asked)
+    return remat.whole_step.training_step(model, (torch.zeros(8, 32),), **asked)
 
 
 def test_a_whole_step_is_planned_and_judged() -> None:

@@ -24,7 +24,7 @@ def asked(model: nn.Module, **changed: Any) -> Any:
         "optimizer": torch.optim.AdamW(model.parameters()), "budget": "1GiB", "microbatches": 2,
         "loss_fn": nn.functional.mse_loss, "target": torch.zeros(8, 32), "host": "64MiB",
     }  # fmt: skip
-    return remat.rematerialize(model, (torch.zeros(8, 32),), **{**given, **changed})
+    return remat.whole_step.training_step(model, (torch.zeros(8, 32),), **{**given, **changed})
 
 
 def test_a_cpu_gets_a_step_that_runs() -> None:
