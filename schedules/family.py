@@ -14,11 +14,10 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from remat.formats import bytes_text, percent_text
 from remat.graph_capture.errors import ScheduleError
-from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.graph import Ints, TrainingGraph
 from remat.graph_capture.sizes.ranged_graph import PartBytes, RangedGraph
 from remat.graph_capture.sizes.symbols import (
     Sizes,
@@ -313,9 +312,6 @@ def _peak_bytes(graph: RangedGraph, schedule: Schedule, sizes: dict[str, int]) -
 # Which values are live at which step does not depend on their sizes. So the steps are read once,
 # and the peak for other sizes is a sum along them. `simulate` decides: what a search finds by
 # these books is judged by it before it is used.
-
-
-Ints = NDArray[np.int64]
 
 
 class FastPeak:

@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from remat.graph_capture.joint.nodes import aten
+
 # A linear layer and its cross-entropy loss: their numbers, and logits by rows or by classes.
 
 
@@ -145,9 +147,6 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 # The gradient of a head's logits, by blocks of rows and by blocks of classes, to eager's bits.
-
-
-aten = torch.ops.aten
 
 
 class _OfLoss(NamedTuple):

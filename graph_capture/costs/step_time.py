@@ -37,8 +37,8 @@ from remat.graph_capture.devices.meter import LoadAwareTimer, Meter, have_agreed
 from remat.graph_capture.distributed.collectives import without_other_ranks
 from remat.graph_capture.distributed.fake_group import run_locally
 from remat.graph_capture.errors import BudgetError
-from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.joint.build import TANGENTS, Joint
+from remat.graph_capture.graph import TANGENTS, TrainingGraph
+from remat.graph_capture.joint.build import Joint
 from remat.graph_capture.joint.nodes import copy_of, is_getitem
 
 # What it costs to keep results for backward, beside dropping them.

@@ -25,10 +25,7 @@ import torch
 from torch import Tensor, fx
 from torch._prims_common import make_contiguous_strides_for, suggest_memory_format
 
-from remat.graph_capture.joint.nodes import erase_unread
-
-aten = torch.ops.aten
-
+from remat.graph_capture.joint.nodes import aten, erase_unread
 
 _dropout_library = torch.library.Library("remat", "DEF")
 _dropout_library.define(

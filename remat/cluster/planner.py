@@ -53,6 +53,7 @@ from remat.cluster.stages import (
     stage_parameters,
     stage_table,
 )
+from remat.graph_capture.graph import Floats
 
 # Where to cut a chain of blocks into the stages of a 1F1B pipeline.
 #
@@ -65,9 +66,6 @@ from remat.cluster.stages import (
 # https://arxiv.org/abs/2201.12023), whose inner program this is for one chain. Optimal. For each
 # candidate M of max t, from the least feasible up, a program over (stage, blocks so far) gives the
 # least sum with t ≤ M. It ends when M alone, with the least sum of all, is no better.
-
-
-Floats = npt.NDArray[np.float64]
 
 
 class _Borders(NamedTuple):

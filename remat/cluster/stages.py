@@ -31,6 +31,7 @@ from remat.cluster.pipeline_replay import (
     SAVED_ACTIVATIONS,
     STATES,
 )
+from remat.graph_capture.graph import Floats
 
 # What a stage holds beside activations, by holder: states and buffers of its border.
 #
@@ -169,9 +170,6 @@ def flights(
         _Flight(opened / virtual_stages, waiting / virtual_stages),
         _Flight((opened - 1) / virtual_stages, (waiting + 1) / virtual_stages),
     )
-
-
-Floats = npt.NDArray[np.float64]
 
 
 class StagePlan(msgspec.Struct, frozen=True):

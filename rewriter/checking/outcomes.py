@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.devices.meter import Run
 from remat.graph_capture.distributed.dtensors import dtensor_layout, is_distributed, local_part
+from remat.graph_capture.graph import FLOAT32_BYTES
 from remat.graph_capture.joint.nodes import bits_of
 from remat.graph_capture.python_state.state_guards import PythonState
 from remat.graph_capture.python_state.tensor_attributes import with_attributes_of
@@ -366,7 +367,6 @@ def _kept(leaf: Any, copy: bool) -> Any:
 SPLIT_FLOAT32, SPLIT_HALF = 1e-5, 2e-2
 """For chunks whose sums have another order: how far a result may be from eager's, as a part of its
 norm. The first is for steps in float32, the second where 16 bits are in use."""
-FLOAT32_BYTES = 4
 
 
 Rounding = Literal["", "inductor", "chunks"]

@@ -15,10 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from remat.graph_capture.graph import Floats, Ints
 from remat.solver.layout.boxes import (
     Boxes,
-    Floats,
-    Ints,
     Sections,
     compiled,
     loops_or_arrays,

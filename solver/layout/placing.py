@@ -20,9 +20,9 @@ from typing import NamedTuple
 import numpy as np
 
 from remat.graph_capture.errors import LayoutError
-from remat.graph_capture.graph import MOST_BYTES
+from remat.graph_capture.graph import MOST_BYTES, Ints
 from remat.schedules.layout import Buffers, Layout, check_alignment, check_layout
-from remat.solver.layout.boxes import IS_COMPILED, MOST_OVERLAPS, Boxes, Ints, Mask, overlaps_in
+from remat.solver.layout.boxes import IS_COMPILED, MOST_OVERLAPS, Boxes, Mask, overlaps_in
 from remat.solver.layout.canonical import FAILED, FOUND, CanonicalSearch, Preorder
 from remat.solver.layout.greedy import NO_CEILING, box_orders, greedy, place_in_order, placements_of
 from remat.solver.layout.improvement import guided_ejection, insertion_annealing

@@ -34,7 +34,8 @@ from remat.graph_capture.graph import Link, Links, Tier, TrainingGraph
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 from remat.schedules.simulate import simulate
 from remat.schedules.simulation import Simulation
-from remat.solver.offload.fetch_as_recompute import Bytes, OffDeviceSpan, UntimedSchedule
+from remat.solver.offload.fetch_as_recompute import OffDeviceSpan, UntimedSchedule
+from remat.solver.state import Bytes
 
 # Where a hosted value leaves the device and where its copy back begins, given a clock.
 #

@@ -13,14 +13,11 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from remat.graph_capture.graph import Links, TrainingGraph
 from remat.schedules.schedule import Compute, Step
 from remat.solver.problem import Problem
-from remat.solver.state import State, steps_of_stages
-
-Bytes = npt.NDArray[np.int64]
+from remat.solver.state import Bytes, State, steps_of_stages
 
 
 class UntimedStep(NamedTuple):

@@ -11,8 +11,8 @@ from remat.graph_capture.graph import Links, TrainingGraph
 from remat.schedules.schedule import Free, Schedule, Step
 from remat.schedules.simulate import simulate
 from remat.schedules.simulation import Simulation
-from tests.schedules.judge.longest_path import LongestPath
-from tests.schedules.judge.moving_walks import MovingWalk, moving_graph
+from tests.schedules.simulator.longest_path import LongestPath
+from tests.schedules.simulator.moving_walks import MovingWalk, moving_graph
 
 SEEDS = [range(250), pytest.param(range(250, 3250), marks=pytest.mark.slow)]
 

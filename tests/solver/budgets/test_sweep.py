@@ -14,11 +14,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from remat.formats import GIB
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver import Result, solve_within
 from remat.solver.budgets import sweep as sweeping
-from remat.solver.budgets.front import GIB, Front
+from remat.solver.budgets.front import Front
 from remat.solver.budgets.sweep import (
     least_peak,
     merge_results,
