@@ -93,7 +93,7 @@ def _masked_apart(op: Op, values: dict[str, Value]) -> Iterator[Op]:
     )  # fmt: skip
 
 
-EAGER_SIZES = "room as eager takes it"
+_EAGER_SIZES = "room as eager takes it"
 """Among the inputs of a graph whose sizes are those of `baseline_graph`."""
 
 
@@ -128,7 +128,7 @@ def with_eager_writes(eager: TrainingGraph) -> TrainingGraph:
         return eager
     # Another hash, so that no schedule is replayed on the sizes of the other graph.
     return msgspec.structs.replace(
-        eager, ops=ops, values=tuple(values.values()), inputs=(*eager.inputs, EAGER_SIZES)
+        eager, ops=ops, values=tuple(values.values()), inputs=(*eager.inputs, _EAGER_SIZES)
     )
 
 

@@ -167,7 +167,7 @@ def sizes_text(sizes: Sizes) -> str:
 # than what some size needs: branch and bound (Land and Doig 1960, https://doi.org/10.2307/1910129).
 
 
-MOST_SIMULATED = 512
+_MOST_SIMULATED = 512
 """Sizes, or parts of a range, at which a schedule is judged where the largest do not bound all."""
 _SHAPE = re.compile(r"\[[\d, ]*\]")
 
@@ -256,7 +256,7 @@ def peak_over(
     if graph.rising:
         top = corner(symbols, "high")
         return RangePeak(_peak_bytes(graph, schedule, top), top, "largest sizes", number)
-    if number > MOST_SIMULATED:
+    if number > _MOST_SIMULATED:
         return _by_parts(graph, schedule, symbols)
     found = ((_peak_bytes(graph, schedule, sizes), sizes) for sizes in points(symbols))
     peak_bytes, sizes = max(found, key=lambda one: one[0])
@@ -268,7 +268,7 @@ def _by_parts(graph: RangedGraph, schedule: Schedule, symbols: tuple[Symbol, ...
     number = number_of_points(symbols)
     best, best_sizes = 0, corner(symbols, "high")
     heap = [(-_bound_bytes(graph, schedule, symbols), 0, symbols)]
-    for n in range(1, MOST_SIMULATED):
+    for n in range(1, _MOST_SIMULATED):
         bound, _, part = heapq.heappop(heap)
         top = corner(part, "high")
         peak_bytes = _peak_bytes(graph, schedule, top)
@@ -281,8 +281,8 @@ def _by_parts(graph: RangedGraph, schedule: Schedule, symbols: tuple[Symbol, ...
     falls = next(iter(graph.not_rising()))
     raise ScheduleError(
         f"the bytes of {falls} may fall where a size grows, so that the largest sizes do not bound "
-        f"the range, and {MOST_SIMULATED} parts of its {number} sizes do not settle it: capture at "
-        f"most {MOST_SIMULATED} sizes, or multiples: (name, least, largest, multiple)"
+        f"the range, and {_MOST_SIMULATED} parts of its {number} sizes do not settle it: capture "
+        f"at most {_MOST_SIMULATED} sizes, or multiples: (name, least, largest, multiple)"
     )
 
 

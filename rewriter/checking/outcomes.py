@@ -364,7 +364,7 @@ def _kept(leaf: Any, copy: bool) -> Any:
 # How far from eager's the results of a rewritten module may be: by default not at all.
 
 
-SPLIT_FLOAT32, SPLIT_HALF = 1e-5, 2e-2
+SPLIT_FLOAT32, _SPLIT_HALF = 1e-5, 2e-2
 """For chunks whose sums have another order: how far a result may be from eager's, as a part of its
 norm. The first is for steps in float32, the second where 16 bits are in use."""
 
@@ -390,4 +390,4 @@ def tolerance_of(module: nn.Module) -> float:
         return _TOLERANCE if rounding else 0.0
     is_half = any(is_on for _, is_on, _ in kind._remat_guards.recipe.autocast)  # pyright: ignore
     is_half |= any(parameter.itemsize < FLOAT32_BYTES for parameter in module.parameters())
-    return SPLIT_HALF if is_half else SPLIT_FLOAT32
+    return _SPLIT_HALF if is_half else SPLIT_FLOAT32
