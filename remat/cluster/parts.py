@@ -221,7 +221,7 @@ def schedule_of_option(graph: TrainingGraph, option: PartOption) -> Schedule:
 # no more than so many steps of a grid. Sizes are rounded up to the grid, so what a table allows
 # fits. Cost: blocks x options x slots for each distinct need, in vector operations.
 # Optimal on the grid: never below the optimum, and never above that of a room which is smaller by a
-# step of the grid for each block and microbatch in flight (`tests/solver/cluster`).
+# step of the grid for each block and microbatch in flight (`tests/remat/cluster`).
 
 
 _SLOTS = 2048
