@@ -123,8 +123,8 @@ def _border_buffers(
 # Sources: PipeDream-Flush, called 1F1B (Narayanan et al. 2021, https://arxiv.org/abs/2006.09503),
 # its interleaved form with several virtual stages a rank (Narayanan et al. 2021,
 # https://arxiv.org/abs/2104.04473), and that with gradients of weights apart, ZB1P (Qi et al. 2023,
-# https://arxiv.org/abs/2401.10241). `tests/remat/cluster` replays torch's own action lists and finds
-# the same counts.
+# https://arxiv.org/abs/2401.10241). `tests/remat/cluster` replays torch's own action lists and
+# finds the same counts.
 
 
 class _Flight(NamedTuple):
