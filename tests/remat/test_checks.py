@@ -13,9 +13,8 @@ from torch import Tensor, nn
 import remat
 from remat.checks import cause_text, failures
 from remat.graph_capture.errors import RewriteError
-from remat.rewriter.checking import check as checking
+from remat.rewriter.checking import check
 from remat.rewriter.inductor import compiler
-from remat.rewriter.inductor import compiler as decomposed
 
 WIDTH = 8
 
@@ -77,11 +76,11 @@ def test_what_eager_does_not_repeat_is_said_to_be_so() -> None:
     assert "Pass it as an argument" in said
 
 
-def found_with(**changes: object) -> checking.Check:
+def found_with(**changes: object) -> check.Check:
     equal = dict.fromkeys(("outputs_equal", "gradients_equal", "buffers_equal", "rng_equal"), True)
     figures = dict.fromkeys(("baseline_peak_bytes", "plan_peak_bytes"), 1000)
     times = {"baseline_step_us": 1.0, "plan_step_us": 1.0, "gradients": 1, "gradients_total": 1}
-    return checking.Check(**{**equal, **figures, **times, **changes})  # type: ignore[arg-type]
+    return check.Check(**{**equal, **figures, **times, **changes})  # type: ignore[arg-type]
 
 
 def test_each_cause_has_its_own_way_out() -> None:
@@ -104,13 +103,13 @@ def test_each_cause_has_its_own_way_out() -> None:
 def test_a_peak_above_the_budget_says_by_how_much_and_what_to_ask_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    honest = checking.check
+    honest = check.check
 
-    def larger(*given: object, **options: object) -> checking.Check:
+    def larger(*given: object, **options: object) -> check.Check:
         found = honest(*given, **options)  # pyright: ignore
         return msgspec.structs.replace(found, plan_peak_bytes=found.plan_peak_bytes + 1024)
 
-    monkeypatch.setattr(checking, "check", larger)
+    monkeypatch.setattr(check, "check", larger)
     model, x = Net(nn.Tanh()), torch.randn(4, WIDTH)
     with pytest.raises(RewriteError, match=r"Something in the step takes 1\.0 KiB that the trace"):
         remat.rematerialize(model, (x,), budget="100%", solver="store_all", check=True)
@@ -125,7 +124,7 @@ def test_refusals_of_inductors_code_name_the_way_out(monkeypatch: pytest.MonkeyP
                 remat.rematerialize(model, (x,), budget="100%", compile=True, check=False)
         return str(raised.value)
 
-    writes = refused(lambda p: p.setattr(decomposed, "mutates", lambda _: True))
+    writes = refused(lambda p: p.setattr(compiler, "mutates", lambda _: True))
     assert "Inductor decomposes linear (tests/remat/test_checks.py:" in writes
     assert "Leave out compile=True" in writes
     inputs = refused(lambda p: p.setattr(compiler, "_lift_constants", lambda gm: (torch.ones(1),)))

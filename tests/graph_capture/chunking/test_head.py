@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from remat.graph_capture.capture_api import capture
-from remat.graph_capture.chunking import same_bits as kept_bits
+from remat.graph_capture.chunking import same_bits
 from remat.graph_capture.chunking.regions import find_regions
 from remat.graph_capture.chunking.same_bits import matches_eager_bitwise
 from remat.graph_capture.graph import TrainingGraph
@@ -112,7 +112,7 @@ def test_sums_that_16_bits_hide_are_made_by_whole_rows() -> None:
 
 
 def test_what_gives_other_bits_is_no_exact_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_bits, "matches_eager_bitwise", lambda _: False)
+    monkeypatch.setattr(same_bits, "matches_eager_bitwise", lambda _: False)
     model = LanguageModel(plain, dtype=torch.bfloat16)
     with pytest.warns(UserWarning, match=r"\(LanguageModel\) stays whole: in chunks, kernels give"):
         assert capture(model, batch(rows=3), split="exact").regions == ()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from remat.graph_capture.capture_api import capture
-from remat.graph_capture.chunking import mlp as activations
+from remat.graph_capture.chunking import mlp
 from remat.graph_capture.chunking.mlp import ACTIVATIONS, Mlp, find_mlps, has_equal_blocks
 from remat.graph_capture.chunking.regions import AND, find_regions
 from remat.graph_capture.chunking.same_bits import matches_eager_bitwise
@@ -173,7 +173,7 @@ def test_blocks_whose_last_elements_run_one_by_one_are_left_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Though data that is made may not show it."""
-    monkeypatch.setattr(activations, "_is_the_same_one_by_one", lambda *_: False)
+    monkeypatch.setattr(mlp, "_is_the_same_one_by_one", lambda *_: False)
     like = torch.empty(1)
     assert not has_equal_blocks("gelu", like, [777 * 333])
     assert has_equal_blocks("gelu", like, [1 << 20, 1 << 16])

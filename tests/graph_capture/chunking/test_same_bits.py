@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from remat.graph_capture.capture_api import capture
-from remat.graph_capture.chunking import same_bits as kept_bits
+from remat.graph_capture.chunking import same_bits
 from remat.graph_capture.chunking.regions import RegionCandidate
 from tests.graph_capture.chunking.language_models import LanguageModel, batch, made, plain
 
@@ -18,13 +18,13 @@ def compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str,
     """What is compared, with a cache that knows nothing yet."""
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
     seen: list[tuple[str, int]] = []
-    compare = kept_bits.matches_eager_bitwise
+    compare = same_bits.matches_eager_bitwise
 
     def noted(found: RegionCandidate) -> bool | None:
         seen.append((found.name, found.chunks))
         return compare(found)
 
-    monkeypatch.setattr(kept_bits, "matches_eager_bitwise", noted)
+    monkeypatch.setattr(same_bits, "matches_eager_bitwise", noted)
     return seen
 
 
@@ -52,8 +52,8 @@ def test_other_kernels_are_compared_anew(
 
 
 def test_a_no_is_kept_too(compared: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    noted = kept_bits.matches_eager_bitwise
-    monkeypatch.setattr(kept_bits, "matches_eager_bitwise", lambda found: noted(found) and False)
+    noted = same_bits.matches_eager_bitwise
+    monkeypatch.setattr(same_bits, "matches_eager_bitwise", lambda found: noted(found) and False)
     model = LanguageModel(plain, dtype=torch.bfloat16)
     for _ in range(2):
         with pytest.warns(UserWarning, match="stays whole"):

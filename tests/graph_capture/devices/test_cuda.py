@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from remat.graph_capture.devices import cuda as cuda_meter
+from remat.graph_capture.devices import cuda as cuda_device
 from remat.graph_capture.devices.cpu import CpuMeter
 from remat.graph_capture.devices.cuda import CYCLES_PER_US, MOST_SLEEP_US, CudaMeter
 from remat.graph_capture.devices.local_devices import meter_of
@@ -69,7 +69,7 @@ def test_an_op_runs_until_its_time_settles(cuda: FakeCuda, meter: CudaMeter) -> 
 def test_the_clocks_are_given_time(
     cuda: FakeCuda, meter: CudaMeter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_meter, "SETTLE_S", 0.01)
+    monkeypatch.setattr(cuda_device, "SETTLE_S", 0.01)
     meter.settle()
     assert cuda.called["flush"] == cuda.called["synchronize"] > 0
 
@@ -136,7 +136,7 @@ def test_what_changes_kernels_changes_the_file_of_costs(
 def test_the_version_of_the_driver(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, text: str, version: str
 ) -> None:
-    monkeypatch.setattr(cuda_meter, "DRIVER", tmp_path / "version")
-    assert cuda_meter._driver_version() == "unknown"
+    monkeypatch.setattr(cuda_device, "DRIVER", tmp_path / "version")
+    assert cuda_device._driver_version() == "unknown"
     (tmp_path / "version").write_text(text)
-    assert cuda_meter._driver_version() == version
+    assert cuda_device._driver_version() == version

@@ -10,7 +10,7 @@ import torch
 
 from remat import checks
 from remat.graph_capture.costs import step_time
-from remat.graph_capture.devices import memory as free_memory
+from remat.graph_capture.devices import memory
 from remat.graph_capture.devices.memory import free_bytes, is_out_of_memory
 from remat.graph_capture.errors import BudgetError
 from tests.fake_cuda import FakeCuda, cuda
@@ -29,8 +29,8 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "status").write_text("VmSize:\t 1048576 kB\nVmData:\t 524288 kB\n")
     (tmp_path / "cgroup").write_text("")
     for name, file in (("MEMINFO", "meminfo"), ("STATUS", "status"), ("CGROUP_OF_SELF", "cgroup")):
-        monkeypatch.setattr(free_memory, name, tmp_path / file)
-    monkeypatch.setattr(free_memory, "CGROUPS", tmp_path / "groups")
+        monkeypatch.setattr(memory, name, tmp_path / file)
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path / "groups")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
     return tmp_path
 
@@ -94,7 +94,7 @@ def test_a_limit_of_the_process_counts_beyond_what_is_mapped(
 def test_where_nothing_says_what_is_free_auto_is_refused_and_no_step_is_run(
     groups: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(free_memory, "MEMINFO", groups / "gone")
+    monkeypatch.setattr(memory, "MEMINFO", groups / "gone")
     monkeypatch.setattr(os, "sysconf_names", {"SC_PAGE_SIZE": 30, "SC_PHYS_PAGES": 85})
     with pytest.raises(BudgetError, match="does not say what memory is free; give a size"):
         free_bytes()
@@ -106,7 +106,7 @@ def test_where_nothing_says_what_is_free_auto_is_refused_and_no_step_is_run(
 def test_a_system_without_a_list_of_numbers_says_nothing(
     groups: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(free_memory, "MEMINFO", groups / "gone")
+    monkeypatch.setattr(memory, "MEMINFO", groups / "gone")
     monkeypatch.delattr(os, "sysconf_names")
     with pytest.raises(BudgetError):
         free_bytes()

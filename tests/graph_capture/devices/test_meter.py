@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from remat.graph_capture.devices import meter as watch_module
+from remat.graph_capture.devices import meter
 from remat.graph_capture.devices.meter import LoadAwareTimer
 
 
@@ -20,7 +20,7 @@ def test_time_of_others_is_taken_off_where_the_thread_never_waited(
 ) -> None:  # fmt: skip
     """The thread sleeps for a while, which here stands for others that have the core."""
     switches = [(5, 5), *[(5 + by_others, 5 + by_itself)] * 2]
-    monkeypatch.setattr(watch_module, "_switches", lambda: switches.pop(0))
+    monkeypatch.setattr(meter, "_switches", lambda: switches.pop(0))
     watch = LoadAwareTimer()
     time.sleep(0.05)
     taken_us, away = watch.taken_us, watch.away

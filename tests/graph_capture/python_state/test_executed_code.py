@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from remat.graph_capture.errors import StateChangedError
-from remat.graph_capture.python_state import state_walk as reachable
+from remat.graph_capture.python_state import state_walk
 from remat.graph_capture.python_state.executed_code import ExecutedCode
 from remat.graph_capture.python_state.state_guards import PythonState
 from remat.graph_capture.tracing.trace import trace
@@ -284,7 +284,7 @@ def test_a_walk_ends_at_its_bound_with_what_is_near(monkeypatch: pytest.MonkeyPa
 
     model = Reads()
     model.held = Chain(400)
-    monkeypatch.setattr(reachable, "MOST_PLACES", 100)
+    monkeypatch.setattr(state_walk, "MOST_PLACES", 100)
     state = PythonState(model)
     assert state.work[1] < 120
     model.held.value = 2.0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from remat.graph_capture.python_state import state_guards as watched_dicts
+from remat.graph_capture.python_state import state_guards
 from remat.graph_capture.python_state.state_guards import (
     CALLS_A_TREE,
     ObjectNames,
@@ -49,7 +49,7 @@ def test_this_python_tells_of_writes() -> None:
 def test_another_object_is_seen_and_the_first_one_put_back_too(
     which: int, tells: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watched_dicts, "versions_tell", lambda: tells)
+    monkeypatch.setattr(state_guards, "versions_tell", lambda: tells)
     dicts = dictionaries()
     test, before = watched(dicts), dicts[which]["a"]
     assert test.hold()
@@ -85,7 +85,7 @@ def test_one_that_each_step_writes_to_makes_no_tree_at_each_step(
         made.append(len(dicts))
         return unwritten(dicts)
 
-    monkeypatch.setattr(watched_dicts, "unwritten", counted)
+    monkeypatch.setattr(state_guards, "unwritten", counted)
     dicts = dictionaries()
     test = watched(dicts)
     for _ in range(100):
@@ -101,9 +101,7 @@ def test_those_that_are_written_to_now_and_then_make_few_trees(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[int] = []
-    monkeypatch.setattr(
-        watched_dicts, "unwritten", lambda dicts: made.append(0) or unwritten(dicts)
-    )
+    monkeypatch.setattr(state_guards, "unwritten", lambda dicts: made.append(0) or unwritten(dicts))
     dicts = dictionaries()
     test, calls = watched(dicts), 10 * CALLS_A_TREE
     for call in range(calls):

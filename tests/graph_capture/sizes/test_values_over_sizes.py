@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.sizes import trace_over_sizes as environment
+from remat.graph_capture.sizes import trace_over_sizes
 from remat.graph_capture.tracing.trace import trace
 
 WIDTH = 4
@@ -92,8 +92,8 @@ def test_an_answer_that_sizes_or_the_batch_change_is_refused(what: str) -> None:
 
 
 def test_a_range_that_is_too_large_to_try_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "MOST_POINTS", 37)
+    monkeypatch.setattr(trace_over_sizes, "MOST_POINTS", 37)
     with pytest.raises(CaptureError, match="one static graph cannot hold both branches"):
         trace(Asking(counts_up), (torch.randn(9, 5, WIDTH),), dynamic=DYNAMIC)
-    monkeypatch.setattr(environment, "MOST_POINTS", 38)
+    monkeypatch.setattr(trace_over_sizes, "MOST_POINTS", 38)
     assert tanhs(trace(Asking(counts_up), (torch.randn(9, 5, WIDTH),), dynamic=DYNAMIC))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remat.baselines import retention as retention_model
+from remat.baselines import retention
 from remat.baselines.retention import (
     Retention,
     RetentionEffort,
@@ -149,7 +149,7 @@ def test_two_computations_of_a_published_graph_cold() -> None:
 
 def stopped_by_the_first(patch: pytest.MonkeyPatch) -> None:
     """Programs are searched until they have a solution."""
-    watcher = retention_model._watcher
+    watcher = retention._watcher
 
     def stopping(made: RetentionModel) -> Any:
         class First(type(watcher(made))):
@@ -159,7 +159,7 @@ def stopped_by_the_first(patch: pytest.MonkeyPatch) -> None:
 
         return First()
 
-    patch.setattr(retention_model, "_watcher", stopping)
+    patch.setattr(retention, "_watcher", stopping)
 
 
 def test_a_schedule_as_a_hint_is_feasible_and_complete(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import remat.solver as solvers
+from remat import solver
 from remat.caches import cached_plan
 from remat.graph_capture.costs import op_costs
 
@@ -67,7 +67,7 @@ def counted() -> Iterator[Counts]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cached_plan, "trace", counting("traces", cached_plan.trace))
         patch.setattr(op_costs, "measure_costs", counting("costs", op_costs.measure_costs))
-        patch.setattr(solvers, "solve_within", counting("solves", solvers.solve_within))
+        patch.setattr(solver, "solve_within", counting("solves", solver.solve_within))
         yield counts
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import remat
 from remat.budgets import parse_budget
-from remat.caches import known_plans as kept_solves
+from remat.caches import known_plans
 from remat.caches.known_plans import FILES, KeptSolve, keep_solve, kept_solve
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver import solve_within
@@ -78,7 +78,7 @@ def test_another_release_does_not_take_it(planned: Path, monkeypatch: pytest.Mon
     graph = chain(12)
     result = found_for(graph)
     keep(graph, result)
-    monkeypatch.setattr(kept_solves, "sources_key", lambda: "another release")
+    monkeypatch.setattr(known_plans, "sources_key", lambda: "another release")
     assert kept(graph, result) is None
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from remat.schedules.simulate import simulate
 from remat.solver import solve_within
-from remat.solver.local_search import repair as module
+from remat.solver.local_search import repair
 from remat.solver.local_search.repair import Repair, exchange, fill, offer_exchanges
 from remat.solver.search import Search
 from remat.solver.state import State
@@ -63,7 +63,7 @@ def test_exchanges_help_where_repair_alone_does_not() -> None:
 
 def test_work_ends_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
     search, state = repaired("gpt", 0.3)
-    monkeypatch.setattr(module, "EXCHANGES", WorkLimit(0))
+    monkeypatch.setattr(repair, "EXCHANGES", WorkLimit(0))
     assert exchange(state, search) is state
 
 

@@ -10,7 +10,7 @@ from remat.schedules.schedule import Compute, Schedule
 from remat.schedules.simulate import simulate
 from remat.solver import solve_within
 from remat.solver.problem import Problem
-from remat.solver.reductions import updates as late_updates
+from remat.solver.reductions import updates
 from remat.solver.reductions.updates import (
     has_updates,
     late_sequence,
@@ -205,13 +205,13 @@ def test_an_update_that_cannot_wait_is_placed_and_the_error_raised_if_that_does_
             raise SolverError("a gradient returns")
         return real(one, schedule, budget_bytes)
 
-    real = late_updates.made_late
-    monkeypatch.setattr(late_updates, "made_late", refusing)
+    real = updates.made_late
+    monkeypatch.setattr(updates, "made_late", refusing)
     assert solve_with_updates(graph, 340, ask, 60.0).peak_bytes == 318
 
     def never(*_: object) -> Schedule:
         raise SolverError("a gradient returns")
 
-    monkeypatch.setattr(late_updates, "made_late", never)
+    monkeypatch.setattr(updates, "made_late", never)
     with pytest.raises(SolverError, match="a gradient returns"):
         solve_with_updates(graph, 340, ask, 60.0)
