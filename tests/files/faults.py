@@ -73,8 +73,8 @@ def verb(*words: str) -> Callable[[Path], None]:
     """A writer that is a verb of the command line; what it refuses is raised again."""
 
     def run(path: Path) -> None:
-        words = {"GRAPH": "graph.json", "PLAN": "kept.json", "MODEL": "model.py"}
-        named = {word: str(path.with_name(name)) for word, name in words.items()} | {
+        kept = {"GRAPH": "graph.json", "PLAN": "kept.json", "MODEL": "model.py"}
+        named = {word: str(path.with_name(name)) for word, name in kept.items()} | {
             "OUT": str(path)
         }
         done = CliRunner().invoke(app, [named.get(word, word) for word in words])
