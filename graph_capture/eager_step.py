@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import msgspec
 
 from remat.graph_capture.distributed.sharding import element_bytes
-from remat.graph_capture.graph import WRITES_FIRST, Op, TrainingGraph, Value
+from remat.graph_capture.graph import TANGENTS, WRITES_FIRST, Op, TrainingGraph, Value
 
 # What checkpoints of the user's own do in eager, as ops of the graph of the unmodified step.
 
@@ -93,7 +93,7 @@ def _masked_apart(op: Op, values: dict[str, Value]) -> Iterator[Op]:
     )  # fmt: skip
 
 
-EAGER_SIZES = "room as eager takes it"
+_EAGER_SIZES = "room as eager takes it"
 """Among the inputs of a graph whose sizes are those of `baseline_graph`."""
 
 
@@ -128,7 +128,7 @@ def with_eager_writes(eager: TrainingGraph) -> TrainingGraph:
         return eager
     # Another hash, so that no schedule is replayed on the sizes of the other graph.
     return msgspec.structs.replace(
-        eager, ops=ops, values=tuple(values.values()), inputs=(*eager.inputs, EAGER_SIZES)
+        eager, ops=ops, values=tuple(values.values()), inputs=(*eager.inputs, _EAGER_SIZES)
     )
 
 
@@ -188,8 +188,6 @@ def _mask_bytes(graph: TrainingGraph, dropout: Op) -> int:
 LEAST_BYTES = 1024
 """What is smaller stays on the device."""
 _BACK = "remat.back"
-_TANGENTS = "remat.tangents"
-"""The op that opens backward, and no node of autograd."""
 _OFTEN = 2
 """A node of autograd runs an op so often at most, as that of a product, which has two gradients."""
 
@@ -232,7 +230,7 @@ def _nodes(graph: TrainingGraph) -> Iterator[list[Op]]:
 
 
 def _line_of(op: Op) -> tuple[str, ...]:
-    return op.phase, op.module, op.source, _TANGENTS if op.target == _TANGENTS else ""
+    return op.phase, op.module, op.source, TANGENTS if op.target == TANGENTS else ""
 
 
 def _moved(graph: TrainingGraph) -> Iterator[Value]:
@@ -256,7 +254,7 @@ def _let_go(value: Value, moved: dict[str, Value], backward: set[str]) -> Value:
 def _back(together: list[Op], moved: dict[str, Value]) -> dict[str, Value]:
     """For what the ops of one group read of what was moved: the values that come back for them."""
     first = together[0]
-    if first.phase != "backward" or first.target == _TANGENTS:
+    if first.phase != "backward" or first.target == TANGENTS:
         return {}
     return {
         name: msgspec.structs.replace(

@@ -13,9 +13,11 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, TypeVar, cast
+from typing import Literal, TypeVar, cast
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from remat.graph_capture.errors import GraphError, ShapeError, TextError
 from remat.graph_capture.files import decode_json
@@ -24,10 +26,9 @@ from remat.graph_capture.files import decode_json
 #
 # Each rule is checked in one pass over the graph. Errors name the place and the way out.
 
-
-if TYPE_CHECKING:
-    pass
-
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+FLOAT32_BYTES = 4
 MOST_BYTES = 1 << 62
 """Sums below it stay exact in 64-bit integers, and so does twice a sum."""
 MOST_US = 1e100
@@ -268,6 +269,8 @@ What a custom op draws or changes unseen is not known. Such a pin is no part of 
 ACCUMULATE = "remat.deliver"
 """The op that releases gradients where they are added to those of earlier batches."""
 UPDATE = "remat.update"
+TANGENTS = "remat.tangents"
+"""Target of the op that opens backward, so it runs before any other backward op."""
 """The op that steps the optimizer with gradients. It writes to the parameters that it reads."""
 JOINED = " + "
 """Between the targets of ops that run as one: one makes a tensor, the others write to it."""

@@ -87,7 +87,7 @@ _file_closers: list[FileCloser] = []
 _starting = threading.Lock()
 
 
-def file_closer() -> FileCloser:
+def _file_closer() -> FileCloser:
     """The one of this process."""
     with _starting:
         if not _file_closers:
@@ -140,7 +140,7 @@ class _SharedFile:
 
     def __init__(self, descriptor: int, is_direct: bool) -> None:
         self.descriptor, self.is_direct = descriptor, is_direct
-        file_closer().watch(self, descriptor)
+        _file_closer().watch(self, descriptor)
         self.size_bytes, self._gaps = 0, list[_Range]()
         self._ended: queue.SimpleQueue[Finalizer[_Range]] = queue.SimpleQueue()
         self._held: dict[int, Finalizer[_Range]] = {}

@@ -225,7 +225,7 @@ _SIMPLE = {"\u2013": "-", "\u2026": ".", "\u2501": "-", "\u2578": "-", "\u257a":
 """Letters of ours and of rich, and what stands for them in ASCII."""
 _UNKNOWN = "?"
 _LACKING = "remat.lacking"
-STDIN, STDOUT, STDERR = 0, 1, 2
+_STDIN, STDOUT, _STDERR = 0, 1, 2
 _COLUMNS, LEAST_COLUMNS = 80, 40
 MOST_WORD = 400
 """Letters of a word in a message: a path may have them, a number of a broken file has more."""
@@ -288,7 +288,7 @@ class _SteadyConsole(Console):
         if not self.stderr:
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
         self.quiet = True
-        lead_nowhere(STDERR)
+        lead_nowhere(_STDERR)
 
 
 def steady_console(*, stderr: bool = False) -> Console:
@@ -315,16 +315,16 @@ def open_closed_streams() -> None:
     Otherwise the next file that is opened would take their number, and get what is printed. What is
     written to standard output then fails, as it does on a full disk; messages go nowhere.
     """
-    closed = [number for number in (STDIN, STDOUT, STDERR) if not _is_open(number)]
+    closed = [number for number in (_STDIN, STDOUT, _STDERR) if not _is_open(number)]
     for number in closed:
-        handle = os.open(os.devnull, os.O_WRONLY if number == STDERR else os.O_RDONLY)
+        handle = os.open(os.devnull, os.O_WRONLY if number == _STDERR else os.O_RDONLY)
         if handle != number:
             os.dup2(handle, number)
             os.close(handle)
     if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison]  # Python's own way
         sys.stdout = open(STDOUT, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     if sys.stderr is None:  # pyright: ignore[reportUnnecessaryComparison]
-        sys.stderr = open(STDERR, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+        sys.stderr = open(_STDERR, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
 
 
 def _is_open(number: int) -> bool:

@@ -24,6 +24,8 @@ from typing import Protocol
 
 import msgspec
 
+from remat.formats import MIB
+
 # The settings of torch's CUDA caching allocator, and the sizes that follow from them.
 #
 # ``PYTORCH_ALLOC_CONF`` has them in MiB, by names such as ``large_segment_size_mb``. The constants
@@ -31,7 +33,6 @@ import msgspec
 # https://github.com/pytorch/pytorch).
 
 
-MIB = 1 << 20
 _MIN_BLOCK_BYTES = 512
 """Every block is a multiple of it."""
 _SMALL_BYTES = MIB

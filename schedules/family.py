@@ -14,11 +14,10 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from remat.formats import bytes_text, percent_text
 from remat.graph_capture.errors import ScheduleError
-from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.graph import Ints, TrainingGraph
 from remat.graph_capture.sizes.ranged_graph import PartBytes, RangedGraph
 from remat.graph_capture.sizes.symbols import (
     Sizes,
@@ -168,7 +167,7 @@ def sizes_text(sizes: Sizes) -> str:
 # than what some size needs: branch and bound (Land and Doig 1960, https://doi.org/10.2307/1910129).
 
 
-MOST_SIMULATED = 512
+_MOST_SIMULATED = 512
 """Sizes, or parts of a range, at which a schedule is judged where the largest do not bound all."""
 _SHAPE = re.compile(r"\[[\d, ]*\]")
 
@@ -257,7 +256,7 @@ def peak_over(
     if graph.rising:
         top = corner(symbols, "high")
         return RangePeak(_peak_bytes(graph, schedule, top), top, "largest sizes", number)
-    if number > MOST_SIMULATED:
+    if number > _MOST_SIMULATED:
         return _by_parts(graph, schedule, symbols)
     found = ((_peak_bytes(graph, schedule, sizes), sizes) for sizes in points(symbols))
     peak_bytes, sizes = max(found, key=lambda one: one[0])
@@ -269,7 +268,7 @@ def _by_parts(graph: RangedGraph, schedule: Schedule, symbols: tuple[Symbol, ...
     number = number_of_points(symbols)
     best, best_sizes = 0, corner(symbols, "high")
     heap = [(-_bound_bytes(graph, schedule, symbols), 0, symbols)]
-    for n in range(1, MOST_SIMULATED):
+    for n in range(1, _MOST_SIMULATED):
         bound, _, part = heapq.heappop(heap)
         top = corner(part, "high")
         peak_bytes = _peak_bytes(graph, schedule, top)
@@ -282,8 +281,8 @@ def _by_parts(graph: RangedGraph, schedule: Schedule, symbols: tuple[Symbol, ...
     falls = next(iter(graph.not_rising()))
     raise ScheduleError(
         f"the bytes of {falls} may fall where a size grows, so that the largest sizes do not bound "
-        f"the range, and {MOST_SIMULATED} parts of its {number} sizes do not settle it: capture at "
-        f"most {MOST_SIMULATED} sizes, or multiples: (name, least, largest, multiple)"
+        f"the range, and {_MOST_SIMULATED} parts of its {number} sizes do not settle it: capture "
+        f"at most {_MOST_SIMULATED} sizes, or multiples: (name, least, largest, multiple)"
     )
 
 
@@ -313,9 +312,6 @@ def _peak_bytes(graph: RangedGraph, schedule: Schedule, sizes: dict[str, int]) -
 # Which values are live at which step does not depend on their sizes. So the steps are read once,
 # and the peak for other sizes is a sum along them. `simulate` decides: what a search finds by
 # these books is judged by it before it is used.
-
-
-Ints = NDArray[np.int64]
 
 
 class FastPeak:

@@ -16,12 +16,11 @@ from enum import IntEnum
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from remat.graph_capture.devices.known_devices import ALLOCATION_BYTES, CPU
 from remat.graph_capture.errors import LayoutError, ShapeError, TextError
 from remat.graph_capture.files import decode_json
-from remat.graph_capture.graph import MOST_BYTES, Op, TrainingGraph
+from remat.graph_capture.graph import MOST_BYTES, Ints, Op, TrainingGraph
 from remat.schedules.derived import graph_of_schedule
 from remat.schedules.schedule import (
     Compute,
@@ -44,7 +43,6 @@ from remat.schedules.simulate import simulate
 # counts while the op runs, as its workspace does.
 
 
-Ints = NDArray[np.int64]
 Numbers = Sequence[int] | Ints
 
 

@@ -12,6 +12,7 @@ from typing import NoReturn
 from remat.graph_capture.errors import ScheduleError, option
 from remat.graph_capture.graph import (
     LINK_NAMES,
+    TANGENTS,
     TIERS,
     UPDATE,
     WAYS,
@@ -137,16 +138,16 @@ class _Order:
         self.computed, self.updated = set[str](), dict[str, str]()
         self.forward_left = graph.n_forward
         self._ordered, self._due = set(graph.ordered_ops), iter(graph.ordered_ops)
-        self._opening = {op.name for op in graph.ops if op.target == "remat.tangents"}
+        self._opening = {op.name for op in graph.ops if op.target == TANGENTS}
 
     def run(self, i: int, op: Op) -> bool:
         """Count a run, and raise `ScheduleError` if it may not be now; whether it is the first."""
         is_first = op.name not in self.computed
         if not (is_first or may_run_twice(op, self.asked)) and (op.no_recompute or op.updates):
             _refuse(i, f"op {op.name} must not run twice: {op.no_recompute or 'it updates'}")
-        for name in op.inputs if self.updated else ():
-            if name in self.updated:
-                _refuse(i, f"op {op.name} reads {name}, which op {self.updated[name]} has updated")
+        for value in op.inputs if self.updated else ():
+            if update := self.updated.get(value):
+                _refuse(i, f"op {op.name} reads {value}, which op {update} has updated")
         if op.phase == "backward" and self.forward_left:
             _refuse(i, f"backward op {op.name} runs before forward ends")
         if is_first:

@@ -10,7 +10,7 @@ from itertools import pairwise
 import msgspec
 
 from remat.graph_capture.errors import SolverError
-from remat.graph_capture.graph import TrainingGraph, cached_on
+from remat.graph_capture.graph import TANGENTS, TrainingGraph, cached_on
 from remat.schedules.schedule import Schedule
 
 
@@ -145,7 +145,7 @@ def predecessors(graph: TrainingGraph) -> list[list[int]]:
     ]
     for first, following in pairwise(graph.ordered_ops):
         before[graph.op_index[following]].append(graph.op_index[first])
-    opening = [i for i, op in enumerate(graph.ops) if op.target == "remat.tangents"]
+    opening = [i for i, op in enumerate(graph.ops) if op.target == TANGENTS]
     for i, op in enumerate(graph.ops):
         if op.phase == "backward" and i not in opening:
             before[i] += opening

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 _NO_LIMIT = 1 << 62
 
-EXACT_OPS, EXACT_GAP = 32, 1e-9
+EXACT_OPS, _EXACT_GAP = 32, 1e-9
 """Graphs of at most so many ops are solved to this gap: that takes no time."""
 DEFAULT_GAP = 0.01
 """Ends a search at a schedule that is proved to be within this part of the best, unless another
@@ -22,7 +22,7 @@ DEFAULT_GAP = 0.01
 
 def gap_for(n_ops: int, gap: float) -> float:
     """The gap to which `auto` solves a graph of so many ops, where `gap` is asked for."""
-    return EXACT_GAP if n_ops <= EXACT_OPS else gap
+    return _EXACT_GAP if n_ops <= EXACT_OPS else gap
 
 
 @dataclass(frozen=True, slots=True)

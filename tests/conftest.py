@@ -84,13 +84,13 @@ _KEEPS_PLANS: list[Any] = []
 @pytest.fixture(scope="session", autouse=True)
 def no_kept_plans() -> Iterator[None]:
     """A step is planned in each test: the plan of an earlier one is not taken."""
-    from remat.caches import known_plans as kept_solves
+    from remat.caches import known_plans
     from remat.compile import start
 
-    _KEEPS_PLANS.extend([start.keeps_plans, kept_solves.keeps_solves])
+    _KEEPS_PLANS.extend([start.keeps_plans, known_plans.keeps_solves])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start, "keeps_plans", lambda _: False)
-        patch.setattr(kept_solves, "keeps_solves", lambda: False)
+        patch.setattr(known_plans, "keeps_solves", lambda: False)
         yield
 
 
@@ -107,9 +107,9 @@ def kept_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_kept_plans: N
 @pytest.fixture
 def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_kept_plans: None) -> Path:
     """Plans of caches are kept in this folder, as they are for users."""
-    from remat.caches import known_plans as kept_solves
+    from remat.caches import known_plans
 
-    monkeypatch.setattr(kept_solves, "keeps_solves", _KEEPS_PLANS[1])
+    monkeypatch.setattr(known_plans, "keeps_solves", _KEEPS_PLANS[1])
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
     return tmp_path / "planned"
 

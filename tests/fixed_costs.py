@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 
-from remat.graph_capture.costs import cache as cost_cache
-from remat.graph_capture.costs import measuring as link_costs
-from remat.graph_capture.costs import op_costs
+from remat.graph_capture.costs import cache, measuring, op_costs
 from remat.graph_capture.costs.link_speeds import LinkPair, LinkSpeed
-from remat.graph_capture.devices import cpu as cpu_meter
+from remat.graph_capture.devices import cpu
 from remat.graph_capture.devices.cpu import CpuMeter
 from remat.graph_capture.devices.meter import Run
 from remat.rewriter.inductor.kernel_costs import CallCosts
@@ -42,7 +40,7 @@ def same_us(meter: CpuMeter, run: Run) -> float:
 
 def own_file_name(which: str) -> str:
     """In place of `file_name`: processes that tests start may keep clocked costs beside it."""
-    return CLOCKED[cost_cache, "file_name"](f"fixed {which}")
+    return CLOCKED[cache, "file_name"](f"fixed {which}")
 
 
 def same_pair(device: str, nvme_path: str = "", *, measure_again: bool = False) -> LinkPair:
@@ -51,12 +49,12 @@ def same_pair(device: str, nvme_path: str = "", *, measure_again: bool = False) 
 
 
 REPLACED: dict[tuple[Any, str], Any] = {
-    (cpu_meter, "PASSES"): 1,
+    (cpu, "PASSES"): 1,
     (CpuMeter, "median_us"): moved_us,
     (CpuMeter, "step_us"): same_us,
     (CpuMeter, "is_quiet"): lambda _: False,
-    (link_costs, "measured_pair"): same_pair,
-    (cost_cache, "file_name"): own_file_name,
+    (measuring, "measured_pair"): same_pair,
+    (cache, "file_name"): own_file_name,
     (op_costs, "step_rounds"): lambda *_: None,
     (CallCosts, "bytes_per_us"): lambda _: BYTES_PER_US,
     (CallCosts, "us_per_element"): lambda _, parts: dict.fromkeys(parts, ELEMENT_US),

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from remat.solver.backends import processes as apart
+from remat.solver.backends import processes
 
 
 def kill_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kill the process that answers next, once."""
-    answer, calls = apart._Process.answer, list[object]()
+    answer, calls = processes._Process.answer, list[object]()
 
     def killed_first(self: Any, call: Any) -> Any:
         calls.append(call)
@@ -20,4 +20,4 @@ def kill_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
             self._popen.wait()
         return answer(self, call)
 
-    monkeypatch.setattr(apart._Process, "answer", killed_first)
+    monkeypatch.setattr(processes._Process, "answer", killed_first)

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from remat.graph_capture.devices import cuda as cuda_links
+from remat.graph_capture.devices import cuda
 from tests.fake_cuda import FakeCuda, install
 
 SIZES = tuple(1 << shift for shift in (12, 14, 16, 18, 20))
-"""In place of `cuda_links.SIZES`: as many."""
+"""In place of `cuda.SIZES`: as many."""
 
 
 def main() -> None:
@@ -31,8 +31,8 @@ def main() -> None:
 
         # Only memory beside a device can be pinned.
         patch.setattr(torch, "empty", unpinned)
-        assert len(SIZES) == len(cuda_links.SIZES)
-        patch.setattr(cuda_links, "SIZES", SIZES)
+        assert len(SIZES) == len(cuda.SIZES)
+        patch.setattr(cuda, "SIZES", SIZES)
         runpy.run_module(sys.argv[0], run_name="__main__")
 
 

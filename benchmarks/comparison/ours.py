@@ -27,7 +27,7 @@ from benchmarks.comparison.models import Trainee
 from benchmarks.comparison.turns import Quiet
 from remat.budgets import UNBOUNDED_BYTES
 from remat.graph_capture.errors import BudgetError
-from remat.rewriter.inductor import partition as inductor_partition
+from remat.rewriter.inductor import partition
 from remat.rewriter.inductor.partition import FusedStep, Pair, Partitioner, planned
 
 SOLVE_S = "REMAT_COMPARISON_SOLVE_S"
@@ -130,7 +130,7 @@ def compiled(trainee: Trainee, budget_bytes: int, quiet: Quiet) -> Planned:
             with quiet.timing():
                 super().__init__(*args)
 
-    inductor_partition.FusedStep = TimedAlone
+    partition.FusedStep = TimedAlone
     call = torch.compile(trainee.model, backend="remat", options={"budget": budget_bytes})
     keep_all = torch.compile(trainee.model, backend=_keeping_all)
     return Planned(Variant(call), Variant(keep_all), _facts_of_last_plan)

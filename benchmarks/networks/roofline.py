@@ -13,8 +13,7 @@ import msgspec
 from torch import fx
 
 from remat.graph_capture.costs.profile import flops_of, moved_bytes
-from remat.graph_capture.graph import Op, TrainingGraph
-from remat.graph_capture.joint.build import TANGENTS
+from remat.graph_capture.graph import TANGENTS, Op, TrainingGraph
 from remat.graph_capture.tracing.trace import Trace
 
 FLOPS_PER_US = 150e6

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from remat.formats import MIB
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.caching_allocator import MIB
 from remat.schedules.layout import Buffers, buffers_of
 from remat.schedules.reserved import DEFAULT, EXPANDABLE, allocator_peak, retries_within
 from remat.schedules.schedule import Schedule

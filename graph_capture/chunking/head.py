@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor, fx
 
 from remat.graph_capture.chunking.linear_layers import (
@@ -20,9 +19,7 @@ from remat.graph_capture.chunking.linear_layers import (
     find_smoothing,
     identity_of,
 )
-from remat.graph_capture.joint.nodes import is_getitem
-
-aten = torch.ops.aten
+from remat.graph_capture.joint.nodes import aten, is_getitem
 
 _COPIES = (aten.clone.default, aten._to_copy.default)
 _BACK = (*SHAPES, *_COPIES, aten.slice_backward.default)

@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from remat.graph_capture.joint.nodes import aten
+
 # A linear layer and its cross-entropy loss: their numbers, and logits by rows or by classes.
 
 
@@ -145,9 +147,6 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 # The gradient of a head's logits, by blocks of rows and by blocks of classes, to eager's bits.
-
-
-aten = torch.ops.aten
 
 
 class _OfLoss(NamedTuple):
@@ -284,13 +283,13 @@ def _opened(given: tuple[Any, ...]) -> tuple[_HeadLoss, _OfLoss, Tensor, Tensor]
 
 
 @torch.library.impl(_library, "linear_cross_entropy", "CompositeExplicitAutograd")
-def linear_cross_entropy(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _linear_cross_entropy(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``(loss, total weight, maximum, logarithm of the sum)``, the last two a number a row."""
     return _losses(_HeadLoss(*given), None)
 
 
 @torch.library.impl(_library, "linear_cross_entropy_smoothed", "CompositeExplicitAutograd")
-def linear_cross_entropy_smoothed(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _linear_cross_entropy_smoothed(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The same, and the sum of each row's logarithms, weighted where classes are: label smoothing.
 
     What becomes of those sums is up to the step that the op stands in.
@@ -341,7 +340,7 @@ def _reduced(one: _HeadLoss, picked: Tensor, is_counted: Tensor) -> tuple[Tensor
 
 
 @torch.library.impl(_library, "linear_cross_entropy_input", "CompositeExplicitAutograd")
-def linear_cross_entropy_input(*given: Any) -> Tensor:
+def _linear_cross_entropy_input(*given: Any) -> Tensor:
     """The gradient of x, by blocks of rows."""
     one, of, _, _ = _opened(given)
     made = torch.empty_like(one.x)
@@ -353,7 +352,7 @@ def linear_cross_entropy_input(*given: Any) -> Tensor:
 
 
 @torch.library.impl(_library, "linear_cross_entropy_weight", "CompositeExplicitAutograd")
-def linear_cross_entropy_weight(*given: Any) -> tuple[Tensor, Tensor]:
+def _linear_cross_entropy_weight(*given: Any) -> tuple[Tensor, Tensor]:
     """The gradients of weight and bias, by blocks of classes; the second is empty without bias."""
     one, of, top, log_sum = _opened(given)
     of_weight = torch.empty_like(one.weight)
@@ -369,7 +368,7 @@ def linear_cross_entropy_weight(*given: Any) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.impl(_library, "linear_cross_entropy_both", "CompositeExplicitAutograd")
-def linear_cross_entropy_both(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _linear_cross_entropy_both(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, weight and bias by blocks of rows; the last two summed over blocks."""
     one, of, _, _ = _opened(given)
     of_x, of_weight = torch.empty_like(one.x), torch.zeros_like(one.weight)

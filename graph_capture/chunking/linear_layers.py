@@ -7,16 +7,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import fx
+
+from remat.graph_capture.joint.nodes import aten
 
 # Label smoothing around a head's loss: what it reads of the probabilities, and what it hands back.
 #
 # It adds the sum of each row's logarithms to the loss, weighted where classes are. That sum is made
 # by a chunk too. All else that label smoothing does has one number a row, and stays as captured.
 
-
-aten = torch.ops.aten
 
 SHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 

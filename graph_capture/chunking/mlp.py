@@ -26,6 +26,7 @@ from remat.graph_capture.chunking.linear_layers import (
     sources_of,
     the_only,
 )
+from remat.graph_capture.joint.nodes import aten
 
 # The pointwise functions between the layers of an MLP that may run in chunks.
 #
@@ -34,8 +35,6 @@ from remat.graph_capture.chunking.linear_layers import (
 # and SiLU do. What falls among the rest hangs on the number of elements, so a block may differ from
 # the whole in a few of them. Data that is made for a comparison might not show that.
 
-
-aten = torch.ops.aten
 
 _VECTOR_ELEMENTS = 64
 """A multiple of what any CPU's vectorized loop takes at once: two vectors of 64 bytes."""

@@ -132,7 +132,7 @@ def _part_of_layer(x: Tensor, weight: Tensor, bias: Tensor | None, columns: slic
 
 
 @torch.library.impl(_library, "mlp", "CompositeExplicitAutograd")
-def mlp(*given: Any) -> Tensor:
+def _mlp(*given: Any) -> Tensor:
     """The output, by blocks of rows."""
     down_bias, one = given[6], _SplitMlp(*given[:6], *given[7:])
     made = one.x.new_empty(one.x.shape[0], one.down_weight.shape[0])
@@ -146,13 +146,13 @@ def mlp(*given: Any) -> Tensor:
 
 
 @torch.library.impl(_library, "mlp_input", "CompositeExplicitAutograd")
-def mlp_input(gradient: Tensor, *given: Any) -> Tensor:
+def _mlp_input(gradient: Tensor, *given: Any) -> Tensor:
     """The gradient of x, by blocks of rows."""
     return _of_input(gradient, _SplitMlp(*given))[0]
 
 
 @torch.library.impl(_library, "mlp_gated_input", "CompositeExplicitAutograd")
-def mlp_gated_input(gradient: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+def _mlp_gated_input(gradient: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     """The two terms of the gradient of x, by blocks of rows: through the gate, and through up."""
     return _of_input(gradient, _SplitMlp(*given))
 
@@ -174,7 +174,7 @@ def _of_input(gradient: Tensor, one: _SplitMlp) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.impl(_library, "mlp_weights", "CompositeExplicitAutograd")
-def mlp_weights(gradient: Tensor, *given: Any) -> tuple[Tensor, ...]:
+def _mlp_weights(gradient: Tensor, *given: Any) -> tuple[Tensor, ...]:
     """The gradients of weights and biases, by blocks of the hidden dimension.
 
     Those that are not wanted have no elements.

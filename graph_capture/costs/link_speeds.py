@@ -18,7 +18,7 @@ PLANNED_SHARE = 0.9
 """Of a measured rate, with which plans are made. A GPT on an RTX 4090 that was planned at the full
 rate took 7.7 % more than eager on a link of 95 % of it, and 11.3 % on one of 90 %, where 5.3 % were
 planned."""
-GB_PER_US = 1e3
+BYTES_PER_US_IN_GB_S = 1e3
 """Bytes a microsecond in a GB/s."""
 MOST_GB_S = 1e6
 PINNED_MEMORY = "pinned memory"
@@ -41,7 +41,7 @@ class LinkSpeed(msgspec.Struct, frozen=True):
     @property
     def planned(self) -> Link:
         """The link that plans are made with."""
-        return Link(PLANNED_SHARE * self.both_gb_s * GB_PER_US, self.latency_us)
+        return Link(PLANNED_SHARE * self.both_gb_s * BYTES_PER_US_IN_GB_S, self.latency_us)
 
 
 class LinkPair(msgspec.Struct, frozen=True):
@@ -102,7 +102,7 @@ def fitted(times_us: Mapping[int, float]) -> tuple[float, float]:
     latency_us, us_per_byte = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0].tolist()
     if latency_us < 0 or us_per_byte <= 0:  # noise: all of the time is of the bytes
         latency_us, us_per_byte = 0.0, float(rows[:, 1].sum() / (rows[:, 1] ** 2).sum())
-    return 1 / us_per_byte / GB_PER_US, latency_us
+    return 1 / us_per_byte / BYTES_PER_US_IN_GB_S, latency_us
 
 
 def speed_of(alone_us: Mapping[int, float], both_us: Mapping[int, float]) -> LinkSpeed:

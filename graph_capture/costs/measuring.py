@@ -11,7 +11,7 @@ from torch import nn
 
 from remat.graph_capture.costs.cache import CostCache
 from remat.graph_capture.costs.link_speeds import (
-    GB_PER_US,
+    BYTES_PER_US_IN_GB_S,
     PINNED_MEMORY,
     PLANNED_SHARE,
     LinkPair,
@@ -182,7 +182,7 @@ def _planned(pair: LinkPair, title: str) -> _PlannedPair:
 
 def _modelled(device: str) -> _PlannedPair:
     table, one = device_table(), modelled_device(device)
-    link = Link(table.link_share * one.link_gb_s * GB_PER_US, table.link_latency_us)
+    link = Link(table.link_share * one.link_gb_s * BYTES_PER_US_IN_GB_S, table.link_latency_us)
     source = f"{table.link_share} of the {one.link_gb_s:g} GB/s that are stated for {one.title}"
     return _PlannedPair(link, link, source)
 
@@ -190,7 +190,7 @@ def _modelled(device: str) -> _PlannedPair:
 def _modelled_drive() -> _PlannedPair:
     table, drive = device_table(), device_table().nvme
     down, up = (
-        Link(table.link_share * gb_s * GB_PER_US, drive.latency_us)
+        Link(table.link_share * gb_s * BYTES_PER_US_IN_GB_S, drive.latency_us)
         for gb_s in (drive.write_gb_s, drive.read_gb_s)
     )
     source = (

@@ -22,7 +22,7 @@ from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.devices.meter import LoadAwareTimer, Meter, Run, have_agreed, least_agreed
 from remat.graph_capture.distributed.fake_group import run_locally
 from remat.graph_capture.joint.in_place_ops import calls_of, joined_op_names
-from remat.graph_capture.joint.nodes import is_alias_of_input, is_getitem, target_name
+from remat.graph_capture.joint.nodes import aten, is_alias_of_input, is_getitem, target_name
 
 KernelError = RuntimeError | IndexError | ValueError | MemoryError
 """How kernels refuse made data."""
@@ -130,8 +130,6 @@ def _take(
 # device (which may be on the host where a trace has it on the device), what cuDNN's batch norm
 # reserves. All others are zero.
 
-
-aten = torch.ops.aten
 
 _BLOCK = 4096
 """Elements of the random pattern that made data repeats."""

@@ -41,8 +41,7 @@ from remat.graph_capture.devices.known_devices import (
 from remat.graph_capture.devices.rank_links import RankLinks
 from remat.graph_capture.distributed.collective_costs import links_of_step, with_collective_costs
 from remat.graph_capture.errors import ProfileError
-from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
-from remat.graph_capture.joint.build import TANGENTS
+from remat.graph_capture.graph import TANGENTS, Op, Resident, TrainingGraph, Value
 from remat.graph_capture.joint.nodes import argument, tensors_of
 from remat.graph_capture.tracing.trace import Trace
 

@@ -37,8 +37,8 @@ from remat.graph_capture.devices.meter import LoadAwareTimer, Meter, have_agreed
 from remat.graph_capture.distributed.collectives import without_other_ranks
 from remat.graph_capture.distributed.fake_group import run_locally
 from remat.graph_capture.errors import BudgetError
-from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.joint.build import TANGENTS, Joint
+from remat.graph_capture.graph import TANGENTS, TrainingGraph
+from remat.graph_capture.joint.build import Joint
 from remat.graph_capture.joint.nodes import copy_of, is_getitem
 
 # What it costs to keep results for backward, beside dropping them.
@@ -306,7 +306,7 @@ def with_costs(graph: TrainingGraph, costs: Costs) -> TrainingGraph:
     return msgspec.structs.replace(graph, ops=ops)
 
 
-LEAST_ROUNDS, ROUNDS, _ENOUGH_US = 3, 24, 3e6
+_LEAST_ROUNDS, ROUNDS, _ENOUGH_US = 3, 24, 3e6
 """Rounds are fewer the longer they are."""
 _SOON_US = 5e5
 """Rounds that have taken less go on in any case: they cost nothing."""
@@ -399,7 +399,7 @@ class StepRounds:
         taken_us = sum(map(sum, self._rounds))
         if self._shares < 2 or taken_us < _SOON_US:
             return False
-        is_long = taken_us >= _ENOUGH_US and len(self._rounds) >= LEAST_ROUNDS
+        is_long = taken_us >= _ENOUGH_US and len(self._rounds) >= _LEAST_ROUNDS
         return is_long or all(have_agreed(each) for each in zip(*self._rounds, strict=True))
 
     def some(self) -> None:
@@ -424,7 +424,7 @@ class StepRounds:
     def _is_due(self, begun: int) -> bool:
         """Whether a share that began with so many rounds has another."""
         own = self._rounds[begun:]
-        least, most = LEAST_ROUNDS // self._meter.passes, ROUNDS // self._meter.passes
+        least, most = _LEAST_ROUNDS // self._meter.passes, ROUNDS // self._meter.passes
         taken_us, enough_us = sum(map(sum, own)), _ENOUGH_US / self._meter.passes
         return len(own) < least or (len(own) < most and taken_us < enough_us)
 

@@ -21,7 +21,12 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from remat.graph_capture.costs.link_speeds import GB_PER_US, PINNED_MEMORY, LinkPair, speed_of
+from remat.graph_capture.costs.link_speeds import (
+    BYTES_PER_US_IN_GB_S,
+    PINNED_MEMORY,
+    LinkPair,
+    speed_of,
+)
 from remat.graph_capture.devices.known_devices import CPU, CUDA
 from remat.graph_capture.devices.memory_events import RegionMemory, without_garbage
 from remat.graph_capture.devices.meter import Run, StepMemory, median_of
@@ -269,7 +274,7 @@ def pinned_pair(device: str) -> LinkPair:
         speed_of(by_size["down"], by_size["both_down"]),
         speed_of(by_size["up"], by_size["both_up"]),
         PINNED_MEMORY,
-        largest / by_size["pageable"][largest] / GB_PER_US,
+        largest / by_size["pageable"][largest] / BYTES_PER_US_IN_GB_S,
     )
 
 

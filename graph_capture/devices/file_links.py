@@ -16,11 +16,16 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 
-from remat.graph_capture.costs.link_speeds import GB_PER_US, LinkPair, LinkSpeed, speed_of
+from remat.formats import MIB
+from remat.graph_capture.costs.link_speeds import (
+    BYTES_PER_US_IN_GB_S,
+    LinkPair,
+    LinkSpeed,
+    speed_of,
+)
 from remat.graph_capture.errors import FileError
 from remat.graph_capture.spill_files import File, Folder, require_writable
 
-MIB = 1 << 20
 SIZES = (MIB, 4 * MIB, 16 * MIB)
 MORE_THREADS = (2, 4)
 REPEATS, MOST_S = 3, 1.0
@@ -149,4 +154,4 @@ def _threads_gb_s(folder: str, threads: int) -> float:
     with contextlib.closing(FileMeter(folder, threads)) as meter:
         meter.fill()
         both_us = sum(meter.times_us(way, (size_bytes,))[size_bytes] for way in (True, False))
-    return 2 * size_bytes / both_us / GB_PER_US
+    return 2 * size_bytes / both_us / BYTES_PER_US_IN_GB_S

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, SupportsIndex
 
+from remat.formats import KIB
 from remat.graph_capture.devices.known_devices import (
     CPU,
     checked_bytes,
@@ -33,7 +34,6 @@ CGROUP_OF_SELF = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
 VM_STAT = ("/usr/bin/vm_stat",)
 """Says it on macOS."""
-KIB = 1024
 _SHORT = (
     "can't allocate memory", "not enough memory", "out of memory", "bad_alloc",
     "can't start new thread", "Resource temporarily unavailable",

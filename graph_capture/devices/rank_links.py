@@ -21,7 +21,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from remat.graph_capture.costs.link_speeds import GB_PER_US, MOST_GB_S
+from remat.graph_capture.costs.link_speeds import BYTES_PER_US_IN_GB_S, MOST_GB_S
 from remat.graph_capture.graph import MOST_US
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
@@ -142,8 +142,8 @@ class RankLinks(msgspec.Struct, frozen=True, omit_defaults=True):
                 return one.us(traffic.whole_bytes)
         inside, between = traffic.shares
         moving_us = max(
-            traffic.whole_bytes * inside / (self.inside_gb_s * GB_PER_US),
-            traffic.whole_bytes * between / (self.between_gb_s * GB_PER_US),
+            traffic.whole_bytes * inside / (self.inside_gb_s * BYTES_PER_US_IN_GB_S),
+            traffic.whole_bytes * between / (self.between_gb_s * BYTES_PER_US_IN_GB_S),
         )
         passes = 2 if traffic.kind == "all_reduce" else 1
         return passes * (self._start_us(traffic) + moving_us)

@@ -17,10 +17,9 @@ from torch import fx
 
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Op
-from remat.graph_capture.joint.nodes import is_view, made_by_autograd
+from remat.graph_capture.joint.nodes import aten, is_view, made_by_autograd
 from remat.graph_capture.joint.provenance import CASTS_KEY, FUNCTION_KEY, path_in_model
 
-_aten = torch.ops.aten
 _EXPLICIT_CASTS = ("to", "type", "half", "bfloat16", "float", "double", "type_as")
 _KEPT_BY_AUTOCAST = ("ParamAOTInput", "PlainAOTInput")
 
@@ -78,7 +77,7 @@ def cached_casts(ops: Sequence[Op], node_of_op: Mapping[str, fx.Node]) -> Iterat
 def _is_cast_of_weight(node: fx.Node) -> bool:
     """Whether autocast makes the node and keeps its result, if its input is trained."""
     source = node.args[0] if node.args else None
-    if node.target is not _aten._to_copy.default or not isinstance(source, fx.Node):
+    if node.target is not aten._to_copy.default or not isinstance(source, fx.Node):
         return False
     kind = type(source.meta.get("desc")).__name__
     is_float = getattr(source.meta.get("val"), "dtype", None) == torch.float32
@@ -134,7 +133,7 @@ def _let_views_share(node: fx.Node) -> None:
 def _casts_back(graph: fx.Graph) -> Mapping[Any, list[fx.Node]]:
     """The backward of each cast; none of one that no gradient reaches."""
     found: dict[Any, list[fx.Node]] = {}
-    for node in graph.find_nodes(op="call_function", target=_aten._to_copy.default):
+    for node in graph.find_nodes(op="call_function", target=aten._to_copy.default):
         if made_by_autograd(node):
             found.setdefault(_made_as(node), []).append(node)
     return found
@@ -181,7 +180,7 @@ def _chain_of(ends: Collection[fx.Node]) -> _Chain | None:
 def _only_addition(node: fx.Node) -> fx.Node | None:
     """The addition of two nodes that is the only one to read `node`."""
     users = list(node.users)
-    if len(users) != 1 or users[0].target is not _aten.add.Tensor or users[0].kwargs:
+    if len(users) != 1 or users[0].target is not aten.add.Tensor or users[0].kwargs:
         return None
     return users[0] if len(users[0].all_input_nodes) == len(users[0].args) == 2 else None
 
@@ -233,13 +232,13 @@ def _add_before_the_cast(graph: fx.Graph, chain: _Chain, ends: Collection[fx.Nod
 def _added(graph: fx.Graph, total: fx.Node | None, term: fx.Node, like: fx.Node) -> fx.Node:
     if total is None:
         return term
-    node = graph.call_function(_aten.add.Tensor, (total, term))
+    node = graph.call_function(aten.add.Tensor, (total, term))
     node.meta = {**like.meta, "val": total.meta["val"] + term.meta["val"]}
     return node
 
 
 def _cast_like(graph: fx.Graph, end: fx.Node, total: fx.Node) -> fx.Node:
-    node = graph.call_function(_aten._to_copy.default, (total,), dict(end.kwargs))
+    node = graph.call_function(aten._to_copy.default, (total,), dict(end.kwargs))
     node.meta = {**end.meta, "val": total.meta["val"].to(end.meta["val"].dtype)}
     return node
 

@@ -22,7 +22,7 @@ from torch import fx
 from remat.graph_capture.devices.known_devices import CUDA
 from remat.graph_capture.distributed.collectives import is_wait, with_returned_run_once
 from remat.graph_capture.distributed.dtensors import is_mesh
-from remat.graph_capture.graph import Op, Phase, Resident, TrainingGraph, Value
+from remat.graph_capture.graph import TANGENTS, Op, Phase, Resident, TrainingGraph, Value
 from remat.graph_capture.joint.autocast_cache import cached_casts
 from remat.graph_capture.joint.eager_memory import held_until, with_checkpoints, written_over
 from remat.graph_capture.joint.exact_ops import (
@@ -57,7 +57,7 @@ from remat.graph_capture.joint.products import make_products_exact
 from remat.graph_capture.joint.values import ValueTable
 from remat.graph_capture.refusals import refuse_op
 
-TANGENTS, SAVE_RNG, STATISTICS = "remat.tangents", "remat.save_rng_state", "remat.statistics"
+SAVE_RNG, STATISTICS = "remat.save_rng_state", "remat.statistics"
 
 
 @dataclass

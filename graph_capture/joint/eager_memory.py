@@ -36,7 +36,7 @@ that writes to its argument; else empty."""
 RECORDED_KEY = "remat_recorded"
 """The same for a write that autograd records. Nodes of its backward may have it from forward, but
 these have the other one too."""
-MADE_AS, DIED_AS = "remat_made_as", "remat_died_as"
+MADE_AS, _DIED_AS = "remat_made_as", "remat_died_as"
 """On the meta of nodes: their number in the order of the trace, and how many there were when eager
 let go of what the node has made."""
 _OVER = "remat_over"
@@ -134,7 +134,7 @@ class EagerMemory(TraceObserver):
             self._held.pop(key, None)
             n_nodes = self._numbered()
             for node in held.nodes:
-                node.meta[DIED_AS] = n_nodes
+                node.meta[_DIED_AS] = n_nodes
 
     def _numbered(self) -> int:
         """Number the nodes that have none yet; how many there are."""
@@ -211,8 +211,8 @@ def held_until(
     """
     ends: dict[str, int] = {}
     for node, value in value_of_node.items():
-        if DIED_AS in node.meta:
-            ends[value] = max(ends.get(value, 0), node.meta[DIED_AS])
+        if _DIED_AS in node.meta:
+            ends[value] = max(ends.get(value, 0), node.meta[_DIED_AS])
     released = {v for op in ops if op.target in (ACCUMULATE, UPDATE) for v in op.inputs}
     last_use = {name: i for i, op in enumerate(ops) for name in (*op.inputs, *op.outputs)}
     # A later phase comes later, whatever the order of the trace is.
@@ -259,7 +259,7 @@ def with_checkpoints(ops: Iterable[Op], node_of_op: Mapping[str, fx.Node]) -> It
 
 def is_held_past(node: fx.Node, later: fx.Node) -> bool:
     """Whether eager is known to hold what `node` gives when it runs `later`."""
-    return node.op == "placeholder" or node.meta.get(DIED_AS, 0) > _number_of(later)
+    return node.op == "placeholder" or node.meta.get(_DIED_AS, 0) > _number_of(later)
 
 
 def _number_of(node: fx.Node | None) -> float:

@@ -25,10 +25,7 @@ import torch
 from torch import Tensor, fx
 from torch._prims_common import make_contiguous_strides_for, suggest_memory_format
 
-from remat.graph_capture.joint.nodes import erase_unread
-
-aten = torch.ops.aten
-
+from remat.graph_capture.joint.nodes import aten, erase_unread
 
 _dropout_library = torch.library.Library("remat", "DEF")
 _dropout_library.define(
@@ -39,7 +36,7 @@ _dropout_library.define("dropout_backward(Tensor gradient, Tensor mask, float sc
 
 
 @torch.library.impl(_dropout_library, "dropout", "CompositeExplicitAutograd")
-def dropout_as_eager(
+def _dropout_as_eager(
     x: Tensor, p: float, scale: float, *, generator: torch.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
     """``(result, mask)`` of dropout on a CPU; draws what eager draws."""
@@ -48,7 +45,7 @@ def dropout_as_eager(
 
 
 @torch.library.impl(_dropout_library, "dropout_backward", "CompositeExplicitAutograd")
-def dropout_backward_as_eager(gradient: Tensor, mask: Tensor, scale: float) -> Tensor:
+def _dropout_backward_as_eager(gradient: Tensor, mask: Tensor, scale: float) -> Tensor:
     """The gradient of dropout's input."""
     return _dropped(gradient, mask, scale)
 

@@ -38,6 +38,7 @@ from remat.graph_capture.joint.in_place_writes import (
     written_by_eager,
 )
 from remat.graph_capture.joint.nodes import (
+    aten,
     draws_randomness,
     erase_unread,
     is_getitem,
@@ -301,8 +302,6 @@ def _from(node: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
 #
 # And where eager copies the conjugate of a tensor into another, a trace makes that conjugate first.
 
-
-aten = torch.ops.aten
 
 _OF_ANY_LAYOUT = frozenset(
     {

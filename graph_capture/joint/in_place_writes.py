@@ -16,9 +16,13 @@ from torch import Tensor, fx
 
 from remat.graph_capture.graph import WRITES_FIRST
 from remat.graph_capture.joint.eager_memory import RECORDED_KEY, WRITTEN_KEY
-from remat.graph_capture.joint.nodes import is_alias_of_input, is_getitem, is_view, storage_key
-
-aten = torch.ops.aten
+from remat.graph_capture.joint.nodes import (
+    aten,
+    is_alias_of_input,
+    is_getitem,
+    is_view,
+    storage_key,
+)
 
 _MAKES_EMPTY = frozenset(
     f"{prefix}{name}{suffix}"

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch._subclasses import FakeTensor
@@ -23,6 +22,7 @@ from remat.graph_capture.graph import CUSTOM, Phase
 from remat.graph_capture.joint.exact_ops import CHOSEN_BACKWARD
 from remat.graph_capture.joint.nodes import (
     argument,
+    aten,
     draws_randomness,
     erase_unread,
     is_custom,
@@ -31,8 +31,6 @@ from remat.graph_capture.joint.nodes import (
     tensors_of,
 )
 from remat.graph_capture.joint.provenance import path_in_model
-
-aten = torch.ops.aten
 
 
 def views_told_apart(results: Any) -> Any:

@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from remat.graph_capture.joint.nodes import erase_unread
-
-aten = torch.ops.aten
+from remat.graph_capture.joint.nodes import aten, erase_unread
 
 _SLICE = aten.slice.Tensor
 

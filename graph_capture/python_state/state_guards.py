@@ -43,7 +43,7 @@ from remat.graph_capture.python_state.tensor_attributes import Writer, writer_of
 # Many small comparisons as one function, of which Python runs each in some tens of nanoseconds.
 
 
-TERMS_PER_PART = 200
+_TERMS_PER_PART = 200
 """Terms in one expression. The compiler's stack is not made for one of 10,000."""
 
 
@@ -62,10 +62,10 @@ class ObjectNames:
         return self._known[id(value)]
 
 
-def compiled_check(terms: Iterable[str], names: ObjectNames) -> Callable[[], bool]:
+def _compiled_check(terms: Iterable[str], names: ObjectNames) -> Callable[[], bool]:
     """One function that is true while every term, an expression of `names`, is."""
     terms = list(terms)
-    parts = [terms[i : i + TERMS_PER_PART] for i in range(0, len(terms), TERMS_PER_PART)]
+    parts = [terms[i : i + _TERMS_PER_PART] for i in range(0, len(terms), _TERMS_PER_PART)]
     lines = [f"    if not ({' and '.join(part)}): return False" for part in parts]
     exec("\n".join(["def test():", *lines, "    return True"]), names.space)
     return names.space["test"]
@@ -182,13 +182,13 @@ class WatchedDicts:
     @functools.cached_property
     def _all(self) -> Callable[[], bool]:
         """Made when the versions first are not enough: most models never need it."""
-        return compiled_check(_terms(self._watched), self._names)
+        return _compiled_check(_terms(self._watched), self._names)
 
     def _watch(self) -> None:
         dictionaries = [one for one, _ in self._still]
         self._versions = list(map(dict_version, dictionaries))
         self._are_still = unwritten(dictionaries)
-        self._others_hold = compiled_check(_terms(self._restless), self._names)
+        self._others_hold = _compiled_check(_terms(self._restless), self._names)
         self._is_new = True
         self._trees += 1
 
@@ -450,7 +450,7 @@ class PythonState:
                 by_space.setdefault(id(space), (space, []))[1].append(term)
             else:
                 others.append(term)
-        entries, rest = WatchedDicts(list(by_space.values()), names), compiled_check(others, names)
+        entries, rest = WatchedDicts(list(by_space.values()), names), _compiled_check(others, names)
         self._test = lambda: entries.hold() and rest()
 
     def _terms(self, names: ObjectNames) -> Generator[tuple[Any, str]]:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from remat.graph_capture.devices.known_devices import plan_rounding
-from remat.graph_capture.graph import Origin, TrainingGraph
+from remat.graph_capture.graph import TANGENTS, Floats, Ints, Origin, TrainingGraph
 from remat.graph_capture.sizes.symbols import Sizes
 
 # Workspaces of ops at any size of a range, from those at some sizes; and what kernels keep.
@@ -32,7 +32,6 @@ from remat.graph_capture.sizes.symbols import Sizes
 # to the byte at three sizes in a row, it is taken to hold between them.
 
 
-Ints = NDArray[np.int64]
 _ON_LINE = 3
 """Points in a row that make a line: any two are on one."""
 _NONE_YET = np.iinfo(np.int64).min
@@ -263,7 +262,6 @@ def _in_a_row(
     )
 
 
-Floats = NDArray[np.float64]
 NOT_ON_DEVICE = -1
 
 
@@ -454,7 +452,7 @@ def _moved_bytes(graph: TrainingGraph) -> Floats:
         [float(sum(size[name] for name in (*op.inputs, *op.outputs))) for op in graph.ops]
     )
     # What the whole step takes beyond its ops is added to the arrival of the tangents.
-    is_whole = np.array([op.target == "remat.tangents" for op in graph.ops])
+    is_whole = np.array([op.target == TANGENTS for op in graph.ops])
     return np.where(is_whole, moved.sum(), moved)
 
 

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from remat.graph_capture.devices.known_devices import plan_rounding
 from remat.graph_capture.errors import GraphError, ShapeError, TextError
 from remat.graph_capture.files import decode_json
-from remat.graph_capture.graph import MOST_BYTES, TrainingGraph, Value, are_figures
+from remat.graph_capture.graph import MOST_BYTES, Ints, TrainingGraph, Value, are_figures
 from remat.graph_capture.sizes.expressions import bounds_of, evaluated, never_falls
 from remat.graph_capture.sizes.range_costs import (
     NOT_ON_DEVICE,
@@ -273,9 +272,6 @@ def structure_of(graph: TrainingGraph) -> tuple[Any, ...]:
 #
 # They are those of `RangedGraph.bounding`, without a graph being made. Searches over sizes ask for
 # them at hundreds of points; what they find is judged on graphs.
-
-
-Ints = NDArray[np.int64]
 
 
 class PartBytes(NamedTuple):

@@ -8,7 +8,7 @@ the same one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,21 +17,22 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch._ops import OpOverload
 
+from remat.graph_capture.sizes.symbols import Sizes
+
 _MOST_WORK = 1 << 30
 """Elements that are made to answer one question, at all sizes together: a second on a CPU."""
 
-_Sizes = Mapping[str, int]
 _Run = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class TraceSizes(Protocol):
     """The sizes of one trace, see `Environment` in `trace_over_sizes.py`."""
 
-    def points_of(self, numbers: Iterable[Any]) -> Sequence[_Sizes]:
+    def points_of(self, numbers: Iterable[Any]) -> Sequence[Sizes]:
         """All sizes of the symbols in these numbers, the largest last; none if these are many."""
         ...
 
-    def value(self, number: Any, sizes: _Sizes) -> Any:
+    def value(self, number: Any, sizes: Sizes) -> Any:
         """A number of the trace at these sizes."""
         ...
 
@@ -70,7 +71,7 @@ class Formula:
 class _Evaluation:
     """The values of formulas at one point. `work` counts the elements that were made."""
 
-    def __init__(self, over: TraceSizes, sizes: _Sizes, run: _Run) -> None:
+    def __init__(self, over: TraceSizes, sizes: Sizes, run: _Run) -> None:
         self._over, self._sizes, self._run = over, sizes, run
         self._made: dict[tuple[int, ...], Any] = {}
         self.work = 0

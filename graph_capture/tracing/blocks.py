@@ -14,8 +14,8 @@ from torch import Tensor, fx, nn
 
 from remat.graph_capture.distributed.dtensors import is_distributed
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.graph import Op, Resident
-from remat.graph_capture.joint.build import TANGENTS, Joint
+from remat.graph_capture.graph import TANGENTS, Op, Resident
+from remat.graph_capture.joint.build import Joint
 from remat.graph_capture.joint.nodes import is_alias_of_input, is_tangent
 from remat.graph_capture.joint.provenance import path_in_model
 from remat.graph_capture.refusals import refuse_all_frozen, refuse_module, refuse_subclass

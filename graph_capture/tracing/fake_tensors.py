@@ -32,9 +32,8 @@ from torch.overrides import TorchFunctionMode
 from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.distributed.dtensors import is_distributed
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.joint.nodes import target_name, tensors_of
+from remat.graph_capture.joint.nodes import aten, target_name, tensors_of
 
-aten = torch.ops.aten
 _CONTIGUOUS = {"memory_format": torch.contiguous_format}
 
 _Rule = Callable[..., Tensor]

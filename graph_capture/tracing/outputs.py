@@ -57,7 +57,7 @@ def _made(values: Any, context: Hashable) -> _FlatDataclass:
 pytree.register_pytree_node(_FlatDataclass, _flat, _made, flatten_with_keys_fn=_named)
 
 
-def is_plain_dataclass(leaf: Any) -> bool:
+def _is_plain_dataclass(leaf: Any) -> bool:
     """Whether it is a dataclass in which torch finds no tensor."""
     is_one = dataclasses.is_dataclass(leaf) and not isinstance(leaf, (type, Tensor, nn.Module))
     return is_one and type(leaf) not in pytree.SUPPORTED_NODES
@@ -67,7 +67,7 @@ def flatten_dataclasses(tree: Any) -> Any:
     """The tree with all dataclasses opened, those inside of others too."""
 
     def open_leaf(leaf: Any) -> Any:
-        if not is_plain_dataclass(leaf):
+        if not _is_plain_dataclass(leaf):
             return leaf
         fields = [field.name for field in dataclasses.fields(leaf)]
         others = [name for name in getattr(leaf, "__dict__", ()) if name not in fields]
@@ -76,7 +76,7 @@ def flatten_dataclasses(tree: Any) -> Any:
         }
         return _FlatDataclass(type(leaf), held)
 
-    if not any(map(is_plain_dataclass, pytree.tree_leaves(tree))):
+    if not any(map(_is_plain_dataclass, pytree.tree_leaves(tree))):
         return tree
     return pytree.tree_map(open_leaf, tree)
 
@@ -86,12 +86,12 @@ def leaves_in(tree: Any) -> list[Any]:
     leaves = pytree.tree_leaves(tree)
     return (
         pytree.tree_leaves(flatten_dataclasses(tree))
-        if any(map(is_plain_dataclass, leaves))
+        if any(map(_is_plain_dataclass, leaves))
         else leaves
     )
 
 
-def unflatten_dataclasses(tree: Any) -> Any:
+def _unflatten_dataclasses(tree: Any) -> Any:
     """The tree with its dataclasses again, as `flatten_dataclasses` has found them."""
 
     def is_opened(part: Any) -> bool:
@@ -101,15 +101,15 @@ def unflatten_dataclasses(tree: Any) -> Any:
         if not isinstance(part, _FlatDataclass):
             return part
         return _FlatDataclass(
-            part.kind, {k: unflatten_dataclasses(v) for k, v in part.values.items()}
+            part.kind, {k: _unflatten_dataclasses(v) for k, v in part.values.items()}
         ).closed()
 
     return pytree.tree_map(close, tree, is_leaf=is_opened)
 
 
-def has_flat_dataclass(spec: pytree.TreeSpec) -> bool:
+def _has_flat_dataclass(spec: pytree.TreeSpec) -> bool:
     """Whether a tree of that structure has an opened dataclass."""
-    return spec.type is _FlatDataclass or any(map(has_flat_dataclass, spec.children()))
+    return spec.type is _FlatDataclass or any(map(_has_flat_dataclass, spec.children()))
 
 
 _Leaf = TypeVar("_Leaf")
@@ -141,7 +141,7 @@ class DuplicateOutputs:
     def tree(self, distinct: Sequence[Any]) -> Any:
         """The tree of results, from the distinct ones."""
         tree = pytree.tree_unflatten(self.of_leaves(distinct), self.spec)
-        return unflatten_dataclasses(tree) if has_flat_dataclass(self.spec) else tree
+        return _unflatten_dataclasses(tree) if _has_flat_dataclass(self.spec) else tree
 
 
 def distinct_results(results: Any, own: int) -> tuple[Any, DuplicateOutputs | None]:
@@ -160,6 +160,6 @@ def distinct_results(results: Any, own: int) -> tuple[Any, DuplicateOutputs | No
         if known is None:
             seen[id(leaf)] = len(distinct)
             distinct.append(leaf)
-    if len(distinct) == len(leaves) and not has_flat_dataclass(spec):
+    if len(distinct) == len(leaves) and not _has_flat_dataclass(spec):
         return results, None
     return distinct, DuplicateOutputs(spec, tuple(which), own)

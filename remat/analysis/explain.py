@@ -12,7 +12,7 @@ from typing import TypeVar
 from remat.analysis.explanation import Explanation
 from remat.analysis.levers import Lever, levers_of
 from remat.analysis.memory_figures import chunks_of
-from remat.analysis.solved_options import PINS, least_budget, required_schedule, solve_arguments
+from remat.analysis.solved_options import least_budget, required_schedule, solve_arguments
 from remat.analysis.why import against_greedy, simple_rules, why
 from remat.budgets import unmodified
 from remat.graph_capture.errors import BudgetError
@@ -20,7 +20,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.value_report.peak_holders import forced_ops, peak_holders
 from remat.solved import infeasible_text
 from remat.solver import solve_within
-from remat.solver.budgets.sweep import price_of_gib
+from remat.solver.budgets.sweep import PINS, price_of_gib
 from remat.solver.result import Result
 from remat.solver.search import Clock, is_interrupted, one_job
 

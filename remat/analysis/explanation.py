@@ -24,11 +24,11 @@ from remat.analysis.plan_report import (
 )
 from remat.analysis.solved_options import LeastBudget
 from remat.analysis.why import AgainstGreedy, Rule, Turned, Why
-from remat.formats import KIB, NO_BOUND, bytes_text, fine_time_text, gap_text, percent_text
+from remat.formats import GIB, KIB, NO_BOUND, bytes_text, fine_time_text, gap_text, percent_text
 from remat.schedules.simulate import bound_of
 from remat.schedules.value_report.grouping import FoldedRow
 from remat.schedules.value_report.peak_holders import ForcedOps, PeakHolders
-from remat.solver.budgets.front import GIB, GibPrice
+from remat.solver.budgets.front import GibPrice
 
 # Sentences of the screen of `explain`, each from one part of the answer.
 

@@ -12,6 +12,7 @@ import msgspec
 from remat.budgets import unmodified_step
 from remat.checks import EXPANDABLE_CONF
 from remat.formats import bytes_text, fine_time_text, percent_text
+from remat.graph_capture.costs.link_speeds import BYTES_PER_US_IN_GB_S
 from remat.graph_capture.devices.known_devices import (
     has_cuda_allocator,
     is_in_table,
@@ -195,7 +196,6 @@ def _own_bytes(graph: TrainingGraph, ops: Sequence[Op]) -> int:
 SLOWER = 0.8
 """Share of the rates at which a plan is judged once more: what links may fall to beside other
 traffic."""
-BYTES_PER_US_IN_GB_S = 1e3
 _WAYS = {
     "d2h": "to the host", "h2d": "back", "write": "to NVMe", "read": "back from NVMe",
 }  # fmt: skip

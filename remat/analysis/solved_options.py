@@ -11,11 +11,8 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
 from remat.schedules.value_report.peak_holders import PeakHolders, peak_holders
 from remat.solver import TABLE, option_names, solve_within
-from remat.solver.budgets.sweep import least_peak
+from remat.solver.budgets.sweep import PINS, least_peak
 from remat.solver.result import Holding, Result
-
-PINS = ("keep", "recompute")
-"""Options that every solver takes."""
 
 
 def _solver_of(schedule: Schedule) -> str:

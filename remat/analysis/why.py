@@ -13,7 +13,7 @@ import msgspec
 
 import remat.solver as solvers
 from remat.analysis.layer_checkpoints import SAME_SPEED, EveryNth, candidates
-from remat.analysis.solved_options import PINS, pins_of, required_schedule, solve_arguments
+from remat.analysis.solved_options import pins_of, required_schedule, solve_arguments
 from remat.graph_capture.eager_step import with_eager_sizes
 from remat.graph_capture.errors import option
 from remat.graph_capture.graph import Op, TrainingGraph
@@ -30,6 +30,7 @@ from remat.schedules.value_report.grouping import (
 )
 from remat.schedules.value_report.peak_holders import counterfactual_schedule
 from remat.schedules.value_report.rows import ValueRow, matching, value_rows
+from remat.solver.budgets.sweep import PINS
 from remat.solver.reductions.pin_globs import Pins, why_not_again
 from remat.solver.reductions.pins import solve_for_pins
 from remat.solver.result import Result

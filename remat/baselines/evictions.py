@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from remat.formats import MIB
 from remat.solver.policies.eviction import EvictedClasses, Policy, Scores, ValueIds, ValueStatistics
 from remat.solver.policies.online import PolicyPlanner
 from remat.solver.problem import Problem
@@ -181,7 +182,6 @@ def cheapest_window(
     return best[1:] if best else None
 
 
-MIB = 1 << 20
 _OFFSET = 1e-3
 _RERUN_FACTOR = 1.0001
 

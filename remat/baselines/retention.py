@@ -26,6 +26,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
 from remat.solver.backends.processes import Task
 from remat.solver.cuts.cut import Cut
+from remat.solver.local_search.events import COST_UNITS
 from remat.solver.problem import Problem
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
@@ -134,10 +135,6 @@ def _shown_by(problem: Problem, stages: Stages) -> _Shown:
 # written in the same way.
 
 
-_COST_UNITS = 10_000_000
-"""Units that the time of the step is divided into, as CP-SAT counts in integers."""
-
-
 @dataclass(frozen=True, slots=True)
 class RetentionEffort:
     """How CP-SAT is run. A seed makes runs equal only if time does not end the search."""
@@ -158,9 +155,9 @@ class RetentionOutcome:
 def _cost_units(problem: Problem) -> tuple[list[int], float]:
     """Costs as integers, and the time of one unit; exact where costs are small integers."""
     total_us = sum(problem.cost_us)
-    if total_us <= _COST_UNITS and all(cost == int(cost) for cost in problem.cost_us):
+    if total_us <= COST_UNITS and all(cost == int(cost) for cost in problem.cost_us):
         return [int(cost) for cost in problem.cost_us], 1.0
-    unit_us = total_us / _COST_UNITS
+    unit_us = total_us / COST_UNITS
     return [round(cost / unit_us) for cost in problem.cost_us], unit_us
 
 

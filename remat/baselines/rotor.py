@@ -28,7 +28,7 @@ import numpy.typing as npt
 from remat.baselines.chain import Chain, ChainAction, ChainRun, ChainSearch, chain_or_done
 from remat.baselines.revolve import binomial_actions
 from remat.graph_capture.errors import SolverError
-from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.graph import Floats, TrainingGraph
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 
@@ -44,7 +44,6 @@ from remat.solver.search import Listener, Search
 # rounded up to whole slots, so a schedule never takes more than the table says.
 
 
-Floats = npt.NDArray[np.float64]
 _Choices = npt.NDArray[np.int16]
 _Slots = npt.NDArray[np.int64]
 

@@ -200,7 +200,7 @@ _SCHEMA_VERSION = 1
 FILES = CacheFiles(
     "plans", "each process plans anew", "planned", most_files=256, most_bytes=1 << 24
 )  # fmt: skip
-_ADDRESS = " at 0x"
+ADDRESS = " at 0x"
 """In the text of an option that says no more than where it lies."""
 _NEAR, _CHEAP = 0.97, 0.005
 """What is free is never the same twice: a plan for so large a part of it is taken, or of so little
@@ -295,7 +295,7 @@ def _suits(found: Result, budget: Budget, graph: TrainingGraph) -> bool:
 
 def _question_key(graph: TrainingGraph, budget: Budget, asked: str) -> str:
     """SHA-256 of all that a plan depends on; empty where that has no lasting text."""
-    if _ADDRESS in asked or not keeps_solves():
+    if ADDRESS in asked or not keeps_solves():
         return ""
     # The lines of the user's files move while the step stays the same.
     ops = tuple(msgspec.structs.replace(op, source="") for op in graph.ops)

@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from remat.graph_capture.graph import Op, TrainingGraph
+from remat.graph_capture.graph import TANGENTS, Floats, Op, TrainingGraph
 from remat.schedules.schedule import Schedule
-from remat.solver.blocks.block_options import TURN, BlockOption, block_options
+from remat.solver.blocks.block_options import BlockOption, block_options
 from remat.solver.problem import Problem
 from remat.solver.recompute_summary import op_kind
 from remat.solver.state import State
@@ -180,7 +180,7 @@ def part_of(graph: TrainingGraph, border_gradient: str = "") -> Part:
     """
     forward_us = sum(op.cost_us for op in graph.ops[: graph.n_forward])
     found = block_options(graph, _LIMITS, lambda: math.inf)
-    made = {name for op in graph.ops if op.target == TURN for name in op.outputs}
+    made = {name for op in graph.ops if op.target == TANGENTS for name in op.outputs}
     tangents_bytes = sum(value.size_bytes for value in graph.values if value.name in made)
     options = [_option(one, tangents_bytes) for one in found]
     kept = [o for o in options if not any(o.is_bettered_by(other) for other in options)]
@@ -221,7 +221,7 @@ def schedule_of_option(graph: TrainingGraph, option: PartOption) -> Schedule:
 # no more than so many steps of a grid. Sizes are rounded up to the grid, so what a table allows
 # fits. Cost: blocks x options x slots for each distinct need, in vector operations.
 # Optimal on the grid: never below the optimum, and never above that of a room which is smaller by a
-# step of the grid for each block and microbatch in flight (`tests/solver/cluster`).
+# step of the grid for each block and microbatch in flight (`tests/remat/cluster`).
 
 
 _SLOTS = 2048
@@ -229,7 +229,6 @@ _SLOTS = 2048
 _CLOSE_US = 1e-6
 """Two sums of the same times, in another order, differ by less."""
 
-Floats = npt.NDArray[np.float64]
 _Counts = npt.NDArray[np.int64]
 
 

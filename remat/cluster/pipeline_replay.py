@@ -5,8 +5,8 @@ for the input gradients of the stage behind it, each with the way between ranks.
 bytes are live from its forward until its gradients of inputs are done; what the gradients of
 weights still need, until those are done. While an action runs, what it needs beside is live too.
 
-It is a list scheduler in one pass, and knows no planner. `tests/schedules/pipeline` gives it the
-lists of seven schedules of torch's.
+It is a list scheduler in one pass, and knows no planner. `tests/remat/cluster` gives it the lists
+of seven schedules of torch's.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The bound of a mesh is the work of its parts, with the ways between stages, in t
 pipeline: no recomputation and no other communication takes less than nothing. Before a part is
 captured, its matrix products at the best rate stand for its work, and a mesh whose parameters alone
 are too large is left out. All of these hold, so the pruned search finds what the full one finds
-(`tests/solver/cluster`). To have all runners-up within a share of the best, meshes are pruned only
+(`tests/remat/cluster`). To have all runners-up within a share of the best, meshes are pruned only
 above that share.
 
 Optimal for this model of memory and time, on the grid of `parts.py`, among even virtual stages
@@ -53,21 +53,19 @@ from remat.cluster.stages import (
     stage_parameters,
     stage_table,
 )
+from remat.graph_capture.graph import Floats
 
 # Where to cut a chain of blocks into the stages of a 1F1B pipeline.
 #
 # The time of a step is taken to be Σ t + (m - 1) max t, over the times t of one microbatch on each
 # stage, forward and backward: the first microbatch goes through all stages, and then the slowest
 # one sets the pace. It is never below torch's order replayed, and up to 7 % above it where stages
-# are uneven (`tests/schedules/pipeline`).
+# are uneven (`tests/remat/cluster/test_pipeline_replay.py`).
 #
 # Also called: the linear partitioning problem; with two terms as in Alpa (Zheng et al. 2022,
 # https://arxiv.org/abs/2201.12023), whose inner program this is for one chain. Optimal. For each
 # candidate M of max t, from the least feasible up, a program over (stage, blocks so far) gives the
 # least sum with t ≤ M. It ends when M alone, with the least sum of all, is no better.
-
-
-Floats = npt.NDArray[np.float64]
 
 
 class _Borders(NamedTuple):

@@ -31,6 +31,7 @@ from remat.cluster.pipeline_replay import (
     SAVED_ACTIVATIONS,
     STATES,
 )
+from remat.graph_capture.graph import Floats
 
 # What a stage holds beside activations, by holder: states and buffers of its border.
 #
@@ -122,7 +123,7 @@ def _border_buffers(
 # Sources: PipeDream-Flush, called 1F1B (Narayanan et al. 2021, https://arxiv.org/abs/2006.09503),
 # its interleaved form with several virtual stages a rank (Narayanan et al. 2021,
 # https://arxiv.org/abs/2104.04473), and that with gradients of weights apart, ZB1P (Qi et al. 2023,
-# https://arxiv.org/abs/2401.10241). `tests/schedules/pipeline` replays torch's own action lists and
+# https://arxiv.org/abs/2401.10241). `tests/remat/cluster` replays torch's own action lists and
 # finds the same counts.
 
 
@@ -169,9 +170,6 @@ def flights(
         _Flight(opened / virtual_stages, waiting / virtual_stages),
         _Flight((opened - 1) / virtual_stages, (waiting + 1) / virtual_stages),
     )
-
-
-Floats = npt.NDArray[np.float64]
 
 
 class StagePlan(msgspec.Struct, frozen=True):

@@ -26,7 +26,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch._inductor import config as inductor_config
 
-from remat.caches.known_plans import sources_key
+from remat.caches.known_plans import ADDRESS, sources_key
 from remat.compile.compile_options import CompileOptions
 from remat.compile.graph_context import ChosenPlan, GraphContext
 from remat.compile.kept_choices import KeptChoice, keep_choice, kept_choice
@@ -54,10 +54,6 @@ from remat.solver.search import Clock
 # from run to run are left out. Costs are not in it: they are kept with the plan, and compared.
 
 
-_ADDRESS = " at 0x"
-"""In the text of an object that says no more than where it lies."""
-
-
 def start_key(gm: fx.GraphModule, inputs: Sequence[Any], asked: CompileOptions, around: str) -> str:
     """SHA-256 of all that the plan of a graph depends on; empty where that has no lasting text.
 
@@ -69,7 +65,7 @@ def start_key(gm: fx.GraphModule, inputs: Sequence[Any], asked: CompileOptions, 
     surroundings = _surroundings(device_of_inputs(inputs))
     parts = (repr(asked), around, *surroundings, *_input_lines(inputs), *_graph_lines(gm))
     for part in parts:
-        if _ADDRESS in part:
+        if ADDRESS in part:
             return ""
         digest.update(part.encode() + b"\n")
     return digest.hexdigest()

@@ -21,8 +21,7 @@ from remat.compile.compile_options import CompileOptions
 from remat.compile.plan_search import CHEAP, Candidate, PlanSearch
 from remat.compile.subgraphs import Subgraph, Whole
 from remat.compile.target_search import fastest_within
-from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.joint.build import TANGENTS
+from remat.graph_capture.graph import TANGENTS, TrainingGraph
 from remat.schedules.schedule import Schedule
 
 _TRIES = 3

@@ -14,7 +14,7 @@ import msgspec
 
 from remat.graph_capture.devices.known_devices import device_table, modelled_device
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.graph import Optimizer, Resident
+from remat.graph_capture.graph import FLOAT32_BYTES, Optimizer, Resident
 
 _IDS = re.compile(r": int64\[(\d+(?:, \d+)*)\]")
 """How the signature of an input begins that holds ids."""
@@ -144,7 +144,6 @@ as torch's optimizers make them, and no master copy."""
 
 MOMENTS = {"sgd": 0, "momentum": 1, "adamw": 2}
 """Numbers that an optimizer keeps of each parameter."""
-FLOAT32_BYTES = 4
 HOST_GB_S = 60.0
 """Rate of a host's memory that is not here, in 10^9 bytes a second: about 0.8 of what two channels
 of DDR5-4800 have (76.8, JEDEC JESD79-5)."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from remat.budgets import parse_budget
+from remat.graph_capture.costs.link_speeds import BYTES_PER_US_IN_GB_S
 from remat.graph_capture.errors import BudgetError, CaptureError
 from remat.graph_capture.graph import Tier, TrainingGraph
 from remat.levers.optimizer_in_backward import require_no_other_reader, require_own_storages
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
 
 
 # What the update of each parameter takes on this machine, for a plan of a whole step.
-
-
-BYTES_PER_US_IN_GB_S = 1e3
 
 
 def _parameter_updates(

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from remat.graph_capture.errors import SolverError
-from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.graph import TANGENTS, TrainingGraph
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 from remat.schedules.simulate import simulate
 from remat.schedules.simulation import Simulation
 from remat.whole_step.microbatch import Layer, ParameterUpdate
 from remat.whole_step.planned_step import PlannedStep, StepTask
-from remat.whole_step.step_graph import TANGENTS, GroupPlace, OpByOp
+from remat.whole_step.step_graph import GroupPlace, OpByOp
 
 _LASTING = ("G:", "O:")
 """How values begin that are dropped where the plan says so, and not after their last use."""

@@ -15,7 +15,7 @@ from functools import cached_property
 import msgspec
 
 from remat.graph_capture.errors import GraphError
-from remat.graph_capture.graph import Links, Op, Phase, Tier, TrainingGraph, Value
+from remat.graph_capture.graph import TANGENTS, Links, Op, Phase, Tier, TrainingGraph, Value
 from remat.whole_step.microbatch import Layer, LayerOption, Microbatch, ParameterUpdate, Update
 
 _COMPUTE: Phase = "forward"
@@ -237,8 +237,6 @@ def _step_weights(layer: Layer) -> tuple[str, ...]:
 # a parameter ``primals_4``, ``G:primals_4`` is its gradient, ``O:primals_4`` its state.
 
 
-TANGENTS = "remat.tangents"
-"""Of the captured graph: the op that opens backward."""
 FORWARD_ENDS, ADD, STEP = "remat.forward_ends", "remat.add_gradient", "remat.parameter_step"
 """Targets: a microbatch's results are taken, a gradient is added, the optimizer steps once."""
 

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from remat.graph_capture.cache_files import cache_folder
 from remat.graph_capture.errors import ArenaError
+from remat.graph_capture.graph import Ints
 
 # The allocator in C++, compiled when it is first needed and kept in the cache folder.
 #
@@ -127,7 +127,6 @@ def _compile(command: list[str]) -> None:
         )
 
 
-Ints = NDArray[np.int64]
 _INTS = np.ctypeslib.ndpointer(np.int64, flags="C_CONTIGUOUS")
 _INT = ctypes.c_int64
 

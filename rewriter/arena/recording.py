@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.devices.meter import Run
 from remat.graph_capture.errors import ArenaError, DeviceError
+from remat.graph_capture.graph import Ints
 from remat.graph_capture.python_state.state_guards import python_state_kept
 from remat.graph_capture.tracing.restore import restored_after
 from remat.graph_capture.tracing.step_module import LossFunction, apply_loss
-from remat.rewriter.arena.library import ArenaLibrary, Ints, arena_library
+from remat.rewriter.arena.library import ArenaLibrary, arena_library
 from remat.rewriter.arena.step_allocator import PassKind, StepAllocator
 from remat.rewriter.checking.check import plan_run
 from remat.rewriter.checking.outcomes import OwnBatch, StepState, own_parameters

@@ -140,7 +140,7 @@ def of_steps(audit: bool) -> Audits:
 
 _EVERY = 1000
 """Beside the steps 2, 4, 8 and so on, every so many steps are audited."""
-_MOST_EAGER = 8
+MOST_EAGER = 8
 """Runs of eager where one does not repeat its bits, before the plan's are called others."""
 _pauses: list[None] = []
 """One for each `audits_paused` that is under way."""
@@ -294,7 +294,7 @@ class Audit:
         if self._is_doubted and tolerance_of(module):
             seen.moved = moved_by_rounding(run, seen.expected.expected)
         elif self._is_doubted:
-            for _ in range(1, _MOST_EAGER):
+            for _ in range(1, MOST_EAGER):
                 seen.expected.add(run())
         before.forget()
         return seen

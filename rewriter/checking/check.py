@@ -39,6 +39,7 @@ from remat.graph_capture.tracing.step_module import (
     with_loss,
     without_own_hooks,
 )
+from remat.rewriter.checking.audit import MOST_EAGER
 from remat.rewriter.checking.off_device import OffDeviceMemory
 from remat.rewriter.checking.outcomes import (
     STREAM,
@@ -93,8 +94,6 @@ def _outside_autocast(device: str) -> Generator[None]:
             _T.autocast_increment_nesting()
 
 
-MOST_EAGER = 8
-"""Runs of eager on a CUDA device, before a result that none of them gives is called another."""
 SOON_US, _ENOUGH_US = 5e5, 4e6
 """Once the steps have taken this long in all, no more are timed, unless there are other ranks."""
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.devices.meter import Run
 from remat.graph_capture.distributed.dtensors import dtensor_layout, is_distributed, local_part
+from remat.graph_capture.graph import FLOAT32_BYTES
 from remat.graph_capture.joint.nodes import bits_of
 from remat.graph_capture.python_state.state_guards import PythonState
 from remat.graph_capture.python_state.tensor_attributes import with_attributes_of
@@ -363,10 +364,9 @@ def _kept(leaf: Any, copy: bool) -> Any:
 # How far from eager's the results of a rewritten module may be: by default not at all.
 
 
-SPLIT_FLOAT32, SPLIT_HALF = 1e-5, 2e-2
+SPLIT_FLOAT32, _SPLIT_HALF = 1e-5, 2e-2
 """For chunks whose sums have another order: how far a result may be from eager's, as a part of its
 norm. The first is for steps in float32, the second where 16 bits are in use."""
-FLOAT32_BYTES = 4
 
 
 Rounding = Literal["", "inductor", "chunks"]
@@ -390,4 +390,4 @@ def tolerance_of(module: nn.Module) -> float:
         return _TOLERANCE if rounding else 0.0
     is_half = any(is_on for _, is_on, _ in kind._remat_guards.recipe.autocast)  # pyright: ignore
     is_half |= any(parameter.itemsize < FLOAT32_BYTES for parameter in module.parameters())
-    return SPLIT_HALF if is_half else SPLIT_FLOAT32
+    return _SPLIT_HALF if is_half else SPLIT_FLOAT32

@@ -44,7 +44,7 @@ _REJECTED = (TypeError, ValueError, RuntimeError)
 """What a function raises if its parameters are not those of the op."""
 
 
-class OpBindings:
+class _OpBindings:
     """Callables for the nodes of a graph. Each kind of call is tried once."""
 
     def __init__(self) -> None:
@@ -161,7 +161,7 @@ class _Writer:
         self.marks = frozenset(marks(gm.graph) if in_steps else ())
         self.rest = places_released(gm.graph)[-1] if in_steps else ()
         self.results = [results[place] for place in self.rest] if in_steps else results
-        self.bindings = OpBindings()
+        self.bindings = _OpBindings()
         self.bound: dict[str, Any] = {}
         self.names: dict[int, str] = {}
         self.lines: list[str] = []

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx
 
 from remat.graph_capture.distributed.collectives import skip_wait, wait_nodes
-from remat.graph_capture.graph import ACCUMULATE, UPDATE, Op
-from remat.graph_capture.joint.build import SAVE_RNG, STATISTICS, TANGENTS, Joint
+from remat.graph_capture.graph import ACCUMULATE, TANGENTS, UPDATE, Op
+from remat.graph_capture.joint.build import SAVE_RNG, STATISTICS, Joint
 from remat.graph_capture.joint.exact_ops import RECOMPUTED_BY
 from remat.graph_capture.joint.in_place_ops import STEP_METAS, JoinedOp, JoinedTarget
 from remat.graph_capture.joint.nodes import (

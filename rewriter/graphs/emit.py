@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
 
 from remat.graph_capture.distributed.dtensors import is_beside_local_part
 from remat.graph_capture.joint.build import Joint
-from remat.graph_capture.joint.nodes import is_tangent
+from remat.graph_capture.joint.nodes import aten, is_tangent
 from remat.graph_capture.sizes.trace_over_sizes import Environment
 from remat.rewriter.graphs.copies import CopyContext, CopyEmitter, copy_times, written_by
 from remat.rewriter.graphs.eager import EagerEmitter
@@ -27,8 +26,6 @@ from remat.schedules.schedule import Compute, Schedule
 # C++ a view costs next to nothing; from Python each is a call. If a view has the geometry of a
 # tensor that it goes back to, it is that tensor. A reshape of a reshape is one reshape.
 
-
-aten = torch.ops.aten
 
 _RESHAPES = (aten.view.default, aten._unsafe_view.default)
 _VIEWS = (*_RESHAPES, aten.t.default, aten.transpose.int, aten.permute.default)

@@ -23,10 +23,8 @@ from torch.fx.node import has_side_effect
 
 from remat.graph_capture.distributed.dtensors import is_beside_local_part
 from remat.graph_capture.joint.build import Joint
-from remat.graph_capture.joint.nodes import is_tangent, tensors_of, written_inputs
+from remat.graph_capture.joint.nodes import aten, is_tangent, tensors_of, written_inputs
 from remat.graph_capture.joint.provenance import path_in_model
-
-aten = torch.ops.aten
 
 _RESHAPES = (aten.view.default, aten._unsafe_view.default)
 _OWN_STRIDES = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)

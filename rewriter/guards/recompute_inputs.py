@@ -26,7 +26,7 @@ _SHARE = 0.01
 """Of a step's time, that comparisons may take."""
 LEAST_US = 100.0
 """They may always take this long."""
-BYTES_A_US, TENSOR_US, LINE_BYTES = 8000.0, 3.0, 64
+BYTES_A_US, _TENSOR_US, LINE_BYTES = 8000.0, 3.0, 64
 """What a CPU adds up, what a tensor takes beyond that, and what it reads at least of each place."""
 _FEW_BYTES = 1024
 """So many are copied sooner than they are added up."""
@@ -94,10 +94,10 @@ class RecomputeInputs:
 
     def _part(self, sizes: Sequence[int]) -> _Sample:
         """As much as takes no longer than is allowed."""
-        us = sum(sizes) / BYTES_A_US + TENSOR_US * len(sizes)
+        us = sum(sizes) / BYTES_A_US + _TENSOR_US * len(sizes)
         if self._step <= WHOLE_STEPS or us <= self._allowed_us:
             return _Sample(1, 1, self._step)
-        most = max(1.0, self._allowed_us / 2 / TENSOR_US)
+        most = max(1.0, self._allowed_us / 2 / _TENSOR_US)
         of_tensors = max(1, math.ceil(len(sizes) / most))
         lines = self._allowed_us / 2 * BYTES_A_US / LINE_BYTES
         return _Sample(of_tensors, max(1, int(sum(sizes) / of_tensors / 8 / lines)), self._step)

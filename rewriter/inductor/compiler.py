@@ -25,7 +25,7 @@ from torch.fx.traceback import preserve_node_meta
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.joint.build import Joint
 from remat.graph_capture.joint.exact_ops import DROPOUT_BACKWARD
-from remat.graph_capture.joint.nodes import copy_of, is_getitem, mutates, target_name
+from remat.graph_capture.joint.nodes import aten, copy_of, is_getitem, mutates, target_name
 from remat.graph_capture.joint.provenance import FUNCTION_KEY, SOURCE_KEY
 from remat.rewriter.graphs.codegen import Boxed
 from remat.rewriter.graphs.emit import emit
@@ -43,9 +43,6 @@ from remat.schedules.schedule import Schedule
 #
 # Ops are decomposed as Inductor wants them. Each result that the schedule keeps while a later call
 # runs is stored where it is made, as in `emit`.
-
-
-aten = torch.ops.aten
 
 
 def decomposed(gm: fx.GraphModule, mode: FakeTensorMode) -> fx.GraphModule:

@@ -7,8 +7,7 @@ from torch import fx
 from torch._inductor import test_operators
 
 from remat.graph_capture.distributed.collectives import wait_nodes
-from remat.graph_capture.graph import Op
-from remat.graph_capture.joint.build import TANGENTS
+from remat.graph_capture.graph import TANGENTS, Op
 from remat.graph_capture.joint.nodes import is_getitem
 from remat.rewriter.graphs.emitter import Demand, Emitter, as_module, emit_both
 from remat.rewriter.inductor.fused_graph import FusedJoint

@@ -11,14 +11,13 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from remat.graph_capture.distributed.collectives import ALL_RANKS_RUN, is_collective, is_wait
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.graph import Kind, Op, Phase, Resident, TrainingGraph, Value
-from remat.graph_capture.joint.build import TANGENTS
+from remat.graph_capture.graph import TANGENTS, Kind, Op, Phase, Resident, TrainingGraph, Value
 from remat.graph_capture.joint.nodes import (
+    aten,
     draws_randomness,
     is_custom,
     is_getitem,
@@ -55,8 +54,6 @@ _MOST_HELD = 2
 """If more results than this wait for a later call, only to be read by one kernel, a part of that
 kernel is computed and stored before the call. Gradients of a shared weight, which are added up, are
 such results: on an LSTM that took the least peak in the graph from 35.7 to 11.1 MB."""
-
-aten = torch.ops.aten
 
 
 @dataclass

@@ -15,6 +15,7 @@ from torch._ops import HigherOrderOperator
 
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.nodes import (
+    aten,
     draws_randomness,
     is_custom,
     is_getitem,
@@ -24,7 +25,7 @@ from remat.graph_capture.joint.nodes import (
 )
 from remat.rewriter.torch_compat import loses_gradients
 
-aten, _prims = torch.ops.aten, torch.ops.prims
+_prims = torch.ops.prims
 
 SEEDS = inductor_prims.seeds
 SEEDED_DRAWS = frozenset({inductor_prims.random, inductor_prims.randint})

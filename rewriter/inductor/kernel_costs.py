@@ -32,7 +32,7 @@ from remat.graph_capture.devices.meter import Meter
 from remat.graph_capture.distributed.collectives import local_runner
 from remat.graph_capture.distributed.fake_group import run_locally
 from remat.graph_capture.graph import Op, TrainingGraph, Value
-from remat.graph_capture.joint.nodes import fresh_storages, node_inputs, tensors_of
+from remat.graph_capture.joint.nodes import aten, fresh_storages, node_inputs, tensors_of
 from remat.rewriter.inductor.fused_graph import FusedJoint, is_added_product
 from remat.rewriter.inductor.fused_nodes import (
     SEEDED_DRAWS,
@@ -51,7 +51,6 @@ from remat.rewriter.inductor.fused_nodes import (
 # kernel with it beside one without.
 
 
-aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
 _FUNCTIONS: dict[Any, str] = {
     getattr(aten, name).default: name

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.graph import Floats, Ints, TrainingGraph
 from remat.schedules.derived import graph_of_schedule
 from remat.schedules.layout import Buffers, Layout, buffers_of, check_layout
 from remat.schedules.plots.curves import literal, scale_of
@@ -20,8 +20,6 @@ from remat.schedules.views.timeline import (
     RESIDENT,
     WORKSPACE,
     BandsBy,
-    Floats,
-    Ints,
     live_bands,
     timeline,
 )

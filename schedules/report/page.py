@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from remat.formats import NO_BOUND, bytes_text, gap_text, percent_text, proved_text, time_text
-from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.graph import Floats, TrainingGraph
 from remat.schedules.plots.memory_plots import band_colours
 from remat.schedules.report.page_facts import Alternative, PageFacts
 from remat.schedules.report.svg import arena_picture, copies_picture
@@ -22,7 +22,6 @@ from remat.schedules.views.ribbon import Span, ribbon
 from remat.schedules.views.timeline import (
     OUTSIDE,
     BandsBy,
-    Floats,
     Timeline,
     live_bands,
     place_of,

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.graph import Floats, Ints, TrainingGraph
 from remat.schedules.layout import Layout
 from remat.schedules.schedule import Schedule
-from remat.schedules.views.timeline import Floats, Ints
 
 
 class Alternative(msgspec.Struct, frozen=True):

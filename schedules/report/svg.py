@@ -174,7 +174,7 @@ def _says(of: Addresses) -> str:
 # The picture of copies on the page, an SVG that needs no script: a lane a link, a band a tier.
 
 
-COPIES_WIDTH, LANE, BAND, _GAP = 2000, 46, 150, 24
+COPIES_WIDTH, LANE, _BAND, _GAP = 2000, 46, 150, 24
 """Units of the picture, which are whole numbers: what is narrower than one is drawn as one."""
 _COLOURS = {"d2h": BLUE, "h2d": SKY, "write": PURPLE, "read": GREEN}
 _WAITS, _WAITS_COLOUR = "device waits", VERMILLION
@@ -225,7 +225,7 @@ class _CopiesPicture(NamedTuple):
     height: int
     width: int = COPIES_WIDTH
     lane: int = LANE
-    band: int = BAND
+    band: int = _BAND
 
 
 def copies_picture(facts: PageFacts) -> _CopiesPicture | None:
@@ -241,14 +241,14 @@ def copies_picture(facts: PageFacts) -> _CopiesPicture | None:
     lanes = _lanes(found)
     top = len(lanes) * (LANE + _GAP)
     bands = tuple(
-        _band(found, tier, there, top + i * (BAND + _GAP))
+        _band(found, tier, there, top + i * (_BAND + _GAP))
         for i, (tier, there) in enumerate(found.below_bytes.items())
     )
     ticks = [
         _TimeTick(COPIES_WIDTH * i // _TICKS, time_text(found.time_us * i / _TICKS))
         for i in range(_TICKS)
     ]
-    height = top + len(bands) * (BAND + _GAP)
+    height = top + len(bands) * (_BAND + _GAP)
     return _CopiesPicture(lanes, bands, tuple(ticks), _copies_said(found), height)
 
 
@@ -297,11 +297,11 @@ def _waits(found: Simulation) -> tuple[_Bar, ...]:
 
 
 def _band(found: Simulation, tier: str, there: Sequence[int], y: int) -> _TierBand:
-    most_bytes, bottom = max(there), y + BAND
+    most_bytes, bottom = max(there), y + _BAND
     path, before = f"M0 {bottom}", 0
     for at_us, size_bytes in zip(found.clock_us, there, strict=True):
         if size_bytes != before:
-            path += f"H{_x(found, at_us)}V{bottom - round(BAND * size_bytes / most_bytes)}"
+            path += f"H{_x(found, at_us)}V{bottom - round(_BAND * size_bytes / most_bytes)}"
         before = size_bytes
     return _TierBand(
         _TIERS[tier], ORANGE, y, f"{path}H{COPIES_WIDTH}V{bottom}Z", bytes_text(most_bytes)

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.graph import Ints, TrainingGraph
 from remat.schedules.derived import graph_of_schedule
-from remat.schedules.layout import BufferKind, Buffers, Ints, Layout, buffers_of, check_layout
+from remat.schedules.layout import BufferKind, Buffers, Layout, buffers_of, check_layout
 from remat.schedules.schedule import Schedule
 
 ROWS, _COLUMNS = 256, 1024

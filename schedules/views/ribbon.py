@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from remat.schedules.views.timeline import Ints, Timeline, rows_of_ops
+from remat.graph_capture.graph import Ints
+from remat.schedules.views.timeline import Timeline, rows_of_ops
 
 
 @dataclass(frozen=True)

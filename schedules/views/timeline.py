@@ -14,15 +14,12 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from remat.graph_capture.graph import Op, TrainingGraph
+from remat.graph_capture.graph import Floats, Ints, Op, TrainingGraph
 from remat.schedules.derived import graph_of_schedule
 from remat.schedules.kept_in_forward import end_of_forward
 from remat.schedules.schedule import Compute, Schedule, fetched_value, freed_value
 from remat.schedules.simulate import simulate
 from remat.schedules.simulation import Simulation
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ _running: dict[Task[Any], None] = {}
 
 
 @atexit.register
-def stop_all() -> None:
+def _stop_all() -> None:
     """Stop what runs, and wait for its end: `STOPPING_S` at most for all tasks together."""
     moment_s = time.monotonic() + STOPPING_S
     for task in list(_running):

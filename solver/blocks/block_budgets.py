@@ -16,13 +16,12 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from remat.graph_capture.graph import Link, Links, TrainingGraph
+from remat.graph_capture.graph import TANGENTS, Link, Links, TrainingGraph
 from remat.schedules.schedule import Compute, Fetch, Free, Step
 from remat.solver.backends.mip import Limits
 from remat.solver.blocks.block_options import (
     GAP,
     NO_LOWER_BYTES,
-    TURN,
     BlockOption,
     LowerBytes,
     Options,
@@ -33,16 +32,11 @@ from remat.solver.blocks.knapsack import BlockChoice, choices_in_place, compose
 from remat.solver.blocks.repeated import Block, Reads, Shape, shape_of
 from remat.solver.bounds.cut_program import expand
 from remat.solver.offload.copy_placing import PlacedSchedule, in_flight_bytes, place_copies
-from remat.solver.offload.fetch_as_recompute import (
-    Bytes,
-    UntimedSchedule,
-    untimed_schedule,
-    with_fetches,
-)
+from remat.solver.offload.fetch_as_recompute import UntimedSchedule, untimed_schedule, with_fetches
 from remat.solver.offload.joint_cut import JointCut
 from remat.solver.problem import Problem
 from remat.solver.search import Clock
-from remat.solver.state import State, UnreachableError
+from remat.solver.state import Bytes, State, UnreachableError
 from remat.solver.stopping import BLOCK_NODES
 
 # What one block can do with memory below the device: options that copy what it keeps.
@@ -154,7 +148,7 @@ def _full_at_turn(graph: TrainingGraph, base: UntimedSchedule, room_bytes: int) 
 
 
 def _is_turn(graph: TrainingGraph, item: tuple[str, str]) -> bool:
-    return item[0] == "compute" and graph.ops[graph.op_index[item[1]]].target == TURN
+    return item[0] == "compute" and graph.ops[graph.op_index[item[1]]].target == TANGENTS
 
 
 def _placed_option(state: State, placed: PlacedSchedule) -> BlockOption:
@@ -351,7 +345,7 @@ def _rooms_below(links: Links | None, tables: Sequence[Options]) -> LowerBytes:
 def _run(graph: TrainingGraph, solved: TrainingGraph, option: BlockOption) -> list[Step]:
     if option.steps:
         return [*_renamed(_with_copies_alone(option.steps), solved, graph)]
-    turns = {op.name for op in graph.ops if op.target == TURN and op.name == "turn"}
+    turns = {op.name for op in graph.ops if op.target == TANGENTS and op.name == "turn"}
     schedule = State.from_recomputed(Problem.of(graph), option.recomputed).schedule()
     return [step for step in schedule.steps if isinstance(step, Compute) and step.op not in turns]
 

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from remat.graph_capture.graph import Op, TrainingGraph
+from remat.graph_capture.graph import TANGENTS, Op, TrainingGraph
 from remat.schedules.schedule import Step
 from remat.solver.backends.mip import Limits
 from remat.solver.blocks.repeated import Block, Reads
@@ -31,8 +31,6 @@ from remat.solver.state import State, recomputed_in
 from remat.solver.stopping import BLOCK_NODES
 from remat.solver.store_all import store_all_state
 
-TURN = "remat.tangents"
-"""Target of the turn. It opens backward, so it runs before any other backward op."""
 GAP = 2.0
 """Absolute gap of each program, in ten-thousandths of the block's time."""
 _LOW_PEAK = 0.5
@@ -83,7 +81,7 @@ def block_graph(problem: Problem, reads: Reads, block: Block) -> TrainingGraph:
     """The block as a training graph of its own, with a turn between its phases."""
     graph, names = problem.graph, problem.names
     ops = [graph.ops[op] for op in block.ops]
-    ops.insert(block.stop - block.start, Op("turn", TURN, "backward", (), ()))
+    ops.insert(block.stop - block.start, Op("turn", TANGENTS, "backward", (), ()))
     made = dict.fromkeys(name for op in ops for name in op.outputs)
     read = dict.fromkeys(name for op in ops for name in op.inputs if name not in made)
     value_of = graph.value_by_name

@@ -24,6 +24,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import numpy.typing as npt
 
+from remat.graph_capture.graph import Ints
 from remat.solver.problem import Problem
 
 # Where a sequence repeats itself: the longest run of one period, cut into repetitions.
@@ -40,8 +41,6 @@ _PERIODS = 16
 """Periods tried for each run: those with most votes."""
 _LEAST_OPS = 4
 """Fewest forward ops of a block; a shorter period is taken several times."""
-
-Ints = npt.NDArray[np.int64]
 
 
 def _periodic_run(classes: Ints, crossing: Sequence[int]) -> list[int]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from remat.formats import GIB
 from remat.graph_capture.errors import ScheduleError, SolverError, TextError
 from remat.graph_capture.files import decode_json
 from remat.graph_capture.graph import are_figures
@@ -15,7 +16,6 @@ from remat.solver.result import Result
 # What a GiB is worth, as a record.
 
 
-GIB = 1 << 30
 _STEP_SHARE = 20
 """If a GiB is more than one part in so many of the peak, that part is priced instead: on a small
 model a GiB would say nothing."""

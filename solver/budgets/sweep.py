@@ -37,6 +37,7 @@ from remat.solver.table import make_solver
 
 
 PINS = ("keep", "recompute")
+"""Options that every solver takes."""
 
 
 def spread_budgets(

@@ -139,11 +139,11 @@ def begin(
     if not is_repaired and search.best is None and not has_start:
         offer_climbed(search, first)
     if not has_start:
-        offer_targets(search, place, gap)
+        _offer_targets(search, place, gap)
     return lazy
 
 
-def offer_targets(search: Search, place: int, gap: float) -> None:
+def _offer_targets(search: Search, place: int, gap: float) -> None:
     """Repair what the cut at `place` comes to at budgets below the real one."""
     for target_bytes in _targets(search, TARGETS):
         if search.is_open(gap) and not _has_worked(search, FIRST_REPAIRS.most):
@@ -289,7 +289,7 @@ def begin_window_cuts(
     if is_best:
         return windows
     if has_several and not has_start:
-        offer_targets(search, lazy.cuts[0], gap)
+        _offer_targets(search, lazy.cuts[0], gap)
     return Windows(search.problem, [lazy], bound_us=lazy.bound_us)
 
 

@@ -134,7 +134,7 @@ def offer_least_peak(search: Search, plain: State) -> None:
     if search.out_of_time():
         return
     search.say("looking for the least peak")
-    for start in least_peak_starts(search, plain):
+    for start in _least_peak_starts(search, plain):
         for power in _LEAST_POWERS:
             _repair_ever_lower(search, start.copy(), power)
     if search.best_state is not None:
@@ -143,7 +143,7 @@ def offer_least_peak(search: Search, plain: State) -> None:
         search.offer(state)
 
 
-def least_peak_starts(search: Search, plain: State) -> Iterator[State]:
+def _least_peak_starts(search: Search, plain: State) -> Iterator[State]:
     """Schedules to go down from: the one that keeps all, and cuts near the least peak.
 
     On large graphs, whose way down is long, first those whose repeated blocks keep the least.
@@ -205,10 +205,10 @@ def offer_policies(search: Search) -> None:
     for policy in (Dtr, Msps, Largest):
         if policy is Largest and search.problem.n_ops > _FEW_OPS:
             continue
-        offer_start(search, policy, f"planning as {policy.__name__.lower()} does")
+        _offer_start(search, policy, f"planning as {policy.__name__.lower()} does")
 
 
-def offer_start(search: Search, solver: Callable[..., Solver], doing: str) -> None:
+def _offer_start(search: Search, solver: Callable[..., Solver], doing: str) -> None:
     """Offer what a solver finds in a part of the time left, if there is any."""
     if search.out_of_time():
         return
@@ -220,4 +220,4 @@ def offer_start(search: Search, solver: Callable[..., Solver], doing: str) -> No
 
 def offer_segments(search: Search) -> None:
     """Offer what sequences of lower sets come to within the budget."""
-    offer_start(search, LowerSet, "segments between lower sets")
+    _offer_start(search, LowerSet, "segments between lower sets")

@@ -15,10 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from remat.graph_capture.graph import Floats, Ints
 from remat.solver.layout.boxes import (
     Boxes,
-    Floats,
-    Ints,
     Sections,
     compiled,
     loops_or_arrays,
@@ -42,12 +41,12 @@ sections whose floors it changed, and those before; its offset; whether nothing 
 # Plain tuples, since Numba keeps classes by name in its files, which outlive a release of ours.
 _SIZE, _LOW, _HIGH, _OVERLAP_AT, _OVERLAPS, _MEMBER_AT, _MEMBERS = range(7)
 """Where the fields of `Sections` stand in a plain tuple of them."""
-LEAST, FLOOR, LEFT, CROSSING, SOLVED = range(5)
+LEAST, _FLOOR, LEFT, _CROSSING, SOLVED = range(5)
 """Where the arrays that the search changes stand in its state.
 
-The `LEAST` offset that each box can still have, or `PLACED`; of each section the `FLOOR`, below
+The `LEAST` offset that each box can still have, or `PLACED`; of each section the `_FLOOR`, below
 which nothing more can lie, and `LEFT`, the bytes that it still gets; how many unplaced boxes are
-`CROSSING` into the next section; and the offsets that are `SOLVED`.
+`_CROSSING` into the next section; and the offsets that are `SOLVED`.
 """
 
 
@@ -96,16 +95,16 @@ def _put(sections: _Arrays, state: _Arrays, box: int, first: int, last: int) -> 
     if raised.size:
         a = max(min(low, sections[_LOW][raised].min()), first)
         b = min(max(high, sections[_HIGH][raised].max()), last)
-    floors = state[FLOOR][a:b].copy()
+    floors = state[_FLOOR][a:b].copy()
     is_last = bool((state[LEAST][near] == PLACED).all())
     state[LEAST][box] = PLACED
     state[LEAST][raised] = top
-    state[FLOOR][low:high] = top
+    state[_FLOOR][low:high] = top
     state[LEFT][low:high] -= sections[_SIZE][box]
-    state[CROSSING][low : high - 1] -= 1
+    state[_CROSSING][low : high - 1] -= 1
     least = _FLOORS(sections, state, a, b)
-    raises = (least < PLACED) & (least > state[FLOOR][a:b])
-    state[FLOOR][a:b] = np.where(raises, least, state[FLOOR][a:b])
+    raises = (least < PLACED) & (least > state[_FLOOR][a:b])
+    state[_FLOOR][a:b] = np.where(raises, least, state[_FLOOR][a:b])
     return raised, old, int(a), floors, offset, is_last
 
 
@@ -114,9 +113,9 @@ def _take_back(sections: _Arrays, state: _Arrays, box: int, undo: _Undo) -> None
     """As it was before `_put`."""
     low, high = sections[_LOW][box], sections[_HIGH][box]
     raised, old, first, floors, offset, _ = undo
-    state[FLOOR][first : first + floors.size] = floors
+    state[_FLOOR][first : first + floors.size] = floors
     state[LEFT][low:high] += sections[_SIZE][box]
-    state[CROSSING][low : high - 1] += 1
+    state[_CROSSING][low : high - 1] += 1
     state[LEAST][raised] = old
     state[LEAST][box] = offset
 
@@ -138,7 +137,7 @@ def _is_topmost(sections: _Arrays, state: _Arrays, box: int) -> bool:
 @compiled
 def _fits(state: _Arrays, offset: int, first: int, last: int, capacity: int) -> bool:
     """Whether each section can still hold what it gets, nothing of it below `offset`."""
-    floor = np.maximum(state[FLOOR][first:last], offset)
+    floor = np.maximum(state[_FLOOR][first:last], offset)
     return not (floor + state[LEFT][first:last] > capacity).any()
 
 
@@ -191,7 +190,7 @@ def _ranked(sections: _Arrays, state: _Arrays, keys: Floats, total_key: int, box
 @compiled
 def _falls_apart(sections: _Arrays, state: _Arrays, box: int) -> bool:
     """Whether nothing that is left crosses some end of section that `box` crosses."""
-    return (state[CROSSING][sections[_LOW][box] : sections[_HIGH][box] - 1] == 0).any()
+    return (state[_CROSSING][sections[_LOW][box] : sections[_HIGH][box] - 1] == 0).any()
 
 
 @compiled
@@ -200,7 +199,7 @@ def _next_part(sections: _Arrays, state: _Arrays, box: int, first: int, last: in
     end = first + 1
     while end < last:
         is_crossed_by_box = sections[_LOW][box] < end and end < sections[_HIGH][box]
-        if is_crossed_by_box and state[CROSSING][end - 1] == 0:
+        if is_crossed_by_box and state[_CROSSING][end - 1] == 0:
             break
         end += 1
     return end

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from remat.solver.layout.boxes import Boxes, Floats, Ints
+from remat.graph_capture.graph import Floats, Ints
+from remat.solver.layout.boxes import Boxes
 
 # Orders in which boxes are placed greedily: eight by plain keys, twelve that begin at the peak.
 

@@ -14,7 +14,8 @@ import heapq
 
 import numpy as np
 
-from remat.solver.layout.boxes import Boxes, Floats, Ints, compiled
+from remat.graph_capture.graph import Floats, Ints
+from remat.solver.layout.boxes import Boxes, compiled
 
 _GROWTH = 1.3
 """Of the penalty of a box, each time that it ejects others."""

@@ -20,9 +20,9 @@ from typing import NamedTuple
 import numpy as np
 
 from remat.graph_capture.errors import LayoutError
-from remat.graph_capture.graph import MOST_BYTES
+from remat.graph_capture.graph import MOST_BYTES, Ints
 from remat.schedules.layout import Buffers, Layout, check_alignment, check_layout
-from remat.solver.layout.boxes import IS_COMPILED, MOST_OVERLAPS, Boxes, Ints, Mask, overlaps_in
+from remat.solver.layout.boxes import IS_COMPILED, MOST_OVERLAPS, Boxes, Mask, overlaps_in
 from remat.solver.layout.canonical import FAILED, FOUND, CanonicalSearch, Preorder
 from remat.solver.layout.greedy import NO_CEILING, box_orders, greedy, place_in_order, placements_of
 from remat.solver.layout.improvement import guided_ejection, insertion_annealing
@@ -112,13 +112,13 @@ START_WORK, LEAST_STARTS = 100_000, 5
 
 _TRIES = 3500
 """Placements tried in each dive, or 1.25 a box: most that succeed take little above one a box."""
-ALL_TRIES, DIVE_WORK = 30_000, 30_000_000
+_ALL_TRIES, DIVE_WORK = 30_000, 30_000_000
 """Placements tried in all dives at the goal, and those times boxes: some two seconds of NumPy."""
 _RELAXED_PART = 4
 """Of the dives at the goal, so many as one part are taken above it."""
 
 
-class PlacedOffsets(NamedTuple):
+class _PlacedOffsets(NamedTuple):
     """Offsets, and what found them."""
 
     offsets: Ints
@@ -131,7 +131,7 @@ class Searches:
     def __init__(self, boxes: Boxes) -> None:
         self.boxes = boxes
 
-    def within(self, capacity: int, *, is_relaxed: bool) -> PlacedOffsets | None:
+    def within(self, capacity: int, *, is_relaxed: bool) -> _PlacedOffsets | None:
         """What ejections or else dives find within `capacity`; less is tried if it `is_relaxed`."""
         return self._ejected(capacity, is_relaxed) or self._dived(capacity, is_relaxed)
 
@@ -141,40 +141,40 @@ class Searches:
         return overlaps_in(self.boxes) <= MOST_OVERLAPS
 
     @functools.cached_property
-    def _starts(self) -> list[PlacedOffsets]:
+    def _starts(self) -> list[_PlacedOffsets]:
         """Placements to begin with, and their orders; fewer of many boxes."""
         orders = box_orders(self.boxes)
         names = STARTS[: max(LEAST_STARTS, START_WORK // len(self.boxes))]
         placed = {name: place_in_order(self.boxes, orders[name]) for name in names}
         return [
-            PlacedOffsets(offsets, name) for name, offsets in placed.items() if offsets is not None
+            _PlacedOffsets(offsets, name) for name, offsets in placed.items() if offsets is not None
         ]
 
     @functools.cached_property
     def _canonical(self) -> CanonicalSearch:
         return CanonicalSearch(self.boxes)
 
-    def _ejected(self, capacity: int, is_relaxed: bool) -> PlacedOffsets | None:
+    def _ejected(self, capacity: int, is_relaxed: bool) -> _PlacedOffsets | None:
         """What ejections find from one start after the other."""
         starts = self._starts[:LEAST_STARTS] if is_relaxed else self._starts
         for seed, start in enumerate(starts):
             offsets = guided_ejection(self.boxes, start.offsets, capacity, steps=STEPS, seed=seed)
             if offsets is not None:
-                return PlacedOffsets(offsets, f"guided ejection, {start.by}")
+                return _PlacedOffsets(offsets, f"guided ejection, {start.by}")
         return None
 
-    def _dived(self, capacity: int, is_relaxed: bool) -> PlacedOffsets | None:
+    def _dived(self, capacity: int, is_relaxed: bool) -> _PlacedOffsets | None:
         """What dives find by one preorder after the other."""
         n = len(self.boxes)
         share = max(_TRIES, n + n // 4)
-        dives = min(ALL_TRIES, DIVE_WORK // n) // share
+        dives = min(_ALL_TRIES, DIVE_WORK // n) // share
         if not dives or not self.has_few_overlaps:
             return None
         tries = share * (-(-dives // _RELAXED_PART) if is_relaxed else dives)
         found = dive(self._canonical, capacity, share, tries)
         if found.offsets is None:
             return None
-        return PlacedOffsets(found.offsets, f"canonical search, {found.preorder.keys}")
+        return _PlacedOffsets(found.offsets, f"canonical search, {found.preorder.keys}")
 
 
 SMALL_PART = 4096
@@ -230,24 +230,24 @@ def _check_offsets_exist(buffers: Buffers, alignment_bytes: int) -> None:
         )
 
 
-def _place(boxes: Boxes) -> PlacedOffsets:
+def _place(boxes: Boxes) -> _PlacedOffsets:
     is_large = boxes.size * SMALL_PART >= boxes.load
     low_enough = boxes.load + boxes.load // SLACK_PART
     # On top of large ones at this goal, the small ones are low enough without any hole.
     large = boxes.those(is_large)
     goal = max(large.load, low_enough - boxes.those(~is_large).load)
-    found = PlacedOffsets(*greedy(large, goal))
+    found = _PlacedOffsets(*greedy(large, goal))
     whole = _with_small(boxes, is_large, found, low_enough)
     if large.top(found.offsets) > goal and boxes.top(whole.offsets) > low_enough:
         other = _with_small(boxes, is_large, _searched(large, found, goal), low_enough)
         whole = min(whole, other, key=lambda found: boxes.top(found.offsets))
     if boxes.top(whole.offsets) > low_enough:
         repaired = guided_ejection(boxes, whole.offsets, low_enough, steps=STEPS, seed=0)
-        whole = whole if repaired is None else PlacedOffsets(repaired, f"{whole.by}, ejection")
+        whole = whole if repaired is None else _PlacedOffsets(repaired, f"{whole.by}, ejection")
     return whole
 
 
-def _searched(boxes: Boxes, best: PlacedOffsets, goal: int) -> PlacedOffsets:
+def _searched(boxes: Boxes, best: _PlacedOffsets, goal: int) -> _PlacedOffsets:
     """The lowest of searches at `goal` or somewhat above it, then of annealing."""
     searches = Searches(boxes)
     for part in _RELAXED:
@@ -261,7 +261,7 @@ def _searched(boxes: Boxes, best: PlacedOffsets, goal: int) -> PlacedOffsets:
     return _annealed(boxes, best, goal) if IS_COMPILED and searches.has_few_overlaps else best
 
 
-def _annealed(boxes: Boxes, best: PlacedOffsets, goal: int) -> PlacedOffsets:
+def _annealed(boxes: Boxes, best: _PlacedOffsets, goal: int) -> _PlacedOffsets:
     """`best`, or what annealing makes of it."""
     steps = min(_ANNEALING_STEPS, _ANNEALING_WORK // len(boxes))
     for seed, part in enumerate(_HOTTEST_PARTS):
@@ -271,11 +271,11 @@ def _annealed(boxes: Boxes, best: PlacedOffsets, goal: int) -> PlacedOffsets:
             boxes, best.offsets, goal, steps=steps, hottest=boxes.load / part, seed=seed
         )
         if boxes.top(cooled) < boxes.top(best.offsets):
-            best = PlacedOffsets(cooled, "annealing")
+            best = _PlacedOffsets(cooled, "annealing")
     return best
 
 
-def _with_small(boxes: Boxes, is_large: Mask, large: PlacedOffsets, goal: int) -> PlacedOffsets:
+def _with_small(boxes: Boxes, is_large: Mask, large: _PlacedOffsets, goal: int) -> _PlacedOffsets:
     """The small ones into holes between the large ones; the lowest of few orders."""
     if is_large.all():
         return large
@@ -289,4 +289,4 @@ def _with_small(boxes: Boxes, is_large: Mask, large: PlacedOffsets, goal: int) -
             best, best_top = filled, boxes.top(filled)
         if best_top <= goal:
             break
-    return PlacedOffsets(best, large.by)
+    return _PlacedOffsets(best, large.by)

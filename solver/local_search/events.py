@@ -281,7 +281,7 @@ class EventBuilder:
 
 _LEAST_EFFORT = 0.05
 """What a try counts as at least: its program has to be built."""
-_COST_UNITS = 10_000_000
+COST_UNITS = 10_000_000
 """Units into which the time of the step is cut: CP-SAT counts in integers."""
 
 
@@ -377,7 +377,7 @@ def _model(
         _imply(model, variables, left, right)
     for terms, room in program.rows:
         _row(api, model, variables, terms, room)
-    unit_us = sum(program.problem.cost_us) / _COST_UNITS or 1.0
+    unit_us = sum(program.problem.cost_us) / COST_UNITS or 1.0
     scaled = [(x, round(cost / unit_us)) for x, cost in enumerate(program.costs) if cost]
     objective = api.LinearExpr.weighted_sum(
         [variables[x] for x, _ in scaled], [units for _, units in scaled]

@@ -34,7 +34,8 @@ from remat.graph_capture.graph import Link, Links, Tier, TrainingGraph
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 from remat.schedules.simulate import simulate
 from remat.schedules.simulation import Simulation
-from remat.solver.offload.fetch_as_recompute import Bytes, OffDeviceSpan, UntimedSchedule
+from remat.solver.offload.fetch_as_recompute import OffDeviceSpan, UntimedSchedule
+from remat.solver.state import Bytes
 
 # Where a hosted value leaves the device and where its copy back begins, given a clock.
 #
@@ -46,7 +47,7 @@ _SOON_US = 1e-6
 """Times closer than this are one: sums of costs are rounded."""
 
 
-class Transfer(NamedTuple):
+class _Transfer(NamedTuple):
     """A span off the device, with its copies placed.
 
     Attributes
@@ -62,7 +63,7 @@ class Transfer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PlacingRound:
+class _PlacingRound:
     """One round of placing.
 
     Attributes
@@ -87,7 +88,7 @@ class PlacingRound:
         stands = accumulate((self.base.made[name] for name in order), max)
         object.__setattr__(self, "down", dict(zip(order, stands, strict=True)))
 
-    def transfers(self, slack_us: float = 0.0) -> list[Transfer]:
+    def transfers(self, slack_us: float = 0.0) -> list[_Transfer]:
         """The spans off the device that are left, in the order of their returns.
 
         A value for which there is room all the way stays there.
@@ -96,12 +97,12 @@ class PlacingRound:
         away = sorted(leaving, key=lambda off_span: off_span.returns)
         needs = ((float(self.clock_us[a.returns]), self.size[a.value]) for a in away)
         starts = _latest_starts(list(needs), self.links.h2d)
-        transfers: list[Transfer] = []
+        transfers: list[_Transfer] = []
         first = 0
         for off_span, start_us in zip(away, starts, strict=True):
             first = max(first, leaving[off_span])
             first = self._fetched(off_span, start_us - slack_us, first)
-            transfers.append(Transfer(off_span, leaving[off_span], first, start_us))
+            transfers.append(_Transfer(off_span, leaving[off_span], first, start_us))
         return transfers
 
     def arrived_us(self) -> dict[str, float]:
@@ -189,7 +190,7 @@ def _item_before(clock_us: _Times, time_us: float) -> int:
 
 
 def _reads(
-    one: PlacingRound, transfers: Sequence[Transfer], spilled: Collection[str]
+    one: _PlacingRound, transfers: Sequence[_Transfer], spilled: Collection[str]
 ) -> dict[int, list[Step]]:
     """The reads from NVMe, by the item before which they stand.
 
@@ -197,7 +198,7 @@ def _reads(
     ------
     SolverError : a value is to wait on NVMe, and there is no link to one.
     """
-    first: dict[str, Transfer] = {}
+    first: dict[str, _Transfer] = {}
     for transfer in transfers:
         if transfer.off_span.value in spilled:
             first.setdefault(transfer.off_span.value, transfer)
@@ -234,7 +235,7 @@ def _nvme_links(links: Links) -> tuple[Link, Link]:
     return links.write, links.read
 
 
-def _written(one: PlacingRound, first: Collection[str], write: Link) -> dict[str, int]:
+def _written(one: _PlacingRound, first: Collection[str], write: Link) -> dict[str, int]:
     """The first item at which each value is whole on NVMe, and after the one that makes it."""
     arrived = [(name, us) for name, us in one.arrived_us().items() if name in first]
     ends = _earliest_ends([(us, one.size[name]) for name, us in arrived], write)
@@ -244,7 +245,9 @@ def _written(one: PlacingRound, first: Collection[str], write: Link) -> dict[str
     }
 
 
-def _host_room(one: PlacingRound, transfers: Sequence[Transfer], spilled: Collection[str]) -> Bytes:
+def _host_room(
+    one: _PlacingRound, transfers: Sequence[_Transfer], spilled: Collection[str]
+) -> Bytes:
     """What is free on the host while each item runs, beside values that wait there throughout."""
     room_bytes = np.full(len(one.base.items), one.links.host_bytes, np.int64)
     last = {transfer.off_span.value: transfer.fetched for transfer in transfers}
@@ -301,7 +304,7 @@ def place_copies(
     clock_us = untimed_clock(graph, base)
     size = _sizes(graph, base)
     for _ in range(rounds):
-        one = PlacingRound(base, links, size, clock_us, budget_bytes - base.live_bytes, order)
+        one = _PlacingRound(base, links, size, clock_us, budget_bytes - base.live_bytes, order)
         transfers = one.transfers(slack_us)
         if any(transfer.leaves <= one.down[transfer.off_span.value] for transfer in transfers):
             return best
@@ -324,7 +327,7 @@ def in_flight_bytes(graph: TrainingGraph, base: UntimedSchedule, links: Links) -
     A schedule without stalls wants them beside those of the base.
     """
     room_bytes = np.full(len(base.items), _BOUNDLESS, np.int64)
-    PlacingRound(
+    _PlacingRound(
         base, links, _sizes(graph, base), untimed_clock(graph, base), room_bytes
     ).transfers()
     return _BOUNDLESS - room_bytes
@@ -341,7 +344,9 @@ def _sizes(graph: TrainingGraph, base: UntimedSchedule) -> dict[str, int]:
     return {name: graph.value_by_name[name].size_bytes for name in base.made}
 
 
-def _steps(one: PlacingRound, transfers: Sequence[Transfer], spilled: frozenset[str]) -> list[Step]:
+def _steps(
+    one: _PlacingRound, transfers: Sequence[_Transfer], spilled: frozenset[str]
+) -> list[Step]:
     """The steps. Offloads stand right after the op that makes their value, or one before it.
 
     Before an item stand the frees of what leaves there, then copies up.
@@ -364,7 +369,7 @@ def _steps(one: PlacingRound, transfers: Sequence[Transfer], spilled: frozenset[
 
 
 def _before(
-    one: PlacingRound, transfers: Sequence[Transfer], spilled: frozenset[str]
+    one: _PlacingRound, transfers: Sequence[_Transfer], spilled: frozenset[str]
 ) -> dict[int, list[Step]]:
     before: dict[int, list[Step]] = {}
     for transfer in transfers:

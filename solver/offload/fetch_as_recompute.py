@@ -13,17 +13,14 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from remat.graph_capture.graph import Links, TrainingGraph
 from remat.schedules.schedule import Compute, Step
 from remat.solver.problem import Problem
-from remat.solver.state import State, steps_of_stages
-
-Bytes = npt.NDArray[np.int64]
+from remat.solver.state import Bytes, State, steps_of_stages
 
 
-class UntimedStep(NamedTuple):
+class _UntimedStep(NamedTuple):
     """One step: an op computes; a value is freed for good, leaves, or arrives."""
 
     kind: Literal["compute", "free", "leave", "arrive"]
@@ -49,7 +46,7 @@ class UntimedSchedule:
     made : the item that makes each value that is ever absent.
     """
 
-    items: tuple[UntimedStep, ...]
+    items: tuple[_UntimedStep, ...]
     live_bytes: Bytes
     off_spans: tuple[OffDeviceSpan, ...]
     made: dict[str, int]
@@ -128,12 +125,12 @@ def _made_by(graph: TrainingGraph, op: str) -> tuple[str, ...]:
 
 def _arrivals(
     graph: TrainingGraph, steps: Sequence[Step], hosted: frozenset[int]
-) -> list[UntimedStep]:
+) -> list[_UntimedStep]:
     """`steps` as items, in which hosted ops that run again are arrivals of what is wanted of them.
 
     What is freed right after such a run is not wanted: its arrival and that end are left out.
     """
-    items: list[UntimedStep] = []
+    items: list[_UntimedStep] = []
     live: set[str] = set()
     done: set[str] = set()
     unwanted: set[str] = set()
@@ -143,17 +140,17 @@ def _arrivals(
             if name in unwanted:
                 unwanted.discard(name)
             else:
-                items.append(UntimedStep("free", name))
+                items.append(_UntimedStep("free", name))
                 live.discard(name)
             continue
         outputs = _made_by(graph, step.op)
         if step.op in done and graph.op_index[step.op] in hosted:
             fresh = [value for value in outputs if value not in live]
             unwanted = _freed_at_once(steps, i).intersection(fresh)
-            items += [UntimedStep("arrive", value) for value in fresh if value not in unwanted]
+            items += [_UntimedStep("arrive", value) for value in fresh if value not in unwanted]
             live.update(value for value in fresh if value not in unwanted)
         else:
-            items.append(UntimedStep("compute", step.op))
+            items.append(_UntimedStep("compute", step.op))
             live.update(outputs)
         done.add(step.op)
     return items
@@ -168,7 +165,7 @@ def _freed_at_once(steps: Sequence[Step], i: int) -> set[str]:
     return freed
 
 
-def _with_leaves(items: list[UntimedStep]) -> list[UntimedStep]:
+def _with_leaves(items: list[_UntimedStep]) -> list[_UntimedStep]:
     """`items` in which a value that is freed and arrives again leaves."""
     returns: set[str] = set()
     for k in reversed(range(len(items))):
@@ -176,12 +173,12 @@ def _with_leaves(items: list[UntimedStep]) -> list[UntimedStep]:
         if kind == "arrive":
             returns.add(name)
         elif kind == "free" and name in returns:
-            items[k] = UntimedStep("leave", name)
+            items[k] = _UntimedStep("leave", name)
             returns.discard(name)
     return items
 
 
-def _off_spans(items: Sequence[UntimedStep]) -> tuple[OffDeviceSpan, ...]:
+def _off_spans(items: Sequence[_UntimedStep]) -> tuple[OffDeviceSpan, ...]:
     found: list[OffDeviceSpan] = []
     left: dict[str, int] = {}
     for k, (kind, name) in enumerate(items):
@@ -192,7 +189,7 @@ def _off_spans(items: Sequence[UntimedStep]) -> tuple[OffDeviceSpan, ...]:
     return tuple(sorted(found, key=lambda off_span: off_span.leaves))
 
 
-def _live_bytes(graph: TrainingGraph, items: Sequence[UntimedStep]) -> Bytes:
+def _live_bytes(graph: TrainingGraph, items: Sequence[_UntimedStep]) -> Bytes:
     """Bytes on the device while each item runs."""
     size = {value.name: value.size_bytes for value in graph.values}
     now_bytes, live, curve = graph.resident.total_bytes, set[str](), list[int]()

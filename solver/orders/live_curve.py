@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from remat.solver.problem import Problem, predecessors
-
-Bytes = npt.NDArray[np.int64]
+from remat.solver.state import Bytes
 
 
 class ValueLifetime(NamedTuple):

@@ -51,14 +51,14 @@ CLONE = "@again"
 """Ends the name of a clone and of its values; no fx node has such a name."""
 
 
-def without_clones(text: str) -> str:
+def _without_clones(text: str) -> str:
     """The name of the op or value that a clone stands for; also for several in a sentence."""
     return text.replace(CLONE, "")
 
 
-def message_without_clones(message: str) -> str:
+def _message_without_clones(message: str) -> str:
     """What a solver said of a graph with clones, less a bound that holds for that graph alone."""
-    sentences = without_clones(message).split(". ")
+    sentences = _without_clones(message).split(". ")
     return ". ".join(s for s in sentences if not s.startswith(LEAST_BOUND))
 
 
@@ -114,14 +114,14 @@ def _missing_below(problem: Problem, root: int, again: Set[int], done: bytearray
     return order
 
 
-def sequence_without_clones(problem: Problem, schedule: Schedule, again: Set[int]) -> list[int]:
+def _sequence_without_clones(problem: Problem, schedule: Schedule, again: Set[int]) -> list[int]:
     """The runs of `schedule`, of a graph with clones, as a sequence of the real graph.
 
     With runs put in, so that nothing in backward reads what an op of `again` made in
     forward: a solver may have carried it to recompute an op that has no clone.
     """
     index = problem.graph.op_index
-    runs = [index[without_clones(s.op)] for s in schedule.steps if isinstance(s, Compute)]
+    runs = [index[_without_clones(s.op)] for s in schedule.steps if isinstance(s, Compute)]
     waiting = set(range(problem.n_forward))
     fresh = bytearray(problem.n_ops)
     sequence: list[int] = []
@@ -330,7 +330,7 @@ class _PinnedSearch:
             found,
             self.budget_bytes,
             self.clock.elapsed_s,
-            f"{text}. {message_without_clones(lost.message)}" if lost.message else text,
+            f"{text}. {_message_without_clones(lost.message)}" if lost.message else text,
         )
         return msgspec.structs.replace(found_none, status=lost.status)
 
@@ -345,7 +345,7 @@ class _PinnedSearch:
             least_bound_bytes=0,
             floor=None,
             wall_s=self.clock.elapsed_s,
-            message=message_without_clones(result.message),
+            message=_message_without_clones(result.message),
         )
 
     def _finished(self, result: Result, sequence: Sequence[int]) -> Result:
@@ -370,7 +370,7 @@ class _PinnedSearch:
             lower_bound_us=bound_us,
             wall_s=self.clock.elapsed_s,
             cut_short=self.cut_short,
-            message=without_clones(result.message),
+            message=_without_clones(result.message),
         )
 
     def _bound_with_keep_us(self) -> float:
@@ -399,13 +399,13 @@ class _PinnedSearch:
                 self.clock.elapsed_s,
                 None if best is None else (1 + best) * scale - 1,
                 scale - 1 if self.again else state.bound_overhead,
-                without_clones(state.doing),
+                _without_clones(state.doing),
             )
         )
 
     def _renewed(self, schedule: Schedule) -> tuple[list[int], Simulation]:
         """The schedule as a sequence of the real graph that keeps the pins, and its figures."""
-        sequence = sequence_without_clones(self.problem, schedule, self.again)
+        sequence = _sequence_without_clones(self.problem, schedule, self.again)
         return sequence, simulate(self.graph, self._schedule(sequence, schedule))
 
     def _schedule(self, sequence: Sequence[int], source: Schedule) -> Schedule:

@@ -46,7 +46,7 @@ _LONG_PART = 0.25
 """Read all along means: the last read comes more than this share of forward's ops later."""
 
 
-class ArticulationPoint(NamedTuple):
+class _ArticulationPoint(NamedTuple):
     """After forward op `end` nothing crosses but `entry` (-1: nothing at all)."""
 
     end: int
@@ -56,7 +56,7 @@ class ArticulationPoint(NamedTuple):
 class StageSplit(NamedTuple):
     """Places, and the first backward op of each of the stages between them, in stage order."""
 
-    places: tuple[ArticulationPoint, ...]
+    places: tuple[_ArticulationPoint, ...]
     starts: tuple[int, ...]
 
 
@@ -87,7 +87,7 @@ def _last_forward_reads(problem: Problem) -> list[int]:
     return last
 
 
-def articulation_points(problem: Problem, kept: bytearray) -> list[ArticulationPoint]:
+def articulation_points(problem: Problem, kept: bytearray) -> list[_ArticulationPoint]:
     """All places of forward. Of several that the same value crosses, only the first."""
     crossing = [0] * (problem.n_forward + 1)
     marks = [0] * (problem.n_forward + 1)
@@ -97,20 +97,20 @@ def articulation_points(problem: Problem, kept: bytearray) -> list[ArticulationP
             for total, change in ((crossing, 1), (marks, v)):
                 total[made] += change
                 total[last] -= change
-    places: list[ArticulationPoint] = []
+    places: list[_ArticulationPoint] = []
     counts = zip(accumulate(crossing), accumulate(marks), strict=True)
     for op, (count, mark) in enumerate(counts):
         if count > 1 or op >= problem.n_forward - 1:
             continue
         entry = mark if count else -1
         if entry < 0 or not places or places[-1].entry != entry:
-            places.append(ArticulationPoint(op, entry))
+            places.append(_ArticulationPoint(op, entry))
     return places
 
 
 def coarsened(
-    problem: Problem, places: list[ArticulationPoint], most_stages: int
-) -> list[ArticulationPoint]:
+    problem: Problem, places: list[_ArticulationPoint], most_stages: int
+) -> list[_ArticulationPoint]:
     """At most `most_stages - 1` places, for stages of about equal bytes and time.
 
     Of the places near a cut, the one that the smallest value crosses is taken.
@@ -121,7 +121,7 @@ def coarsened(
     total_us = sum(problem.cost_us[: problem.n_forward]) or 1.0
     parts = zip(problem.output_bytes, problem.cost_us, strict=True)
     done = list(accumulate(b / total_bytes + t / total_us for b, t in parts))
-    smallest: dict[int, tuple[int, ArticulationPoint]] = {}
+    smallest: dict[int, tuple[int, _ArticulationPoint]] = {}
     for place in places:
         window = min(int(done[place.end] / 2 * (most_stages - 1)), most_stages - 2)
         size_bytes = problem.size_bytes[place.entry] if place.entry >= 0 else 0
@@ -131,7 +131,7 @@ def coarsened(
 
 
 def split_by_backward(
-    problem: Problem, kept: bytearray, places: list[ArticulationPoint]
+    problem: Problem, kept: bytearray, places: list[_ArticulationPoint]
 ) -> StageSplit:
     """The places at which backward can be split too; empty if there are none."""
     while True:
@@ -145,7 +145,7 @@ def split_by_backward(
 
 
 def _sweep(
-    problem: Problem, kept: bytearray, places: list[ArticulationPoint]
+    problem: Problem, kept: bytearray, places: list[_ArticulationPoint]
 ) -> tuple[list[int], list[bool]]:
     """The stage of each backward op, which never rises, and which places have to be joined."""
     ends = [place.end for place in places]

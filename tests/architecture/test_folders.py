@@ -6,7 +6,7 @@ import ast
 import re
 import tokenize
 import tomllib
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -54,26 +54,6 @@ def test_the_top_of_a_package_has_few_files(package: str) -> None:
     assert len(files) <= MOST_AT_THE_TOP[package]
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_name_is_defined_in_one_file_of_a_package(package: str) -> None:
-    assert defined_twice(ROOT / package) == {}
-
-
-def defined_twice(package: Path) -> dict[str, list[str]]:
-    """Functions and classes of the top level of two files, with these files."""
-    places: dict[str, list[str]] = defaultdict(list)
-    for path in sorted(package.rglob("*.py")):
-        defined = {
-            node.name
-            for node in ast.parse(path.read_text(encoding="utf-8")).body
-            if isinstance(node, ast.FunctionDef | ast.ClassDef)
-        }
-        for name in sorted(defined):
-            places[name].append(str(path.relative_to(package)))
-    hooks = ("__getattr__", "__dir__")
-    return {k: files for k, files in places.items() if len(files) > 1 and k not in hooks}
-
-
 def test_the_judge_is_short() -> None:
     """Lines of code: neither empty, nor comments, nor docstrings, nor imports."""
     path = ROOT / "schedules/simulator.py"
@@ -117,14 +97,3 @@ def test_no_test_file_imports_from_another() -> None:
         if BETWEEN_TESTS.match(line)
     ]
     assert lines == []
-
-
-def list_names() -> None:
-    """Print the names that are defined twice: `python -m tests.architecture.test_folders`."""
-    for package in PACKAGES:
-        for name, files in defined_twice(ROOT / package).items():
-            print(package, name, *files)
-
-
-if __name__ == "__main__":
-    list_names()

@@ -13,7 +13,7 @@ from benchmarks.cluster.rule import again_us
 from benchmarks.cluster.said import free_lines, published_lines
 from benchmarks.cluster.table import BEGIN, END, PAGE, table
 from remat.graph_capture.graph import TrainingGraph
-from tests.solver.cluster.stored_jobs import BLOCK_128K, FOLDER
+from tests.remat.cluster.stored_jobs import BLOCK_128K, FOLDER
 
 KEPT: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text())
 MEGATRON = ("gpt-22b", "gpt-175b", "gpt-530b", "gpt-1t")

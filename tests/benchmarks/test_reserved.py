@@ -11,7 +11,7 @@ from benchmarks.reserved.allocators import reserved_by, retries_by, stitched_byt
 from benchmarks.reserved.recorded import recorded, several
 from benchmarks.reserved.table import one_budget_lines, recorded_lines, share_lines
 from benchmarks.solvers import Results
-from remat.schedules.caching_allocator import MIB
+from remat.formats import MIB
 from remat.schedules.layout import Buffers
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from remat.cli.main import app
-from remat.graph_capture import files as contents
+from remat.graph_capture import files
 from remat.graph_capture.errors import FileError
 
 FULL = os.strerror(errno.ENOSPC)
@@ -57,7 +57,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, call: str) -> list[str]:
             return FullFile(real(*given, **more), 10)
         raise OSError(errno.ENOSPC, FULL)
 
-    monkeypatch.setattr(contents.os, "fdopen" if call == "write" else call, failing)
+    monkeypatch.setattr(files.os, "fdopen" if call == "write" else call, failing)
     return failed
 
 
@@ -73,8 +73,8 @@ def verb(*words: str) -> Callable[[Path], None]:
     """A writer that is a verb of the command line; what it refuses is raised again."""
 
     def run(path: Path) -> None:
-        files = {"GRAPH": "graph.json", "PLAN": "kept.json", "MODEL": "model.py"}
-        named = {word: str(path.with_name(name)) for word, name in files.items()} | {
+        kept = {"GRAPH": "graph.json", "PLAN": "kept.json", "MODEL": "model.py"}
+        named = {word: str(path.with_name(name)) for word, name in kept.items()} | {
             "OUT": str(path)
         }
         done = CliRunner().invoke(app, [named.get(word, word) for word in words])

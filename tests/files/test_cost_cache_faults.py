@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from remat.graph_capture import cache_files
-from remat.graph_capture import files as locked
+from remat.graph_capture import cache_files, files
 from remat.graph_capture.costs.cache import CostCache, OpCost
 from tests.files.faults import CALLS, FULL, fail_once, names_in
 
@@ -63,13 +62,13 @@ def test_processes_that_save_at_the_same_time_lose_nothing(
 def test_a_lock_that_nobody_lets_go_of_holds_nothing_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(locked, "WAIT_S", 0.1)
+    monkeypatch.setattr(files, "WAIT_S", 0.1)
     path = tmp_path / "prices.json"
-    with locked.file_lock(path), locked.file_lock(path):
+    with files.file_lock(path), files.file_lock(path):
         assert names_in(tmp_path) == ["prices.json.lock"]
 
 
-@pytest.mark.parametrize("code", locked.NO_LOCKS)
+@pytest.mark.parametrize("code", files.NO_LOCKS)
 def test_costs_are_kept_where_a_file_system_has_no_locks(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

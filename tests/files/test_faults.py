@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import remat
-from remat.graph_capture import files as contents
+from remat.graph_capture import files
 from tests.files.faults import CALLS, OLD, names_in, require_unharmed, verb
 from tests.files.kinds import GRAPH, SOLVER, plan
 
@@ -80,7 +80,7 @@ def test_a_file_system_without_nameless_files_is_written_by_name(
             raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
         return real(path, flags, mode)
 
-    monkeypatch.setattr(contents.os, "open", refusing)
+    monkeypatch.setattr(files.os, "open", refusing)
     path = tmp_path / "plan.json"
     remat.save_plan(plan(), path)
     assert path.read_bytes() == plan().to_json() + b"\n"
@@ -91,7 +91,7 @@ def test_nothing_is_left_of_a_process_that_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_bytes(OLD)
     code = (
-        "import os, signal\nfrom remat.graph_capture.files import replaced\n"
+        "import os, signal\nfrom remat.graph_capture.files import atomic_write\n"
         f"with atomic_write({str(path)!r}) as out:\n"
         "    out.write(b'half'); out.flush(); os.kill(os.getpid(), signal.SIGKILL)\n"
     )

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from remat.cli.main import app
 from remat.cli.verb import FIELDS
 from tests.files.faults import CALLS, require_unharmed, verb
-from tests.graph_capture.cluster import chains
 from tests.killed_process import kill_the_first
 from tests.limits import AMPLE_S
+from tests.remat.cluster.capture import chains
 from tests.rows import rows
 from tests.solver.graphs.random_graphs import gpt_like
 

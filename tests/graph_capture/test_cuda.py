@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from remat.graph_capture import capture, trace
-from remat.graph_capture import refusals as refuse
+from remat.graph_capture import capture, refusals, trace
 from remat.graph_capture.costs import op_costs
 from remat.graph_capture.costs.profile import Profile
-from remat.graph_capture.devices import cuda as cuda_meter
+from remat.graph_capture.devices import cuda as cuda_device
 from remat.graph_capture.devices.cuda import CudaMeter
 from remat.graph_capture.devices.known_devices import (
     ALLOCATION_BYTES,
@@ -29,7 +28,7 @@ from remat.graph_capture.devices.known_devices import (
 from remat.graph_capture.devices.memory_events import RegionMemory
 from remat.graph_capture.devices.placement import check_placement, resolved_device
 from remat.graph_capture.errors import CaptureError, DeviceError, ProfileError
-from remat.graph_capture.joint import exact_ops as batch_norm
+from remat.graph_capture.joint import exact_ops
 from remat.graph_capture.refusals import cudnn_rnn_message, refuse_module
 from remat.graph_capture.tracing import signature
 from remat.rewriter import check, rewrite
@@ -43,10 +42,10 @@ LIBRARY_BYTES = 4096
 @pytest.fixture
 def as_if_on_cuda(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCuda:
     """Lets a step whose tensors are on the CPU pass for one on ``cuda:0``."""
-    for module in (refuse, signature):
+    for module in (refusals, signature):
         monkeypatch.setattr(module, "check_placement", lambda *_: None)
     monkeypatch.setattr(op_costs, "_on_the_host", lambda _: frozenset())
-    monkeypatch.setattr(cuda_meter, "SETTLE_S", 0.0)
+    monkeypatch.setattr(cuda_device, "SETTLE_S", 0.0)
     monkeypatch.setattr(CudaMeter, "_flush", lambda _: None)
     monkeypatch.setattr(CudaMeter, "library_bytes", lambda _: LIBRARY_BYTES)
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
@@ -202,7 +201,7 @@ def test_a_forward_that_makes_cuda_tensors_is_refused_and_ends_no_process() -> N
 def test_recurrent_layers_of_cudnn_are_refused(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refuse, "check_placement", lambda *_: None)
+    monkeypatch.setattr(refusals, "check_placement", lambda *_: None)
     model = nn.Sequential(nn.LSTM(8, 8))
     with pytest.raises(CaptureError, match=r"^0 runs as one cuDNN op.*cudnn\.flags\(enabled=False"):
         refuse_module(model, "cuda:0")
@@ -214,7 +213,7 @@ def test_recurrent_layers_of_cudnn_are_refused(
 def test_what_only_a_cpu_cannot_do_is_not_refused_on_cuda(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refuse, "check_placement", lambda *_: None)
+    monkeypatch.setattr(refusals, "check_placement", lambda *_: None)
     with pytest.raises(CaptureError, match="hidden_size 5"):
         refuse_module(nn.GRUCell(5, 5), "cpu")
     refuse_module(nn.GRUCell(5, 5), "cuda:0")
@@ -239,7 +238,7 @@ def test_an_op_that_breaks_the_device_ends_timing(
 @pytest.fixture
 def by_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batch norms take the op that chooses between kernels; on a CPU it has one to choose."""
-    monkeypatch.setattr(batch_norm, "is_by_cudnn", lambda *_: True)
+    monkeypatch.setattr(exact_ops, "is_by_cudnn", lambda *_: True)
 
 
 @pytest.mark.parametrize("kind", ["store_all", "chen_sqrt"])
@@ -278,16 +277,16 @@ def test_batch_norms_without_statistics_too(by_cudnn: None) -> None:
 def test_what_a_kernel_trusts_comes_from_its_own_op(
     by_cudnn: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from remat.graph_capture.costs import op_times as sample_inputs
+    from remat.graph_capture.costs import op_times
 
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
     taken: list[str] = []
-    honest = sample_inputs._made_by
+    honest = op_times._made_by
 
     def noted(source: Any, leaf: Any, constants: Any) -> Any:
         taken.append(str(source.target))
         return honest(source, leaf, constants)
 
-    monkeypatch.setattr(sample_inputs, "_made_by", noted)
+    monkeypatch.setattr(op_times, "_made_by", noted)
     capture(WithoutStatistics(), (torch.randn(2, 3, 8, 8),))
     assert set(taken) == {"remat.batch_norm.default"}

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from remat.graph_capture.costs import measuring as link_costs
+from remat.graph_capture.costs import measuring
 from remat.graph_capture.costs.cache import CostCache
 from remat.graph_capture.costs.link_speeds import (
     PINNED_MEMORY,
@@ -27,7 +27,7 @@ from remat.graph_capture.costs.link_speeds import (
 )
 from remat.graph_capture.costs.measuring import links_below, relinked
 from remat.graph_capture.costs.profile import Profile
-from remat.graph_capture.devices import cuda as cuda_links
+from remat.graph_capture.devices import cuda as cuda_device
 from remat.graph_capture.devices import file_links
 from remat.graph_capture.devices.cuda import pinned_pair
 from remat.graph_capture.devices.file_links import FileMeter, file_pair
@@ -43,7 +43,7 @@ from tests.fixed_costs import CLOCKED, LINK, patched
 __all__ = ["cuda"]
 
 GIB = 1 << 30
-MEASURED = {(link_costs, "measured_pair"): CLOCKED[link_costs, "measured_pair"]}
+MEASURED = {(measuring, "measured_pair"): CLOCKED[measuring, "measured_pair"]}
 
 
 def pair(place: str = "a folder", gb_s: float = 1.0) -> LinkPair:
@@ -110,9 +110,9 @@ def test_what_is_asked_of_a_cpu_is_free_where_its_files_are(
 def test_what_is_asked_of_a_cuda_device_is_free_memory(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from remat.graph_capture.devices import memory as module
+    from remat.graph_capture.devices import memory
 
-    monkeypatch.setattr(module, "free_bytes", lambda _: 100)
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 100)
     assert lower_tiers("auto", None, "cuda:0") == LowerTiers(90)
     with pytest.raises(BudgetError, match="free in the memory of this machine: give less, or auto"):
         lower_tiers(101, None, "cuda:0")
@@ -246,7 +246,7 @@ def test_a_cuda_device_is_measured_pinned_and_not(
         assert way.latency_us == pytest.approx(5.0)
     assert found.pageable_gb_s == pytest.approx(8.0, rel=1e-3)
     assert "8 to memory that is not pinned" in str(found)
-    assert cuda.called["synchronize"] >= 2 * len(cuda_links.SIZES)
+    assert cuda.called["synchronize"] >= 2 * len(cuda_device.SIZES)
 
 
 def test_links_of_the_table() -> None:
@@ -282,7 +282,7 @@ def test_links_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
     monkeypatch.setenv("REMAT_OFFLOAD", str(tmp_path))
-    monkeypatch.setattr(link_costs, "file_pair", counted)
+    monkeypatch.setattr(measuring, "file_pair", counted)
     with patched(MEASURED):
         tiers = LowerTiers(GIB, GIB, str(tmp_path))
         first = links_below("cpu", tiers)
@@ -291,7 +291,7 @@ def test_links_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.Mo
         again = links_below("cpu", tiers, measure_again=True)
         assert again.d2h.bytes_per_us > first.d2h.bytes_per_us
         assert links_below("cpu", tiers) == again
-        known = link_costs.kept_links("cpu")
+        known = measuring.kept_links("cpu")
         assert set(known) == {f"host: {tmp_path}", f"NVMe at {tmp_path}"}
 
 
@@ -312,7 +312,7 @@ def test_a_cuda_device_has_pinned_memory_below(
     cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
-    monkeypatch.setattr(cuda_links, "pinned_pair", lambda device: pair(PINNED_MEMORY, 50.0))
+    monkeypatch.setattr(cuda_device, "pinned_pair", lambda device: pair(PINNED_MEMORY, 50.0))
     with patched(MEASURED):
         found = links_below("cuda:0", LowerTiers(GIB))
     assert found.d2h.bytes_per_us == pytest.approx(45e3)
@@ -332,7 +332,7 @@ def test_links_come_from_a_profile() -> None:
 
 
 def test_a_profile_without_links_serves_its_own_machine() -> None:
-    here = link_costs.meter_of("cpu").title
+    here = measuring.meter_of("cpu").title
     assert links_below("cpu", LowerTiers(GIB), profile(here, None)).d2h.latency_us == 10.0
     with pytest.raises(ProfileError, match="another machine has no links to its host"):
         links_below("cpu", LowerTiers(GIB), profile("another machine", None))

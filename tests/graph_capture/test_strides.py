@@ -15,7 +15,7 @@ from torch.nn import functional
 import remat
 from remat.graph_capture import capture
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.tracing import fake_tensors as true_strides
+from remat.graph_capture.tracing import fake_tensors
 from remat.graph_capture.tracing.fake_tensors import RULES, fake_with_eager_strides
 from remat.schedules.plan import Prediction
 
@@ -189,7 +189,7 @@ def test_norms_over_turned_channels_train_exactly(kind: str) -> None:
 def test_other_layouts_than_traced_are_refused_with_their_place(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(true_strides, "RULES", {})
+    monkeypatch.setattr(fake_tensors, "RULES", {})
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
     with pytest.raises(CaptureError, match=r"native_batch_norm.* of module norm .*contiguous\(\)"):
         capture(Turned(), (torch.randn(16, 24, 32),))

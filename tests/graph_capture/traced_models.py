@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from remat.graph_capture import trace
-from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.joint.build import TANGENTS
+from remat.graph_capture.graph import TANGENTS, TrainingGraph
 from remat.graph_capture.tracing.trace import Trace
 from tests.models import make
 

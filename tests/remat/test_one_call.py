@@ -12,7 +12,7 @@ import remat
 from remat import checks
 from remat.budgets import parse_budget, unmodified
 from remat.graph_capture.errors import BudgetError, RewriteError, SolverError
-from remat.rewriter.checking import check as checking
+from remat.rewriter.checking import check
 from remat.schedules.simulate import simulate
 from tests.limits import AMPLE_S
 from tests.models import make
@@ -92,13 +92,13 @@ def test_what_cannot_be_done_is_said() -> None:
 
 def test_a_difference_from_eager_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model, args, *_ = make("plain")
-    honest = checking.check
+    honest = check.check
 
-    def differing(*given: object, **options: object) -> checking.Check:
+    def differing(*given: object, **options: object) -> check.Check:
         found = honest(*given, **options)  # pyright: ignore
         return msgspec.structs.replace(found, differences=("gradient of body.0.weight",))
 
-    monkeypatch.setattr(checking, "check", differing)
+    monkeypatch.setattr(check, "check", differing)
     with pytest.raises(RewriteError, match=r"differs from eager in gradient of body\.0\.weight"):
         remat.rematerialize(model, args, budget="80%")
     assert remat.rematerialize(model, args, budget="80%", check=False) is not None
@@ -109,7 +109,7 @@ def test_the_check_is_left_out_where_the_unmodified_step_does_not_fit(
 ) -> None:
     model, args, *_ = make("plain")
     monkeypatch.setattr(checks, "auto_bytes", lambda _: 1000)
-    monkeypatch.setattr(checking, "check", lambda *_, **__: pytest.fail("ran the step"))
+    monkeypatch.setattr(check, "check", lambda *_, **__: pytest.fail("ran the step"))
     with pytest.warns(UserWarning, match=r"not checked against the unmodified step"):
         remat.rematerialize(model, args, budget="80%")
 

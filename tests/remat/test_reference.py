@@ -27,7 +27,7 @@ from remat.graph_capture.devices.meter import Run, StepMemory
 from remat.graph_capture.errors import RewriteError
 from remat.reference import Reference
 from remat.rewriter import rewriting
-from remat.rewriter.checking import check as checking
+from remat.rewriter.checking import check
 from tests.limits import AMPLE_S
 from tests.models import make
 
@@ -163,7 +163,7 @@ def test_where_the_step_does_not_fit_in_files_either_it_is_said(
     model, args = deep()
     monkeypatch.setattr("remat.reference.saved_elsewhere", lambda _: (1 << 40, 0))
     with monkeypatch.context() as patch:
-        patch.setattr(checking, "check", lambda *_, **__: pytest.fail("ran the step"))
+        patch.setattr(check, "check", lambda *_, **__: pytest.fail("ran the step"))
         with pytest.warns(UserWarning, match=r"needs 1024\.00 GiB even while what it saves for"):
             planned("60%", model, args)
     assert planned("60%", model, args, check=True) is not None
@@ -176,7 +176,7 @@ def test_where_files_have_no_room_it_is_said(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_fits_stays_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checking, "OffDeviceMemory", lambda *_: pytest.fail("moved something"))
+    monkeypatch.setattr(check, "OffDeviceMemory", lambda *_: pytest.fail("moved something"))
     planned("300%", *deep())
 
 

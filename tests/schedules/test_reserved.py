@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
+from remat.formats import MIB
 from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
-from remat.schedules.caching_allocator import MIB, AllocatorSettings
+from remat.schedules.caching_allocator import AllocatorSettings
 from remat.schedules.layout import Buffers, buffers_of
 from remat.schedules.reserved import (
     DEFAULT,

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import remat
-from remat.analysis import compare as comparing
+from remat.analysis import compare
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver import solve_within
-from remat.solver.budgets import sweep as sweeping
+from remat.solver.budgets import sweep
 from remat.solver.budgets.sweep import least_peak, sweep_budgets
 from remat.solver.result import INTERRUPTED
 from remat.solver.search import Clock, Progress, is_interrupted, note_interrupt, one_job
@@ -87,7 +87,7 @@ def test_a_sweep_keeps_what_it_had(graph: TrainingGraph, monkeypatch: pytest.Mon
             raise KeyboardInterrupt
         return solve_within(one, budget_bytes, *args, **options)
 
-    monkeypatch.setattr(sweeping, "solve_within", second_is_ended)
+    monkeypatch.setattr(sweep, "solve_within", second_is_ended)
     most = peak_bytes_of(graph)
     front = sweep_budgets(
         graph, [7 * most // 10, 8 * most // 10, 9 * most // 10], time_limit_s=AMPLE_S
@@ -102,7 +102,7 @@ def test_compare_begins_no_solver_after_ctrl_c(
     graph: TrainingGraph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    swept = comparing.sweep_graph
+    swept = compare.sweep_graph
 
     def ended(one: TrainingGraph, budgets: Any, name: str, *args: Any, **options: Any) -> Any:
         asked.append(name)
@@ -111,7 +111,7 @@ def test_compare_begins_no_solver_after_ctrl_c(
             note_interrupt()
         return found
 
-    monkeypatch.setattr(comparing, "sweep_graph", ended)
+    monkeypatch.setattr(compare, "sweep_graph", ended)
     found = remat.compare(graph, ["70%"], ["chen_sqrt", "cut", "msps"], time_limit_s=AMPLE_S)
     assert asked == ["chen_sqrt", "cut"]
     rows = {row.solver: row for row in found.rows}

@@ -138,10 +138,10 @@ def main() -> None:
     if system != "linux":
         become(system)
     from remat.cli.main import main as run_verb
-    from remat.graph_capture.devices import memory as free_memory
+    from remat.graph_capture.devices import memory as device_memory
     from tests.fixed_costs import REPLACED, patched
 
-    free_memory.VM_STAT = ("printf", VM_STAT)
+    device_memory.VM_STAT = ("printf", VM_STAT)
     sys.argv = ["remat", *words]
     with patched(REPLACED):
         run_verb()

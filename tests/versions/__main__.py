@@ -24,9 +24,11 @@ from tests.versions.table import main as write_table
 from tests.zoo.catalogue import OF_EACH_FAMILY
 
 CORE = (
-    "tests/remat/compile", "tests/rewriter", "tests/graph_capture", "tests/remat/test_blocks.py",
+    "tests/remat/compile", "tests/rewriter", "tests/graph_capture", "tests/remat/cluster",
+    "tests/remat/whole_step", "tests/remat/test_blocks.py",
 )  # fmt: skip
-"""Capture, rewriter, compile and blocks; the longest first, so that they do not end alone."""
+"""Capture, rewriter, compile, clusters, whole steps and blocks; the longest first, so that they do
+not end alone."""
 SLOW_TOO = ("-m", "not clock and not gpu", "--dist", "load")
 """By test and not by file, of which there are too few for the cores."""
 RECIPES = "tests/remat/test_trainers.py"

@@ -29,12 +29,11 @@ from remat.graph_capture.costs.roofline import model_costs
 from remat.graph_capture.devices.known_devices import links_between_ranks
 from remat.graph_capture.distributed.collectives import is_collective_target
 from remat.graph_capture.errors import CaptureError, PlanError
-from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.graph import TANGENTS, TrainingGraph
 from remat.graph_capture.tracing.trace import Trace, trace
 from remat.rewriter.rewriting import module_for
 from remat.schedules.schedule import Compute, Schedule
 from remat.schedules.simulate import simulate
-from remat.solver.blocks.block_options import TURN
 from remat.solver.problem import Problem
 from remat.solver.state import State
 
@@ -214,7 +213,7 @@ def _figures(plan: ClusterFile, number: int) -> PartOption:
 def figures_of(graph: TrainingGraph, schedule: Schedule) -> PartOption:
     """Bytes that a schedule of a part saves and needs, as the simulator finds them."""
     found = simulate(graph, schedule)
-    turn = next(op for op in graph.ops if op.target == TURN)
+    turn = next(op for op in graph.ops if op.target == TANGENTS)
     made_bytes = sum(graph.value_by_name[name].size_bytes for name in turn.outputs)
     at = schedule.steps.index(Compute(turn.name))
     saved = int(found.live_bytes[at]) - made_bytes - graph.resident.total_bytes

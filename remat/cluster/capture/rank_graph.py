@@ -57,7 +57,7 @@ _scatter_along: Any = getattr(collectives, "reduce_scatter_single_autograd", Non
 )
 
 
-class Gathers(nn.Module):
+class _Gathers(nn.Module):
     """A module whose result, or whose input, is gathered along the sequence."""
 
     def __init__(self, inner: nn.Module, group: Any, *, behind: bool) -> None:
@@ -71,7 +71,7 @@ class Gathers(nn.Module):
         return self.inner(_gather_along(x, SEQUENCE, self.group), *args, **kwargs)
 
 
-class Scatters(nn.Module):
+class _Scatters(nn.Module):
     """A layer split by rows: its result is summed over ranks, each of which keeps its tokens."""
 
     def __init__(self, inner: nn.Module, group: Any) -> None:
@@ -83,7 +83,7 @@ class Scatters(nn.Module):
         return _scatter_along(self.inner(x), "sum", SEQUENCE, self.group)
 
 
-class OnRank(nn.Module):
+class _OnRank(nn.Module):
     """A block of one rank, in which attention reaches over the context parallel ranks."""
 
     def __init__(self, inner: nn.Module, cp: int, group: Any) -> None:
@@ -110,7 +110,7 @@ def _block_on_rank(
     path = chain.first_path
     inner = copy.deepcopy(chain.blocks[path])
     _split(inner, f"{path}.", shape, tp, tp_group)
-    return OnRank(inner, cp, cp_group)
+    return _OnRank(inner, cp, cp_group)
 
 
 def _border_on_rank(shape: ChainShape, tp: int) -> Tensor:
@@ -121,7 +121,7 @@ def _border_on_rank(shape: ChainShape, tp: int) -> Tensor:
     return torch.empty(sizes, dtype=shape.border.dtype, device="meta", requires_grad=True)
 
 
-class BehindRank(nn.Module):
+class _BehindRank(nn.Module):
     """What follows the last block, with the loss. Its border is a parameter: it has a gradient."""
 
     def __init__(self, model: nn.Module, given: _Given, loss_fn: Any) -> None:
@@ -165,7 +165,7 @@ def _behind_on_rank(chain: ChainModel, shape: ChainShape, tp: int, tp_group: Any
     for path in chain.blocks:
         _put(model, path, given if path == chain.last_path else _RankPasses())
     _split(model, "", shape, tp, tp_group)
-    return BehindRank(model, given, chain.loss_fn)
+    return _BehindRank(model, given, chain.loss_fn)
 
 
 def _split(module: nn.Module, prefix: str, shape: ChainShape, tp: int, group: Any) -> None:
@@ -178,11 +178,11 @@ def _split(module: nn.Module, prefix: str, shape: ChainShape, tp: int, group: An
             assert isinstance(linear, nn.Linear)
             _cut(linear, path, role, tp)
             if role == "rows":
-                _put(module, name, Scatters(linear, group))
+                _put(module, name, _Scatters(linear, group))
     for path, behind in shape.gathered.items():
         if path.startswith(prefix) and _has(module, path.removeprefix(prefix)):
             name = path.removeprefix(prefix)
-            _put(module, name, Gathers(module.get_submodule(name), group, behind=behind))
+            _put(module, name, _Gathers(module.get_submodule(name), group, behind=behind))
 
 
 def _cut(linear: nn.Linear, path: str, role: SplitRole, tp: int) -> None:

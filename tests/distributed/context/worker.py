@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 import remat
-from remat.cluster.apply import parallelize as face
+from remat.cluster.apply import parallelize
 from remat.cluster.apply.head_bytes import rank_parts
 from remat.graph_capture.devices.memory_events import measure_regions
 from remat.graph_capture.distributed.dtensors import local_part
@@ -64,7 +64,7 @@ def part(
     def left(*args: Any, **kwargs: Any) -> Any:
         return rank_parts(*args, **kwargs, eager=eager)
 
-    with mock.patch.object(face, "rank_parts", left):
+    with mock.patch.object(parallelize, "rank_parts", left):
         return remat.parallelize(
             made(kind).to(torch.bfloat16 if "mp_policy" not in how else torch.float32),
             file, remat.cluster_mesh(file, "cpu"), (one,), **asked,

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 import remat
-from remat.cluster.apply import parallelize as face
+from remat.cluster.apply import parallelize
 from remat.cluster.apply.cluster_mesh import opened_plan
 from remat.cluster.apply.head_bytes import rank_parts
 from remat.cluster.plan_file import ClusterFile
@@ -70,7 +70,7 @@ def part(plan: str, *, eager: bool = False, dtype: torch.dtype = torch.bfloat16,
         return rank_parts(*args, **kwargs, eager=eager)
 
     made = model(dtype).to("meta") if "materialize" in how else model(dtype)
-    with mock.patch.object(face, "rank_parts", left):
+    with mock.patch.object(parallelize, "rank_parts", left):
         return remat.parallelize(made, file, mesh, (one,), loss_fn=token_loss, target=one, **how)
 
 

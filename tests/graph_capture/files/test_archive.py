@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from remat.graph_capture import files as archive
+from remat.graph_capture import files
 from remat.graph_capture.errors import ArchiveError, FileError
 from remat.graph_capture.files import read_archive_member
 
@@ -69,7 +69,7 @@ def test_two_members_of_one_name_are_refused(tmp_path: Path) -> None:
 
 def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing may be unpacked from here on."""
-    monkeypatch.setattr(archive, "_read", lambda *_: pytest.fail("was unpacked"))
+    monkeypatch.setattr(files, "_read", lambda *_: pytest.fail("was unpacked"))
 
 
 def test_a_bomb_is_refused_before_anything_is_unpacked(
@@ -110,7 +110,7 @@ def test_a_member_gives_no_more_than_it_says(tmp_path: Path) -> None:
 
 
 def test_a_member_larger_than_any_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archive, "MOST_FILE_BYTES", 100)
+    monkeypatch.setattr(files, "MOST_FILE_BYTES", 100)
     path = packed(tmp_path / "a.pt2", {**PLAIN, f"a/{WANTED}": bytes(101)})
     with pytest.raises(ArchiveError, match=r"its a/extra/plan\.json is larger than 100 bytes"):
         read_archive_member(path, WANTED)

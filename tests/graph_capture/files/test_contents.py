@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from remat.graph_capture import files as contents
+from remat.graph_capture import files
 from remat.graph_capture.errors import FileError, RematError
 from remat.graph_capture.files import atomic_write, check_writable, read_contents, write_contents
 
@@ -59,7 +59,7 @@ def test_what_the_system_says_late_leaves_the_old_file_too(
 
     path = tmp_path / "plan.json"
     write_contents(path, OLD)
-    monkeypatch.setattr(contents.os, call, failing)
+    monkeypatch.setattr(files.os, call, failing)
     with pytest.raises(FileError, match=f"cannot be written: {os.strerror(code)}"):
         write_contents(path, NEW)
     assert path.read_bytes() == OLD
@@ -173,7 +173,7 @@ def test_what_is_write_protected_stays(tmp_path: Path, monkeypatch: pytest.Monke
     write_contents(path, OLD)
     path.chmod(0o400)
     # Root may write everything; the system answers others so.
-    monkeypatch.setattr(contents.os, "access", lambda which, _: Path(which) == tmp_path)
+    monkeypatch.setattr(files.os, "access", lambda which, _: Path(which) == tmp_path)
     for use in (lambda: write_contents(path, NEW), lambda: check_writable(path)):
         with pytest.raises(FileError, match="is write-protected"):
             use()
@@ -188,15 +188,15 @@ def test_a_folder_that_takes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
     path = tmp_path / "plan.json"
-    monkeypatch.setattr(contents.os, "access", lambda *_: False)
+    monkeypatch.setattr(files.os, "access", lambda *_: False)
     with pytest.raises(FileError, match=f"cannot be written: {tmp_path} is not writable for you"):
         check_writable(path)
-    monkeypatch.setattr(contents.os, "open", refusing)
+    monkeypatch.setattr(files.os, "open", refusing)
     with pytest.raises(FileError, match=r"plan\.json cannot be written: Permission denied"):
         write_contents(path, NEW)
 
 
-@pytest.mark.parametrize("winerror", contents.IN_USE)
+@pytest.mark.parametrize("winerror", files.IN_USE)
 @pytest.mark.parametrize("is_let_go", [True, False])
 def test_windows_replaces_a_file_once_nobody_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, winerror: int, is_let_go: bool
@@ -213,8 +213,8 @@ def test_windows_replaces_a_file_once_nobody_reads_it(
         error.winerror = winerror  # type: ignore[attr-defined]
         raise error
 
-    monkeypatch.setattr(contents.os, "replace", held)
-    monkeypatch.setattr(contents.time, "sleep", lambda _: None)
+    monkeypatch.setattr(files.os, "replace", held)
+    monkeypatch.setattr(files.time, "sleep", lambda _: None)
     if is_let_go:
         write_contents(path, NEW)
     else:
@@ -222,7 +222,7 @@ def test_windows_replaces_a_file_once_nobody_reads_it(
             write_contents(path, NEW)
     assert path.read_bytes() == (NEW if is_let_go else OLD)
     assert alone(path)
-    assert len(tries) == (3 if is_let_go else len(contents.WAITS_S) + 1)
+    assert len(tries) == (3 if is_let_go else len(files.WAITS_S) + 1)
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
@@ -241,6 +241,6 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_a_file_without_end_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contents, "MOST_FILE_BYTES", 1 << 22)
+    monkeypatch.setattr(files, "MOST_FILE_BYTES", 1 << 22)
     with pytest.raises(FileError, match="/dev/zero is larger than 4194304 bytes, which no file"):
         read_contents("/dev/zero")

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import remat.solver as solvers
-from remat import step_planner
+from remat import solver, step_planner
 from remat.graph_capture.costs import op_costs
 
 WIDTH, ROWS = 64, 512
@@ -67,7 +66,7 @@ def counted() -> Iterator[Counts]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_planner, "trace", counting("traces", step_planner.trace))
         patch.setattr(op_costs, "measure_costs", counting("costs", op_costs.measure_costs))
-        patch.setattr(solvers, "solve_within", counting("solves", solvers.solve_within))
+        patch.setattr(solver, "solve_within", counting("solves", solver.solve_within))
         yield counts
 
 

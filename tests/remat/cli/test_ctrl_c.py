@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from remat import progress as stages
+from remat import progress
 from remat.analysis import explain
 from remat.cli.entry import ended_by_ctrl_c
 from remat.cli.session import STOPPED, interrupts_noted
@@ -48,14 +48,14 @@ def once(function: Callable[..., Any]) -> Callable[..., Any]:
 def test_ctrl_c_amid_the_search_keeps_and_shows_the_best(
     remat: Remat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
-    text = stages.solver_text
+    text = progress.solver_text
 
     def once_it_has_a_schedule(budget: str, state: Progress) -> str:
         if state.best_overhead is not None:
             ctrl_c()
         return text(budget, state)
 
-    monkeypatch.setattr(stages, "solver_text", once_it_has_a_schedule)
+    monkeypatch.setattr(progress, "solver_text", once_it_has_a_schedule)
     monkeypatch.setattr(pipeline, "check_schedule", lambda *_: pytest.fail("was run"))
     plan = tmp_path / "plan.json"
     found = remat(verb, remat.gpt, "--budget", "60%", "-o", str(plan))
@@ -67,14 +67,14 @@ def test_ctrl_c_amid_the_search_keeps_and_shows_the_best(
 def test_ctrl_c_before_there_is_a_schedule_says_nothing_of_the_budget(
     remat: Remat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = stages.solver_text
+    text = progress.solver_text
 
     def at_first(budget: str, state: Progress) -> str:
         assert state.best_overhead is None
         ctrl_c()
         return text(budget, state)
 
-    monkeypatch.setattr(stages, "solver_text", at_first)
+    monkeypatch.setattr(progress, "solver_text", at_first)
     plan = tmp_path / "plan.json"
     words = ("--budget", "60%", "--solver", "cut", "-o", str(plan))
     found = remat("solve", remat.gpt, *words)

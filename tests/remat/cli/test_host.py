@@ -167,7 +167,7 @@ def test_a_profile_has_links(remat: Remat, tmp_path: Path) -> None:
 def test_doctor_says_which_links_it_knows(
     remat: Remat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from remat.graph_capture.costs import measuring as link_costs
+    from remat.graph_capture.costs import measuring
     from remat.graph_capture.devices import file_links
 
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
@@ -176,14 +176,14 @@ def test_doctor_says_which_links_it_knows(
     assert f"files in {tmp_path}" in done.stdout
     assert "none measured yet" in done.stdout
     monkeypatch.setattr(file_links, "REPEATS", 1)
-    with patched({(link_costs, "measured_pair"): CLOCKED[link_costs, "measured_pair"]}):
-        link_costs.measured_pair("cpu")
+    with patched({(measuring, "measured_pair"): CLOCKED[measuring, "measured_pair"]}):
+        measuring.measured_pair("cpu")
     known = json.loads(remat("doctor", "--json").stdout)["links"]
     assert list(known) == [f"cpu, host: {tmp_path}"]
 
 
 def test_fit_has_a_host(remat: Remat, monkeypatch: pytest.MonkeyPatch) -> None:
-    from remat.cli import fit as module
+    from remat.cli import fit
 
     words = ("--budget", "8GiB", "--vary", "batch", "--most", "4", "--no-check", "--device", "h100")
     done = remat("fit", remat.gpt, *words, "--host", "1GiB", "--json")
@@ -191,7 +191,7 @@ def test_fit_has_a_host(remat: Remat, monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(done.stdout)["offload"] is None
     graph = copying_chain()
     moved = offloaded(graph, copying_result(graph).schedule)
-    monkeypatch.setattr(module, "offloaded", lambda *_: moved)
+    monkeypatch.setattr(fit, "offloaded", lambda *_: moved)
     done = remat("fit", remat.gpt, *words, "--host", "1GiB")
     assert "waits  the device waits 9.0 us for copies" in done.stdout
 

@@ -18,9 +18,9 @@ import pytest
 
 from remat.cli.main import VERBS
 from remat.cli.session import STOPPED
-from tests.graph_capture.cluster import chains
 from tests.paths import ROOT
 from tests.remat.cli.conftest import EXAMPLES, SIZES
+from tests.remat.cluster.capture import chains
 
 ENDS_S, INTERRUPTS = 2.0, 60
 SOON_S = 600.0

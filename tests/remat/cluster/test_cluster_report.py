@@ -20,7 +20,7 @@ from remat.cluster.planning import plan_cluster
 from remat.cluster.replayed_plan import replay_of
 from remat.graph_capture.errors import PlanError
 
-SMALL = "tests.graph_capture.cluster.chains:small_llama"
+SMALL = "tests.remat.cluster.capture.chains:small_llama"
 
 
 def planned(asked: MeshSpec) -> ClusterFile:

@@ -18,7 +18,7 @@ from remat.cluster.planning import modelled_notes, plan_cluster
 from remat.graph_capture.errors import PlanError
 from remat.schedules.simulate import simulate
 
-CHAINS = "tests.graph_capture.cluster.chains"
+CHAINS = "tests.remat.cluster.capture.chains"
 SMALL = f"{CHAINS}:small_llama"
 SIZES = ("--gpus", "8", "--node-size", "4", "--batch", "16", "--seq", "32")
 

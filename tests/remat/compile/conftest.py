@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from remat.compile import graph_context as report
+from remat.compile import graph_context
 
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> Iterator[None]:
     """Nothing is compiled, and no plan is listed: of many, only the last are."""
     torch._dynamo.reset()
-    report._plans.clear()
+    graph_context._plans.clear()
     yield
     torch._dynamo.reset()

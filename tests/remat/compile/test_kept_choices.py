@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-import remat.solver as solvers
+from remat import solver
 from remat.compile import kept_choices
 from remat.compile.kept_choices import CHOICES_FOLDER, KeptChoice, keep_choice, kept_choice
 from remat.graph_capture.costs.cache import CostCache, OpCost
@@ -38,8 +38,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def choice(graph: TrainingGraph | None = None, key: str = KEY, **changed: object) -> KeptChoice:
     """What might be kept of a chain, with two fifths of it computed again."""
     graph = graph or chain(12)
-    everything = solvers.solve_within(graph, 2**62, "store_all").peak_bytes
-    result = solvers.solve_within(graph, 3 * everything // 4, "cut")
+    everything = solver.solve_within(graph, 2**62, "store_all").peak_bytes
+    result = solver.solve_within(graph, 3 * everything // 4, "cut")
     assert result.schedule is not None
     made = KeptChoice(
         key, "a name", graph, result.schedule, result.lower_bound_us, ReplayedMemory(9, 8, 7, 1),

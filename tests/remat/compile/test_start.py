@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 
 import remat
-import remat.solver as solvers
+from remat import solver
 from remat.compile import start
 from remat.compile.graph_context import CompiledPlan
 from remat.graph_capture.devices.memory_events import measure_peak
@@ -48,7 +48,7 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
-        self._count(monkeypatch, solvers, "solve_within")
+        self._count(monkeypatch, solver, "solve_within")
         self._count(monkeypatch, CallCosts, "_measured")
         self._count(monkeypatch, lowering, "lower")
         self._count(monkeypatch, start.PlanSearch, "stock")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._inductor import config as inductor_config
 
-from remat.compile import start as key_file
+from remat.compile import start
 from remat.compile.compile_options import read_options
 from remat.compile.start import start_key
 from tests.paths import ROOT
@@ -125,8 +125,8 @@ def test_machine_releases_and_rank_are_in_the_key(monkeypatch: pytest.MonkeyPatc
     asked = read_options({"budget": "60%"})
     keys = {start_key(graph, given, asked, "")}
     for owner, name, value in (
-        (key_file, "cpu_title", lambda: "another CPU, 3 threads"),
-        (key_file, "sources_key", lambda: "another release"),
+        (start, "cpu_title", lambda: "another CPU, 3 threads"),
+        (start, "sources_key", lambda: "another release"),
         (torch, "__version__", "2.99.0"),
         (dist, "is_initialized", lambda: True),
         (dist, "get_world_size", lambda: 4),

@@ -18,8 +18,7 @@ from remat.compile.subgraph_choice import (
     with_neighbours,
 )
 from remat.compile.subgraphs import Subgraph
-from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
-from remat.graph_capture.joint.build import TANGENTS
+from remat.graph_capture.graph import TANGENTS, Op, Resident, TrainingGraph, Value
 from remat.solver.store_all import StoreAll
 
 options = st.builds(

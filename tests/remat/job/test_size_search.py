@@ -10,7 +10,7 @@ from torch import nn
 
 import remat
 from remat.graph_capture.errors import BudgetError, FactoryError, SolverError
-from remat.job import size_search as fitting
+from remat.job import size_search
 from remat.job.fitted import Fit
 from remat.job.size_search import SizeRange, graph_at, is_same_step, largest
 from remat.solver.result import Result
@@ -96,15 +96,17 @@ def test_few_sizes_are_captured_and_few_are_solved_to_guess(
 ) -> None:
     """Two to begin with, the answer and the next, and one if a guess was not right."""
     solved: list[int] = []
-    honest = fitting.FitSearch._solve
+    honest = size_search.FitSearch._solve
 
-    def counted(search: fitting.FitSearch, graph: remat.TrainingGraph, limit_s: float) -> Result:
+    def counted(
+        search: size_search.FitSearch, graph: remat.TrainingGraph, limit_s: float
+    ) -> Result:
         solved.append(graph.resident.batch_bytes)
         return honest(search, graph, limit_s)
 
-    monkeypatch.setattr(fitting.FitSearch, "_solve", counted)
+    monkeypatch.setattr(size_search.FitSearch, "_solve", counted)
     # A guess that is cut off by a clock is wrong more often on a busy machine.
-    monkeypatch.setattr(fitting, "GUESS_S", AMPLE_S)
+    monkeypatch.setattr(size_search, "GUESS_S", AMPLE_S)
     found = remat.fit(stack, budget="1MiB", max_overhead=overhead, each_s=AMPLE_S, check=False)
     assert found.answer is not None
     assert found.next is not None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from remat.ranks import rank_messages as module
+from remat.ranks import rank_messages
 from remat.ranks.rank_messages import RankMessages
 
 
@@ -47,7 +47,7 @@ class Group:
 
 def test_no_thread_is_in_the_store_once_a_board_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python would end it there, in torch's C++, if the process ended now."""
-    monkeypatch.setattr(module, "BEAT_S", 0.01)
+    monkeypatch.setattr(rank_messages, "BEAT_S", 0.01)
     monkeypatch.setattr(dist, "PrefixStore", lambda _prefix, store: store)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _group: [0])
     group: Any = Group()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from remat.graph_capture.errors import ArenaError
-from remat.rewriter.arena import library as building
+from remat.rewriter.arena import library as arena_code
 from remat.rewriter.arena.library import ArenaLibrary, Counts, arena_library
 from remat.rewriter.arena.recording import requests_of
 from tests.rewriter.arena.steps_in_arena import needs_compiler
@@ -131,15 +131,15 @@ def test_a_child_process_gives_blocks_back() -> None:
 @pytest.mark.slow
 @needs_compiler
 def test_the_library_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = building.built_library()
+    path = arena_code.built_library()
     assert path.parent == Path(os.environ["REMAT_CACHE"])
     assert torch.__version__.split("+")[0] in path.name
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert building.built_library() == path
+    assert arena_code.built_library() == path
     monkeypatch.setenv("CXX", "env g++")
     monkeypatch.setenv("REMAT_CACHE", str(path.parent / "other"))
-    assert building.built_library().name == path.name
-    assert list(path.parent.glob(f"{building.BUILD}*")) == []
+    assert arena_code.built_library().name == path.name
+    assert list(path.parent.glob(f"{arena_code.BUILD}*")) == []
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_without_a_compiler_that_works(
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", compiler)
     with pytest.raises(ArenaError, match=f"{told}.*train without an arena"):
-        building.built_library()
+        arena_code.built_library()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -165,14 +165,14 @@ def test_what_a_killed_build_has_left_goes_with_the_next(
 ) -> None:
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "false")
-    old, of_others = (tmp_path / f"{building.BUILD}{name}" for name in ("old", "new"))
+    old, of_others = (tmp_path / f"{arena_code.BUILD}{name}" for name in ("old", "new"))
     for folder in (old, of_others):
         folder.mkdir()
         (folder / "half.so").write_bytes(b"half")
-    long_ago_s = time.time() - building.STALE_S - 1
+    long_ago_s = time.time() - arena_code.STALE_S - 1
     os.utime(old, (long_ago_s, long_ago_s))
     with pytest.raises(ArenaError):
-        building.built_library()
+        arena_code.built_library()
     assert list(tmp_path.iterdir()) == [of_others]
 
 
@@ -180,7 +180,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "file").touch()
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path / "file"))
     with pytest.raises(ArenaError, match="Set REMAT_CACHE"):
-        building.built_library()
+        arena_code.built_library()
 
 
 def test_a_library_that_is_broken(tmp_path: Path) -> None:

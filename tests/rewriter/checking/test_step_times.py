@@ -8,7 +8,7 @@ from torch import nn
 
 from remat.graph_capture.devices.cpu import CpuMeter
 from remat.graph_capture.devices.meter import Run
-from remat.rewriter.checking import check as checking
+from remat.rewriter.checking import check
 
 
 @pytest.mark.parametrize(("accumulate", "pairs"), [(False, 1), (True, 2)])
@@ -23,9 +23,9 @@ def test_the_run_for_equality_confirms_a_time(
         return step_us(meter, run)
 
     monkeypatch.setattr(CpuMeter, "step_us", noted)
-    monkeypatch.setattr(checking, "SOON_US", 1e-3)
-    monkeypatch.setattr(checking, "have_agreed", lambda times: len(times) > 1)
+    monkeypatch.setattr(check, "SOON_US", 1e-3)
+    monkeypatch.setattr(check, "have_agreed", lambda times: len(times) > 1)
     model = nn.Linear(3, 2)
-    found = checking.check(model, model, (torch.ones(4, 3),), accumulate=accumulate)
+    found = check.check(model, model, (torch.ones(4, 3),), accumulate=accumulate)
     assert found.equal
     assert len(timed) == 2 * pairs

@@ -13,7 +13,7 @@ from torch import nn
 
 import remat
 from remat.budgets import unmodified
-from remat.graph_capture.chunking import same_bits as kept_bits
+from remat.graph_capture.chunking import same_bits
 from remat.graph_capture.distributed.sharding import Sharding
 from remat.graph_capture.errors import CaptureError, RewriteError, ScheduleError
 from remat.rewriter.checking.outcomes import SPLIT_FLOAT32
@@ -164,7 +164,7 @@ def test_chunks_that_give_other_bits_here_are_refused(
     graph = remat.capture(model, args, split="exact", device="h100")
     result = remat.solve(graph, "min")
     assert result.schedule is not None
-    monkeypatch.setattr(kept_bits, "matches_eager_bitwise", lambda _: False)
+    monkeypatch.setattr(same_bits, "matches_eager_bitwise", lambda _: False)
     with pytest.raises(RewriteError, match=r"in \d+ chunks gives other bits than eager here"):
         remat.rewrite(model, result.schedule)
 

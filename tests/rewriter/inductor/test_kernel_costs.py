@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from remat.graph_capture.costs.cache import OpCost
-from remat.graph_capture.graph import Resident, TrainingGraph
-from remat.graph_capture.joint.build import TANGENTS
+from remat.graph_capture.graph import TANGENTS, Resident, TrainingGraph
 from remat.rewriter.inductor.fused_graph import build_fused
 from remat.rewriter.inductor.kernel_costs import LEAST_ELEMENTS, NEAR, with_kernel_costs
 

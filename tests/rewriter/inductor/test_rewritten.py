@@ -16,7 +16,7 @@ from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.distributed.sharding import Sharding
 from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError
 from remat.rewriter.checking.outcomes import differing_beyond
-from remat.rewriter.inductor import compiler as inductor_compiler
+from remat.rewriter.inductor import compiler
 from tests.limits import AMPLE_S
 
 CLOSE = 2e-6
@@ -162,7 +162,7 @@ def test_few_bits_may_differ_by_more() -> None:
 def test_a_plan_whose_code_exceeds_its_budget_is_warned_about(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(inductor_compiler, "code_peak_bytes", lambda joint, schedule: 2**40)
+    monkeypatch.setattr(compiler, "code_peak_bytes", lambda joint, schedule: 2**40)
     monkeypatch.setattr("remat.rewriter.rewriting.module_for", lambda *args, **kwargs: None)
     model, x = made()
     graph = remat.capture(model, (x,), loss_fn=squared)

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from remat.rewriter.inductor import lowering as inductor_lowering
+from remat.rewriter.inductor import lowering
 from remat.rewriter.inductor.choices import calls_in_order
 from remat.rewriter.inductor.lowering import Event, Lowered, lower, skip_kernel_codegen
 
@@ -117,7 +117,7 @@ def test_events_are_those_of_written_kernels(
 ) -> None:
     with calls_in_order(in_order):
         with monkeypatch.context() as patched:
-            patched.setattr(inductor_lowering, "skip_kernel_codegen", contextlib.nullcontext)
+            patched.setattr(lowering, "skip_kernel_codegen", contextlib.nullcontext)
             written = lowered(function, dtype)
         monkeypatch.setattr(CppKernel, "codegen_loops", refuse)
         unwritten = lowered(function, dtype)
@@ -141,7 +141,7 @@ def test_loops_are_fused_at_an_outer_level_where_written_ones_are(
         lowered(function, torch.float32)
     unwritten = list(found)
     found.clear()
-    monkeypatch.setattr(inductor_lowering, "skip_kernel_codegen", contextlib.nullcontext)
+    monkeypatch.setattr(lowering, "skip_kernel_codegen", contextlib.nullcontext)
     for function in FUNCTIONS:
         lowered(function, torch.float32)
     assert unwritten == found

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from remat.rewriter.tiers import stream_tier
-from remat.rewriter.tiers import stream_tier as pinned
 
 Work = Callable[[], Any]
 
@@ -115,4 +114,4 @@ class LazyMachine:
         patch.setattr(stream_tier, "side_stream", self.side)
         patch.setattr(stream_tier, "queue_copy", self.queue_copy)
         patch.setattr(stream_tier, "compute_memory", self.taken)
-        patch.setattr(pinned, "pinned", self.pinned)
+        patch.setattr(stream_tier, "pinned", self.pinned)

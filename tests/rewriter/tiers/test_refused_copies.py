@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import remat
-from remat.graph_capture import capture
-from remat.graph_capture import spill_files as files
+from remat.graph_capture import capture, spill_files
 from remat.graph_capture.errors import PlanError, RematError, RewriteError, ScheduleError, TierError
 from remat.rewriter import rewrite
 from remat.rewriter.compiled import refuse_copies
@@ -82,17 +81,17 @@ def test_a_plan_file_whose_graph_has_lost_its_links_is_refused(tmp_path: Path) -
 def test_a_folder_that_is_not_there_is_refused_before_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(files.HOST_FOLDER, str(tmp_path / "missing"))
+    monkeypatch.setenv(spill_files.HOST_FOLDER, str(tmp_path / "missing"))
     refused(TierError, r"missing, the folder of the host tier: No such file", plan().module)
 
 
 def test_a_disk_that_has_filled_up_is_told_before_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(files.HOST_FOLDER, str(tmp_path))
+    monkeypatch.setenv(spill_files.HOST_FOLDER, str(tmp_path))
     module = plan().module()
     state = torch.get_rng_state()
-    monkeypatch.setattr(files.os, "statvfs", lambda _: Full())
+    monkeypatch.setattr(spill_files.os, "statvfs", lambda _: Full())
     refused(TierError, r"has 4096 bytes free, and the plan keeps up to \d+", module, *plan().args)
     assert torch.equal(torch.get_rng_state(), state)
 

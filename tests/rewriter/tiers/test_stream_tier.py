@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from remat.graph_capture.errors import TierError
-from remat.rewriter.tiers import stream_tier as pinned
+from remat.rewriter.tiers import stream_tier
 from remat.rewriter.tiers.file_tier import HostPlaces
 from remat.rewriter.tiers.stream_tier import Arriving, StreamTier, _whole
 from tests.links import links
@@ -230,7 +230,7 @@ def test_pinned_memory_is_registered_as_long_as_anything_holds_it(
 ) -> None:
     runtime = Runtime(0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    memory = pinned.pinned(8192)
+    memory = stream_tier.pinned(8192)
     part = memory[4096:]
     assert runtime.registered == {memory.data_ptr()}
     del memory
@@ -245,4 +245,4 @@ def test_memory_that_cannot_be_pinned_is_an_error_with_a_way_out(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(2))
     with pytest.raises(TierError, match=r"cannot pin 8192 bytes.*cudaHostRegister says 2.*ulimit"):
-        pinned.pinned(8192)
+        stream_tier.pinned(8192)

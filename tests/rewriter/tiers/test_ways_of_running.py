@@ -14,12 +14,10 @@ from torch import Tensor, nn
 
 import remat
 from examples.gpt import GPT, Sizes
-from remat.graph_capture import capture_api
-from remat.graph_capture import spill_files as files
+from remat.graph_capture import capture_api, spill_files
 from remat.graph_capture.graph import TrainingGraph
 from remat.rewriter import check, rewrite
-from remat.rewriter.tiers import stream_tier
-from remat.rewriter.tiers import tier as tiers
+from remat.rewriter.tiers import stream_tier, tier
 from remat.rewriter.tiers.file_tier import host_places
 from remat.schedules.schedule import Offload, Schedule
 from remat.schedules.simulate import simulate
@@ -49,7 +47,7 @@ def plan() -> Copied:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder of the host, in which nothing is left once a test has ended."""
     (tmp_path / "host").mkdir()
-    monkeypatch.setenv(files.HOST_FOLDER, str(tmp_path / "host"))
+    monkeypatch.setenv(spill_files.HOST_FOLDER, str(tmp_path / "host"))
     yield tmp_path / "host"
     assert is_clean(tmp_path / "host")
 
@@ -181,7 +179,7 @@ def test_a_tier_is_made_for_the_device_of_the_graph(monkeypatch: pytest.MonkeyPa
     graph = msgspec.structs.replace(plan().graph, device="cuda:0")
     LazyMachine().install(monkeypatch)
     found = simulate(plan().graph, plan().schedule)
-    made = tiers.tier_for(graph, plan().schedule, links(), found)
+    made = tier.tier_for(graph, plan().schedule, links(), found)
     assert isinstance(made, stream_tier.StreamTier)
     assert made.places.size_bytes >= found.host_peak_bytes
-    assert tiers.tier_for(graph, plan().plain, None, found) is None
+    assert tier.tier_for(graph, plan().plain, None, found) is None

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from remat.schedules.caching_allocator import MIB, UNLIMITED_BYTES, AllocatorSettings
+from remat.formats import MIB
+from remat.schedules.caching_allocator import UNLIMITED_BYTES, AllocatorSettings
 from remat.schedules.reserved import AllocatorReplay
 from tests.schedules.allocator import torch_library
 from tests.schedules.allocator.traces import SETTINGS, random_trace, step_traces

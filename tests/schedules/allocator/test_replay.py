@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from remat.schedules.caching_allocator import MIB, AllocatorSettings, CachingAllocator
+from remat.formats import MIB
+from remat.schedules.caching_allocator import AllocatorSettings, CachingAllocator
 from remat.schedules.layout import Buffers
 from remat.schedules.reserved import EMPTY_CACHE, AllocatorReplay, serve_trace, trace_of_steps
 from tests.schedules.allocator.goldens import Golden, goldens

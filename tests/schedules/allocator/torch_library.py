@@ -20,7 +20,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from remat.schedules.caching_allocator import LARGE_SEGMENT_BYTES, MIB, AllocatorSettings
+from remat.formats import MIB
+from remat.schedules.caching_allocator import LARGE_SEGMENT_BYTES, AllocatorSettings
 from remat.schedules.reserved import AllocatorReplay
 
 VARIABLE = "REMAT_CUDA_TORCH"

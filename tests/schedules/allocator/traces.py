@@ -6,7 +6,8 @@ import itertools
 import random
 from collections.abc import Iterator
 
-from remat.schedules.caching_allocator import MIB, UNLIMITED_BYTES, AllocatorSettings
+from remat.formats import MIB
+from remat.schedules.caching_allocator import UNLIMITED_BYTES, AllocatorSettings
 from remat.schedules.layout import buffers_of
 from remat.schedules.reserved import EMPTY_CACHE, trace_of_steps
 from remat.schedules.schedule import Schedule

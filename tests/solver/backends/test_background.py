@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from remat.solver.backends import processes as background
+from remat.solver.backends import processes
 from remat.solver.backends.processes import Task
 
 LONG_S = 600.0
@@ -132,7 +132,7 @@ def test_an_interrupt_leaves_work_behind_that_cannot_be_stopped(held: Held) -> N
 def test_work_that_heeds_no_stop_is_not_waited_for_without_end(
     monkeypatch: pytest.MonkeyPatch, held: Held
 ) -> None:
-    monkeypatch.setattr(background, "STOPPING_S", 0.01)
+    monkeypatch.setattr(processes, "STOPPING_S", 0.01)
     asked: list[int] = []
     task = Task(held, lambda: asked.append(1))
     ended = watched(task)

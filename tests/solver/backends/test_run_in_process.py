@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from remat.graph_capture.errors import SolverError
-from remat.solver.backends import processes as apart
+from remat.solver.backends import processes
 from remat.solver.backends.processes import OverdueError, end_idle, ended_after, run_in_process
 from tests.paths import ROOT
 
@@ -60,7 +60,7 @@ def test_a_crash_is_an_error_and_the_next_call_is_answered() -> None:
 
 def test_a_process_that_ended_while_idle_is_replaced() -> None:
     run_in_process(abs, -1)
-    dead = apart._idle[-1]
+    dead = processes._idle[-1]
     dead._popen.kill()
     dead._popen.wait()
     assert run_in_process(abs, -1) == 1
@@ -81,14 +81,14 @@ def test_what_a_call_prints_goes_nowhere(capfd: pytest.CaptureFixture[str]) -> N
 
 def test_an_interrupt_ends_the_process_at_once() -> None:
     pid = run_in_process(os.getpid)
-    process = apart._idle[-1]
+    process = processes._idle[-1]
     threading.Timer(0.2, _thread.interrupt_main).start()
     began_s = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         run_in_process(time.sleep, LONG_S)
     assert time.monotonic() - began_s < SOON_S
     assert (process._popen.pid, process.is_alive) == (pid, False)
-    assert process not in apart._idle
+    assert process not in processes._idle
 
 
 def test_calls_in_threads_have_a_process_each() -> None:
@@ -157,7 +157,7 @@ def test_a_script_without_a_guard_runs_once_where_processes_are_spawned(
         f"open({str(begun)!r}, 'a').write('x')\n"
         "multiprocessing.set_start_method('spawn')\n"
         "from remat.solver.budgets.sweep import sweep_budgets\n"
-        "from remat.solver.backends import processes as apart\n"
+        "from remat.solver.backends import processes\n"
         "from tests.solver.graphs.random_graphs import chain\n"
         f"{work}\n"
     )

@@ -14,11 +14,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from remat.formats import GIB
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver import Result, solve_within
-from remat.solver.budgets import sweep as sweeping
-from remat.solver.budgets.front import GIB, Front
+from remat.solver.budgets import sweep
+from remat.solver.budgets.front import Front
 from remat.solver.budgets.sweep import (
     least_peak,
     merge_results,
@@ -247,7 +248,7 @@ def test_a_worker_that_is_killed_costs_no_budget(
     graph = chain(8)
     most = peak_bytes_of(graph)
     budgets = [most * part // 10 for part in (6, 8, 10)]
-    monkeypatch.setattr(sweeping, "solve_within", KilledOnce(os.getpid(), tmp_path / "killed"))
+    monkeypatch.setattr(sweep, "solve_within", KilledOnce(os.getpid(), tmp_path / "killed"))
     with pytest.warns(UserWarning, match="a worker of the sweep died: .* The rest is solved here"):
         found = sweep_budgets(graph, budgets, "cut", jobs=2, time_limit_s=AMPLE_S)
     assert [p.result.time_us for p in found.points] == [
@@ -256,7 +257,7 @@ def test_a_worker_that_is_killed_costs_no_budget(
 
 
 def test_no_worker_begins_once_ctrl_c_came(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweeping, "_side_by_side", lambda *_: pytest.fail("workers began"))
+    monkeypatch.setattr(sweep, "_side_by_side", lambda *_: pytest.fail("workers began"))
     with one_job():
         note_interrupt()
         front = sweep_budgets(chain(8), 3, "cut", jobs=2, time_limit_s=AMPLE_S)

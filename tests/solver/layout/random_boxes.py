@@ -8,8 +8,9 @@ import random
 import numpy as np
 from hypothesis import strategies as st
 
+from remat.graph_capture.graph import Ints
 from remat.schedules.layout import Buffers
-from remat.solver.layout.boxes import Boxes, Ints
+from remat.solver.layout.boxes import Boxes
 
 
 def random_buffers(source: random.Random, n: int, most_bytes: int, times: int) -> Buffers:

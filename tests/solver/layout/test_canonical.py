@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remat.schedules.layout import Buffers
-from remat.solver.layout import canonical as canonical_state
+from remat.solver.layout import canonical
 from remat.solver.layout.boxes import Boxes, overlaps_in, range_maxima, sections_of
 from remat.solver.layout.canonical import FAILED, FOUND, OUT_OF_TRIES, CanonicalSearch, Preorder
 from remat.solver.layout.placing import CHIP_PREORDERS, STEP_PREORDERS, dive, fit_into
@@ -79,14 +79,14 @@ def test_floors_in_loops_and_in_arrays_are_equal(seed: int) -> None:
     source = np.random.default_rng(seed)
     boxes = Boxes.of(random_buffers(random.Random(seed), 20, 9, 12), 1)
     sections = sections_of(boxes)
-    state = canonical_state.initial(sections)
-    state[canonical_state.LEAST][:] = source.integers(0, 50, 20)
-    state[canonical_state.LEAST][source.random(20) < 0.4] = canonical_state.PLACED
+    state = canonical.initial(sections)
+    state[canonical.LEAST][:] = source.integers(0, 50, 20)
+    state[canonical.LEAST][source.random(20) < 0.4] = canonical.PLACED
     last = len(sections.member_at) - 1
     for first in range(last):
         loops, arrays = (
             form(tuple(sections), state, first, last)
-            for form in (canonical_state.least_in_loops, canonical_state.least_in_arrays)
+            for form in (canonical.least_in_loops, canonical.least_in_arrays)
         )
         assert loops.tolist() == arrays.tolist()
 

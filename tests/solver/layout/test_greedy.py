@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from remat.graph_capture.graph import Ints
 from remat.schedules.layout import Buffers
 from remat.solver.layout import greedy as greedy_placements
-from remat.solver.layout.boxes import Boxes, Ints
+from remat.solver.layout.boxes import Boxes
 from remat.solver.layout.greedy import box_orders, greedy, place_in_order
 from remat.solver.layout.improvement import insertion_annealing, stacked
 from tests.solver.layout.random_boxes import cut_rectangle, overlaps, random_buffers, some_buffers

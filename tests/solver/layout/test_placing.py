@@ -11,7 +11,6 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.layout import Buffers, buffers_of, check_layout
 from remat.solver import solve_within
 from remat.solver.layout import placing
-from remat.solver.layout import placing as searching
 from remat.solver.layout.placing import place_buffers
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
@@ -55,15 +54,15 @@ def test_where_greedy_placements_miss_ejections_find_the_load() -> None:
 
 
 def test_where_ejections_miss_a_dive_finds_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searching, "STEPS", 0)
+    monkeypatch.setattr(placing, "STEPS", 0)
     layout = place_buffers(cut_rectangle(0, 30), alignment_bytes=1)
     assert (layout.placed_by, layout.gap) == ("canonical search, WAT", 0)
 
 
 @pytest.mark.parametrize("limit", ["MOST_OVERLAPS", "DIVE_WORK"])
 def test_of_too_many_boxes_there_are_no_dives(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
-    monkeypatch.setattr(searching, "STEPS", 0)
-    monkeypatch.setattr(searching, limit, 29)
+    monkeypatch.setattr(placing, "STEPS", 0)
+    monkeypatch.setattr(placing, limit, 29)
     assert place_buffers(cut_rectangle(0, 30), alignment_bytes=1).gap > 0
 
 

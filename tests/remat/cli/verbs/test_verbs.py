@@ -7,8 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from remat import checks
-from remat import progress as stages
+from remat import checks, progress
 from remat.job import pipeline
 from remat.solver import Progress
 from tests.remat.cli.conftest import Remat
@@ -121,9 +120,9 @@ def test_a_free_order_is_an_option_of_run_and_solve(remat: Remat) -> None:
 
 
 def test_best_bound_and_gap_are_shown_while_it_solves() -> None:
-    known = stages.solver_text("2GiB", Progress(1.0, 0.20, 0.125, "cuts"))
+    known = progress.solver_text("2GiB", Progress(1.0, 0.20, 0.125, "cuts"))
     assert known == "solving for 2GiB: best 20.0 %, bound 12.5 %, gap 6.7 %, cuts"
-    start = stages.solver_text("60%", Progress(0.1, None, 0.0, "choosing where to cut"))
+    start = progress.solver_text("60%", Progress(0.1, None, 0.0, "choosing where to cut"))
     assert "best none, bound 0.0 %, gap open, choosing" in start
 
 

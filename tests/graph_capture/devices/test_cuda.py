@@ -1,0 +1,142 @@
+"""How a CUDA device is measured, on one that only counts."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from remat.graph_capture.devices import cuda as cuda_device
+from remat.graph_capture.devices.cpu import CpuMeter
+from remat.graph_capture.devices.cuda import CYCLES_PER_US, MOST_SLEEP_US, CudaMeter
+from remat.graph_capture.devices.local_devices import meter_of
+from tests.fake_cuda import L2_BYTES, TITLE, FakeCuda, cuda
+
+__all__ = ["cuda"]
+
+
+@pytest.fixture
+def meter(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> CudaMeter:
+    found = CudaMeter("cuda:0")
+    monkeypatch.setattr(found, "_flush", cuda.counting("flush"))
+    return found
+
+
+def test_each_device_has_its_meter(cuda: FakeCuda) -> None:
+    assert isinstance(meter_of("cpu"), CpuMeter)
+    assert (meter_of("cuda:0").device, meter_of("cuda:0").title) == ("cuda:0", TITLE)
+
+
+def test_the_cost_of_an_op_is_the_longer_of_the_devices_and_the_hosts_time(
+    cuda: FakeCuda, meter: CudaMeter
+) -> None:
+    cuda.device_us = 5e4
+    assert meter.median_us(lambda: None) == 5e4
+    cuda.device_us = 1.0
+    assert meter.median_us(lambda: time.sleep(2e-3)) > 1e3
+
+
+def test_the_host_is_ahead_of_the_device_while_it_is_timed(
+    cuda: FakeCuda, meter: CudaMeter
+) -> None:
+    meter.median_us(lambda: time.sleep(1e-3))
+    assert min(cuda.cycles) >= 2 * 1000 * CYCLES_PER_US
+    meter.median_us(lambda: time.sleep(6e-3))
+    assert max(cuda.cycles) == CYCLES_PER_US * MOST_SLEEP_US
+
+
+@pytest.mark.parametrize(("moved_bytes", "is_flushed"), [(L2_BYTES - 1, True), (L2_BYTES, False)])
+def test_an_op_that_fits_into_the_cache_finds_it_full_of_others(
+    cuda: FakeCuda, meter: CudaMeter, moved_bytes: int, is_flushed: bool
+) -> None:
+    meter.median_us(lambda: None, moved_bytes)
+    assert cuda.called["flush"] == (len(cuda.cycles) if is_flushed else 0)
+
+
+def test_an_op_runs_until_its_time_settles(cuda: FakeCuda, meter: CudaMeter) -> None:
+    falling = iter([800.0, 400.0, 200.0, *[100.0] * 1000])
+    runs: list[None] = []
+
+    def run() -> None:
+        runs.append(None)
+        cuda.device_us = next(falling)
+
+    assert meter.median_us(run) == 100.0
+
+
+def test_the_clocks_are_given_time(
+    cuda: FakeCuda, meter: CudaMeter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_device, "SETTLE_S", 0.01)
+    meter.settle()
+    assert cuda.called["flush"] == cuda.called["synchronize"] > 0
+
+
+def test_the_memory_of_ops_is_what_they_ask_for(cuda: FakeCuda, meter: CudaMeter) -> None:
+    def run() -> Any:
+        cuda.allocate(700)
+        cuda.allocate(-300)
+
+    cuda.allocate(5000)
+    (first, second) = meter.regions([run, lambda: cuda.allocate(8)])
+    assert (first.peak_bytes, first.final_bytes) == (700, 400)
+    assert (second.peak_bytes, second.final_bytes) == (8, 8)
+
+
+def test_the_memory_of_a_step_is_its_peak_and_what_is_reserved_beside_it(
+    cuda: FakeCuda, meter: CudaMeter
+) -> None:
+    def step() -> None:
+        cuda.allocate(3000)
+        cuda.reserved_bytes += 500
+        cuda.allocate(-3000)
+
+    cuda.allocate(1000)
+    cuda.reserved_bytes = 9999
+    found = meter.step_memory(step)
+    assert (found.peak_bytes, found.slack_bytes, found.rounding_bytes) == (3000, 500, 0)
+
+
+def test_what_the_allocator_gives_beyond_what_is_asked_is_told_apart(
+    cuda: FakeCuda, meter: CudaMeter
+) -> None:
+    cuda.rounding = 1.5
+    found = meter.step_memory(lambda: cuda.allocate(3000))
+    assert (found.peak_bytes, found.rounding_bytes) == (3000, 1000)
+
+
+def test_the_streams_are_kept_while_ops_run(cuda: FakeCuda, meter: CudaMeter) -> None:
+    before = torch.get_rng_state()
+    with meter.quiet():
+        cuda.set_rng_state(torch.ones(16, dtype=torch.uint8))
+        torch.rand(3)
+        assert not torch.is_grad_enabled()
+    assert cuda.stream.sum() == 0
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_changes_kernels_changes_the_file_of_costs(
+    cuda: FakeCuda, meter: CudaMeter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = meter.settings
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    assert meter.settings != before
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5", "550.54.15"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  560.35  Rel", "560.35"),
+        ("nothing of the kind", "unknown"),
+    ],
+)
+def test_the_version_of_the_driver(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, text: str, version: str
+) -> None:
+    monkeypatch.setattr(cuda_device, "DRIVER", tmp_path / "version")
+    assert cuda_device._driver_version() == "unknown"
+    (tmp_path / "version").write_text(text)
+    assert cuda_device._driver_version() == version

@@ -1,0 +1,128 @@
+"""Whether a model is a chain, and how its layers are split, from a forward without storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from remat.cluster.capture.model_chain import ChainModel, chain_of
+from remat.cluster.capture.rank_graph import runs_split
+from remat.cluster.capture.watching import watch
+from remat.graph_capture.distributed.fake_group import FakeGroups, fake_ranks
+from remat.graph_capture.errors import CaptureError
+from tests.remat.cluster.capture import chains
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[FakeGroups]:
+    with fake_ranks() as made:
+        yield made
+
+
+def chain_from(
+    factory: Callable[..., dict[str, Any]], pattern: str = "", **sizes: int
+) -> ChainModel:
+    built = factory(**sizes)
+    return chain_of(built["model"], built["args"], {}, built["loss_fn"], built["target"], pattern)
+
+
+def test_a_decoder_is_a_chain_of_its_layers() -> None:
+    chain = chain_from(chains.small_llama, batch=2, seq=16)
+    shape = watch(chain)
+    assert list(chain.blocks) == [f"layers.{i}" for i in range(4)]
+    assert shape.border is not None
+    assert shape.border.shape == (2, 16, 64)
+    assert shape.border.dtype == torch.bfloat16
+    assert shape.has_fused_attention
+    assert not shape.has_open_attention
+
+
+def test_layers_are_split_as_megatron_does() -> None:
+    shape = watch(chain_from(chains.small_llama, batch=1, seq=16))
+    rows = {path for path, role in shape.roles.items() if role == "rows"}
+    assert rows == {"layers.0.attn.out", "layers.0.down"}
+    assert set(shape.roles) - rows == {
+        "layers.0.attn.q", "layers.0.attn.k", "layers.0.attn.v", "layers.0.gate", "layers.0.up",
+        "head",
+    }  # fmt: skip
+    assert shape.gathered == {"layers.0.norm_attn": True, "layers.0.norm_mlp": True, "norm": True}
+
+
+def test_products_and_attention_are_counted_from_shapes() -> None:
+    shape = watch(chain_from(chains.small_llama, batch=1, seq=16))
+    weights = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128
+    assert shape.products_flops["block"] == 2 * 16 * weights
+    assert shape.products_flops["last"] == 2 * 16 * 64 * 96
+    assert shape.attention_flops == 4 * 16 * 16 * 64 // 2
+    open_one = watch(chain_from(chains.small_gpt, batch=1, seq=16))
+    assert open_one.attention_flops == 4 * 16 * 16 * 64
+    assert open_one.has_open_attention
+
+
+def test_the_same_model_has_the_same_digest_and_another_has_another() -> None:
+    one, again = (watch(chain_from(chains.small_llama, batch=1, seq=16)).digest for _ in "ab")
+    assert one == again
+    assert watch(chain_from(chains.small_llama, batch=1, seq=32)).digest != one
+    assert watch(chain_from(chains.small_gpt, batch=1, seq=16)).digest != one
+
+
+@pytest.mark.parametrize(
+    ("factory", "said"),
+    [
+        (chains.skip, "what block layers.0 makes is read by aten.add.Tensor outside of blocks"),
+        (chains.scaled, "what block layers.0 makes is read by aten.mul.Tensor outside of blocks"),
+        (chains.turned, "block layers.2 is not called in turn, so the model is no chain"),
+        (chains.unlike, "block layers.1 is given other arguments than block layers.0"),
+    ],
+)
+def test_what_is_no_chain_is_refused(factory: Callable[..., dict[str, Any]], said: str) -> None:
+    with pytest.raises(CaptureError, match=said):
+        watch(chain_from(factory))
+
+
+def test_models_without_equal_blocks_are_refused() -> None:
+    x = torch.zeros(1, 4)
+    with pytest.raises(CaptureError, match="Linear has no list of equal blocks"):
+        chain_of(nn.Linear(4, 4), (x,), {}, None, None)
+    unequal = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    with pytest.raises(CaptureError, match="block 2 differs from block 0 in class or parameters"):
+        chain_of(unequal, (x,), {}, None, None, "*")
+    with pytest.raises(CaptureError, match="0 is one block alone, and a chain has 2 or more"):
+        chain_of(unequal, (x,), {}, None, None, "0")
+
+
+def test_degrees_that_heads_do_not_divide_are_told(groups: FakeGroups) -> None:
+    chain = chain_from(chains.small_llama, batch=1, seq=16)
+    shape = watch(chain)
+    assert [runs_split(chain, shape, tp, groups) for tp in (2,)] == [""]
+    assert "with a part of its heads, torch says: shape" in runs_split(chain, shape, 4, groups)
+    assert runs_split(chain, shape, 3, groups) == (
+        "its border [1, 16, 64] has no 3 parts of a sequence"
+    )
+    named = chain_from(chains.by_number, batch=1, seq=8)
+    assert "with a part of its heads, torch says" in runs_split(named, watch(named), 2, groups)
+
+
+def test_a_block_of_one_layer_cannot_be_split(groups: FakeGroups) -> None:
+    class One(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.only = nn.LayerNorm(16), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.only(self.norm(x))
+
+    chain = chain_from(chains.made(block=One))
+    shape = watch(chain)
+    assert runs_split(chain, shape, 2, groups) == (
+        "its result stays split: no linear layer sums it"
+    )
+
+
+def test_a_real_process_group_is_not_replaced(groups: FakeGroups) -> None:
+    with pytest.raises(CaptureError, match="plan in a process of its own"), fake_ranks():
+        pass

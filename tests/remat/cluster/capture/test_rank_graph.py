@@ -1,0 +1,114 @@
+"""The graph of one rank: its sizes, its collectives and their costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
+
+from remat.cluster.capture.model_chain import chain_of
+from remat.cluster.capture.rank_graph import BORDER, behind_graph_on_rank, block_graph_on_rank
+from remat.cluster.capture.watching import watch
+from remat.graph_capture.devices.known_devices import datasheet_links
+from remat.graph_capture.distributed.fake_group import FakeGroups, fake_ranks
+from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.graph import TrainingGraph
+from tests.remat.cluster.capture import chains
+
+LINKS = datasheet_links("h100", 8)
+SEQ, WIDTH, HEADS = 32, 64, 4
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[FakeGroups]:
+    with fake_ranks() as made:
+        yield made
+
+
+def block(tp: int, cp: int, groups: FakeGroups) -> TrainingGraph:
+    built = chains.small_llama(batch=2, seq=SEQ // cp)
+    chain = chain_of(built["model"], built["args"], {}, built["loss_fn"], built["target"])
+    graph, gradient = block_graph_on_rank(chain, watch(chain), tp, cp, groups, "h100", LINKS)
+    # Of what the block reads, which comes behind its parameters.
+    assert gradient == graph.outputs[-1]
+    border = graph.value_by_name[graph.ops[0].outputs[0]]
+    assert graph.value_by_name[gradient].size_bytes == border.size_bytes
+    return graph
+
+
+def collectives(graph: TrainingGraph) -> list[tuple[str, float]]:
+    return [(op.target.split(".")[1], op.cost_us) for op in graph.ops if "c10d" in op.target]
+
+
+def test_a_block_on_one_rank_has_no_collective(groups: FakeGroups) -> None:
+    graph = block(1, 1, groups)
+    assert collectives(graph) == []
+    assert graph.ops[0].target == BORDER
+    assert graph.value_by_name[graph.ops[0].outputs[0]].shape == (2, SEQ, WIDTH)
+    assert graph.resident.total_bytes == 0
+
+
+def test_two_gathers_and_two_scatters_each_way(groups: FakeGroups) -> None:
+    """Sequence parallel: backward of a gather is a scatter, and the other way round."""
+    graph = block(2, 1, groups)
+    found = collectives(graph)
+    assert sum("all_gather" in name for name, _ in found) == 4
+    assert sum("reduce_scatter" in name for name, _ in found) == 4
+    whole_bytes = 2 * SEQ * WIDTH * 2
+    once = LINKS.us("all_gather", whole_bytes, 2)
+    assert all(cost == pytest.approx(once, rel=0.01) for _, cost in found)
+    assert all(not op.no_recompute for op in graph.ops if "c10d" in op.target)
+    assert graph.value_by_name[graph.ops[0].outputs[0]].shape == (2, SEQ // 2, WIDTH)
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_context_parallel_ranks_exchange_tokens_for_heads(cp: int, groups: FakeGroups) -> None:
+    """Queries, keys, values and the result, each way."""
+    graph = block(1, cp, groups)
+    found = collectives(graph)
+    assert [name for name, _ in found] == ["all_to_all_single"] * 8
+    attention = next(v for v in graph.values if v.producer.startswith("_scaled_dot_product"))
+    assert attention.shape == (2, HEADS // cp, SEQ, WIDTH // HEADS)
+
+
+def test_heads_that_ranks_cannot_share_are_refused(groups: FakeGroups) -> None:
+    with pytest.raises(
+        CaptureError, match=r"8 context .* has 4 heads of queries and 4 of keys .* with --cp 1"
+    ):
+        block(1, 8, groups)
+
+
+def test_products_take_a_share_of_the_time(groups: FakeGroups) -> None:
+    def weights(graph: TrainingGraph) -> int:
+        return sum(v.size_bytes for v in graph.values if v.kind == "parameter")
+
+    assert weights(block(2, 1, groups)) < 0.6 * weights(block(1, 1, groups))
+
+
+def test_behind_the_blocks_each_rank_has_a_part_of_the_vocabulary(groups: FakeGroups) -> None:
+    built = chains.small_llama(batch=2, seq=SEQ)
+    chain = chain_of(built["model"], built["args"], {}, built["loss_fn"], built["target"])
+    shape = watch(chain)
+    for tp in (1, 2):
+        graph = behind_graph_on_rank(chain, shape, tp, groups, "h100", LINKS)
+        shapes = [v.shape for v in graph.values]
+        assert (2 * SEQ, 96 // tp) in shapes
+        assert not any("embedding" in op.target for op in graph.ops)
+
+
+class SumsByItself(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.all_reduce(x, "sum", dist.group.WORLD)
+
+
+def test_a_block_with_a_collective_of_its_own_is_refused(groups: FakeGroups) -> None:
+    built = chains.small_llama(batch=2, seq=SEQ)
+    for layer in built["model"].layers:
+        layer.register_module("together", SumsByItself())
+        layer.register_forward_hook(lambda module, _, result: module.together(result))
+    chain = chain_of(built["model"], built["args"], {}, built["loss_fn"], built["target"])
+    with pytest.raises(CaptureError, match=r"a block runs the collective all_reduce.* by itself"):
+        block_graph_on_rank(chain, watch(chain), 1, 1, groups, "h100", LINKS)

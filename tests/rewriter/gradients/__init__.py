@@ -1,1 +1,0 @@
-"""Gradients as they arrive, are released, clipped and used by updates."""
