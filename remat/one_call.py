@@ -8,26 +8,22 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
 from remat.budgets import parse_budget
 from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
-from remat.graph_capture.errors import RewriteError, SolverError
+from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
-from remat.ranks.collective_call import CollectiveCall
 from remat.schedules.family import Family
-from remat.solved import Solved, facts_of
 from remat.solver.reductions.pin_globs import Globs, as_globs
 from remat.solver.result import Result
 from remat.solver.table import check_number
 
 if TYPE_CHECKING:
-    from torch import fx, nn
+    from torch import nn
     from torch.distributed import ProcessGroup
     from torch.optim import Optimizer as TorchOptimizer
 
     from remat.graph_capture.costs.profile import Profile
     from remat.graph_capture.sizes.symbols import Dynamic
     from remat.graph_capture.tracing.recipe import Split
-    from remat.rewriter.user_module.ranged import RangedModule
-    from remat.step_spec import StepSpec
 
 
 @overload
@@ -228,85 +224,18 @@ def rematerialize(
         said = {name: value for name, value in given.items() if not is_default(name, value)}
         return plan_cache(**{k: v for k, v in said.items() if k not in ("args", "kwargs")})
     spec = StepSpec.of(given | {"args": () if args is None else args})
+    if spec.dynamic:
+        from remat.ranges.ranged_call import rematerialize_over
+
+        return rematerialize_over(spec)
     if spec.blocks is not None:
         from remat.blocks.rematerialized import blocks_planned
 
         return blocks_planned(spec)
     if spec.optimizer_in_backward is not None:
-        from remat.levers.training_step import updated_in_backward
+        from remat.levers.backward_updates import updated_in_backward
 
         return updated_in_backward(spec)
-    return planned_step(spec)
+    from remat.one_size import plan_one_size
 
-
-def planned_step(spec: StepSpec) -> fx.GraphModule | RangedModule:
-    """The module that `rematerialize` returns, of a spec."""
-    from remat.graph_capture.distributed.collectives import collectives_in
-    from remat.graph_capture.tracing.mixed_precision import parameters_cast
-    from remat.ranks.same_order import agree_on_audits, refuse_fake, require_group
-    from remat.rewriter.rewriting import rewrite
-    from remat.schedules.derived import before_sharding
-    from remat.step_planner import StepPlanner
-
-    if spec.dynamic:
-        from remat.ranges.ranged_call import rematerialize_over
-
-        return rematerialize_over(spec)
-    refuse_fake(spec.group)
-    if spec.compile:
-        _refuse_compiled_dtensors(spec.model)
-    # Each rank would choose by its own times; Inductor's code has no chunks.
-    is_whole = spec.split is None and (spec.compile or spec.group is not None)
-    with (
-        CollectiveCall(spec.group, "remat.rematerialize") as ranks,
-        parameters_cast(spec.model, spec.sharding),
-    ):
-        planner = StepPlanner(
-            spec, sharding=spec.sharding, float_inputs=spec.float_inputs,
-            split="none" if is_whole else spec.split,
-        )  # fmt: skip
-        traced = planner.traced
-        require_group(traced.joint.module, spec.group)
-
-        def make() -> Solved:
-            found = planner.required(planner.found())
-            if not spec.compile:  # its import takes Inductor's seconds
-                return found
-            from remat.compile.code_plans import with_fitting_code
-
-            return with_fitting_code(traced, planner.found, found, spec.budget)
-
-        ranks.require_same_step(traced.graph.hash)
-        found = ranks.from_first(make, Solved)
-        if spec.compile:
-            from remat.compile.code_plans import compiled_module
-
-            module, is_bound = compiled_module(
-                spec.model, traced, found, spec.budget, audit=spec.audit
-            )
-        else:
-            assert found.result.schedule is not None
-            schedule = before_sharding(found.result.schedule, traced.graph)
-            module = rewrite(
-                spec.model, schedule, trace=traced, audit=spec.audit, **facts_of(found)
-            )
-            is_bound = spec.sharding.kind == "none"
-        agree_on_audits(ranks, [module])
-        # The profiler does not see what gloo's threads free, so it cannot hold such a step to it.
-        is_bound = is_bound and not collectives_in(traced.joint.module)
-        checked = planner.compared(
-            module, found.graph, found.result.budget_bytes, is_bound=is_bound, ranks=ranks
-        )
-        planner.say_planned(found, checked)
-    return module
-
-
-def _refuse_compiled_dtensors(model: nn.Module) -> None:
-    """Raise `RewriteError` for code by Inductor of a model whose parameters are DTensors."""
-    from remat.graph_capture.distributed.dtensors import has_dtensors
-
-    if has_dtensors(model):
-        raise RewriteError(
-            f"{type(model).__name__} has parameters that are DTensors, whose plans run eager's "
-            "ops: leave out compile=True"
-        )
+    return plan_one_size(spec)

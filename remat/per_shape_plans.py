@@ -28,13 +28,13 @@ from remat.graph_capture.errors import (
     SolverError,
     StateChangedError,
 )
-from remat.graph_capture.option_pairs import require_compatible
 from remat.graph_capture.refusals import distributed_message, is_all_frozen
 from remat.graph_capture.sizes.symbols import Dynamic
+from remat.graph_capture.tracing.option_pairs import require_compatible
 from remat.graph_capture.tracing.recipe import autocast_state
 from remat.graph_capture.tracing.signature import tensor_facts
 from remat.graph_capture.tracing.step_module import LossFunction
-from remat.one_call import planned_step
+from remat.one_size import plan_one_size
 from remat.option_checks import require_dynamic, require_upto
 from remat.ranges.ranged_call import rematerialize_over
 from remat.ranges.varying import DynamicOrAuto, Upto, VaryingSizes, is_covered_by, planned_over
@@ -224,7 +224,7 @@ class PlanCache(SharedState, nn.Module):
         spec = cls._remat_spec(args, kwargs, target).replace(float_inputs=float_inputs)
         is_planned_anew = any(spec.asked[name] for name in ("compile", "group", "sharding"))
         peak_bytes = cls._remat_known.most_bytes
-        make = planned_step if is_planned_anew else cls._remat_cached
+        make = plan_one_size if is_planned_anew else cls._remat_cached
         try:
             return make(spec)
         except BudgetError:

@@ -12,7 +12,7 @@ from remat.budgets import Budget, parse_budget
 from remat.checks import Batch
 from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.graph import Optimizer
-from remat.graph_capture.option_pairs import require_compatible
+from remat.graph_capture.tracing.option_pairs import require_compatible
 from remat.solver.reductions.pin_globs import Globs, as_globs
 from remat.solver.table import TAKE_CHUNKS
 

@@ -16,10 +16,10 @@ from remat.graph_capture.devices.local_devices import meter_of
 from remat.graph_capture.distributed.rank_refusals import refuse_range_over_ranks, refuse_wrappers
 from remat.graph_capture.errors import RewriteError, ScheduleError, option
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.option_pairs import require_compatible
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.tracing import trace as tracing
 from remat.graph_capture.tracing.fake_tensors import has_storage
+from remat.graph_capture.tracing.option_pairs import require_compatible
 from remat.graph_capture.tracing.recipe import Recipe, recipe_for, require_switches
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.trace import Trace, trace_recipe, with_chunks

@@ -52,7 +52,6 @@ from remat.graph_capture.joint.gradients import can_release_gradients
 from remat.graph_capture.joint.nodes import is_tangent, written_inputs
 from remat.graph_capture.joint.output_aliasing import take_out_of
 from remat.graph_capture.joint.provenance import Provenance
-from remat.graph_capture.option_pairs import require_compatible
 from remat.graph_capture.python_state.executed_code import ExecutedCode
 from remat.graph_capture.python_state.module_hooks import ModuleHooks
 from remat.graph_capture.python_state.state_guards import (
@@ -88,6 +87,7 @@ from remat.graph_capture.tracing.fake_tensors import (
     kernels_of_eager,
 )
 from remat.graph_capture.tracing.mixed_precision import inputs_cast
+from remat.graph_capture.tracing.option_pairs import require_compatible
 from remat.graph_capture.tracing.outputs import DuplicateOutputs
 from remat.graph_capture.tracing.recipe import (
     FLAGS,

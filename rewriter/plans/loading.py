@@ -23,12 +23,12 @@ from remat.graph_capture.files import (
     read_contents,
     write_contents,
 )
-from remat.graph_capture.option_pairs import require_compatible
 from remat.graph_capture.refusals import refuse_module
 from remat.graph_capture.sizes.at_sizes import ranged_graph_of
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.sizes.ranged_signature import RangedSignature
 from remat.graph_capture.sizes.symbols import Place, as_symbol
+from remat.graph_capture.tracing.option_pairs import require_compatible
 from remat.graph_capture.tracing.recipe import Recipe, keep_recipe, require_switches
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.graph_capture.tracing.trace import trace_recipe

@@ -31,7 +31,6 @@ WINGS = ("remat.baselines", "remat.cluster", "remat.whole_step")
 DOORS = {
     ("remat.cli.report", "remat.cluster"),
     ("remat.cli.run", "remat.whole_step"),
-    ("remat.levers.training_step", "remat.whole_step"),
 }
 """What knows a wing beside the tables that name it in a text, and may not become more."""
 SOLVERS = "ortools", "pulp", "highspy", "remat.solver"

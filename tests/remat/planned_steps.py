@@ -160,7 +160,7 @@ def watched() -> Iterator[Watched]:
         patch.setattr(StepAllocator, "around", watch.around(StepAllocator.around))
         patch.setattr(Tensor, "backward", watch.counting(Tensor.backward))
         for room, name in (
-            (per_shape_plans, "planned_step"), (per_shape_plans, "cached_plan"),
+            (per_shape_plans, "plan_one_size"), (per_shape_plans, "cached_plan"),
             (rematerialized, "blocks_planned"),
         ):  # fmt: skip
             patch.setattr(room, name, watch.planning(getattr(room, name)))

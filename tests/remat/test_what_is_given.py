@@ -188,7 +188,9 @@ CALLS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "an unknown name": (
         model, {"args": (X,), "kwargs": {"mask": X}}, "unexpected keyword argument 'mask'. Give",
     ),
-    "too few": (model, {"args": ()}, "missing a required argument: 'input'. Give in args, or by name"),
+    "too few": (
+        model, {"args": ()}, "missing a required argument: 'input'. Give in args, or by name",
+    ),
 }  # fmt: skip
 
 

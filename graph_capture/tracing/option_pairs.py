@@ -1,7 +1,7 @@
 """Options that do not go together: each pair, why, and what to do instead.
 
 Every function and verb that takes options asks this one table before anything runs. The table of
-`docs/limits.md` is made from it (`python -m docs.generate.option_pairs`).
+`docs/limits.md` is made from it, see its `as_table`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from remat.graph_capture.errors import CaptureError, RematError, RewriteError
 
 
-class Pair(NamedTuple):
+class OptionPair(NamedTuple):
     """Two options of which one call takes one.
 
     Attributes
@@ -36,11 +36,13 @@ _EITHER = "Leave out one of the two"
 _EACH_SIZE = "Leave out one of the two, or plan for each size"
 
 
-def _with(one: str, error: type[RematError], **whys: str | tuple[str, str]) -> tuple[Pair, ...]:
+def _with(
+    one: str, error: type[RematError], **whys: str | tuple[str, str]
+) -> tuple[OptionPair, ...]:
     """The pairs of `one`; a reason stands alone where one of the two has to be left out."""
     usual = _EACH_SIZE if one == "dynamic" else _EITHER
     told = {name: why if isinstance(why, tuple) else (why, usual) for name, why in whys.items()}
-    return tuple(Pair(name, one, *of_name, error) for name, of_name in told.items())
+    return tuple(OptionPair(name, one, *of_name, error) for name, of_name in told.items())
 
 
 PAIRS = (
@@ -106,3 +108,15 @@ def require_compatible(**asked: object) -> None:
     for pair in PAIRS:
         if asked.get(pair.one) and asked.get(pair.other):
             raise pair.error(str(pair))
+
+
+def as_table() -> str:
+    """The pairs as a table in Markdown, one row for each option that others are not taken with."""
+    rows = ["| with | not | because |", "|---|---|---|"]
+    by_reason: dict[tuple[str, str, str], list[str]] = {}
+    for pair in PAIRS:
+        by_reason.setdefault((pair.one, pair.why, pair.instead), []).append(f"`{pair.other}`")
+    for (one, why, instead), others in by_reason.items():
+        way = "" if instead in (_EITHER, _EACH_SIZE) else f". {instead}"
+        rows.append(f"| `{one}` | {', '.join(others)} | {why}{way} |")
+    return "\n".join(rows)

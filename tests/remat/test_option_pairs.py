@@ -1,0 +1,50 @@
+"""Pairs of options that do not go together: refused at the door, and told in the docs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+from remat.graph_capture.tracing.option_pairs import PAIRS, OptionPair, as_table
+from tests.paths import ROOT
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+
+def values(one: nn.Module) -> dict[str, Any]:
+    """A value for each option of the table that asks for it."""
+    return {
+        "blocks": "*", "compile": True, "dynamic": {"input": {0: ("rows", 2, 8)}},
+        "float_inputs": ["p"], "host": "1GiB", "keep": "0", "nvme": "/tmp:1GiB",
+        "optimizer_in_backward": torch.optim.SGD(one.parameters(), 0.1), "recompute": "0",
+        "sharding": remat.Sharding("ddp", 2), "solver": "cut", "split": "exact",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("pair", [p for p in PAIRS if p.other != "group"], ids=str)
+def test_both_are_refused_before_anything_runs(pair: OptionPair) -> None:
+    one = model()
+    given = {name: values(one)[name] for name in (pair.one, pair.other)}
+    with pytest.raises(pair.error) as told:
+        remat.rematerialize(one, (torch.ones(4, 4),), budget="60%", **given)
+    assert str(told.value) == str(pair)
+    assert all(parameter.grad is None for parameter in one.parameters())
+
+
+@pytest.mark.parametrize("name", sorted({p.one for p in PAIRS} | {p.other for p in PAIRS}))
+def test_each_alone_is_not_refused_by_the_table(name: str) -> None:
+    from remat.step_spec import StepSpec
+
+    one = model()
+    asked = StepSpec(one, **{name: values(one)[name]}).asked if name != "group" else {"group": True}
+    assert [key for key, is_asked in asked.items() if is_asked] == [name]
+
+
+def test_the_docs_have_the_table() -> None:
+    assert as_table() in (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
