@@ -38,9 +38,9 @@ import remat
 from benchmarks import GAP_OF_FIGURES
 from benchmarks.cells.cell import cpu_name
 from examples.gpt import GPT, Sizes
+from remat.caches.per_shape_plans import PlanCache
 from remat.graph_capture.devices.memory_events import measure_live
 from remat.graph_capture.errors import BudgetError
-from remat.per_shape_plans import PlanCache
 
 SIZES = Sizes(layers=12, width=64, heads=4, seq=512, batch=4, vocab=256, dropout=0.1)
 SEQ = {1: ("seq", 16, SIZES.seq)}

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from remat.analysis.plan_report import report
     from remat.blocks.block_planner import BlocksPlan
     from remat.blocks.rematerialized import block_plan
+    from remat.caches.per_shape_plans import PlanCache, plans_of
     from remat.cluster.apply.cluster_mesh import cluster_mesh
     from remat.cluster.apply.parallelize import ClusterPart, parallelize
     from remat.compile.graph_context import CompiledPlan, compiled_plans
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from remat.job.size_search import fit
     from remat.levers.delivery import use_arena
     from remat.one_call import rematerialize, solve
-    from remat.per_shape_plans import PlanCache, plans_of
     from remat.placed import place
     from remat.ranges.curve import overheads_over
     from remat.rewriter.arena.arena import Arena
@@ -170,8 +170,8 @@ _LAZY = {
     "plan_of": "remat.rewriter.plans.loading",
     "Price": "remat.solver.budgets.front:GibPrice",
     "Profile": "remat.graph_capture.costs.profile",
-    "PlanCache": "remat.per_shape_plans",
-    "plans_of": "remat.per_shape_plans",
+    "PlanCache": "remat.caches.per_shape_plans",
+    "plans_of": "remat.caches.per_shape_plans",
     "predict_reserved": "remat.analysis.memory_figures",
     "price_of_gib": "remat.solver.budgets.sweep",
     "profile": "remat.graph_capture.costs.measuring",

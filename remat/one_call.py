@@ -218,7 +218,7 @@ def rematerialize(
 
     given |= given.pop("options")
     if args is None and kwargs is None:
-        from remat.per_shape_plans import plan_cache
+        from remat.caches.per_shape_plans import plan_cache
 
         # A default says nothing, and some options mean nothing without a batch.
         said = {name: value for name, value in given.items() if not is_default(name, value)}

@@ -12,7 +12,7 @@ from remat.budgets import Budget, parse_budget
 from remat.checks import Batch
 from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.graph import Optimizer
-from remat.graph_capture.tracing.option_pairs import require_compatible
+from remat.graph_capture.tracing.option_pairs import PAIRED, require_compatible
 from remat.solver.reductions.pin_globs import Globs, as_globs
 from remat.solver.table import TAKE_CHUNKS
 
@@ -92,8 +92,8 @@ class StepSpec:
 
     @property
     def asked(self) -> dict[str, bool]:
-        """By option, whether something else than its default is asked for."""
-        found = {name: bool(getattr(self, name)) for name in _FIELDS - _STEP}
+        """By option that not all others go with, whether it is asked for."""
+        found = {name: bool(getattr(self, name)) for name in PAIRED}
         found["sharding"] = self.sharding.kind != "none"
         found["split"] = self.split not in (None, "none")
         found["solver"] = self.solver != "auto"
@@ -151,8 +151,6 @@ class StepSpec:
 
 
 _FIELDS = {one.name for one in dataclasses.fields(StepSpec)}
-_STEP = {"model", "args", "kwargs", "loss_fn", "target", "budget"}
-"""What is always asked, or no option."""
 _OBJECTS = ("host", "nvme", "group", "optimizer_in_backward", "blocks")
 """Options that are asked for by anything but None, 0 bytes too."""
 _DEFAULTS = {

@@ -92,6 +92,8 @@ PAIRS = (
         solver="blocks have one of their own",
     ),
 )  # fmt: skip
+PAIRED = tuple(sorted({name for pair in PAIRS for name in (pair.one, pair.other)}))
+"""All options that not all others go with."""
 
 
 def require_compatible(**asked: object) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from remat import per_shape_plans
 from remat.blocks import rematerialized
+from remat.caches import per_shape_plans
 from remat.graph_capture.devices.memory_events import RegionMemory, measure_regions
 from remat.graph_capture.tracing.resident import storage_bytes
 from remat.rewriter.arena.step_allocator import StepAllocator

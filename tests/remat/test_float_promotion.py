@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import remat
+from remat.caches.per_shape_plans import plans_of
 from remat.graph_capture.errors import FloatInputError, RewriteError, StateChangedError
-from remat.per_shape_plans import plans_of
 from tests.rows import rows
 
 WIDTH = 16

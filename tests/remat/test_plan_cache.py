@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import remat
+from remat.caches.per_shape_plans import PlanCache, plans_of
 from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError, SolverError
 from remat.graph_capture.spill_files import HOST_FOLDER
-from remat.per_shape_plans import PlanCache, plans_of
 from remat.schedules.schedule import Schedule
 from tests.behaviours.trainee import read_again
 from tests.block_models import WIDTH, Stack

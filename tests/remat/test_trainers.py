@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from remat.per_shape_plans import PlanCache
+from remat.caches.per_shape_plans import PlanCache
 from tests.distributed.launch import torchrun
 from tests.paths import ROOT
 from tests.remat.planned_steps import Watched, watched

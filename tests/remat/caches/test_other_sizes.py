@@ -11,10 +11,10 @@ from torch import nn
 import remat
 from remat.budgets import unmodified
 from remat.caches.known_plans import KnownPlans
+from remat.caches.per_shape_plans import plans_of
 from remat.graph_capture.costs.op_costs import Sized
 from remat.graph_capture.errors import AuditError, ScheduleError
 from remat.graph_capture.tracing.trace import trace
-from remat.per_shape_plans import plans_of
 from remat.rewriter.checking.audit import Audit
 from remat.schedules.family import resized_schedule
 from remat.schedules.schedule import Schedule

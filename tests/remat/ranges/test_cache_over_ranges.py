@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import remat
+from remat.caches.per_shape_plans import PlanCache, plans_of
 from remat.graph_capture.errors import CaptureError, TooLargeError
-from remat.per_shape_plans import PlanCache, plans_of
 from tests.beside_eager import same_bits
 from tests.sized_models import SIZED, gpt, resnet
 
