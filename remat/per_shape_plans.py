@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, SupportsIndex
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from remat.budgets import parse_budget
@@ -34,6 +33,7 @@ from remat.graph_capture.errors import (
 )
 from remat.graph_capture.refusals import distributed_message, is_all_frozen
 from remat.graph_capture.sizes.ranged_signature import refuse_beside_ranges
+from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.recipe import autocast_state
 from remat.graph_capture.tracing.signature import tensor_facts
 from remat.graph_capture.tracing.step_module import LossFunction

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from remat.graph_capture.graph import WRITES_FIRST
 from remat.graph_capture.joint.eager_memory import RECORDED_KEY, WRITTEN_KEY
 from remat.graph_capture.joint.nodes import is_alias_of_input, is_getitem, is_view, storage_key
+from remat.graph_capture.torch_private.core import pytree
 
 aten = torch.ops.aten
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 import msgspec
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch import nn
 
 from remat.budgets import Budget, parse_budget
@@ -33,6 +32,7 @@ from remat.graph_capture.sizes.at_sizes import ranged_graph_of
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.sizes.ranged_signature import RangedSignature
 from remat.graph_capture.sizes.symbols import Dynamic, Sizes, as_symbol, require_in_range
+from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.recipe import check_arguments, require_split, require_switches
 from remat.graph_capture.tracing.resident import require_optimizer
 from remat.graph_capture.tracing.trace import Trace, trace
