@@ -159,7 +159,7 @@ def compiling_and_exporting(*flags: bool) -> Generator[None]:
 
 module_call_code: Any = nn.Module._call_impl.__code__
 """The code that calls the forward of every module."""
-has_global_hook: Callable[[], bool] = _modules._has_any_global_hook
+has_global_hook: Callable[[], Any] = _modules._has_any_global_hook
 
 
 def global_hooks() -> Iterator[Callable[..., Any]]:
