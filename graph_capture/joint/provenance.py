@@ -61,7 +61,7 @@ class Provenance(CallWatcher):
             return func(*args, **kwargs)
         place = {
             MODULE_KEY: self.stack[-1],
-            SOURCE_KEY: source_of(sys._getframe(2)),
+            SOURCE_KEY: source_of(sys._getframe(2)),  # beyond the watcher's own
             FUNCTION_KEY: getattr(func, "__name__", ""),
         }
         if torch.is_autocast_cache_enabled():

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
 from remat.graph_capture.torch_private.core import TorchDispatchMode
-
-Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class _Watcher:

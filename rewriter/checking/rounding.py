@@ -164,7 +164,8 @@ class _Ran(OpWatcher):
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note the op and run it."""
-        self.ops.append(_op(func, args, source_of(sys._getframe(2))))
+        caller = sys._getframe(2)  # beyond the watcher's own
+        self.ops.append(_op(func, args, source_of(caller)))
         return func(*args, **kwargs)
 
 
