@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses import FakeTensor
-from torch.nn.modules import module as torch_modules
 
 from remat.graph_capture.devices.known_devices import CPU, is_cuda, is_in_table
 from remat.graph_capture.devices.placement import check_placement
@@ -32,6 +30,7 @@ from remat.graph_capture.python_state.module_hooks import (
     place_of_hooks,
     tells_a_person,
 )
+from remat.graph_capture.torch_private.core import FakeTensor, global_hooks, has_global_hook
 from remat.graph_capture.tracing.outputs import leaves_in
 
 # Ops that no plan can replay, and the messages that refuse them.
@@ -428,7 +427,7 @@ def unheard_hook(tables: list[Hooked]) -> str:
     ----------
     tables : that must be empty.
     """
-    if torch_modules._has_any_global_hook() and _foreign_global_hooks():
+    if has_global_hook() and _foreign_global_hooks():
         return (
             "a global module hook is registered (register_module_forward_hook or its like): the "
             "rewritten step runs ops, not submodules, so it would not be called for them. Remove "
@@ -447,14 +446,8 @@ def registered_hook(tables: list[Hooked]) -> str:
 
 def _foreign_global_hooks() -> bool:
     """Whether a global hook is not torch's own; those of `FlopCounterMode`, say, only watch."""
-    tables = (
-        torch_modules._global_forward_pre_hooks,
-        torch_modules._global_forward_hooks,
-        torch_modules._global_backward_pre_hooks,
-        torch_modules._global_backward_hooks,
-    )
-    hooks = (hook for table in tables for hook in table.values())
-    return any(str(getattr(hook, "__module__", "")).partition(".")[0] != "torch" for hook in hooks)
+    modules = (str(getattr(hook, "__module__", "")) for hook in global_hooks())
+    return any(module.partition(".")[0] != "torch" for module in modules)
 
 
 def _hook_message(path: str, module: nn.Module, table: str) -> str:

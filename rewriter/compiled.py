@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
-from torch._functorch import config as functorch_config
-from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors
 
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.graph import Links, TrainingGraph
 from remat.graph_capture.joint.build import Joint, build_joint
+from remat.graph_capture.torch_private.aot import (
+    aot_compile_joint_with_descriptors,
+    functorch_config,
+)
 from remat.graph_capture.tracing.attribute_writes import InitialisedOnce, MutatedAttribute
 from remat.graph_capture.tracing.outputs import DuplicateOutputs
 from remat.graph_capture.tracing.trace import Trace

@@ -14,15 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.devices.meter import LoadAwareTimer, Meter, Run, have_agreed, least_agreed
 from remat.graph_capture.distributed.fake_group import run_locally
 from remat.graph_capture.joint.in_place_ops import calls_of, joined_op_names
 from remat.graph_capture.joint.nodes import aten, is_alias_of_input, is_getitem, target_name
+from remat.graph_capture.torch_private.core import OpOverload, pytree
 
 KernelError = RuntimeError | IndexError | ValueError | MemoryError
 """How kernels refuse made data."""

@@ -30,6 +30,7 @@ from remat.graph_capture.costs.link_speeds import (
 from remat.graph_capture.devices.known_devices import CPU, CUDA
 from remat.graph_capture.devices.memory_events import RegionMemory, without_garbage
 from remat.graph_capture.devices.meter import Run, StepMemory, median_of
+from remat.graph_capture.torch_private.core import clear_cublas_workspaces, cuda_sleep
 
 SETTLE_S = 0.3
 """The device works for so long before the first op is timed, so that its clocks have risen."""
@@ -167,7 +168,7 @@ class CudaMeter:
         """
         with torch.cuda.device(self.device), torch.enable_grad():
             torch.cuda.synchronize()
-            torch._C._cuda_clearCublasWorkspaces()
+            clear_cublas_workspaces()
             before_bytes = torch.cuda.memory_allocated()
             probe = torch.ones(PROBE, PROBE, device=self.device, requires_grad=True)
             bias = torch.ones(PROBE, device=self.device)
@@ -202,7 +203,7 @@ class CudaMeter:
     def _device_us(self, run: Run, is_flushed: bool, host_us: float) -> float:
         if is_flushed:
             self._flush()
-        torch.cuda._sleep(int(CYCLES_PER_US * min(2 * host_us, MOST_SLEEP_US)))
+        cuda_sleep(int(CYCLES_PER_US * min(2 * host_us, MOST_SLEEP_US)))
         return self._between_events_us(run)
 
     def _between_events_us(self, run: Run) -> float:

@@ -10,11 +10,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch._C._profiler import RecordScope
 from torch.autograd.profiler import profile
 
-_C: Any = torch._C
+from remat.graph_capture.torch_private.core import (
+    RecordFunctionFast,
+    RecordScope,
+    disable_profiler,
+    enable_profiler,
+    prepare_profiler,
+)
+
 RUNS = 40
 """Steps of which one is looked for whose frees before the peak were all seen."""
 _MARK = "remat::region::"
@@ -63,7 +68,7 @@ def _watched(
     count = 0
     with without_garbage(), _without_its_log(), _ops_profiled() as found:
         for i, region in enumerate(regions):
-            with _C._profiler._RecordFunctionFast(f"{_MARK}{i}"):
+            with RecordFunctionFast(f"{_MARK}{i}"):
                 kept = region()
             del kept, region
             count = i + 1
@@ -92,14 +97,14 @@ def _ops_profiled() -> Generator[list[Any]]:
     torch alone, 2.11 to 2.14, where ``profile`` records all.
     """
     asked: Any = profile(use_cpu=True, use_kineto=True, profile_memory=True)
-    profiler, activities = _C._autograd, asked.kineto_activities
-    profiler._prepare_profiler(asked.config(create_trace_id=True), activities)
-    profiler._enable_profiler(asked.config(), activities, {RecordScope.FUNCTION})
+    activities = asked.kineto_activities
+    prepare_profiler(asked.config(create_trace_id=True), activities)
+    enable_profiler(asked.config(), activities, {RecordScope.FUNCTION})
     found: list[Any] = []
     try:
         yield found
     finally:
-        found.append(profiler._disable_profiler())
+        found.append(disable_profiler())
 
 
 @contextmanager

@@ -10,12 +10,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 
 from remat.graph_capture.devices.known_devices import CPU, CUDA, check_device, is_cuda
 from remat.graph_capture.errors import CaptureError, DeviceError, option
+from remat.graph_capture.torch_private.core import FakeTensorMode, pytree
 
 _HOST = (CPU, "meta")
 """Where tensors may be for any device but CUDA; those on ``meta`` are traced as if on the CPU."""

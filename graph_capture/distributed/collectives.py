@@ -17,15 +17,20 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
-from torch._C._distributed_c10d import FakeWork, ProcessGroup, Work
-from torch._ops import OpOverloadPacket
 from torch.autograd import Function
-from torch.distributed._functional_collectives import REDUCE_OP_TO_STR
 
 from remat.graph_capture.graph import Op
 from remat.graph_capture.joint.nodes import tensors_of
+from remat.graph_capture.torch_private.core import (
+    REDUCE_OP_TO_STR,
+    FakeWork,
+    OpOverloadPacket,
+    ProcessGroup,
+    Work,
+    c10d_ops,
+    pytree,
+)
 
 ALL_RANKS_RUN = "other ranks take part in it"
 RETURNED = f"it makes an output of the step, and {ALL_RANKS_RUN}"
@@ -212,18 +217,18 @@ def _all_reduce(tensors: list[Tensor], group: Any, op: Any, *_: Any) -> Any:
     if not name:
         return None
     for tensor in tensors:
-        _write(tensor, _ops().all_reduce(tensor, name, _group_name(group)))
+        _write(tensor, c10d_ops.all_reduce(tensor, name, _group_name(group)))
     return tensors, _done()
 
 
 def _broadcast(tensors: list[Tensor], group: Any, root: int, *_: Any) -> Any:
     for tensor in tensors:
-        _write(tensor, _ops().broadcast(tensor, root, _group_name(group)))
+        _write(tensor, c10d_ops.broadcast(tensor, root, _group_name(group)))
     return tensors, _done()
 
 
 def _all_gather(output: Tensor, given: Tensor, group: Any, *_: Any) -> Any:
-    _write(output, _ops().all_gather_into_tensor(given, _group_size(group), _group_name(group)))
+    _write(output, c10d_ops.all_gather_into_tensor(given, _group_size(group), _group_name(group)))
     return output, _done()
 
 
@@ -232,7 +237,7 @@ def _reduce_scatter(output: Tensor, given: Tensor, group: Any, op: Any, *_: Any)
     if not name:
         return None
     _write(
-        output, _ops().reduce_scatter_tensor(given, name, _group_size(group), _group_name(group))
+        output, c10d_ops.reduce_scatter_tensor(given, name, _group_size(group), _group_name(group))
     )
     return output, _done()
 
@@ -245,12 +250,8 @@ _FORMS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _ops() -> Any:
-    return torch.ops._c10d_functional
-
-
 def _write(tensor: Tensor, found: Any) -> None:
-    tensor.copy_(_ops().wait_tensor(found).view(tensor.shape))
+    tensor.copy_(c10d_ops.wait_tensor(found).view(tensor.shape))
 
 
 def _group(boxed: Any) -> dist.ProcessGroup:

@@ -9,17 +9,20 @@ import contextlib
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch import Tensor
-from torch._C import DispatchKey
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.graph_capture.distributed.collectives import is_collective_target
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.nodes import TORCHS_NAMESPACES
+from remat.graph_capture.torch_private.core import (
+    DispatchKey,
+    OpOverload,
+    fake_store,
+    has_kernel,
+    pytree,
+)
+from remat.graph_capture.tracing.op_watcher import OpWatcher
 
 _BACKEND = "fake"
 _WORLD = 4096
@@ -52,15 +55,12 @@ def fake_ranks(world_size: int = _WORLD) -> Generator[FakeGroups]:
     ------
     CaptureError : this process has a process group already.
     """
-    # Registers the backend that does nothing.
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     if dist.is_initialized():
         raise CaptureError(
             "a cluster is planned over a fake process group, and this process has a real one: "
             "plan in a process of its own, or before init_process_group"
         )
-    dist.init_process_group(_BACKEND, rank=0, world_size=world_size, store=FakeStore())
+    dist.init_process_group(_BACKEND, rank=0, world_size=world_size, store=fake_store())
     try:
         yield FakeGroups()
     finally:
@@ -75,7 +75,6 @@ def is_fake(group: dist.ProcessGroup) -> bool:
 # One rank that runs ops by itself, where no other would answer a collective.
 
 
-_C: Any = torch._C
 _ALIASES = ("CompositeExplicitAutograd", "CompositeImplicitAutograd")
 """Under which a kernel for several devices is registered."""
 _Result = TypeVar("_Result")
@@ -85,16 +84,10 @@ class NeedsOtherRanksError(RuntimeError):
     """An op was run alone that communicates with other ranks."""
 
 
-class _LocalExecution(TorchDispatchMode):
+class _LocalExecution(OpWatcher):
     """Fails where a collective would wait for other ranks, also inside of an op of somebody's."""
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `func` unless it is a collective."""
         if is_collective_target(str(func)):
             raise NeedsOtherRanksError(
@@ -102,10 +95,10 @@ class _LocalExecution(TorchDispatchMode):
             )
         key = _kernel_of(func, pytree.tree_leaves((args, kwargs)))
         if key is None:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         # The mode is off in here. On again, it sees what the kernel of somebody's op runs.
         with self:
-            return func._op_dk(key, *args, **(kwargs or {}))
+            return func._op_dk(key, *args, **kwargs)
 
 
 def _kernel_of(func: Any, read: list[Any]) -> DispatchKey | None:
@@ -119,7 +112,7 @@ def _kernel_of(func: Any, read: list[Any]) -> DispatchKey | None:
         return None
     own = "CUDA" if any(tensor.is_cuda for tensor in tensors) else "CPU"
     for key in (own, *_ALIASES):
-        if _C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
+        if has_kernel(func.name(), key):
             return getattr(DispatchKey, key)
     return None
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from remat.graph_capture.devices.known_devices import CPU
@@ -24,7 +23,9 @@ from remat.graph_capture.distributed.collectives import (
 )
 from remat.graph_capture.distributed.dtensors import has_dtensors, is_distributed
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.joint.provenance import TraceObserver, line_of_user
+from remat.graph_capture.joint.provenance import line_of_user
+from remat.graph_capture.torch_private.core import pytree
+from remat.graph_capture.tracing.op_watcher import TraceObserver
 
 _FUNCTIONAL = "torch.distributed._functional_collectives"
 
@@ -54,13 +55,7 @@ class _AmongRanks(TraceObserver):
         super().__init__()
         self.kind = kind
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Trace `func`, its functional form in its place, or refuse it."""
         if getattr(func, "namespace", "") == NAMESPACE:
             # A trace would lose what is written to a tensor that autograd has saved.
@@ -72,7 +67,7 @@ class _AmongRanks(TraceObserver):
             return found
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             refuse_draw(self.kind, str(func), pytree.tree_leaves((args, kwargs)))
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def refuse_range_of_dtensors(model: nn.Module) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from remat.graph_capture.errors import FloatInputError
@@ -27,6 +26,7 @@ from remat.graph_capture.joint.exact_ops import scale_of_eager
 from remat.graph_capture.joint.nodes import bits_of
 from remat.graph_capture.python_state.state_guards import PythonState
 from remat.graph_capture.python_state.state_slots import ClosureCell, DictItem, SlotAttr
+from remat.graph_capture.torch_private.core import pytree
 
 FloatPlace = DictItem | ClosureCell | SlotAttr
 _SHOWN = 8

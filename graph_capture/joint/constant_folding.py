@@ -15,18 +15,20 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
-from torch._ops import OpOverload
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from remat.graph_capture.distributed.collectives import NAMESPACES
 from remat.graph_capture.joint.nodes import bits_of
-from remat.graph_capture.joint.provenance import TraceObserver
 from remat.graph_capture.python_state.executed_code import without_recording
 from remat.graph_capture.sizes.values_over_sizes import Formula, TraceSizes, answer
+from remat.graph_capture.torch_private.core import (
+    FunctionalTensor,
+    OpOverload,
+    disable_current_modes,
+    pytree,
+)
+from remat.graph_capture.tracing.op_watcher import TraceObserver
 
 RANDOM = "a random number"
 """Among what the values that code looks at come from."""
@@ -74,35 +76,28 @@ class ConstantFolder(TraceObserver):
             if isinstance(leaf, Tensor):
                 self._sources[leaf] = frozenset([name])
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Trace `func`, and compute its result where all that it reads is known."""
-        given = kwargs or {}
         if not isinstance(func, OpOverload):
-            return func(*args, **given)
-        inputs = _tensors_in((args, given))
+            return func(*args, **kwargs)
+        inputs = _tensors_in((args, kwargs))
         if func in _LIFTED and type(inputs[0]) is Tensor:
             # `torch.tensor` makes a tensor with values, and hands it over to the trace.
             self._values[inputs[0]] = _run(_CLONE, (inputs[0],), {})
         if not _repeats(func) or not all(map(self._is_known, inputs)):
-            return self._unknown(func, args, given, inputs)
-        has_symbols = any(isinstance(n, torch.SymInt) for n in pytree.tree_leaves((args, given)))
+            return self._unknown(func, args, kwargs, inputs)
+        has_symbols = any(isinstance(n, torch.SymInt) for n in pytree.tree_leaves((args, kwargs)))
         if has_symbols or any(one in self._formulas for one in inputs):
-            return self._over_sizes(func, args, given, inputs)
-        real_args, real_given = pytree.tree_map_only(Tensor, self._values.get, (args, given))
+            return self._over_sizes(func, args, kwargs, inputs)
+        real_args, real_kwargs = pytree.tree_map_only(Tensor, self._values.get, (args, kwargs))
         if torch.Tag.data_dependent_output in func.tags:
             self._has_looked = True
-            return _run(func, real_args, real_given)
-        traced = without_recording(func, *args, **given)
+            return _run(func, real_args, real_kwargs)
+        traced = without_recording(func, *args, **kwargs)
         if all(map(_can_be_kept, _tensors_in(traced))):
-            self._keep(traced, _run(func, real_args, real_given))
+            self._keep(traced, _run(func, real_args, real_kwargs))
         else:
-            self._forget_written(func, args, given, frozenset([_MODEL]))
+            self._forget_written(func, args, kwargs, frozenset([_MODEL]))
         return traced
 
     @property
@@ -230,14 +225,14 @@ def _can_be_kept(traced: Tensor) -> bool:
 
 
 def _bits_of(tensor: Tensor) -> bytes:
-    with _disable_current_modes(), torch.no_grad():
+    with disable_current_modes(), torch.no_grad():
         if tensor.layout is not torch.strided:
             return repr(tensor).encode()
         return bits_of(tensor).cpu().numpy().tobytes()
 
 
 def _run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with _disable_current_modes(), torch.no_grad():
+    with disable_current_modes(), torch.no_grad():
         return func(*args, **kwargs)
 
 

@@ -20,15 +20,20 @@ from typing import Any
 import msgspec
 import torch
 import torch.fx.traceback as fx_traceback
-import torch.utils._pytree as pytree
-from torch import Tensor, fx
-from torch._subclasses.functional_tensor import FunctionalTensor
+from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from remat.graph_capture.graph import ACCUMULATE, UPDATE, Op
 from remat.graph_capture.joint.autocast_cache import CachedCast
 from remat.graph_capture.joint.nodes import is_view, storage_key
-from remat.graph_capture.joint.provenance import CHECKPOINT_KEY, TraceObserver
+from remat.graph_capture.joint.provenance import CHECKPOINT_KEY
+from remat.graph_capture.torch_private.core import (
+    FunctionalTensor,
+    from_functional,
+    functional_mode,
+    pytree,
+)
+from remat.graph_capture.tracing.op_watcher import TraceObserver
 
 WRITTEN_KEY = "remat_written"
 """Among the annotations of a node that autograd does not record: the op that eager runs there, if
@@ -62,25 +67,18 @@ class EagerMemory(TraceObserver):
         self._n_nodes = 0
         self._collects = False
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `func`, and note what it writes to and makes."""
-        given = kwargs or {}
         mode = get_proxy_mode()
         if mode is None:
-            return func(*args, **given)
+            return func(*args, **kwargs)
         self._tracer = mode.tracer
         if torch.is_inference_mode_enabled():
             _let_bases_go()
-        written = [(one, self._node_of(one)) for one in _written(func, args, given)]
+        written = [(one, self._node_of(one)) for one in _written(func, args, kwargs)]
         key = RECORDED_KEY if torch.is_grad_enabled() else WRITTEN_KEY
         with fx_traceback.annotate({key: str(func) if _writes(func) else ""}):
-            results = func(*args, **given)
+            results = func(*args, **kwargs)
         for tensor, before in written:
             self._note_over(tensor, before)
         for leaf in pytree.tree_leaves(results):
@@ -123,7 +121,7 @@ class EagerMemory(TraceObserver):
             node.meta[_OVER] = before.name
 
     def _node_of(self, tensor: FunctionalTensor) -> fx.Node | None:
-        inner: Tensor = torch._from_functional_tensor(tensor.elem)
+        inner = from_functional(tensor.elem)
         slot: Any = get_proxy_slot(inner, self._tracer, None)
         return None if slot is None else slot.proxy.node
 
@@ -165,8 +163,7 @@ class _WeakBases:
 
 def _let_bases_go() -> None:
     """Keep functionalization from holding all that inference mode makes to the end of the trace."""
-    key = torch._C._TorchDispatchModeKey.FUNCTIONAL  # pyright: ignore
-    mode: Any = torch._C._get_dispatch_mode(key)  # pyright: ignore
+    mode = functional_mode()
     held = getattr(mode, "_storage_to_base", None)
     if held is not None and not isinstance(held, _WeakBases):
         mode._storage_to_base = _WeakBases()

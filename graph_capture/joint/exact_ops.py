@@ -23,9 +23,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._prims_common import make_contiguous_strides_for, suggest_memory_format
 
 from remat.graph_capture.joint.nodes import aten, erase_unread
+from remat.graph_capture.torch_private.core import (
+    cudnn_batch_norm_reserve_bytes,
+    make_contiguous_strides_for,
+    suggest_memory_format,
+    takes_cudnn_batch_norm,
+)
 
 _dropout_library = torch.library.Library("remat", "DEF")
 _dropout_library.define(
@@ -232,17 +237,12 @@ def is_by_cudnn(node: fx.Node, read: tuple[Any, ...], eps: Any) -> bool:
     if not x.is_contiguous(memory_format=suggest_memory_format(x)):
         return False
     statistics = (weight if mean is None else mean, weight if variance is None else variance)
-    backend = torch._C._select_batch_norm_backend(  # pyright: ignore
-        x, weight, bias, *statistics, True, eps
-    )
-    return backend == torch._C._BatchNormBackend.Cudnn  # pyright: ignore
+    return takes_cudnn_batch_norm(x, weight, bias, *statistics, eps=eps)
 
 
 def reserved(x: Tensor) -> Tensor:
     """What cuDNN's forward reserves for its backward, like the traced `x` without data."""
-    size_bytes = 0
-    if x.is_cuda:
-        size_bytes = torch._C._get_cudnn_batch_norm_reserve_space_size(x, True)  # pyright: ignore
+    size_bytes = cudnn_batch_norm_reserve_bytes(x) if x.is_cuda else 0
     return x.new_empty(size_bytes, dtype=torch.uint8)
 
 

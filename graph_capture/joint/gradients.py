@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._functorch._aot_autograd.schemas import OutputType, ViewAndMutationMeta
 
 from remat.graph_capture.graph import ACCUMULATE, UPDATE, Op
 from remat.graph_capture.joint.eager_memory import MADE_AS
 from remat.graph_capture.joint.nodes import MADE_IN_FORWARD, is_tangent, is_view, storage_key
 from remat.graph_capture.joint.provenance import path_in_model
 from remat.graph_capture.joint.values import ValueTable
+from remat.graph_capture.torch_private.aot import OutputType, ViewAndMutationMeta
 
 _PARTS = 256
 """Updates wait for others until their gradients are this part of all: each place costs a call.

@@ -18,9 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import fx
-from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
 from remat.graph_capture.graph import JOINED
@@ -48,6 +46,7 @@ from remat.graph_capture.joint.nodes import (
     target_name,
     tensors_of,
 )
+from remat.graph_capture.torch_private.core import OpOverload, pytree
 
 # Several nodes of a trace as one op: a tensor is made, and then written to in place.
 #

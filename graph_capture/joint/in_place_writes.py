@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from remat.graph_capture.graph import WRITES_FIRST
@@ -23,6 +22,7 @@ from remat.graph_capture.joint.nodes import (
     is_view,
     storage_key,
 )
+from remat.graph_capture.torch_private.core import pytree
 
 _MAKES_EMPTY = frozenset(
     f"{prefix}{name}{suffix}"

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
-from torch._ops import OpOverload
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from remat.graph_capture.distributed.dtensors import is_beside_local_part
 from remat.graph_capture.joint.provenance import FUNCTION_KEY, MODULE_KEY, SOURCE_KEY, path_in_model
+from remat.graph_capture.torch_private.core import OpOverload, pytree
 
 aten = torch.ops.aten
 

@@ -13,9 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
-from torch._subclasses import FakeTensor
 
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import CUSTOM, Phase
@@ -31,6 +29,7 @@ from remat.graph_capture.joint.nodes import (
     tensors_of,
 )
 from remat.graph_capture.joint.provenance import path_in_model
+from remat.graph_capture.torch_private.core import FakeTensor, pytree
 
 
 def views_told_apart(results: Any) -> Any:

@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -18,13 +18,10 @@ import numpy as np
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint as torchs_checkpoint
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,  # pyright: ignore[reportPrivateUsage]
-)
 from torch.utils.hooks import RemovableHandle
+
+from remat.graph_capture.torch_private.core import SelectiveCheckpointMode, dispatch_mode_stack
+from remat.graph_capture.tracing.op_watcher import CallWatcher
 
 MODULE_KEY, SOURCE_KEY, FUNCTION_KEY = "remat_module", "remat_source", "remat_function"
 CASTS_KEY = "remat_casts"
@@ -46,10 +43,8 @@ _OWN = tuple(
     for package in ("remat", "graph_capture", "solver", "schedules", "rewriter")
 )
 
-_SELECTIVE: Any = torchs_checkpoint._CachingTorchDispatchMode  # pyright: ignore
 
-
-class Provenance(TorchFunctionMode):
+class Provenance(CallWatcher):
     """Annotates each fx node made while it is active with module path and source line."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -60,19 +55,13 @@ class Provenance(TorchFunctionMode):
         self.failed_in = ""
         self.regions = self.checkpoint = 0
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `func` with the place that called it written on its nodes."""
         if func.__name__ in _MAKES_NO_NODE:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         place = {
             MODULE_KEY: self.stack[-1],
-            SOURCE_KEY: source_of(sys._getframe(1)),
+            SOURCE_KEY: source_of(sys._getframe(2)),  # beyond the watcher's own
             FUNCTION_KEY: getattr(func, "__name__", ""),
         }
         if torch.is_autocast_cache_enabled():
@@ -80,7 +69,7 @@ class Provenance(TorchFunctionMode):
         if self.checkpoint and not _keeps_by_policy():
             place[CHECKPOINT_KEY] = str(self.checkpoint)
         with fx_traceback.annotate(place):
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
     @contextlib.contextmanager
     def watching_modules(self) -> Generator[Provenance]:
@@ -120,7 +109,7 @@ class Provenance(TorchFunctionMode):
 
 def _keeps_by_policy() -> bool:
     """Whether a selective checkpoint is open, which keeps what its policy says."""
-    return any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
+    return any(isinstance(mode, SelectiveCheckpointMode) for mode in dispatch_mode_stack())
 
 
 def path_in_model(path: str) -> str:
@@ -170,22 +159,3 @@ def source_of_error(traceback: TracebackType | None) -> str:
 def _short_path(filename: str) -> str:
     relative = os.path.relpath(filename)
     return filename if relative.startswith("..") else relative
-
-
-# A mode that watches the ops of a trace and is no part of it.
-
-
-class TraceObserver(TorchDispatchMode):
-    """Sees each op that forward runs while it is traced."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Under other modes torch runs what is compiled uncompiled, and it would not be refused."""
-        return True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """As `is_infra_mode`."""
-        return True

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.autograd import graph
 
 from remat.graph_capture.python_state.library_objects import DATA, is_looked_into
@@ -29,6 +28,7 @@ from remat.graph_capture.python_state.reachable_objects import (
     is_library,
 )
 from remat.graph_capture.python_state.state_slots import PLAIN
+from remat.graph_capture.torch_private.core import OpOverload
 
 _OF_MODULES = frozenset(vars(nn.Module()))
 

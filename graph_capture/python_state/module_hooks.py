@@ -20,8 +20,8 @@ from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
+
+from remat.graph_capture.torch_private.core import FakeTensor, FunctionalTensor
 
 # Which names a function's code loads: of globals, of ``self``, and of any other object.
 #

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 from remat.graph_capture.python_state.module_hooks import Names
 from remat.graph_capture.python_state.state_slots import OpaqueState, StateSlot, Stream
+from remat.graph_capture.torch_private.core import FakeTensor, FunctionalTensor
 
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "remat", "builtins"})
 STATE = frozenset({"_parameters", "_buffers", "_modules", "training"})

@@ -11,10 +11,7 @@ from itertools import chain
 from types import CodeType, FunctionType
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
-from torch._C._dynamo.guards import GuardManager, RootGuardManager, dict_version
-from torch._dynamo.guards import GuardManagerType
 
 from remat.graph_capture.python_state.executed_code import ExecutedCode, runs_unseen
 from remat.graph_capture.python_state.module_hooks import ModuleHooks
@@ -39,6 +36,13 @@ from remat.graph_capture.python_state.state_slots import (
 )
 from remat.graph_capture.python_state.state_walk import StateWalk
 from remat.graph_capture.python_state.tensor_attributes import Writer, writer_of
+from remat.graph_capture.torch_private.aot import (
+    GuardManager,
+    GuardManagerType,
+    RootGuardManager,
+    dict_version,
+)
+from remat.graph_capture.torch_private.core import dispatch_keys
 
 # Many small comparisons as one function, of which Python runs each in some tens of nanoseconds.
 
@@ -74,8 +78,8 @@ def _compiled_check(terms: Iterable[str], names: ObjectNames) -> Callable[[], bo
 # Many objects compared in one call into C++, by the guards that dynamo makes for its own frames.
 #
 # A comparison takes 10 ns for a dictionary and 40 ns for a tensor; in Python, one for each entry of
-# a dictionary takes 20 ns. `torch._C._dynamo.guards` is private to torch; the tests run it on each
-# release that is supported.
+# a dictionary takes 20 ns. They are private to torch; the tests run them on each release that is
+# supported.
 
 
 _PART = 64
@@ -106,7 +110,7 @@ def same_facts(tensors: Sequence[Tensor]) -> Callable[[], bool]:
         # Lists of numbers, unlike what torch's stub says.
         sizes: Any = list(tensor.shape)
         strides: Any = list(tensor.stride())
-        keys = torch._C._dispatch_keys(tensor)
+        keys = dispatch_keys(tensor)
         node.add_tensor_match_guard(tensor, sizes, strides, "", [""], None, type(tensor), keys)
 
     return _tree(tensors, add)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import inspect
 import itertools
 import operator
 import os
@@ -21,13 +22,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.fx import _symbolic_trace
-from torch.utils._python_dispatch import _disable_current_modes
 
 from remat.graph_capture.python_state.library_objects import memory_of
 from remat.graph_capture.python_state.module_hooks import Hook, ModuleHooks
+from remat.graph_capture.torch_private.core import disable_current_modes
 
-_FX = _symbolic_trace.__file__
+_FX = inspect.getfile(torch.fx.Tracer)
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "missing"})()
 
 PLAIN = (
@@ -391,7 +391,7 @@ def _state_of(owner: Any) -> Any:
     if isinstance(owner, random.Random):
         return owner.getstate()
     if isinstance(owner, torch.Generator):
-        with _disable_current_modes():  # a trace's own would make a tensor without data
+        with disable_current_modes():  # a trace's own would make a tensor without data
             return owner.get_state().numpy()
     return owner.get_state() if hasattr(owner, "get_state") else owner.bit_generator.state
 
@@ -400,7 +400,7 @@ def _set_state(owner: Any, state: Any) -> None:
     if isinstance(owner, random.Random):
         owner.setstate(state)
     elif isinstance(owner, torch.Generator):
-        with _disable_current_modes():
+        with disable_current_modes():
             owner.set_state(torch.from_numpy(state))
     elif hasattr(owner, "get_state"):
         owner.set_state(state)

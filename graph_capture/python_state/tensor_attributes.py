@@ -13,7 +13,6 @@ from collections.abc import Collection, Mapping, Sequence
 from types import CodeType
 from typing import Any, TypeVar
 
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from remat.graph_capture.errors import CaptureError
@@ -32,6 +31,7 @@ from remat.graph_capture.python_state.state_slots import (
     copied,
     is_same,
 )
+from remat.graph_capture.torch_private.core import pytree
 
 _Attributes = dict[str, Any]
 _Copy = TypeVar("_Copy", bound=Tensor)

@@ -12,9 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 
 from remat.graph_capture.errors import CaptureError, SignatureError
 from remat.graph_capture.python_state.state_slots import is_same
@@ -29,6 +27,7 @@ from remat.graph_capture.sizes.symbols import (
     require_in_range,
     require_one_range,
 )
+from remat.graph_capture.torch_private.core import FakeTensorMode, pytree
 from remat.graph_capture.tracing.signature import Signature, TensorFacts
 
 

@@ -15,14 +15,8 @@ from typing import Any, cast
 
 import sympy
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
-from torch._dynamo.source import ConstantSource
-from torch._ops import OpOverload
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.utils._sympy.functions import Max
-from torch.utils._sympy.printers import PythonPrinter
-from torch.utils._sympy.value_ranges import bound_sympy
 
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.nodes import storage_key, target_name
@@ -30,6 +24,8 @@ from remat.graph_capture.joint.provenance import is_users, source_of
 from remat.graph_capture.sizes.expressions import FloatOfSizes, SizeArgument
 from remat.graph_capture.sizes.ranged_signature import RangedSignature
 from remat.graph_capture.sizes.symbols import Guard, Symbol, number_of_points, points
+from remat.graph_capture.torch_private.aot import ConstantSource, Max, PythonPrinter, bound_sympy
+from remat.graph_capture.torch_private.core import OpOverload, pytree
 from remat.graph_capture.tracing.signature import Signature
 
 MOST_POINTS = 1 << 14

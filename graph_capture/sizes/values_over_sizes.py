@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
-from torch._ops import OpOverload
 
 from remat.graph_capture.sizes.symbols import Sizes
+from remat.graph_capture.torch_private.core import OpOverload, pytree
 
 _MOST_WORK = 1 << 30
 """Elements that are made to answer one question, at all sizes together: a second on a CPU."""

@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
-from torch.overrides import TorchFunctionMode
 
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.nodes import draws_randomness, storage_key
@@ -39,6 +37,8 @@ from remat.graph_capture.python_state.state_slots import (
 )
 from remat.graph_capture.python_state.tensor_attributes import Writer, other_threads
 from remat.graph_capture.refusals import hook_tables, registered_hook
+from remat.graph_capture.torch_private.core import pytree
+from remat.graph_capture.tracing.op_watcher import CallWatcher
 from remat.graph_capture.tracing.outputs import DuplicateOutputs
 from remat.graph_capture.tracing.restore import ModuleAttributes, Written
 
@@ -446,7 +446,7 @@ def _is_same_constant(one: Any, other: Any) -> bool:
 # `vector_to_parameters` sets data so, and code that averages weights does.
 
 
-class NoSetData(TorchFunctionMode):
+class NoSetData(CallWatcher):
     """While forward is traced, refuse code that gives a tensor other data.
 
     Raises
@@ -459,13 +459,7 @@ class NoSetData(TorchFunctionMode):
         self.kind = kind
         self.set_data: Any = torch.Tensor.data.__set__  # pyright: ignore
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `func`, unless it gives a tensor other data."""
         line = line_of_user() if func == self.set_data else ""  # torch does so too, beside it
         if line:
@@ -474,4 +468,4 @@ class NoSetData(TorchFunctionMode):
                 "step of a plan it would keep what it has. Write into the tensor instead: "
                 "tensor.data.copy_(other); or do it outside forward, before or after the step"
             )
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)

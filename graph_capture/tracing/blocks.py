@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from remat.graph_capture.distributed.dtensors import is_distributed
@@ -19,6 +18,7 @@ from remat.graph_capture.joint.build import Joint
 from remat.graph_capture.joint.nodes import is_alias_of_input, is_tangent
 from remat.graph_capture.joint.provenance import path_in_model
 from remat.graph_capture.refusals import refuse_all_frozen, refuse_module, refuse_subclass
+from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.recipe import Recipe, autocast_state
 from remat.graph_capture.tracing.signature import Signature
 

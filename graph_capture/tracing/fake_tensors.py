@@ -21,18 +21,20 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch._C import DispatchKey
-from torch._higher_order_ops import effects
-from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
-from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.distributed.dtensors import is_distributed
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.nodes import aten, target_name, tensors_of
+from remat.graph_capture.torch_private.core import (
+    DispatchKey,
+    FakeTensorMode,
+    compute_elementwise_output_strides,
+    suggest_memory_format,
+)
+from remat.graph_capture.tracing.op_watcher import CallWatcher
 
 _CONTIGUOUS = {"memory_format": torch.contiguous_format}
 
@@ -371,65 +373,30 @@ def _decomposed() -> tuple[Any, ...]:
 _DROPOUTS = frozenset({"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"})
 
 
-class IdleDropout(TorchFunctionMode):
+class IdleDropout(CallWatcher):
     """Dropout that drops nothing returns its input, as in eager; a trace would make a copy.
 
     A write in place to the result then reaches the input too.
     """
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call `func`, unless it is dropout at rest."""
-        given = dict(kwargs or {})
         if getattr(func, "__name__", "") in _DROPOUTS:
-            named = dict(zip(("input", "p", "training"), args, strict=False)) | given
+            named = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
             is_on = named.get("training", named.get("train", True))
             if not is_on or named.get("p", 0.5) == 0:
                 return named["input"]
-        return func(*args, **given)
+        return func(*args, **kwargs)
 
 
-class FusedAttention(TorchFunctionMode):
+class FusedAttention(CallWatcher):
     """Calls of `scaled_dot_product_attention` with their dropout left out."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call `func`, changed where it is attention."""
-        given = dict(kwargs or {})
+        given = dict(kwargs)
         if func is functional.scaled_dot_product_attention:
             at = _DROPOUT_POSITION
             args = (*args[:at], *(0.0 for _ in args[at : at + 1]), *args[at + 1 :])
             given.pop("dropout_p", None)
         return func(*args, **given)
-
-
-# Ops that only raise an error for some values stay in the graph.
-#
-# torch 2.11 takes them for ops without an effect, as nothing reads them, and drops them. The plan
-# of a model that calls `torch.linalg.cholesky` would go on with NaN where eager raises. Later
-# releases know that they have one. With every release they are refused (`refusals.py`).
-
-
-_CHECKING_OPS = ("aten::_linalg_check_errors",)
-
-
-@contextlib.contextmanager
-def checks_kept() -> Generator[None]:
-    """While tracing, let torch know that these ops have an effect."""
-    torch_effects: Any = effects
-    with contextlib.ExitStack() as stack:
-        for op in _CHECKING_OPS:
-            if torch_effects._get_effect(op) is None:
-                ordered = torch_effects._EffectType.ORDERED
-                stack.callback(torch_effects._register_effectful_op(op, ordered).destroy)
-        yield

@@ -11,12 +11,12 @@ from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from remat.graph_capture.distributed.dtensors import is_distributed
 from remat.graph_capture.distributed.sharding import Sharding
 from remat.graph_capture.errors import CaptureError, option
+from remat.graph_capture.torch_private.core import pytree
 
 _MASTER = torch.float32
 """What parameters are held in that a policy casts."""

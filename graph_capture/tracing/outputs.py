@@ -13,8 +13,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
+
+from remat.graph_capture.torch_private.core import pytree
 
 # Dataclasses in results: opened, so that torch sees their tensors, and made again for the caller.
 #

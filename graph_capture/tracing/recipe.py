@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import logging
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from remat.graph_capture.devices.known_devices import CPU, is_in_table
 from remat.graph_capture.errors import CaptureError, RewriteError, option
 from remat.graph_capture.graph import Links, Resident
 from remat.graph_capture.joint.gradient_release import GradientRelease
+from remat.graph_capture.torch_private.core import fake_tensor_log
 from remat.graph_capture.tracing.signature import Signature
 from remat.graph_capture.tracing.step_module import LossFunction
 
@@ -42,26 +42,14 @@ FLAGS: tuple[_Flags, ...] = (False, False), (True, False), (True, True)
 
 
 @contextlib.contextmanager
-def patched_flags(flags: _Flags) -> Generator[None]:
-    """Set what `torch.compiler.is_compiling` and `is_exporting` tell the model's code."""
-    before = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
-    torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = before
-
-
-@contextlib.contextmanager
 def silenced_logs() -> Generator[None]:
     """Keep torch from logging ops that it cannot trace: we raise that, or try another way."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.disabled
-    logger.disabled = True
+    before = fake_tensor_log.disabled
+    fake_tensor_log.disabled = True
     try:
         yield
     finally:
-        logger.disabled = before
+        fake_tensor_log.disabled = before
 
 
 Split = Literal["none", "exact", "tolerance"]

@@ -7,7 +7,6 @@ from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 import msgspec
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from remat.graph_capture.devices.known_devices import Allocated, allocator_rounding
@@ -15,6 +14,7 @@ from remat.graph_capture.distributed.dtensors import local_part
 from remat.graph_capture.distributed.sharding import MASTER_BYTES, NO_SHARDING, Sharding
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Optimizer, Resident
+from remat.graph_capture.torch_private.core import pytree
 
 _STATES_PER_PARAMETER: dict[str, int] = {"none": 0, "sgd": 0, "momentum": 1, "adamw": 2}
 """Buffers as large as the parameter that an optimizer keeps."""

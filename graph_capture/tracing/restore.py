@@ -13,15 +13,14 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
-from torch.overrides import TorchFunctionMode
 
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.provenance import is_users, line_of_user, source_of
 from remat.graph_capture.python_state.state_guards import PythonState
 from remat.graph_capture.python_state.state_slots import MISSING, DictItem, copied, holds, refill
+from remat.graph_capture.torch_private.core import FakeTensor, pytree
+from remat.graph_capture.tracing.op_watcher import CallWatcher
 
 _Attributes = dict[str, tuple[Any, Any]]
 """Values by name, each with a shallow copy of it where it is a plain container."""
@@ -265,7 +264,7 @@ _IN_PLACE = frozenset({
 })  # fmt: skip
 
 
-class NoForeignWrites(TorchFunctionMode):
+class NoForeignWrites(CallWatcher):
     """While forward is traced, refuse code that writes into a constant of the graph.
 
     Parameters
@@ -281,19 +280,13 @@ class NoForeignWrites(TorchFunctionMode):
         super().__init__()
         self.kind, self.state = kind, state
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `func`, unless it writes into such a tensor."""
-        for tensor in _written_by(func, args, kwargs or {}):
+        for tensor in _written_by(func, args, kwargs):
             owner = _owner(tensor)
             if owner is not None and (line := line_of_user()):
                 raise self._refused(owner, line)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
     def _refused(self, tensor: Tensor, line: str) -> CaptureError:
         name = next(self._names_of(tensor), f"a tensor of shape {list(tensor.shape)}")

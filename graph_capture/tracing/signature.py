@@ -12,15 +12,14 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 
 from remat.graph_capture.devices.placement import check_placement
 from remat.graph_capture.errors import CaptureError, SignatureError
 from remat.graph_capture.python_state.state_slots import PLAIN, is_same
 from remat.graph_capture.python_state.tensor_attributes import kept_attributes
 from remat.graph_capture.refusals import refuse_subclass
+from remat.graph_capture.torch_private.core import FakeTensorMode, pytree
 
 # The leaves of a batch or a result, each with its path.
 #

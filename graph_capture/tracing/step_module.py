@@ -8,10 +8,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import checkpoint as torchs_checkpoint
 
 from remat.graph_capture.distributed.dtensors import is_distributed
 from remat.graph_capture.errors import CaptureError
@@ -25,6 +23,7 @@ from remat.graph_capture.python_state.state_slots import PLAIN
 from remat.graph_capture.python_state.tensor_attributes import StandIns
 from remat.graph_capture.refusals import refuse_subclass
 from remat.graph_capture.sizes.values_over_sizes import TraceSizes
+from remat.graph_capture.torch_private.core import CheckpointHook, pytree, saved_tensor_hooks
 from remat.graph_capture.tracing.attribute_writes import ForwardWrites
 from remat.graph_capture.tracing.outputs import (
     DuplicateOutputs,
@@ -48,13 +47,9 @@ from remat.graph_capture.tracing.signature import (
 # each batch double. A plan runs forward as it would be without the checkpoint, and writes it once.
 
 
-_C: Any = torch._C
-_Hook: Any = torchs_checkpoint._checkpoint_hook  # pyright: ignore[reportPrivateUsage]
-
-
 def is_inside_checkpoint() -> bool:
     """Whether what runs now saves its tensors to a checkpoint, which will compute them again."""
-    hooks = _C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = saved_tensor_hooks(True)
     return bool(hooks) and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
@@ -83,7 +78,8 @@ def checkpoints_noted(provenance: Provenance) -> Generator[None]:
 
     One within another is a part of it: to make the outer one again is to make both.
     """
-    enter, leave, own = _Hook.__enter__, _Hook.__exit__, dict(vars(_Hook))
+    enter, leave = CheckpointHook.__enter__, CheckpointHook.__exit__
+    own = dict(vars(CheckpointHook))
     depth = entered = 0
 
     def noted_enter(hook: Any) -> Any:
@@ -99,15 +95,15 @@ def checkpoints_noted(provenance: Provenance) -> Generator[None]:
         provenance.checkpoint = entered if depth else 0
         return leave(hook, *what)
 
-    _Hook.__enter__, _Hook.__exit__ = noted_enter, noted_leave
+    CheckpointHook.__enter__, CheckpointHook.__exit__ = noted_enter, noted_leave
     try:
         yield
     finally:
         for name in ("__enter__", "__exit__"):
             if name in own:
-                setattr(_Hook, name, own[name])
+                setattr(CheckpointHook, name, own[name])
             else:  # it is that of a base class
-                delattr(_Hook, name)
+                delattr(CheckpointHook, name)
 
 
 def refuse_checkpointed_writes(graph: fx.Graph, results: int, paths: set[str]) -> None:

@@ -15,13 +15,6 @@ from typing import Any, Protocol
 
 import msgspec
 from torch import fx, nn
-from torch._dynamo import config as dynamo_config
-from torch._functorch import config as functorch_config
-from torch._functorch.aot_autograd import (
-    JointWithDescriptors,
-    aot_export_joint_with_descriptors,
-)
-from torch._subclasses import FakeTensorMode
 
 from remat.graph_capture.chunking.replace import chunk_parts
 from remat.graph_capture.devices.known_devices import CPU, allocator_rounding
@@ -67,6 +60,17 @@ from remat.graph_capture.sizes.ranged_signature import (
 )
 from remat.graph_capture.sizes.symbols import Dynamic, require_guards
 from remat.graph_capture.sizes.trace_over_sizes import Environment, at_sizes, environment_of
+from remat.graph_capture.torch_private.aot import (
+    JointWithDescriptors,
+    aot_export_joint_with_descriptors,
+    dynamo_config,
+    functorch_config,
+)
+from remat.graph_capture.torch_private.core import (
+    FakeTensorMode,
+    checks_kept,
+    compiling_and_exporting,
+)
 from remat.graph_capture.tracing.attribute_writes import (
     ForwardWrites,
     InitialisedOnce,
@@ -82,7 +86,6 @@ from remat.graph_capture.tracing.fake_tensors import (
     FusedAttention,
     IdleDropout,
     as_if_on_cpu,
-    checks_kept,
     fake_with_eager_strides,
     kernels_of_eager,
 )
@@ -97,7 +100,6 @@ from remat.graph_capture.tracing.recipe import (
     call_error,
     check_arguments,
     keep_recipe,
-    patched_flags,
     require_split,
     silenced_logs,
 )
@@ -190,7 +192,7 @@ def _trace_once(
         if ran is not None:
             stack.enter_context(ran.told_to(state.begins))
         provenance = Provenance(step)
-        stack.enter_context(patched_flags(recipe.flags or FLAGS[0]))
+        stack.enter_context(compiling_and_exporting(*(recipe.flags or FLAGS[0])))
         stack.enter_context(kernels_of_eager())
         stack.enter_context(checks_kept())
         stack.enter_context(IdleDropout())

@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, SupportsIndex
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from remat.budgets import parse_budget
@@ -30,6 +29,7 @@ from remat.graph_capture.errors import (
 )
 from remat.graph_capture.refusals import distributed_message, is_all_frozen
 from remat.graph_capture.sizes.symbols import Dynamic
+from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.option_pairs import require_compatible
 from remat.graph_capture.tracing.recipe import autocast_state
 from remat.graph_capture.tracing.signature import tensor_facts

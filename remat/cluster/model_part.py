@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.cluster.capture.model_chain import leaf_on_meta, state_on_meta
 from remat.cluster.capture.rank_graph import SEQUENCE
 from remat.cluster.capture.watching import WAY_OUT
 from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.torch_private.core import pytree
+from remat.graph_capture.tracing.op_watcher import OpWatcher
 from remat.graph_capture.tracing.step_module import apply_loss
 from remat.rewriter.user_module.own_forward import shell_with, with_replaced
 
@@ -130,7 +130,7 @@ class Behind:
             return self._shell(*self._args)
 
 
-class _DependsOn(TorchDispatchMode):
+class _DependsOn(OpWatcher):
     """Follows what is computed from some tensors: from their contents, not from their shapes."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -138,10 +138,8 @@ class _DependsOn(TorchDispatchMode):
         # Held, so that no other tensor gets the id of one.
         self.known = {id(tensor): tensor for tensor in tensors}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
         if any(id(leaf) in self.known for leaf in pytree.tree_leaves((args, kwargs))):
             made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
             self.known.update((id(tensor), tensor) for tensor in made)

@@ -16,12 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
-from torch._guards import CompileContext, TracingContext, compile_context, tracing
-from torch._inductor.compile_fx import compile_fx
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from remat.compile.compile_options import read_options
 from remat.compile.given_up import refuse_given_up_frames, refuse_lstm
@@ -40,6 +35,16 @@ from remat.compile.start import Start
 from remat.compile.subgraphs import submod_compiler
 from remat.graph_capture.distributed.rank_refusals import refuse_compiled_writes
 from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.torch_private.core import (
+    CompileContext,
+    FakeTensor,
+    TracingContext,
+    compile_context,
+    disable_current_modes,
+    pytree,
+    tracing,
+)
+from remat.graph_capture.torch_private.inductor import compile_fx
 from remat.ranks.one_plan import CompiledLater, compiled_alike
 from remat.rewriter.guards.backward import refuse_compiled_autograd
 from remat.rewriter.inductor.fused_nodes import refuse_lost_gradients, refuse_regions
@@ -103,7 +108,7 @@ class SizeTable:
             self._warn_of_planning(sizes)
         numbers = dict(zip(self._symbols, sizes, strict=True))
         devices = {t.device.index for t in args if isinstance(t, Tensor) and t.is_cuda}
-        with _disable_current_modes(), torch.random.fork_rng(sorted(devices)):
+        with disable_current_modes(), torch.random.fork_rng(sorted(devices)):
             gm, inputs = numbered(self._gm, numbers, args)
             with (
                 tracing(TracingContext(_mode_of(inputs))),

@@ -17,15 +17,18 @@ from types import CodeType
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
-from torch._dynamo.convert_frame import ConvertFrameAssert
-from torch._dynamo.exc import Unsupported, UserError
-from torch._dynamo.resume_execution import ContinueExecutionCache
 
 from remat.formats import bytes_text
 from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.torch_private.aot import (
+    ContinueExecutionCache,
+    ConvertFrameAssert,
+    Unsupported,
+    UserError,
+)
+from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.resident import storage_bytes
 from remat.rewriter.guards.backward import COMPILED_NODE
 

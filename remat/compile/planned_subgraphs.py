@@ -8,10 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch.utils._pytree as pytree
 from torch import fx
-from torch._dynamo.backends.distributed import SubmodCompiler
-from torch._inductor.compile_fx import compile_fx
 
 from remat.budgets import auto_bytes
 from remat.compile.compile_options import CompileOptions
@@ -24,6 +21,9 @@ from remat.compile.subgraph_choice import SubgraphOption, SubgraphSearch, option
 from remat.compile.subgraphs import Whole, whole_of
 from remat.formats import budget_text, bytes_text
 from remat.graph_capture.errors import BudgetError
+from remat.graph_capture.torch_private.aot import SubmodCompiler
+from remat.graph_capture.torch_private.core import pytree
+from remat.graph_capture.torch_private.inductor import compile_fx
 from remat.ranks.one_plan import one_plan
 from remat.rewriter.inductor.partition import FusedStep, Pair, Partitioner, planned
 from remat.rewriter.inductor.replay import ReplayedMemory

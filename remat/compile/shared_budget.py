@@ -23,14 +23,14 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import nn
-from torch._dynamo import symbolic_convert
-from torch._subclasses.fake_tensor import FakeTensor
 
 from remat.compile.given_up import warn_of_eager_ops
 from remat.compile.specialize import libraries_bytes
 from remat.formats import budget_text, bytes_text
 from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.errors import BudgetError
+from remat.graph_capture.torch_private.aot import symbolic_convert
+from remat.graph_capture.torch_private.core import FakeTensor, module_call_code
 from remat.graph_capture.tracing.resident import storage_bytes
 from remat.rewriter.guards.backward import OpenForwards, refuse_compiled_autograd
 from remat.rewriter.inductor.replay import ReplayedMemory
@@ -47,8 +47,6 @@ from remat.rewriter.inductor.replay import ReplayedMemory
 
 _BUFFERS = 3
 """How many buffers of the size of a block FSDP2 needs beside the block that runs."""
-_CALL: Any = nn.Module._call_impl.__code__
-"""The code that calls the forward of every module."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ def _outermost(parts: Sequence[nn.Module]) -> nn.Module | None:
     found: nn.Module | None = None
     frame = sys._getframe()
     while frame is not None:
-        owner = frame.f_locals.get("self") if frame.f_code is _CALL else None
+        owner = frame.f_locals.get("self") if frame.f_code is module_call_code else None
         if isinstance(owner, nn.Module) and not _inside(owner).isdisjoint(map(id, parts)):
             found = owner
         frame = frame.f_back

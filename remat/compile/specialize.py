@@ -16,10 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
-from torch._dynamo import config as dynamo_config
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 
 from remat.graph_capture.devices.known_devices import CPU, is_cuda
@@ -27,6 +24,8 @@ from remat.graph_capture.devices.local_devices import meter_of
 from remat.graph_capture.devices.placement import device_holding
 from remat.graph_capture.errors import CaptureError, DeviceError
 from remat.graph_capture.joint.nodes import copy_of, storage_key
+from remat.graph_capture.torch_private.aot import dynamo_config
+from remat.graph_capture.torch_private.core import FakeTensor, FakeTensorMode, pytree
 from remat.rewriter.inductor.fused_nodes import data_dependent_message
 from remat.rewriter.inductor.kernel_costs import for_real
 

@@ -19,12 +19,8 @@ from typing import Any
 
 import msgspec
 import torch
-import torch._dynamo.config as dynamo_config
-import torch._functorch.config as functorch_config
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
-from torch._inductor import config as inductor_config
 
 from remat.caches.known_plans import ADDRESS, sources_key
 from remat.compile.compile_options import CompileOptions
@@ -40,6 +36,9 @@ from remat.graph_capture.devices.local_devices import meter_of
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.joint.nodes import storage_key
+from remat.graph_capture.torch_private.aot import dynamo_config, functorch_config
+from remat.graph_capture.torch_private.core import OpOverload, pytree
+from remat.graph_capture.torch_private.inductor import inductor_config
 from remat.ranks.one_plan import is_alone, one_plan
 from remat.rewriter.inductor.fused_nodes import module_and_line
 from remat.rewriter.inductor.partition import FusedStep, Pair
@@ -133,7 +132,7 @@ def _attribute_lines(gm: fx.GraphModule, target: str) -> Iterator[str]:
 
 def _name_of(target: Any) -> str:
     """Of a function; of an op with its overload."""
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target)
     name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
     return f"{getattr(target, '__module__', '')}.{name}" if name else repr(target)

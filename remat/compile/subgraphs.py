@@ -19,14 +19,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
-from torch._dynamo.backends.distributed import SubmodCompiler
-from torch._dynamo.utils import to_fake_tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from remat.graph_capture.joint.nodes import is_getitem
+from remat.graph_capture.torch_private.aot import SubmodCompiler, to_fake_tensor
+from remat.graph_capture.torch_private.core import FakeTensor, active_ddp_module, pytree
 from remat.graph_capture.tracing.resident import storage_bytes
 from remat.rewriter.inductor.partition import FusedStep
 
@@ -167,7 +164,7 @@ class _Beside:
         self._readers = {
             node: sorted({place[user] for user in node.users if user in place}) for node in trained
         }
-        ddp = DistributedDataParallel._get_active_ddp_module()
+        ddp = active_ddp_module()
         self.moves_to_buckets = ddp is not None and ddp.gradient_as_bucket_view
         exchanged = {node for node in trained if _is_exchanged(values[node])}
         self._moved = exchanged if self.moves_to_buckets else set[fx.Node]()

@@ -491,10 +491,10 @@ class Loaded:
 
 def _moved(tree: Any, device: str) -> Any:
     """The same with its tensors on `device`, those that require grad as leaves again."""
-    import torch.utils._pytree as pytree
     from torch import Tensor
 
     from remat.graph_capture.python_state.tensor_attributes import with_attributes_of
+    from remat.graph_capture.torch_private.core import pytree
 
     made: dict[int, Tensor] = {}  # a tensor that is given twice stays one
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
-import torch.utils._pytree as pytree
 
 from remat.budgets import Budget
 from remat.checks import Batch, is_checked, require_equal, say_unchecked, unless_short
@@ -23,6 +22,7 @@ from remat.graph_capture.sizes.at_sizes import ranged_graph_of
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.sizes.ranged_signature import RangedSignature
 from remat.graph_capture.sizes.symbols import Sizes, require_in_range
+from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.trace import Trace, trace
 from remat.progress import stopwatch_of_call
 from remat.ranges.curve import solve_over

@@ -10,12 +10,12 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, cast
 
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from remat.graph_capture.errors import CaptureError, DifferenceError, TooLargeError
 from remat.graph_capture.sizes.ranged_signature import places_in
 from remat.graph_capture.sizes.symbols import Dynamic, RangeError, Symbol
+from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.recipe import autocast_state
 from remat.graph_capture.tracing.signature import Signature, tensor_facts
 from remat.rewriter.user_module.ranged import RangedModule

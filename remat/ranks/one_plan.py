@@ -19,10 +19,10 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
-from torch.nn.parallel import DistributedDataParallel
 
 from remat.graph_capture.distributed.collectives import collectives_in, groups_of
 from remat.graph_capture.errors import AgreementError
+from remat.graph_capture.torch_private.core import active_ddp_module
 from remat.ranks.collective_call import error_of, failure_of
 from remat.ranks.rank_messages import PAUSE_S, SILENT_S, RankMessages, RankWatch
 from remat.ranks.same_order import resolved
@@ -102,7 +102,7 @@ def _groups(gm: fx.GraphModule) -> list[dist.ProcessGroup]:
     """The groups of the graph's collectives, and that over which DDP will exchange gradients."""
     if not (dist.is_available() and dist.is_initialized()):
         return []
-    ddp = DistributedDataParallel._get_active_ddp_module()
+    ddp = active_ddp_module()
     of_ddp: list[Any] = [] if ddp is None else [ddp.process_group]
     found: list[Any] = [*of_ddp, *map(resolved, groups_of(collectives_in(gm)))]
     return [group for group in dict.fromkeys(found) if group.size() > 1]

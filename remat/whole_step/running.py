@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.joint.build import Joint
 from remat.graph_capture.joint.optimizers import parameter_groups, step_alone
+from remat.graph_capture.torch_private.core import DisableAutocast
 from remat.rewriter.graphs.codegen import compile_in_steps
 from remat.rewriter.graphs.copies import CopyContext, CopyEmitter, copy_times, written_by
 from remat.rewriter.graphs.eager import EagerEmitter
@@ -98,9 +99,6 @@ def _refuse_dead(what: Demanded) -> NoReturn:
     raise RewriteError(f"the plan of the whole step reads {what} where it is not live")
 
 
-_C: Any = torch._C
-
-
 @dataclass(frozen=True)
 class StepCode:
     """What is the same in each step.
@@ -151,7 +149,7 @@ class StepRun:
     def run(self) -> list[Tensor]:
         """Run all actions; the losses of the microbatches."""
         # As AOTAutograd runs backward: what autocast asks for stands in the graph.
-        with torch.no_grad(), _C._DisableAutocast():
+        with torch.no_grad(), DisableAutocast():
             for action in self.code.actions:
                 self._carry_out(action)
         return self.losses

@@ -81,7 +81,7 @@ def _clear(folder: Path) -> None:
 
 
 def _flags() -> list[str]:
-    abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
+    abi = int(torch.compiled_with_cxx11_abi())
     libraries = _TORCH / "lib"
     return [
         "-O2", "-std=c++20", "-fPIC", "-shared", f"-D_GLIBCXX_USE_CXX11_ABI={abi}",

@@ -20,9 +20,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import fx, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from remat.formats import bytes_text
 from remat.graph_capture.devices.known_devices import CPU
@@ -33,6 +31,7 @@ from remat.graph_capture.errors import AuditError, NotComparedError
 from remat.graph_capture.graph import Links, TrainingGraph
 from remat.graph_capture.joint.nodes import is_custom, target_name
 from remat.graph_capture.python_state.reachable_objects import is_users_module
+from remat.graph_capture.torch_private.core import current_graph_task_id, dispatch_mode_stack
 from remat.rewriter.checking.forward_outcomes import BeforeForward, ForwardOutcomes, device_of_model
 from remat.rewriter.checking.outcomes import (
     EagerVariation,
@@ -359,9 +358,9 @@ class Audit:
         before, self._thread = self._thread, threading.get_ident()
         if before != self._thread:
             return "several threads run it"
-        if torch._C._current_graph_task_id() != -1:
+        if current_graph_task_id() != -1:
             return "it runs within a backward"
-        if _get_current_dispatch_mode_stack():
+        if dispatch_mode_stack():
             return "a dispatch mode of yours would see its ops"
         if self._draws and others_may_draw():
             return "another thread may draw from the random stream that is put back"

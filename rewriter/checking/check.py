@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from remat.graph_capture.devices.known_devices import CPU, allocator_rounding
@@ -30,6 +29,7 @@ from remat.graph_capture.devices.placement import resolved_device
 from remat.graph_capture.graph import Optimizer
 from remat.graph_capture.python_state.executed_code import ExecutedCode
 from remat.graph_capture.python_state.state_guards import python_state_kept
+from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.outputs import leaves_in
 from remat.graph_capture.tracing.resident import resident_bytes
 from remat.graph_capture.tracing.restore import restored_after

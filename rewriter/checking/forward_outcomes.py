@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -21,6 +20,7 @@ from remat.graph_capture.errors import NotComparedError
 from remat.graph_capture.joint.nodes import bits_of
 from remat.graph_capture.joint.provenance import path_in_model
 from remat.graph_capture.python_state.state_slots import ClosureCell, DictItem, SlotAttr, stream
+from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.outputs import flatten_dataclasses
 from remat.graph_capture.tracing.restore import OF_TORCH, ModuleAttributes
 from remat.graph_capture.tracing.signature import leaves_with_paths

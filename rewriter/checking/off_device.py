@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _disable_current_modes
 
 from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.devices.meter import Run
@@ -25,6 +24,11 @@ from remat.graph_capture.distributed.dtensors import is_distributed, local_part
 from remat.graph_capture.eager_step import LEAST_BYTES
 from remat.graph_capture.errors import NotComparedError, TierError
 from remat.graph_capture.spill_files import HOST_FOLDER, File, Folder, host_folder
+from remat.graph_capture.torch_private.core import (
+    DisableTorchFunction,
+    disable_current_modes,
+    is_functorch_wrapped,
+)
 from remat.rewriter.tiers.handles import StorageView
 
 Read = Callable[[], Tensor]
@@ -277,18 +281,17 @@ def _no_files(why: str) -> NotComparedError:
 @contextlib.contextmanager
 def _unseen() -> Generator[None]:
     """Hide our own ops from autograd and from whoever watches ops."""
-    with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
+    with torch.no_grad(), disable_current_modes(), DisableTorchFunction():
         yield
 
 
 def _is_bytes_alone(tensor: Tensor) -> bool:
     """Whether a tensor is bytes of a storage, and no more."""
-    functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009 - torch's stubs leave it out
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.layout == torch.strided
         and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-        and not functorch.is_functorch_wrapped_tensor(tensor)
+        and not is_functorch_wrapped(tensor)
     )
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Generator, Mapping, MutableMapping
 from typing import Any, Literal, TypeVar
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from remat.graph_capture.devices.known_devices import CPU
@@ -21,6 +20,7 @@ from remat.graph_capture.graph import FLOAT32_BYTES
 from remat.graph_capture.joint.nodes import bits_of
 from remat.graph_capture.python_state.state_guards import PythonState
 from remat.graph_capture.python_state.tensor_attributes import with_attributes_of
+from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.outputs import flatten_dataclasses
 from remat.graph_capture.tracing.restore import ModuleAttributes
 from remat.graph_capture.tracing.signature import leaves_with_paths

@@ -10,21 +10,21 @@ Source: D. S. Parker, Monte Carlo Arithmetic, 1997.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.graph_capture.joint.nodes import is_getitem, plain_name
 from remat.graph_capture.joint.provenance import MODULE_KEY, SOURCE_KEY, path_in_model, source_of
+from remat.graph_capture.torch_private.core import pytree
+from remat.graph_capture.tracing.op_watcher import OpWatcher
 from remat.rewriter.graphs.rng import drawn
 
 
-class RoundingNoise(TorchDispatchMode):
+class RoundingNoise(OpWatcher):
     """In here, each new result is off by up to one unit in the last place of its dtype.
 
     Whole numbers stay as they are: they are counts and masks, and most are exact. So do results
@@ -36,15 +36,9 @@ class RoundingNoise(TorchDispatchMode):
         super().__init__()
         self._generators: dict[torch.device, torch.Generator] = {}
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the op, and move what it returns."""
-        results = func(*args, **(kwargs or {}))
+        results = func(*args, **kwargs)
         given = pytree.tree_leaves((args, kwargs))
         shares = any(result.alias_info is not None for result in func._schema.returns)
         if shares or not any(isinstance(leaf, Tensor) for leaf in given):
@@ -94,7 +88,7 @@ _ACCUMULATE_AT = {"index_put": 3, "_unsafe_index_put": 3, "_index_put_impl": 3, 
 """Ops that add so, each with the place of its argument `accumulate`."""
 
 
-class DeterministicReductions(TorchDispatchMode):
+class DeterministicReductions(OpWatcher):
     """Within the block such sums have one order, in which a rewritten step and eager are compared.
 
     Their bits then are the same or not. Without it, a plan that is wrong by a little could not be
@@ -102,15 +96,13 @@ class DeterministicReductions(TorchDispatchMode):
     setting itself is one that plans are made for: a rewritten module refuses to run in another.
     """
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the op."""
         if plain_name(func) not in _ACCUMULATE_AT:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         torch.use_deterministic_algorithms(True)
         try:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         finally:
             torch.use_deterministic_algorithms(False)
 
@@ -163,19 +155,18 @@ class _Op:
     line: str
 
 
-class _Ran(TorchDispatchMode):
+class _Ran(OpWatcher):
     """The ops that run, in order, with the user's lines."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ops: list[_Op] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note the op and run it."""
-        self.ops.append(_op(func, args, source_of(sys._getframe(1))))
-        return func(*args, **(kwargs or {}))
+        caller = sys._getframe(2)  # beyond the watcher's own
+        self.ops.append(_op(func, args, source_of(caller)))
+        return func(*args, **kwargs)
 
 
 def first_divergent_line(run: Callable[[], Any], graphs: Iterable[fx.GraphModule]) -> str:

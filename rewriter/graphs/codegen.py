@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from remat.graph_capture.joint.nodes import is_getitem
+from remat.graph_capture.torch_private.core import OP_NAMESPACES, OpOverload, pytree
+from remat.graph_capture.tracing.op_watcher import OpWatcher
 from remat.rewriter.graphs.result_gradients import Steps, marks, places_released
 
 # The quickest Python callables that run exactly a given ATen op.
@@ -31,15 +31,6 @@ from remat.rewriter.graphs.result_gradients import Steps, marks, places_released
 
 _Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
-_C: Any = torch._C
-_NAMESPACES: tuple[Any, ...] = (
-    _C._VariableFunctions,
-    torch.Tensor,
-    _C._nn,
-    _C._linalg,
-    _C._special,
-    _C._fft,
-)
 _REJECTED = (TypeError, ValueError, RuntimeError)
 """What a function raises if its parameters are not those of the op."""
 
@@ -54,7 +45,7 @@ class _OpBindings:
         """What to call in place of the node's target, with the same arguments."""
         target = node.target
         assert callable(target)
-        if not isinstance(target, torch._ops.OpOverload):
+        if not isinstance(target, OpOverload):
             return target
         args, kwargs = pytree.tree_map_only(
             fx.Node, lambda n: n.meta.get("val"), (tuple(node.args), dict(node.kwargs))
@@ -78,11 +69,11 @@ def _kind(leaf: Any) -> Any:
 
 
 def _quickest(
-    target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[..., Any]:
     name = target._opname
     if target.namespace == "aten" and torch.Tag.nondeterministic_seeded not in target.tags:
-        for space in _NAMESPACES:
+        for space in OP_NAMESPACES:
             candidate = getattr(space, name, None)
             if candidate is not None and _runs_same(candidate, target, args, kwargs):
                 return candidate
@@ -91,7 +82,7 @@ def _quickest(
 
 def _runs_same(
     candidate: Callable[..., Any],
-    target: torch._ops.OpOverload,
+    target: OpOverload,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> bool:
@@ -105,18 +96,16 @@ def _runs_same(
     return len(recorder.calls) == 1 and _same_call(recorder.calls[0], (target, args, kwargs))
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(OpWatcher):
     """Remembers each op that is run, with its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[_Call] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.calls.append((func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
+    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.calls.append((func, args, kwargs))
+        return func(*args, **kwargs)
 
 
 def _same_call(found: _Call, wanted: _Call) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, fx
-from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
 
 from remat.graph_capture.distributed.dtensors import is_beside_local_part
 from remat.graph_capture.joint.build import Joint
 from remat.graph_capture.joint.nodes import aten, is_tangent
 from remat.graph_capture.sizes.trace_over_sizes import Environment
+from remat.graph_capture.torch_private.aot import ViewAndMutationMeta
 from remat.rewriter.graphs.copies import CopyContext, CopyEmitter, copy_times, written_by
 from remat.rewriter.graphs.eager import EagerEmitter
 from remat.rewriter.graphs.emitter import Demand, as_module, emit_both

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-import torch.utils._pytree as pytree
 from torch import fx
 
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.graph import Op, Tier, TrainingGraph
 from remat.graph_capture.joint.nodes import is_tangent
+from remat.graph_capture.torch_private.core import pytree
 from remat.schedules.kept_in_forward import end_of_forward, live_after_forward
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 

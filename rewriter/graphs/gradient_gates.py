@@ -24,9 +24,13 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, fx
-from torch.autograd import Variable
-from torch.nn.parallel import DistributedDataParallel
 
+from remat.graph_capture.torch_private.core import (
+    DisableAutocast,
+    active_ddp_module,
+    current_graph_task_id,
+    queue_callback,
+)
 from remat.rewriter.graphs.codegen import Boxed, compile_in_steps
 from remat.rewriter.graphs.result_gradients import Released, places_released
 from remat.rewriter.graphs.updating import Updates
@@ -37,7 +41,6 @@ from remat.rewriter.graphs.updating import Updates
 # that runs right before it, in the same thread and the same pass of the engine, says so here.
 
 
-_C: Any = torch._C
 _Run = TypeVar("_Run")
 
 
@@ -49,13 +52,13 @@ class ExpectedBackward(Generic[_Run]):
 
     def expect(self, run: _Run) -> None:
         """The next backward of this thread is of `run`."""
-        self._of_thread.said = run, _C._current_graph_task_id()
+        self._of_thread.said = run, current_graph_task_id()
 
     def take(self) -> _Run | None:
         """What was said in this pass, if anything."""
         run, task = getattr(self._of_thread, "said", (None, -1))
         self._of_thread.said = None, -1
-        return run if task == _C._current_graph_task_id() else None
+        return run if task == current_graph_task_id() else None
 
 
 _expected: ExpectedBackward[tuple[Running, frozenset[int]]] = ExpectedBackward()
@@ -90,17 +93,16 @@ class Running:
 
     def begin(self, steps: Iterator[Released], unreached: frozenset[int]) -> None:
         """Let the gates go on with `steps` in this pass of the engine."""
-        task = _C._current_graph_task_id()
+        task = current_graph_task_id()
         self.passes[task] = _Pass(steps, unreached)
         # What is left of a pass that wants few gradients goes with it.
-        engine: Any = Variable._execution_engine
-        engine.queue_callback(lambda: self.passes.pop(task, None))
+        queue_callback(lambda: self.passes.pop(task, None))
         if self.updates:
-            engine.queue_callback(self.updates.begin(self.parameters))
+            queue_callback(self.updates.begin(self.parameters))
 
     def gradients(self, gate: int) -> dict[int, Tensor]:
         """The gradients that are final at a gate, by place."""
-        now = self.passes.get(_C._current_graph_task_id())
+        now = self.passes.get(current_graph_task_id())
         return now.up_to(gate, len(self.gradient_gates.gates) - 1) if now else {}
 
 
@@ -195,7 +197,7 @@ class _Gate(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         _, *given = gradients
         # AOTAutograd runs backward without autocast, too.
-        with _C._DisableAutocast():
+        with DisableAutocast():
             found = ctx.running.gradients(ctx.number)
         places = ctx.running.gradient_gates.gates[ctx.number]
         sums = [_sum(found.pop(p, None), g) for p, g in zip(places, given, strict=True)]
@@ -224,7 +226,7 @@ _MOST_EXACT_RANKS = 2
 
 def is_order_noted() -> bool:
     """Whether the DDP that runs now makes its buckets in the order of this step's gradients."""
-    wrapper: Any = DistributedDataParallel._get_active_ddp_module()
+    wrapper = active_ddp_module()
     if wrapper is None or wrapper._has_rebuilt_buckets:
         return False
     # As DDP's reducer decides it: with a static graph it looks for no unused parameters.

@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._functorch._aot_autograd.schemas import (
-    MemoryFormatMeta,
-    PlainTensorMeta,
-    ViewAndMutationMeta,
-)
-from torch._prims_common import suggest_memory_format
 from torch.fx.node import has_side_effect
 
 from remat.graph_capture.distributed.dtensors import is_beside_local_part
 from remat.graph_capture.joint.build import Joint
 from remat.graph_capture.joint.nodes import aten, is_tangent, tensors_of, written_inputs
 from remat.graph_capture.joint.provenance import path_in_model
+from remat.graph_capture.torch_private.aot import (
+    MemoryFormatMeta,
+    PlainTensorMeta,
+    ViewAndMutationMeta,
+)
+from remat.graph_capture.torch_private.core import suggest_memory_format
 
 _RESHAPES = (aten.view.default, aten._unsafe_view.default)
 _OWN_STRIDES = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)

@@ -28,6 +28,7 @@ from torch import Tensor, fx
 
 from remat.graph_capture.devices.known_devices import is_cuda
 from remat.graph_capture.errors import RandomStreamError
+from remat.graph_capture.torch_private.core import OpOverload
 
 # States of torch's random streams, as tensors on the host with room for a note.
 #
@@ -225,7 +226,7 @@ def _draw_from_default(
 @functools.cache
 def form_with_generator(op: Callable[..., Any]) -> Callable[..., Any] | None:
     """The overload of `op` that takes a generator, None where there is none."""
-    if not isinstance(op, torch._ops.OpOverload):
+    if not isinstance(op, OpOverload):
         return None
     name = op._overloadname
     names = ("generator",) if name == "default" else (f"{name}_generator",)

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.float_inputs.inputs import FloatArgument, FloatInputs
 from remat.graph_capture.sizes.expressions import FloatOfSizes, SizeArgument
 from remat.graph_capture.sizes.trace_over_sizes import SYMBOLIC, Environment
+from remat.graph_capture.torch_private.core import pytree
 
 
 class FloatSource:

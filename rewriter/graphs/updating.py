@@ -17,15 +17,18 @@ from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.joint.optimizers import parameter_groups, require_known, step_alone
+from remat.graph_capture.torch_private.core import (
+    active_ddp_module,
+    current_graph_task_id,
+    keeps_graph,
+)
 
 # Notices a training loop that clips gradients which updates during backward have used.
 #
@@ -95,9 +98,6 @@ def _line_of(code: CodeType, name: str) -> int:
     return line
 
 
-_C: Any = torch._C
-
-
 class Updates:
     """The updates of one rewritten module.
 
@@ -118,8 +118,7 @@ class Updates:
         """Refuse a forward whose gradients wrappers are waiting for; warn of one that clips."""
         if not self.paused:
             self._clipping.look()
-        wrapper: Any = DistributedDataParallel
-        if not self.paused and wrapper._active_ddp_module is not None:
+        if not self.paused and active_ddp_module() is not None:
             raise RewriteError(
                 f"the {self.kind} updates its parameters during backward, and "
                 "DistributedDataParallel around it averages their gradients over the ranks first: "
@@ -136,13 +135,13 @@ class Updates:
         if self.paused:
             return
         require_known(self.optimizer)
-        if _C._autograd._get_current_graph_task_keep_graph():
+        if keeps_graph():
             raise RewriteError(
                 f"backward with retain_graph=True through the {self.kind}, which updates its "
                 "parameters meanwhile: another backward would read the new ones. Call backward "
                 "once, or, for all but the last one, within remat.accumulating(module)"
             )
-        now = _C._current_graph_task_id()
+        now = current_graph_task_id()
         if self._last_pass == now:
             raise RewriteError(
                 f"one backward through two forwards of the {self.kind}, which updates its "

@@ -13,11 +13,11 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch._dynamo import compiled_autograd, config
 
 from remat.graph_capture.errors import RewriteError
+from remat.graph_capture.torch_private.aot import compiled_autograd, dynamo_config
+from remat.graph_capture.torch_private.core import current_graph_task_id, pytree
 from remat.graph_capture.tracing.outputs import leaves_in
 from remat.graph_capture.tracing.step_module import is_inside_checkpoint
 from remat.rewriter.graphs.result_gradients import GradientFacts
@@ -139,7 +139,7 @@ class BackwardGuards:
 
         Eager would add the terms of both backwards in another order.
         """
-        now = torch._C._current_graph_task_id()
+        now = current_graph_task_id()
         if self.facts.summed and _last_pass.get(self.model) == now:
             raise RewriteError(
                 f"one backward through two forwards of the rewritten {self._kind}: the gradient of "
@@ -159,7 +159,7 @@ class BackwardGuards:
 
 def is_of_a_plan() -> bool:
     """Whether a rewritten step has a part in the backward that is running."""
-    return torch._C._current_graph_task_id() in _last_pass.values()
+    return current_graph_task_id() in _last_pass.values()
 
 
 def _has_hook(tensor: Tensor) -> bool:
@@ -202,7 +202,7 @@ def refuse_compiled_autograd() -> None:
     ------
     RewriteError : compiled autograd is switched on.
     """
-    if config.compiled_autograd or compiled_autograd.compiled_autograd_enabled:
+    if dynamo_config.compiled_autograd or compiled_autograd.compiled_autograd_enabled:
         raise RewriteError(
             "compiled autograd is on, which compiles backward anew as a part of its own graph: the "
             "order of a plan is lost there, and with it the peak. Leave out "

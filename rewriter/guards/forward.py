@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from remat.graph_capture.distributed.dtensors import dtensor_layout, is_distributed
@@ -33,6 +32,7 @@ from remat.graph_capture.python_state.state_guards import (
 )
 from remat.graph_capture.python_state.tensor_attributes import first_other, kept_attributes
 from remat.graph_capture.refusals import Hooked, distributed_message, hook_tables, unheard_hook
+from remat.graph_capture.torch_private.core import enabled_backends, pytree
 from remat.graph_capture.tracing.attribute_writes import InitialisedOnce, out_of_step, short
 from remat.graph_capture.tracing.recipe import Recipe, autocast_state
 from remat.graph_capture.tracing.resident import tied_places
@@ -166,13 +166,9 @@ _NAMES = (
 def _settings() -> _Settings:
     """The values of the settings now, in the order of `_NAMES`."""
     return (
-        torch._C._get_mkldnn_enabled(),
-        torch._C._get_cudnn_enabled(),
-        torch._C._get_flash_sdp_enabled(),
-        torch._C._get_mem_efficient_sdp_enabled(),
-        torch._C._get_math_sdp_enabled(),
+        *enabled_backends(),
         torch.get_default_dtype(),
-        torch._C._get_deterministic_algorithms(),
+        torch.are_deterministic_algorithms_enabled(),
         torch.is_autocast_cache_enabled(),
     )
 

@@ -16,11 +16,14 @@ from collections.abc import Generator
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch._inductor import config
-from torch._inductor.choices import InductorChoices
-from torch._inductor.codegen.cpp import CppScheduling
-from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
-from torch._inductor.virtualized import V
+from remat.graph_capture.torch_private.inductor import (
+    BaseSchedulerNode,
+    CppScheduling,
+    InductorChoices,
+    Scheduler,
+    V,
+    inductor_config,
+)
 
 
 class _BetweenCalls(InductorChoices):
@@ -67,7 +70,10 @@ def calls_in_order(is_asked: bool) -> Generator[None]:
     backend: Any = CppScheduling
     most, backend.MAX_FUSED_KERNEL_ARGS_NUM = backend.MAX_FUSED_KERNEL_ARGS_NUM, 0
     try:
-        with V.set_choices_handler(_BetweenCalls()), config.patch(allow_buffer_reuse=False):
+        with (
+            V.set_choices_handler(_BetweenCalls()),
+            inductor_config.patch(allow_buffer_reuse=False),
+        ):
             yield
     finally:
         backend.MAX_FUSED_KERNEL_ARGS_NUM = most

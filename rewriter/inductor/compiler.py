@@ -15,10 +15,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
-from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
@@ -27,12 +23,19 @@ from remat.graph_capture.joint.build import Joint
 from remat.graph_capture.joint.exact_ops import DROPOUT_BACKWARD
 from remat.graph_capture.joint.nodes import aten, copy_of, is_getitem, mutates, target_name
 from remat.graph_capture.joint.provenance import FUNCTION_KEY, SOURCE_KEY
+from remat.graph_capture.torch_private.core import FakeTensor, FakeTensorMode
+from remat.graph_capture.torch_private.inductor import (
+    REALIZE,
+    compile_fx_inner,
+    inductor_config,
+    select_decomp_table,
+)
 from remat.rewriter.graphs.codegen import Boxed
 from remat.rewriter.graphs.emit import emit
 from remat.rewriter.graphs.rng import save_rng_state, set_rng_state
 from remat.rewriter.inductor.choices import calls_in_order
 from remat.rewriter.inductor.functional_draws import make_functional, underlying
-from remat.rewriter.inductor.fused_emit import MOVED, REALIZE
+from remat.rewriter.inductor.fused_emit import MOVED
 from remat.rewriter.inductor.fused_nodes import is_generated, is_inlined, shares_storage
 from remat.rewriter.inductor.kernel_costs import CallCosts
 from remat.rewriter.inductor.partition import CONFIG

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import torch
 from torch import fx
-from torch._inductor import test_operators
 
 from remat.graph_capture.distributed.collectives import wait_nodes
 from remat.graph_capture.graph import TANGENTS, Op
 from remat.graph_capture.joint.nodes import is_getitem
+from remat.graph_capture.torch_private.inductor import REALIZE
 from remat.rewriter.graphs.emitter import Demand, Emitter, as_module, emit_both
 from remat.rewriter.inductor.fused_graph import FusedJoint
 from remat.rewriter.inductor.fused_nodes import is_generated, is_inlined, shares_storage
 from remat.schedules.schedule import Compute, Free, Schedule
 
-REALIZE = torch.ops._inductor_test.realize.default
-"""Inductor's own op to have a result stored. Kernels that read what it returns make no copy of it.
-
-Left to itself, Inductor keeps what a cheap result is made of and makes it again in each reader: the
-4 bytes of each random number instead of the 1 of its mask. On a GPT of two layers, `realize` took
-the peak of one tight plan from 12.5 to 8.5 MB.
-"""
 MOVED = frozenset({torch.ops.aten.mm.default})
 """Calls that Inductor makes one with an addition, at the place of the addition.
 
 For tied weights, a product moved there would hold the logits' gradient to the end of backward.
 """
-assert test_operators, "it registers the op"
 
 
 class _FusedEmitter(Emitter[FusedJoint]):

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._inductor import inductor_prims
-from torch._ops import HigherOrderOperator
 
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.nodes import (
@@ -23,7 +21,9 @@ from remat.graph_capture.joint.nodes import (
     storage_key,
     tensors_of,
 )
-from remat.rewriter.torch_compat import loses_gradients
+from remat.graph_capture.torch_private.core import HigherOrderOperator
+from remat.graph_capture.torch_private.inductor import inductor_prims
+from remat.graph_capture.torch_private.releases import loses_gradients
 
 _prims = torch.ops.prims
 

@@ -11,14 +11,7 @@ from typing import Any
 import msgspec
 import torch
 from torch import fx
-from torch._dispatch.python import no_python_dispatcher
-from torch._guards import TracingContext, tracing
-from torch._inductor import config as inductor_config
-from torch._inductor import inductor_prims
-from torch._inductor.compile_fx import compile_fx_inner
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-from torch.utils._python_dispatch import _disable_current_modes
 
 from remat.graph_capture.costs.cache import CostCache, OpCost, WholeStepTimes
 from remat.graph_capture.costs.op_costs import ESTIMATED_BYTES_PER_US
@@ -33,6 +26,19 @@ from remat.graph_capture.distributed.collectives import local_runner
 from remat.graph_capture.distributed.fake_group import run_locally
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.graph_capture.joint.nodes import aten, fresh_storages, node_inputs, tensors_of
+from remat.graph_capture.torch_private.core import (
+    FakeTensorMode,
+    TracingContext,
+    disable_current_modes,
+    no_python_dispatcher,
+    tracing,
+    unset_fake_temporarily,
+)
+from remat.graph_capture.torch_private.inductor import (
+    compile_fx_inner,
+    inductor_config,
+    inductor_prims,
+)
 from remat.rewriter.inductor.fused_graph import FusedJoint, is_added_product
 from remat.rewriter.inductor.fused_nodes import (
     SEEDED_DRAWS,
@@ -125,7 +131,7 @@ def _kernel(part: str) -> Callable[[], Any]:
 def _on_its_own() -> Generator[None]:
     """Real tensors and plain kernels, whatever is being compiled around this."""
     with (
-        no_python_dispatcher(), _disable_current_modes(), unset_fake_temporarily(), torch.no_grad()
+        no_python_dispatcher(), disable_current_modes(), unset_fake_temporarily(), torch.no_grad()
     ):  # fmt: skip
         yield
 
@@ -253,7 +259,7 @@ class CallCosts:
 def for_real(meter: Meter) -> Generator[None]:
     """Real tensors and plain kernels, even in the middle of a compilation."""
     with (
-        no_python_dispatcher(), _disable_current_modes(), unset_fake_temporarily(), meter.quiet()
+        no_python_dispatcher(), disable_current_modes(), unset_fake_temporarily(), meter.quiet()
     ):  # fmt: skip
         yield
 

@@ -16,30 +16,30 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
-from torch._inductor import compile_fx, config, ir
-from torch._inductor.codegen import wrapper as lines_of
-from torch._inductor.codegen.cpp import (
-    CppKernel,
-    CppKernelProxy,
-    CppScheduling,
-    KernelGroup,
-    LoopNest,
-    TilingSelect,
-)
-from torch._inductor.codegen.cpp_utils import LocalBufferContext
-from torch._inductor.exc import InductorError
-from torch._inductor.graph import GraphLowering
-from torch._inductor.loop_body import MemoryUsageType
-from torch._inductor.scheduler import SchedulerNode
-from torch._inductor.virtualized import V
-from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensor
 
 from remat.graph_capture.devices.known_devices import allocator_rounding
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.joint.nodes import copy_of, tensors_of
+from remat.graph_capture.torch_private.core import FakeTensor, HigherOrderOperator, pytree
+from remat.graph_capture.torch_private.inductor import (
+    CppKernel,
+    CppKernelProxy,
+    CppScheduling,
+    GraphLowering,
+    InductorError,
+    KernelGroup,
+    LocalBufferContext,
+    LoopNest,
+    MemoryUsageType,
+    SchedulerNode,
+    TilingSelect,
+    V,
+    compile_fx_inner,
+    inductor_config,
+    ir,
+    wrapper_lines,
+)
 from remat.rewriter.inductor.fused_nodes import subgraphs
 
 # Calls in Inductor's code as fx nodes, with the strides that their arguments really have.
@@ -174,7 +174,7 @@ class _SkippedKernel(CppKernelProxy):
             return nest
         bodies = [_localized(partial(_body, node)) for node in self._nodes]
         sizes = [node.group[1] for node in self._nodes]
-        with config.patch(inplace_buffers=False):
+        with inductor_config.patch(inplace_buffers=False):
             # torch 2.11 gives these two alone, later releases more.
             factors, indices, *_ = TilingSelect().select_tiling(bodies, sizes)
         for index in indices:
@@ -288,11 +288,9 @@ def lower(
     graph = copy_of(gm)
     graph.graph.find_nodes(op="output")[0].meta["user_visible_output_idxs"] = list(visible)
     # Of code that Inductor has cached, there would be no lines to read.
-    with _stopped_after_codegen() as found, config.patch(fx_graph_cache=False):
+    with _stopped_after_codegen() as found, inductor_config.patch(fx_graph_cache=False):
         try:
-            compile_fx.compile_fx_inner(
-                graph, list(inputs), is_backward=is_backward, static_input_idxs=()
-            )
+            compile_fx_inner(graph, list(inputs), is_backward=is_backward, static_input_idxs=())
         except InductorError:
             if not found:
                 raise
@@ -422,4 +420,4 @@ _READERS: dict[str, Callable[[GraphLowering, Any, set[str]], Iterator[Event]]] =
     "ExternKernelAllocLine": _call,
     "MultiOutputLine": _element,
 }
-assert set(_READERS) <= set(dir(lines_of)), "Inductor has renamed lines of its wrapper"
+assert set(_READERS) <= set(dir(wrapper_lines)), "Inductor has renamed lines of its wrapper"

@@ -14,14 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._functorch.config as functorch_config
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._guards import detect_fake_mode
-from torch._inductor import config
-from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from remat.graph_capture.costs.cache import OpCost
 from remat.graph_capture.devices.known_devices import allocator_rounding
@@ -36,6 +29,16 @@ from remat.graph_capture.joint.nodes import (
     storage_key,
 )
 from remat.graph_capture.refusals import refuse_sparse
+from remat.graph_capture.torch_private.aot import (
+    functorch_config,
+    min_cut_rematerialization_partition,
+)
+from remat.graph_capture.torch_private.core import detect_fake_mode, pytree
+from remat.graph_capture.torch_private.inductor import (
+    CustomPartitionerFn,
+    compile_fx_inner,
+    inductor_config,
+)
 from remat.graph_capture.tracing.resident import storage_bytes
 from remat.rewriter.inductor.choices import calls_in_order
 from remat.rewriter.inductor.fused_emit import emit_fused
@@ -318,7 +321,7 @@ class Partitioner(CustomPartitionerFn):
         so the compiler itself brings what a plan needs.
         """
         is_kept = bool(self.name())
-        with calls_in_order(self.holds_order), config.patch(fx_graph_cache=is_kept):
+        with calls_in_order(self.holds_order), inductor_config.patch(fx_graph_cache=is_kept):
             return compile_fx_inner(*args, **kwargs)
 
     def uuid(self) -> str | None:

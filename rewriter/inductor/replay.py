@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, fx
 
 from remat.graph_capture.joint.nodes import is_tangent, storage_key
+from remat.graph_capture.torch_private.releases import holds_tangents
 from remat.rewriter.inductor.lowering import Event, Lowered, lower
-from remat.rewriter.torch_compat import holds_tangents
 
 _Workspaces = Callable[[Sequence[fx.Node]], Sequence[int]]
 

@@ -18,10 +18,10 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import torch.utils._pytree as pytree
 
 from remat.graph_capture.errors import PlanError, TextError
 from remat.graph_capture.files import decode_json
+from remat.graph_capture.torch_private.core import pytree
 
 _PROTOCOL = 1
 _MOST_DEPTH = 100

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
-from torch._subclasses import FakeTensorMode
 from torch.export.pt2_archive import PT2ArchiveWriter
 
 from remat.graph_capture.devices.placement import resolved_device
@@ -28,6 +26,7 @@ from remat.graph_capture.sizes.at_sizes import ranged_graph_of
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.sizes.ranged_signature import RangedSignature
 from remat.graph_capture.sizes.symbols import Place, as_symbol
+from remat.graph_capture.torch_private.core import FakeTensorMode, pytree
 from remat.graph_capture.tracing.option_pairs import require_compatible
 from remat.graph_capture.tracing.recipe import Recipe, keep_recipe, require_switches
 from remat.graph_capture.tracing.step_module import LossFunction

@@ -10,12 +10,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from remat.graph_capture.distributed.collectives import is_wait
 from remat.graph_capture.joint.nodes import is_getitem, storage_key, tensors_of
+from remat.graph_capture.torch_private.core import OpOverloadPacket
 from remat.rewriter.graphs.result_gradients import marks, release_gradients
 from remat.rewriter.graphs.rng import draw_noting, drawn
 
@@ -149,7 +149,7 @@ def storages_in_order(storages: frozenset[Storage]) -> list[Storage]:
 def is_heavy(node: fx.Node) -> bool:
     """Whether an op is one of those that models spend their time in: products, convolutions."""
     packet = getattr(drawn(node)[0], "overloadpacket", None) if node.op == "call_function" else None
-    return isinstance(packet, torch._ops.OpOverloadPacket) and packet in flop_registry
+    return isinstance(packet, OpOverloadPacket) and packet in flop_registry
 
 
 def is_mark(node: fx.Node) -> bool:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.parallel import DistributedDataParallel
 
 from remat.graph_capture.errors import RewriteError
+from remat.graph_capture.torch_private.core import active_ddp_module, will_execute_node
 from remat.rewriter.graphs.codegen import Boxed, compile_boxed, compile_in_steps
 from remat.rewriter.graphs.gradient_gates import ExpectedBackward
 from remat.rewriter.split_backward.dependencies import SplitBytes
@@ -76,7 +76,6 @@ class SplitGraphs:
 
 
 _expected: ExpectedBackward[SplitRun] = ExpectedBackward()
-_C: Any = torch._C
 
 
 class SplitCode:
@@ -128,7 +127,7 @@ class SplitRun:
         given.clear()
         results = self.code.run_inputs(taken)
         n_results = self.code.graphs.n_results
-        if self._sink is not None and _C._will_engine_execute_node(self._sink):
+        if self._sink is not None and will_execute_node(self._sink):
             wanted = {p: t for p, t in self.parameters.items() if p not in self.unreached}
             self.leave(_Waiting(self.code, wanted, list(results[n_results:])))
         return list(results[:n_results])
@@ -246,7 +245,7 @@ class StepSplit:
         ------
         RewriteError : gradients of an earlier backward were not added, or DDP runs around it.
         """
-        if DistributedDataParallel._get_active_ddp_module() is not None:
+        if active_ddp_module() is not None:
             raise RewriteError(
                 f"DistributedDataParallel would reduce the gradients of {self.code.kind} before "
                 "those of its weights are made, in the second part of its backward: wrap it by "

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from remat.graph_capture.torch_private.core import queue_callback
 from remat.graph_capture.tracing.outputs import leaves_in
 from remat.rewriter.checking.audit import audits_paused
 from remat.rewriter.guards.backward import OnlyLooks, is_of_a_plan
@@ -137,7 +138,7 @@ class Unplanned:
         self._cause = functools.partial(self._of_eval, self._name(module))
         self._watch(module)
         end = functools.partial(self._after_eval, before)
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+        queue_callback(end)
 
     def _after_eval(self, before: Callable[[], str] | None) -> None:
         self._is_in_eval = False

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from remat.cluster.apply.cluster_mesh import CP
@@ -31,6 +30,7 @@ from remat.cluster.model_part import (
     cut_dimension,
 )
 from remat.graph_capture.errors import CaptureError, PlanError
+from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.step_module import apply_loss
 from remat.rewriter.user_module.own_forward import shell_with
 

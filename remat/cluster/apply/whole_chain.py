@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from remat.cluster.capture.chain_shape import ChainShape
@@ -19,6 +18,7 @@ from remat.cluster.model_part import beside_blocks
 from remat.cluster.opened_chain import tied_weights
 from remat.cluster.plan_file import MAKE_AGAIN, ClusterFile
 from remat.graph_capture.errors import CaptureError, PlanError
+from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.fake_tensors import has_storage
 
 # The blocks of each stage of a plan, in the order of the model.

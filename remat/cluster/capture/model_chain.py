@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.blocks import matching_blocks
 from remat.graph_capture.tracing.step_module import apply_loss
 

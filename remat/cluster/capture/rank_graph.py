@@ -14,8 +14,6 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.distributed._functional_collectives as collectives
-import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from remat.cluster.capture.chain_shape import ChainShape, SplitRole
@@ -33,6 +31,11 @@ from remat.graph_capture.distributed.collectives import (
 from remat.graph_capture.distributed.fake_group import FakeGroups
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Op, Resident, TrainingGraph
+from remat.graph_capture.torch_private.core import (
+    all_gather_autograd,
+    pytree,
+    reduce_scatter_autograd,
+)
 from remat.graph_capture.tracing.step_module import apply_loss
 from remat.graph_capture.tracing.trace import Trace, trace
 
@@ -48,13 +51,6 @@ from remat.graph_capture.tracing.trace import Trace, trace
 
 SEQUENCE = 1
 """The dimension of a batch and a border that counts tokens, along which they are split."""
-# Torch 2.13 gave these two another name.
-_gather_along: Any = getattr(collectives, "all_gather_single_autograd", None) or (
-    collectives.all_gather_tensor_autograd
-)
-_scatter_along: Any = getattr(collectives, "reduce_scatter_single_autograd", None) or (
-    collectives.reduce_scatter_tensor_autograd
-)
 
 
 class _Gathers(nn.Module):
@@ -67,8 +63,8 @@ class _Gathers(nn.Module):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The inner module, with every token for all of what follows."""
         if self.behind:
-            return _gather_along(self.inner(x, *args, **kwargs), SEQUENCE, self.group)
-        return self.inner(_gather_along(x, SEQUENCE, self.group), *args, **kwargs)
+            return all_gather_autograd(self.inner(x, *args, **kwargs), SEQUENCE, self.group)
+        return self.inner(all_gather_autograd(x, SEQUENCE, self.group), *args, **kwargs)
 
 
 class _Scatters(nn.Module):
@@ -80,7 +76,7 @@ class _Scatters(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The rank's tokens of the sum."""
-        return _scatter_along(self.inner(x), "sum", SEQUENCE, self.group)
+        return reduce_scatter_autograd(self.inner(x), "sum", SEQUENCE, self.group)
 
 
 class _OnRank(nn.Module):

@@ -14,22 +14,20 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as collectives
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from remat.cluster.capture.chain_shape import ChainPosition, ChainShape, SplitRole, shares_heads
 from remat.cluster.capture.model_chain import ChainModel
 from remat.graph_capture.distributed.dtensors import is_distributed
 from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.torch_private.core import all_to_all_autograd, pytree
+from remat.graph_capture.tracing.op_watcher import CallWatcher, OpWatcher
 
 # Calls of torch's fused attention in a forward, seen with their arguments by name.
 
@@ -37,16 +35,14 @@ from remat.graph_capture.errors import CaptureError
 _POSITIONAL = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
-class AttentionMode(TorchFunctionMode):
+class AttentionMode(CallWatcher):
     """Has `attend` in the place of torch's fused attention; all other calls are torch's."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        given = dict(kwargs or {})
+    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `func`, or `attend` in its place."""
         if func is not nn.functional.scaled_dot_product_attention:
-            return func(*args, **given)
-        return self.attend(**{**dict(zip(_POSITIONAL, args, strict=False)), **given})
+            return func(*args, **kwargs)
+        return self.attend(**dict(zip(_POSITIONAL, args, strict=False)), **kwargs)
 
     @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
@@ -131,7 +127,7 @@ class HeadsOverRanks(AttentionMode):
     def _exchanged(self, t: Tensor) -> Tensor:
         """The i-th part of it goes to the i-th rank."""
         flat = t.contiguous().flatten()
-        return collectives.all_to_all_single_autograd(flat, None, None, self.group).view(t.shape)
+        return all_to_all_autograd(flat, None, None, self.group).view(t.shape)
 
 
 # Torch's fused attention in a forward without storage: what it takes, and whether it is split.
@@ -212,7 +208,7 @@ def _hooks(watcher: _Watcher, chain: ChainModel) -> Iterator[Any]:
             yield module.register_forward_hook(watcher.after_block(number))
 
 
-class _Watcher(TorchDispatchMode):
+class _Watcher(OpWatcher):
     """Follows borders, and what is split, through a forward."""
 
     def __init__(self, chain: ChainModel) -> None:
@@ -250,10 +246,8 @@ class _Watcher(TorchDispatchMode):
             shape.unsplit = "no linear layer of it reads what another one makes"
         return shape
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
         read = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         made = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
         self._note_reads(func, read)
@@ -284,7 +278,7 @@ class _Watcher(TorchDispatchMode):
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         if self.inside not in (None, 0) or func.overloadpacket not in flop_registry:
             return
-        flops = int(flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=result))
+        flops = int(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result))
         if str(func) in _PRODUCTS:
             self.shape.products_flops[self.place] += flops
         else:

@@ -1,0 +1,1 @@
+"""The private parts of torch that remat stands on: no other file names one."""

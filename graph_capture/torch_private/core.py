@@ -1,0 +1,199 @@
+"""Private parts that `import torch` brings along, and the collectives that a graph can hold."""
+
+# ruff: noqa: F401
+# pyright: reportUnusedImport=false
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch._C import DispatchKey
+from torch._C._distributed_c10d import FakeWork, ProcessGroup, Work
+from torch._C._profiler import RecordScope
+from torch._dispatch.python import no_python_dispatcher
+from torch._guards import CompileContext, TracingContext, compile_context, detect_fake_mode, tracing
+from torch._higher_order_ops import effects as _effects
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch._prims_common import (
+    compute_elementwise_output_strides,
+    make_contiguous_strides_for,
+    suggest_memory_format,
+)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.distributed import _functional_collectives as _collectives
+from torch.distributed._functional_collectives import REDUCE_OP_TO_STR
+from torch.nn.modules import module as _modules
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import checkpoint as _checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_mode_stack
+
+_C: Any = torch._C
+
+# Autograd's engine, autocast and the profiler.
+
+current_graph_task_id: Callable[[], int] = _C._current_graph_task_id
+"""Of the pass of autograd's engine that this thread runs; -1 outside of one."""
+keeps_graph: Callable[[], bool] = _C._autograd._get_current_graph_task_keep_graph
+will_execute_node: Callable[[Any], bool] = _C._will_engine_execute_node
+saved_tensor_hooks: Callable[[bool], Any] = _C._autograd._top_saved_tensors_default_hooks
+DisableAutocast: Any = _C._DisableAutocast
+DisableTorchFunction: Any = _C.DisableTorchFunction
+
+prepare_profiler: Callable[..., None] = _C._autograd._prepare_profiler
+enable_profiler: Callable[..., None] = _C._autograd._enable_profiler
+disable_profiler: Callable[[], Any] = _C._autograd._disable_profiler
+RecordFunctionFast: Any = _C._profiler._RecordFunctionFast
+
+
+def queue_callback(callback: Callable[[], Any]) -> None:
+    """Have autograd's engine call this at the end of its pass."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+# Ops, and who sees them.
+
+OP_NAMESPACES: tuple[Any, ...] = (
+    _C._VariableFunctions, Tensor, _C._nn, _C._linalg, _C._special, _C._fft,
+)  # fmt: skip
+"""Where torch's parsers for single ops are: quicker than those of `torch.ops`."""
+has_kernel: Callable[[str, str], bool] = _C._dispatch_has_kernel_for_dispatch_key
+dispatch_keys: Callable[[Tensor], Any] = _C._dispatch_keys
+from_functional: Callable[[Tensor], Tensor] = torch._from_functional_tensor
+is_functorch_wrapped: Callable[[Tensor], bool] = _C._functorch.is_functorch_wrapped_tensor
+SelectiveCheckpointMode: Any = _checkpoint._CachingTorchDispatchMode
+CheckpointHook: Any = _checkpoint._checkpoint_hook
+
+
+def functional_mode() -> Any:
+    """The mode that makes a trace functional; None outside of one."""
+    return _C._get_dispatch_mode(_C._TorchDispatchModeKey.FUNCTIONAL)
+
+
+# Ops that only raise an error for some values stay in the graph.
+#
+# torch 2.11 takes them for ops without an effect, as nothing reads them, and drops them. The plan
+# of a model that calls `torch.linalg.cholesky` would go on with NaN where eager raises. Later
+# releases know that they have one. With every release they are refused (`refusals.py`).
+
+
+_CHECKING_OPS = ("aten::_linalg_check_errors",)
+
+
+@contextlib.contextmanager
+def checks_kept() -> Generator[None]:
+    """While tracing, let torch know that these ops have an effect."""
+    torchs: Any = _effects
+    with contextlib.ExitStack() as stack:
+        for op in _CHECKING_OPS:
+            if torchs._get_effect(op) is None:
+                ordered = torchs._EffectType.ORDERED
+                stack.callback(torchs._register_effectful_op(op, ordered).destroy)
+        yield
+
+
+# Collectives of a graph, which return what `torch.distributed` writes in place.
+
+
+_in_graphs: Any = _collectives
+c10d_ops: Any = torch.ops._c10d_functional
+all_to_all_autograd: Any = _in_graphs.all_to_all_single_autograd
+# Torch 2.13 gave these two another name.
+all_gather_autograd: Any = getattr(_in_graphs, "all_gather_single_autograd", None) or (
+    _in_graphs.all_gather_tensor_autograd
+)
+reduce_scatter_autograd: Any = getattr(_in_graphs, "reduce_scatter_single_autograd", None) or (
+    _in_graphs.reduce_scatter_tensor_autograd
+)
+
+
+def fake_store() -> Any:
+    """The store of the fake process group, whose backend is registered with it."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+# What torch is told.
+
+
+def enabled_backends() -> tuple[bool, ...]:
+    """Of mkldnn, cuDNN, and flash, memory-efficient and plain attention.
+
+    `torch.backends` answers the same in ten times the time, 7 us, and this is asked at each step.
+    """
+    return (
+        _C._get_mkldnn_enabled(),
+        _C._get_cudnn_enabled(),
+        _C._get_flash_sdp_enabled(),
+        _C._get_mem_efficient_sdp_enabled(),
+        _C._get_math_sdp_enabled(),
+    )
+
+
+fake_tensor_log = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+@contextlib.contextmanager
+def compiling_and_exporting(*flags: bool) -> Generator[None]:
+    """Set what `torch.compiler.is_compiling` and `is_exporting` return."""
+    compiler: Any = torch.compiler
+    before = compiler._is_compiling_flag, compiler._is_exporting_flag
+    compiler._is_compiling_flag, compiler._is_exporting_flag = flags
+    try:
+        yield
+    finally:
+        compiler._is_compiling_flag, compiler._is_exporting_flag = before
+
+
+# Modules and their hooks.
+
+module_call_code: Any = nn.Module._call_impl.__code__
+"""The code that calls the forward of every module."""
+has_global_hook: Callable[[], Any] = _modules._has_any_global_hook
+
+
+def global_hooks() -> Iterator[Callable[..., Any]]:
+    """Hooks on all modules, of each kind."""
+    of_forward = (_modules._global_forward_pre_hooks, _modules._global_forward_hooks)
+    of_backward = (_modules._global_backward_pre_hooks, _modules._global_backward_hooks)
+    for table in (*of_forward, *of_backward):
+        yield from table.values()
+
+
+def active_ddp_module() -> Any:
+    """The `DistributedDataParallel` whose forward runs; None outside of one."""
+    return DistributedDataParallel._get_active_ddp_module()
+
+
+# CUDA. A build without it lacks some of these functions, so they are looked up when called.
+
+
+def clear_cublas_workspaces() -> None:
+    """Free what cuBLAS keeps in any thread."""
+    _C._cuda_clearCublasWorkspaces()
+
+
+def cuda_sleep(cycles: int) -> None:
+    """Keep the current stream busy."""
+    torch.cuda._sleep(cycles)
+
+
+def takes_cudnn_batch_norm(*inputs: Tensor, eps: float) -> bool:
+    """Whether a batch norm in training, of input, weight, bias, mean and variance, is cuDNN's."""
+    backend = _C._select_batch_norm_backend(*inputs, True, eps)
+    return backend == _C._BatchNormBackend.Cudnn
+
+
+def cudnn_batch_norm_reserve_bytes(x: Tensor) -> int:
+    """What cuDNN's batch norm in training reserves for its backward."""
+    return _C._get_cudnn_batch_norm_reserve_space_size(x, True)
