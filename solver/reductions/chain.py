@@ -13,23 +13,13 @@ are next to the solver: the rules that stand in for it keep none.
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any
 
+from remat.schedules.levers import REDUCTIONS, attribute_at
 from remat.solver.reductions.pairs import refuse_pairs
 from remat.solver.reductions.reduction import Question, Reduction, solve_alone
 from remat.solver.result import Result, with_time_limit_message
 from remat.solver.search import one_job
-
-REDUCTIONS = (
-    "remat.solver.reductions.chunked_regions:WholeRegions",
-    "remat.solver.reductions.chunked_regions:ChunkedRegions",
-    "remat.solver.reductions.updates:Updates",
-    "remat.solver.reductions.copy_support:WithoutCopies",
-    "remat.solver.policies.fallback:SimpleRules",
-    "remat.solver.reductions.pins:PinnedOps",
-)
-"""The levers, outermost first: ``module:Class``."""
 
 
 def solve(question: Question) -> Result:
@@ -42,7 +32,8 @@ def solve(question: Question) -> Result:
     """
     refuse_pairs(question)
     with one_job():
-        return with_time_limit_message(fold(question, _levers()), question.time_limit_s)
+        levers = tuple(_reduction(lever.reduction) for lever in REDUCTIONS.values())
+        return with_time_limit_message(fold(question, levers), question.time_limit_s)
 
 
 def fold(question: Question, levers: tuple[Reduction[Any], ...]) -> Result:
@@ -53,11 +44,6 @@ def fold(question: Question, levers: tuple[Reduction[Any], ...]) -> Result:
     return solve_alone(question)
 
 
-def _levers() -> tuple[Reduction[Any], ...]:
-    return tuple(_lever(row) for row in REDUCTIONS)
-
-
 @functools.cache
-def _lever(row: str) -> Reduction[Any]:
-    module, _, name = row.partition(":")
-    return getattr(importlib.import_module(module), name)()
+def _reduction(path: str) -> Reduction[Any]:
+    return attribute_at(path)()

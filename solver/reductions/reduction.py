@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import msgspec
 
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.levers import AppliedLever
 from remat.schedules.schedule import Schedule
 from remat.solver.result import Result, evaluate_schedule, with_time_limit_message
 from remat.solver.search import Clock, Listener
@@ -105,6 +106,45 @@ class Reduction(ABC, Generic[Inverse]):
             message=found.message,
         )
         return msgspec.structs.replace(answer, floor=found.floor)
+
+
+class OtherOps(Reduction[tuple[AppliedLever, str]]):
+    """A lever that changes which ops run. A subclass says how, in `change`.
+
+    The schedule names it with all that turns the captured graph into the planned one, so that it
+    can be judged and drawn without the lever. The rewriter runs the lever's emitter, which must
+    make ops of the same names that read and make the same values. Regions of the graph stay whole.
+
+    Attributes
+    ----------
+    name : of its row in `REDUCTIONS`.
+    tolerance : how far a result may be from eager's, as a part of its norm; 0 for eager's bits.
+    """
+
+    name: ClassVar[str]
+    tolerance: ClassVar[float] = 0.0
+
+    @abstractmethod
+    def change(self, question: Question) -> tuple[Question, tuple[str, ...]]:
+        """The question on the changed graph, without the lever's option; what its emitter is told.
+
+        Ops that stay as they are must stay in their order.
+        """
+
+    def apply(self, question: Question) -> tuple[Question, tuple[AppliedLever, str]]:
+        """As `change` says, on the graph that the schedule will give again."""
+        graph = question.graph
+        changed, told = self.change(question)
+        lever = AppliedLever.between(self.name, graph, changed.graph, told, self.tolerance)
+        return replace(changed, graph=lever.on(graph)), (lever, graph.hash)
+
+    def invert(self, schedule: Schedule, inverse: tuple[AppliedLever, str]) -> Schedule:
+        """The schedule, which names this lever; one that changed nothing is not named."""
+        lever, captured_hash = inverse
+        if schedule.graph_hash == captured_hash:
+            return schedule
+        levers = (lever, *schedule.levers)
+        return msgspec.structs.replace(schedule, levers=levers, captured_hash=captured_hash)
 
 
 def solve_alone(question: Question) -> Result:
