@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from remat.graph_capture.errors import SolverError, option
 from remat.solver.reductions.copy_support import can_copy, plans_copies
@@ -22,30 +21,16 @@ ASKED: dict[str, Callable[[Question], bool]] = {
 """Whether a question asks for a lever."""
 
 
-class Pair(NamedTuple):
-    """Two levers of `ASKED`, why they do not go together, and what to do.
-
-    Options in braces are written as the user has them, in Python or on the command line.
-    """
-
-    one: str
-    other: str
-    why: str
-    instead: str
-
-
-PAIRS = (
-    Pair(
-        "copies", "recompute",
-        "{recompute} is not planned with copies to the host",
-        "leave it out, or leave out {host}",
+PAIRS = {
+    ("copies", "recompute"): (
+        "{recompute} is not planned with copies to the host: leave it out, or leave out {host}"
     ),
-    Pair(
-        "copies", "free order",
-        "order free is not planned with copies to the host",
-        "take order fixed, or leave out {host}",
+    ("copies", "free order"): (
+        "order free is not planned with copies to the host: take order fixed, or leave out {host}"
     ),
-)  # fmt: skip
+}
+"""Two levers of `ASKED`, why they do not go together, and behind the colon what to do instead.
+Options in braces are written as the user has them, in Python or on the command line."""
 
 
 def refuse_pairs(question: Question) -> None:
@@ -55,7 +40,11 @@ def refuse_pairs(question: Question) -> None:
     ------
     SolverError : says why they do not go together, and what to do instead.
     """
-    for pair in PAIRS:
-        if ASKED[pair.one](question) and ASKED[pair.other](question):
-            named = {name: option(name) for name in ("recompute", "host")}
-            raise SolverError(f"{pair.why}: {pair.instead}".format_map(named))
+    for one, other in PAIRS:
+        if ASKED[one](question) and ASKED[other](question):
+            raise SolverError(_text_of(one, other))
+
+
+def _text_of(one: str, other: str) -> str:
+    named = {name: option(name) for name in ("recompute", "host")}
+    return PAIRS[one, other].format_map(named)
