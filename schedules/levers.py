@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from remat.graph_capture.chunking.graph_edits import changes_between, with_ops_replaced
 from remat.graph_capture.graph import Op, TrainingGraph, Value
-from remat.graph_capture.graph_edits import changes_between, with_ops_replaced
 
 
 class Lever(NamedTuple):

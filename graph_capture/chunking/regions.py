@@ -10,6 +10,7 @@ from typing import Any, cast
 import msgspec
 from torch import Tensor, fx
 
+from remat.graph_capture.chunking.graph_edits import changes_between
 from remat.graph_capture.chunking.head import Head, find_heads
 from remat.graph_capture.chunking.head_ops import (
     FORWARD,
@@ -22,7 +23,6 @@ from remat.graph_capture.chunking.mlp_ops import MLP, MLP_GATED_INPUT, MLP_INPUT
 from remat.graph_capture.chunking.replace import HeadOrMlp, find_parts, replace_part, results_of
 from remat.graph_capture.errors import option
 from remat.graph_capture.graph import Choice, Op, PartKind, Region, TrainingGraph, Value
-from remat.graph_capture.graph_edits import changes_between
 from remat.graph_capture.joint.build import Joint, build_joint
 from remat.graph_capture.joint.nodes import NodeOrigins, copy_of
 from remat.graph_capture.tracing.trace import Trace
