@@ -68,6 +68,11 @@ def cause_text(check: Check) -> str:
             f"Chunks that sum in another order may be off by {check.tolerance:g} of a result's "
             "norm: ask for eager's bits with split='exact' (--split exact)"
         )
+    if check.rounding == "levers":
+        return (
+            f"Levers of this plan may be off by {check.tolerance:g} of a result's norm: leave them "
+            "out, which gives eager's bits"
+        )
     if check.diverges_at:
         return (
             f"The first op that eager runs and the plan does not is at {check.diverges_at}: code "

@@ -80,7 +80,7 @@ def at_hand_text(
 ) -> str:
     """As `planned_text`, of a schedule that nothing was solved for."""
     runs_once = all(n == 1 for n in schedule.computations().values())
-    is_plain = runs_once and not (schedule.chunks or schedule.moves)
+    is_plain = runs_once and not (schedule.captured_hash or schedule.moves)
     how = "runs as it is" if is_plain else "a schedule at hand"
     checked = "its first step is compared with eager" if is_compared else _checked_text(check)
     return (

@@ -99,13 +99,18 @@ def checkpoint_policy(
     ------
     ScheduleError : the schedule was made for another graph, or breaks a rule of it.
     RewriteError : forward changes buffers or its batch, which torch would do again when it
-        recomputes; or the graph has no op in `module`; or the schedule runs a region in chunks
-        or copies values to the host.
+        recomputes; or the graph has no op in `module`; or the schedule runs a region in chunks,
+        has a lever that changes which ops run, or copies values to the host.
     """
     if schedule.chunks:
         raise RewriteError(
             f"this plan runs {schedule.chunks[0].region} in chunks, which torch's checkpointing "
             f"cannot: train with remat.rewrite, or plan with {option('split', 'none')}"
+        )
+    if schedule.levers:
+        raise RewriteError(
+            f"this plan uses {schedule.levers[0].lever}, which torch's checkpointing cannot: train "
+            "with remat.rewrite, or plan without it"
         )
     require_valid(graph, schedule)
     if schedule.moves:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, overload
 
 from torch import nn
@@ -20,26 +21,27 @@ from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.tracing import trace as tracing
 from remat.graph_capture.tracing.fake_tensors import has_storage
 from remat.graph_capture.tracing.option_pairs import require_compatible
-from remat.graph_capture.tracing.recipe import Recipe, recipe_for, require_switches
+from remat.graph_capture.tracing.recipe import JointEdit, Recipe, recipe_for, require_switches
 from remat.graph_capture.tracing.step_module import LossFunction
-from remat.graph_capture.tracing.trace import Trace, trace_recipe, with_chunks
+from remat.graph_capture.tracing.trace import Trace, trace_recipe, with_edits
 from remat.rewriter.checking.audit import Audits, of_steps
 from remat.rewriter.compiled import compile_step, links_of, refuse_copies
 from remat.rewriter.graphs.updating import Updates
 from remat.rewriter.user_module.module import RematModule, make_module
 from remat.rewriter.user_module.ranged import RangedModule, make_ranged
 from remat.schedules.family import Family, resized_schedule
+from remat.schedules.levers import REDUCTIONS, attribute_at
 from remat.schedules.plan import Prediction
 from remat.schedules.schedule import ChunkedRegion, Schedule
 from remat.schedules.simulate import require_valid
 
-# Traces a step with the regions in chunks that a schedule runs so.
+# Traces a step with what a schedule changes in it: regions in chunks, and levers.
 #
 # Chunks that are exact are compared with eager on the device that will train, unless this process
 # has done so. The plan may have been made elsewhere, or for a device of the table.
 
 
-def trace_in_chunks(
+def trace_of_schedule(
     model: nn.Module, recipe: Recipe, schedule: Schedule, captured: Trace | None = None
 ) -> Trace:
     """A trace of the step that `schedule` is of.
@@ -51,7 +53,8 @@ def trace_in_chunks(
     Raises
     ------
     RewriteError : chunks that are to be exact give other bits than eager here.
-    ScheduleError : the step has no such region, or no region runs in that many chunks.
+    ScheduleError : the step has no such region, or no region runs in that many chunks; or this
+        release has no such lever.
     """
     _require_counts(schedule)
     facts = schedule.graph_hash, recipe.device
@@ -62,15 +65,33 @@ def trace_in_chunks(
     ]
     is_usable = captured is not None and not captured.compiled and not captured.floats
     if unknown:
-        whole = dataclasses.replace(recipe, chunks=())
+        whole = dataclasses.replace(recipe, edits=())
         known = captured if captured and is_usable else trace_recipe(model, whole)
         _require_eagers_bits(known, unknown)
+    edits = tuple(_edits_of(schedule))
+    if captured and is_usable and edits:
+        return with_edits(captured, edits)
+    return trace_recipe(model, dataclasses.replace(recipe, edits=edits))
+
+
+def _edits_of(schedule: Schedule) -> Iterator[JointEdit]:
+    """What the emitters of a schedule's levers do, each told what the schedule says.
+
+    Raises
+    ------
+    ScheduleError : this release has no lever of that name that changes which ops run.
+    """
     chunks = tuple(
         (part, one.chunks, one.exact) for one in schedule.chunks for part in one.region.split(AND)
     )
-    if captured and is_usable and chunks:
-        return with_chunks(captured, chunks)
-    return trace_recipe(model, dataclasses.replace(recipe, chunks=chunks))
+    told = [(one.lever, one.told) for one in schedule.levers]
+    for name, facts in [("chunks", chunks), *told] if chunks else told:
+        if name not in REDUCTIONS or not REDUCTIONS[name].emitter:
+            raise ScheduleError(
+                f"this plan uses {name}, which this release cannot run: make the plan again"
+            )
+        emit: Callable[..., None] = attribute_at(REDUCTIONS[name].emitter)
+        yield functools.partial(emit, told=facts)
 
 
 def _require_counts(schedule: Schedule) -> None:
@@ -298,7 +319,7 @@ def _trace_for(
             target=target,
             gradient_release=schedule.releases_gradients,
         )
-        return _traced_again(model, traced.recipe, schedule) if schedule.chunks else traced
+        return _traced_again(model, traced.recipe, schedule) if schedule.captured_hash else traced
     recipe = recipe_for(model, schedule.captured_hash or schedule.graph_hash)
     if recipe is None:
         raise RewriteError(
@@ -333,7 +354,7 @@ def _traced_again(
     """A trace of the ops that run here, whatever device the recipe's plan is for.
 
     Where they are not the plan's, the plan is refused. So a plan with attention dropout that was
-    made for a GPU cannot be trained with by mistake. `captured` is as of `trace_in_chunks`.
+    made for a GPU cannot be trained with by mistake. `captured` is as of `trace_of_schedule`.
     """
     device = CPU if recipe.is_modelled else recipe.device
-    return trace_in_chunks(model, dataclasses.replace(recipe, device=device), schedule, captured)
+    return trace_of_schedule(model, dataclasses.replace(recipe, device=device), schedule, captured)

@@ -1,15 +1,16 @@
-"""The graph that a schedule is of: the captured one, with regions in the chunks that it chose."""
+"""The graph that a schedule is of: the captured one, with the chunks and levers of the schedule."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
+from remat.graph_capture.chunking.graph_edits import with_ops_replaced
 from remat.graph_capture.distributed.sharded_step import COMMUNICATION
 from remat.graph_capture.errors import ScheduleError, option
-from remat.graph_capture.graph import Choice, Op, Region, TrainingGraph, Value, cached_on
+from remat.graph_capture.graph import Choice, Op, TrainingGraph, cached_on
 from remat.schedules.schedule import ChunkedRegion, Compute, Free, Schedule, Step
 
 _NONE = "none"
@@ -25,9 +26,14 @@ def graph_of_schedule(graph: TrainingGraph, schedule: Schedule) -> TrainingGraph
         a graph nor a schedule.
     """
     check_are_graph_and_schedule(graph, schedule)
-    if not schedule.chunks or schedule.graph_hash == graph.hash:
+    if schedule.graph_hash == graph.hash:
         return graph
-    return in_chunks(graph, schedule.chunks)
+    if schedule.chunks:
+        return in_chunks(graph, schedule.chunks)
+    if schedule.captured_hash == graph.hash:
+        for one in schedule.levers:
+            graph = one.on(graph)
+    return graph
 
 
 def check_are_graph_and_schedule(graph: object, schedule: object) -> None:
@@ -114,29 +120,12 @@ def choice_of(graph: TrainingGraph, wanted: ChunkedRegion) -> Choice:
 def with_choices(graph: TrainingGraph, choices: Mapping[str, Choice]) -> TrainingGraph:
     """`graph` with the region of each name run as its choice says."""
     replaced = [region for region in graph.regions if region.name in choices]
-    dropped = {name for region in replaced for name in region.ops}
-    at: dict[str, list[Op]] = {}
-    for region in replaced:
-        for place, op in choices[region.name].ops:
-            at.setdefault(place, []).append(op)
-    kept = [op for op in graph.ops if op.name not in dropped]
-    ops = (*(one for op in kept for one in (*at.get(op.name, ()), op)), *at.get("", ()))
-    return msgspec.structs.replace(
+    return with_ops_replaced(
         graph,
-        ops=ops,
-        values=tuple(_values_in_chunks(graph, replaced, choices)),
-        regions=(),
-        captured_us=graph.base_us,
+        (name for region in replaced for name in region.ops),
+        (one for region in replaced for one in choices[region.name].ops),
+        (value for one in choices.values() for value in one.values),
     )
-
-
-def _values_in_chunks(
-    graph: TrainingGraph, replaced: Iterable[Region], choices: Mapping[str, Choice]
-) -> Iterable[Value]:
-    dropped = {name for region in replaced for name in region.ops}
-    made = {value.name: value for one in choices.values() for value in one.values}
-    yield from (v for v in graph.values if v.producer not in dropped and v.name not in made)
-    yield from made.values()
 
 
 # From the schedule of a sharded step to that of the step which is rewritten.

@@ -205,11 +205,17 @@ def resized_schedule(schedule: Schedule, graph: TrainingGraph) -> Schedule:
 
     Raises
     ------
-    ScheduleError : it was made for other ops or values, or `graph` runs no region in its chunks.
+    ScheduleError : it was made for other ops or values, or `graph` runs no region in its chunks; or
+        a lever changed which ops run.
     """
     check_are_graph_and_schedule(graph, schedule)
     if graph.hash in (schedule.graph_hash, schedule.captured_hash):
         return schedule
+    if schedule.levers:
+        raise ScheduleError(
+            f"this plan uses {schedule.levers[0].lever}, which changes the ops of one size: plan "
+            "each size, or leave it out"
+        )
     captured_hash = graph.hash if schedule.chunks else ""
     graph = in_chunks(graph, schedule.chunks) if schedule.chunks else graph
     mine, theirs = _structure(schedule.signatures), _structure(graph.signatures)

@@ -10,6 +10,7 @@ import msgspec
 from remat.graph_capture.errors import ScheduleError, ShapeError, TextError
 from remat.graph_capture.files import decode_json
 from remat.graph_capture.graph import ACCUMULATE, TIERS, UPDATE, Tier, TrainingGraph, are_figures
+from remat.schedules.levers import AppliedLever
 
 _SCHEMA_VERSION = 2
 _READ_VERSIONS = (1, 2)
@@ -83,7 +84,9 @@ class Schedule(msgspec.Struct, frozen=True):
     solver, options : what made it, and with which options.
     chunks : regions that run in chunks; ``pieces`` in a file. `graph_hash` is that of the graph
         with these, and `captured_hash` of the one that was captured; empty where nothing runs in
-        chunks.
+        chunks and no lever is named.
+    levers : those that changed which ops run, in the order in which they did; also part of
+        `graph_hash` alone.
     """
 
     steps: tuple[Step, ...]
@@ -95,6 +98,7 @@ class Schedule(msgspec.Struct, frozen=True):
     options: dict[str, Option] = {}
     chunks: tuple[ChunkedRegion, ...] = msgspec.field(default=(), name="pieces")
     captured_hash: str = ""
+    levers: tuple[AppliedLever, ...] = ()
     schema_version: int = _SCHEMA_VERSION
 
     def __post_init__(self) -> None:
@@ -108,19 +112,24 @@ class Schedule(msgspec.Struct, frozen=True):
             msgspec.structs.force_setattr(self, "schema_version", _SCHEMA_VERSION)
         if not are_figures(self.budget_bytes):
             raise ScheduleError("the budget of a schedule is negative, or too large to be shown")
-        self._check_chunks()
+        self._check_changes()
 
-    def _check_chunks(self) -> None:
-        """Raise `ScheduleError` for chunks that no solver gives."""
+    def _check_changes(self) -> None:
+        """Raise `ScheduleError` for chunks and levers that no solver gives."""
         if len({one.region for one in self.chunks}) < len(self.chunks):
             raise ScheduleError("a schedule names the same region in chunks twice")
         if any(one.chunks < 2 for one in self.chunks):
             raise ScheduleError("a schedule runs a region in fewer than 2 chunks")
-        named = bool(self.captured_hash)
-        if bool(self.chunks) != named or (named and self.captured_hash == self.graph_hash):
+        if self.chunks and self.levers:
             raise ScheduleError(
-                "a schedule with regions in chunks names two graphs, with them and without; any "
-                "other names one"
+                f"a schedule has regions in chunks, or {self.levers[0].lever}, and not both"
+            )
+        named = bool(self.captured_hash)
+        is_changed = bool(self.chunks or self.levers)
+        if is_changed != named or (named and self.captured_hash == self.graph_hash):
+            raise ScheduleError(
+                "a schedule with regions in chunks, or with levers, names two graphs, with them "
+                "and without; any other names one"
             )
 
     @classmethod
@@ -155,6 +164,12 @@ class Schedule(msgspec.Struct, frozen=True):
         return any(f" = {UPDATE}(" in line for line in self.signatures)
 
     @property
+    def is_exact(self) -> bool:
+        """Whether what it runs gives eager's bits."""
+        is_exact = all(one.exact for one in self.chunks)
+        return is_exact and not any(one.tolerance for one in self.levers)
+
+    @property
     def moves(self) -> bool:
         """Whether it copies anything between tiers."""
         return any(isinstance(step, Offload | Fetch) for step in self.steps)
@@ -174,12 +189,13 @@ class Schedule(msgspec.Struct, frozen=True):
 
     def check_captured_as(self, graph: TrainingGraph) -> None:
         """As `check_made_for`, of the graph that was captured before regions ran in chunks."""
-        if not self.chunks:
+        if not self.captured_hash:
             self.check_made_for(graph)
         elif self.captured_hash != graph.hash:
+            what = "a region in chunks" if self.chunks else self.levers[0].lever
             raise ScheduleError(
-                "this plan, with a region in chunks, was made for another graph. Capture and solve "
-                "again for the model and batch at hand"
+                f"this plan, with {what}, was made for another graph. Capture and solve again for "
+                "the model and batch at hand"
             )
 
     def _first_difference(self, graph: TrainingGraph) -> str:

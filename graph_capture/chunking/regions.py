@@ -10,6 +10,7 @@ from typing import Any, cast
 import msgspec
 from torch import Tensor, fx
 
+from remat.graph_capture.chunking.graph_edits import changes_between
 from remat.graph_capture.chunking.head import Head, find_heads
 from remat.graph_capture.chunking.head_ops import (
     FORWARD,
@@ -97,7 +98,7 @@ def requested_regions(trace: Trace) -> list[RegionCandidate]:
     chunks are then warned of, with the reason.
     """
     asked = trace.recipe.split
-    if asked == "none" or trace.recipe.chunks:
+    if asked == "none" or trace.recipe.edits:
         return []
     parts = find_parts(trace.joint.module.graph)
     heads = [one for one in parts if isinstance(one, Head)]
@@ -184,28 +185,8 @@ def _found(trace: Trace, is_exact: bool, parts: Sequence[HeadOrMlp]) -> RegionCa
     # The copy that becomes a module has nodes of its own, under the same names.
     node_named = {node.name: node for node in gm.graph.nodes}
     nodes = tuple(tuple(node_named[name] for name in own) for own in made)
-    changes = _changes(captured.graph, joint.graph)
+    changes = changes_between(captured.graph, joint.graph)
     return RegionCandidate(tuple(parts), joint, nodes, is_exact, *changes, recipe.split is not None)
-
-
-def _changes(
-    before: TrainingGraph, after: TrainingGraph
-) -> tuple[tuple[str, ...], tuple[tuple[str, Op], ...]]:
-    """What to drop from `before` and what to add so that it becomes `after`."""
-    index, last = before.op_index, -1
-    added: list[tuple[str, Op]] = []
-    waiting: list[Op] = []
-    same: set[str] = set()
-    for op in after.ops:
-        at = index.get(op.name, -1)
-        if at > last and before.ops[at] == op:
-            added += [(op.name, one) for one in waiting]
-            waiting, last = [], at
-            same.add(op.name)
-        else:
-            waiting.append(op)
-    added += [("", one) for one in waiting]
-    return tuple(op.name for op in before.ops if op.name not in same), tuple(added)
 
 
 # What our ops do in place of captured ones, for costs on a device that is not here.

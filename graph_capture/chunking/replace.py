@@ -210,14 +210,14 @@ def replace_part(part: HeadOrMlp, chunks: int, is_exact: bool) -> list[fx.Node]:
     return _replace_mlp(part, chunks)
 
 
-def chunk_parts(graph: fx.Graph, chunks: Iterable[tuple[str, int, bool]]) -> None:
+def chunk_parts(graph: fx.Graph, told: Iterable[tuple[str, int, bool]]) -> None:
     """Let parts run in chunks: those of these names, how many, and whether exactly.
 
     Raises
     ------
     ScheduleError : the step has no part of such a name.
     """
-    wanted = {name: (count, is_exact) for name, count, is_exact in chunks}
+    wanted = {name: (count, is_exact) for name, count, is_exact in told}
     for part in find_parts(graph, frozenset(wanted)) if wanted else []:
         replace_part(part, *wanted.pop(part.name))
     if wanted:

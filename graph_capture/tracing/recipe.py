@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from remat.graph_capture.devices.known_devices import CPU, is_in_table
 from remat.graph_capture.errors import CaptureError, RewriteError, option
@@ -69,6 +69,10 @@ def require_split(given: object) -> None:
         )
 
 
+JointEdit = Callable[[fx.Graph], None]
+"""Changes which ops a traced step runs."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """All that is needed to trace a model again; holds no tensor and no module.
@@ -81,7 +85,7 @@ class Recipe:
         CPU's are.
     flags : what the model's code is told of compiling and exporting; None before a first trace.
     float_inputs : names of numbers that each step reads anew, with their values in the trace.
-    split : what may run in chunks. chunks : of a plan: how many, and whether exactly, by region.
+    split : what may run in chunks. edits : of a plan: what it changes in the joint graph, in order.
     gradient_release : how gradients are released as they are made, if they are.
     links : the ways to memory below the device, if values may leave it.
     """
@@ -95,7 +99,7 @@ class Recipe:
     flags: _Flags | None = None
     float_inputs: tuple[tuple[str, float], ...] = ()
     split: Split | None = "none"
-    chunks: tuple[tuple[str, int, bool], ...] = ()
+    edits: tuple[JointEdit, ...] = ()
     gradient_release: GradientRelease | None = None
     links: Links | None = None
 

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import msgspec
 from torch import fx, nn
 
-from remat.graph_capture.chunking.replace import chunk_parts
 from remat.graph_capture.devices.known_devices import CPU, allocator_rounding
 from remat.graph_capture.devices.placement import refuse_other_devices, resolved_device
 from remat.graph_capture.distributed.collectives import wait_all
@@ -94,6 +93,7 @@ from remat.graph_capture.tracing.option_pairs import require_compatible
 from remat.graph_capture.tracing.outputs import DuplicateOutputs
 from remat.graph_capture.tracing.recipe import (
     FLAGS,
+    JointEdit,
     Recipe,
     Split,
     autocast_state,
@@ -293,11 +293,12 @@ def _example(recipe: Recipe, fake: FakeTensorMode, env: Environment | None) -> A
 
 
 def edit_traced(gm: fx.GraphModule, recipe: Recipe) -> None:
-    """Change a traced graph to what eager runs, and to the chunks of the recipe."""
+    """Change a traced graph to what eager runs, and then as the recipe says."""
     describe_parts(gm)
     cast_weights_once(gm)
     take_out_of(gm.graph)
-    chunk_parts(gm.graph, recipe.chunks)
+    for edit in recipe.edits:
+        edit(gm.graph)
 
 
 def joint_of(
@@ -316,18 +317,19 @@ def joint_of(
     )
 
 
-def with_chunks(trace: Trace, chunks: tuple[tuple[str, int, bool], ...]) -> Trace:
-    """The trace with regions in chunks, as its recipe would have it with these.
+def with_edits(trace: Trace, edits: tuple[JointEdit, ...]) -> Trace:
+    """The trace with changes to its joint graph, as its recipe would have it with these.
 
     It takes over the record of `trace`, which cannot be compiled any more.
 
     Raises
     ------
-    ScheduleError : the step has no such region.
+    ScheduleError : the step has no such ops.
     """
     trace.compiled = True
-    gm, recipe = trace.descriptors.graph_module, dataclasses.replace(trace.recipe, chunks=chunks)
-    chunk_parts(gm.graph, chunks)
+    gm, recipe = trace.descriptors.graph_module, dataclasses.replace(trace.recipe, edits=edits)
+    for edit in edits:
+        edit(gm.graph)
     gm.recompile()
     joint = joint_of(gm, trace.joint.num_forward_outputs, recipe, trace.duplicate_outputs)
     return dataclasses.replace(trace, joint=joint, recipe=recipe, compiled=False)

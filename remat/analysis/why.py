@@ -32,7 +32,8 @@ from remat.schedules.value_report.peak_holders import counterfactual_schedule
 from remat.schedules.value_report.rows import ValueRow, matching, value_rows
 from remat.solver.budgets.sweep import PINS
 from remat.solver.reductions.pin_globs import Pins, why_not_again
-from remat.solver.reductions.pins import solve_for_pins
+from remat.solver.reductions.pins import PinnedOps
+from remat.solver.reductions.reduction import Question, solve_alone
 from remat.solver.result import Result
 
 _MOST = 3
@@ -146,7 +147,9 @@ def _turned(graph: TrainingGraph, result: Result, op: Op, pins: Pins, each_s: fl
         Pins(pins.kept | one, pins.again) if is_recomputed else Pins(pins.kept, pins.again | one)
     )
     asked = {name: given for name, given in solve_arguments(schedule).items() if name not in PINS}
-    found = solve_for_pins(graph, result.budget_bytes, pins=turned, time_limit_s=each_s, **asked)
+    solver = asked.pop("solver")
+    question = Question(graph, result.budget_bytes, solver, each_s, options=asked)
+    found = PinnedOps(turned).solve(question, solve_alone)
     pin = "keep" if is_recomputed else "recompute"
     if found.schedule is None:
         return Turned(pin, False, 0.0, 0.0, (), ())

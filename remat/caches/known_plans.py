@@ -30,7 +30,7 @@ from remat.graph_capture.graph import Links, TrainingGraph
 from remat.graph_capture.tracing.trace import Trace
 from remat.rewriter.checking.audit import of_steps
 from remat.rewriter.compiled import compile_step
-from remat.rewriter.rewriting import trace_in_chunks
+from remat.rewriter.rewriting import trace_of_schedule
 from remat.rewriter.user_module.module import RematModule, make_module
 from remat.schedules.family import resized_schedule
 from remat.schedules.schedule import Schedule
@@ -161,8 +161,8 @@ def adopted(
     audit : as of `remat.rematerialize`. is_compared : whether what its first step gives is compared
         with the model's own forward. known : prediction and graph with costs, as of `rewrite`.
     """
-    if schedule.chunks:
-        traced = trace_in_chunks(model, traced.recipe, schedule, traced)
+    if schedule.captured_hash:
+        traced = trace_of_schedule(model, traced.recipe, schedule, traced)
     step = compile_step(traced, schedule, links=links)
     audits = "first" if is_compared and not audit else of_steps(audit)
     module = make_module(

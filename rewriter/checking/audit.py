@@ -316,7 +316,7 @@ class Audit:
 
     @property
     def _rounds_otherwise(self) -> bool:
-        return self._step.by_inductor or any(not one.exact for one in self._schedule.chunks)
+        return self._step.by_inductor or not self._schedule.is_exact
 
     @functools.cached_property
     def _is_in_no_order(self) -> bool:

@@ -369,8 +369,9 @@ SPLIT_FLOAT32, _SPLIT_HALF = 1e-5, 2e-2
 norm. The first is for steps in float32, the second where 16 bits are in use."""
 
 
-Rounding = Literal["", "inductor", "chunks"]
-"""What rounds otherwise than eager: Inductor's code, chunks that sum in another order; or none."""
+Rounding = Literal["", "inductor", "chunks", "levers"]
+"""What rounds otherwise than eager: Inductor's code, chunks that sum in another order, levers that
+say so; or none."""
 
 
 def rounding_of(module: nn.Module) -> Rounding:
@@ -380,12 +381,16 @@ def rounding_of(module: nn.Module) -> Rounding:
         return ""
     if kind._remat_compiled_step.by_inductor:
         return "inductor"
-    return "" if all(one.exact for one in kind._remat_schedule.chunks) else "chunks"
+    if kind._remat_schedule.is_exact:
+        return ""
+    return "chunks" if kind._remat_schedule.chunks else "levers"
 
 
 def tolerance_of(module: nn.Module) -> float:
-    """0 unless Inductor made the module's code, or its chunks sum in another order than eager."""
+    """0 unless something rounds otherwise than eager."""
     rounding, kind = rounding_of(module), type(module)
+    if rounding == "levers":
+        return max(one.tolerance for one in kind._remat_schedule.levers)  # pyright: ignore
     if rounding != "chunks":
         return _TOLERANCE if rounding else 0.0
     is_half = any(is_on for _, is_on, _ in kind._remat_guards.recipe.autocast)  # pyright: ignore

@@ -39,7 +39,7 @@ from remat.rewriter.plans.facts import (
     signature_from,
     under_autocast,
 )
-from remat.rewriter.rewriting import rewrite, trace_in_chunks
+from remat.rewriter.rewriting import rewrite, trace_of_schedule
 from remat.rewriter.user_module.module import RematModule, SharedState
 from remat.rewriter.user_module.ranged import RangedModule, make_ranged
 from remat.schedules.family import Family, resized_schedule
@@ -310,7 +310,7 @@ def load(
         return _load_over_range(kept, kept.over, model, loss_fn, audit=audit)
     with under_autocast(kept.autocast):
         recipe = recipe_from(kept, loss_fn, resolved_device(None, model))
-        traced = trace_in_chunks(model, recipe, kept.schedule)
+        traced = trace_of_schedule(model, recipe, kept.schedule)
     # Without the graph behind them, figures are what somebody says.
     prediction = kept.prediction if kept.graph is not None else None
     known: dict[str, Any] = {"prediction": prediction, "costed": kept.graph}

@@ -7,11 +7,13 @@ not the fastest. And the least budget that a search names is never above what a 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 import msgspec
 
 from remat.graph_capture.errors import option
 from remat.graph_capture.graph import TrainingGraph
+from remat.solver.reductions.reduction import Question, Reduction, Rest
 from remat.solver.result import (
     KNOWN,
     NONE_FITS,
@@ -21,13 +23,35 @@ from remat.solver.result import (
     without_least_budget,
 )
 from remat.solver.search import is_interrupted
-from remat.solver.table import make_solver
+from remat.solver.table import TAKE_CHUNKS, make_solver
 
 SIMPLE_RULES = ("selective", "keep_attention_output", "chen_sqrt", "full")
 """Rules that people write by hand, and the oldest one; each near-linear in the ops."""
 _POLICIES, _MOST_OPS, _PART = ("msps", "largest"), 1000, 1 / 10
 """Online policies whose least peaks are low, asked where no rule fits and the graph has no more ops
 than that. Each may take what is left of the time limit, and such a part of it at least."""
+
+
+class SimpleRules(Reduction[None]):
+    """Has a rule's schedule where `auto` found none; the rules keep no pins.
+
+    Whoever names another solver wants its schedule; 0 bytes ask for the least peak known. Where one
+    schedule is known, a search may end without another.
+    """
+
+    def accepts(self, question: Question) -> bool:
+        """Whether a rule may stand in for what the solver did not find."""
+        if question.keep or question.recompute or question.known_us < inf:
+            return False
+        names_least = question.solver in TAKE_CHUNKS and not question.budget_bytes
+        return question.solver == "auto" or names_least
+
+    def solve(self, question: Question, rest: Rest) -> Result:
+        """What the rest found, or a rule where that is no schedule."""
+        lost = rest(question)
+        return simple_rule_fallback(
+            question.graph, question.budget_bytes, lost, question.time_limit_s
+        )
 
 
 def simple_rule_fallback(

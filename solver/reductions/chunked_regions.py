@@ -14,17 +14,20 @@ all but the lowest budgets, since chunks of MLPs make much again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 
 from remat.graph_capture.graph import Choice, Op, Region, TrainingGraph
 from remat.schedules.derived import in_chunks, unchunked, with_choices
 from remat.schedules.schedule import ChunkedRegion, Schedule
+from remat.solver.reductions.reduction import Question, Reduction, Rest, within_its_limit
 from remat.solver.result import Result, evaluate_schedule
 from remat.solver.search import Clock
+from remat.solver.stopping import DEFAULT_GAP, gap_for
+from remat.solver.table import TAKE_CHUNKS, check_number, option_names
 
 # One region in chunks, and in how many: solved for beside what is known without it.
 #
@@ -231,7 +234,7 @@ def _most_of(graph: TrainingGraph, ops: Sequence[Op]) -> int:
     )
 
 
-__all__ = ["named", "solve_in_chunks"]
+__all__ = ["ChunkedRegions", "WholeRegions", "named", "solve_in_chunks"]
 
 _SAME_TIME = 1 + 1e-9
 _FIRST_PART = 2 / 3
@@ -239,6 +242,47 @@ _FIRST_PART = 2 / 3
 _NEAR, _TIGHT = 2, 1
 """MLPs in chunks are tried where the budget leaves so many times what they hold, beside what is
 there anyway; whole ones hardly fit where it leaves so many."""
+
+
+class WholeRegions(Reduction[None]):
+    """Hides regions from solvers that plan none in chunks."""
+
+    def accepts(self, question: Question) -> bool:
+        """Whether there are regions that the solver would not know of."""
+        return bool(question.graph.regions) and question.solver not in TAKE_CHUNKS
+
+    def solve(self, question: Question, rest: Rest) -> Result:
+        """What the rest finds for the captured ops; the graph's hash is the same."""
+        return rest(replace(question, graph=unchunked(question.graph)))
+
+
+class ChunkedRegions(Reduction[None]):
+    """Whether a region runs in chunks, and in how many; asks the rest for each choice of graph."""
+
+    def accepts(self, question: Question) -> bool:
+        """Whether a region may run in chunks."""
+        return bool(question.graph.regions)
+
+    def solve(self, question: Question, rest: Rest) -> Result:
+        """The best of the whole graph and of its choices; see `solve_in_chunks`."""
+        rest = within_its_limit(rest)
+
+        def solve_one(graph: TrainingGraph, limit_s: float, known_us: float) -> Result:
+            asked = replace(question, graph=graph, time_limit_s=limit_s, known_us=known_us)
+            return rest(replace(asked, at_hand=None))
+
+        return solve_in_chunks(
+            question.graph, question.budget_bytes, solve_one, question.time_limit_s,
+            _gap_asked(question), question.at_hand,
+        )  # fmt: skip
+
+
+def _gap_asked(question: Question) -> float:
+    """The gap to which the solver works with its options; 0 for one that proves an optimum."""
+    default = DEFAULT_GAP if "gap" in option_names(question.solver) else 0.0
+    given = question.options.get("gap", default)
+    check_number("gap", given)
+    return gap_for(len(question.graph.ops), cast("float", given))
 
 
 def solve_in_chunks(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from remat.graph_capture.errors import SolverError, option
+from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
+from remat.solver.reductions.reduction import Question, Reduction, Rest
 from remat.solver.result import Result
 from remat.solver.table import solver_class
 
@@ -28,27 +29,6 @@ def plans_copies(solver: str) -> bool:
     return getattr(solver_class(solver), "copies", False)
 
 
-def require_planned_with_copies(solver: str, *, recompute: bool, order: object) -> None:
-    """Refuse options that no plan with copies keeps.
-
-    Raises
-    ------
-    SolverError : ops are pinned to be computed again, or first runs may come in any order.
-    """
-    if not plans_copies(solver):
-        return
-    if recompute:
-        raise SolverError(
-            f"{option('recompute')} is not planned with copies to the host: leave it out, or "
-            f"leave out {option('host')}"
-        )
-    if order == "free":
-        raise SolverError(
-            "order free is not planned with copies to the host: take order fixed, or leave out "
-            f"{option('host')}"
-        )
-
-
 def require_no_homes(graph: TrainingGraph, solver: str) -> None:
     """Refuse, for `solver`, graphs whose resident values are scheduled.
 
@@ -63,6 +43,18 @@ def require_no_homes(graph: TrainingGraph, solver: str) -> None:
             f"solver '{solver}' sends activations alone, and {moved[0]} is to be moved too: "
             "capture without an optimizer that is to move"
         )
+
+
+class WithoutCopies(Reduction[None]):
+    """Weakens what a solver proves that does not know of copies; its schedule stays."""
+
+    def accepts(self, question: Question) -> bool:
+        """Whether values may leave the device, and the solver leaves them there."""
+        return can_copy(question.graph) and not plans_copies(question.solver)
+
+    def solve(self, question: Question, rest: Rest) -> Result:
+        """What the rest finds, with what it proves of graphs with links."""
+        return for_any_copies(question.graph, rest(question))
 
 
 def for_any_copies(graph: TrainingGraph, result: Result) -> Result:

@@ -19,7 +19,9 @@ Shortcomings: with `recompute` the gap is rarely closed, and clones come just in
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import NamedTuple
 
 import msgspec
 
@@ -29,13 +31,12 @@ from remat.schedules.schedule import Compute, Option, Schedule
 from remat.schedules.simulate import simulate
 from remat.schedules.simulation import Simulation
 from remat.schedules.value_report.globs import may_run_twice
-from remat.solver.bounds.any_order_cut import free_bound_us
 from remat.solver.bounds.least_peak import LEAST_BOUND
-from remat.solver.cuts.cut import Cut
 from remat.solver.problem import Problem
-from remat.solver.reductions.pin_globs import Globs, Pins, as_globs
+from remat.solver.reductions.pin_globs import Pins
+from remat.solver.reductions.reduction import Question, Reduction, Rest
 from remat.solver.result import KNOWN, Result, evaluate_schedule, infeasible
-from remat.solver.search import Clock, Listener, Progress, note_interrupt
+from remat.solver.search import Clock, Progress, note_interrupt
 from remat.solver.state import schedule_of
 from remat.solver.stopping import FIRST_PINNED, LEFT_OUT, PINNED_BOUND, PINNED_SOLVE, TIGHTER
 from remat.solver.table import make_solver
@@ -179,60 +180,6 @@ def _without(sequence: Sequence[int], left_out: Set[int]) -> list[int]:
     return [op for position, op in enumerate(sequence) if position not in left_out]
 
 
-def solve_pinned(
-    graph: TrainingGraph,
-    budget_bytes: int,
-    solver: str,
-    keep: Globs,
-    recompute: Globs,
-    *,
-    time_limit_s: float = 60.0,
-    progress: Listener | None = None,
-    **options: object,
-) -> Result:
-    """The schedule of least time found that fits and keeps the pins.
-
-    `keep` and `recompute` are globs over module paths; the other arguments are those of
-    `remat.solver.solve_within`. The schedule's options name the globs.
-
-    Raises
-    ------
-    SolverError : a glob that matches nothing, an op pinned both ways, a solver or option
-        that is unknown.
-    """
-    asked = {"keep": as_globs(keep), "recompute": as_globs(recompute)}
-    graph = _freed_graph(graph, asked["recompute"])
-    pins = Pins.of(graph, **asked)
-    named: dict[str, Option] = {name: ", ".join(globs) for name, globs in asked.items() if globs}
-    return solve_for_pins(
-        graph, budget_bytes, solver, pins, named,
-        time_limit_s=time_limit_s, progress=progress, **options,
-    )  # fmt: skip
-
-
-def solve_for_pins(
-    graph: TrainingGraph,
-    budget_bytes: int,
-    solver: str,
-    pins: Pins,
-    named: dict[str, Option] | None = None,
-    *,
-    time_limit_s: float = 60.0,
-    progress: Listener | None = None,
-    **options: object,
-) -> Result:
-    """As `solve_pinned`, for ops that are pinned one by one.
-
-    Parameters
-    ----------
-    named : what the schedule's options say of the pins.
-    """
-    search = _PinnedSearch(
-        graph, pins, budget_bytes, solver, options, named or {}, Clock(time_limit_s), progress
-    )  # fmt: skip
-    return search.solve_with_clones() if pins.again else search.solve_kept()
-
-
 def _freed_graph(graph: TrainingGraph, recompute: tuple[str, ...]) -> TrainingGraph:
     """`graph` in which the custom ops that `recompute` names may run twice."""
     if not any(may_run_twice(op, recompute) for op in graph.ops):
@@ -255,47 +202,96 @@ def kept_graph(graph: TrainingGraph, kept: dict[str, str]) -> TrainingGraph:
     return msgspec.structs.replace(graph, ops=tuple(ops))
 
 
+class _Stamp(NamedTuple):
+    """What a schedule of the real graph says of itself: `named` are the pins, for its options."""
+
+    graph: TrainingGraph
+    budget_bytes: int
+    named: dict[str, Option]
+
+    def on(self, schedule: Schedule) -> Schedule:
+        """`schedule`, made for a graph with pins, as one of the real graph."""
+        return Schedule.for_graph(
+            self.graph,
+            schedule.steps,
+            budget_bytes=self.budget_bytes,
+            solver=schedule.solver,
+            options=schedule.options | self.named,
+        )
+
+
+@dataclass(frozen=True)
+class PinnedOps(Reduction[_Stamp]):
+    """The schedule of least time that keeps the pins; its options name the globs.
+
+    Attributes
+    ----------
+    pins : ops that are pinned one by one, in place of the globs of a question.
+    """
+
+    pins: Pins | None = None
+
+    def accepts(self, question: Question) -> bool:
+        """Whether anything is pinned."""
+        return bool(question.keep or question.recompute or self.pins)
+
+    def apply(self, question: Question) -> tuple[Question, _Stamp]:
+        """As `keep` alone asks: some ops must not run twice."""
+        graph = kept_graph(question.graph, self._pins(question).kept)
+        limit_s = PINNED_SOLVE.of(question.time_limit_s, question.time_limit_s)
+        return replace(_unpinned(question), graph=graph, time_limit_s=limit_s), _stamp(question)
+
+    def invert(self, schedule: Schedule, inverse: _Stamp) -> Schedule:
+        """The same steps; kept ops run once on the real graph too."""
+        return inverse.on(schedule)
+
+    def solve(self, question: Question, rest: Rest) -> Result:
+        """As `apply` says with `keep` alone; with `recompute`, on a graph with clones."""
+        graph = _freed_graph(question.graph, question.recompute)
+        question = replace(question, graph=graph)
+        pins = self._pins(question)
+        if not pins.again:
+            return super().solve(question, rest)
+        return _PinnedSearch(question, pins, rest, Clock(question.time_limit_s)).solve()
+
+    def _pins(self, question: Question) -> Pins:
+        return self.pins or Pins.of(question.graph, question.keep, question.recompute)
+
+
+def _unpinned(question: Question) -> Question:
+    return replace(question, keep=(), recompute=(), known_us=inf)
+
+
+def _stamp(question: Question) -> _Stamp:
+    asked = {"keep": question.keep, "recompute": question.recompute}
+    named: dict[str, Option] = {name: ", ".join(globs) for name, globs in asked.items() if globs}
+    return _Stamp(question.graph, question.budget_bytes, named)
+
+
 @dataclass(slots=True)
 class _PinnedSearch:
-    graph: TrainingGraph
+    """Asks for the graph with clones, for less and less, until its schedule fits."""
+
+    question: Question
     pins: Pins
-    budget_bytes: int
-    solver: str
-    options: dict[str, object]
-    named: dict[str, Option]
+    rest: Rest
     clock: Clock
-    progress: Listener | None
     cut_short: bool = False
+    graph: TrainingGraph = field(init=False)
+    budget_bytes: int = field(init=False)
     kept: TrainingGraph = field(init=False)
     cloned_graph: TrainingGraph = field(init=False)
     problem: Problem = field(init=False)
     again: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.graph, self.budget_bytes = self.question.graph, self.question.budget_bytes
         self.kept = kept_graph(self.graph, self.pins.kept)
         self.problem = Problem.of(self.graph)
         self.again = frozenset(self.graph.op_index[name] for name in self.pins.again)
         self.cloned_graph = with_clones(self.kept, self.again)
 
-    def solve_kept(self) -> Result:
-        """Solve where only `keep` holds: the solver's own bound is then right."""
-        result = self._ask(self.kept, self.budget_bytes, self.clock.time_limit_s)
-        if result.schedule is None:
-            least = result.least_schedule
-            return msgspec.structs.replace(result, least_schedule=least and self._stamped(least))
-        found = evaluate_schedule(
-            self.graph,
-            self._stamped(result.schedule),
-            budget_bytes=self.budget_bytes,
-            lower_bound_us=result.lower_bound_us,
-            wall_s=self.clock.elapsed_s,
-            cut_short=self.cut_short,
-            message=result.message,
-        )
-        return msgspec.structs.replace(found, floor=result.floor)
-
-    def solve_with_clones(self) -> Result:
-        """Solve the graph with clones, for less and less, until its schedule fits."""
+    def solve(self) -> Result:
         target_bytes, limit_s = self.budget_bytes, FIRST_PINNED.of(self.clock.time_limit_s)
         for _ in range(TIGHTER.most):
             result = self._ask(self.cloned_graph, target_bytes, limit_s)
@@ -377,28 +373,34 @@ class _PinnedSearch:
         limit_s = PINNED_BOUND.of(self.clock.left_s)
         if limit_s <= 0:
             return 0.0
-        if self.options.get("order") == "free":
+        if self.question.options.get("order") == "free":
+            from remat.solver.bounds.any_order_cut import free_bound_us
+
             return free_bound_us(self.kept, self.budget_bytes, time_limit_s=limit_s)
-        return Cut(time_limit_s=limit_s).solve(self.kept, self.budget_bytes).lower_bound_us
+        return (
+            make_solver("cut", time_limit_s=limit_s)
+            .solve(self.kept, self.budget_bytes)
+            .lower_bound_us
+        )
 
     def _ask(self, graph: TrainingGraph, budget_bytes: int, limit_s: float) -> Result:
         limit_s = PINNED_SOLVE.of(limit_s, self.clock.time_limit_s)
-        listener = self._tell if self.progress else None
-        made = make_solver(self.solver, time_limit_s=limit_s, progress=listener, **self.options)
-        result = made.solve(graph, budget_bytes)
+        listener = self._tell if self.question.progress else None
+        asked = replace(_unpinned(self.question), progress=listener, time_limit_s=limit_s)
+        result = self.rest(replace(asked, graph=graph, budget_bytes=budget_bytes))
         self.cut_short = self.cut_short or result.status == "time limit"
         return result
 
     def _tell(self, state: Progress) -> None:
         """Pass on what the solver says, as overheads over the real step."""
-        assert self.progress is not None
+        assert self.question.progress is not None
         scale = self.cloned_graph.time_us / self.graph.time_us if self.graph.time_us else 1.0
         best = state.best_overhead
-        self.progress(
+        self.question.progress(
             Progress(
                 self.clock.elapsed_s,
                 None if best is None else (1 + best) * scale - 1,
-                scale - 1 if self.again else state.bound_overhead,
+                scale - 1,
                 _without_clones(state.doing),
             )
         )
@@ -411,14 +413,4 @@ class _PinnedSearch:
     def _schedule(self, sequence: Sequence[int], source: Schedule) -> Schedule:
         """The schedule of a sequence, by the solver and with the options of `source`."""
         made = schedule_of(self.problem, sequence)
-        return self._stamped(msgspec.structs.replace(source, steps=made.steps))
-
-    def _stamped(self, schedule: Schedule) -> Schedule:
-        """`schedule`, made for a graph with pins, as one of the real graph."""
-        return Schedule.for_graph(
-            self.graph,
-            schedule.steps,
-            budget_bytes=self.budget_bytes,
-            solver=schedule.solver,
-            options=schedule.options | self.named,
-        )
+        return _stamp(self.question).on(msgspec.structs.replace(source, steps=made.steps))

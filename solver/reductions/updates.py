@@ -21,7 +21,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 
 import msgspec
 
@@ -37,6 +38,7 @@ from remat.schedules.schedule import (
 )
 from remat.schedules.simulate import simulate
 from remat.solver.problem import Problem
+from remat.solver.reductions.reduction import Question, Reduction, Rest, within_its_limit
 from remat.solver.result import (
     NONE_FITS,
     Result,
@@ -201,6 +203,25 @@ _MORE = (1 / 400, 1 / 100, 1 / 25)
 _PART = 1 / 2
 """Of the time that is left, for each solve."""
 _Ask = Callable[[TrainingGraph, int, float], Result]
+
+
+class Updates(Reduction[None]):
+    """Steps that update during backward; asks the rest for several budgets, without the rule."""
+
+    def accepts(self, question: Question) -> bool:
+        """Whether the step updates parameters."""
+        return has_updates(question.graph)
+
+    def solve(self, question: Question, rest: Rest) -> Result:
+        """The best whose updates come late enough; see `solve_with_updates`."""
+        rest, unknown = within_its_limit(rest), replace(question, known_us=inf, at_hand=None)
+
+        def ask(graph: TrainingGraph, budget_bytes: int, limit_s: float) -> Result:
+            return rest(
+                replace(unknown, graph=graph, budget_bytes=budget_bytes, time_limit_s=limit_s)
+            )
+
+        return solve_with_updates(question.graph, question.budget_bytes, ask, question.time_limit_s)
 
 
 def has_updates(graph: TrainingGraph) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
 from typing import Any
@@ -14,9 +15,10 @@ from torch.nn import functional
 from remat.graph_capture.capture_api import capture
 from remat.graph_capture.chunking import same_bits
 from remat.graph_capture.chunking.regions import find_regions
+from remat.graph_capture.chunking.replace import chunk_parts
 from remat.graph_capture.chunking.same_bits import matches_eager_bitwise
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.tracing.trace import trace
+from remat.graph_capture.tracing.trace import trace, with_edits
 from remat.schedules.derived import with_choices
 from tests.graph_capture.chunking.language_models import (
     SPLIT,
@@ -93,12 +95,8 @@ def test_choices_are_the_graphs_that_a_trace_in_chunks_gives(name: str) -> None:
 def traced_in_chunks(
     model: LanguageModel, args: tuple[Tensor, Tensor], region: str, chunks: int
 ) -> TrainingGraph:
-    import dataclasses
-
-    from remat.graph_capture.tracing.trace import trace_recipe
-
-    recipe = trace(model, args).recipe
-    return trace_recipe(model, dataclasses.replace(recipe, chunks=((region, chunks, True),))).graph
+    edit = functools.partial(chunk_parts, told=((region, chunks, True),))
+    return with_edits(trace(model, args), (edit,)).graph
 
 
 def test_sums_that_16_bits_hide_are_made_by_whole_rows() -> None:

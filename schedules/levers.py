@@ -1,0 +1,91 @@
+"""The table of levers, and what a schedule says of those that changed which ops run.
+
+A lever has one row. The solver reads its first column, the rewriter its second: a machine that
+trains imports no solver, and a plan file names rows, never code.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from remat.graph_capture.chunking.graph_edits import changes_between, with_ops_replaced
+from remat.graph_capture.graph import Op, TrainingGraph, Value
+
+
+class Lever(NamedTuple):
+    """Where the two halves of a lever are, each as ``module:name``.
+
+    Attributes
+    ----------
+    reduction : a `remat.solver.reductions.reduction.Reduction`, which changes the graph that is
+        solved.
+    emitter : a function that changes the joint fx graph in the same way; empty where the lever
+        leaves the ops as they are. It takes the fx graph, and what the schedule tells it.
+    """
+
+    reduction: str
+    emitter: str = ""
+
+
+REDUCTIONS: dict[str, Lever] = {
+    "whole regions": Lever("remat.solver.reductions.chunked_regions:WholeRegions"),
+    "chunks": Lever(
+        "remat.solver.reductions.chunked_regions:ChunkedRegions",
+        emitter="remat.graph_capture.chunking.replace:chunk_parts",
+    ),
+    "updates": Lever("remat.solver.reductions.updates:Updates"),
+    "without copies": Lever("remat.solver.reductions.copy_support:WithoutCopies"),
+    "simple rules": Lever("remat.solver.policies.fallback:SimpleRules"),
+    "pins": Lever("remat.solver.reductions.pins:PinnedOps"),
+}
+"""By name, outermost first. Of two levers that change which ops run, the emitter of the first runs
+first. Those that are `AppliedLever` stand before the chunks, and a schedule has them or chunks."""
+
+
+def attribute_at(path: str) -> Any:
+    """What ``module:name`` names."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+class AppliedLever(msgspec.Struct, frozen=True):
+    """A lever that changed which ops run, and how.
+
+    Attributes
+    ----------
+    lever : its name in `REDUCTIONS`. told : what its emitter is told, such as names of values.
+    dropped : ops of the graph that it replaces.
+    ops : those that run in their place: each after the name of the op before which it stands;
+        empty for the end. values : those that these ops make.
+    tolerance : how far a result may be from eager's, as a part of its norm; 0 for eager's bits.
+    """
+
+    lever: str
+    told: tuple[str, ...]
+    dropped: tuple[str, ...]
+    ops: tuple[tuple[str, Op], ...]
+    values: tuple[Value, ...]
+    tolerance: float = 0.0
+
+    @classmethod
+    def between(
+        cls,
+        lever: str,
+        before: TrainingGraph,
+        after: TrainingGraph,
+        told: Iterable[str],
+        tolerance: float = 0.0,
+    ) -> AppliedLever:
+        """What `lever` did, from the graph as it was and as it is."""
+        dropped, ops = changes_between(before, after)
+        made = {name for _, op in ops for name in op.outputs}
+        values = tuple(value for value in after.values if value.name in made)
+        return cls(lever, tuple(told), dropped, ops, values, tolerance)
+
+    def on(self, graph: TrainingGraph) -> TrainingGraph:
+        """The graph that it made of `graph`, which the lever was applied to."""
+        return with_ops_replaced(graph, self.dropped, self.ops, self.values)

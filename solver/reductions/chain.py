@@ -1,0 +1,49 @@
+"""A solve: levers, in the order of `REDUCTIONS`, around a solver that knows of none of them.
+
+Each lever that accepts a question changes it, asks those behind it, and changes the answer back:
+
+    chunks( updates( copies( fallback( pins( solver )))))
+
+The order is part of what each relies on. Regions are chosen first, as each choice is another graph
+for all others. Updates ask for several budgets, each of which all that is behind must keep. What a
+solver without copies proves is weakened last, behind the rules that may replace its schedule. Pins
+are next to the solver: the rules that stand in for it keep none.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from remat.schedules.levers import REDUCTIONS, attribute_at
+from remat.solver.reductions.pairs import refuse_pairs
+from remat.solver.reductions.reduction import Question, Reduction, solve_alone
+from remat.solver.result import Result, with_time_limit_message
+from remat.solver.search import one_job
+
+
+def solve(question: Question) -> Result:
+    """The answer to `question`, after a look at what goes together.
+
+    Raises
+    ------
+    SolverError : two things are asked that no plan keeps together; or as of
+        `remat.solver.solve_within`.
+    """
+    refuse_pairs(question)
+    with one_job():
+        levers = tuple(_reduction(lever.reduction) for lever in REDUCTIONS.values())
+        return with_time_limit_message(fold(question, levers), question.time_limit_s)
+
+
+def fold(question: Question, levers: tuple[Reduction[Any], ...]) -> Result:
+    """The answer of the first lever that accepts, with those behind it as its rest."""
+    for i, lever in enumerate(levers):
+        if lever.accepts(question):
+            return lever.solve(question, functools.partial(fold, levers=levers[i + 1 :]))
+    return solve_alone(question)
+
+
+@functools.cache
+def _reduction(path: str) -> Reduction[Any]:
+    return attribute_at(path)()

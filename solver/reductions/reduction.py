@@ -1,0 +1,166 @@
+"""The form of a lever: it changes a question, has the rest answer it, and changes the answer back.
+
+Such a pair of maps is called a reduction, as in cvxpy, whose chain of reductions this follows.
+`remat.solver.reductions.chain` folds a list of them around a solver, none of which knows of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import ClassVar, Generic, TypeVar
+
+import msgspec
+
+from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.levers import AppliedLever
+from remat.schedules.schedule import Schedule
+from remat.solver.result import Result, evaluate_schedule, with_time_limit_message
+from remat.solver.search import Clock, Listener
+from remat.solver.table import make_solver, option_names
+
+Inverse = TypeVar("Inverse")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a solve is asked; the fields are the arguments of `remat.solver.solve_within`.
+
+    Attributes
+    ----------
+    graph : one training step. budget_bytes : on its peak, resident bytes included.
+    keep, recompute : globs over module paths.
+    known_us : the time of a schedule that is known; infinite for none.
+    at_hand : the outcome if all regions run whole, where it is known.
+    options : fields of the solver, and options of levers, which take theirs out.
+    """
+
+    graph: TrainingGraph
+    budget_bytes: int
+    solver: str = "auto"
+    time_limit_s: float = 60.0
+    progress: Listener | None = None
+    keep: tuple[str, ...] = ()
+    recompute: tuple[str, ...] = ()
+    known_us: float = inf
+    at_hand: Result | None = None
+    options: Mapping[str, object] = field(default_factory=dict[str, object])
+
+
+Rest = Callable[[Question], Result]
+"""What is behind a lever in the chain: other levers, and in the end the solver."""
+
+
+class Reduction(ABC, Generic[Inverse]):
+    """One lever. A subclass says when it has something to do, and how it changes the question.
+
+    One that searches, so that it asks the rest several times or not for one changed graph, defines
+    `solve` in place of the other methods. What it returns must have been judged on the graph of its
+    question.
+    """
+
+    @abstractmethod
+    def accepts(self, question: Question) -> bool:
+        """Whether the lever has something to do; if not, the question passes it unchanged."""
+
+    def apply(self, question: Question) -> tuple[Question, Inverse]:
+        """The question for the rest, without what this lever was asked; and what `invert` needs."""
+        raise NotImplementedError
+
+    def invert(self, schedule: Schedule, inverse: Inverse) -> Schedule:
+        """A schedule of the changed graph as one of the graph that was asked."""
+        raise NotImplementedError
+
+    def bound_us(self, found: Result, inverse: Inverse) -> float:
+        """What `found` proves of the graph that was asked, in microseconds; 0 for nothing.
+
+        Unless this says otherwise, no schedule that the lever allows is faster than the bound of
+        the changed graph.
+        """
+        return found.lower_bound_us
+
+    def solve(self, question: Question, rest: Rest) -> Result:
+        """The answer to `question`: judged on its graph, with a bound for it.
+
+        Parameters
+        ----------
+        rest : answers a question by what is behind this lever.
+        """
+        clock = Clock(question.time_limit_s)
+        changed, inverse = self.apply(question)
+        found = rest(changed)
+        if found.schedule is None:
+            least = found.least_schedule
+            return msgspec.structs.replace(
+                found, least_schedule=least and self.invert(least, inverse)
+            )
+        answer = evaluate_schedule(
+            question.graph,
+            self.invert(found.schedule, inverse),
+            budget_bytes=question.budget_bytes,
+            lower_bound_us=self.bound_us(found, inverse),
+            wall_s=clock.elapsed_s,
+            cut_short=found.status == "time limit",
+            message=found.message,
+        )
+        return msgspec.structs.replace(answer, floor=found.floor)
+
+
+class OtherOps(Reduction[tuple[AppliedLever, str]]):
+    """A lever that changes which ops run. A subclass says how, in `change`.
+
+    The schedule names it with all that turns the captured graph into the planned one, so that it
+    can be judged and drawn without the lever. The rewriter runs the lever's emitter, which must
+    make ops of the same names that read and make the same values. Regions of the graph stay whole.
+
+    Attributes
+    ----------
+    name : of its row in `REDUCTIONS`.
+    tolerance : how far a result may be from eager's, as a part of its norm; 0 for eager's bits.
+    """
+
+    name: ClassVar[str]
+    tolerance: ClassVar[float] = 0.0
+
+    @abstractmethod
+    def change(self, question: Question) -> tuple[Question, tuple[str, ...]]:
+        """The question on the changed graph, without the lever's option; what its emitter is told.
+
+        Ops that stay as they are must stay in their order.
+        """
+
+    def apply(self, question: Question) -> tuple[Question, tuple[AppliedLever, str]]:
+        """As `change` says, on the graph that the schedule will give again."""
+        graph = question.graph
+        changed, told = self.change(question)
+        lever = AppliedLever.between(self.name, graph, changed.graph, told, self.tolerance)
+        return replace(changed, graph=lever.on(graph)), (lever, graph.hash)
+
+    def invert(self, schedule: Schedule, inverse: tuple[AppliedLever, str]) -> Schedule:
+        """The schedule, which names this lever; one that changed nothing is not named."""
+        lever, captured_hash = inverse
+        if schedule.graph_hash == captured_hash:
+            return schedule
+        levers = (lever, *schedule.levers)
+        return msgspec.structs.replace(schedule, levers=levers, captured_hash=captured_hash)
+
+
+def solve_alone(question: Question) -> Result:
+    """The answer of the solver that is asked, without any lever: the end of every chain."""
+    options = dict(question.options)
+    if question.known_us < inf and "known_us" in option_names(question.solver):
+        options["known_us"] = question.known_us
+    made = make_solver(
+        question.solver,
+        time_limit_s=question.time_limit_s,
+        progress=question.progress,
+        **options,
+    )
+    return made.solve(question.graph, question.budget_bytes)
+
+
+def within_its_limit(rest: Rest) -> Rest:
+    """`rest`, which names the limit that it was given where that ends it without a schedule."""
+    return lambda asked: with_time_limit_message(rest(asked), asked.time_limit_s)
