@@ -1,4 +1,4 @@
-"""The screens that a person reads: tables for `run`, `check` and `solve`."""
+"""The screens that a person reads: tables for `run` and `check`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from remat.analysis.memory_figures import (
     Offloaded,
     chunks_of,
     offloaded,
-    reserved_beside,
     reserved_text,
 )
 from remat.analysis.plan_report import costs_text, plain_table
@@ -27,7 +26,6 @@ from remat.formats import (
     gap_text,
     percent_pair,
     percent_text,
-    proved_text,
     time_pair,
     time_text,
 )
@@ -266,27 +264,6 @@ def show_check(console: Console, check: Check, budget_bytes: int) -> None:
         console.print(f"advice  {advice}", markup=False)
 
 
-def show_result(console: Console, graph: TrainingGraph, result: Result, again: RunsAgain) -> None:
-    """One line a figure of a solve."""
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_row("status", f"{result.status}, by {result.solver} in {result.wall_s:.1f} s")
-    table.add_row("budget", bytes_text(result.budget_bytes))
-    table.add_row("peak", bytes_text(result.peak_bytes))
-    table.add_row("step", time_text(result.time_us))
-    table.add_row("overhead", percent_text(result.overhead))
-    table.add_row("gap", proved_text(result.gap))
-    _add_chunks(table, graph, result)
-    _add_offloaded(table, offloaded(graph, result.schedule))
-    reserved = reserved_beside(graph, result)
-    if reserved is not None:
-        table.add_row("reserved", reserved_text(reserved))
-    _add_again(table, result, again)
-    _add_costs(table, graph)
-    if result.message:
-        table.add_row("note", Text(result.message))
-    console.print(table)
-
-
 # What the command line prints with `--json`: plain bytes, microseconds and names.
 
 
@@ -320,15 +297,6 @@ def report_json(report: Report) -> dict[str, Any]:
     if result.schedule is None:
         said |= _infeasible_json(result)
     return said
-
-
-def result_json(graph: TrainingGraph, result: Result, again: RunsAgain) -> dict[str, Any]:
-    """The object that ``remat solve --json`` prints."""
-    said: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(result, least_schedule=None))
-    said |= {"bound": bound_json(graph, result)} | _again_json(result, again)
-    said |= {"offload": msgspec.to_builtins(offloaded(graph, result.schedule))}
-    said |= {"predicted_reserved": msgspec.to_builtins(reserved_beside(graph, result))}
-    return said if result.schedule else said | _infeasible_json(result)
 
 
 def bound_json(graph: TrainingGraph, result: Result) -> dict[str, float | None]:

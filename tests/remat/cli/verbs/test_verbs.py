@@ -46,7 +46,7 @@ def test_run_compares_with_square_roots_if_asked(remat: Remat) -> None:
 
 
 def test_a_gap_is_asked_for_on_the_command_line(remat: Remat) -> None:
-    words = ("solve", remat.gpt, "--budget", "70%", *QUICK, "--device", "l4", "--json")
+    words = ("run", remat.gpt, "--budget", "70%", *QUICK, "--device", "l4", "--json")
     wide, narrow = (
         json.loads(remat(*words, "--gap", gap).stdout)["bound"]["gap"] for gap in ("0.5", "0.001")
     )
@@ -79,7 +79,7 @@ def test_run_prints_a_screen_of_sixty_columns(remat: Remat) -> None:
 
 @pytest.mark.slow
 def test_what_runs_again_is_said_and_that_attention_does_not(remat: Remat) -> None:
-    words = ("solve", remat.gpt, "--budget", "70%", *QUICK)
+    words = ("run", remat.gpt, "--no-check", "--budget", "70%", *QUICK)
     said = json.loads(remat(*words, "--json").stdout)
     assert said["attention"]["outputs"] == 2
     assert said["attention"]["says"] in (
@@ -106,18 +106,18 @@ def test_run_says_what_runs_again(remat: Remat) -> None:
 
 
 @pytest.mark.slow
-def test_a_free_order_is_an_option_of_run_and_solve(remat: Remat) -> None:
-    for verb in ("run", "solve"):
-        done = remat(verb, remat.gpt, "--budget", "70%", *QUICK, "--order", "free", "--json")
+def test_a_free_order_is_an_option_of_run(remat: Remat) -> None:
+    for check in ("--check", "--no-check"):
+        done = remat("run", remat.gpt, check, "--budget", "70%", *QUICK, "--order", "free", "--json")
         assert done.exit_code == 0, done.stderr
         said = json.loads(done.stdout)
         assert said["solver"] == "auto"
         assert said["bound"]["gap"] >= 0
-    refused = remat("solve", remat.gpt, "--order", "free", "--solver", "cut")
+    refused = remat("run", remat.gpt, "--order", "free", "--solver", "cut")
     assert refused.exit_code == 2
     assert "solver 'cut' keeps the given order" in refused.stderr
     assert "use solver auto" in refused.stderr
-    assert remat("solve", remat.gpt, "--order", "any").exit_code == 2
+    assert remat("run", remat.gpt, "--order", "any").exit_code == 2
 
 
 def test_best_bound_and_gap_are_shown_while_it_solves() -> None:
@@ -129,20 +129,20 @@ def test_best_bound_and_gap_are_shown_while_it_solves() -> None:
 
 def test_a_kept_plan_is_checked_rewritten_and_inspected(remat: Remat, tmp_path: Path) -> None:
     graph, plan = str(tmp_path / "graph.json"), str(tmp_path / "plan.json")
-    assert remat("capture", remat.gpt, "-o", graph).exit_code == 0
-    solved = remat("solve", graph, "--budget", "70%", *QUICK, "-o", plan, "--json")
+    assert remat("show", remat.gpt, "--as", "graph", "-o", graph).exit_code == 0
+    solved = remat("run", graph, "--budget", "70%", *QUICK, "-o", plan, "--json")
     assert solved.exit_code == 0
     assert json.loads(solved.stdout)["bound"]["gap"] >= 0
     checked = remat("check", remat.gpt, plan, "--json")
     assert checked.exit_code == 0, checked.stderr
     assert json.loads(checked.stdout)["check"]["gradients_equal"]
-    rewritten = remat("rewrite", remat.gpt, plan)
+    rewritten = remat("show", remat.gpt, "--plan", plan, "--as", "code")
     assert rewritten.exit_code == 0, rewritten.stderr
     assert "def forward" in rewritten.stdout
-    values = json.loads(remat("inspect", graph, "--plan", plan, "--json").stdout)["values"]
+    values = json.loads(remat("show", graph, "--plan", plan, "--json").stdout)["values"]
     assert any(value["verdict"] == "recompute" for value in values)
-    assert "blocks.0\u20131.attn" in remat("inspect", graph, "--top", "100", columns=200).stdout
-    alone = remat("inspect", plan)
+    assert "blocks.0\u20131.attn" in remat("show", graph, "--top", "100", columns=200).stdout
+    alone = remat("show", plan)
     assert alone.exit_code == 2
     assert "is a schedule alone, without sizes and costs: name its graph or model" in alone.stderr
 
@@ -152,13 +152,13 @@ def test_a_stale_plan_is_refused_with_the_first_difference(
     remat: Remat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = str(tmp_path / "plan.json")
-    assert remat("solve", remat.gpt, "--budget", "70%", *QUICK, "-o", plan).exit_code == 0
+    assert remat("run", remat.gpt, "--no-check", "--budget", "70%", *QUICK, "-o", plan).exit_code == 0
     monkeypatch.setenv("GPT_BATCH", "4")
-    for verb in ("check", "rewrite"):
-        refused = remat(verb, remat.gpt, plan)
+    for words in (("check", remat.gpt, plan), ("show", remat.gpt, "--plan", plan, "--as", "code")):
+        refused = remat(*words)
         assert refused.exit_code == 2
         assert "the plan does not fit: the batch was" in refused.stderr
-    shown = remat("inspect", remat.gpt, "--plan", plan)
+    shown = remat("show", remat.gpt, "--plan", plan)
     assert shown.exit_code == 2
     assert "this plan was made for another graph: input 0 was" in shown.stderr
 
@@ -177,8 +177,9 @@ def test_infeasible_names_the_least_and_what_holds_it(remat: Remat) -> None:
 
 @pytest.mark.slow
 def test_the_least_budget_is_met(remat: Remat) -> None:
-    said = json.loads(remat("solve", remat.gpt, "--budget", "min", *QUICK, "--json").stdout)
-    assert said["peak_bytes"] <= said["budget_bytes"]
+    words = ("run", remat.gpt, "--no-check", "--budget", "min", *QUICK, "--json")
+    said = json.loads(remat(*words).stdout)
+    assert said["plan"]["predicted_peak_bytes"] <= said["budget_bytes"]
 
 
 @pytest.mark.parametrize(
