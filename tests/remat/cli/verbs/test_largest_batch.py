@@ -15,7 +15,9 @@ WORDS = ("--max-overhead", "0%", "--time-limit", "600", "--budget")
 
 def test_the_answer_is_kept_as_a_plan(remat: Remat, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    done = remat("largest-batch", remat.gpt, *WORDS, "1MiB", "--no-check", "-o", str(path), "--json")
+    done = remat(
+        "largest-batch", remat.gpt, *WORDS, "1MiB", "--no-check", "-o", str(path), "--json"
+    )
     assert done.exit_code == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["answer"]["fits"]

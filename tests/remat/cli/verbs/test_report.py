@@ -1,4 +1,4 @@
-"""The verb `report`, and the files that `show` writes, from a plan alone and with what they refuse."""
+"""The verb `report` and the files of `show`: from a plan alone, and with what they refuse."""
 
 from __future__ import annotations
 
@@ -23,7 +23,17 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SIZES.items():
             patch.setenv(f"GPT_{name}", value)
-        words = ("run", Remat.gpt, "--no-check", "--budget", "70%", "--time-limit", "600", "-o", str(path))
+        words = (
+            "run",
+            Remat.gpt,
+            "--no-check",
+            "--budget",
+            "70%",
+            "--time-limit",
+            "600",
+            "-o",
+            str(path),
+        )
         done = Remat()(*words)
     assert done.exit_code == 0, done.stderr
     return path

@@ -152,7 +152,9 @@ def test_the_screen_answers_every_question(remat: Remat, plan: str, columns: int
         (["--budget", "8 gigs"], "unknown unit 'gigs'"),
     ],
 )
-def test_what_cannot_be_explained_is_refused(remat: Remat, plan: str, words: list[str], says: str) -> None:
+def test_what_cannot_be_explained_is_refused(
+    remat: Remat, plan: str, words: list[str], says: str
+) -> None:
     refused = remat("show", plan, "--explain", *words)
     assert refused.exit_code == 2
     assert says in refused.stderr

@@ -108,7 +108,9 @@ def test_run_says_what_runs_again(remat: Remat) -> None:
 @pytest.mark.slow
 def test_a_free_order_is_an_option_of_run(remat: Remat) -> None:
     for check in ("--check", "--no-check"):
-        done = remat("run", remat.gpt, check, "--budget", "70%", *QUICK, "--order", "free", "--json")
+        done = remat(
+            "run", remat.gpt, check, "--budget", "70%", *QUICK, "--order", "free", "--json"
+        )
         assert done.exit_code == 0, done.stderr
         said = json.loads(done.stdout)
         assert said["solver"] == "auto"
@@ -152,7 +154,9 @@ def test_a_stale_plan_is_refused_with_the_first_difference(
     remat: Remat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = str(tmp_path / "plan.json")
-    assert remat("run", remat.gpt, "--no-check", "--budget", "70%", *QUICK, "-o", plan).exit_code == 0
+    assert (
+        remat("run", remat.gpt, "--no-check", "--budget", "70%", *QUICK, "-o", plan).exit_code == 0
+    )
     monkeypatch.setenv("GPT_BATCH", "4")
     for words in (("check", remat.gpt, plan), ("show", remat.gpt, "--plan", plan, "--as", "code")):
         refused = remat(*words)
