@@ -32,7 +32,7 @@ VERBS = {
     "doctor": "remat.cli.machine:doctor_verb",
 }
 """The module and the function of each. Those that plan come first, then those that read a plan."""
-_FORMER = {
+FORMER = {
     "capture": "show MODEL --as graph",
     "solve": "run --no-check, or run GRAPH",
     "compare": "sweep --solver NAME --solver NAME",
@@ -62,8 +62,8 @@ class _Verbs(TyperGroup):
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:
         """The command of a verb; ends where the verb has another name by now."""
-        if cmd_name in _FORMER:
-            _refuse(f"{cmd_name} is by another name now: remat {_FORMER[cmd_name]}")
+        if cmd_name in FORMER:
+            _refuse(f"{cmd_name} is by another name now: remat {FORMER[cmd_name]}")
         return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: typer.Context) -> Any:
@@ -118,7 +118,7 @@ def main() -> None:
     use_simple_letters()
     # One verb is imported without the others; what is no verb is answered by all.
     first = next(iter(sys.argv[1:2]), "")
-    asked = [first] if first in VERBS else [] if first in (*_FORMER, "--version") else VERBS
+    asked = [first] if first in VERBS else [] if first in (*FORMER, "--version") else VERBS
     try:
         _app_of(asked)()
     finally:

@@ -114,15 +114,25 @@ def test_a_plan_that_was_not_run_stands_alone_too(remat: Remat, tmp_path: Path) 
     assert remat("check", remat.gpt, str(path)).exit_code == 0
 
 
-def test_a_plan_is_read_without_torch(plan: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (("show",), "values"),
+        (("run", "--solver", "chen_sqrt", "--budget", "100%"), "plan"),
+        (("sweep", "--solver", "chen_sqrt", "--solver", "full"), "rows"),
+    ],
+)
+def test_a_plan_is_read_without_torch(plan: str, words: tuple[str, ...], key: str) -> None:
     code = (
         "import sys; from remat.cli.main import app; "
-        "app(['show', sys.argv[1], '--json'], standalone_mode=False); "
+        "app([*sys.argv[1:], '--json'], standalone_mode=False); "
         "sys.exit('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code, plan], capture_output=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words, plan], capture_output=True, check=False
+    )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["values"]
+    assert json.loads(done.stdout)[key]
 
 
 def edited(text: dict[str, Any], change: str) -> dict[str, Any]:

@@ -1,13 +1,16 @@
-"""``--dynamic``: what it says, and what is no range."""
+"""``--dynamic`` and ``--sharding``: what they say, and what cannot be read."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remat.graph_capture.errors import CaptureError
-from remat.job.dynamic import parse_dynamic
+from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
+from remat.graph_capture.errors import CaptureError, DeviceError, FileError
+from remat.job.option_texts import SHARDING_KEYS, parse_dynamic, parse_sharding
 
 
 def test_what_the_options_say() -> None:
@@ -60,3 +63,68 @@ def test_a_place_and_a_name_have_one_range() -> None:
         parse_dynamic(["x:1=a:2:4", "x:1=b:2:4"])
     with pytest.raises(CaptureError, match="a from 2 to 4 and a from 2 to 8: give one range"):
         parse_dynamic(["x:1=a:2:4", "y:1=a:2:8"])
+
+
+HYBRID = Sharding("fsdp2", 8, "layers.*", 2, False, param_dtype="bfloat16", cpu_offload=True)
+TEXTS = {
+    "": NO_SHARDING,
+    "kind=ddp, world=8,bucket_views=yes": Sharding("ddp", 8, bucket_views=True),
+    "kind=fsdp2,world=8,reshard_after_forward=4": Sharding("fsdp2", 8, reshard_after_forward=4),
+    "kind=fsdp2,world=8,blocks=layers.*,replicas=2,reshard_after_forward=no,param_dtype=bfloat16,"
+    "cpu_offload=true": HYBRID,
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_pairs_of_a_key_and_a_value_are_a_sharding(text: str) -> None:
+    assert parse_sharding(text) == TEXTS[text]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "ranks.toml",
+            'kind = "fsdp2"\nworld = 8\nblocks = "layers.*"\nreplicas = 2\n'
+            'reshard_after_forward = false\nparam_dtype = "bfloat16"\ncpu_offload = true\n',
+        ),
+        (
+            "ranks.json",
+            '{"kind": "fsdp2", "world": 8, "blocks": "layers.*", "replicas": 2, "cpu_offload": true,'
+            ' "reshard_after_forward": false, "param_dtype": "bfloat16"}',
+        ),
+    ],
+)
+def test_a_file_has_the_same_keys(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    assert parse_sharding(str(tmp_path / name)) == HYBRID
+
+
+NO_SHARDINGS = {
+    "fsdp2": "is not one value a key; give kind=fsdp2,world=8, or a JSON or TOML file",
+    "kind=ddp,kind=fsdp2": "is not one value a key",
+    "world=8": "names no kind",
+    "kind=ddp,ranks=8": "there is no key 'ranks'",
+    "kind=ddp,world=all": "world=all is no whole number",
+    "kind=ddp,world=8,bucket_views=perhaps": "bucket_views=perhaps is neither yes nor no",
+}
+
+
+@pytest.mark.parametrize("text", NO_SHARDINGS)
+def test_what_is_no_sharding_is_refused_in_one_line_with_all_keys(text: str) -> None:
+    with pytest.raises(DeviceError) as caught:
+        parse_sharding(text)
+    assert NO_SHARDINGS[text] in str(caught.value)
+    assert ", ".join(SHARDING_KEYS) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match=r"gone\.toml"):
+        parse_sharding(str(tmp_path / "gone.toml"))
+    for name, text in (("a.toml", "kind = "), ("a.json", "[]"), ("b.toml", "kind = 1")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(DeviceError) as caught:
+            parse_sharding(str(tmp_path / name))
+        assert ", ".join(SHARDING_KEYS) in str(caught.value)
+        assert "\n" not in str(caught.value)

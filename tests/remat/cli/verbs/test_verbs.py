@@ -7,9 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from remat import checks
+from remat import __version__, checks
 from remat import progress as stages
+from remat.cli.main import FORMER, VERBS
 from remat.job import pipeline
+from remat.job.request import Request
 from remat.solver import Progress
 from tests.remat.cli.conftest import Remat
 
@@ -266,6 +268,48 @@ def test_a_failed_check_ends_with_four(
     failed = remat("run", remat.gpt, "--budget", "70%", *QUICK)
     assert failed.exit_code == 4
     assert says in failed.stderr
+
+
+@pytest.mark.parametrize("former", FORMER)
+def test_a_verb_of_an_older_release_names_the_one_of_today(remat: Remat, former: str) -> None:
+    refused = remat(former, "model.py", "--budget", "60%")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert refused.stderr == f"{former} is by another name now: remat {FORMER[former]}\n"
+    assert FORMER[former].split()[0] in VERBS
+    assert former not in VERBS
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["rum", "model.py"], "No such command 'rum'. Did you mean 'run'? (remat --help lists"),
+        (["run", "model.py", "--shard", "ddp"], "No such option: --shard"),
+        (["run"], "Missing argument 'MODEL|GRAPH|PLAN' (remat run --help lists"),
+        (["check", "plan.json", "model.py"], "plan.json is a kept file: name the model first"),
+        (["run", "graph.json", "--compare"], "graph.json has no model to run: --compare goes"),
+    ],
+)
+def test_wrong_words_are_told_in_one_line(remat: Remat, words: list[str], says: str) -> None:
+    refused = remat(*words)
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert says in refused.stderr
+    assert refused.stderr.count("\n") == 1
+
+
+def test_help_is_short_too_and_the_version_is_said(remat: Remat) -> None:
+    assert remat("-h").stdout == remat("--help").stdout
+    assert remat("run", "-h").stdout == remat("run", "--help").stdout
+    assert "--install-completion" in remat("-h").stdout
+    assert remat("--version").stdout == f"remat {__version__}\n"
+
+
+def test_a_model_goes_to_the_cuda_device_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for is_there, device in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr("torch.cuda.is_available", lambda is_there=is_there: is_there)
+        assert Request().with_device().device == device
+        assert Request(device="h100").with_device().device == "h100"
 
 
 def test_doctor(remat: Remat) -> None:
