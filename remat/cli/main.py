@@ -44,7 +44,6 @@ FORMER = {
     "plan-cluster": "cluster",
 }
 """What does now what a verb of an older release did."""
-_USAGE = 2
 
 if TYPE_CHECKING:
     app: typer.Typer
@@ -77,7 +76,7 @@ class _Verbs(TyperGroup):
 
 def _refuse(message: str) -> NoReturn:
     steady_console(stderr=True).print(in_one_line(message), style="red", soft_wrap=True)
-    raise typer.Exit(_USAGE)
+    raise typer.Exit(2)
 
 
 def _app_of(verbs: Iterable[str]) -> typer.Typer:

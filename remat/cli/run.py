@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from remat.analysis.budget_sweep import price_json, price_text
 from remat.checks import failures
 from remat.cli.output import (
@@ -20,8 +18,6 @@ from remat.cli.output import (
 )
 from remat.cli.session import CHECK_FAILED, INFEASIBLE, Session
 from remat.cli.verb import (
-    FIELDS,
-    MORE,
     STEP,
     DynamicOption,
     LayoutFile,
@@ -34,7 +30,7 @@ from remat.cli.verb import (
     verb,
 )
 from remat.graph_capture.devices.known_devices import CPU
-from remat.graph_capture.errors import CaptureError, SolverError, TooLargeError
+from remat.graph_capture.errors import CaptureError, SolverError, TooLargeError, option
 from remat.graph_capture.graph import TrainingGraph
 from remat.job import pipeline
 from remat.job.factory import Loaded
@@ -42,11 +38,11 @@ from remat.job.option_texts import parse_dynamic
 from remat.job.pipeline import refuse_beside_dynamic
 from remat.job.plan_source import (
     PLAN_FILES,
+    Captured,
     captured,
     costed_graph_in,
     fitting_schedule,
     load_shown,
-    plan_of_result,
     read_kept,
     require_model,
 )
@@ -85,28 +81,26 @@ _ONE_BATCH = (
 """Fields of a request that a whole step is planned without: it is limited by plans, not seconds."""
 _Microbatches = Annotated[
     int | None,
-    typer.Option(
-        help="plan a whole optimizer step of so many such batches, with parameters, gradients and "
-        "the state of --optimizer on the device, --host and --nvme; nothing is run",
-        rich_help_panel=MORE,
+    more(
+        "--microbatches",
+        "plan a whole optimizer step of so many such batches, with parameters, gradients and the "
+        "state of --optimizer on the device, --host and --nvme; nothing is run",
     ),
 ]
 _State = Annotated[
     StateKind,
-    typer.Option(
+    more(
         "--optimizer-state",
-        help="with --microbatches: float32, with a master copy of parameters in fewer bytes, or "
-        "in the parameter's own type, as torch's optimizers keep it",
-        rich_help_panel=MORE,
+        "with --microbatches: float32, with a master copy of parameters in fewer bytes, or in the "
+        "parameter's own type, as torch's optimizers keep it",
     ),
 ]
 _NvmeRate = Annotated[
     float | None,
-    typer.Option(
+    more(
         "--nvme-gb-s",
-        help="with --microbatches: rate of --nvme each way in 10^9 bytes a second; left out, that "
-        "of the drive in the table",
-        rich_help_panel=MORE,
+        "with --microbatches: rate of --nvme each way in 10^9 bytes a second; left out, that of "
+        "the drive in the table",
     ),
 ]
 
@@ -161,35 +155,27 @@ def _run(
     compare: bool,
 ) -> pipeline.Report:  # fmt: skip
     loaded, request = load_shown(model, session.stopwatch, request)
+
+    def keep(known: pipeline.Report) -> None:
+        of = Captured(known.graph, loaded, known.recipe)
+        save_result_file(session, output, of, known.result)
+
     return pipeline.run_job(
-        loaded, request, session.stopwatch, check=check, compare=compare,
-        planned=lambda known: _keep(session, output, loaded, known),
-    )  # fmt: skip
+        loaded, request, session.stopwatch, check=check, compare=compare, planned=keep
+    )
 
 
 def _solved_anew(
     session: Session, source: str, request: Request, output: Path | None,
     measured: dict[str, bool],
 ) -> pipeline.Report:  # fmt: skip
-    """The graph of a kept file, solved.
-
-    Raises
-    ------
-    CaptureError : an option runs a step, which takes the model.
-    """
+    """The graph of a kept file, solved, where no option runs a step, which takes the model."""
     if flag := next((flag for flag, is_given in measured.items() if is_given), ""):
         raise CaptureError(f"{source} has no model to run: {flag} goes with a model")
     of = captured(source, request, session.stopwatch)
     report, _ = pipeline.planned_report(of.graph, request, session.stopwatch)
     save_result_file(session, output, of, report.result)
     return report
-
-
-def _keep(session: Session, path: Path | None, loaded: Loaded, report: pipeline.Report) -> None:
-    if path is not None and report.recipe is not None:
-        save_plan_file(
-            session, path, plan_of_result(loaded, report.recipe, report.graph, report.result)
-        )
 
 
 def _priced(
@@ -287,9 +273,8 @@ def _refuse_beside_microbatches(is_left_out: bool, kept: Path | str | bool | Non
     usual = Request()
     for name in _ONE_BATCH:
         if getattr(request, name) != getattr(usual, name):
-            flag = FIELDS[name].metadata.get("flag", f"--{name.replace('_', '-')}")
             raise SolverError(
-                f"{flag} is of the step of one batch: leave it out, or --microbatches"
+                f"{option(name)} is of the step of one batch: leave it out, or --microbatches"
             )
 
 

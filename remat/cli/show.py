@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 import typer
@@ -13,7 +12,7 @@ from rich.text import Text
 
 from remat.analysis.explain import FURTHER_SOLVE_S, explain
 from remat.analysis.explanation import Explanation, explanation_screen
-from remat.analysis.inspect import InspectBy, inspect, inspection_screen
+from remat.analysis.inspect import InspectBy, Inspection, inspect, inspection_screen
 from remat.analysis.plan_report import plain_table
 from remat.cli.output import (
     layout_entry,
@@ -39,7 +38,7 @@ from remat.job.plan_source import (
     require_model,
 )
 from remat.job.request import Request
-from remat.job.screen import range_json, report_json, show_family, show_run
+from remat.job.screen import range_json, show_family
 from remat.progress import in_one_line
 from remat.ranges.curve import overheads_over
 from remat.schedules.exports.chrome_trace import trace_file
@@ -48,19 +47,10 @@ from remat.schedules.exports.memory_snapshot import snapshot_file
 from remat.schedules.layout import Layout
 from remat.solver.search import is_interrupted, note_interrupt
 
-
-class _Form(StrEnum):
-    """What is kept as a file, or printed as it would stand there."""
-
-    graph = "graph"
-    code = "code"
-    snapshot = "snapshot"
-    trace = "trace"
-    dot = "dot"
-
-
-_SUFFIXES = {
-    ".pickle": _Form.snapshot, ".json": _Form.trace, ".dot": _Form.dot, ".py": _Form.code,
+_Form = Literal["graph", "code", "snapshot", "trace", "dot"]
+"""What is kept as a file; a graph and code are printed where no file is named."""
+_SUFFIXES: dict[str, _Form] = {
+    ".pickle": "snapshot", ".json": "trace", ".dot": "dot", ".py": "code"
 }  # fmt: skip
 _TOP = 20
 
@@ -121,19 +111,13 @@ def show_verb(
     table = {"--by": by != "value", "--at-peak": at_peak, "--only": only, "--top": top != _TOP}
     further = {"--each-limit": each_limit != FURTHER_SOLVE_S}
     if is_explained or why:
-        _refuse_beside("--explain", table | {"--as and -o": form})
+        _refuse_beside("--explain", table | {"-o" if output else "--as": form})
         _show_reasons(session, source, request, plan, why, each_limit, place, layout)
     elif form is None:
         _refuse_beside("the table of values", further)
         opened = opened_feasible(session, source, request, plan)
         found = inspect(opened.graph, opened.result, by=by, only=only, at_peak=at_peak)
-        placed = _placed(session, opened, place, layout)
-        if session.as_json:
-            session.emit(found.as_json() | layout_entry(placed) | _range_entry(opened))
-        else:
-            session.out.print(inspection_screen(found, top, session.out.width))
-            show_layout(session, placed)
-            _show_range(session, opened)
+        _show_values(session, opened, found, top, _placed(session, opened, place, layout))
     else:
         _refuse_beside(f"--as {form}", table | further | {"--place": place, "--layout": layout})
         _show_as(session, form, source, request, plan, output)
@@ -155,18 +139,20 @@ def _placed(
     return place_shown(session, opened.graph, schedule) if schedule else None
 
 
-def _range_entry(opened: PlanSource) -> dict[str, Any]:
-    """The range of a plan as an entry of the JSON object, if it has one."""
-    if (over := opened.over) is None:
-        return {}
-    return {"range": range_json(over.family, overheads_over(over.graph, over.family))}
-
-
-def _show_range(session: Session, opened: PlanSource) -> None:
-    """The range of a plan, and its curve of overheads, if it has one."""
-    if (over := opened.over) is not None:
+def _show_values(
+    session: Session, opened: PlanSource, found: Inspection, top: int, placed: Layout | None
+) -> None:
+    over = opened.over
+    curve = overheads_over(over.graph, over.family) if over else None
+    if session.as_json:
+        ranges = {"range": range_json(over.family, curve)} if over and curve else {}
+        session.emit(found.as_json() | layout_entry(placed) | ranges)
+        return
+    session.out.print(inspection_screen(found, top, session.out.width))
+    show_layout(session, placed)
+    if over and curve:
         session.out.print()
-        show_family(session.out, over.family, overheads_over(over.graph, over.family))
+        show_family(session.out, over.family, curve)
 
 
 # Why a plan is as it is, and what the alternatives cost: `--explain`, `--why`.
@@ -192,7 +178,8 @@ def _show_reasons(
         session.err.print(in_one_line(opened.solved.message), soft_wrap=True)
     found = None if is_interrupted() else _explained(session, opened, why, each_limit)
     if found is None:
-        _show_plan(session, opened, request)
+        # The plan that was to be explained, without more solves.
+        _show_values(session, opened, inspect(opened.graph, opened.result), _TOP, None)
         return
     placed = _placed(session, opened, is_placed, layout)
     if session.as_json:
@@ -220,15 +207,6 @@ def _explained(
         return None
 
 
-def _show_plan(session: Session, opened: PlanSource, request: Request) -> None:
-    """The plan that was to be explained, without more solves."""
-    report, _ = pipeline.planned_report(opened.graph, request, session.stopwatch, opened.solved)
-    if session.as_json:
-        session.emit(report_json(report))
-    else:
-        show_run(session.out, report)
-
-
 # Files: `--as`, or what the suffix of `-o` says.
 
 
@@ -242,7 +220,8 @@ def _form_of(path: Path | None) -> _Form:
     if path is None or path.suffix not in _SUFFIXES:
         raise FileError(
             f"{path}: a name that ends in .pickle (memory snapshot), .trace.json (Chrome trace), "
-            f".dot (Graphviz) or .py (code) says what to write; or say it: --as {'|'.join(_Form)}"
+            ".dot (Graphviz) or .py (code) says what to write; or say it: "
+            f"--as {'|'.join(get_args(_Form))}"
         )
     return _SUFFIXES[path.suffix]
 
@@ -251,10 +230,10 @@ def _show_as(
     session: Session, form: _Form, source: str, request: Request, plan: Path | None,
     output: Path | None,
 ) -> None:  # fmt: skip
-    if form is _Form.graph:
+    if form == "graph":
         _refuse_beside("--as graph", {"--plan": plan, "--budget": request.budget})
         _show_graph(session, source, request, output)
-    elif form is _Form.code:
+    elif form == "code":
         _refuse_beside("--as code", {"--budget": request.budget})
         _show_code(session, source, request, plan, output)
     elif output is None:
@@ -274,11 +253,11 @@ def _exported(opened: PlanSource, form: _Form) -> bytes:
     ------
     BudgetError : there is no plan, and the file is one of a schedule.
     """
-    if form is _Form.dot:
+    if form == "dot":
         return to_dot(opened.graph, opened.schedule).encode()
     schedule = opened.solved.schedule
     assert schedule is not None
-    write = snapshot_file if form is _Form.snapshot else trace_file
+    write = snapshot_file if form == "snapshot" else trace_file
     return write(opened.graph, schedule)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -28,10 +28,7 @@ from remat.job.request import Request
 from remat.schedules.simulate import bound_of
 from remat.solver import make_solver, solver_class
 from remat.solver.budgets.front import Front
-from remat.solver.budgets.sweep import BudgetsDone, check_jobs
-
-if TYPE_CHECKING:
-    from remat.graph_capture.tracing.trace import ProgressCallback
+from remat.solver.budgets.sweep import check_jobs
 
 _SWEPT, _COMPARED = "12", ",".join(DEFAULT_BUDGETS)
 """Budgets where none are named: of one solver, and of several."""
@@ -98,7 +95,10 @@ def _sweep(
     with session.stopwatch.stage("sweep", "solving at several budgets") as progress:
         shared: dict[str, Any] = {
             "solvers": solvers, "time_limit_s": request.time_limit_s, "jobs": jobs,
-            "progress": _telling(progress), **request.solving,
+            **request.solving,
+            "progress": lambda done, total: progress(
+                done, total, text=f"budget {done + 1} of {total}"
+            ),
         }  # fmt: skip
         if len(hosts) > 1:
             fronts = sweep_hosts(graph, hosts, budgets, **shared)
@@ -169,13 +169,6 @@ def asked_hosts(text: str) -> dict[str, int]:
     if len(set(hosts.values())) < len(parts):
         raise BudgetError(f"hosts {text!r} name the same size twice: give each once")
     return hosts
-
-
-def _telling(progress: ProgressCallback) -> BudgetsDone:
-    def tell(done: int, total: int) -> None:
-        progress(done, total, text=f"budget {done + 1} of {total}")
-
-    return tell
 
 
 def _keep(session: Session, path: Path | None, fronts: Mapping[str, Front]) -> None:

@@ -57,7 +57,8 @@ def verb(fields: Collection[str] = tuple(FIELDS), **defaults: Any) -> Callable[[
             planning = {name: _planning_option(name, own, defaults) for name in ordered}
         command = _command(function, [name for name in planning if name not in own])
         shown = {**planning, **{name: own[name] for name in own if name not in planning}}
-        shown |= _everywhere()
+        for name, kind in (("as_json", _AsJson), ("verbose", _Verbose)):
+            shown[name] = Parameter(name, Parameter.KEYWORD_ONLY, default=False, annotation=kind)
         command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # typer reads it
             [one.replace(kind=Parameter.KEYWORD_ONLY) for one in shown.values()]
         )
@@ -105,15 +106,6 @@ def _planning_option(name: str, own: dict[str, Parameter], defaults: dict[str, A
     return Parameter(
         name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
     )
-
-
-def _everywhere() -> dict[str, Parameter]:
-    """`--json` and `-v`."""
-    kinds = {"as_json": _AsJson, "verbose": _Verbose}
-    return {
-        name: Parameter(name, Parameter.KEYWORD_ONLY, default=False, annotation=kind)
-        for name, kind in kinds.items()
-    }
 
 
 def more(flag: str, text: str, **shown: Any) -> Any:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import re
 import tomllib
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, get_args
 
-from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
+import msgspec
+
+from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding, ShardingKind
 from remat.graph_capture.errors import CaptureError, DeviceError, TextError
 from remat.graph_capture.files import decode_json, read_contents
 from remat.graph_capture.sizes.symbols import Dynamic, as_symbol, require_one_range
@@ -66,14 +68,14 @@ def _read_range(text: str) -> tuple[str | int, int, tuple[Any, ...]]:
 
 
 _WORLD = "world"
-"""What people call `Sharding.world_size`; every other key is the name of its field."""
-SHARDING_KEYS = tuple(
-    _WORLD if field.name == "world_size" else field.name for field in dataclasses.fields(Sharding)
+_FIELDS = {_WORLD: "world_size"}
+"""Fields of `Sharding` whose key has another name."""
+SHARDING_KEYS = ("kind", _WORLD, *(field.name for field in dataclasses.fields(Sharding)[2:]))
+_FORM_OF_SHARDING = (
+    f"give kind={'|'.join(get_args(ShardingKind)[1:])},world=8, or a JSON or TOML file, with any "
+    f"of the keys {', '.join(SHARDING_KEYS)}"
 )
-_FORM_OF_SHARDING = "give kind=fsdp2,world=8, or a JSON or TOML file, with any of the keys " + (
-    ", ".join(SHARDING_KEYS)
-)
-_TRUTHS = {"yes": True, "true": True, "no": False, "false": False}
+_TRUTHS = {"yes": True, "no": False}
 
 
 def parse_sharding(text: str) -> Sharding:
@@ -87,23 +89,22 @@ def parse_sharding(text: str) -> Sharding:
     if not text:
         return NO_SHARDING
     given = _of_file(text) if text.endswith((".json", ".toml")) else _of_pairs(text)
-    for key in given:
-        if key not in SHARDING_KEYS:
-            raise DeviceError(f"--sharding: there is no key {key!r}; {_FORM_OF_SHARDING}")
-    if "kind" not in given:
-        raise DeviceError(f"--sharding {text} names no kind; {_FORM_OF_SHARDING}")
-    values = {key: _READ.get(key, _word)(key, value) for key, value in given.items()}
-    if _WORLD in values:
-        values["world_size"] = values.pop(_WORLD)
-    return Sharding(**values)
+    if wrong := [key for key in given if key not in SHARDING_KEYS]:
+        raise DeviceError(f"--sharding: there is no key {wrong[0]!r}; {_FORM_OF_SHARDING}")
+    values = {_FIELDS.get(key, key): _TRUTHS.get(str(value), value) for key, value in given.items()}
+    try:
+        return msgspec.convert(values, Sharding, strict=False)
+    except msgspec.ValidationError as error:
+        said = str(error).replace("$.world_size", _WORLD).replace("$.", "")
+        raise DeviceError(f"--sharding: {said}; {_FORM_OF_SHARDING}") from error
 
 
 def _of_pairs(text: str) -> dict[str, Any]:
     pairs = [part.partition("=") for part in text.split(",")]
-    keys = [key.strip() for key, _, _ in pairs]
-    if not all(equals for _, equals, _ in pairs) or len(set(keys)) < len(keys):
+    found = {key.strip(): value.strip() for key, _, value in pairs}
+    if not all(equals for _, equals, _ in pairs) or len(found) < len(pairs):
         raise DeviceError(f"--sharding {text} is not one value a key; {_FORM_OF_SHARDING}")
-    return {key: value.strip() for key, (_, _, value) in zip(keys, pairs, strict=True)}
+    return found
 
 
 def _of_file(name: str) -> dict[str, Any]:
@@ -114,39 +115,3 @@ def _of_file(name: str) -> dict[str, Any]:
         return tomllib.loads(data.decode())
     except (TextError, ValueError) as error:
         raise DeviceError(f"{name} cannot be read: {error}; {_FORM_OF_SHARDING}") from error
-
-
-def _word(key: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise DeviceError(f"--sharding: {key}={value} is no word; {_FORM_OF_SHARDING}")
-    return value
-
-
-def _number(key: str, value: Any) -> int:
-    if isinstance(value, bool) or not str(value).isdecimal():
-        raise DeviceError(f"--sharding: {key}={value} is no whole number; {_FORM_OF_SHARDING}")
-    return int(value)
-
-
-def _truth(key: str, value: Any) -> bool:
-    if (found := _TRUTHS.get(str(value).lower())) is None:
-        raise DeviceError(f"--sharding: {key}={value} is neither yes nor no; {_FORM_OF_SHARDING}")
-    return found
-
-
-def _resharding(key: str, value: Any) -> bool | int:
-    """What `fully_shard` takes: a truth, or a number of ranks."""
-    if not isinstance(value, bool) and str(value).isdecimal():
-        return int(value)
-    if str(value).lower() in _TRUTHS:
-        return _truth(key, value)
-    raise DeviceError(
-        f"--sharding: {key}={value} is neither yes, no nor a number of ranks; leave it out for "
-        "what fully_shard does"
-    )
-
-
-_READ: dict[str, Callable[[str, Any], Any]] = {
-    _WORLD: _number, "replicas": _number, "states_over": _number, "bucket_views": _truth,
-    "cpu_offload": _truth, "reshard_after_forward": _resharding,
-}  # fmt: skip

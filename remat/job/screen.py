@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from remat.analysis.memory_figures import (
-    Offloaded,
     chunks_of,
     offloaded,
     reserved_text,
@@ -151,10 +150,9 @@ def _verdict(report: Report) -> Table:
             table.add_row("advice", Text(advice))
     if report.unchecked:
         table.add_row("not run", Text(report.unchecked))
-    _add_chunks(table, graph, result)
-    _add_offloaded(table, offloaded(graph, result.schedule, report.simulation))
-    _add_again(table, result, report.again)
-    _add_costs(table, graph)
+    _add_ways(table, report)
+    if is_in_table(graph.device) or graph.notes:  # the figures are no measurement on this machine
+        table.add_row("costs", costs_text(graph))
     table.add_row("took", took_text(seconds))
     style = "bold red" if report.failures else "bold green"
     table.add_row("status", Text.assemble((result.status, style), f", by {result.solver}"))
@@ -175,33 +173,20 @@ def _add_reserved(table: Table, rows: Iterable[Row]) -> None:
         table.add_row("", f"measured: {', '.join(said)}")
 
 
-def _add_chunks(table: Table, graph: TrainingGraph, result: Result) -> None:
-    """What runs in chunks, and what that takes."""
+def _add_ways(table: Table, report: Report) -> None:
+    """What runs in chunks, moves to the host and runs again, and whether whole layers would do."""
+    graph, result, again = report.graph, report.result, report.again
     for one in chunks_of(graph, result.schedule):
         table.add_row("in chunks", Text(str(one)))
-
-
-def _add_offloaded(table: Table, moved: Offloaded | None) -> None:
-    """What moves to the host and back, where something does."""
+    moved = offloaded(graph, result.schedule, report.simulation)
     for name, said in moved.rows() if moved is not None else ():
         table.add_row(name, Text(said))
-
-
-def _add_again(table: Table, result: Result, again: RunsAgain) -> None:
-    """What runs again, how much of attention does, and whether whole layers would do."""
-    kinds = kinds_text(again.kinds)
-    if kinds:
+    if kinds := kinds_text(again.kinds):
         table.add_row("recomputed", Text(kinds))
     if result.attention:
         table.add_row("attention", str(result.attention))
     if again.simpler:
         table.add_row("simpler", str(again.simpler))
-
-
-def _add_costs(table: Table, graph: TrainingGraph) -> None:
-    """What is behind the figures, where that is not a measurement on this machine."""
-    if is_in_table(graph.device) or graph.notes:
-        table.add_row("costs", costs_text(graph))
 
 
 def _bound_said(graph: TrainingGraph, result: Result) -> str:

@@ -48,7 +48,10 @@ FSDP2 = "kind=fsdp2,world=4"
 REFUSED = [
     ("replicas=3", "3 replicas do not divide 4 ranks"),
     ("reshard_after_forward=3", "reshard_after_forward=3 does not divide a shard group of"),
-    ("reshard_after_forward=maybe", "maybe is neither yes, no nor a number of ranks"),
+    (
+        "reshard_after_forward=maybe",
+        "got `str` - at `reshard_after_forward`",
+    ),
     ("param_dtype=int8", "param_dtype 'int8' is none that a mixed precision policy"),
     ("bucket_views=yes", "sharding fsdp2 has no bucket_views"),
     ("states_over=3", "states_over=3 ranks: choose a multiple of 4"),

@@ -173,7 +173,7 @@ def test_there_must_be_a_plan_and_it_must_fit(remat: Remat) -> None:
     ("words", "says"),
     [
         (("--explain", "--by", "op"), "--by is not taken by --explain"),
-        (("--why", "*", "-o", "step.dot"), "--as and -o is not taken by --explain"),
+        (("--why", "*", "-o", "step.dot"), "-o is not taken by --explain"),
         (("--each-limit", "3"), "--each-limit is not taken by the table of values"),
         (("--as", "code", "--at-peak"), "--at-peak is not taken by --as code"),
         (("--as", "graph", "--budget", "60%"), "--budget is not taken by --as graph"),
