@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 from remat import __version__
 from remat.progress import in_one_line, open_closed_streams, steady_console, use_simple_letters
 
-_UsageError = typer.BadParameter.__base__  # of the click that typer itself uses
+_UsageError: Any = typer.BadParameter.__base__  # of the click that typer itself uses
 
 VERBS = {
     "run": "remat.cli.run:run_verb",
@@ -59,22 +59,22 @@ def __getattr__(name: str) -> Any:
 class _Verbs(TyperGroup):
     """Says in one line what is wrong with the words of a verb."""
 
-    def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command of a verb; ends where the verb has another name by now."""
         if cmd_name in FORMER:
-            _refuse(f"{cmd_name} is by another name now: remat {FORMER[cmd_name]}")
+            _end_usage(f"{cmd_name} is by another name now: remat {FORMER[cmd_name]}")
         return super().get_command(ctx, cmd_name)
 
-    def invoke(self, ctx: typer.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         """Run the verb."""
         try:
             return super().invoke(ctx)
         except _UsageError as error:
             where = error.ctx.command_path if error.ctx else "remat"
-            _refuse(f"{error.format_message().rstrip('.')} ({where} --help lists what there is)")
+            _end_usage(f"{error.format_message().rstrip('.')} ({where} --help lists what there is)")
 
 
-def _refuse(message: str) -> NoReturn:
+def _end_usage(message: str) -> NoReturn:
     steady_console(stderr=True).print(in_one_line(message), style="red", soft_wrap=True)
     raise typer.Exit(2)
 

@@ -176,7 +176,7 @@ def _show_reasons(
     if opened.is_kept and opened.solved.message:
         # The bound that a kept plan states is not taken for proved. A page says it itself.
         session.err.print(in_one_line(opened.solved.message), soft_wrap=True)
-    found = None if is_interrupted() else _explained(session, opened, why, each_limit)
+    found = None if is_interrupted() else _reasons(session, opened, why, each_limit)
     if found is None:
         # The plan that was to be explained, without more solves.
         _show_values(session, opened, inspect(opened.graph, opened.result), _TOP, None)
@@ -189,7 +189,7 @@ def _show_reasons(
         show_layout(session, placed)
 
 
-def _explained(
+def _reasons(
     session: Session, opened: PlanSource, why: list[str], each_limit: float
 ) -> Explanation | None:
     """The explanation; None where Ctrl-C came before its last part."""
