@@ -19,6 +19,7 @@ from remat.cli.session import INFEASIBLE, Session
 from remat.cli.verb import LayoutFile, Model, Output, RunIt, verb
 from remat.graph_capture.errors import BudgetError
 from remat.job.fitted import fit_screen
+from remat.job.plan_source import require_model
 from remat.job.request import Request
 from remat.job.size_search import LARGEST_SIZE, SOLVE_S, FitSearch, SizeRange
 
@@ -48,6 +49,7 @@ def largest_batch_verb(
     layout: LayoutFile = None,
 ) -> None:
     """Find the largest size whose plan fits; it and the next are captured and solved."""
+    require_model(model)
     search = FitSearch(
         model, vary, SizeRange(step, most, step), _asked_overhead(max_overhead), request,
         session.stopwatch, request.time_limit_s,

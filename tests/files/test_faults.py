@@ -91,7 +91,7 @@ def test_nothing_is_left_of_a_process_that_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_bytes(OLD)
     code = (
-        "import os, signal\nfrom remat.graph_capture.files import replaced\n"
+        "import os, signal\nfrom remat.graph_capture.files import atomic_write\n"
         f"with atomic_write({str(path)!r}) as out:\n"
         "    out.write(b'half'); out.flush(); os.kill(os.getpid(), signal.SIGKILL)\n"
     )
