@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import tomllib
 from collections.abc import Iterable
 from typing import Any, get_args
 
@@ -112,6 +111,8 @@ def _of_file(name: str) -> dict[str, Any]:
     try:
         if name.endswith(".json"):
             return decode_json(data, dict[str, Any])
+        import tomllib  # few need it, and all would wait for it
+
         return tomllib.loads(data.decode())
     except (TextError, ValueError) as error:
         raise DeviceError(f"{name} cannot be read: {error}; {_FORM_OF_SHARDING}") from error
