@@ -67,7 +67,10 @@ class Request:
     )
     solver: str = field(
         default="auto",
-        metadata={"help": f"one of {', '.join(TABLE)}; repeatable in sweep"},
+        metadata={
+            "help": f"one of {', '.join(TABLE)}; repeatable in sweep, where usual stands for "
+            "twelve of them"
+        },
     )
     order: Literal["fixed", "free"] = field(
         default="fixed",
