@@ -3,7 +3,7 @@
 GPT as in Megatron-LM (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198, table 3): open
 attention with dropout. Llama 3 (2024, https://arxiv.org/abs/2407.21783, table 3) and Llama in the
 sizes of Yuan et al. (2024, https://www.usenix.org/conference/atc24/presentation/yuan): fused
-attention, no dropout. Factories are named as `remat plan-cluster` takes them, such as
+attention, no dropout. Factories are named as `remat cluster` takes them, such as
 ``benchmarks.cluster_models:gpt_175b``.
 """
 

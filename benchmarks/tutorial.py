@@ -24,9 +24,10 @@ from benchmarks.cells.cell import cpu_name
 
 ROOT = Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "docs" / "tutorial.md", ROOT / "benchmarks" / "results" / "tutorial.json"
-STEPS = ("remat run", "remat explain", "python train.py")
+EXPLAIN = "remat show plan.json --explain"
+STEPS = ("remat run", EXPLAIN, "python train.py")
 """Beginnings of the commands, in the order of their outputs on the page."""
-UNTIL = {"remat explain": "held at the peak by"}
+UNTIL = {EXPLAIN: "held at the peak by"}
 """Where the page leaves a long output."""
 COLUMNS = 80
 FILE = re.compile(r"^```python\n(# (\w+\.py)\n.*?)^```$", re.MULTILINE | re.DOTALL)

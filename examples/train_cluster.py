@@ -2,7 +2,7 @@
 
 Plan, then train on four processes of this machine:
 
-    remat plan-cluster examples/train_cluster.py:factory --gpus 4 --batch 64 --seq 64 --pp 2 --tp 1
+    remat cluster examples/train_cluster.py:factory --gpus 4 --batch 64 --seq 64 --pp 2 --tp 1
         --shard 2 --microbatch 4 --virtual-stages 1 --budget 4500KiB -o plan.json
     torchrun --nproc-per-node 4 examples/train_cluster.py plan.json
 
@@ -30,7 +30,7 @@ MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.floa
 
 
 def factory(batch: int = 1, seq: int = SIZES.seq) -> dict[str, Any]:
-    """The model and a batch, as `remat plan-cluster` takes them."""
+    """The model and a batch, as `remat cluster` takes them."""
     ids = torch.zeros(batch, seq, dtype=torch.int64)
     return {"model": Llama(SIZES), "args": (ids,), "loss_fn": next_token_loss, "target": ids}
 

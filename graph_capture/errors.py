@@ -161,7 +161,7 @@ class AgreementError(RematError):
     """Ranks that are to follow one plan do not have the same step."""
 
 
-_FLAGS = {"time_limit_s": "--time-limit", "sharding": "--shard"}
+_FLAGS = {"time_limit_s": "--time-limit"}
 """Where a flag is not the name of the argument with dashes."""
 _command_lines: list[str] = []
 """One for each command that runs in this process: of the process, as solves run in threads."""

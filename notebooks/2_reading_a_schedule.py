@@ -100,8 +100,8 @@ _ = draw_ribbon(ax, graph, result.schedule)
 # %% [markdown]
 # ## All of it at once
 # `explain` says who holds the peak, which op sets the least budget, what a little more memory
-# would save, what left no choice, and what simpler rules would cost. `remat inspect plan.json` and
-# `remat explain plan.json` do the same for a plan that is kept in a file.
+# would save, what left no choice, and what simpler rules would cost. `remat show plan.json` and
+# `remat show plan.json --explain` do the same for a plan that is kept in a file.
 
 # %%
 remat.explain(graph, result, each_s=3)

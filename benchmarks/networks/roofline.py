@@ -1,6 +1,6 @@
 """Costs from a stated machine: the same graph has the same costs wherever it is captured.
 
-Such costs are for comparing solvers only; `remat capture` measures its own. An op takes the
+Such costs are for comparing solvers only; `remat.capture` measures its own. An op takes the
 longer of its arithmetic and its traffic, and a launch:
 ``max(flops / rate, bytes / bandwidth) + launch``. The rates are those that an A100 reaches in
 practice, which are below what its maker states. `torch.utils.flop_counter` counts flops. It knows

@@ -60,7 +60,8 @@ def run(results: Results, asked: argparse.Namespace) -> None:
         try:
             graph = step(one)
         except RematError as error:
-            raise SystemExit(f"{one}: {error}: `remat capture -o FILE` writes one") from error
+            way_out = "`remat show MODEL --as graph -o FILE` writes one"
+            raise SystemExit(f"{one}: {error}: {way_out}") from error
         name = graph.name
         if results.graphs.get(name, {}).get("hash") != graph.hash:
             results.graphs[name] = {**size_facts(graph), "device": graph.device}

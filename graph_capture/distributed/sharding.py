@@ -16,7 +16,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from remat.graph_capture.errors import CaptureError, DeviceError, option
+from remat.graph_capture.errors import CaptureError, DeviceError, for_caller
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 
 ShardingKind = Literal["none", "ddp", "zero1", "replicate", "fsdp2"]
@@ -86,11 +86,11 @@ class Sharding:
         if self.kind != "none" and self.world_size < 2:
             raise DeviceError(
                 f"sharding {self.kind} over {self.world_size} rank: name the number of ranks, "
-                f"{option('world_size', 2)} or more"
+                f"{for_caller('world_size', 'world')}=2 or more"
             )
         if self.kind == "none" and self.world_size != 1:
             raise DeviceError(
-                f"{self.world_size} ranks and no {option('sharding')}: choose "
+                f"{self.world_size} ranks and no kind of sharding: choose "
                 f"{_listed(_KINDS[1:], 'or')}"
             )
         for one in fields(self):
@@ -108,7 +108,7 @@ class Sharding:
         if self.replicas < 1 or self.world_size % self.replicas:
             raise DeviceError(
                 f"{self.replicas} replicas do not divide {self.world_size} ranks: choose a number "
-                "of replicas that does, or another world_size"
+                "of replicas that does, or of ranks"
             )
         shards = self.shard_ranks
         if self.kind == "fsdp2" and shards == 1:
@@ -119,7 +119,7 @@ class Sharding:
         keep = self.reshard_after_forward
         if keep is not None and not isinstance(keep, bool) and (keep < 2 or shards % keep):
             raise DeviceError(
-                f"{option('reshard_after_forward', keep)} does not divide a shard group of "
+                f"reshard_after_forward={keep} does not divide a shard group of "
                 f"{shards} ranks: choose a number from 2 up that does, or no (False) to keep "
                 "parameters whole"
             )
@@ -127,7 +127,7 @@ class Sharding:
         over = self.states_over
         if over and (over < least or over % shards or self.world_size % over):
             raise DeviceError(
-                f"{option('states_over', over)} ranks: choose a multiple of {least} that divides "
+                f"states_over={over} ranks: choose a multiple of {least} that divides "
                 f"{self.world_size} ranks"
             )
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from remat.graph_capture.distributed.dtensors import is_distributed
 from remat.graph_capture.distributed.sharding import Sharding
-from remat.graph_capture.errors import CaptureError, option
+from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.torch_private.core import pytree
 
 _MASTER = torch.float32
@@ -44,7 +44,7 @@ def parameters_cast(model: nn.Module, sharding: Sharding) -> Generator[None]:
         if parameter.is_floating_point() and parameter.dtype != _MASTER:
             raise CaptureError(
                 f"parameter {path} is {_short(parameter.dtype)}, and a plan with "
-                f"{option('param_dtype', sharding.param_dtype)} is for parameters held in "
+                f"param_dtype={sharding.param_dtype} is for parameters held in "
                 f"{_short(_MASTER)}: call model.float() first, or leave it out and the policy's too"
             )
     try:

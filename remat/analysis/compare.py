@@ -83,6 +83,7 @@ class Comparison(msgspec.Struct, frozen=True):
     base_us, unmodified_bytes : time of every op once, and peak of the unmodified step.
     asked : the budgets as they were written. bounds : one a budget. rows : one a solver, in the
         order asked; the unmodified step, and where there is one the plan at hand, come first.
+    fronts : by solver, all that it found; without those that refuse this graph.
     """
 
     model: str
@@ -93,6 +94,7 @@ class Comparison(msgspec.Struct, frozen=True):
     asked: tuple[str, ...]
     bounds: tuple[_Bound, ...]
     rows: tuple[_Compared, ...]
+    fronts: dict[str, Front]
 
     def best(self, i: int) -> tuple[str, ...]:
         """The solvers whose plan is the fastest at the i-th budget."""
@@ -192,7 +194,7 @@ def compare(
     time_limit_s : for all budgets of one solver together, in seconds.
     progress : called with a solver's name, how many are done, and of how many.
     place : also place the buffers of each plan in one arena (`remat.place`).
-    **options : `keep`, `recompute` and `order`, as of `remat.solve`.
+    **options : as of `remat.sweep`.
 
     Raises
     ------
@@ -225,6 +227,7 @@ def compare(
         asked=tuple(asked.values()),
         bounds=bounds,
         rows=tuple(rows),
+        fronts={name: front for name, front in fronts.items() if isinstance(front, Front)},
     )
 
 

@@ -15,9 +15,8 @@ from rich.text import Text
 
 from remat import __version__
 from remat.analysis.plan_report import plain_table
-from remat.cli import shared_options
 from remat.cli.session import REFUSED, Session
-from remat.cli.verb import verb
+from remat.cli.verb import Model, Output, Top, verb
 from remat.formats import bytes_text, time_text
 from remat.graph_capture.devices.known_devices import CPU, CUDA, check_measured
 from remat.graph_capture.devices.memory import free_bytes
@@ -25,7 +24,7 @@ from remat.graph_capture.errors import BudgetError, RewriteError
 from remat.graph_capture.spill_files import host_folder, missing_calls, require_writable
 from remat.job import pipeline
 from remat.job.plan_source import load_shown
-from remat.job.request import Request
+from remat.job.request import NAMED_BY_TORCH, Request
 
 if TYPE_CHECKING:
     from remat.graph_capture.costs.profile import Profile
@@ -37,22 +36,23 @@ _DriveFolder = Annotated[
 ]
 
 
-@verb()
+@verb(("device",))
 def profile_verb(
     session: Session,
-    model: shared_options.Model,
-    top: shared_options.Top = 20,
-    device: shared_options.Here = CPU,
+    model: Model,
+    request: Request,
+    top: Top = 20,
     nvme: _DriveFolder = None,
-    output: shared_options.Output = None,
+    output: Output = None,
 ) -> None:
     """Measure each distinct op of MODEL and the links to the host, for use elsewhere."""
-    check_measured(device)
+    if request.device != NAMED_BY_TORCH:
+        check_measured(request.device)
     if nvme is not None:
         require_writable(str(nvme), "nvme")
-    loaded = load_shown(model, session.stopwatch, device)
+    loaded, request = load_shown(model, session.stopwatch, request)
     measured = pipeline.measure_loaded(
-        loaded, Request(device=device), session.stopwatch, nvme_path=str(nvme or "")
+        loaded, request, session.stopwatch, nvme_path=str(nvme or "")
     )
     session.save(output, measured.to_json(), "profile")
     if session.as_json:

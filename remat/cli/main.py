@@ -10,30 +10,40 @@ import importlib
 import signal
 import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
-from remat.progress import open_closed_streams, use_simple_letters
+from remat import __version__
+from remat.progress import in_one_line, open_closed_streams, steady_console, use_simple_letters
+
+_UsageError: Any = typer.BadParameter.__base__  # of the click that typer itself uses
 
 VERBS = {
     "run": "remat.cli.run:run_verb",
-    "capture": "remat.cli.run:capture_verb",
-    "solve": "remat.cli.run:solve_verb",
-    "sweep": "remat.cli.answers:sweep_verb",
-    "plan-cluster": "remat.cluster.command:plan_cluster_verb",
-    "inspect": "remat.cli.answers:inspect_verb",
-    "explain": "remat.cli.answers:explain_verb",
-    "compare": "remat.cli.answers:compare_verb",
-    "fit": "remat.cli.fit:fit_verb",
+    "sweep": "remat.cli.sweep:sweep_verb",
+    "largest-batch": "remat.cli.largest_batch:largest_batch_verb",
+    "show": "remat.cli.show:show_verb",
     "report": "remat.cli.report:report_verb",
-    "export": "remat.cli.report:export_verb",
-    "rewrite": "remat.cli.run:rewrite_verb",
     "check": "remat.cli.run:check_verb",
+    "cluster": "remat.cluster.command:cluster_verb",
     "profile": "remat.cli.machine:profile_verb",
     "doctor": "remat.cli.machine:doctor_verb",
 }
 """The module and the function of each. Those that plan come first, then those that read a plan."""
+FORMER = {
+    "capture": "show MODEL --as graph",
+    "solve": "run --no-check, or run GRAPH",
+    "compare": "sweep --solver NAME --solver NAME",
+    "fit": "largest-batch",
+    "inspect": "show",
+    "explain": "show --explain",
+    "export": "show --as FORM -o FILE",
+    "rewrite": "show MODEL --plan PLAN --as code",
+    "plan-cluster": "cluster",
+}
+"""What does now what a verb of an older release did."""
 
 if TYPE_CHECKING:
     app: typer.Typer
@@ -46,20 +56,58 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+class _Verbs(TyperGroup):
+    """Says in one line what is wrong with the words of a verb."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of a verb; ends where the verb has another name by now."""
+        if cmd_name in FORMER:
+            _end_usage(f"{cmd_name} is by another name now: remat {FORMER[cmd_name]}")
+        return super().get_command(ctx, cmd_name)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the verb."""
+        try:
+            return super().invoke(ctx)
+        except _UsageError as error:
+            where = error.ctx.command_path if error.ctx else "remat"
+            _end_usage(f"{error.format_message().rstrip('.')} ({where} --help lists what there is)")
+
+
+def _end_usage(message: str) -> NoReturn:
+    steady_console(stderr=True).print(in_one_line(message), style="red", soft_wrap=True)
+    raise typer.Exit(2)
+
+
 def _app_of(verbs: Iterable[str]) -> typer.Typer:
     """The command line with these of its verbs."""
     made = typer.Typer(
+        cls=_Verbs,
         help="The fastest PyTorch training step that fits a memory budget, exactly.",
         no_args_is_help=True,
-        add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
         pretty_exceptions_enable=False,
     )
-    # Or an app of one verb would have no word for it.
-    made.callback()(lambda: None)
+    made.callback()(_before_verbs)
     for verb in verbs:
         module, _, function = VERBS[verb].partition(":")
         made.command(verb)(getattr(importlib.import_module(module), function))
     return made
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"remat {__version__}")
+        raise typer.Exit
+
+
+_Version = Annotated[
+    bool, typer.Option("--version", help="Print the version.", callback=_print_version)
+]
+
+
+def _before_verbs(version: _Version = False) -> None:
+    """What comes before a verb; it makes an app of one verb have a word for it."""
 
 
 def main() -> None:
@@ -68,9 +116,10 @@ def main() -> None:
     # A session does so too; this is for the help, which has none.
     use_simple_letters()
     # One verb is imported without the others; what is no verb is answered by all.
-    asked = [word for word in sys.argv[1:2] if word in VERBS]
+    first = next(iter(sys.argv[1:2]), "")
+    asked = [first] if first in VERBS else [] if first in (*FORMER, "--version") else VERBS
     try:
-        _app_of(asked or VERBS)()
+        _app_of(asked)()
     finally:
         # The verb has ended, so Ctrl-C has nothing to end. Python's own end should not change the
         # exit code that says how.

@@ -1,43 +1,28 @@
-"""The verbs that show a plan elsewhere: `report` as a page, `export` in other tools' files."""
+"""The verb `report`: a plan as one page."""
 
 from __future__ import annotations
 
-from enum import StrEnum
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
-from remat.cli import shared_options
 from remat.cli.output import layout_entry, opened_feasible, place_shown
 from remat.cli.session import Session
-from remat.cli.verb import verb
+from remat.cli.verb import PlaceOption, PlanOption, Source, more, verb
 from remat.cluster.command import page_of
 from remat.cluster.plan_file import is_cluster_plan, read_cluster_plan
 from remat.graph_capture.devices.known_devices import CPU
-from remat.graph_capture.errors import DeviceError, FileError, LayoutError
+from remat.graph_capture.errors import DeviceError, LayoutError
 from remat.graph_capture.files import read_contents, write_contents
 from remat.job.pipeline import trace_loaded
 from remat.job.plan_source import PLAN_FILES, PlanSource, load_shown
-from remat.job.request import Request
+from remat.job.request import NAMED_BY_TORCH, Request
 from remat.placed import check_kept_layout
-from remat.schedules.exports.chrome_trace import trace_file
-from remat.schedules.exports.dot import to_dot
-from remat.schedules.exports.memory_snapshot import snapshot_file
 from remat.schedules.layout import Layout
 from remat.schedules.report.page_facts import MeasuredStep
-
-
-class _Format(StrEnum):
-    """Files of other tools."""
-
-    snapshot = "snapshot"
-    trace = "trace"
-    dot = "dot"
-
-
-_SUFFIXES = {".pickle": _Format.snapshot, ".json": _Format.trace, ".dot": _Format.dot}
 
 _FrontFile = Annotated[
     Path | None, typer.Option("--front", metavar="FILE", help="a front kept by sweep -o")
@@ -46,24 +31,24 @@ _Measure = Annotated[
     bool,
     typer.Option("--measure", help="also run a step of MODEL on this CPU, and show what it takes"),
 ]
-_Into = Annotated[Path, typer.Option("--output", "-o", help="the file to write")]
-_As = Annotated[
-    _Format | None,
-    typer.Option("--as", help="by default the suffix says it: .pickle, .trace.json or .dot"),
+_KeptLayout = Annotated[
+    Path | None,
+    more("--layout", "offsets kept by --layout of run, largest-batch or show", metavar="FILE"),
 ]
+_Into = Annotated[Path, typer.Option("--output", "-o", help="the file to write")]
 
 
 @verb()
 def report_verb(
     session: Session,
-    source: shared_options.Anything,
+    source: Source,
     output: _Into,
     request: Request,
-    plan: shared_options.PlanOption = None,
+    plan: PlanOption = None,
     front: _FrontFile = None,
     measure: _Measure = False,
-    kept_layout: shared_options.KeptLayout = None,
-    place: shared_options.PlaceOption = False,
+    kept_layout: _KeptLayout = None,
+    place: PlaceOption = False,
 ) -> None:
     """Write one self-contained page of a plan: memory, schedule, tables, time against peak."""
     from remat.analysis.plan_report import fronts_in, page_facts
@@ -73,7 +58,7 @@ def report_verb(
         _report_cluster(session, source, output)
         return
     if measure:
-        _require_model(source, request)
+        request = _measured_here(source, request)
     if kept_layout and place:
         raise LayoutError(f"--place makes a layout, and {kept_layout} is one: name one of the two")
     known = fronts_in(read_contents(front), str(front)) if front else None
@@ -103,55 +88,8 @@ def _report_cluster(session: Session, source: str, output: Path) -> None:
         session.emit({"report": str(output), "predicted": msgspec.to_builtins(plan.predicted)})
 
 
-@verb()
-def export_verb(
-    session: Session,
-    source: shared_options.Anything,
-    output: _Into,
-    request: Request,
-    form: _As = None,
-    plan: shared_options.PlanOption = None,
-) -> None:
-    """Write a plan for PyTorch's memory viewer, for Perfetto, or a graph for Graphviz."""
-    chosen = form or _format_of(output)
-    opened = opened_feasible(session, source, request, plan)
-    _write(session, output, _exported(opened, chosen), chosen.value)
-    if session.as_json:
-        session.emit({"export": str(output), "as": chosen.value})
-
-
-def _exported(opened: PlanSource, form: _Format) -> bytes:
-    """The file; a graph without a plan can be drawn too.
-
-    Raises
-    ------
-    BudgetError : there is no plan, and the file is one of a schedule.
-    """
-    if form is _Format.dot:
-        return to_dot(opened.graph, opened.schedule).encode()
-    schedule = opened.solved.schedule
-    assert schedule is not None
-    write = snapshot_file if form is _Format.snapshot else trace_file
-    return write(opened.graph, schedule)
-
-
-def _format_of(path: Path) -> _Format:
-    """What the suffix of a file asks for.
-
-    Raises
-    ------
-    FileError : none is known for it.
-    """
-    if path.suffix not in _SUFFIXES:
-        raise FileError(
-            f"{path}: a name that ends in .pickle (memory snapshot), .trace.json (Chrome trace) or "
-            f".dot (Graphviz) says what to write; or say it: --as {'|'.join(_Format)}"
-        )
-    return _SUFFIXES[path.suffix]
-
-
-def _require_model(source: str, request: Request) -> None:
-    """Refuse to measure what cannot be run here.
+def _measured_here(source: str, request: Request) -> Request:
+    """The request on this CPU, where a step is measured.
 
     Raises
     ------
@@ -162,8 +100,10 @@ def _require_model(source: str, request: Request) -> None:
             f"--measure runs a step, and {source} has no model: name the model, and the plan with "
             f"--plan (MODEL --plan {source})"
         )
-    if request.device != CPU or not request.is_run_here:
-        raise DeviceError("--measure runs a step on this CPU: leave out --device and --shard")
+    here = replace(request, device=CPU)
+    if request.device not in (NAMED_BY_TORCH, CPU) or not here.is_run_here:
+        raise DeviceError("--measure runs a step on this CPU: leave out --device and --sharding")
+    return here
 
 
 def _layout(
@@ -191,7 +131,7 @@ def _measured(session: Session, source: str, opened: PlanSource, request: Reques
 
     graph, schedule = opened.graph, opened.solved.schedule
     assert schedule is not None
-    loaded = load_shown(source, session.stopwatch, request.device)
+    loaded, request = load_shown(source, session.stopwatch, request)
     with session.stopwatch.stage("measure", "running the step"):
         traced = trace_loaded(loaded, request)
         module = rewrite(loaded.model, schedule, trace=traced, costed=graph)

@@ -209,14 +209,14 @@ def _is_stdout_lost() -> bool:
 
 
 class Session:
-    """Consoles, `--json` and `--debug` of one command.
+    """Consoles, `--json` and `-v` of one command.
 
     Results go to standard output, progress and errors to standard error. With `as_json`
     standard output carries exactly one JSON object.
     """
 
-    def __init__(self, *, as_json: bool, debug: bool) -> None:
-        self.as_json, self.debug = as_json, debug
+    def __init__(self, *, as_json: bool, verbose: bool) -> None:
+        self.as_json, self.verbose = as_json, verbose
         use_simple_letters()
         self.out = steady_console()
         self.err = steady_console(stderr=True)
@@ -286,17 +286,17 @@ class Session:
                 raise typer.Exit(STOPPED) from None
             raise
         except RematError as error:
-            if self.debug and error.cause is not None:
+            if self.verbose and error.cause is not None:
                 raise error from error.cause
-            if self.debug:
+            if self.verbose:
                 raise
             self.fail(REFUSED, type(error).__name__, str(error))
         except (MemoryError, RuntimeError) as error:
-            if self.debug or not is_out_of_memory(error):
+            if self.verbose or not is_out_of_memory(error):
                 raise
             self.fail(REFUSED, "MemoryError", f"memory ran out: {_first_line(error)}")
         except OSError as error:
-            if self.debug or (error.filename is None and not _is_stdout_lost()):
+            if self.verbose or (error.filename is None and not _is_stdout_lost()):
                 raise
             if error.filename is None and isinstance(error, BrokenPipeError):
                 # As of `head`, which has read all that it wants: nobody need be told.

@@ -1,9 +1,11 @@
-"""What every verb has: a session, `--json` and `--debug`, and the planning options if it plans.
+"""What verbs share: a session, the planning options if they plan, and arguments that recur.
 
 A verb is a function of a `Session` and of its own options. Where it takes a `Request` too, each
 field of that dataclass becomes an option, with the flag, help, type and default of the field. So
 all verbs that plan take the same options. A verb that has a field among its own parameters is
 given it apart from the request, with its own type and default: `sweep` takes a list of solvers.
+
+The help shows in its first list what people use, and below it what few need (`MORE`).
 """
 
 from __future__ import annotations
@@ -18,38 +20,21 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from remat.cli import shared_options
 from remat.cli.session import Session
+from remat.job.option_texts import DYNAMIC_METAVAR, parse_sharding
 from remat.job.plan_source import PLAN_FILES
 from remat.job.request import Request
 
-PANEL = "Planning, the same in every verb that plans"
-ADVANCED_PANEL = "Planning, for special cases"
-_USUAL = (
-    "budget",
-    "host",
-    "nvme",
-    "time_limit_s",
-    "gap",
-    "device",
-    "optimizer",
-    "keep",
-    "recompute",
-    "split",
-)
-"""Fields that most people want; the help shows the others below them."""
+MORE = "More options"
+"""The heading of options that few need."""
+_USUAL = ("budget", "device", "host", "optimizer", "keep", "time_limit_s", "gap")
+"""Fields of the first list of options, in its order; the others stand under `MORE`."""
 FIELDS = {field.name: field for field in dataclasses.fields(Request)}
-_KINDS = get_type_hints(Request, localns={"Profile": Path})
-"""Types of the fields. A profile is named by its file here; the class itself would import torch."""
+_KINDS = get_type_hints(Request, localns={"Profile": Path}) | {"sharding": str}
+"""Types of the options. A profile is named by its file: the class itself would import torch."""
 _REPEATED = [name for name, field in FIELDS.items() if field.default == ()]
-COUNTED = ("optimizer", "accumulate")
+STEP = ("optimizer", "accumulate", "device")
 """Fields that a step is traced with."""
-CAPTURED = (
-    *COUNTED, "device", "host", "nvme", "shard", "world_size", "shard_blocks", "replicas",
-    "reshard_after_forward", "bucket_views", "param_dtype", "reduce_dtype", "cpu_offload",
-    "states_over", "profile", "measure_again",
-)  # fmt: skip
-"""Fields that a step is captured and timed with."""
 
 _Verb = Callable[..., None]
 
@@ -68,9 +53,12 @@ def verb(fields: Collection[str] = tuple(FIELDS), **defaults: Any) -> Callable[[
         del own["session"]
         planning = {}
         if own.pop("request", None):
-            planning = {name: _planning_option(name, own, defaults) for name in fields}
+            ordered = sorted(fields, key=lambda name: (*_USUAL, name).index(name))
+            planning = {name: _planning_option(name, own, defaults) for name in ordered}
         command = _command(function, [name for name in planning if name not in own])
-        shown = {**own, **planning, **_everywhere()}
+        shown = {**planning, **{name: own[name] for name in own if name not in planning}}
+        for name, kind in (("as_json", _AsJson), ("verbose", _Verbose)):
+            shown[name] = Parameter(name, Parameter.KEYWORD_ONLY, default=False, annotation=kind)
         command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # typer reads it
             [one.replace(kind=Parameter.KEYWORD_ONLY) for one in shown.values()]
         )
@@ -84,8 +72,8 @@ def _command(function: _Verb, requested: Collection[str]) -> _Verb:
     """The function with its session opened and guarded, and with the request put together."""
 
     @functools.wraps(function)
-    def command(*, as_json: bool, debug: bool, **given: Any) -> None:
-        session = Session(as_json=as_json, debug=debug)
+    def command(*, as_json: bool, verbose: bool, **given: Any) -> None:
+        session = Session(as_json=as_json, verbose=verbose)
         with session.guarded():
             for file in ("output", "layout"):
                 session.require_folder(given.get(file))
@@ -93,6 +81,8 @@ def _command(function: _Verb, requested: Collection[str]) -> _Verb:
                 asked: dict[str, Any] = {name: given.pop(name) for name in requested}
                 # What repeats comes as a list; a request is frozen, down to its pins.
                 asked |= {name: tuple(asked[name]) for name in _REPEATED if name in asked}
+                if "sharding" in asked:
+                    asked["sharding"] = parse_sharding(asked["sharding"])
                 is_kept = given.get("source", "").endswith(PLAN_FILES)
                 given["request"] = Request(**asked).checked(is_kept=is_kept)
             function(session, **given)
@@ -104,22 +94,66 @@ def _planning_option(name: str, own: dict[str, Parameter], defaults: dict[str, A
     """The parameter of a command that stands for a field of `Request`."""
     field, shown = FIELDS[name], dict(FIELDS[name].metadata)
     flag = shown.pop("flag", f"--{name.replace('_', '-')}")
-    panel = PANEL if name in _USUAL else ADVANCED_PANEL
+    panel = None if name in _USUAL or name in own else MORE
     option = typer.Option(flag, rich_help_panel=panel, **shown)
     if name in own:
         return own[name].replace(annotation=Annotated[own[name].annotation, option])
     kind, default = _KINDS[name], defaults.get(name, field.default)
     if name in _REPEATED:
         kind, default = list[str], []
+    if name == "sharding":
+        default = ""
     return Parameter(
         name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
     )
 
 
-def _everywhere() -> dict[str, Parameter]:
-    """`--json` and `--debug`."""
-    kinds = {"as_json": shared_options.AsJson, "debug": shared_options.Debug}
-    return {
-        name: Parameter(name, Parameter.KEYWORD_ONLY, default=False, annotation=kind)
-        for name, kind in kinds.items()
-    }
+def more(flag: str, text: str, **shown: Any) -> Any:
+    """An option that few need."""
+    return typer.Option(flag, help=text, rich_help_panel=MORE, **shown)
+
+
+# Arguments and options that several verbs have.
+
+
+_NAMED = "path/to/file.py or package.module, and :function unless it is called factory"
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help=_NAMED,
+        show_default=False,
+    ),
+]
+Source = Annotated[
+    str, typer.Argument(metavar="MODEL|GRAPH|PLAN", help=f"{_NAMED}; or a kept graph or plan")
+]
+PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="a plan kept by run -o")]
+PlanOption = Annotated[Path | None, typer.Option("--plan", help="a plan kept by run -o")]
+RunIt = Annotated[
+    bool | None,
+    more(
+        "--check/--no-check",
+        "run a step, or plan only; by default a step is run where the unmodified one fits here",
+        show_default=False,
+    ),
+]
+Top = Annotated[int, typer.Option(min=1, help="how many rows to show")]
+DynamicOption = Annotated[
+    list[str],
+    more(
+        "--dynamic",
+        "plan for a range of sizes of a dimension, such as tokens:1=seq:16:512; repeatable",
+        metavar=DYNAMIC_METAVAR,
+    ),
+]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="keep the result as a file")]
+LayoutFile = Annotated[
+    Path | None,
+    more("--layout", "place the plan's buffers in one arena; keep their offsets here"),
+]
+PlaceOption = Annotated[
+    bool, more("--place", "also place buffers in one arena, and show what it takes")
+]
+_AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")]
+_Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="show the traceback of an error")]

@@ -1,4 +1,4 @@
-"""What is asked of `plan-cluster`, read and checked before anything runs."""
+"""What is asked of the verb `cluster`, read and checked before anything runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verb `plan-cluster`: one plan for all GPUs of a cluster."""
+"""The verb `cluster`: one plan for all GPUs of a cluster."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from remat.analysis.plan_report import plain_table
-from remat.cli import shared_options
 from remat.cli.session import INFEASIBLE, Session
-from remat.cli.verb import verb
+from remat.cli.verb import Output, verb
 from remat.cluster.cluster_request import ClusterRequest
 from remat.cluster.mesh import SCHEDULES, MeshSpec
 from remat.cluster.pictures import cluster_page
@@ -265,7 +264,7 @@ _RunnersUp = Annotated[
 
 
 @verb()
-def plan_cluster_verb(
+def cluster_verb(
     session: Session,
     model: _ModelOrClusterPlan,
     gpus: _Gpus = None,
@@ -285,7 +284,7 @@ def plan_cluster_verb(
     shard: _Shard = None,
     schedule: _ScheduleName = None,
     runners_up: _RunnersUp = 5,
-    output: shared_options.Output = None,
+    output: Output = None,
 ) -> None:
     """Choose mesh, states, stages and recomputation of a cluster; all times are modelled."""
     if model.endswith(PLAN_FILES):

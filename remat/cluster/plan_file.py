@@ -21,7 +21,7 @@ from remat.schedules.simulate import require_valid
 
 _CLUSTER_KIND = "remat cluster plan"
 _CLUSTER_SCHEMA = 1
-MAKE_AGAIN = "Make it again with: remat plan-cluster MODEL --gpus N -o FILE"
+MAKE_AGAIN = "Make it again with: remat cluster MODEL --gpus N -o FILE"
 
 
 class Parallelism(msgspec.Struct, frozen=True):

@@ -270,21 +270,22 @@ def run_job(
     request: Request,
     stopwatch: Stopwatch,
     *,
-    check: bool = False,
+    check: bool | None = None,
     compare: bool = False,
     planned: Callable[[Report], None] = lambda _: None,
 ) -> Report:
     """Capture, time, solve, rewrite and check.
 
     Stops after solving where nothing fits, where the device or the ranks are not here, and where
-    the unmodified step does not fit into free memory. `check` runs that step all the same.
-    With `compare`, square-root checkpointing is run and measured too, in place of predicted alone.
-    `planned` is called with what is known before a step is run: running it may end the process.
+    the unmodified step does not fit into free memory. With `check` it runs that step all the same;
+    where `check` is False it runs none. With `compare`, square-root checkpointing is run and
+    measured too, in place of predicted alone. `planned` is called with what is known before a step
+    is run: running it may end the process.
     """
     report, traced, chen = _before_the_check(loaded, request, stopwatch)
     planned(report)
     graph, result = report.graph, report.result
-    if result.schedule is None or not request.is_run_here:
+    if result.schedule is None or not request.is_run_here or check is False:
         return report
     if is_interrupted():
         return replace(report, unchecked=INTERRUPTED)
@@ -417,15 +418,13 @@ def plan_over(
     stopwatch: Stopwatch,
     planned: Callable[[Plan], None] = lambda _: None,
     *,
-    is_run: bool = False,
-    check: bool = False,
+    check: bool | None = None,
 ) -> RangeReport:
-    """Plan for a range, and with `is_run` run one step of the factory's batch beside eager.
+    """Plan for a range, and run one step of the factory's batch beside eager.
 
     Parameters
     ----------
-    planned : is called with the plan before a step is run. check : run that step even where memory
-        is short.
+    planned : is called with the plan before a step is run. check : as of `run_job`.
 
     Raises
     ------
@@ -443,9 +442,9 @@ def plan_over(
     planned(_plan_of(loaded, traced, family, graph))
     report = RangeReport(graph, family, overheads_over(graph, family), stopwatch.seconds)
     report = dataclasses.replace(report, sizes=_batch_sizes(loaded, traced, request))
-    if not is_run or not request.is_run_here:
+    if check is False or not request.is_run_here:
         return report
-    return _checked(report, loaded, traced, request, stopwatch, check=check)
+    return _checked(report, loaded, traced, request, stopwatch, check=bool(check))
 
 
 def _ranged_graph(traced: Trace, request: Request, stopwatch: Stopwatch) -> RangedGraph:

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from remat.formats import percent_text
-from remat.graph_capture.devices.known_devices import check_device, is_in_table
+from remat.graph_capture.devices.known_devices import is_in_table
 from remat.graph_capture.distributed.sharding import NO_SHARDING
 from remat.graph_capture.errors import (
     BudgetError,
     DeviceError,
+    FactoryError,
     GraphError,
     PlanError,
     ProfileError,
@@ -76,7 +77,7 @@ def write_plan(plan: Plan, path: Path) -> None:
 
 
 def read_kept(path: Path) -> Plan | Schedule:
-    """A plan, as `run -o` keeps it, or a schedule alone, as `solve -o` does.
+    """A plan, as `run MODEL -o` keeps it, or a schedule alone, as `run GRAPH -o` does.
 
     Raises
     ------
@@ -180,7 +181,7 @@ def open_plan(
 
     Parameters
     ----------
-    source : ``file.py:function``, or a file that `capture`, `solve` or `run` kept.
+    source : ``file.py:function``, or a file that `run` or `show` kept.
     request : how to capture a model, and the budget to solve for; `NO_BUDGET` for none.
     plan : a kept plan of the source, in place of a budget.
 
@@ -274,8 +275,8 @@ def _unproved(graph: TrainingGraph, told_us: float, name: str) -> str:
     told = percent_text(overhead_of(told_us, graph.time_us))
     return (
         f"{name} says that no schedule of its budget has less than {told} overhead. A file proves "
-        "nothing, so the bound here is the step with every op once. To prove one: remat solve, "
-        "remat compare"
+        "nothing, so the bound here is the step with every op once. To prove one: remat run "
+        f"{name} --budget BUDGET"
     )
 
 
@@ -287,14 +288,13 @@ def captured(source: str, request: Request, stopwatch: Stopwatch) -> Captured:
     ProfileError, DeviceError : a graph has its costs and ranks, and takes no others.
     PlanError : a plan keeps no graph.
     """
-    check_device(request.device)
     if not source.endswith(PLAN_FILES):
-        loaded = load_shown(source, stopwatch, request.device)
+        loaded, request = load_shown(source, stopwatch, request)
         return captured_model(loaded, request, stopwatch)
     if request.profile is not None:
         raise ProfileError(f"{source} has its costs: --profile goes with a model")
     if request.sharding != NO_SHARDING:
-        raise DeviceError(f"{source} is a step already captured: --shard goes with a model")
+        raise DeviceError(f"{source} is a step already captured: --sharding goes with a model")
     if _holds_plan(Path(source)):
         return Captured(_as_asked(_graph_in(read_kept(Path(source)), source), request))
     try:
@@ -302,7 +302,7 @@ def captured(source: str, request: Request, stopwatch: Stopwatch) -> Captured:
     except GraphError as error:
         raise GraphError(
             f"{source} is no graph and no plan, or is cut short: {error}. Make it again with: "
-            "remat capture MODEL -o FILE, or remat run MODEL --budget BUDGET -o FILE"
+            "remat show MODEL --as graph -o FILE, or remat run MODEL --budget BUDGET -o FILE"
         ) from error
 
 
@@ -323,7 +323,9 @@ def _graph_in(kept: Plan | Schedule, name: str) -> TrainingGraph:
     """The graph that a plan keeps."""
     if isinstance(kept, Plan):
         return evaluate_plan(kept, name)[0]
-    raise PlanError(f"{name} is a schedule alone: name its model, or a graph kept by capture -o")
+    raise PlanError(
+        f"{name} is a schedule alone: name its model, or a graph kept by show --as graph"
+    )
 
 
 def captured_model(loaded: Loaded, request: Request, stopwatch: Stopwatch) -> Captured:
@@ -334,7 +336,20 @@ def captured_model(loaded: Loaded, request: Request, stopwatch: Stopwatch) -> Ca
     return Captured(graph, loaded, traced.recipe)
 
 
-def load_shown(model: str, stopwatch: Stopwatch, device: str) -> Loaded:
-    """Load the model onto a device, showing that it takes its time."""
+def require_model(source: str) -> None:
+    """Raise `FactoryError` for a kept file where only a model will do."""
+    if source.endswith(PLAN_FILES):
+        raise FactoryError(f"{source} is a kept file: name the model first, as path/to/file.py")
+
+
+def load_shown(model: str, stopwatch: Stopwatch, request: Request) -> tuple[Loaded, Request]:
+    """Load the model onto the device of a request, and name that device; shows that it takes time.
+
+    Raises
+    ------
+    FactoryError : it is a kept file, or no model can be read from it.
+    """
+    require_model(model)
     with stopwatch.stage("load", f"loading {model}"):
-        return load_model(model).on(device)
+        loaded, request = load_model(model), request.with_device()
+        return loaded.on(request.device), request

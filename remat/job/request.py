@@ -11,11 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from remat.budgets import parse_budget
-from remat.graph_capture.devices.known_devices import CPU, check_device, device_table, is_in_table
+from remat.graph_capture.devices.known_devices import (
+    CPU,
+    CUDA,
+    check_device,
+    device_table,
+    is_in_table,
+)
 from remat.graph_capture.devices.memory import LowerTiers, lower_tiers
-from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding, ShardingKind
+from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.errors import DeviceError
 from remat.graph_capture.graph import Optimizer
+from remat.job.option_texts import SHARDING_KEYS
 from remat.solver import TABLE, make_solver
 from remat.solver.stopping import DEFAULT_GAP
 
@@ -24,6 +31,8 @@ if TYPE_CHECKING:
 
 NO_BUDGET = ""
 """The budget of a request that asks for no solve."""
+NAMED_BY_TORCH = ""
+"""The device of a request that names none: which one it is, is asked once torch is imported."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +47,7 @@ class Request:
         default=NO_BUDGET,
         metadata={
             "help": "to solve for: 8GiB, 512MiB, 60% of the unmodified peak, auto (what is free) "
-            "or min; repeatable in sweep and compare"
+            "or min; repeatable in sweep"
         },
     )
     host: str = field(
@@ -58,7 +67,10 @@ class Request:
     )
     solver: str = field(
         default="auto",
-        metadata={"help": f"one of {', '.join(TABLE)}; repeatable in sweep and compare"},
+        metadata={
+            "help": f"one of {', '.join(TABLE)}; repeatable in sweep, where usual stands for "
+            "twelve of them"
+        },
     )
     order: Literal["fixed", "free"] = field(
         default="fixed",
@@ -68,8 +80,8 @@ class Request:
         default=60.0,
         metadata={
             "flag": "--time-limit",
-            "help": "seconds to search for a plan; in sweep and compare for all budgets of a "
-            "solver together, in fit at each size",
+            "help": "seconds to search for a plan; in sweep for all budgets of a solver together, "
+            "in largest-batch at each size",
             "min": 0.0,
         },
     )
@@ -112,55 +124,19 @@ class Request:
         default=False, metadata={"help": "count accumulated gradients as resident"}
     )
     device: str = field(
-        default=CPU,
+        default=NAMED_BY_TORCH,
         metadata={
-            "help": f"cpu or cuda, measured here; or modelled: {', '.join(device_table().devices)}"
+            "help": f"cpu or cuda, measured here; or modelled: {', '.join(device_table().devices)}",
+            "show_default": "cuda if torch sees one, else cpu",
         },
     )
-    shard: ShardingKind = field(
-        default="none",
-        metadata={"help": "plan one rank of this data parallelism, without running it"},
-    )
-    world_size: int = field(default=1, metadata={"help": "ranks of --shard", "min": 1})
-    shard_blocks: str = field(
-        default="",
+    sharding: Sharding = field(
+        default=NO_SHARDING,
         metadata={
-            "help": "modules that fsdp2 or replicate wraps by themselves, such as blocks.*",
-            "metavar": "GLOB",
-        },
-    )
-    replicas: int = field(
-        default=1, metadata={"help": "of fsdp2: shard groups that hold the same", "min": 1}
-    )
-    reshard_after_forward: str = field(
-        default="",
-        metadata={
-            "help": "of fsdp2: yes, no to keep parameters whole, or the number of ranks that share "
-            "them until backward; left out, yes for all but the root",
-            "metavar": "yes|no|RANKS",
-        },
-    )
-    bucket_views: bool = field(
-        default=False,
-        metadata={"help": "of ddp and zero1: gradients are views of the buckets"},
-    )
-    param_dtype: str = field(
-        default="",
-        metadata={"help": "of fsdp2 and replicate: what a mixed precision policy casts to"},
-    )
-    reduce_dtype: str = field(
-        default="", metadata={"help": "of fsdp2 and replicate: what gradients are summed in"}
-    )
-    cpu_offload: bool = field(
-        default=False,
-        metadata={"help": "of fsdp2: parameters, gradients and optimizer state are on the host"},
-    )
-    states_over: int = field(
-        default=0,
-        metadata={
-            "help": "of fsdp2 and zero1: ranks that share one optimizer state",
-            "min": 0,
-            "show_default": "all that share parameters",
+            "help": "plan one rank of several, without running it: "
+            "kind=fsdp2,world=8,blocks=layers.*, or a JSON or TOML file; keys are "
+            f"{', '.join(SHARDING_KEYS)}",
+            "metavar": "KEY=VALUE,...|FILE",
         },
     )
     profile: Profile | Path | None = field(
@@ -171,20 +147,6 @@ class Request:
         default=False,
         metadata={"help": "measure ops anew, also those whose costs are kept from before"},
     )
-
-    @property
-    def sharding(self) -> Sharding:
-        """How the step is spread over ranks.
-
-        Raises
-        ------
-        DeviceError : the options do not go together.
-        """
-        return Sharding(
-            self.shard, self.world_size, self.shard_blocks, self.replicas,
-            _resharding(self.reshard_after_forward), self.bucket_views, self.param_dtype,
-            self.reduce_dtype, self.cpu_offload, self.states_over,
-        )  # fmt: skip
 
     @property
     def solving(self) -> dict[str, Any]:
@@ -206,9 +168,16 @@ class Request:
         ------
         BudgetError, FileError : as of `lower_tiers`.
         """
-        return lower_tiers(
-            self.host or None, self.nvme or None, device or self.device, is_here=is_here
-        )
+        device = device or self.device or CPU
+        return lower_tiers(self.host or None, self.nvme or None, device, is_here=is_here)
+
+    def with_device(self) -> Request:
+        """The same with its device named: the CUDA device where torch sees one, else the CPU."""
+        if self.device != NAMED_BY_TORCH:
+            return self
+        import torch
+
+        return replace(self, device=CUDA if torch.cuda.is_available() else CPU)
 
     def checked(self, *, is_kept: bool = False) -> Request:
         """The same with its profile read, refused before anything runs if a part is unknown.
@@ -225,16 +194,16 @@ class Request:
         """
         if self.budget != NO_BUDGET:
             parse_budget(self.budget)
-        check_device(self.device)
+        if self.device != NAMED_BY_TORCH:
+            check_device(self.device)
         if not is_kept:
             self.tiers()
         known = self.read_profile()
         make_solver(self.solver, order=self.order, gap=self.gap)
-        sharding = self.sharding
-        if self.optimizer_in_backward and sharding != NO_SHARDING:
+        if self.optimizer_in_backward and self.sharding != NO_SHARDING:
             raise DeviceError(
                 "--optimizer-in-backward plans a step on one rank: wrappers for several take "
-                "gradients first. Leave out --shard, or --optimizer-in-backward"
+                "gradients first. Leave out --sharding, or --optimizer-in-backward"
             )
         return replace(self, profile=known)
 
@@ -251,15 +220,3 @@ class Request:
         from remat.graph_capture.costs.profile import as_profile
 
         return as_profile(self.profile)
-
-
-def _resharding(text: str) -> bool | int | None:
-    """What `fully_shard` takes: a truth, a number of ranks, or None where nothing is said."""
-    if text in ("", "yes", "no"):
-        return {"": None, "yes": True, "no": False}[text]
-    if not text.isdecimal():
-        raise DeviceError(
-            f"--reshard-after-forward {text} is neither yes, no nor a number of ranks: leave it "
-            "out for what fully_shard does"
-        )
-    return int(text)

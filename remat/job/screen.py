@@ -1,4 +1,4 @@
-"""The screens that a person reads: tables for `run`, `check` and `solve`."""
+"""The screens that a person reads: tables for `run` and `check`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from remat.analysis.memory_figures import (
-    Offloaded,
     chunks_of,
     offloaded,
-    reserved_beside,
     reserved_text,
 )
 from remat.analysis.plan_report import costs_text, plain_table
@@ -27,7 +25,6 @@ from remat.formats import (
     gap_text,
     percent_pair,
     percent_text,
-    proved_text,
     time_pair,
     time_text,
 )
@@ -153,10 +150,9 @@ def _verdict(report: Report) -> Table:
             table.add_row("advice", Text(advice))
     if report.unchecked:
         table.add_row("not run", Text(report.unchecked))
-    _add_chunks(table, graph, result)
-    _add_offloaded(table, offloaded(graph, result.schedule, report.simulation))
-    _add_again(table, result, report.again)
-    _add_costs(table, graph)
+    _add_ways(table, report)
+    if is_in_table(graph.device) or graph.notes:  # the figures are no measurement on this machine
+        table.add_row("costs", costs_text(graph))
     table.add_row("took", took_text(seconds))
     style = "bold red" if report.failures else "bold green"
     table.add_row("status", Text.assemble((result.status, style), f", by {result.solver}"))
@@ -177,33 +173,20 @@ def _add_reserved(table: Table, rows: Iterable[Row]) -> None:
         table.add_row("", f"measured: {', '.join(said)}")
 
 
-def _add_chunks(table: Table, graph: TrainingGraph, result: Result) -> None:
-    """What runs in chunks, and what that takes."""
+def _add_ways(table: Table, report: Report) -> None:
+    """What runs in chunks, moves to the host and runs again, and whether whole layers would do."""
+    graph, result, again = report.graph, report.result, report.again
     for one in chunks_of(graph, result.schedule):
         table.add_row("in chunks", Text(str(one)))
-
-
-def _add_offloaded(table: Table, moved: Offloaded | None) -> None:
-    """What moves to the host and back, where something does."""
+    moved = offloaded(graph, result.schedule, report.simulation)
     for name, said in moved.rows() if moved is not None else ():
         table.add_row(name, Text(said))
-
-
-def _add_again(table: Table, result: Result, again: RunsAgain) -> None:
-    """What runs again, how much of attention does, and whether whole layers would do."""
-    kinds = kinds_text(again.kinds)
-    if kinds:
+    if kinds := kinds_text(again.kinds):
         table.add_row("recomputed", Text(kinds))
     if result.attention:
         table.add_row("attention", str(result.attention))
     if again.simpler:
         table.add_row("simpler", str(again.simpler))
-
-
-def _add_costs(table: Table, graph: TrainingGraph) -> None:
-    """What is behind the figures, where that is not a measurement on this machine."""
-    if is_in_table(graph.device) or graph.notes:
-        table.add_row("costs", costs_text(graph))
 
 
 def _bound_said(graph: TrainingGraph, result: Result) -> str:
@@ -266,27 +249,6 @@ def show_check(console: Console, check: Check, budget_bytes: int) -> None:
         console.print(f"advice  {advice}", markup=False)
 
 
-def show_result(console: Console, graph: TrainingGraph, result: Result, again: RunsAgain) -> None:
-    """One line a figure of a solve."""
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_row("status", f"{result.status}, by {result.solver} in {result.wall_s:.1f} s")
-    table.add_row("budget", bytes_text(result.budget_bytes))
-    table.add_row("peak", bytes_text(result.peak_bytes))
-    table.add_row("step", time_text(result.time_us))
-    table.add_row("overhead", percent_text(result.overhead))
-    table.add_row("gap", proved_text(result.gap))
-    _add_chunks(table, graph, result)
-    _add_offloaded(table, offloaded(graph, result.schedule))
-    reserved = reserved_beside(graph, result)
-    if reserved is not None:
-        table.add_row("reserved", reserved_text(reserved))
-    _add_again(table, result, again)
-    _add_costs(table, graph)
-    if result.message:
-        table.add_row("note", Text(result.message))
-    console.print(table)
-
-
 # What the command line prints with `--json`: plain bytes, microseconds and names.
 
 
@@ -320,15 +282,6 @@ def report_json(report: Report) -> dict[str, Any]:
     if result.schedule is None:
         said |= _infeasible_json(result)
     return said
-
-
-def result_json(graph: TrainingGraph, result: Result, again: RunsAgain) -> dict[str, Any]:
-    """The object that ``remat solve --json`` prints."""
-    said: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(result, least_schedule=None))
-    said |= {"bound": bound_json(graph, result)} | _again_json(result, again)
-    said |= {"offload": msgspec.to_builtins(offloaded(graph, result.schedule))}
-    said |= {"predicted_reserved": msgspec.to_builtins(reserved_beside(graph, result))}
-    return said if result.schedule else said | _infeasible_json(result)
 
 
 def bound_json(graph: TrainingGraph, result: Result) -> dict[str, float | None]:

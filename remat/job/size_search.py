@@ -16,6 +16,7 @@ import remat.solver as solvers
 from remat.budgets import Budget, parse_budget, unmodified
 from remat.checks import failures, is_checked, say_unchecked, unless_short
 from remat.formats import bytes_text, percent_text
+from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.errors import BudgetError, RewriteError, SolverError
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
 from remat.job.factory import Loaded, call, load_model
@@ -251,7 +252,7 @@ def fit(
     """
     search = FitSearch(
         factory, vary, SizeRange(step, most, step), max_overhead,
-        request or Request(str(budget)), stopwatch or Stopwatch(), each_s,
+        request or Request(str(budget), device=CPU), stopwatch or Stopwatch(), each_s,
     )  # fmt: skip
     return search.run(budget, sizes or (2 * step, 4 * step), check)
 
@@ -312,7 +313,9 @@ class FitSearch:
     def _captured(self, size: int) -> Captured:
         """Build the model at a size, trace and time it."""
         with self.stopwatch.stage("load", f"building {self.vary}={size}"):
-            loaded = self._load(size).on(self.request.device)
+            loaded = self._load(size)
+            self.request = self.request.with_device()
+            loaded = loaded.on(self.request.device)
         captured = captured_model(loaded, self.request, self.stopwatch)
         self.graphs[size] = captured.graph
         return captured

@@ -42,7 +42,7 @@ def test_the_outputs_are_of_one_plan_that_keeps_to_the_budget(kept: dict[str, An
 def test_files_and_commands_are_those_of_the_page(text: str) -> None:
     assert list(tutorial.files(text)) == ["mine.py", "train.py"]
     assert tutorial.command(text, "remat run").startswith("remat run mine.py:factory --budget 60%")
-    assert tutorial.command(text, "remat explain") == "remat explain plan.json"
+    assert tutorial.command(text, tutorial.EXPLAIN) == tutorial.EXPLAIN
     for name, source in tutorial.files(text).items():
         compile(source, name, "exec")
 

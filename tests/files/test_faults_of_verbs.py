@@ -33,36 +33,28 @@ SOLVED = ("--budget", "100%", "--solver", "store_all")
 WRITERS = {
     "run": ("run", "MODEL", *SOLVED, "-o", "OUT"),
     "run and place": ("run", "MODEL", *SOLVED, "--layout", "OUT"),
-    "solve": ("solve", "MODEL", *SOLVED, "-o", "OUT"),
-    "solve, an archive": ("solve", "MODEL", *SOLVED, "-o", "OUT"),
-    "capture": ("capture", "MODEL", "-o", "OUT"),
+    "run, an archive": ("run", "MODEL", "--no-check", *SOLVED, "-o", "OUT"),
+    "captured": ("show", "MODEL", "--as", "graph", "-o", "OUT"),
+    "rewritten": ("show", "MODEL", "--plan", "PLAN", "--as", "code", "-o", "OUT"),
+    "exported": ("show", "MODEL", "--as", "trace", "--plan", "PLAN", "-o", "OUT"),
     "sweep": ("sweep", "MODEL", "--budgets", "100%", "--solver", "store_all", "-o", "OUT"),
-    "fit": ("fit", "MODEL", "--budget", "1MiB", "--most", "8", "--no-check", "-o", "OUT"),
-    "profile": ("profile", "MODEL", "-o", "OUT"),
-    "plan-cluster": (
-        "plan-cluster",
-        f"{chains.__name__}:small_llama",
-        "--gpus",
-        "8",
-        "--node-size",
-        "4",
-        "--batch",
-        "16",
-        "--seq",
-        "32",
-        "-o",
-        "OUT",
+    "largest-batch": (
+        "largest-batch", "MODEL", "--budget", "1MiB", "--most", "8", "--no-check", "-o", "OUT",
     ),
-    "rewrite": ("rewrite", "MODEL", "PLAN", "-o", "OUT"),
+    "profile": ("profile", "MODEL", "-o", "OUT"),
+    "cluster": (
+        "cluster", f"{chains.__name__}:small_llama", "--gpus", "8", "--node-size", "4",
+        "--batch", "16", "--seq", "32", "-o", "OUT",
+    ),
     "report": ("report", "MODEL", "--plan", "PLAN", "-o", "OUT"),
-    "export": ("export", "MODEL", "--as", "trace", "--plan", "PLAN", "-o", "OUT"),
-}
+}  # fmt: skip
 WITH_HIGHS = ("--solver", "cut", "--time-limit", str(AMPLE_S))
+EACH = ("--each-limit", "0.1")
 SEARCHING = {
-    "solve": ("solve", "GRAPH", "--budget", "70%", *WITH_HIGHS),
+    "run": ("run", "GRAPH", "--budget", "70%", *WITH_HIGHS),
     "sweep": ("sweep", "GRAPH", "--budgets", "70%", *WITH_HIGHS),
-    "compare": ("compare", "GRAPH", "--budgets", "70%", *WITH_HIGHS),
-    "explain": ("explain", "GRAPH", "--budget", "70%", "--each-limit", "0.1", *WITH_HIGHS),
+    "solvers": ("sweep", "GRAPH", "--budgets", "70%", "--solver", "dtr", *WITH_HIGHS),
+    "explained": ("show", "GRAPH", "--explain", "--budget", "70%", *EACH, *WITH_HIGHS),
     "report": ("report", "GRAPH", "--budget", "70%", "-o", "OUT", *WITH_HIGHS),
 }
 CASES = [(name, call) for name in WRITERS for call in CALLS]
@@ -73,7 +65,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model and a plan of it."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "model.py").write_text(MODEL)
-    verb("solve", "MODEL", *SOLVED, "-o", "OUT")(folder / "kept.json")
+    verb("run", "MODEL", "--no-check", *SOLVED, "-o", "OUT")(folder / "kept.json")
     return folder
 
 
@@ -83,12 +75,12 @@ def keep_of(name: str, path: Path) -> None:
     verb(*WRITERS[name])(path)
 
 
-@pytest.mark.parametrize(("name", "call"), rows(CASES, lambda case: case == ("capture", "write")))
+@pytest.mark.parametrize(("name", "call"), rows(CASES, lambda case: case == ("captured", "write")))
 def test_a_write_that_fails_leaves_all_as_it_was(
     name: str, call: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = model / ("out.pt2" if "archive" in name else "out.json")
-    if name in ("fit", "plan-cluster"):  # what they keep is there then, and not written first
+    if name in ("largest-batch", "cluster"):  # what they keep is there then, and not written first
         keep_of(name, path)
     try:
         require_unharmed(path, verb(*WRITERS[name]), call, monkeypatch)
@@ -106,7 +98,7 @@ def test_every_verb_that_writes_is_among_them() -> None:
     assert "output" not in FIELDS
 
 
-@pytest.mark.parametrize("name", rows(SEARCHING, lambda name: name == "solve"))
+@pytest.mark.parametrize("name", rows(SEARCHING, lambda name: name == "run"))
 def test_a_process_of_highs_that_dies_costs_no_result(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

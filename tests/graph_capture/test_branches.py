@@ -145,6 +145,6 @@ def test_debug_shows_the_frames_of_torch(tmp_path: Path) -> None:
         "        return x if super().forward(x).sum() > 0 else -x\n"
         "def factory(): return M(4, 4), (torch.ones(2, 4),)\n"
     )
-    done = CliRunner().invoke(app, ["capture", str(file), "--debug"])
+    done = CliRunner().invoke(app, ["run", str(file), "--verbose"])
     assert isinstance(done.exception, CaptureError)
     assert type(done.exception.__cause__).__name__ == "DataDependentOutputException"

@@ -33,7 +33,7 @@ def opened_plan(plan: ClusterFile | str | Path) -> ClusterFile:
     if not isinstance(plan, str | Path):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise PlanError(
             f"no plan for a cluster, but {type(plan).__name__}: pass the path of a file that "
-            "remat plan-cluster has written"
+            "remat cluster has written"
         )
     return read_cluster_plan(read_contents(plan), str(plan))
 
@@ -53,7 +53,7 @@ def cluster_mesh(plan: ClusterFile | str | Path, device_type: str = "") -> Devic
 
     Parameters
     ----------
-    plan : of `remat plan-cluster`, or the path of its file.
+    plan : of `remat cluster`, or the path of its file.
     device_type : ``cuda`` or ``cpu``; left out, CUDA where there is some.
 
     Returns

@@ -234,7 +234,7 @@ def parallelize(
     Parameters
     ----------
     model : with the same weights on all ranks; or on the meta device, with `materialize`.
-    plan : of `remat plan-cluster`, or the path of its file.
+    plan : of `remat cluster`, or the path of its file.
     mesh : of `remat.cluster_mesh`.
     args, target : one microbatch, of [microbatch, ...], for its shapes and dtypes. The whole batch
         that `schedule.step` takes later has as many microbatches as the plan says. Context

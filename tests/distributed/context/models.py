@@ -139,7 +139,7 @@ def class_loss(logits: Tensor, classes: Tensor) -> Tensor:
 
 
 def factory_of(model: Callable[[], nn.Module]) -> Callable[..., dict[str, Any]]:
-    """A factory as `remat plan-cluster` takes it."""
+    """A factory as `remat cluster` takes it."""
 
     def factory(batch: int = 1, seq: int = SEQ) -> dict[str, Any]:
         ids = torch.zeros(batch, seq, dtype=torch.int64)

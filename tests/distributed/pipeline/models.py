@@ -99,6 +99,6 @@ def token_loss(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def decoder(batch: int = 1, seq: int = 32) -> dict[str, Any]:
-    """A factory as `remat plan-cluster` takes it."""
+    """A factory as `remat cluster` takes it."""
     ids = torch.zeros(batch, seq, dtype=torch.int64)
     return {"model": Decoder(), "args": (ids,), "loss_fn": token_loss, "target": ids}

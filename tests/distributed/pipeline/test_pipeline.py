@@ -117,7 +117,7 @@ def test_the_example_trains_on_four(tmp_path: Path) -> None:
     words = "--gpus 4 --batch 64 --seq 64 --pp 2 --tp 1 --shard 2 --microbatch 4 --virtual-stages 1"
     words += " --budget 4500KiB"
     made = CliRunner().invoke(
-        app, ["plan-cluster", "examples/train_cluster.py:factory", *words.split(), "-o", str(plan)]
+        app, ["cluster", "examples/train_cluster.py:factory", *words.split(), "-o", str(plan)]
     )
     assert made.exit_code == 0, made.output
     script = ("tests/distributed/script.py", "examples/train_cluster.py", str(plan))

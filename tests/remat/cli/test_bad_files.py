@@ -23,24 +23,24 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "list": (lambda path: path.write_bytes(b"[]"), "got `array`"),
 }
 READING = {
-    "inspect": ("inspect", "BAD"),
-    "explain": ("explain", "BAD"),
-    "compare": ("compare", "BAD"),
-    "solve": ("solve", "BAD", "--budget", "90%"),
+    "show": ("show", "BAD"),
+    "show, explained": ("show", "BAD", "--explain"),
+    "show, exported": ("show", "BAD", "-o", "OUT", "--as", "dot"),
+    "run": ("run", "BAD", "--budget", "90%"),
     "sweep": ("sweep", "BAD"),
+    "sweep of several solvers": ("sweep", "BAD", "--solver", "full", "--solver", "chen_sqrt"),
     "report": ("report", "BAD", "-o", "OUT"),
-    "export": ("export", "BAD", "-o", "OUT", "--as", "dot"),
-    "a plan beside a graph": ("inspect", "GRAPH", "--plan", "BAD"),
+    "a plan beside a graph": ("show", "GRAPH", "--plan", "BAD"),
     "a front": ("report", "PLAN", "--front", "BAD", "-o", "OUT"),
     "check": ("check", "MODEL", "BAD"),
-    "rewrite": ("rewrite", "MODEL", "BAD"),
+    "show, rewritten": ("show", "MODEL", "--plan", "BAD", "--as", "code"),
     "profile of run": ("run", "MODEL", "--budget", "90%", "--profile", "BAD"),
 }
 WRITING = {
-    "solve": ("solve", "GRAPH", "--budget", "90%", "--solver", SOLVER, "-o", "OUT"),
+    "run": ("run", "GRAPH", "--budget", "90%", "--solver", SOLVER, "-o", "OUT"),
     "sweep": ("sweep", "GRAPH", "--budgets", "90%", "--solver", SOLVER, "-o", "OUT"),
     "report": ("report", "PLAN", "-o", "OUT"),
-    "export": ("export", "PLAN", "-o", "OUT", "--as", "snapshot"),
+    "show": ("show", "PLAN", "-o", "OUT", "--as", "snapshot"),
 }
 
 

@@ -44,9 +44,9 @@ def once(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-@pytest.mark.parametrize("verb", ["run", "solve"])
+@pytest.mark.parametrize("check", [(), ("--no-check",)])
 def test_ctrl_c_amid_the_search_keeps_and_shows_the_best(
-    remat: Remat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+    remat: Remat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: tuple[str, ...]
 ) -> None:
     text = progress.solver_text
 
@@ -58,7 +58,7 @@ def test_ctrl_c_amid_the_search_keeps_and_shows_the_best(
     monkeypatch.setattr(progress, "solver_text", once_it_has_a_schedule)
     monkeypatch.setattr(pipeline, "check_schedule", lambda *_: pytest.fail("was run"))
     plan = tmp_path / "plan.json"
-    found = remat(verb, remat.gpt, "--budget", "60%", "-o", str(plan))
+    found = remat("run", remat.gpt, *check, "--budget", "60%", "-o", str(plan))
     assert (found.exit_code, SAID in found.stderr) == (STOPPED, True)
     assert "status" in found.stdout
     assert json.loads(plan.read_text())["schedule"]
@@ -77,7 +77,7 @@ def test_ctrl_c_before_there_is_a_schedule_says_nothing_of_the_budget(
     monkeypatch.setattr(progress, "solver_text", at_first)
     plan = tmp_path / "plan.json"
     words = ("--budget", "60%", "--solver", "cut", "-o", str(plan))
-    found = remat("solve", remat.gpt, *words)
+    found = remat("run", remat.gpt, *words)
     assert found.exit_code == STOPPED
     no_schedule, interrupted = found.stderr.splitlines()[-2:]
     assert "was found yet: interrupted before there was one" in no_schedule
@@ -102,18 +102,18 @@ def test_ctrl_c_before_there_is_anything_is_one_line(
 ) -> None:
     monkeypatch.setattr(pipeline, "graph_with_costs", once(pipeline.graph_with_costs))
     plan = tmp_path / "plan.json"
-    found = remat("solve", remat.gpt, "--budget", "80%", "-o", str(plan), "--json")
+    found = remat("run", remat.gpt, "--budget", "80%", "-o", str(plan), "--json")
     assert found.exit_code == STOPPED
     assert found.stderr.splitlines()[-1] == "interrupted while tracing the training step"
     assert json.loads(found.stdout)["error"]["type"] == "KeyboardInterrupt"
     assert not plan.exists()
 
 
-def test_ctrl_c_amid_fit_gives_the_largest_so_far(
+def test_ctrl_c_amid_largest_batch_gives_the_largest_so_far(
     remat: Remat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(size_search.FitSearch, "_guess", once(size_search.FitSearch._guess))
-    found = remat("fit", remat.gpt, "--budget", "1GiB", "--json")
+    found = remat("largest-batch", remat.gpt, "--budget", "1GiB", "--json")
     assert found.exit_code == STOPPED
     said = json.loads(found.stdout)
     assert said["limited_by"] == "interrupt"
@@ -122,7 +122,7 @@ def test_ctrl_c_amid_fit_gives_the_largest_so_far(
 
 def test_ctrl_c_amid_explain_shows_the_plan(remat: Remat, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explain, "least_budget", once(explain.least_budget))
-    found = remat("explain", remat.gpt, "--budget", "80%")
+    found = remat("show", remat.gpt, "--explain", "--budget", "80%")
     assert (found.exit_code, SAID in found.stderr) == (STOPPED, True)
     assert "overhead" in found.stdout
 
@@ -190,7 +190,7 @@ def test_ctrl_c_amid_the_import_of_torch_ends_a_command_that_has_nothing_yet(
     )
     code = "from remat.cli.entry import command; command()"
     done = subprocess.run(
-        [sys.executable, "-c", code, "solve", str(model), "--budget", "60%"],
+        [sys.executable, "-c", code, "run", str(model), "--budget", "60%"],
         capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == STOPPED

@@ -41,16 +41,17 @@ def test_json_names_the_device_and_measures_nothing(remat: Remat) -> None:
 
 def test_a_kept_graph_remembers_its_device(remat: Remat, tmp_path: Path) -> None:
     graph = str(tmp_path / "graph.json")
-    assert remat("capture", remat.gpt, "--device", "a100-40gb", "-o", graph).exit_code == 0
-    said = json.loads(remat("solve", graph, "--budget", "auto", *QUICK, "--json").stdout)
+    words = ("--as", "graph", "--device", "a100-40gb", "-o", graph)
+    assert remat("show", remat.gpt, *words).exit_code == 0
+    said = json.loads(remat("run", graph, "--budget", "auto", *QUICK, "--json").stdout)
     assert said["budget_bytes"] == 36_000_000_000
-    assert set(said["predicted_reserved"]) == {"default", "expandable"}
-    shown = remat("solve", graph, *QUICK, columns=200).stdout
+    assert set(said["plan"]["predicted_reserved"]) == {"default", "expandable"}
+    shown = remat("run", graph, *QUICK, columns=200).stdout
     assert "for NVIDIA A100" in shown
     assert "MiB predicted (expandable " in shown
 
 
-@pytest.mark.parametrize("verb", ["run", "capture", "solve", "sweep", "inspect"])
+@pytest.mark.parametrize("verb", ["run", "largest-batch", "sweep", "show"])
 def test_an_unknown_device_is_refused_before_the_model_is_loaded(remat: Remat, verb: str) -> None:
     done = remat(verb, "no/such/file.py:factory", "--device", "h10")
     assert done.exit_code == 2
@@ -65,7 +66,7 @@ def test_cuda_without_cuda_is_refused(remat: Remat) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-@pytest.mark.parametrize("verb", ["run", "capture", "solve", "sweep", "inspect", "profile"])
+@pytest.mark.parametrize("verb", ["run", "sweep", "show", "profile"])
 def test_each_verb_refuses_cuda_that_is_not_here(remat: Remat, verb: str) -> None:
     done = remat(verb, remat.gpt, "--device", "cuda:0")
     assert done.exit_code == 2
@@ -106,15 +107,14 @@ def test_a_profile_is_kept_and_used_again(remat: Remat, tmp_path: Path) -> None:
     assert "distinct ops on" in " ".join(done.stdout.split())
     said = json.loads(remat("profile", remat.gpt, "--json").stdout)
     assert said["ops"] == len(json.loads(Path(kept).read_text())["ops"])
-    for verb in ("run", "solve"):
-        done = remat(verb, remat.gpt, "--profile", kept, "--budget", "70%", *QUICK, columns=200)
+    for check in ("--check", "--no-check"):
+        words = ("--profile", kept, "--budget", "70%", *QUICK)
+        done = remat("run", remat.gpt, check, *words, columns=200)
         assert done.exit_code == 0, done.stderr
         assert f"measured on {said['title']} with torch {torch.__version__}" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "verb", rows(["run", "capture", "solve", "sweep", "inspect"], lambda verb: verb == "run")
-)
+@pytest.mark.parametrize("verb", rows(["run", "sweep", "show"], lambda verb: verb == "run"))
 def test_profiles_that_cannot_serve_are_refused(remat: Remat, tmp_path: Path, verb: str) -> None:
     broken = tmp_path / "broken.json"
     broken.write_text('{"device": "cpu"')
@@ -137,8 +137,8 @@ def test_profiles_that_cannot_serve_are_refused(remat: Remat, tmp_path: Path, ve
 
 def test_a_kept_graph_takes_no_profile(remat: Remat, tmp_path: Path) -> None:
     graph, profile = str(tmp_path / "graph.json"), str(tmp_path / "profile.json")
-    assert remat("capture", remat.gpt, "-o", graph).exit_code == 0
+    assert remat("show", remat.gpt, "--as", "graph", "-o", graph).exit_code == 0
     assert remat("profile", remat.gpt, "-o", profile).exit_code == 0
-    done = remat("solve", graph, "--profile", profile)
+    done = remat("run", graph, "--profile", profile)
     assert done.exit_code == 2
     assert "graph.json has its costs: --profile goes with a model" in done.stderr

@@ -39,12 +39,12 @@ def test_run_prints_range_curve_and_certificate_and_checks(remat: Remat, tmp_pat
     assert "by the largest sizes" in words
     assert "gradients bit-identical, outputs equal, buffers equal, rng equal at seq 512" in words
 
-    said = json.loads(remat("inspect", kept, "--json").stdout)["range"]
+    said = json.loads(remat("show", kept, "--json").stdout)["range"]
     assert said["symbols"] == [{"name": "seq", "low": 8, "high": 512, "multiple": 1}]
     assert len(said["curve"]) == 10
     assert max(one["peak_bytes"] for one in said["curve"]) <= said["peak_bytes"]
     assert said["peak_bytes"] <= said["budget_bytes"]
-    assert "certificate" in remat("inspect", kept).stdout
+    assert "certificate" in remat("show", kept).stdout
 
     checked = remat("check", model, kept, "--json")
     assert checked.exit_code == 0, checked.stderr
@@ -61,8 +61,8 @@ def test_a_gpt_is_run_over_lengths(remat: Remat) -> None:
 
 
 @pytest.mark.slow
-def test_solve_prints_one_object(remat: Remat) -> None:
-    done = remat("solve", remat.gpt, "--budget", "70%", *SEQ, *QUICK, "--json")
+def test_a_range_that_is_not_run_is_one_object(remat: Remat) -> None:
+    done = remat("run", remat.gpt, "--no-check", "--budget", "70%", *SEQ, *QUICK, "--json")
     assert done.exit_code == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["range"]["certificate"] == "largest sizes"
@@ -72,7 +72,7 @@ def test_solve_prints_one_object(remat: Remat) -> None:
 
 @pytest.mark.slow
 def test_what_fits_at_no_schedule_of_the_largest_sizes_ends_as_infeasible(remat: Remat) -> None:
-    done = remat("solve", remat.gpt, "--budget", "200KiB", *SEQ, *QUICK, "--json")
+    done = remat("run", remat.gpt, "--no-check", "--budget", "200KiB", *SEQ, *QUICK, "--json")
     assert done.exit_code == 3
     said = json.loads(done.stdout)["error"]
     assert said["type"] == "TooLargeError"
@@ -128,13 +128,13 @@ def test_a_dimension_that_the_model_fixes_is_named(remat: Remat, tmp_path: Path)
 
 def test_what_is_of_one_size_is_refused_beside_it(remat: Remat, tmp_path: Path) -> None:
     options = ("--price-of-gib", f"--layout={tmp_path / 'layout.json'}", "--optimizer-in-backward")
-    for verb, option in [*(("solve", option) for option in options), ("run", "--compare")]:
-        done = remat(verb, remat.gpt, *SEQ, option, "--optimizer", "sgd")
+    for option in (*options, "--compare"):
+        done = remat("run", remat.gpt, *SEQ, option, "--optimizer", "sgd")
         assert done.exit_code == 2
         assert f"{option.partition('=')[0]} is for a plan of one size" in done.stderr
     done = remat("run", remat.gpt, *SEQ, "--split", "exact")
     assert done.exit_code == 2
     assert "split is not taken with dynamic sizes" in done.stderr
-    done = remat("solve", "graph.json", *SEQ)
+    done = remat("run", "graph.json", *SEQ)
     assert done.exit_code == 2
     assert "--dynamic goes with a model" in done.stderr

@@ -11,12 +11,13 @@ import pytest
 from rich.console import Console
 
 from remat.analysis.memory_figures import offloaded
-from remat.cli.answers import asked_hosts
+from remat.cli.sweep import asked_hosts
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
-from remat.job.pipeline import runs_again
+from remat.job.pipeline import planned_report
 from remat.job.request import Request
-from remat.job.screen import result_json, show_result
+from remat.job.screen import report_json, show_run
+from remat.progress import Stopwatch
 from tests.copying import copying_chain, copying_result
 from tests.files.kinds import plan
 from tests.fixed_costs import CLOCKED, LINK, patched
@@ -35,7 +36,7 @@ def graph(tmp_path: Path) -> str:
 def test_a_capture_has_links(remat: Remat, tmp_path: Path) -> None:
     kept = tmp_path / "graph.json"
     words = ("--host", "1MiB", "--nvme", f"{tmp_path}:2MiB", "-o", str(kept))
-    done = remat("capture", remat.gpt, *words, columns=200)
+    done = remat("show", remat.gpt, "--as", "graph", *words, columns=200)
     assert done.exit_code == 0, done.stderr
     assert "host 1.00 MiB: 0.9 of 1 GB/s to a folder and 1 back" in done.stdout
     links = TrainingGraph.from_json(kept.read_text()).links
@@ -59,7 +60,7 @@ def test_a_run_is_planned_with_a_host(remat: Remat) -> None:
         (("--host", "9000TiB"), "is more than the"),
     ],
 )
-@pytest.mark.parametrize("verb", ["run", "solve", "fit", "sweep", "compare", "explain", "report"])
+@pytest.mark.parametrize("verb", ["run", "largest-batch", "sweep", "show", "report"])
 def test_bad_input_is_one_line(remat: Remat, verb: str, words: tuple[str, ...], says: str) -> None:
     out = ("-o", "page.html") if verb == "report" else ()
     done = remat(verb, "no/such/file.py", *words, *out)
@@ -75,11 +76,11 @@ def test_a_kept_graph_gets_the_links_of_its_device(
     one = TrainingGraph.from_json(Path(graph).read_text())
     bare.write_bytes(msgspec.structs.replace(one, links=None).to_json())
     words = ("--budget", "100%", "--solver", "revolve")
-    done = remat("solve", str(bare), *words, "--host", "9000TiB", "--json")
+    done = remat("run", str(bare), *words, "--host", "9000TiB", "--json")
     assert done.exit_code == 0, done.stderr
     elsewhere = msgspec.structs.replace(one, links=None, device="cpu")
     bare.write_bytes(elsewhere.to_json())
-    done = remat("solve", str(bare), *words, "--host", "1GiB")
+    done = remat("run", str(bare), *words, "--host", "1GiB")
     assert done.exit_code == 2
     assert "has no links to its host: measure them there" in done.stderr
 
@@ -91,25 +92,24 @@ def test_a_plan_has_its_own_links(remat: Remat, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     made = msgspec.structs.replace(plan(), schedule=schedule, graph=graph, prediction=None)
     path.write_bytes(made.to_json())
-    done = remat("inspect", str(path), "--json")
+    done = remat("show", str(path), "--json")
     assert done.exit_code == 0, done.stderr
     assert '"offload"' in done.stdout
-    done = remat("inspect", str(path), "--host", "1GiB")
+    done = remat("show", str(path), "--host", "1GiB")
     assert done.exit_code == 2
     assert "a plan has its links: leave out --host 1GiB" in done.stderr
 
 
 def test_the_screen_and_json_say_what_is_copied() -> None:
     graph = copying_chain()
-    result = copying_result(graph)
-    again = runs_again(graph, result)
+    report, _ = planned_report(graph, Request(), Stopwatch(), copying_result(graph))
     text = io.StringIO()
-    show_result(Console(file=text, width=120), graph, result, again)
+    show_run(Console(file=text, width=120), report)
     lines = [line.split(maxsplit=1)[0] for line in text.getvalue().splitlines() if line.strip()]
     assert [one for one in lines if one in ("host", "copies", "waits", "slower", "links")] == [
         "host", "copies", "waits", "slower", "links"
     ]  # fmt: skip
-    said = result_json(graph, result, again)["offload"]
+    said = report_json(report)["offload"]
     assert (said["host_bytes"], said["stall_us"], said["source"]) == (100, 9.0, "a test")
     assert [one["link"] for one in said["links"]] == ["d2h", "h2d"]
 
@@ -182,17 +182,17 @@ def test_doctor_says_which_links_it_knows(
     assert list(known) == [f"cpu, host: {tmp_path}"]
 
 
-def test_fit_has_a_host(remat: Remat, monkeypatch: pytest.MonkeyPatch) -> None:
-    from remat.cli import fit
+def test_largest_batch_has_a_host(remat: Remat, monkeypatch: pytest.MonkeyPatch) -> None:
+    from remat.cli import largest_batch
 
     words = ("--budget", "8GiB", "--vary", "batch", "--most", "4", "--no-check", "--device", "h100")
-    done = remat("fit", remat.gpt, *words, "--host", "1GiB", "--json")
+    done = remat("largest-batch", remat.gpt, *words, "--host", "1GiB", "--json")
     assert done.exit_code == 0, done.stderr
     assert json.loads(done.stdout)["offload"] is None
     graph = copying_chain()
     moved = offloaded(graph, copying_result(graph).schedule)
-    monkeypatch.setattr(fit, "offloaded", lambda *_: moved)
-    done = remat("fit", remat.gpt, *words, "--host", "1GiB")
+    monkeypatch.setattr(largest_batch, "offloaded", lambda *_: moved)
+    done = remat("largest-batch", remat.gpt, *words, "--host", "1GiB")
     assert "waits  the device waits 9.0 us for copies" in done.stdout
 
 

@@ -74,7 +74,7 @@ def test_a_check_without_room_is_not_run_and_the_plan_is_kept(tmp_path: Path) ->
 @on_linux
 @pytest.mark.slow
 def test_a_model_without_room_is_refused_in_a_line(tmp_path: Path) -> None:
-    ran = limited(tmp_path, 30, "solve", "six.py", "--budget", "60%")
+    ran = limited(tmp_path, 30, "run", "six.py", "--no-check", "--budget", "60%")
     assert ran.returncode == session.REFUSED
     assert "can't allocate memory" in ran.stderr
     assert "Traceback" not in ran.stderr

@@ -29,9 +29,9 @@ def test_files_named_as_libraries_are_left_alone(tmp_path: Path) -> None:
         (tmp_path / f"{name}.py").write_text(f"raise ImportError('the {name} of the user')")
     (tmp_path / "model.py").write_text(MODEL)
     for words in (
-        ["solve", "model.py", "--budget", "75%", "--solver", "cut", "-o", "plan.json"],
+        ["run", "model.py", "--no-check", "--budget", "75%", "--solver", "cut", "-o", "plan.json"],
         ["sweep", "model.py", "--budgets", "75%", "--jobs", "2"],
-        ["inspect", "plan.json"],
+        ["show", "plan.json"],
     ):
         # -P: an installed command has no working folder in its path either.
         done = subprocess.run(

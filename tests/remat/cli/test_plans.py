@@ -45,12 +45,12 @@ def test_a_plan_of_run_is_read_by_every_verb_and_loaded(
     assert made.prediction is not None
     assert said["plan"]["measured_peak_bytes"] <= made.prediction.peak_bytes <= made.budget_bytes
     code = tmp_path / "step.py"
-    done = remat("rewrite", remat.gpt, plan, "-o", str(code))
+    done = remat("show", remat.gpt, "--plan", plan, "--as", "code", "-o", str(code))
     assert done.exit_code == 0, done.stderr
     assert "def forward" in code.read_text()
     assert done.stdout == ""
-    assert "recompute" in remat("inspect", plan, "--top", "500").stdout
-    assert remat("inspect", remat.gpt, "--plan", plan).exit_code == 0
+    assert "recompute" in remat("show", plan, "--top", "500").stdout
+    assert remat("show", remat.gpt, "--plan", plan).exit_code == 0
     loaded = load_model(remat.gpt)
     assert api.plan_of(api.load(plan, loaded.model, loss_fn=loaded.loss_fn)) == made
 
@@ -60,7 +60,7 @@ def test_an_archive_is_read_as_well(remat: Remat, kept: bytes, tmp_path: Path) -
     path = tmp_path / "plan.pt2"
     api.save_plan(Plan.from_json(kept), path)
     assert remat("check", remat.gpt, str(path)).exit_code == 0
-    assert "recompute" in remat("inspect", str(path), "--top", "500").stdout
+    assert "recompute" in remat("show", str(path), "--top", "500").stdout
 
 
 def test_a_stale_plan_is_refused_with_the_first_difference(
@@ -68,8 +68,9 @@ def test_a_stale_plan_is_refused_with_the_first_difference(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setenv("GPT_BATCH", "4")
-        for verb in ("check", "rewrite"):
-            refused = remat(verb, remat.gpt, plan)
+        rewritten = ("show", remat.gpt, "--plan", plan, "--as", "code")
+        for words in (("check", remat.gpt, plan), rewritten):
+            refused = remat(*words)
             assert refused.exit_code == 2
             assert "the plan does not fit: the batch was args[0]: int64[8, 32]" in refused.stderr
             assert "remat run MODEL --budget BUDGET -o FILE" in refused.stderr
@@ -94,7 +95,7 @@ def test_a_broken_plan_is_refused(remat: Remat, plan: str) -> None:
 
 
 def test_whole_layers_are_told_of_where_they_would_do(remat: Remat) -> None:
-    words = ("solve", remat.gpt, *QUICK, "--solver")
+    words = ("run", remat.gpt, "--no-check", *QUICK, "--solver")
     said = json.loads(remat(*words, "full", "--json").stdout)
     assert said["every_n_layers"]["slower"] <= 0
     shown = " ".join(remat(*words, "full", columns=200).stdout.split())
@@ -103,9 +104,9 @@ def test_whole_layers_are_told_of_where_they_would_do(remat: Remat) -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_of_solve_stands_alone_too(remat: Remat, tmp_path: Path) -> None:
+def test_a_plan_that_was_not_run_stands_alone_too(remat: Remat, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    assert remat("solve", remat.gpt, *QUICK, "-o", str(path)).exit_code == 0
+    assert remat("run", remat.gpt, "--no-check", *QUICK, "-o", str(path)).exit_code == 0
     plan = Plan.from_json(path.read_bytes())
     assert plan.graph is not None
     assert plan.prediction is not None
@@ -113,15 +114,25 @@ def test_a_plan_of_solve_stands_alone_too(remat: Remat, tmp_path: Path) -> None:
     assert remat("check", remat.gpt, str(path)).exit_code == 0
 
 
-def test_a_plan_is_read_without_torch(plan: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (("show",), "values"),
+        (("run", "--solver", "chen_sqrt", "--budget", "100%"), "plan"),
+        (("sweep", "--solver", "chen_sqrt", "--solver", "full"), "rows"),
+    ],
+)
+def test_a_plan_is_read_without_torch(plan: str, words: tuple[str, ...], key: str) -> None:
     code = (
         "import sys; from remat.cli.main import app; "
-        "app(['inspect', sys.argv[1], '--json'], standalone_mode=False); "
+        "app([*sys.argv[1:], '--json'], standalone_mode=False); "
         "sys.exit('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code, plan], capture_output=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words, plan], capture_output=True, check=False
+    )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["values"]
+    assert json.loads(done.stdout)[key]
 
 
 def edited(text: dict[str, Any], change: str) -> dict[str, Any]:
@@ -172,12 +183,12 @@ def test_an_edited_plan_is_refused_with_the_reason(
 ) -> None:
     text = edited(json.loads(Path(plan).read_text()), change)
     Path(plan).write_text(json.dumps(text))
-    refused = remat("inspect", plan)
+    refused = remat("show", plan)
     assert refused.exit_code == 2, refused.stdout
     assert re.search(says, refused.stderr), refused.stderr
 
 
 def test_a_plan_and_a_budget_are_one_too_many(remat: Remat, plan: str) -> None:
-    twice = remat("inspect", plan, "--plan", plan)
+    twice = remat("show", plan, "--plan", plan)
     assert twice.exit_code == 2
     assert "are both plans: name one" in twice.stderr

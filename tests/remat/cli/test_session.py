@@ -52,7 +52,7 @@ def test_costs_that_cannot_be_kept_are_told_in_one_line(
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path / "file"))
     with warnings.catch_warnings():
         warnings.simplefilter("default")
-        done = remat("capture", remat.gpt, "--json")
+        done = remat("show", remat.gpt, "--as", "graph", "--json")
     assert json.loads(done.stdout)["ops"]
     told = [line for line in done.stderr.splitlines() if "costs are not kept" in line]
     assert told == [

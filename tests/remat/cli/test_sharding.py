@@ -1,4 +1,4 @@
-"""`--shard` and `--world-size`: one rank is planned, nothing is run."""
+"""`--sharding`: one rank is planned, nothing is run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ QUICK = ("--time-limit", "600")
 
 
 def test_run_plans_one_rank_and_measures_nothing(remat: Remat) -> None:
-    how = ("--shard", "fsdp2", "--world-size", "4", "--shard-blocks", "blocks.*")
+    how = ("--sharding", "kind=fsdp2,world=4,blocks=blocks.*")
     done = remat("run", remat.gpt, *how, "--budget", "80%", *QUICK, "--json")
     assert done.exit_code == 0, done.stderr
     said = json.loads(done.stdout)
@@ -24,43 +24,43 @@ def test_run_plans_one_rank_and_measures_nothing(remat: Remat) -> None:
 
 @pytest.mark.slow
 def test_every_verb_that_captures_takes_it(remat: Remat, tmp_path: Path) -> None:
-    ddp = ("--shard", "ddp", "--world-size", "2")
+    ddp = ("--sharding", "kind=ddp,world=2")
     graph = str(tmp_path / "graph.json")
-    captured = json.loads(remat("capture", remat.gpt, *ddp, "-o", graph, "--json").stdout)
+    captured = json.loads(
+        remat("show", remat.gpt, "--as", "graph", *ddp, "-o", graph, "--json").stdout
+    )
     resident = captured["resident"]
     assert resident["communication_bytes"] == resident["parameters_bytes"] > 0
-    assert remat("solve", remat.gpt, *ddp, "--budget", "90%", *QUICK).exit_code == 0
+    assert remat("run", remat.gpt, *ddp, "--budget", "90%", *QUICK).exit_code == 0
     assert remat("sweep", remat.gpt, *ddp, "--budgets", "90%", *QUICK).exit_code == 0
-    again = remat("solve", graph, *ddp)
+    again = remat("run", graph, *ddp)
     assert again.exit_code == 2
-    assert "is a step already captured: --shard goes with a model" in again.stderr
+    assert "is a step already captured: --sharding goes with a model" in again.stderr
 
 
 def test_ranks_have_to_be_named(remat: Remat) -> None:
-    done = remat("run", "no/such/file.py:factory", "--shard", "ddp")
+    done = remat("run", "no/such/file.py:factory", "--sharding", "kind=ddp")
     assert done.exit_code == 2
-    assert "sharding ddp over 1 rank: name the number of ranks" in done.stderr
+    assert "sharding ddp over 1 rank: name the number of ranks, world=2 or more" in done.stderr
 
 
-FSDP2 = ("--shard", "fsdp2", "--world-size", "4")
+FSDP2 = "kind=fsdp2,world=4"
 REFUSED = [
-    (("--replicas", "3"), "3 replicas do not divide 4 ranks"),
+    ("replicas=3", "3 replicas do not divide 4 ranks"),
+    ("reshard_after_forward=3", "reshard_after_forward=3 does not divide a shard group of"),
     (
-        ("--reshard-after-forward", "3"),
-        "-after-forward 3 does not divide a shard group of",
+        "reshard_after_forward=maybe",
+        "got `str` - at `reshard_after_forward`",
     ),
-    (("--reshard-after-forward", "maybe"), "maybe is neither yes, no nor a number of ranks"),
-    (("--param-dtype", "int8"), "param_dtype 'int8' is none that a mixed precision policy"),
-    (("--bucket-views",), "sharding fsdp2 has no bucket_views"),
-    (("--states-over", "3"), "--states-over 3 ranks: choose a multiple of 4"),
+    ("param_dtype=int8", "param_dtype 'int8' is none that a mixed precision policy"),
+    ("bucket_views=yes", "sharding fsdp2 has no bucket_views"),
+    ("states_over=3", "states_over=3 ranks: choose a multiple of 4"),
 ]
 
 
-@pytest.mark.parametrize(("words", "text"), REFUSED)
-def test_groups_that_do_not_divide_are_refused(
-    remat: Remat, words: tuple[str, ...], text: str
-) -> None:
-    done = remat("run", "no/such/file.py:factory", *FSDP2, *words)
+@pytest.mark.parametrize(("more", "text"), REFUSED)
+def test_groups_that_do_not_divide_are_refused(remat: Remat, more: str, text: str) -> None:
+    done = remat("run", "no/such/file.py:factory", "--sharding", f"{FSDP2},{more}")
     assert done.exit_code == 2
     assert text in done.stderr
     assert done.stderr.count("\n") == 1
@@ -71,18 +71,20 @@ def test_a_policy_that_would_not_cast_is_refused(remat: Remat, tmp_path: Path) -
     file.write_text(
         "import torch\nmodel = torch.nn.Linear(4, 4).double()\nbatch = (torch.ones(2, 4).double(),)"
     )
-    done = remat(
-        "capture", str(file), *FSDP2, "--param-dtype", "bfloat16", "-o", str(tmp_path / "g.json")
-    )
+    mixed = ("--sharding", f"{FSDP2},param_dtype=bfloat16")
+    done = remat("show", str(file), "--as", "graph", *mixed, "-o", str(tmp_path / "g.json"))
     assert done.exit_code == 2
-    assert "--param-dtype bfloat16 is for parameters held in float32" in done.stderr
+    assert "param_dtype=bfloat16 is for parameters held in float32" in done.stderr
 
 
 def test_one_rank_of_a_mixed_hybrid_is_planned(remat: Remat, tmp_path: Path) -> None:
-    how = ("--shard-blocks", "blocks.*", "--replicas", "2", "--reshard-after-forward", "no")
-    graph = ("-o", str(tmp_path / "graph.json"), "--json")
-    mixed = ("--param-dtype", "bfloat16", "--reduce-dtype", "float32")
-    found = json.loads(remat("capture", remat.gpt, *FSDP2, *how, *mixed, *graph).stdout)
-    plain = json.loads(remat("capture", remat.gpt, *FSDP2, *graph).stdout)
+    file = tmp_path / "ranks.toml"
+    file.write_text(
+        'kind = "fsdp2"\nworld = 4\nblocks = "blocks.*"\nreplicas = 2\n'
+        'reshard_after_forward = false\nparam_dtype = "bfloat16"\nreduce_dtype = "float32"\n'
+    )
+    words = ("show", remat.gpt, "--as", "graph", "-o", str(tmp_path / "graph.json"), "--json")
+    found = json.loads(remat(*words, "--sharding", str(file)).stdout)
+    plain = json.loads(remat(*words, "--sharding", FSDP2).stdout)
     parameters = "parameters_bytes"
     assert found["resident"][parameters] >= 1.9 * plain["resident"][parameters] > 0

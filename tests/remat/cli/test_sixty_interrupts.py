@@ -28,7 +28,7 @@ SOON_S = 600.0
 SPELL_S = 0.05
 EARLY = 5
 """Each fifth is interrupted from its imports on, the others once they are at work."""
-SILENT = ("doctor", "inspect", "export")
+SILENT = ("doctor", "show")
 """Verbs that say nothing of what they do."""
 GPT = f"{EXAMPLES / 'gpt.py'}:factory"
 CHAIN = f"{chains.__name__}:small_llama"
@@ -50,25 +50,25 @@ def verbs(folder: Path) -> list[list[str]]:
     kept = ["-o", "out.json"]
     return [
         ["run", GPT, "--budget", "55%", *kept],
-        ["solve", graph, "--budget", "55%", *kept],
+        ["run", graph, "--budget", "55%", *kept],
         ["sweep", graph, *kept],
-        ["explain", graph, "--budget", "55%"],
-        ["fit", GPT, "--budget", "200MiB", *kept],
-        ["compare", graph],
-        ["solve", graph, "--budget", "min", *kept],
-        ["capture", GPT, *kept],
+        ["show", graph, "--explain", "--budget", "55%"],
+        ["largest-batch", GPT, "--budget", "200MiB", *kept],
+        ["sweep", graph, "--solver", "usual"],
+        ["run", graph, "--budget", "min", *kept],
+        ["show", GPT, "--as", "graph", *kept],
         ["sweep", graph, "--jobs", "2", *kept],
         ["check", GPT, of_gpt],
         ["run", GPT, "--budget", "min", *kept],
         ["profile", GPT, *kept],
-        ["explain", plan, "--why", "*"],
+        ["show", plan, "--why", "*"],
         ["report", plan, "-o", "out.html"],
-        ["rewrite", GPT, of_gpt, "-o", "out.txt"],
-        ["inspect", graph],
-        ["export", plan, "-o", "out.trace.json"],
+        ["show", GPT, "--plan", of_gpt, "-o", "out.py"],
+        ["show", graph],
+        ["show", plan, "-o", "out.trace.json"],
         ["run", GPT, "--budget", "70%", "--price-of-gib", *kept],
         ["doctor"],
-        ["plan-cluster", CHAIN, *CLUSTER, *kept],
+        ["cluster", CHAIN, *CLUSTER, *kept],
     ]
 
 
@@ -107,11 +107,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a graph, a plan of it, and a plan of the example GPT."""
     path = tmp_path_factory.mktemp("kept")
     for words in (
-        ["capture", str(EXAMPLES / "unet.py"), "-o", "graph.json"],
-        ["solve", "graph.json", "--budget", "70%", "--time-limit", "2", "-o", "schedule.json"],
-        ["solve", GPT, "--budget", "80%", "--time-limit", "2", "-o", "gpt.json"],
-        ["solve", str(EXAMPLES / "unet.py"), "--budget", "70%", "--time-limit", "2", "-o",
-         "plan.json"],
+        ["show", str(EXAMPLES / "unet.py"), "--as", "graph", "-o", "graph.json"],
+        ["run", "graph.json", "--budget", "70%", "--time-limit", "2", "-o", "schedule.json"],
+        ["run", GPT, "--no-check", "--budget", "80%", "--time-limit", "2", "-o", "gpt.json"],
+        ["run", str(EXAMPLES / "unet.py"), "--no-check", "--budget", "70%", "--time-limit", "2",
+         "-o", "plan.json"],
     ):  # fmt: skip
         process = begun(*words, cwd=path)
         process.communicate(timeout=SOON_S)

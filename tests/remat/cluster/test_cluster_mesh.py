@@ -10,7 +10,7 @@ import pytest
 import remat
 from remat.graph_capture.errors import FileError, PlanError
 
-WAY_OUT = r"remat plan-cluster"
+WAY_OUT = r"remat cluster"
 
 
 @pytest.mark.parametrize("plan", [{"a": 1}, None, 3, b"plan.json"])

@@ -1,4 +1,4 @@
-"""`remat plan-cluster` on a small decoder: the screen, the file, and what is refused."""
+"""`remat cluster` on a small decoder: the screen, the file, and what is refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZES = ("--gpus", "8", "--node-size", "4", "--batch", "16", "--seq", "32")
 
 
 def remat(*words: str, columns: int = 160) -> Result:
-    return CliRunner(env={"COLUMNS": str(columns)}).invoke(app, ["plan-cluster", *words])
+    return CliRunner(env={"COLUMNS": str(columns)}).invoke(app, ["cluster", *words])
 
 
 @pytest.fixture(scope="module")

@@ -36,23 +36,25 @@ def factory(batch: int = 4):
     return Größe(), (torch.ones(batch, 4),)
 """
 ON_PLANS = {
-    "inspect": ("inspect", "PLAN"),
-    "inspect by module": ("inspect", "PLAN", "--by", "module"),
-    "inspect as JSON": ("inspect", "PLAN", "--json"),
-    "explain": ("explain", "PLAN", "--each-limit", "0.1"),
-    "compare": ("compare", "PLAN", "--budgets", "90%", "--solver", "chen_sqrt"),
-    "solve": ("solve", "GRAPH", "--budget", "90%", "--solver", "chen_sqrt", "-o", "OUT.json"),
+    "show": ("show", "PLAN"),
+    "show by module": ("show", "PLAN", "--by", "module"),
+    "show as JSON": ("show", "PLAN", "--json"),
+    "explain": ("show", "PLAN", "--explain", "--each-limit", "0.1"),
+    "solvers": (
+        "sweep", "PLAN", "--budgets", "90%", "--solver", "chen_sqrt", "--solver", "full",
+    ),
+    "run": ("run", "GRAPH", "--budget", "90%", "--solver", "chen_sqrt", "-o", "OUT.json"),
     "sweep": ("sweep", "GRAPH", "--budgets", "90%", "--solver", "chen_sqrt", "-o", "OUT.json"),
     "report": ("report", "PLAN", "-o", "OUT.html"),
-    "export": ("export", "PLAN", "-o", "OUT.dot"),
+    "export": ("show", "PLAN", "-o", "OUT.dot"),
     "doctor": ("doctor",),
     "help": ("run", "--help"),
-}
+}  # fmt: skip
 ON_MODELS = {
     "run": ("run", "MODEL", "--budget", "100%", "-o", "OUT.json"),
-    "capture": ("capture", "MODEL", "-o", "OUT.json"),
+    "captured": ("show", "MODEL", "--as", "graph", "-o", "OUT.json"),
     "profile": ("profile", "MODEL"),
-    "fit": ("fit", "MODEL", "--budget", "1MiB", "--sizes", "2,64"),
+    "largest-batch": ("largest-batch", "MODEL", "--budget", "1MiB", "--sizes", "2,64"),
     "refused": ("run", "MODEL", "--budget", "größe"),
 }
 
@@ -84,11 +86,11 @@ def test_plans_are_shown_in_ascii(words: tuple[str, ...], tmp_path: Path) -> Non
     assert (out + err).isascii()
     if "--json" in words:
         assert json.loads(out)["model"].endswith(LETTERS)
-    elif words[0] == "inspect":
+    elif words[0] == "show" and "-o" not in words and "--explain" not in words:
         assert "gr??e???-" in out
 
 
-@pytest.mark.parametrize("verb", rows(ON_MODELS, lambda verb: verb != "fit"))
+@pytest.mark.parametrize("verb", rows(ON_MODELS, lambda verb: verb != "largest-batch"))
 def test_models_are_planned_in_ascii(verb: str, tmp_path: Path) -> None:
     words = ON_MODELS[verb]
     code, out, err = said(words, tmp_path, LETTERS)
@@ -105,7 +107,7 @@ def test_names_neither_steer_a_terminal_nor_are_markup(
     assert code == 0, err
     for text in (out, err):
         assert all(line.isprintable() for line in text.split("\n"))
-    if words == ("inspect", "PLAN"):
+    if words == ("show", "PLAN"):
         assert "\\x1b[2J" in out
         assert "[red]x[/red][/]:smile:" in out
 
@@ -115,7 +117,7 @@ def test_the_command_itself_on_an_ascii_terminal(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_bytes(plan_with_names(LETTERS).to_json())
     code = "from remat.cli.main import main; main()"
-    for words in (["--help"], ["inspect", str(path)], ["inspect", str(path) + LETTERS]):
+    for words in (["--help"], ["show", str(path)], ["show", str(path) + LETTERS]):
         done = subprocess.run(
             [sys.executable, "-c", code, *words],
             env={**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "200"},
@@ -131,7 +133,7 @@ def test_standard_output_that_is_full(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_bytes(plan_with_names("").to_json())
     code = "from remat.cli.main import main; main()"
-    for words in (["inspect", str(path)], ["inspect", str(path), "--json"]):
+    for words in (["show", str(path)], ["show", str(path), "--json"]):
         with open("/dev/full", "wb") as full:
             done = subprocess.run(
                 [sys.executable, "-c", code, *words],
@@ -158,7 +160,7 @@ def test_standard_output_that_is_closed(name: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_bytes(plan_with_names("").to_json())
     code = "from remat.cli.main import main; main()"
-    for words in (["inspect", str(path)], ["inspect", str(path), "--json"]):
+    for words in (["show", str(path)], ["show", str(path), "--json"]):
         command = [sys.executable, "-c", code, *words]
         if how != "|":
             command = ["sh", "-c", f'exec "$@" {how}', "sh", *command]
@@ -187,7 +189,7 @@ def test_messages_that_nobody_reads_lose_no_results(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("columns", ["0", "1"])
-@pytest.mark.parametrize("name", ["inspect", "explain", "compare", "solve", "sweep", "doctor"])
+@pytest.mark.parametrize("name", ["show", "explain", "solvers", "run", "sweep", "doctor"])
 def test_terminals_without_room(name: str, columns: str, tmp_path: Path) -> None:
     code, out, err = said(ON_PLANS[name], tmp_path, "", columns)
     assert code == 0, err

@@ -1,4 +1,4 @@
-"""The verbs `report` and `export`, from a plan alone and with what they refuse."""
+"""The verb `report` and the files of `show`: from a plan alone, and with what they refuse."""
 
 from __future__ import annotations
 
@@ -23,7 +23,17 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SIZES.items():
             patch.setenv(f"GPT_{name}", value)
-        words = ("solve", Remat.gpt, "--budget", "70%", "--time-limit", "600", "-o", str(path))
+        words = (
+            "run",
+            Remat.gpt,
+            "--no-check",
+            "--budget",
+            "70%",
+            "--time-limit",
+            "600",
+            "-o",
+            str(path),
+        )
         done = Remat()(*words)
     assert done.exit_code == 0, done.stderr
     return path
@@ -77,20 +87,20 @@ def test_a_front_goes_into_the_report(remat: Remat, kept: Path, tmp_path: Path) 
 
 def test_exports_follow_the_suffix(remat: Remat, kept: Path, tmp_path: Path) -> None:
     for name in ("step.pickle", "step.trace.json", "step.dot"):
-        done = remat("export", str(kept), "-o", str(tmp_path / name))
+        done = remat("show", str(kept), "-o", str(tmp_path / name))
         assert done.exit_code == 0, done.stderr
     assert pickle.loads((tmp_path / "step.pickle").read_bytes())["device_traces"]
     assert json.loads((tmp_path / "step.trace.json").read_bytes())["traceEvents"]
     assert (tmp_path / "step.dot").read_text().startswith("digraph")
-    done = remat("export", str(kept), "-o", str(tmp_path / "step"), "--as", "trace", "--json")
+    done = remat("show", str(kept), "-o", str(tmp_path / "step"), "--as", "trace", "--json")
     assert json.loads(done.stdout) == {"export": str(tmp_path / "step"), "as": "trace"}
 
 
 def test_a_model_can_be_drawn_and_needs_a_plan_for_the_rest(remat: Remat, tmp_path: Path) -> None:
     drawing = tmp_path / "step.dot"
-    assert remat("export", remat.gpt, "-o", str(drawing)).exit_code == 0
+    assert remat("show", remat.gpt, "-o", str(drawing)).exit_code == 0
     assert "blocks.1" in drawing.read_text()
-    for verb, name in (("export", "step.pickle"), ("report", "step.html")):
+    for verb, name in (("show", "step.pickle"), ("report", "step.html")):
         done = remat(verb, remat.gpt, "-o", str(tmp_path / name))
         assert done.exit_code == 2
         assert "this needs a plan: name one" in done.stderr
@@ -105,10 +115,10 @@ def test_what_cannot_be_written_is_refused_at_once(
     assert "nowhere: No such folder, so report.html cannot be written there" in done.stderr
     done = remat("report", str(kept), "-o", str(tmp_path))
     assert f"{tmp_path} is a folder: name a file in it" in done.stderr
-    done = remat("export", str(kept), "-o", str(tmp_path / "step.svg"))
+    done = remat("show", str(kept), "-o", str(tmp_path / "step.svg"))
     assert done.exit_code == 2
     assert "a name that ends in .pickle (memory snapshot), .trace.json" in done.stderr
-    assert "--as snapshot|trace|dot" in done.stderr
+    assert "--as graph|code|snapshot|trace|dot" in done.stderr
 
 
 def test_an_edited_or_stale_plan_is_refused(remat: Remat, kept: Path, tmp_path: Path) -> None:
@@ -122,7 +132,7 @@ def test_an_edited_or_stale_plan_is_refused(remat: Remat, kept: Path, tmp_path: 
     said = json.loads(kept.read_bytes())
     del said["schedule"]["steps"][3]
     edited.write_text(json.dumps(said))
-    done = remat("export", str(edited), "-o", str(tmp_path / "step.pickle"))
+    done = remat("show", str(edited), "-o", str(tmp_path / "step.pickle"))
     assert done.exit_code == 2
     assert "was edited, or is stale: invalid schedule at step" in done.stderr
     assert not page.exists()

@@ -1,4 +1,4 @@
-"""`remat sweep`, the pins and the price of a GiB on the command line and in one call."""
+"""`remat sweep`, by one solver and by several; pins and the price of a GiB."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 
 import remat as api
 from remat.analysis.budget_sweep import price_text
-from remat.cli.answers import asked_budgets
+from remat.analysis.compare import DEFAULT_SOLVERS
+from remat.cli.sweep import asked_budgets
 from remat.graph_capture.errors import BudgetError, SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver.budgets.front import Front, GibPrice
@@ -19,6 +20,7 @@ from tests.remat.cli.conftest import Remat
 from tests.solver.graphs.random_graphs import chain, gpt_like
 
 QUICK = ("--time-limit", "600")
+COMPARED = ("--solver", "msps", "--solver", "full", *QUICK)
 
 
 @pytest.fixture
@@ -28,18 +30,34 @@ def graph(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_sweep_prints_a_row_for_each_budget_and_solver(remat: Remat, graph: str) -> None:
-    done = remat("sweep", graph, "--budgets", "4", *QUICK, "--solver", "cut", "--solver", "dummy")
-    assert done.exit_code == 2
-    assert "unknown solver 'dummy'" in done.stderr
-    done = remat(
-        "sweep", graph, "--budgets", "4", *QUICK, "--solver", "cut", "--solver", "chen_sqrt"
-    )
+def test_sweep_prints_a_row_for_each_budget(remat: Remat, graph: str) -> None:
+    done = remat("sweep", graph, "--budgets", "4", *QUICK, "--solver", "cut")
     assert done.exit_code == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[2].split() == ["budget", "peak", "overhead", "bound", "gap", "solver", "seconds"]
-    assert [line.split()[-2] for line in lines[3:]] == ["cut"] * 4 + ["chen_sqrt"] * 4
+    assert [line.split()[-2] for line in lines[3:]] == ["cut"] * 4
     assert " 0.0 % " in lines[6]
+
+
+def test_several_solvers_stand_side_by_side_at_each_budget(
+    remat: Remat, graph: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "fronts.json"
+    words = ("sweep", graph, "--budgets", "4", *QUICK, "--solver", "cut", "--solver")
+    done = remat(*words, "dummy")
+    assert done.exit_code == 2
+    assert "unknown solver 'dummy'" in done.stderr
+    done = remat(*words, "chen_sqrt", "-o", str(path))
+    assert done.exit_code == 0, done.stderr
+    names = [line.split()[0] for line in done.stdout.splitlines() if "%" in line]
+    assert names == ["unmodified", "cut", "chen_sqrt", "bound"]
+    said = json.loads(remat(*words, "chen_sqrt", "--json").stdout)
+    assert list(said["fronts"]) == list(json.loads(path.read_text())) == ["cut", "chen_sqrt"]
+    for front, row in zip(said["fronts"].values(), said["rows"][1:], strict=True):
+        overheads = {budget: result["overhead"] for budget, result in front["points"]}
+        fitting = [cell for cell in row["cells"] if cell["fits"]]
+        assert fitting
+        assert all(cell["overhead"] == overheads[cell["budget_bytes"]] for cell in fitting)
 
 
 def test_sweep_keeps_a_front_that_reads_back(remat: Remat, graph: str, tmp_path: Path) -> None:
@@ -54,15 +72,57 @@ def test_sweep_keeps_a_front_that_reads_back(remat: Remat, graph: str, tmp_path:
     assert front.points[0].result.overhead > 0
 
 
+def test_a_kept_plan_is_compared_from_its_file_alone(remat: Remat, tmp_path: Path) -> None:
+    plan, words = str(tmp_path / "plan.json"), ("--budget", "70%", "--solver", "msps")
+    solved = remat("run", remat.gpt, "--no-check", *words, "-o", plan)
+    assert solved.exit_code == 0, solved.stderr
+    said = json.loads(remat("sweep", plan, *COMPARED, "--json").stdout)
+    assert [row["solver"] for row in said["rows"]] == ["unmodified", "this plan", "msps", "full"]
+    assert len(said["bounds"]) == 4
+    mine = [bound["budget_bytes"] for bound in said["bounds"]].index(
+        json.loads(Path(plan).read_text())["schedule"]["budget_bytes"]
+    )
+    cells = {row["solver"]: row["cells"][mine] for row in said["rows"]}
+    assert cells["this plan"]["time_us"] == cells["msps"]["time_us"]
+
+
+@pytest.mark.parametrize("columns", [60, 100])
+def test_many_budgets_fit_a_narrow_terminal(remat: Remat, columns: int) -> None:
+    budgets = "90%,85%,80%,75%,70%,65%,60%"
+    done = remat("sweep", remat.gpt, *COMPARED, "--budgets", budgets, columns=columns)
+    assert done.exit_code == 0, done.stderr
+    assert max(len(line) for line in done.stdout.splitlines()) <= columns
+    assert done.stdout.count("unmodified ") == (5 if columns == 60 else 3)
+    for budget in budgets.split(","):
+        assert budget in done.stdout
+
+
+def test_refusals_come_before_the_model_is_loaded(remat: Remat) -> None:
+    for words, says in (
+        (["--budgets", "8 gigs"], "unknown unit 'gigs'"),
+        (["--solver", "cutt"], "unknown solver 'cutt': did you mean cut?"),
+    ):
+        refused = remat("sweep", "no_such_file.py:factory", *words)
+        assert refused.exit_code == 2
+        assert says in refused.stderr
+
+
+def test_the_usual_solvers_and_rules_have_one_name(remat: Remat, graph: str) -> None:
+    done = remat("sweep", graph, "--budgets", "100%", "--solver", "usual", *QUICK, "--json")
+    assert done.exit_code == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["solver"] for row in rows] == ["unmodified", *DEFAULT_SOLVERS]
+
+
 @pytest.mark.slow
 def test_the_graph_of_a_plan_is_swept_and_solved_anew(remat: Remat, tmp_path: Path) -> None:
     plan, alone = tmp_path / "plan.json", tmp_path / "schedule.json"
     words = ("--budget", "70%", "--solver", "cut", *QUICK)
-    assert remat("solve", remat.gpt, *words, "-o", str(plan)).exit_code == 0
+    assert remat("run", remat.gpt, "--no-check", *words, "-o", str(plan)).exit_code == 0
     done = remat("sweep", str(plan), "--budgets", "60%,80%", "--solver", "cut", *QUICK)
     assert done.exit_code == 0, done.stderr
     assert len(done.stdout.splitlines()) == 5
-    assert remat("solve", str(plan), *words, "-o", str(alone)).exit_code == 0
+    assert remat("run", str(plan), *words, "-o", str(alone)).exit_code == 0
     done = remat("sweep", str(alone))
     assert done.exit_code == 2
     assert "is a schedule alone: name its model" in done.stderr
@@ -102,15 +162,16 @@ def test_budgets_as_they_are_written() -> None:
 def test_pins_on_the_command_line(remat: Remat, graph: str, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     words = ("--solver", "cut", *QUICK, "--keep", "*.norm", "--recompute", "*.attn")
-    done = remat("solve", graph, "--budget", "90%", *words, "-o", str(plan))
+    done = remat("run", graph, "--budget", "90%", *words, "-o", str(plan))
     assert done.exit_code == 0, done.stderr
     schedule = api.Schedule.from_json(plan.read_bytes())
     assert schedule.options["keep"] == "*.norm"
     real = TrainingGraph.from_json(Path(graph).read_bytes())
     runs = schedule.computations()
     assert all(runs[op.name] == 1 for op in real.ops if op.module.endswith(".norm"))
-    least = remat("solve", graph, "--budget", "min", *words, "--json")
-    assert json.loads(least.stdout)["peak_bytes"] <= json.loads(least.stdout)["budget_bytes"]
+    least = remat("run", graph, "--budget", "min", *words, "--json")
+    found = json.loads(least.stdout)
+    assert found["plan"]["predicted_peak_bytes"] <= found["budget_bytes"]
 
 
 @pytest.mark.parametrize(
@@ -124,15 +185,15 @@ def test_pins_on_the_command_line(remat: Remat, graph: str, tmp_path: Path) -> N
 def test_bad_pins_are_refused_with_what_is_there(
     remat: Remat, graph: str, words: list[str], says: str
 ) -> None:
-    refused = remat("solve", graph, "--budget", "80%", *words)
+    refused = remat("run", graph, "--budget", "80%", *words)
     assert refused.exit_code == 2
     assert says in refused.stderr
-    said = json.loads(remat("solve", graph, "--budget", "80%", *words, "--json").stdout)
+    said = json.loads(remat("run", graph, "--budget", "80%", *words, "--json").stdout)
     assert said["error"]["type"] == "SolverError"
 
 
 def test_the_price_of_a_gib_is_told_when_asked(remat: Remat, graph: str) -> None:
-    words = ("solve", graph, "--budget", "70%", "--solver", "cut", *QUICK)
+    words = ("run", graph, "--budget", "70%", "--solver", "cut", *QUICK)
     assert "price" not in remat(*words).stdout
     done = remat(*words, "--price-of-gib")
     assert "more saves" in done.stdout

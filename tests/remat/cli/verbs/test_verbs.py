@@ -7,8 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from remat import checks, progress
+from remat import __version__, checks, progress
+from remat.cli.main import FORMER, VERBS
 from remat.job import pipeline
+from remat.job.request import Request
 from remat.solver import Progress
 from tests.remat.cli.conftest import Remat
 
@@ -45,7 +47,7 @@ def test_run_compares_with_square_roots_if_asked(remat: Remat) -> None:
 
 
 def test_a_gap_is_asked_for_on_the_command_line(remat: Remat) -> None:
-    words = ("solve", remat.gpt, "--budget", "70%", *QUICK, "--device", "l4", "--json")
+    words = ("run", remat.gpt, "--budget", "70%", *QUICK, "--device", "l4", "--json")
     wide, narrow = (
         json.loads(remat(*words, "--gap", gap).stdout)["bound"]["gap"] for gap in ("0.5", "0.001")
     )
@@ -78,7 +80,7 @@ def test_run_prints_a_screen_of_sixty_columns(remat: Remat) -> None:
 
 @pytest.mark.slow
 def test_what_runs_again_is_said_and_that_attention_does_not(remat: Remat) -> None:
-    words = ("solve", remat.gpt, "--budget", "70%", *QUICK)
+    words = ("run", remat.gpt, "--no-check", "--budget", "70%", *QUICK)
     said = json.loads(remat(*words, "--json").stdout)
     assert said["attention"]["outputs"] == 2
     assert said["attention"]["says"] in (
@@ -105,18 +107,20 @@ def test_run_says_what_runs_again(remat: Remat) -> None:
 
 
 @pytest.mark.slow
-def test_a_free_order_is_an_option_of_run_and_solve(remat: Remat) -> None:
-    for verb in ("run", "solve"):
-        done = remat(verb, remat.gpt, "--budget", "70%", *QUICK, "--order", "free", "--json")
+def test_a_free_order_is_an_option_of_run(remat: Remat) -> None:
+    for check in ("--check", "--no-check"):
+        done = remat(
+            "run", remat.gpt, check, "--budget", "70%", *QUICK, "--order", "free", "--json"
+        )
         assert done.exit_code == 0, done.stderr
         said = json.loads(done.stdout)
         assert said["solver"] == "auto"
         assert said["bound"]["gap"] >= 0
-    refused = remat("solve", remat.gpt, "--order", "free", "--solver", "cut")
+    refused = remat("run", remat.gpt, "--order", "free", "--solver", "cut")
     assert refused.exit_code == 2
     assert "solver 'cut' keeps the given order" in refused.stderr
     assert "use solver auto" in refused.stderr
-    assert remat("solve", remat.gpt, "--order", "any").exit_code == 2
+    assert remat("run", remat.gpt, "--order", "any").exit_code == 2
 
 
 def test_best_bound_and_gap_are_shown_while_it_solves() -> None:
@@ -128,20 +132,20 @@ def test_best_bound_and_gap_are_shown_while_it_solves() -> None:
 
 def test_a_kept_plan_is_checked_rewritten_and_inspected(remat: Remat, tmp_path: Path) -> None:
     graph, plan = str(tmp_path / "graph.json"), str(tmp_path / "plan.json")
-    assert remat("capture", remat.gpt, "-o", graph).exit_code == 0
-    solved = remat("solve", graph, "--budget", "70%", *QUICK, "-o", plan, "--json")
+    assert remat("show", remat.gpt, "--as", "graph", "-o", graph).exit_code == 0
+    solved = remat("run", graph, "--budget", "70%", *QUICK, "-o", plan, "--json")
     assert solved.exit_code == 0
     assert json.loads(solved.stdout)["bound"]["gap"] >= 0
     checked = remat("check", remat.gpt, plan, "--json")
     assert checked.exit_code == 0, checked.stderr
     assert json.loads(checked.stdout)["check"]["gradients_equal"]
-    rewritten = remat("rewrite", remat.gpt, plan)
+    rewritten = remat("show", remat.gpt, "--plan", plan, "--as", "code")
     assert rewritten.exit_code == 0, rewritten.stderr
     assert "def forward" in rewritten.stdout
-    values = json.loads(remat("inspect", graph, "--plan", plan, "--json").stdout)["values"]
+    values = json.loads(remat("show", graph, "--plan", plan, "--json").stdout)["values"]
     assert any(value["verdict"] == "recompute" for value in values)
-    assert "blocks.0\u20131.attn" in remat("inspect", graph, "--top", "100", columns=200).stdout
-    alone = remat("inspect", plan)
+    assert "blocks.0\u20131.attn" in remat("show", graph, "--top", "100", columns=200).stdout
+    alone = remat("show", plan)
     assert alone.exit_code == 2
     assert "is a schedule alone, without sizes and costs: name its graph or model" in alone.stderr
 
@@ -151,13 +155,15 @@ def test_a_stale_plan_is_refused_with_the_first_difference(
     remat: Remat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = str(tmp_path / "plan.json")
-    assert remat("solve", remat.gpt, "--budget", "70%", *QUICK, "-o", plan).exit_code == 0
+    assert (
+        remat("run", remat.gpt, "--no-check", "--budget", "70%", *QUICK, "-o", plan).exit_code == 0
+    )
     monkeypatch.setenv("GPT_BATCH", "4")
-    for verb in ("check", "rewrite"):
-        refused = remat(verb, remat.gpt, plan)
+    for words in (("check", remat.gpt, plan), ("show", remat.gpt, "--plan", plan, "--as", "code")):
+        refused = remat(*words)
         assert refused.exit_code == 2
         assert "the plan does not fit: the batch was" in refused.stderr
-    shown = remat("inspect", remat.gpt, "--plan", plan)
+    shown = remat("show", remat.gpt, "--plan", plan)
     assert shown.exit_code == 2
     assert "this plan was made for another graph: input 0 was" in shown.stderr
 
@@ -176,8 +182,9 @@ def test_infeasible_names_the_least_and_what_holds_it(remat: Remat) -> None:
 
 @pytest.mark.slow
 def test_the_least_budget_is_met(remat: Remat) -> None:
-    said = json.loads(remat("solve", remat.gpt, "--budget", "min", *QUICK, "--json").stdout)
-    assert said["peak_bytes"] <= said["budget_bytes"]
+    words = ("run", remat.gpt, "--no-check", "--budget", "min", *QUICK, "--json")
+    said = json.loads(remat(*words).stdout)
+    assert said["plan"]["predicted_peak_bytes"] <= said["budget_bytes"]
 
 
 @pytest.mark.parametrize(
@@ -260,6 +267,49 @@ def test_a_failed_check_ends_with_four(
     failed = remat("run", remat.gpt, "--budget", "70%", *QUICK)
     assert failed.exit_code == 4
     assert says in failed.stderr
+
+
+@pytest.mark.parametrize("former", FORMER)
+def test_a_verb_of_an_older_release_names_the_one_of_today(remat: Remat, former: str) -> None:
+    refused = remat(former, "model.py", "--budget", "60%")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert refused.stderr == f"{former} is by another name now: remat {FORMER[former]}\n"
+    assert FORMER[former].split()[0] in VERBS
+    assert former not in VERBS
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["rum", "model.py"], "No such command 'rum'. Did you mean 'run'?"),
+        (["run", "model.py", "--shard", "ddp"], "No such option: --shard"),
+        (["run"], "Missing argument 'MODEL|GRAPH|PLAN'"),
+        (["check", "plan.json", "model.py"], "plan.json is a kept file: name the model first"),
+        (["largest-batch", "plan.json", "--budget", "1GiB"], "plan.json is a kept file: name the"),
+        (["run", "graph.json", "--compare"], "graph.json has no model to run: --compare goes"),
+    ],
+)
+def test_wrong_words_are_told_in_one_line(remat: Remat, words: list[str], says: str) -> None:
+    refused = remat(*words)
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert says in refused.stderr
+    assert refused.stderr.count("\n") == 1
+
+
+def test_help_is_short_too_and_the_version_is_said(remat: Remat) -> None:
+    assert remat("-h").stdout == remat("--help").stdout
+    assert remat("run", "-h").stdout == remat("run", "--help").stdout
+    assert "--install-completion" in remat("-h").stdout
+    assert remat("--version").stdout == f"remat {__version__}\n"
+
+
+def test_a_model_goes_to_the_cuda_device_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for is_there, device in ((True, "cuda"), (False, "cpu")):
+        monkeypatch.setattr("torch.cuda.is_available", lambda is_there=is_there: is_there)
+        assert Request().with_device().device == device
+        assert Request(device="h100").with_device().device == "h100"
 
 
 def test_doctor(remat: Remat) -> None:

@@ -1,4 +1,4 @@
-"""`remat fit` on the example GPT, and what it refuses."""
+"""`remat largest-batch` on the example GPT, and what it refuses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ WORDS = ("--max-overhead", "0%", "--time-limit", "600", "--budget")
 
 def test_the_answer_is_kept_as_a_plan(remat: Remat, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    done = remat("fit", remat.gpt, *WORDS, "1MiB", "--no-check", "-o", str(path), "--json")
+    done = remat(
+        "largest-batch", remat.gpt, *WORDS, "1MiB", "--no-check", "-o", str(path), "--json"
+    )
     assert done.exit_code == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["answer"]["fits"]
@@ -30,7 +32,7 @@ def test_the_answer_is_kept_as_a_plan(remat: Remat, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_length_of_the_sequence_varies_in_steps(remat: Remat) -> None:
     words = ("--vary", "sequence", "--step", "16", "--most", "48", "--no-check")
-    done = remat("fit", remat.gpt, *WORDS, "2MiB", *words, columns=60)
+    done = remat("largest-batch", remat.gpt, *WORDS, "2MiB", *words, columns=60)
     assert done.exit_code == 0, done.stderr
     assert max(len(line) for line in done.stdout.splitlines()) <= 60
     assert "is the largest that fits 2.00 MiB" in " ".join(done.stdout.split())
@@ -38,7 +40,7 @@ def test_the_length_of_the_sequence_varies_in_steps(remat: Remat) -> None:
 
 @pytest.mark.slow
 def test_nothing_fits(remat: Remat) -> None:
-    lost = remat("fit", remat.gpt, *WORDS, "0.1MiB", "--no-check")
+    lost = remat("largest-batch", remat.gpt, *WORDS, "0.1MiB", "--no-check")
     assert lost.exit_code == 3
     assert "no batch fits" in lost.stdout
 
@@ -54,6 +56,6 @@ def test_nothing_fits(remat: Remat) -> None:
     ],
 )
 def test_bad_input_is_refused(remat: Remat, words: list[str], says: str) -> None:
-    refused = remat("fit", remat.gpt, *words)
+    refused = remat("largest-batch", remat.gpt, *words)
     assert refused.exit_code == 2
     assert says in refused.stderr

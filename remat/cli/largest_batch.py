@@ -1,4 +1,4 @@
-"""The verb `fit`: the largest batch or sequence within a budget at a bearable overhead."""
+"""The verb `largest-batch`: the largest batch, or sequence, within a budget and an overhead."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ import msgspec
 import typer
 
 from remat.analysis.memory_figures import offloaded
-from remat.cli import shared_options
 from remat.cli.output import (
     layout_entry,
     save_layout_file,
     save_result_file,
     show_layout,
-    show_offloaded,
 )
 from remat.cli.session import INFEASIBLE, Session
-from remat.cli.verb import verb
+from remat.cli.verb import LayoutFile, Model, Output, RunIt, verb
 from remat.graph_capture.errors import BudgetError
 from remat.job.fitted import fit_screen
+from remat.job.plan_source import require_model
 from remat.job.request import Request
 from remat.job.size_search import LARGEST_SIZE, SOLVE_S, FitSearch, SizeRange
 
@@ -33,31 +32,24 @@ _FirstSizes = Annotated[
 ]
 _Step = Annotated[int, typer.Option(min=1, help="sizes are multiples of it")]
 _Most = Annotated[int, typer.Option(min=1, help="no larger size is tried")]
-_RunIt = Annotated[
-    bool | None,
-    typer.Option(
-        "--check/--no-check",
-        help="run a step of the answer; by default where the unmodified step fits here",
-        show_default=False,
-    ),
-]
 
 
 @verb(budget="auto", time_limit_s=SOLVE_S)
-def fit_verb(
+def largest_batch_verb(
     session: Session,
-    model: shared_options.Model,
+    model: Model,
     request: Request,
     vary: _Vary = "batch",
     max_overhead: _MaxOverhead = "10%",
     sizes: _FirstSizes = "",
     step: _Step = 1,
     most: _Most = LARGEST_SIZE,
-    check: _RunIt = None,
-    output: shared_options.Output = None,
-    layout: shared_options.LayoutFile = None,
+    check: RunIt = None,
+    output: Output = None,
+    layout: LayoutFile = None,
 ) -> None:
     """Find the largest size whose plan fits; it and the next are captured and solved."""
+    require_model(model)
     search = FitSearch(
         model, vary, SizeRange(step, most, step), _asked_overhead(max_overhead), request,
         session.stopwatch, request.time_limit_s,
@@ -74,7 +66,8 @@ def fit_verb(
         session.emit(found.as_json() | said | layout_entry(placed))
     else:
         session.out.print(fit_screen(found))
-        show_offloaded(session, moved)
+        for name, figure in moved.rows() if moved is not None else ():
+            session.out.print(f"{name}  {figure}", markup=False, soft_wrap=True)
         show_layout(session, placed)
     if found.answer is None:
         raise SystemExit(INFEASIBLE)

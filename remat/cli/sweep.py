@@ -1,0 +1,201 @@
+"""The verb `sweep`: the step's time at several budgets, by one solver or several side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from remat.analysis.budget_sweep import Budgets, sweep, sweep_hosts
+from remat.analysis.compare import DEFAULT_BUDGETS, DEFAULT_SOLVERS, compare, comparison_screen
+from remat.analysis.plan_report import plain_table
+from remat.budgets import parse_budget
+from remat.cli.session import INFEASIBLE, Session
+from remat.cli.verb import Output, PlaceOption, PlanOption, Source, verb
+from remat.formats import bytes_text, percent_text, proved_text, time_text
+from remat.graph_capture.devices.known_devices import parse_bytes
+from remat.graph_capture.devices.memory import AUTO
+from remat.graph_capture.errors import BudgetError
+from remat.graph_capture.graph import TrainingGraph
+from remat.job.plan_source import PLAN_FILES, captured, open_plan
+from remat.job.request import Request
+from remat.schedules.simulate import bound_of
+from remat.solver import make_solver, solver_class
+from remat.solver.budgets.front import Front
+from remat.solver.budgets.sweep import check_jobs
+
+_SWEPT, _COMPARED = "12", ",".join(DEFAULT_BUDGETS)
+"""Budgets where none are named: of one solver, and of several."""
+_NOTHING = "no schedule was found at any budget"
+_ALL = "usual"
+"""The name of no solver, which stands for the best of each kind and what people write by hand."""
+_HOSTS = "8GiB, or several with 0 for none: 0,8GiB,16GiB"
+_SweptBudgets = Annotated[
+    str,
+    typer.Option(
+        help="how many, from the least peak to the unmodified one, or 50%,2GiB,...; where none is "
+        f"named {_SWEPT}, and of several solvers {_COMPARED}",
+        show_default=False,
+    ),
+]
+_Jobs = Annotated[int, typer.Option(help="solves at once; -1 for every core")]
+
+
+@verb()
+def sweep_verb(
+    session: Session,
+    source: Source,
+    request: Request,
+    budgets: _SweptBudgets = "",
+    budget: list[str] = [],  # noqa: B006 typer copies it
+    solver: list[str] = ["auto"],  # noqa: B006
+    plan: PlanOption = None,
+    host: str = "",
+    nvme: str = "",
+    jobs: _Jobs = 1,
+    place: PlaceOption = False,
+    output: Output = None,
+) -> None:
+    """Show the step's time at several budgets with the bound, and solvers and rules side by side.
+
+    With several of --solver, or --plan, they are compared with the unmodified step and the plan.
+    """
+    names = [one for name in solver for one in (DEFAULT_SOLVERS if name == _ALL else (name,))]
+    hosts = asked_hosts(host)
+    is_compared = (len(names) > 1 and len(hosts) < 2) or plan is not None or place
+    if is_compared and len(hosts) > 1:
+        raise BudgetError(f"--plan and --place are of one size of the host: {host} names several")
+    wanted = asked_budgets(budgets, budget, _COMPARED if is_compared else _SWEPT)
+    for name in names:
+        # A comparison has a row for a solver that does not take the order.
+        solver_class(name) if is_compared else make_solver(
+            name, order=request.order, gap=request.gap
+        )
+    check_jobs(jobs)
+    largest = max(hosts, key=hosts.__getitem__, default="")
+    asked = replace(request, host=largest if any(hosts.values()) else "", nvme=nvme)
+    asked = asked.checked(is_kept=source.endswith(PLAN_FILES))
+    if is_compared:
+        _compare(session, source, asked, wanted, names, plan, place, jobs, output)
+    else:
+        _sweep(session, source, asked, wanted, names, hosts, jobs, output)
+
+
+def _sweep(
+    session: Session, source: str, request: Request, budgets: Budgets, solvers: Sequence[str],
+    hosts: dict[str, int], jobs: int, output: Path | None,
+) -> None:  # fmt: skip
+    graph = captured(source, request, session.stopwatch).graph
+    with session.stopwatch.stage("sweep", "solving at several budgets") as progress:
+        shared: dict[str, Any] = {
+            "solvers": solvers, "time_limit_s": request.time_limit_s, "jobs": jobs,
+            **request.solving,
+            "progress": lambda done, total: progress(
+                done, total, text=f"budget {done + 1} of {total}"
+            ),
+        }  # fmt: skip
+        if len(hosts) > 1:
+            fronts = sweep_hosts(graph, hosts, budgets, **shared)
+        else:
+            fronts = sweep(graph, budgets, **shared)
+    _keep(session, output, fronts)
+    if session.as_json:
+        session.emit({"fronts": {n: msgspec.to_builtins(f) for n, f in fronts.items()}})
+    else:
+        _show_fronts(session, graph, fronts)
+    found = any(point.result.schedule for front in fronts.values() for point in front.points)
+    session.conclude(INFEASIBLE, [] if found else [_NOTHING])
+
+
+def _compare(
+    session: Session, source: str, request: Request, budgets: Budgets, solvers: Sequence[str],
+    plan: Path | None, is_placed: bool, jobs: int, output: Path | None,
+) -> None:  # fmt: skip
+    opened = open_plan(source, request, session.stopwatch, plan)
+    with session.stopwatch.stage("compare", "solving at several budgets") as progress:
+        found = compare(
+            opened.graph, budgets, solvers, plan=opened.result, time_limit_s=request.time_limit_s,
+            progress=lambda name, done, total: progress(done, total, text=f"solving with {name}"),
+            place=is_placed, jobs=jobs, **request.solving,
+        )  # fmt: skip
+    _keep(session, output, found.fronts)
+    if session.as_json:
+        session.emit(found.as_json())
+    else:
+        session.out.print(comparison_screen(found, session.out.width))
+    fits = any(cell.fits for row in found.rows for cell in row.cells)
+    session.conclude(INFEASIBLE, [] if fits else [_NOTHING])
+
+
+def asked_budgets(text: str, named: Sequence[str] = (), default: str = _SWEPT) -> Budgets:
+    """How many budgets, or which: what ``--budgets`` says, or each that ``--budget`` names.
+
+    Raises
+    ------
+    BudgetError : both are given; neither a number from 1 on nor budgets parted by commas.
+    """
+    if text and named:
+        raise BudgetError(f"name budgets by --budget or by --budgets {text}, not by both")
+    text = text or ",".join(named) or default
+    if not named and text.strip().lstrip("+-").isdigit():
+        if int(text) < 1:
+            raise BudgetError(f"budgets {text!r}: ask for 1 or more, or list them: 50%,60%,2GiB")
+        return int(text)
+    parts = [part.strip() for part in text.split(",")]
+    for part in parts:
+        parse_budget(part)
+    return parts
+
+
+def asked_hosts(text: str) -> dict[str, int]:
+    """Bytes of the host by what each is called: ``0,8GiB,16GiB``, of which 0 is without one.
+
+    Several are compared, so that each has a size; one alone may be ``auto``.
+
+    Raises
+    ------
+    BudgetError : one is no size, or two are the same.
+    """
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if parts == [AUTO]:
+        return {AUTO: 1}
+    hosts = {part: 0 if part == "0" else parse_bytes(part, "host", _HOSTS) for part in parts}
+    if len(set(hosts.values())) < len(parts):
+        raise BudgetError(f"hosts {text!r} name the same size twice: give each once")
+    return hosts
+
+
+def _keep(session: Session, path: Path | None, fronts: Mapping[str, Front]) -> None:
+    """Write one front as such, several by the solver's name."""
+    alone = next(iter(fronts.values())) if len(fronts) == 1 else None
+    session.save(path, alone.to_json() if alone else msgspec.json.encode(fronts), "front")
+
+
+def _show_fronts(session: Session, graph: TrainingGraph, fronts: Mapping[str, Front]) -> None:
+    step = f", step {time_text(graph.time_us)} with nothing recomputed\n"
+    session.out.print(Text.assemble((graph.name, "bold"), step))
+    table = plain_table("budget", "peak", "overhead", "bound", "gap", "solver", "seconds")
+    for name, front in fronts.items():
+        _add_rows(table, name, front)
+    session.out.print(table)
+
+
+def _add_rows(table: Table, solver: str, front: Front) -> None:
+    """One row a budget; an infeasible one says so where its peak would be."""
+    for budget_bytes, result in front.points:
+        figures = (result.status, "-", "-", "-")
+        if result.schedule is not None:
+            bound = bound_of(result.lower_bound_us, front.base_us)
+            figures = (
+                bytes_text(result.peak_bytes),
+                percent_text(result.overhead),
+                proved_text(bound),
+                "-" if result.gap is None else percent_text(result.gap),
+            )
+        table.add_row(bytes_text(budget_bytes), *figures, solver, f"{result.wall_s:.1f}")
