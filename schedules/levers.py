@@ -37,7 +37,7 @@ REDUCTIONS: dict[str, Lever] = {
         "remat.solver.reductions.chunked_regions:ChunkedRegions",
         emitter="remat.graph_capture.chunking.replace:chunk_parts",
     ),
-    "updates": Lever("remat.solver.reductions.updates:Updates"),
+    "updates": Lever("remat.solver.reductions.updates:UpdatePlacement"),
     "without copies": Lever("remat.solver.reductions.copy_support:WithoutCopies"),
     "simple rules": Lever("remat.solver.policies.fallback:SimpleRules"),
     "pins": Lever("remat.solver.reductions.pins:PinnedOps"),

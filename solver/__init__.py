@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import inf
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.solver.reductions.chain import solve
+from remat.solver.reductions.chain import solve_question
 from remat.solver.reductions.pin_globs import Globs, as_globs
 from remat.solver.reductions.reduction import Question
 from remat.solver.result import Holding, Result
@@ -83,7 +83,7 @@ def solve_within(
         matches nothing or is pinned both ways. That nothing fits is a `Result`, no error.
     """
     check_number("time_limit_s", time_limit_s)
-    return solve(
+    return solve_question(
         Question(
             graph, budget_as_int(budget_bytes), solver, time_limit_s, progress,
             as_globs(keep), as_globs(recompute), known_us, at_hand, options,

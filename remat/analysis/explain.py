@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from remat.analysis.explanation import Explanation
-from remat.analysis.levers import Lever, levers_of
+from remat.analysis.levers import LeverEffect, levers_of
 from remat.analysis.memory_figures import chunks_of
 from remat.analysis.solved_options import least_budget, required_schedule, solve_arguments
 from remat.analysis.why import against_greedy, simple_rules, why
@@ -125,7 +125,7 @@ def _explained(
     )
 
 
-def _levers(graph: TrainingGraph, result: Result, each_s: float) -> tuple[Lever, ...]:
+def _levers(graph: TrainingGraph, result: Result, each_s: float) -> tuple[LeverEffect, ...]:
     """What each lever brings, and what its solver finds without links, chunks or updates."""
     schedule = required_schedule(result)
     asked = solve_arguments(schedule)

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from remat.analysis.budget_sweep import price_json
-from remat.analysis.levers import Lever
+from remat.analysis.levers import LeverEffect
 from remat.analysis.memory_figures import InChunks
 from remat.analysis.plan_report import (
     holders_table,
@@ -261,7 +261,7 @@ class Explanation(msgspec.Struct, frozen=True):
     why: tuple[Why, ...]
     seconds: dict[str, float]
     chunks: tuple[InChunks, ...] = msgspec.field(default=(), name="pieces")
-    levers: tuple[Lever, ...] = ()
+    levers: tuple[LeverEffect, ...] = ()
     moves: bool = False
 
     @property

@@ -128,7 +128,7 @@ OFFLOAD = "copies to the host and back"
 _SolveWithout = Callable[[TrainingGraph], Result]
 
 
-class Lever(msgspec.Struct, frozen=True):
+class LeverEffect(msgspec.Struct, frozen=True):
     """One lever of a plan, beside the same plan with that lever off.
 
     Attributes
@@ -176,7 +176,7 @@ class Lever(msgspec.Struct, frozen=True):
 
 def levers_of(
     graph: TrainingGraph, schedule: Schedule, solve_without: _SolveWithout | None = None
-) -> tuple[Lever, ...]:
+) -> tuple[LeverEffect, ...]:
     """The levers that `schedule` uses, each beside the same plan without it.
 
     Parameters
@@ -187,10 +187,10 @@ def levers_of(
 
     Returns
     -------
-    tuple of Lever : of a schedule that copies, only recomputation and the copies: chunks and
+    tuple of LeverEffect : of a schedule that copies, only recomputation and the copies: chunks and
         updates could not be taken out without them. None where parameters live below the device.
     """
-    planned, found = graph_of_schedule(graph, schedule), list[Lever]()
+    planned, found = graph_of_schedule(graph, schedule), list[LeverEffect]()
     if any(value.home for value in planned.values):
         return ()
     if max(schedule.computations().values(), default=0) > 1:
@@ -216,10 +216,10 @@ def _beside(
     schedule: Schedule,
     off: _Off,
     solve_without: _SolveWithout | None,
-) -> Lever:
+) -> LeverEffect:
     here, there = simulate(planned, schedule), simulate(*off)
     extra = (here.time_us - there.time_us) / planned.base_us if planned.base_us else 0.0
-    lever = Lever(name, here.peak_bytes, there.peak_bytes, extra)
+    lever = LeverEffect(name, here.peak_bytes, there.peak_bytes, extra)
     if solve_without is None:
         return lever
     result = solve_without(off[0])

@@ -18,7 +18,7 @@ from remat.cli.output import (
 )
 from remat.cli.session import CHECK_FAILED, INFEASIBLE, Session
 from remat.cli.verb import (
-    STEP,
+    STEP_OPTIONS,
     DynamicOption,
     LayoutFile,
     Model,
@@ -281,7 +281,7 @@ def _refuse_beside_microbatches(is_left_out: bool, kept: Path | str | bool | Non
 # Whether a kept plan still does what eager does: `check`.
 
 
-@verb(STEP)
+@verb(STEP_OPTIONS)
 def check_verb(
     session: Session,
     model: Model,

@@ -33,7 +33,7 @@ FIELDS = {field.name: field for field in dataclasses.fields(Request)}
 _KINDS = get_type_hints(Request, localns={"Profile": Path}) | {"sharding": str}
 """Types of the options. A profile is named by its file: the class itself would import torch."""
 _REPEATED = [name for name, field in FIELDS.items() if field.default == ()]
-STEP = ("optimizer", "accumulate", "device")
+STEP_OPTIONS = ("optimizer", "accumulate", "device")
 """Fields that a step is traced with."""
 
 _Verb = Callable[..., None]

@@ -22,7 +22,7 @@ from remat.solver.result import Result, with_time_limit_message
 from remat.solver.search import one_job
 
 
-def solve(question: Question) -> Result:
+def solve_question(question: Question) -> Result:
     """The answer to `question`, after a look at what goes together.
 
     Raises

@@ -21,7 +21,7 @@ ASKED: dict[str, Callable[[Question], bool]] = {
 """Whether a question asks for a lever."""
 
 
-PAIRS = {
+LEVER_PAIRS = {
     ("copies", "recompute"): (
         "{recompute} is not planned with copies to the host: leave it out, or leave out {host}"
     ),
@@ -40,11 +40,11 @@ def refuse_pairs(question: Question) -> None:
     ------
     SolverError : says why they do not go together, and what to do instead.
     """
-    for one, other in PAIRS:
+    for one, other in LEVER_PAIRS:
         if ASKED[one](question) and ASKED[other](question):
             raise SolverError(_text_of(one, other))
 
 
 def _text_of(one: str, other: str) -> str:
     named = {name: option(name) for name in ("recompute", "host")}
-    return PAIRS[one, other].format_map(named)
+    return LEVER_PAIRS[one, other].format_map(named)

@@ -205,7 +205,7 @@ _PART = 1 / 2
 _Ask = Callable[[TrainingGraph, int, float], Result]
 
 
-class Updates(Reduction[None]):
+class UpdatePlacement(Reduction[None]):
     """Steps that update during backward; asks the rest for several budgets, without the rule."""
 
     def accepts(self, question: Question) -> bool:

@@ -10,7 +10,7 @@ import remat
 from remat.analysis.levers import (
     RECOMPUTATION,
     UPDATES,
-    Lever,
+    LeverEffect,
     levers_of,
     without_chunks,
     without_recomputation,
@@ -93,10 +93,10 @@ def test_a_solver_is_asked_without_updates_but_not_without_recomputation() -> No
 
 def test_a_lever_is_said_in_one_line() -> None:
     mib = 1 << 20
-    lever = Lever("head and its loss in 8 chunks", 100 * mib, 412 * mib, 0.011)
+    lever = LeverEffect("head and its loss in 8 chunks", 100 * mib, 412 * mib, 0.011)
     text = "head and its loss in 8 chunks: -312.0 MiB for 1.1 % of a step; without, this plan peaks"
     assert str(lever) == f"{text} at 412.0 MiB"
-    solved = Lever("x", mib, mib, 0.0, solved=True, off_fits=True, off_overhead=0.216)
+    solved = LeverEffect("x", mib, mib, 0.0, solved=True, off_fits=True, off_overhead=0.216)
     assert "x: nothing off this peak for 0.0 % of a step" in str(solved)
     assert str(solved).endswith("Solved without, the overhead is 21.6 %")
 

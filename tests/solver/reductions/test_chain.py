@@ -13,7 +13,7 @@ from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from remat.solver.reductions import chain
 from remat.solver.reductions.chain import fold
-from remat.solver.reductions.pairs import ASKED, PAIRS, refuse_pairs
+from remat.solver.reductions.pairs import ASKED, LEVER_PAIRS, refuse_pairs
 from remat.solver.reductions.reduction import Question, Reduction
 from remat.solver.result import Result
 from tests.links import links, with_links
@@ -84,7 +84,7 @@ BOTH = {
 }
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
+@pytest.mark.parametrize("pair", LEVER_PAIRS, ids=" and ".join)
 def test_a_pair_is_refused_before_anything_runs(
     pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,7 +93,7 @@ def test_a_pair_is_refused_before_anything_runs(
     question = replace(Question(graph, 1 << 60, solver), **given)
     monkeypatch.setattr(chain, "fold", None)
     with pytest.raises(SolverError) as caught:
-        chain.solve(question)
+        chain.solve_question(question)
     assert str(caught.value) == text
     refuse_pairs(replace(question, graph=gpt_like(1)))
     refuse_pairs(Question(graph, 1 << 60, solver))
@@ -101,7 +101,7 @@ def test_a_pair_is_refused_before_anything_runs(
 
 
 def test_pairs_name_what_can_be_asked_and_every_row_of_the_table_is_a_lever() -> None:
-    assert {name for pair in PAIRS for name in pair} == set(ASKED)
+    assert {name for pair in LEVER_PAIRS for name in pair} == set(ASKED)
     for lever in REDUCTIONS.values():
         assert issubclass(attribute_at(lever.reduction), Reduction)
         assert not lever.emitter or callable(attribute_at(lever.emitter))
