@@ -78,14 +78,15 @@ class StepSpec:
         from remat.option_checks import require_dynamic, require_options
         from remat.rewriter.user_module.module import original_of
 
-        known = {name: value for name, value in given.items() if name in _FIELDS}
+        known: dict[str, Any] = {k: value for k, value in given.items() if k in _FIELDS}
         of_solver = {name: value for name, value in given.items() if name not in _FIELDS}
         check_arguments(
             known.get("args", ()), known.get("kwargs"), known.get("loss_fn"), known.get("target")
         )
         require_options(known)
         known["model"] = original_of(known["model"])
-        spec = cls(**{**known, "options": {**known.get("options", {}), **of_solver}})
+        known["options"] = {**known.get("options", {}), **of_solver}
+        spec = cls(**known)
         require_compatible(**spec.asked)
         require_dynamic(spec.model, spec.dynamic, may_be_auto=False)
         return spec
