@@ -113,12 +113,9 @@ def require_compatible(**asked: object) -> None:
 
 
 def as_table() -> str:
-    """The pairs as a table in Markdown, one row for each option that others are not taken with."""
-    rows = ["| with | not | because |", "|---|---|---|"]
-    by_reason: dict[tuple[str, str, str], list[str]] = {}
+    """The pairs as a table in Markdown: by option, those that are not taken with it."""
+    by_one: dict[str, list[str]] = {}
     for pair in PAIRS:
-        by_reason.setdefault((pair.one, pair.why, pair.instead), []).append(f"`{pair.other}`")
-    for (one, why, instead), others in by_reason.items():
-        way = "" if instead in (_EITHER, _EACH_SIZE) else f". {instead}"
-        rows.append(f"| `{one}` | {', '.join(others)} | {why}{way} |")
-    return "\n".join(rows)
+        by_one.setdefault(pair.one, []).append(f"`{pair.other}`")
+    rows = (f"|`{one}`|{', '.join(others)}|" for one, others in by_one.items())
+    return "\n".join(["|with|not|", "|---|---|", *rows])

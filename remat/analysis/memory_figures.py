@@ -211,7 +211,7 @@ class _LinkUse(msgspec.Struct, frozen=True):
     busy_us: float
 
 
-class Offloaded(msgspec.Struct, frozen=True):
+class _Offloaded(msgspec.Struct, frozen=True):
     """What a schedule moves between tiers.
 
     Attributes
@@ -274,7 +274,7 @@ class Offloaded(msgspec.Struct, frozen=True):
 
 def offloaded(
     graph: TrainingGraph, schedule: Schedule | None, found: Simulation | None = None
-) -> Offloaded | None:
+) -> _Offloaded | None:
     """What `schedule` moves; None where it moves nothing. `found` is its simulation, if at hand."""
     if schedule is None or not schedule.moves or graph.links is None:
         return None
@@ -283,7 +283,7 @@ def offloaded(
     assert links is not None
     here = found or simulate(graph, schedule)
     slower = simulate(graph, schedule, links.slower(SLOWER))
-    return Offloaded(
+    return _Offloaded(
         source=links.source or "not said",
         links=_uses(here, graph),
         host_bytes=here.host_peak_bytes,

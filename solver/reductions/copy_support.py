@@ -54,10 +54,10 @@ class WithoutCopies(Reduction[None]):
 
     def solve(self, question: Question, rest: Rest) -> Result:
         """What the rest finds, with what it proves of graphs with links."""
-        return for_any_copies(question.graph, rest(question))
+        return _for_any_copies(question.graph, rest(question))
 
 
-def for_any_copies(graph: TrainingGraph, result: Result) -> Result:
+def _for_any_copies(graph: TrainingGraph, result: Result) -> Result:
     """`result` of a solver that copies nothing, as one of a graph with links.
 
     Its schedule is one of that graph. What it proves holds without copies alone: of the bound each

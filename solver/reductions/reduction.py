@@ -21,7 +21,7 @@ from remat.solver.result import Result, evaluate_schedule, with_time_limit_messa
 from remat.solver.search import Clock, Listener
 from remat.solver.table import make_solver, option_names
 
-Inverse = TypeVar("Inverse")
+_Inverse = TypeVar("_Inverse")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ Rest = Callable[[Question], Result]
 """What is behind a lever in the chain: other levers, and in the end the solver."""
 
 
-class Reduction(ABC, Generic[Inverse]):
+class Reduction(ABC, Generic[_Inverse]):
     """One lever. A subclass says when it has something to do, and how it changes the question.
 
     One that searches, so that it asks the rest several times or not for one changed graph, defines
@@ -65,15 +65,15 @@ class Reduction(ABC, Generic[Inverse]):
     def accepts(self, question: Question) -> bool:
         """Whether the lever has something to do; if not, the question passes it unchanged."""
 
-    def apply(self, question: Question) -> tuple[Question, Inverse]:
+    def apply(self, question: Question) -> tuple[Question, _Inverse]:
         """The question for the rest, without what this lever was asked; and what `invert` needs."""
         raise NotImplementedError
 
-    def invert(self, schedule: Schedule, inverse: Inverse) -> Schedule:
+    def invert(self, schedule: Schedule, inverse: _Inverse) -> Schedule:
         """A schedule of the changed graph as one of the graph that was asked."""
         raise NotImplementedError
 
-    def bound_us(self, found: Result, inverse: Inverse) -> float:
+    def bound_us(self, found: Result, inverse: _Inverse) -> float:
         """What `found` proves of the graph that was asked, in microseconds; 0 for nothing.
 
         Unless this says otherwise, no schedule that the lever allows is faster than the bound of
