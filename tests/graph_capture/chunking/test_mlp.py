@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -112,9 +113,11 @@ def _in_chunks(model: nn.Module, args: tuple[Any, ...], region: str, chunks: int
     import dataclasses
 
     from remat.graph_capture.tracing.trace import trace_recipe
+    from remat.schedules.levers import REDUCTIONS, attribute_at
 
     wanted = tuple((name, chunks, True) for name in region.split(AND))
-    recipe = dataclasses.replace(trace(model, args).recipe, chunks=wanted)
+    edit = functools.partial(attribute_at(REDUCTIONS["chunks"].emitter), told=wanted)
+    recipe = dataclasses.replace(trace(model, args).recipe, edits=(edit,))
     return trace_recipe(model, recipe).graph
 
 

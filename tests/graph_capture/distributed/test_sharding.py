@@ -79,7 +79,7 @@ def test_more_ranks_need_less_memory_each() -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"kind": "zero"}, "unknown sharding 'zero': choose none, ddp, zero1, replicate or fsdp2"),
     ({"kind": "ddp", "world_size": 1}, "sharding ddp over 1 rank: name the number of ranks"),
-    ({"kind": "none"}, "4 ranks and no sharding=: choose ddp, zero1, replicate or fsdp2"),
+    ({"kind": "none"}, "4 ranks and no kind of sharding: choose ddp, zero1, replicate or fsdp2"),
     ({"kind": "ddp", "blocks": "layers.*"}, "ddp has no blocks: .* choose fsdp2 or replicate"),
     ({"kind": "ddp", "replicas": 2}, "sharding ddp has no replicas: .* choose fsdp2"),
     ({"kind": "replicate", "reshard_after_forward": False}, "replicate has no reshard_after_"),

@@ -60,7 +60,7 @@ EDITS: dict[str, tuple[str, Edit]] = {
     "other sizes": (
         "which are not its sizes", lambda d: d["workspaces"][0].__setitem__("sizes", {"m": 3})
     ),
-    "no top": ("and goes further", lambda d: d["points"].pop()),
+    "no top": ("and it goes further", lambda d: d["points"].pop()),
 }  # fmt: skip
 
 
