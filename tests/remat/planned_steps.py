@@ -20,6 +20,7 @@ from remat.caches import per_shape_plans
 from remat.graph_capture.devices.memory_events import RegionMemory, measure_regions
 from remat.graph_capture.tracing.resident import storage_bytes
 from remat.rewriter.arena.step_allocator import StepAllocator
+from remat.step_spec import StepSpec
 
 
 @dataclass(frozen=True)
@@ -76,15 +77,15 @@ class Watched:
         """`make`, which plans; what runs meanwhile does not count."""
 
         @functools.wraps(make)
-        def planned(model: nn.Module, *args: Any, budget: Any, **options: Any) -> Any:
+        def planned(spec: StepSpec, *known: Any) -> Any:
             self._is_planning = True
             try:
-                made = make(model, *args, budget=budget, **options)
+                made = make(spec, *known)
             finally:
                 self._is_planning = False
             step = getattr(type(made), "_remat_compiled_step", None)
             if step is not None:
-                self._plans[step.memory] = model, type(made)._remat_schedule.budget_bytes
+                self._plans[step.memory] = spec.model, type(made)._remat_schedule.budget_bytes
             return made
 
         return planned

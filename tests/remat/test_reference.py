@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from remat import checks
+from remat import checks, one_size
 from remat.budgets import saved_elsewhere, unmodified
 from remat.graph_capture.costs import step_time
 from remat.graph_capture.costs.step_time import STEP_NOT_TIMED
@@ -152,7 +152,7 @@ def test_a_wrong_plan_is_refused_where_eager_is_run_in_files(
             next(other.parameters())[0] += 1e-3
         return honest(other, *given, **options)
 
-    monkeypatch.setattr(rewriting, "rewrite", wrong)
+    monkeypatch.setattr(one_size, "rewrite", wrong)
     with pytest.raises(RewriteError, match=r"differs from eager in output"):
         planned("60%", *deep())
 
