@@ -144,7 +144,7 @@ def test_a_fork_has_processes_of_its_own() -> None:
 @pytest.mark.parametrize(
     "work",
     [
-        "assert apart.run_in_process(os.getpid) != os.getpid()",
+        "assert processes.run_in_process(os.getpid) != os.getpid()",
         "assert len(sweep_budgets(chain(8), 3, 'cut', jobs=2).points) == 3",
     ],
 )

@@ -59,7 +59,7 @@ def tell(progress):
     print(progress.doing, flush=True)
     print(progress.doing, file=sys.stderr, flush=True)
 
-solve(layered(), budget_bytes(), gap=GAP, time_limit_s=AMPLE_S, progress=tell)
+solve_within(layered(), budget_bytes(), gap=GAP, time_limit_s=AMPLE_S, progress=tell)
 """
 
 
