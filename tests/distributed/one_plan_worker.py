@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import remat
+import remat.one_size
 from remat.compile.plan_search import PlanSearch
 from remat.graph_capture.devices.memory_events import measure_rank_peak
 from remat.graph_capture.tracing.resident import storage_bytes
@@ -255,8 +256,8 @@ def plan_phases() -> Found:
     phases: dict[str, tuple[str, tuple[int, ...]]] = {
         "remat.step_planner.trace": ("capture", (0, 1)),
         "remat.graph_capture.costs.op_costs.measure_costs": ("costs", (0,)),
-        "remat.step_planner.solved_at_need": ("solve", (0,)),
-        "remat.rewriter.rewriting.rewrite": ("rewrite", (0, 1)),
+        "remat.step_planner.solver_shown": ("solve", (0,)),
+        "remat.one_size.rewrite": ("rewrite", (0, 1)),
         "remat.step_planner.require_equal": ("check", (0, 1)),
     }
     model, args = plain()
