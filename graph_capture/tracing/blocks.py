@@ -79,7 +79,7 @@ def matching_blocks(model: nn.Module, pattern: str, device: str) -> dict[str, nn
     if not isinstance(pattern, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise CaptureError(
             f"blocks are named by a glob, such as 'model.layers.*', not by a "
-            f"{type(pattern).__name__}: give it first, and the batch after it, as args=(...)"
+            f"{type(pattern).__name__}: give blocks='layers.*', and the batch as args=(...)"
         )
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():

@@ -291,39 +291,13 @@ def plan_cache(
     upto: Upto | None = None,
     **options: Any,
 ) -> PlanCache:
-    """A module that trains as `model` does, within `budget`, for batches of several shapes.
+    """The module that `remat.rematerialize` returns without a batch; arguments are its own.
 
     A batch that fits with every op run once runs so. One of other sizes takes the schedule of an
-    earlier plan where that fits at these sizes. Any other batch is planned as by
-    `remat.rematerialize`, and the plan is kept on disk for the processes after this one. The first
-    plan of a model is compared with eager as a whole; schedules that are used again, by what their
-    first step returns.
-
-    Of a model that follows a plan already, the original gets a cache, with no plan yet.
-
-    Parameters
-    ----------
-    budget, loss_fn, **options : as of `remat.rematerialize`, for each plan. Per cents are of the
-        unmodified peak at each shape, and with `dynamic` at the largest sizes of a range; a later
-        batch may in any case take as much as an earlier plan does.
-    max_plans : how many plans are kept. One more drops the plan that was used longest ago, with a
-        warning.
-    dynamic : let one plan serve a range of sizes. ``auto`` learns which sizes vary from the first
-        batches that differ; a dict says so, as of `remat.rematerialize`. A larger batch than the
-        range holds extends it, to twice its end where that can be had; where not even the batch
-        fits, `TooLargeError` names the largest that does. A size of 1 has a plan of its own. Where
-        the model fixes a size, each has a plan, and a warning says why.
-    upto : the largest sizes to come, by argument and dimension, such as ``{"tokens": {1: 2048}}``,
-        or by a name of `dynamic`. The first call then plans for them before it runs anything, so
-        that what cannot fit fails at the start.
-
-    Raises
-    ------
-    BudgetError : the budget, `host` or `nvme` cannot be read, or is more than there is.
-    FileError : the folder of `nvme` cannot be written. SolverError : `max_plans` is below 1, or an
-        option is unknown.
-    CaptureError : `model` is no module, or is wrapped already, as by DistributedDataParallel;
-        `dynamic` and an option exclude each other, or the optimizer is unknown.
+    earlier plan where that fits at these sizes. Any other batch is planned. The first plan of a
+    model is compared with eager as a whole; schedules that are used again, by what their first step
+    returns. A size of 1 has a plan of its own; where the model fixes a size that is to vary, each
+    has a plan, and a warning says why.
     """
     resolved_device(None, model)
     model = original_of(model)
