@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
+import inspect
 import re
 from pathlib import Path
 
@@ -46,6 +48,21 @@ def test_what_the_architecture_names_is_defined_in_the_file_that_it_names() -> N
     assert len(found) > 30
     defined = {path: _defined_in(ROOT / path) for _, path in found}
     assert [pair for pair in found if pair[0].split(".")[-1] not in defined[pair[1]]] == []
+
+
+@pytest.mark.parametrize("name", remat.__all__)
+def test_public_names_and_their_methods_are_documented(name: str) -> None:
+    public = getattr(remat, name)
+    members = vars(public) if isinstance(public, type) else {}
+    described = {key: member for key, member in members.items() if _is_method(key, member)}
+    missing = [key for key, member in described.items() if not inspect.getdoc(member)]
+    assert public.__doc__
+    assert missing == []
+
+
+def _is_method(name: str, member: object) -> bool:
+    kinds = (property, functools.cached_property, classmethod, staticmethod)
+    return not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, kinds))
 
 
 def _is_any(path: str) -> bool:
