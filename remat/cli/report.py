@@ -61,6 +61,7 @@ def report_verb(
         request = _measured_here(source, request)
     if kept_layout and place:
         raise LayoutError(f"--place makes a layout, and {kept_layout} is one: name one of the two")
+    # Read first: a bad file is told before a solve.
     known = fronts_in(read_contents(front), str(front)) if front else None
     opened = opened_feasible(session, source, request, plan)
     solved = opened.solved
@@ -78,7 +79,6 @@ def report_verb(
 
 
 def _report_cluster(session: Session, source: str, output: Path) -> None:
-    """The page of a kept plan for a cluster."""
     # It imports torch, whose order of a pipeline is replayed.
     from remat.cluster.replayed_plan import replay_of
 
@@ -89,12 +89,7 @@ def _report_cluster(session: Session, source: str, output: Path) -> None:
 
 
 def _measured_here(source: str, request: Request) -> Request:
-    """The request on this CPU, where a step is measured.
-
-    Raises
-    ------
-    DeviceError : the source is no model, or is planned for a device that is not here.
-    """
+    """The request on this CPU, where a step is measured."""
     if source.endswith(PLAN_FILES):
         raise DeviceError(
             f"--measure runs a step, and {source} has no model: name the model, and the plan with "
@@ -109,16 +104,12 @@ def _measured_here(source: str, request: Request) -> Request:
 def _layout(
     session: Session, opened: PlanSource, kept: Path | None, is_placed: bool
 ) -> Layout | None:
-    """The layout to draw, from a file or made now; None where neither is asked for.
-
-    Raises
-    ------
-    LayoutError : the file holds none, or one of another plan.
-    """
+    """From a file, or made now; None where neither is asked for."""
     schedule = opened.solved.schedule
     assert schedule is not None
     if kept is not None:
         layout = Layout.from_json(read_contents(kept), str(kept))
+        # A file may be of another plan, whose buffers would be drawn over these.
         check_kept_layout(layout, opened.graph, schedule, str(kept))
         return layout
     return place_shown(session, opened.graph, schedule) if is_placed else None
