@@ -102,5 +102,6 @@ def _checkpointed(blocks: Blocks, n: int) -> tuple[str, ...]:
 
 
 def _ordinal(n: int) -> str:
+    # 11th, 12th and 13th are the exceptions.
     ending = "th" if n % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th")
     return f"{n}{ending}"
