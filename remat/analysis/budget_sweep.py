@@ -123,14 +123,9 @@ def sweep_hosts(
     solvers: Iterable[str] = ("auto",),
     **options: Any,
 ) -> dict[str, Front]:
-    """Sweeps with several sizes of the host's memory, all over the same budgets.
+    """Fronts by solver and host, such as ``auto, host 8GiB``, all over the same budgets.
 
-    `hosts` : bytes by what each is called; with 0 nothing leaves the device. Budgets, solvers and
-    options as of `sweep`. The fronts are by solver and host, such as ``auto, host 8GiB``.
-
-    Raises
-    ------
-    BudgetError : a host is given, and the graph has no links.
+    `hosts` : bytes by what each is called; with 0 nothing leaves the device. Others as of `sweep`.
     """
     # Budgets are spread as without a host, so that every front has the same.
     alone = msgspec.structs.replace(graph, links=None)
@@ -204,7 +199,7 @@ class BudgetSlider:
     def __init__(
         self, graph: TrainingGraph, solver: str = "auto", time_limit_s: float = 5.0, **options: Any
     ) -> None:
-        """Arguments and errors are those of `remat.solve`; the time limit is that of each budget."""
+        """Arguments and errors are as of `remat.solve`; the time limit is that of each budget."""
         self.graph = graph
         self._asked: dict[str, Any] = {"solver": solver, "time_limit_s": time_limit_s, **options}
         self._unmodified = unmodified_step(graph)

@@ -48,8 +48,6 @@ class _Cell(msgspec.Struct, frozen=True):
 
 
 class _Compared(msgspec.Struct, frozen=True):
-    """One solver at all budgets."""
-
     solver: str
     cells: tuple[_Cell, ...]
     wall_s: float

@@ -30,8 +30,6 @@ _T = TypeVar("_T")
 
 
 class _Parts:
-    """Times each part, and says which one begins."""
-
     def __init__(self, progress: Callable[[str], None] | None) -> None:
         self.progress = progress
         self.seconds: dict[str, float] = {}

@@ -119,6 +119,7 @@ def _values_table(rows: Iterable[FoldedRow], width: int) -> Table:
 
 def _wide_values(rows: Iterable[FoldedRow]) -> Table:
     table = plain_table("op", "layers", "verdict", "bytes", "one run", "dtype", "module", "line")
+    # Columns of words; `plain_table` aligns to the right, as for figures.
     for i in (2, 5, 6, 7):
         table.columns[i].justify = "left"
     for row in rows:

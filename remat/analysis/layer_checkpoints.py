@@ -78,6 +78,7 @@ def candidates(graph: TrainingGraph, plan_us: float) -> Iterator[EveryNth]:
     eager = with_eager_sizes(graph)
     problem, blocks = Problem.of(eager), module_blocks(eager)
     fewest = len(blocks.names) + 1
+    # The largest n checkpoints the first layer of each list alone.
     for n in range(1, max(blocks.rank, default=-1) + 2):
         layers = _checkpointed(blocks, n)
         if len(layers) == fewest:

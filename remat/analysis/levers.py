@@ -68,7 +68,7 @@ def without_chunks(graph: TrainingGraph, schedule: Schedule) -> _Off:
 def _needed(
     graph: TrainingGraph, maker: Mapping[str, str], among: set[str], wanted: Iterable[str]
 ) -> list[str]:
-    """Ops of `among` that lead to those that are wanted, these included, in captured order."""
+    """Those of `among` that lead to the wanted ones, these included, in captured order."""
     found: set[str] = set()
     waiting = [name for name in wanted if name in among]
     while waiting:
@@ -80,7 +80,6 @@ def _needed(
 
 
 def without_updates(graph: TrainingGraph, schedule: Schedule) -> _Off:
-    """Gradients stay to the end of the step, for the optimizer to take them then."""
     planned = graph_of_schedule(graph, schedule)
     updates = {op.name for op in planned.ops if op.target == UPDATE}
     # Added to those of earlier batches, each gradient is released as it is made.
@@ -90,6 +89,7 @@ def without_updates(graph: TrainingGraph, schedule: Schedule) -> _Off:
     gradients = (
         name for op in planned.ops if op.name in updates for name in _gradients(planned, op)
     )
+    # The optimizer takes gradients at the end of the step, so they stay till then.
     off = msgspec.structs.replace(
         planned,
         ops=tuple(op for op in planned.ops if op.name not in updates),
@@ -126,8 +126,6 @@ _SolveWithout = Callable[[TrainingGraph], Result]
 
 
 class LeverEffect(msgspec.Struct, frozen=True):
-    """One lever of a plan, beside the same plan with that lever off."""
-
     name: str
     peak_bytes: int
     off_bytes: int  # peak of the same plan without the lever
@@ -163,11 +161,7 @@ class LeverEffect(msgspec.Struct, frozen=True):
 def levers_of(
     graph: TrainingGraph, schedule: Schedule, solve_without: _SolveWithout | None = None
 ) -> tuple[LeverEffect, ...]:
-    """The levers that `schedule` uses, each beside the same plan without it.
-
-    `graph` is the captured one. `solve_without` solves a graph without links, chunks or updates for
-    the budget of the plan; None asks for none.
-    """
+    """The levers that a plan uses; `solve_without` solves a graph that lacks one, at its budget."""
     planned, found = graph_of_schedule(graph, schedule), list[LeverEffect]()
     # Parameters that live below the device cannot be had without copies.
     if any(value.home for value in planned.values):

@@ -121,8 +121,6 @@ def _expandable_text(reserved: Reserved) -> str:
 
 
 class InChunks(msgspec.Struct, frozen=True):
-    """A region that runs in chunks."""
-
     region: str
     module: str  # of its first op
     chunks: int = msgspec.field(name="pieces")  # the key of older releases
@@ -189,8 +187,6 @@ _WAYS = {
 
 
 class _LinkUse(msgspec.Struct, frozen=True):
-    """Copies over one link, in all."""
-
     link: str
     copies: int
     moved_bytes: int
@@ -199,8 +195,6 @@ class _LinkUse(msgspec.Struct, frozen=True):
 
 
 class _Offloaded(msgspec.Struct, frozen=True):
-    """What a schedule moves between tiers, and how long the device waits for it."""
-
     source: str  # of the rates, in words
     links: tuple[_LinkUse, ...]  # those that are used
     host_bytes: int  # the most that lies there at once

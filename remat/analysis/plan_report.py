@@ -168,7 +168,7 @@ def report(
 
 
 def fronts_in(data: bytes, name: str = "the file") -> dict[str, Front]:
-    """The fronts in a file that `remat sweep -o` kept, of one solver or of several."""
+    """What `remat sweep -o` kept, of one solver or of several."""
     try:
         fronts = decode_json(data, dict[str, Front])
     # A front of one solver is kept as such; it says what is wrong if it is none.

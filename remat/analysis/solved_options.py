@@ -21,7 +21,6 @@ def _solver_of(schedule: Schedule) -> str:
 
 
 def pins_of(schedule: Schedule) -> dict[str, tuple[str, ...]]:
-    """The globs that `keep` and `recompute` were given, empty where there were none."""
     return {
         name: tuple(part for part in str(schedule.options.get(name, "")).split(", ") if part)
         for name in PINS
@@ -29,7 +28,6 @@ def pins_of(schedule: Schedule) -> dict[str, tuple[str, ...]]:
 
 
 def solve_arguments(schedule: Schedule) -> dict[str, Any]:
-    """Arguments by which `solve` solves as the schedule was: solver, its options, pins."""
     name = _solver_of(schedule)
     known = option_names(name)
     options = {key: value for key, value in schedule.options.items() if key in known}
@@ -42,8 +40,6 @@ def required_schedule(result: Result) -> Schedule:
 
 
 class LeastBudget(msgspec.Struct, frozen=True):
-    """The least peak known, and the op that sets it."""
-
     least_bytes: int
     at_peak: PeakHolders  # the op that runs then sets it
     floor: Holding | None  # below it outputs would be computed twice; None if not looked for

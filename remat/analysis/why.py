@@ -41,8 +41,6 @@ _MOST = 3
 
 
 class Turned(msgspec.Struct, frozen=True):
-    """A real solve at the same budget, in which an op is pinned the other way."""
-
     pin: str  # ``keep`` or ``recompute``
     fits: bool
     extra_us: float  # less the plan's time; below 0 where the plan was not the best
@@ -52,8 +50,6 @@ class Turned(msgspec.Struct, frozen=True):
 
 
 class Why(msgspec.Struct, frozen=True):
-    """One forward op, what the plan does with its values, and what else could be done."""
-
     row: ValueRow  # its largest value
     runs_us: float  # of its further runs
     forced: str  # why there is no choice; empty where there is one
@@ -163,15 +159,11 @@ class _Tried(msgspec.Struct, frozen=True):
 
 
 class _Elsewhere(msgspec.Struct, frozen=True):
-    """A module, and how much more time the greedy plan spends on recomputing there than `cut`'s."""
-
     module: str
-    extra_us: float  # below 0 where it spends less
+    extra_us: float  # of recomputing by the greedy plan, beyond that of `cut`
 
 
 class AgainstGreedy(msgspec.Struct, frozen=True):
-    """`cut` and the best greedy plan at one budget."""
-
     cut: _Tried
     tried: tuple[_Tried, ...]  # the best first
     slower: float | None  # time of the best over that of `cut`, minus one; None if either failed
@@ -242,8 +234,6 @@ _RULES = {
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """One rule on this graph; figures from `simulate`."""
-
     name: str  # of the solver
     says: str  # what to do
     fits: bool

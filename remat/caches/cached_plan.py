@@ -46,7 +46,6 @@ def _module_at_hand(planner: StepPlanner, found: AtHand, known: KnownPlans) -> R
 
 
 def _solved(planner: StepPlanner, known: KnownPlans) -> RematModule:
-    """The module of a schedule that is kept on disk, or is solved for now."""
     spec, traced = planner.spec, planner.traced
     graph = planner.costed(traced, chunks=not planner.may_wait())
     # Sorted, as the order in which options were given asks nothing else.

@@ -50,8 +50,6 @@ class _Reusable(NamedTuple):
 
 
 class AtHand(NamedTuple):
-    """A schedule for a trace that no solver was asked for."""
-
     schedule: Schedule
     graph: TrainingGraph  # with the bytes that ops take, and no times
     peak_bytes: int  # of `simulate` on that graph
@@ -59,8 +57,6 @@ class AtHand(NamedTuple):
 
 
 class KnownPlans:
-    """The schedules that a cache has at hand."""
-
     def __init__(self) -> None:
         # The highest peak of its plans, for which the run has room; and whether a whole step of the
         # model was compared with eager's.
@@ -83,10 +79,7 @@ class KnownPlans:
         self.most_bytes = max(self.most_bytes, peak_bytes)
 
     def at_hand(self, traced: Trace, budget: Budget, *, may_keep_all: bool) -> AtHand | None:
-        """A schedule for a trace that fits, of those the one with least overhead; or None.
-
-        `may_keep_all` : whether a step that runs every op once is what was asked for.
-        """
+        """A schedule that fits the trace, of those the one with least overhead; or None."""
         plain = [_Reusable(0.0, StoreAll().schedule(traced.graph))] if may_keep_all else []
         # Without what kernels take for themselves a peak is too low: most end here.
         limit_bytes = self._budget_bytes(traced.graph, budget)
@@ -143,11 +136,7 @@ def adopted(
     is_compared: bool,
     **known: Any,
 ) -> RematModule:
-    """The module of a schedule that was not solved for here.
-
-    `is_compared` : whether what its first step gives is compared with the model's own forward.
-    `known` : prediction and graph with costs, as of `rewrite`.
-    """
+    """The module of a schedule that was not solved for here; `known` are facts for `rewrite`."""
     if schedule.captured_hash:
         traced = trace_of_schedule(model, traced.recipe, schedule, traced)
     step = compile_step(traced, schedule, links=links)
@@ -189,8 +178,6 @@ overhead."""
 
 
 class KeptSolve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A schedule, what was proved of it, and the question that it answers."""
-
     key: str
     schedule: Schedule
     lower_bound_us: float
@@ -209,10 +196,7 @@ def kept_solve(
     asked: str,
     in_chunks: Callable[[TrainingGraph], TrainingGraph],
 ) -> Solved | None:
-    """What was kept of this question, judged; None where it is to be solved.
-
-    `asked` : the options of the solve, in words. `in_chunks` : adds what may run in chunks.
-    """
+    """What was kept, judged; None where it is to be solved. `in_chunks` adds costs of chunks."""
     key = _question_key(graph, budget, asked)
     if not key:
         return None

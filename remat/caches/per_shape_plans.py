@@ -59,7 +59,6 @@ class _FloatPromotion:
     def planned(
         self, changed: set[str], make: Callable[[Sequence[str]], fx.GraphModule]
     ) -> fx.GraphModule:
-        """A plan that reads as many of the numbers as can be inputs at each step."""
         self._names |= changed - self._fixed
         # Inductor's code has its numbers written into it.
         names = set() if self._is_compiled else set(self._names)
@@ -262,7 +261,6 @@ class PlanCache(SharedState, nn.Module):
 
     @classmethod
     def _remat_over(cls, model: nn.Module) -> PlanCache:
-        """A cache with the same options and no plan yet."""
         make, (_, *given) = cls._remat_recipe_to_pickle()
         return make(model, *given)
 
@@ -378,7 +376,6 @@ def _peak_bytes(plan: Any) -> int:
 
 
 def _key(batch: Any) -> Hashable:
-    """The signature of a batch, and the autocast it comes under."""
     leaves, spec = pytree.tree_flatten(batch)
     facts = (
         # By type too: True, 1 and 1.0 are equal, and may make different steps.

@@ -70,6 +70,7 @@ def largest_batch_verb(
         for name, figure in moved.rows() if moved is not None else ():
             session.out.print(f"{name}  {figure}", markup=False, soft_wrap=True)
         show_layout(session, placed)
+    # Last, as what was tried is told where nothing fits, too.
     if found.answer is None:
         raise SystemExit(INFEASIBLE)
 

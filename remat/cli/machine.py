@@ -195,6 +195,7 @@ def _ortools_works() -> bool:
 
 def _show_findings(session: Session, found: dict[str, Any]) -> None:
     table = plain_table("what", "found")
+    # Words and not figures, which `plain_table` aligns to the right.
     table.columns[1].justify = "left"
     table.add_row("remat", found["remat"])
     table.add_row("python", found["python"])

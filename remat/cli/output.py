@@ -39,8 +39,8 @@ def save_result_file(session: Session, path: Path | None, of: Captured, result: 
 
 
 def save_plan_file(session: Session, path: Path, plan: Plan | None) -> None:
-    """Nothing where nothing fits."""
     if plan is not None:
+        # Not by `session.save`: an archive takes more than bytes of JSON.
         write_plan(plan, path)
         session.err.print(f"plan written to {path}", soft_wrap=True)
 

@@ -89,7 +89,6 @@ def _report_cluster(session: Session, source: str, output: Path) -> None:
 
 
 def _measured_here(source: str, request: Request) -> Request:
-    """The request on this CPU, where a step is measured."""
     if source.endswith(PLAN_FILES):
         raise DeviceError(
             f"--measure runs a step, and {source} has no model: name the model, and the plan with "
@@ -116,7 +115,6 @@ def _layout(
 
 
 def _measured(session: Session, source: str, opened: PlanSource, request: Request) -> MeasuredStep:
-    """A real step of the model under the plan."""
     from remat.rewriter.checking.measured_step import measured_step
     from remat.rewriter.rewriting import rewrite
 

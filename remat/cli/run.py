@@ -127,6 +127,7 @@ def run_verb(
     # What each way to plan takes only beside a model, and what not beside --dynamic either.
     measured = {"--check": check is not None, "--compare": compare}
     of_one_size = {"--price-of-gib": price, "--compare": compare, "--layout": layout is not None}
+    # Options of a whole step lead there too, where they are refused without --microbatches.
     if microbatches is not None or nvme_gb_s is not None or state != "float32":
         given = {**of_one_size, **measured, "--dynamic": bool(dynamic)}
         flags = next((flag for flag, is_given in given.items() if is_given), "")
@@ -182,7 +183,6 @@ def _solved_anew(
 def _priced(
     session: Session, graph: TrainingGraph, result: Result, request: Request
 ) -> GibPrice | None:
-    """What a GiB is worth at that result; None where nothing fits."""
     if result.schedule is None or is_interrupted():
         return None
     with session.stopwatch.stage("price", "pricing a GiB"):

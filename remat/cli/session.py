@@ -47,10 +47,7 @@ _SPELL_S = 0.02
 
 @contextlib.contextmanager
 def interrupts_noted(abandon: Callable[[], None] | None = None) -> Generator[None]:
-    """Note Ctrl-C at once, and raise it again where Python lost it.
-
-    While torch is imported, `abandon` is called, if there is one; it may end the process.
-    """
+    """While torch is imported `abandon` is called, if there is one; it may end the process."""
     own = signal.default_int_handler
     # Only the main thread may listen, and only where nobody else does.
     is_main = threading.current_thread() is threading.main_thread()
@@ -217,14 +214,12 @@ class Session:
         sys.stdout.write(json_text(msgspec.json.encode(said), sys.stdout.encoding) + "\n")
 
     def fail(self, code: int, kind: str, message: str) -> None:
-        """Say in one line what went wrong, and end with `code`."""
         self.complain(message)
         if self.as_json:
             self.emit({"error": {"type": kind, "message": message}})
         raise typer.Exit(code)
 
     def conclude(self, code: int, complaints: list[str]) -> None:
-        """Say each complaint and end with `code`; do nothing where there is none."""
         for complaint in complaints:
             self.complain(complaint)
         if complaints:
@@ -248,7 +243,6 @@ class Session:
 
     @contextlib.contextmanager
     def guarded(self) -> Generator[None]:
-        """Turn errors meant for the user into one line and exit code 2, and Ctrl-C into 130."""
         # JSON must be one whole object, which an end at once would leave out.
         abandon = None if self.as_json else self.abandon
         noted = interrupts_noted(abandon), each_warning_once(self.warn)

@@ -134,7 +134,6 @@ def _refuse_beside(shown: str, options: Mapping[str, Any]) -> None:
 def _placed(
     session: Session, opened: PlanSource, is_asked: bool, path: Path | None
 ) -> Layout | None:
-    """The buffers of the plan in one arena, kept in a file if one is named."""
     if path is not None:
         return save_layout_file(session, path, opened.graph, opened.solved)
     schedule = opened.solved.schedule if is_asked else None
@@ -208,7 +207,6 @@ def _reasons(
 
 
 def _form_of(path: Path | None) -> _Form:
-    """What the suffix of a file asks for."""
     if path is None or path.suffix not in _SUFFIXES:
         raise FileError(
             f"{path}: a name that ends in .pickle (memory snapshot), .trace.json (Chrome trace), "

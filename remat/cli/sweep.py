@@ -153,11 +153,9 @@ def asked_budgets(text: str, named: Sequence[str] = (), default: str = _SWEPT) -
 
 
 def asked_hosts(text: str) -> dict[str, int]:
-    """Bytes of the host by what each is called: ``0,8GiB,16GiB``, of which 0 is without one.
-
-    Several are compared, so that each has a size; one alone may be ``auto``.
-    """
+    """``0,8GiB,16GiB`` in bytes by what each is called; 0 is without a host."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
+    # Several are compared, so that each has a size; one alone need not.
     if parts == [AUTO]:
         return {AUTO: 1}  # any size but 0, as it is asked for when the graph is captured
     hosts = {part: 0 if part == "0" else parse_bytes(part, "host", _HOSTS) for part in parts}

@@ -40,11 +40,7 @@ _Verb = Callable[..., None]
 
 
 def verb(fields: Collection[str] = tuple(FIELDS), **defaults: Any) -> Callable[[_Verb], _Verb]:
-    """A function of a session as a command, whose parameters typer can read.
-
-    `fields` are names of those of `Request` that are options of the verb, `defaults` those of
-    fields where the verb has another one than the dataclass.
-    """
+    """Make a command of a function of a session; `defaults` are for fields of the request."""
 
     def command_of(function: _Verb) -> _Verb:
         # Evaluated, as typer reads the Annotated behind the text that `annotations` leaves.
@@ -70,8 +66,6 @@ def verb(fields: Collection[str] = tuple(FIELDS), **defaults: Any) -> Callable[[
 
 
 def _command(function: _Verb, requested: Collection[str]) -> _Verb:
-    """The function with its session opened and guarded, and with the request put together."""
-
     @functools.wraps(function)
     def command(*, as_json: bool, verbose: bool, **given: Any) -> None:
         session = Session(as_json=as_json, verbose=verbose)

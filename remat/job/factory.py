@@ -200,10 +200,8 @@ _WRITE = (
 
 @dataclass(frozen=True)
 class NamedFunction:
-    """A function, with its file or module as a person wrote it, and its name in there."""
-
     function: Callable[..., Any]
-    where: str
+    where: str  # file or module, as a person wrote it
     name: str
 
     def __str__(self) -> str:
@@ -212,16 +210,11 @@ class NamedFunction:
 
 @contextlib.contextmanager
 def function_named(name: str) -> Generator[NamedFunction]:
-    """Import what `name` names, as `load_model` takes it.
-
-    The modules beside it can be imported, and the command line is empty, until the context ends.
-    """
     where, inside = _place(name)
     path = Path(where)
     is_file = where.endswith(".py") or "/" in where or _is_on_disk(path)
     folder = path.resolve().parent if is_file else Path.cwd()
-    # Both hold while the caller calls the function too: it may import neighbours only then,
-    # or parse.
+    # Until the caller has called the function too, as it may import neighbours or parse only then.
     with _importable(folder), _without_arguments(where):
         module = _import_file(path) if is_file else _import_module(where)
         is_open = inside == _MODEL or (not inside and not hasattr(module, _DEFAULT))
@@ -367,10 +360,10 @@ def _default_of(module: ModuleType, where: str) -> str:
 
 
 def _own_functions(module: ModuleType) -> dict[str, Callable[..., Any]]:
-    """Functions that the module defines, without private ones, in the order of the file."""
     return {
         key: value
         for key, value in vars(module).items()
+        # What it imports is not its own, and what begins with _ not for others.
         if inspect.isfunction(value) and value.__module__ == module.__name__ and key[0] != "_"
     }
 
@@ -480,17 +473,10 @@ def _moved(tree: Any, device: str) -> Any:
 def load_model(name: str, **sizes: int) -> Loaded:
     """Import what `name` names, call it, and read what it returns.
 
-    Parameters
-    ----------
-    name : ``path/to/file.py:function``, from anywhere on disk, which can import what is in its own
-        folder; or ``package.module:function``. The function may be left out if it is ``factory``,
-        or if there are variables ``model`` and ``batch`` instead.
-    **sizes : keyword arguments for the factory, such as ``batch=8``.
-
-    Raises
-    ------
-    FactoryError : the file or factory is missing, raises, takes no such argument, or returns
-        something else.
+    `name` is ``path/to/file.py:function``, from anywhere on disk, which can import what is in its
+    own folder; or ``package.module:function``. The function may be left out if it is ``factory``,
+    or if there are variables ``model`` and ``batch`` instead. `sizes` are arguments for the
+    factory, such as ``batch=8``. All that goes wrong is a `FactoryError`.
     """
     with function_named(name) as named:
         title = f"factory {named.name} of {named.where}"
@@ -500,7 +486,6 @@ def load_model(name: str, **sizes: int) -> Loaded:
 def call(
     factory: Callable[..., Any], name: str, sizes: Mapping[str, int], title: str = ""
 ) -> Loaded:
-    """Call a factory with the sizes that it is to build, and read what it returns."""
     title = title or f"factory {name}"
     _require_arguments(factory, title, sizes)
     given = "".join(f", {size}={value}" for size, value in sizes.items())

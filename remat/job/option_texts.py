@@ -19,11 +19,7 @@ _FORM = re.compile(r"(?P<argument>[^:=]+):(?P<dim>\d+)=(?P<name>[^\W\d]\w*)(?P<s
 
 
 def parse_dynamic(texts: Iterable[str]) -> Dynamic:
-    """What `remat.rematerialize` takes as ``dynamic``, of the options of a command.
-
-    Each is ``ARGUMENT:DIMENSION=NAME:LEAST:LARGEST``, or with ``:MULTIPLE`` behind. The argument
-    is a name of forward's, a position, or ``target``. A name alone stands for 2 up to the batch.
-    """
+    """Each text is ``ARGUMENT:DIMENSION=NAME[:LEAST:LARGEST[:MULTIPLE]]``."""
     found: dict[str | int, dict[int, Any]] = {}
     ranges = list[Any]()
     for text in texts:

@@ -79,7 +79,6 @@ def _quicker_than_predicted(row: Row) -> bool:
 
 
 def rows_as_run(rows: Sequence[Row], check: Check, of_chen: Check | None) -> tuple[Row, ...]:
-    """The rows of the unmodified step, of `chen_sqrt` and of the plan, with what was measured."""
     base, chen, plan = rows
     base = replace(
         base, measured_peak_bytes=check.baseline_peak_bytes,
@@ -103,16 +102,12 @@ def _as_run(row: Row, check: Check, base_us: float) -> Row:
 
 @dataclass(frozen=True)
 class RunsAgain:
-    """What a plan computes again, and what would do instead."""
-
     kinds: tuple[OpKind, ...]  # most time of further runs first; empty without a plan
     simpler: EveryNth | None  # every n-th layer, where that is within 1 % of the plan
 
 
 @dataclass(frozen=True)
 class Report:
-    """All that `remat run` found out."""
-
     graph: TrainingGraph
     result: Result
     rows: tuple[Row, ...]
@@ -135,7 +130,6 @@ def runs_again(graph: TrainingGraph, result: Result) -> RunsAgain:
 
 
 def trace_loaded(loaded: Loaded, request: Request, dynamic: Dynamic | None = None) -> Trace:
-    """The trace without costs; over ranges of sizes if these are given."""
     from remat.graph_capture.tracing.mixed_precision import parameters_cast
     from remat.graph_capture.tracing.trace import trace
 
@@ -185,7 +179,6 @@ def measure_loaded(
 def solve_request(
     graph: TrainingGraph, request: Request, stopwatch: Stopwatch, *, at_hand: Result | None = None
 ) -> Result:
-    """`at_hand` as of `remat.solver.solve_within`."""
     known = {} if at_hand is None else {"at_hand": at_hand}
     with stopwatch.stage("solve", f"solving for {request.budget}") as progress:
         return solve(
@@ -243,13 +236,10 @@ def run_job(
     compare: bool = False,
     planned: Callable[[Report], None] = lambda _: None,
 ) -> Report:
-    """Capture, time, solve, rewrite and check.
+    """Capture, time, solve, rewrite and check; `planned` gets what is known before a step runs.
 
     No step runs where nothing fits, for a device or ranks that are not here, or with `check` False;
     nor, unless `check` is True, where the unmodified step does not fit into free memory.
-
-    `compare` : also run and measure square-root checkpointing, which is otherwise predicted.
-    `planned` : called with what is known before a step runs.
     """
     report, traced, chen = _before_the_check(loaded, request, stopwatch)
     # Before a step runs, which may end the process for want of memory: the plan is kept by then.
@@ -295,7 +285,6 @@ def _doubt_costs(traced: Trace) -> None:
 def _before_the_check(
     loaded: Loaded, request: Request, stopwatch: Stopwatch
 ) -> tuple[Report, Trace, Result]:
-    """What is known without running a step, the trace behind it, and the plan of ``chen_sqrt``."""
     with stopwatch.stage("capture", "tracing the training step"):
         traced = trace_loaded(loaded, request)
     graph, result = _solved_in_turn(traced, request, stopwatch)
@@ -334,10 +323,7 @@ def _solved_in_turn(
 def planned_report(
     graph: TrainingGraph, request: Request, stopwatch: Stopwatch, result: Result | None = None
 ) -> tuple[Report, Result]:
-    """What is known of a graph without running a step, and the plan of ``chen_sqrt``.
-
-    `result` is the outcome for the request, where it is known.
-    """
+    """What is known without a step, of `result` if it is there; and the plan of ``chen_sqrt``."""
     result = result or solve_request(graph, request, stopwatch)
     with stopwatch.stage("rules", "comparing with simpler rules"):
         # As published: without chunks, and with as much memory as it takes.
@@ -361,8 +347,6 @@ def planned_report(
 
 @dataclass(frozen=True)
 class RangeReport:
-    """All that a verb with ``--dynamic`` found out."""
-
     graph: RangedGraph
     family: Family
     curve: Curve
@@ -385,15 +369,7 @@ def plan_over(
     *,
     check: bool | None = None,
 ) -> RangeReport:
-    """Plan for a range, and run one step of the factory's batch beside eager.
-
-    `planned` is called with the plan before a step runs; `check` as of `run_job`.
-
-    Raises
-    ------
-    TooLargeError : nothing fits at the largest sizes.
-    CaptureError : sizes cannot vary so; names the place and a way out.
-    """
+    """Plan for a range, and run one step of the factory's batch; arguments as of `run_job`."""
     with stopwatch.stage("capture", "tracing the training step"):
         traced = trace_loaded(loaded, request, dynamic)
     graph = _ranged_graph(traced, request, stopwatch)

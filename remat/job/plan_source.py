@@ -56,7 +56,7 @@ PLAN_FILES = ".json", ".pt2"
 def plan_of_result(
     loaded: Loaded, recipe: Recipe, graph: TrainingGraph, result: Result
 ) -> Plan | None:
-    """The plan of a solve, with its graph; None where nothing fits."""
+    """None where nothing fits."""
     if result.schedule is None:
         return None
     # Imports torch, which a kept plan is shown without.
@@ -100,12 +100,7 @@ def costed_graph_in(kept: Plan | Schedule) -> TrainingGraph | None:
 
 
 def fitting_schedule(kept: Plan | Schedule, loaded: Loaded, name: str) -> Schedule:
-    """The schedule of a plan that fits the model, its batch and this torch.
-
-    Raises
-    ------
-    PlanError : it does not fit, and the first difference is named; or it was edited.
-    """
+    """The schedule of a plan that fits the model, its batch and this torch; else a `PlanError`."""
     if isinstance(kept, Plan):
         # Judged before it is run: anyone can edit the file.
         if kept.graph is not None:
@@ -137,7 +132,6 @@ class PlanSource:
 
     @property
     def schedule(self) -> Schedule | None:
-        """None where nothing fits too."""
         return self.result.schedule if self.result else None
 
     @property
@@ -159,12 +153,6 @@ def open_plan(
     """Open a model, a kept graph or a kept plan; solve if the request has a budget.
 
     `plan` is a kept plan of the source, in place of a budget.
-
-    Raises
-    ------
-    PlanError : the plan keeps no graph where it is needed, or is not what the simulator says.
-    ScheduleError : it was made for another graph; names the first difference.
-    BudgetError : both a plan and a budget were given.
     """
     if source.endswith(PLAN_FILES) and _holds_plan(Path(source)):
         if plan is not None:
@@ -213,7 +201,6 @@ def _refuse_host(request: Request) -> None:
 
 
 def _opened_plan(kept: Plan | Schedule, name: str, graph: TrainingGraph | None) -> PlanSource:
-    """A plan on its own graph, or on the one that is given."""
     schedule, told_us = schedule_in(kept), 0.0
     over: RangeFacts | None = None
     if isinstance(kept, Plan) and (graph is None or kept.graph is not None):
@@ -259,7 +246,6 @@ def _unproved(graph: TrainingGraph, told_us: float, name: str) -> str:
 
 
 def captured(source: str, request: Request, stopwatch: Stopwatch) -> Captured:
-    """The graph in a file, kept by itself or with a plan, or that of a model, captured now."""
     if not source.endswith(PLAN_FILES):
         loaded, request = load_shown(source, stopwatch, request)
         return captured_model(loaded, request, stopwatch)

@@ -150,7 +150,6 @@ class Request:
 
     @property
     def solving(self) -> dict[str, Any]:
-        """What `solve` is asked beside the budget, the solver and the time limit."""
         return {
             "keep": self.keep, "recompute": self.recompute, "order": self.order, "gap": self.gap,
         }  # fmt: skip
@@ -174,10 +173,7 @@ class Request:
         return replace(self, device=CUDA if torch.cuda.is_available() else CPU)
 
     def checked(self, *, is_kept: bool = False) -> Request:
-        """The same with its profile read; raises for what cannot be read or is not there.
-
-        `is_kept` : for a graph of a file, which names its own device.
-        """
+        """With its profile read. `is_kept` : for a graph of a file, which names its own device."""
         if self.budget != NO_BUDGET:
             parse_budget(self.budget)
         if self.device != NAMED_BY_TORCH:

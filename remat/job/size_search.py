@@ -44,7 +44,6 @@ _Interpolated = Callable[[float, float], float]
 
 
 def is_same_step(first: TrainingGraph, second: TrainingGraph) -> bool:
-    """Whether two captures have the same ops and values; their sizes may differ."""
     same_values = [v.name for v in first.values] == [v.name for v in second.values]
     return same_values and [_facts_between(op) for op in first.ops] == [
         _facts_between(op) for op in second.ops
@@ -54,10 +53,7 @@ def is_same_step(first: TrainingGraph, second: TrainingGraph) -> bool:
 def graph_at(
     size: int, one: tuple[int, TrainingGraph], two: tuple[int, TrainingGraph]
 ) -> TrainingGraph:
-    """The step at `size`, from (size, graph) at two others for which `is_same_step` holds.
-
-    Shapes stay those of the first, so the result is for predictions alone.
-    """
+    """From (size, graph) at two others; its shapes are the first's, so for predictions alone."""
     (size_1, first), (size_2, second) = one, two
 
     def at(x: float, y: float) -> float:
@@ -109,16 +105,12 @@ class SizeRange:
 
 def largest(
     sizes: SizeRange,
-    holds: Callable[[int], bool],
-    guess: Callable[[int, int | None], int],
+    holds: Callable[[int], bool],  # costly, so called once a size
+    guess: Callable[[int, int | None], int],  # of a size that holds, and one that does not or None
     fits: int | None,
     fails: int | None,
 ) -> int | None:
-    """The largest size for which `holds`; None where no size does.
-
-    A size is taken to hold if a larger one does. `holds` is costly, and called once a size. `guess`
-    is given a size that holds, and one that does not or None. `fits` and `fails` are known before.
-    """
+    """The largest size that holds; None where none does. A size holds if a larger one does."""
     # As if the size before the range held, so that its least is tried too.
     low = sizes.least - sizes.step if fits is None else fits
     tries = 0
@@ -164,8 +156,7 @@ def _pair_near(
 ) -> _Pair | None:
     """Two captures of the same step, to guess between or beyond; None where no two are.
 
-    `near`, which holds, and `fails`, if both were captured; else the size nearest to `near`, and
-    the next one that is a quarter away from it or more.
+    `near`, which holds, and `fails`, if both were captured; else the nearest and one farther away.
     """
 
     def pair(one: int, other: int) -> _Pair | None:
@@ -245,8 +236,6 @@ def fit(
 
 
 class FitSearch:
-    """A search under way: what was captured, and the plan of the largest size that fits."""
-
     def __init__(
         self,
         factory: _Factory,

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 
 def updated_in_backward(spec: StepSpec) -> fx.GraphModule:
-    """The module that `remat.rematerialize` returns where `optimizer_in_backward` is given."""
     from remat.ranks.same_order import ONE_RANK, require_group
     from remat.rewriter.graphs.updating import Updates
     from remat.rewriter.rewriting import rewrite

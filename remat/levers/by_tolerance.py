@@ -24,16 +24,13 @@ _Solved = Callable[[TrainingGraph], Result]
 def naming_tolerance(
     result: Result, traced: Trace, graph: TrainingGraph, cost_model: _CostModel, solved: _Solved
 ) -> Result:
-    """`result`; where nothing fits and heads stay whole for their bits, with what chunks need.
-
-    It takes another solve, of the graph whose chunks may sum in another order. `graph` is that of
-    `traced`, with costs; `cost_model` adds costs to a trace.
-    """
+    """`result`; where nothing fits and heads stay whole for their bits, with what chunks need."""
     if result.schedule is not None or not result.least_feasible_bytes:
         return result
     whole = [one for one in _exact_chunks(traced) if one.name not in _regions(graph)]
     if not whole:
         return result
+    # Another solve, of the graph whose chunks may sum in another order.
     recipe = dataclasses.replace(traced.recipe, split="tolerance")
     found = solved(cost_model(dataclasses.replace(traced, recipe=recipe)))
     least_bytes = found.least_feasible_bytes if found.schedule is None else found.peak_bytes

@@ -123,7 +123,6 @@ def planned_optimizer_in_backward(
     loss_fn: Callable[..., Any] | None = None,
     accumulate: bool = False,
 ) -> GradientRelease:
-    """What updates take by an optimizer that is known by its name, to plan with."""
     from remat.graph_capture.devices.known_devices import is_in_table
     from remat.graph_capture.joint.gradient_release import GradientRelease
 

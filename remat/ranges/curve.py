@@ -133,12 +133,8 @@ def solve_over(
 ) -> Family:
     """A family of schedules within `budget` at every size of the range of `graph`.
 
-    Per cents are of the unmodified peak at the largest sizes, and ``min`` is the least peak known
-    there. Parameters and errors else as of `remat.solve`.
-
-    Raises
-    ------
-    TooLargeError : nothing fits at the largest sizes; it names the largest sizes that fit.
+    Per cents, and ``min``, are of the largest sizes; else as of `remat.solve`. Where nothing fits
+    there, a `TooLargeError` names the largest sizes that fit.
     """
     asked, bounding = parse_budget(budget), graph.bounding(graph.symbols)
     # The largest sizes first: their schedule serves all, and says what the budget is in bytes.

@@ -41,9 +41,8 @@ if TYPE_CHECKING:
 def rematerialize_over(spec: StepSpec, *, as_far_as_fits: bool = False) -> RangedModule:
     """A module that trains as the model does at every size of a range, within the budget.
 
-    `spec` has a batch of the range, with which the module is checked; or one of other sizes, of
-    which only types and dimensions count. `as_far_as_fits` : where nothing fits at the largest
-    sizes, plan up to the largest that fit, if the batch is among them.
+    A batch of the range is one to check with; of one of other sizes, only types count.
+    `as_far_as_fits` : if not all sizes fit, plan up to the largest that do, if the batch is there.
     """
     model, budget, dynamic = spec.model, spec.budget, spec.dynamic
     stages, name = stopwatch_of_call(verbose=spec.verbose), type(model).__name__

@@ -46,8 +46,6 @@ _GROWTH = 2
 
 @dataclass
 class LearnedSizes:
-    """The sizes of batches of one kind."""
-
     names: Mapping[At, str]  # of places, for symbols: ``tokens_1``
     given: Mapping[At, Symbol] | None = None  # named by the user; None to learn them
     upto: Mapping[At, int] = field(default_factory=dict[At, int])  # largest sizes, if told
@@ -177,15 +175,11 @@ Upto = Mapping[str | int, Any]
 
 
 class _Wanted(NamedTuple):
-    """A plan to make."""
-
     dynamic: Dynamic | None  # ranges by leaf and dimension; None for a plan of one size
     is_guess: bool = False  # ends of ranges are guesses, so that less may be planned for
 
 
 class VaryingSizes:
-    """The sizes that vary in the batches of one model, by kind of batch."""
-
     def __init__(self, model: nn.Module, dynamic: DynamicOrAuto, upto: Upto | None) -> None:
         if isinstance(dynamic, str) and dynamic != "auto":
             raise CaptureError(
@@ -201,10 +195,7 @@ class VaryingSizes:
         self._kinds: dict[Hashable, LearnedSizes] = {}
 
     def key(self, batch: Any) -> tuple[tuple[Hashable, Hashable], bool]:
-        """Which plans can serve a batch, and whether those of its kind were for other sizes.
-
-        A key is a pair, of which the first is the kind.
-        """
+        """A pair, of which the first is the kind; and whether other places vary than before."""
         leaves, spec = pytree.tree_flatten(batch)
         kind = (tuple(map(_kind_of, leaves)), spec, autocast_state())
         shapes = _shapes(leaves)
@@ -242,7 +233,6 @@ class VaryingSizes:
         self._kind(batch)[0].follow_as_at_first()
 
     def cannot_vary(self, batch: Any, why: str) -> None:
-        """Take note that sizes of batches like this one need a plan each."""
         self._kind(batch)[0].unfit = why
 
     def _kind(self, batch: Any) -> tuple[LearnedSizes, Shapes]:
@@ -336,11 +326,8 @@ def planned_over(
 ) -> RangedModule | None:
     """A plan for a range that holds a batch, as wide as the model and the budget allow.
 
-    None where its sizes need a plan each. `make` is `rematerialize_over` of this batch.
-
-    Raises
-    ------
-    TooLargeError : not even the batch fits; or what the user has said is to come does not.
+    None where its sizes need a plan each. `TooLargeError` where not even the batch fits, or what
+    the user has said is to come does not.
     """
     why, too_large = "", None
     while True:
