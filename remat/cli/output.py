@@ -40,7 +40,7 @@ def save_result_file(session: Session, path: Path | None, of: Captured, result: 
 
 def save_plan_file(session: Session, path: Path, plan: Plan | None) -> None:
     if plan is not None:
-        # Not by `session.save`: an archive takes more than bytes of JSON.
+        # Not by `session.save`: the name may ask for an archive.
         write_plan(plan, path)
         session.err.print(f"plan written to {path}", soft_wrap=True)
 

@@ -63,7 +63,6 @@ def _no_plan(rows: tuple[Row, ...], budget_bytes: int) -> tuple[str, ...]:
     if unmodified.peak_bytes > budget_bytes:
         return ()
     needs = f"the unmodified step needs {bytes_text(unmodified.peak_bytes)} and fits already"
-    # Only a model with checkpoints of its own can be faster by a plan.
     if plan.overhead < -_FASTER:
         return (
             f"{needs}, with checkpoints of its own. This plan computes less again: by costs it "
@@ -204,7 +203,6 @@ def _held(graph: TrainingGraph, schedule: Schedule | None, simulation: Simulatio
     heaviest = held_bytes.most_common(_HELD_ROWS)
     parts = [f"resident {bytes_text(graph.resident.total_bytes)}"]
     parts += [f"{place} {bytes_text(size)}" for place, size in heaviest]
-    # So that what is named sums to the peak.
     rest = len(held_bytes) - len(heaviest)
     if rest:
         rest_bytes = held_bytes.total() - sum(size for _, size in heaviest)
