@@ -96,6 +96,7 @@ class PlanCache(SharedState, nn.Module):
     other call runs the user's own forward.
     """
 
+    # With a prefix of ours: all other names are those of the user's class, whatever they are.
     _remat_plans: ClassVar[OrderedDict[tuple[Any, int], Any]]
     _remat_options: ClassVar[dict[str, Any]]
     _remat_max_plans: ClassVar[int]
@@ -272,6 +273,7 @@ class PlanCache(SharedState, nn.Module):
             cls._remat_loss_fn,
             cls._remat_max_plans,
             cls._remat_options,
+            # What was asked, not what was learned: a copy learns from its own batches.
             None if sizes is None else (sizes.dynamic, sizes.upto),
         )
 

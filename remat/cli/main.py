@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """`app`, with every verb; for the docs, as it imports them all."""
+    """`app`, with every verb: for docs and tests, as it imports them all."""
     if name == "app":
         return _app_of(VERBS)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -234,7 +234,7 @@ class Session:
     def abandon(self) -> None:
         self.err.show_cursor()  # a spinner has hidden it
         self.complain(self._interrupted())
-        # The main thread is amid the import of torch, which an exception would abort in C++.
+        # Not by an exception, which would abort the import of torch in its C++.
         os._exit(STOPPED)
 
     def _interrupted(self) -> str:

@@ -91,9 +91,9 @@ def rows_as_run(rows: Sequence[Row], check: Check, of_chen: Check | None) -> tup
 
 
 def _as_run(row: Row, check: Check, base_us: float) -> Row:
+    # The unmodified step that is timed beside each plan may take longer in one check than in
+    # another: on top of that of the first row, steps and overheads agree.
     return replace(
-        # The unmodified step that is timed beside each plan may take longer in one check
-        # than in another: on top of that of the first row, steps and overheads agree.
         row, measured_peak_bytes=check.plan_peak_bytes,
         measured_step_us=base_us * (1 + check.overhead),
         measured_overhead=check.overhead, reserved_bytes=check.plan_reserved_bytes,
@@ -314,7 +314,7 @@ def _solved_in_turn(
     def solve_for(graph: TrainingGraph, /, *, at_hand: Result | None = None) -> Result:
         return solve_request(graph, request, stopwatch, at_hand=at_hand)
 
-    # Chunks take longer to time than all else, so only if they may help.
+    # Chunks take long to time, so only if they may help.
     graph = graph_with_costs(traced, request, stopwatch, chunks=False)
     found = solved_at_need(traced, graph, solve_for, with_measured, stopwatch)
     return found.graph, found.result

@@ -210,7 +210,7 @@ def _opened_plan(kept: Plan | Schedule, name: str, graph: TrainingGraph | None) 
         if graph is None or own == graph:
             graph, over = own, kept.over
             told_us = kept.prediction.lower_bound_us if kept.prediction else 0.0
-        # Its copies need links; sizes and costs are those of the graph that was named.
+        # The plan's copies need links; sizes and costs are those of the graph that was named.
         elif graph.links is None and own.links is not None:
             graph = msgspec.structs.replace(graph, links=own.links)
     if over is not None:

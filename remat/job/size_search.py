@@ -134,7 +134,7 @@ def _next(
     tries: int,
 ) -> int:
     top = sizes.most if fails is None else fails - sizes.step
-    # Guesses that were wrong so often stay so: double, then halve.
+    # After so many wrong guesses: double, then halve.
     if tries >= _GUESSES and fails is None:
         return min(max(sizes.below(2 * low), low + sizes.step), top)
     if tries >= _GUESSES and fails is not None:
