@@ -16,9 +16,7 @@ PassKind = Literal["forward", "backward"]
 class _Source(Protocol):
     """Runs a graph, and gives it memory meanwhile."""
 
-    def run(self, phase: PassKind, graph: Boxed, args: list[Any]) -> Any:
-        """What the graph returns."""
-        ...
+    def run(self, phase: PassKind, graph: Boxed, args: list[Any]) -> Any: ...
 
 
 class StepAllocator:
@@ -38,11 +36,10 @@ class StepAllocator:
         self.n_results = 0
 
     def around(self, phase: PassKind, graph: Boxed) -> Boxed:
-        """`graph`, run by the source of then."""
-
         def run(args: list[Any]) -> Any:
-            source = self.source
+            source = self.source  # read at each call: an arena is opened and closed between steps
             return graph(args) if source is None else source.run(phase, graph, args)
 
+        # AOTAutograd then passes inputs in a list, which the graph empties.
         run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
         return run
