@@ -39,8 +39,6 @@ from remat.rewriter.inductor.fused_nodes import (
     shares_storage,
 )
 
-# Which pointwise nodes of Inductor's joint graph are values, not parts of what reads them.
-#
 # A node that is inlined into several kernels makes each of them hold what it reads. Where that is
 # more than the node itself, it is stored.
 
@@ -77,9 +75,9 @@ class _StoredNodes:
         self.last_call = _last_calls(self.nodes)
 
     def is_stored(self, node: fx.Node) -> bool:
-        """Whether an inlined node is a value of its own."""
         readers = self.readers[node]
         is_result = any(reader.op == "output" for reader in readers)
+        # What backward reads of forward is saved, and a call reads storages.
         is_crossing = node in self.in_forward and any(r not in self.in_forward for r in readers)
         by_call = any(not is_inlined(reader) and not is_reduction(reader) for reader in readers)
         self.reads[node], self.held[node] = self._sources(node), self._held(node)
@@ -88,16 +86,16 @@ class _StoredNodes:
             or (len(readers) > 1 and self._is_heavy(node)) or self._frees_more(node)
         )  # fmt: skip
         if stored:
+            # Readers of a stored node read it, not its sources.
             del self.reads[node], self.held[node]
         return stored
 
     def _is_heavy(self, node: fx.Node) -> bool:
-        """Whether the node reads so much that its readers should read it instead."""
         reads = self.reads[node]
         return len(reads) > _MOST_READS or _count_large(reads, node) > _MOST_LARGE_READS
 
     def _frees_more(self, node: fx.Node) -> bool:
-        """Whether more than the node takes would be held until a later call has run."""
+        # More than the node takes would be held until a later call has run.
         waits = any(self.last_call[r] > self.last_call[node] for r in self.readers[node])
         most = 1 if is_added_product(node) else _MOST_HELD
         return waits and _count_large(self.held[node], node) > most
@@ -134,7 +132,6 @@ def is_added_product(node: fx.Node) -> bool:
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """The node whose storage a view shows."""
     while shares_storage(node):
         node = node.all_input_nodes[0]
     return node
@@ -216,12 +213,12 @@ class _Builder:
                 found.add(node)
                 stack += node.all_input_nodes
         for node in self.nodes:
+            # Backward alone reads some, such as a dropout's mask.
             if is_getitem(node) and node.args[0] in found:
                 found.add(node)
         return found
 
     def _readers(self) -> dict[fx.Node, list[fx.Node]]:
-        """Who reads each node, through views."""
         found: dict[fx.Node, list[fx.Node]] = {}
         for node in reversed(self.nodes):
             found[node] = [
@@ -232,7 +229,6 @@ class _Builder:
         return found
 
     def build(self, name: str, resident: Resident, device: str) -> FusedJoint:
-        """Turn nodes into ops in their order."""
         self._add_inputs()
         for node in self.nodes:
             if node.op == "call_function":
@@ -268,7 +264,7 @@ class _Builder:
             if not isinstance(tensor, Tensor):
                 continue
             key = storage_key(tensor)
-            if key not in storages:
+            if key not in storages:  # inputs of one storage are one value
                 storages[key] = node.name
                 is_late = is_tangent(node)
                 kind: Kind = "tangent" if is_late else "input"
@@ -295,7 +291,6 @@ class _Builder:
         )
 
     def _read(self, node: fx.Node) -> tuple[str, ...]:
-        """Values among the arguments. For an inlined node, the values that it reads."""
         return tuple(
             dict.fromkeys(v for a in node_inputs(node) for v in self.values_read.get(a, ()))
         )
@@ -311,17 +306,17 @@ class _Builder:
             self._add_op(node)
 
     def _add_part(self, node: fx.Node) -> None:
-        """An element of a tuple is a value of the op that made it, or a view as its source is."""
         source = node.args[0]
         assert isinstance(source, fx.Node)
         self.values_read[node] = (
+            # An element is a value of the op that made the tuple, or a view as its source is.
             (node.name,) if node.name in self.values else self.values_read[source]
         )
 
     def _add_wait(self, node: fx.Node) -> None:
-        """What was waited for stands for the result of a collective, and is what may be saved."""
         names = self._read(node)
         self.values_read[node] = names
+        # What was waited for stands for a collective's result, and is what may be saved.
         if len(names) == 1 and self.values[names[0]].producer:
             self.base[names[0]] = node
 
@@ -340,6 +335,7 @@ class _Builder:
             self._register(node, node, node.meta["val"], node.name, kind)
             outputs.append(node.name)
         inputs = self._read(node)
+        # What an op with effects returns is the value that it writes to.
         self.values_read[node] = tuple(outputs) if outputs else self._written(node)
         self.node_of_op[node.name] = node
         module, source = module_and_line(node)
@@ -351,7 +347,6 @@ class _Builder:
         )  # fmt: skip
 
     def _written(self, node: fx.Node) -> tuple[str, ...]:
-        """What an op with effects returns: the value that it writes to."""
         first = node.args[0] if node.args else None
         return self.values_read[first] if mutates(node) and isinstance(first, fx.Node) else ()
 
@@ -381,9 +376,7 @@ def build_fused(
 ) -> FusedJoint:  # fmt: skip
     """Analyse the joint graph that Inductor is about to partition.
 
-    Parameters
-    ----------
-    overwritten : names of the inputs that the step overwrites; the graph reads copies of them.
+    `overwritten` names inputs that the step overwrites; the graph reads copies of them.
 
     Raises
     ------
