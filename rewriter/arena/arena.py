@@ -109,7 +109,7 @@ class Arena:
             counts = self._library.end()
         if counts.misses and not self._has_warned:
             self._patience -= 1
-            # What only the user's blocks are in the way of may still fall into place.
+            # What is missed since the user still holds blocks is forgiven at first: they may go.
             if counts.unplanned or counts.occupied or not self._patience:
                 self._warn(phase, counts)
         return results

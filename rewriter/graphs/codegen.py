@@ -153,7 +153,7 @@ class _Writer:
         taken = [node for node in nodes if node.op == "placeholder"]
         if taken:
             self.lines.append(f"{', '.join(node.name for node in taken)}, = args_list")
-        # The caller's list would hold the inputs until all has run.
+        # Otherwise the caller's list would hold the inputs until the end.
         self.lines.append("args_list.clear()")
         self._drop([node for node in taken if not node.users])
         for node in nodes:

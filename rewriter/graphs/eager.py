@@ -112,7 +112,7 @@ class EagerEmitter(Emitter[Joint]):
     def compute(self, op: Op) -> None:
         again = op.name in self.again
         self.again.add(op.name)
-        # What the graph adds on its own has no op of torch's.
+        # Tangents come from autograd: nothing runs.
         if op.target == TANGENTS:
             return
         if op.target in (ACCUMULATE, UPDATE):

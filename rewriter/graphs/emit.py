@@ -30,7 +30,7 @@ _VIEWS = (*_RESHAPES, aten.t.default, aten.transpose.int, aten.permute.default)
 
 
 def leave_out_views(graph: fx.Graph) -> None:
-    # What the graph returns stays a tensor of its own.
+    # What the graph returns stays as it is.
     returned = set(graph.find_nodes(op="output")[0].all_input_nodes)
     for node in list(graph.nodes):
         if not _is_view(node) or node in returned:

@@ -120,6 +120,7 @@ class Emitter(ABC, Generic[_AnyJoint]):
             self.forget(node)
 
     def forget(self, node: fx.Node) -> None:
+        """Let no copy stand for `node` any more."""
         self.copies.pop(node, None)
 
     @abstractmethod
@@ -150,6 +151,7 @@ class Emitter(ABC, Generic[_AnyJoint]):
         return placeholder
 
     def results(self, results: Iterable[Any]) -> list[Any]:
+        """Emitted nodes of some of the joint graph's results."""
         return [self.resolve(r) if isinstance(r, fx.Node) else r for r in results]
 
     def gradients(self, results: Sequence[Any]) -> list[Any]:
@@ -240,5 +242,5 @@ def _put_first(graph: fx.Graph, placeholders: list[fx.Node]) -> None:
 
 
 def _is_without_version(pair: tuple[fx.Node, fx.Node]) -> bool:
-    # AOTAutograd wants such last
+    # AOTAutograd wants tensors without a version check last.
     return bool(pair[0].meta.get("saved_tensor_with_no_vc_check", False))

@@ -96,7 +96,7 @@ def _make_contiguous(node: fx.Node, gradient: int, like: int | None) -> None:
 def _takes_format(node: fx.Node) -> bool:
     read: Any = node.args[0]
     is_group_norm = node.target is aten.native_group_norm_backward.default
-    # group norm asks for it on a CPU alone
+    # Group norm asks for its input's memory format on a CPU alone.
     return not is_group_norm or read.meta["val"].device.type == "cpu"
 
 

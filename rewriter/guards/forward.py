@@ -288,8 +288,7 @@ class Guards:
         as_captured = signature.firsts if signature.as_one else range(len(leaves))
 
         def counts(leaf: int) -> bool:
-            # Two leaves that are one tensor matter where code asks for it, or the step writes to
-            # one.
+            # It matters only if code asks whether two are one, or the step writes to one.
             return self.python_state.asks_identity or len(taken) + leaf in self.written
 
         if len(leaves) > 1 and (other := first_other_identity(leaves, as_captured, counts)):

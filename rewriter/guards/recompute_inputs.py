@@ -81,7 +81,7 @@ class RecomputeInputs:
         return part, [
             _Noted(
                 name,
-                # Not held: what nothing else needs until backward may go.
+                # Weak, as a tensor that nothing else needs may go before backward.
                 weakref.ref(tensor),
                 tensor._version,
                 tensor.untyped_storage()._cdata,

@@ -49,7 +49,7 @@ class _BetweenCalls(InductorChoices):
     ) -> bool:
         if scheduler not in self._calls:
             self._calls[scheduler] = [n.min_order for n in scheduler.nodes if n.is_extern()]
-        # In the order before anything is fused: `min_order` and `max_order` keep it.
+        # `min_order` and `max_order` keep the order before anything was fused.
         calls = self._calls[scheduler]
         first = min(node1.min_order, node2.min_order)
         last = max(node1.max_order, node2.max_order)

@@ -77,7 +77,7 @@ class _StoredNodes:
     def is_stored(self, node: fx.Node) -> bool:
         readers = self.readers[node]
         is_result = any(reader.op == "output" for reader in readers)
-        # What backward reads of forward is saved, and a call reads storages.
+        # Backward reads only what forward has saved, and a call reads memory.
         is_crossing = node in self.in_forward and any(r not in self.in_forward for r in readers)
         by_call = any(not is_inlined(reader) and not is_reduction(reader) for reader in readers)
         self.reads[node], self.held[node] = self._sources(node), self._held(node)

@@ -56,7 +56,7 @@ def _as_laid_out(kernel: Any) -> fx.Node | None:
     for i, node in enumerate(tensors):
         if node not in stand_in:
             stand_in[node] = graph.placeholder(f"arg{len(stand_in)}_1")
-            # Of other numbers of inputs it is not known which is whose.
+            # With another number of inputs it is not known which belongs to which.
             layout = real[i].maybe_get_layout() if len(real) == len(tensors) else None
             stand_in[node].meta["val"] = _laid_out(node.meta.get("val"), layout)
     args, kwargs = pytree.tree_map(

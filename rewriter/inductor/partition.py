@@ -90,7 +90,7 @@ def _read_from_copies(gm: fx.GraphModule, overwritten: Sequence[fx.Node]) -> lis
         with gm.graph.inserting_after(copies[-1] if copies else inputs[-1]):
             copy = gm.graph.call_function(_COPY, (node,))
         copy.meta = {**readers[0].meta, "val": torch.empty_like(node.meta["val"])}
-        # It tells of another node's result.
+        # It describes the reader's result.
         copy.meta.pop("tensor_meta", None)
         for reader in readers:
             reader.replace_input_with(node, copy)

@@ -139,7 +139,6 @@ def _keys(context: object, n_children: int) -> list[Any]:
 def _as_keys(found: Any, n_children: int) -> list[Any]:
     if not isinstance(found, list) or any(isinstance(key, (list, dict)) for key in found):
         raise _unread("a dict of its tree has keys that are none")
-    # A set finds a key that stands twice.
     if len(found) != n_children or len(set(found)) != n_children:
         raise _unread("a dict of its tree has other keys than values")
     return found

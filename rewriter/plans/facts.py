@@ -129,7 +129,7 @@ def batch_signature(signature: Signature) -> BatchSignature:
 
 
 def _is_read_again(tree: str, spec: pytree.TreeSpec) -> bool:
-    # JSON has no tuples, which keys may be, so what was written is read once.
+    # JSON has no tuples, which keys may be: the text must give the same tree.
     try:
         return tree_from(tree) == spec
     except PlanError:
@@ -139,7 +139,7 @@ def _is_read_again(tree: str, spec: pytree.TreeSpec) -> bool:
 def signature_from(batch: BatchSignature) -> Signature:
     try:
         spec = tree_from(batch.tree)
-        with FakeTensorMode():  # a batch of this size takes no memory
+        with FakeTensorMode():  # a fake batch takes no memory
             return Signature(pytree.tree_unflatten([_leaf(leaf) for leaf in batch.leaves], spec))
     except _UNREADABLE as error:
         raise PlanError(f"the batch in the plan file cannot be read ({error})") from error

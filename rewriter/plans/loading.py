@@ -183,7 +183,7 @@ def _load_over_range(
         traced = trace_recipe(model, dataclasses.replace(recipe, signature=_ranged(plan, over)))
         found = ranged_graph_of(traced, lambda one: one.graph)
     known = over.graph
-    # As the schedules were judged with the sizes in the file.
+    # The schedules were judged with the sizes in the file.
     if (found.extents, found.batch_bytes) != (known.extents, known.batch_bytes):
         raise PlanError(
             f"the plan does not fit: values of {plan.model} have other sizes than those that it "

@@ -101,7 +101,7 @@ class Dependencies:
         if node.target is draw_noting:
             state = node.args[0]
             assert isinstance(state, fx.Node)
-            # It notes in the state where the stream was.
+            # `draw_noting` writes a note into the state.
             written |= self.storages[state]
         target, args = drawn(node)
         schema = getattr(target, "_schema", None)

@@ -66,7 +66,7 @@ def _ops_run_early(
     for node in nodes:
         if node in early:
             flow.add_arc_with_capacity(_SOURCE, place[node], unlimited)
-        elif is_heavy(node):  # to have these late is what the parts are for
+        elif is_heavy(node):  # having these late is what the parts are for
             flow.add_arc_with_capacity(place[node], _SINK, unlimited)
         for first in dependencies.before[node]:
             flow.add_arc_with_capacity(place[node], place[first], unlimited)
@@ -75,7 +75,7 @@ def _ops_run_early(
         for reader in readers:
             flow.add_arc_with_capacity(i, _SINK if reader is None else place[reader], unlimited)
     flow.solve(_SOURCE, _SINK)
-    # The source's side of a least cut has the fewest ops early.
+    # Of several least cuts, the one nearest the source has the fewest ops early.
     found = set(cast("list[int]", flow.get_source_side_min_cut()))
     return {node for node in nodes if place[node] in found}
 

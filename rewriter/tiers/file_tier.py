@@ -121,7 +121,7 @@ def link_thread(name: str) -> LinkThread:
 
 def _end_threads() -> None:
     threads = list(_threads.values())
-    _threads.clear()  # a copy that another function of atexit begins gets a new one
+    _threads.clear()  # a copy begun by a later function of atexit gets a new one
     for one in threads:
         one.end()
     for one in threads:

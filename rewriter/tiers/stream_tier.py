@@ -224,7 +224,7 @@ class StreamTier:
         part = self._ranges.take(place_bytes, shown.size_bytes)
         part.uses.settle()
         way = side_stream(str(self.device), "d2h")
-        # The value is made by what the computing stream has been given so far.
+        # What the computing stream has been given so far makes the value.
         way.wait_event(self._computing().record_event())
         copied = self._queued(way, part.uses, part.memory, _whole(x, shown.size_bytes))
         part.uses.events[:] = [copied]
