@@ -39,16 +39,10 @@ _compiling = threading.RLock()
 class CompiledStep:
     """A callable step, the two GraphModules that it carries out, and facts about its gradients.
 
-    Attributes
-    ----------
-    graph, links : what is carried out, and by which links values are copied.
-    mutated, initialised : what each step sets on modules and elsewhere.
-    duplicate_outputs : where results repeat a tensor. floats : numbers that each step reads anew.
-    by_inductor : whether it runs Inductor's code or ours.
-    gradient_gates : how gradients are released as they are made, if they are.
-    memory : where its graphs get memory from. tier : where they copy values to.
-    gradient_order : the order in which eager's gradients come, by place.
-    recompute_inputs : places of the inputs that backward reads to make values again.
+    `mutated` and `initialised` are what each step sets on modules and elsewhere,
+    `duplicate_outputs` where its results repeat a tensor, `floats` the numbers that each step reads
+    anew. `gradient_order` is the order in which eager's gradients come, by place;
+    `recompute_inputs` are the places of what backward reads to make values again.
     """
 
     call: Callable[..., Any]
@@ -75,7 +69,6 @@ class CompiledStep:
 
 
 def copy_to_compile(trace: Trace) -> Trace:
-    """The same trace once more, for one of several schedules."""
     state = trace.descriptors._aot_state
     # AOTAutograd notes in its metadata what one schedule saves for backward; all else of a trace is
     # only read.
@@ -95,14 +88,7 @@ def compile_step(
     by_inductor: bool = False,
     links: Links | None = None,
 ) -> CompiledStep:
-    """Carry out `schedule` on a fresh trace.
-
-    Raises
-    ------
-    ScheduleError : the schedule was made for another graph, or breaks a rule of it.
-    RewriteError : Inductor is asked for and cannot compile the step exactly.
-    TierError : values are copied to a folder that cannot be written, or has too little room.
-    """
+    """Carry out `schedule` on a fresh trace, by our own code or Inductor's."""
     found = require_valid(trace.graph, schedule, links)
     if schedule.moves:
         refuse_copies(by_inductor=by_inductor, over_range=trace.env is not None)

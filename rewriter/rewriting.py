@@ -39,13 +39,7 @@ from remat.schedules.simulate import require_valid
 def trace_of_schedule(
     model: nn.Module, recipe: Recipe, schedule: Schedule, captured: Trace | None = None
 ) -> Trace:
-    """A trace of the step that `schedule` is of; `captured` is used up if it can serve.
-
-    Raises
-    ------
-    RewriteError : chunks that are to be exact give other bits than eager here.
-    ScheduleError : the step has no such region or number of chunks, or this release no such lever.
-    """
+    """A trace of the step that `schedule` is of; `captured` is used up if it can serve."""
     _require_counts(schedule)
     facts = schedule.graph_hash, recipe.device
     # The plan may have been made elsewhere, or for a device of the table: exact chunks are compared

@@ -125,16 +125,11 @@ _INT = ctypes.c_int64
 
 @dataclass(frozen=True)
 class Counts:
-    """What became of requests.
+    """What became of requests: `hits` were served as planned, others by torch's allocator.
 
-    Attributes
-    ----------
-    hits : served as planned.
-    unplanned, occupied, kept : missed, and so served by torch's allocator: none of that size was
-        planned, another block of the step lies in the place, or what the user has kept does.
-    missed_bytes : of those.
-    moved_out : requests that are left to torch's allocator from then on, since the user keeps what
-        they are for, such as gradients, into the next step.
+    Of the misses, none of that size was planned, another block of the step lies in the place
+    (`occupied`), or what the user has kept does (`kept`). `moved_out` are left to torch's allocator
+    from then on, since the user keeps them, such as gradients, into the next step.
     """
 
     hits: int = 0
@@ -197,7 +192,6 @@ class ArenaLibrary:
         self._c.remat_arena_begin(number, first, end)
 
     def end(self) -> Counts:
-        """Disarm this thread; what was counted since it was armed."""
         out = np.zeros(_N_COUNTS, np.int64)
         self._c.remat_arena_end(out)
         return Counts(*out.tolist())
@@ -223,7 +217,6 @@ class ArenaLibrary:
         self._c.remat_record_begin()
 
     def record_end(self) -> tuple[int, int]:
-        """End a part; the calls and events of the record so far."""
         out = np.zeros(2, np.int64)
         self._c.remat_record_end(out)
         return int(out[0]), int(out[1])

@@ -38,14 +38,10 @@ _one_at_a_time = threading.Lock()
 
 @dataclass(frozen=True, eq=False)
 class Requests:
-    """The requests of one step in the order of its calls.
+    """The requests of one step in the order of its calls, those of forward first.
 
-    Attributes
-    ----------
-    size_bytes : asked for.
-    start, end : in events of the step; `end` is `n_events` for what backward leaves alive.
-    n_forward : calls of forward, which are the first.
-    results : calls that took what forward returns to the user.
+    `start` and `end` are in events of the step; `end` is `n_events` for what backward leaves alive.
+    `results` are calls that took what forward returns to the user.
     """
 
     size_bytes: Ints
@@ -157,7 +153,6 @@ def recorded(memory: StepAllocator) -> Generator[Recorder]:
 
 
 def require_arena_fits(module: nn.Module) -> RematModule:
-    """The module; raises `ArenaError` or `DeviceError` if no arena can serve it."""
     if not isinstance(module, RematModule):
         raise ArenaError(
             f"an arena is for one rewritten module, and this is {type(module).__name__}: pass what "

@@ -22,13 +22,8 @@ class _Source(Protocol):
 class StepAllocator:
     """The place at which an arena is put around the graphs of one compiled step.
 
-    Copies of a module share its step, and so its arena.
-
-    Attributes
-    ----------
-    source : None leaves all requests to torch's allocator.
-    n_results : how many of the first tensors that forward's graph returns go to the user. The
-        others are what backward reads.
+    Copies of a module share its step, and so its arena. A `source` of None leaves all requests to
+    torch's allocator. Forward's graph returns `n_results` to the user, then what backward reads.
     """
 
     def __init__(self) -> None:

@@ -69,11 +69,8 @@ def why_no_room(
 ) -> str:
     """Why forward alone, which keeps nothing, would raise a step's peak; empty where it does not.
 
-    Parameters
-    ----------
-    kept_bytes : of the state that is put back afterwards.
-    is_block : whether the plan is for a part of a model.
-    results_bytes : of what is held beside the planned step too.
+    `kept_bytes` are of the state that is put back afterwards, `results_bytes` of what is held
+    beside the planned step too. `is_block` says that the plan is for a part of a model.
     """
     need_bytes = simulate(*forward_alone(baseline_graph(unchunked(graph)))).peak_bytes + kept_bytes
     planned = simulate(graph, schedule, links)
@@ -141,13 +138,9 @@ _LOG = logging.getLogger("remat")
 
 @dataclass
 class _Seen:
-    """What eager's forward gave, to be compared with a planned one.
+    """What eager's forward gave and wrote, and how far it repeats that.
 
-    Attributes
-    ----------
-    expected : results, buffers, attributes and random streams after it, and how far they repeat.
-    before : the state that both forwards start from.
-    moved : how far rounding alone moves each result, where that was looked at.
+    Both forwards start from `before`; `moved` is how far rounding alone moves each result.
     """
 
     expected: EagerVariation
@@ -157,7 +150,6 @@ class _Seen:
 
 
 def is_audited(step: int) -> bool:
-    """Whether a step of that number is compared: powers of two, and every thousandth."""
     return step > 1 and (step & (step - 1) == 0 or step % _EVERY == 0)
 
 
@@ -357,7 +349,6 @@ class Audit:
 
 
 def _compared(seen: _Seen, found: Outcome, allowed: float) -> tuple[str, ...]:
-    """Names of what differs, and of what only one of the two gave."""
     expected = seen.expected.expected
     alone = tuple(name for name in found if name not in expected)
     if allowed:

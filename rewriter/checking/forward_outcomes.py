@@ -35,13 +35,8 @@ from remat.rewriter.guards.forward import Guards, constants_of
 class BeforeForward:
     """Buffers, batch, random streams and Python's state that forward may write, to be put back.
 
-    Parameters
-    ----------
-    written : tensors that the planned forward writes to. others : that it only reads.
-
-    Attributes
-    ----------
-    attributes : those of all modules. devices : whose random streams it knows.
+    The planned forward writes to the tensors in `written`, and only reads `others`. `devices` are
+    those whose random streams it knows.
     """
 
     def __init__(self, guards: Guards, written: Iterable[Tensor], others: Iterable[Tensor]) -> None:
@@ -67,7 +62,6 @@ class BeforeForward:
         return [f"tensor of shape {list(tensor.shape)}" for tensor in moved]
 
     def forget(self) -> None:
-        """Let go of the copies: nothing is put back any more."""
         self._tensors, self._streams = [], {}
 
     def put_back(self) -> None:
@@ -109,10 +103,7 @@ HASH_BLOCK_BYTES = 1 << 16
 
 
 def fingerprint(tensor: Tensor) -> str:
-    """A short text, equal for tensors of one dtype, shape and bits on a CPU; needs no copy.
-
-    Source: J.-P. Aumasson et al., BLAKE2, 2013.
-    """
+    # J.-P. Aumasson et al., BLAKE2, 2013. Results are compared without a copy of them.
     found = hashlib.blake2b(digest_size=16)
     for block in _blocks(tensor.detach()):
         found.update(bits_of(block).numpy().data)
@@ -164,14 +155,7 @@ class ForwardOutcomes:
         return [*own, *constants_of(self._step.forward)]
 
     def of_eager(self, before: BeforeForward, leaves: list[Any], keeps_values: bool) -> Outcome:
-        """Run the model's own forward and the loss, and put everything back.
-
-        With `keeps_values`, results are kept as they are, and not by their bits in short.
-
-        Raises
-        ------
-        NotComparedError : it cannot be run without what autograd saves.
-        """
+        """Run the model's own forward and the loss, and put everything back."""
         try:
             found = self.left(before, leaves, self._run(leaves), keeps_values)
             # The planned forward gives nothing of that name, so such a write is a difference.
@@ -186,7 +170,6 @@ class ForwardOutcomes:
     def left(
         self, before: BeforeForward, leaves: list[Any], output: Any, keeps_values: bool
     ) -> dict[str, Any]:
-        """What a forward that began at `before` has left, by name; `output` is its result."""
         keep = _value if keeps_values else _bits
         found = {f"output{at}": keep(leaf) for at, leaf in _by_path(flatten_dataclasses(output))}
         for name, buffer in self._guards.step.named_buffers():

@@ -38,11 +38,7 @@ _NO_HOOKS = "saved tensor hooks"
 
 
 class OffDeviceMemory:
-    """Memory off a device.
-
-    `stays` are tensors that live through the step anyway. A `NotComparedError` says that no file
-    can be made, or that files have no room.
-    """
+    """Memory off a device; `stays` are tensors that live through the step anyway."""
 
     def __init__(self, device: str, stays: Iterable[Tensor]) -> None:
         self.device, self._live = torch.device(device), _Live(math.inf)
@@ -67,14 +63,7 @@ class OffDeviceMemory:
         return lambda: _over_storage(shown, copied.read())
 
     def running(self, run: Run, room_bytes: float) -> Run:
-        """`run` with what autograd saves in it moved until backward reads it.
-
-        At most `room_bytes` of that are on the device at once.
-
-        Raises
-        ------
-        NotComparedError : code in it takes no hooks on what autograd saves, or holds more of that.
-        """
+        """`run` with what autograd saves moved: at most `room_bytes` are on the device at once."""
 
         def moved() -> Any:
             self._live = _Live(room_bytes)
@@ -144,8 +133,6 @@ class OffDeviceMemory:
 
 
 class _InFile:
-    """All bytes of a storage, in a file."""
-
     def __init__(self, folder: Folder, storage: UntypedStorage) -> None:
         try:
             self._file = File(folder, storage.nbytes())
@@ -166,8 +153,6 @@ class _InFile:
 
 
 class _OnHost:
-    """All bytes of a storage, in the host's memory."""
-
     def __init__(self, storage: UntypedStorage) -> None:
         self._bytes, self._device = _all_bytes(storage).to(CPU, copy=True), storage.device
 
@@ -179,8 +164,6 @@ class _OnHost:
 
 
 class _Moved:
-    """The bytes of a storage that are kept elsewhere."""
-
     def __init__(self, storage: UntypedStorage, copied: _InFile | _OnHost, live: _Live) -> None:
         self._there, self._copied, self._live = weakref.ref(storage), copied, live
         self._size_bytes, self.write = storage.nbytes(), copied.write

@@ -53,10 +53,8 @@ rounding moves it. That of another dropout mask is off by more, from one element
 class EagerVariation:
     """How far runs of eager from the same state are from the first of them, which gave `expected`.
 
-    Attributes
-    ----------
-    noise : by the name of each tensor that another run gave otherwise, the largest distance of an
-        element; 0 where there is none to take.
+    `noise` is the largest distance of an element, by the name of each tensor that another run gave
+    otherwise; 0 where there is none to take.
     """
 
     def __init__(self, expected: Outcome) -> None:
@@ -70,7 +68,6 @@ class EagerVariation:
 
 
 def differing_names(variation: EagerVariation, found: Outcome) -> tuple[str, ...]:
-    """Names of what a rewritten step gave otherwise, beyond eager's own variation."""
     expected, noise = variation.expected, variation.noise
     differing = [name for name in expected if not bitwise_equal(expected[name], found.get(name))]
     return tuple(
@@ -101,11 +98,9 @@ def differing_beyond(
 ) -> tuple[tuple[str, ...], float]:
     """Names of what is further off than `tolerance`, and the largest relative error.
 
-    Parameters
-    ----------
-    moved : how far rounding alone moves results. They may be off by `_TIMES` that, up to
-        `_MOST_ROUNDING`. One that is not larger than `_TIMES` that is noise, and may be off by the
-        tolerance of all results of its kind together.
+    `moved` is how far rounding alone moves results. They may be off by `_TIMES` that, up to
+    `_MOST_ROUNDING`. One that is not larger than `_TIMES` that is noise, and may be off by the
+    tolerance of all results of its kind together.
     """
     errors: dict[str, float] = {}
     wrong: list[str] = []
@@ -222,13 +217,10 @@ def own_parameters(*models: nn.Module) -> Generator[None]:
 
 
 class StepState:
-    """Gradients, buffers, the batch and the random streams as they were.
+    """Gradients, buffers, the batch and the random streams as they were, on `device` and the CPU.
 
-    Parameters
-    ----------
-    device : where the step runs. Its random stream is kept beside the CPU's.
-    keep_parameters : whether forward may write to parameters too, as a momentum encoder's does.
-    elsewhere : where copies of all that and the outcomes are kept; None for memory.
+    `keep_parameters` says that forward may write to parameters too, as a momentum encoder's does.
+    Copies and outcomes are kept `elsewhere`, or in memory.
     """
 
     def __init__(
@@ -268,7 +260,6 @@ class StepState:
                 leaf.grad = self.gradients[name]
 
     def reset(self) -> None:
-        """Back to the start of a step, without gradients."""
         # Or a run would find what the one before it has cast.
         torch.clear_autocast_cache()
         with torch.no_grad():
@@ -285,7 +276,6 @@ class StepState:
             self.python_state.restore()
 
     def prepared(self, run: Callable[[], _Measure], accumulate: bool) -> _Measure:
-        """What `run` returns from the start of a step; with zeros as gradients if `accumulate`."""
         self.reset()
         if accumulate:
             for leaf in self.leaves.values():
@@ -349,7 +339,6 @@ def rounding_of(module: nn.Module) -> Rounding:
 
 
 def tolerance_of(module: nn.Module) -> float:
-    """How far results may be from eager's; 0 unless something rounds otherwise."""
     rounding, kind = rounding_of(module), type(module)
     if rounding == "levers":
         return max(one.tolerance for one in kind._remat_schedule.levers)  # pyright: ignore

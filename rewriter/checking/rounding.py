@@ -102,7 +102,6 @@ class DeterministicReductions(OpWatcher):
 
 
 def has_nondeterministic_sums(module: nn.Module) -> bool:
-    """Whether a rewritten part of `module` holds such an op, and threads for it."""
     kinds: list[Any] = [type(m) for m in module.modules()]  # of its own, which holds the plan
     steps = [kind._remat_compiled_step for kind in kinds if hasattr(kind, "_remat_compiled_step")]
     return any(
@@ -139,8 +138,6 @@ _COPIES = frozenset({"detach", "alias", "clone", "copy", "_to_copy", "view", "ex
 
 @dataclass(frozen=True)
 class _Op:
-    """An op by its name and the plain numbers among its arguments, with the user's line."""
-
     name: str
     numbers: tuple[Any, ...]
     line: str

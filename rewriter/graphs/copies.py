@@ -40,12 +40,9 @@ _WritesOf = Callable[[str], tuple[str, ...]]
 
 @dataclass
 class CopyTimes:
-    """Which copies out of the device begin later than a schedule has it.
+    """Which copies out of the device begin later than a schedule has it: indices of their steps.
 
-    Attributes
-    ----------
-    delayed : indices of steps whose copy begins later.
-    after_write : by the index of a run, the values copied after it, with the delayed step of each.
+    `after_write` has, by the index of a run, the values copied after it, each with its step.
     """
 
     delayed: set[int] = field(default_factory=set[int])
@@ -116,12 +113,7 @@ def _stale(value: str) -> RewriteError:
 
 @dataclass
 class CopyContext:
-    """What the emitters of the two graphs of one plan share.
-
-    Attributes
-    ----------
-    leaving : values whose copy out may still read them, in the order in which copies began.
-    """
+    """What the emitters of both graphs share; `leaving` may still be read by a copy out."""
 
     tier: TierCopies
     times: CopyTimes
@@ -131,10 +123,8 @@ class CopyContext:
 class CopyEmitter(EagerEmitter):
     """Emits one of the two graphs of a schedule with copies.
 
-    Attributes
-    ----------
-    handles : nodes of what is below the device. pending : of values that are on their way back.
-    leaving : handles of copies to the host that may still read the device.
+    `handles` are nodes of what is below the device, `pending` of values that are on their way back,
+    `leaving` handles of copies to the host that may still read the device.
     """
 
     def __init__(

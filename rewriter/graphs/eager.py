@@ -32,7 +32,6 @@ class EagerEmitter(Emitter[Joint]):
 
     Parameters
     ----------
-    demand : as in `Emitter`; a saved random state goes by its name.
     again : names of ops that have run before; updated as ops are emitted.
     repeated : names of ops that run more than once in the schedule.
     left_live : values that the graph before this one left live.
@@ -231,7 +230,6 @@ class EagerEmitter(Emitter[Joint]):
                 self.updates[self.joint.value_of_node[picked]] = picked, copy
 
     def _picked_results(self, node: fx.Node, op: Op) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """Emit those of `op`'s outputs, results of `node`, that are not live already."""
         for name in op.outputs:
             base = self.joint.base_of_value.get(name)
             picked = base and skip_wait(base)

@@ -89,15 +89,9 @@ def emit(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward GraphModules that carry out `schedule`, in AOTAutograd's contract.
 
-    Parameters
-    ----------
-    metadata : AOTAutograd's, if backward is to take gradients in the strides that they come in.
-    writes : whether what eager writes in place is written in place.
-    env : of a trace for a range of sizes. tier : what the schedule copies values to, if it does.
-
-    Raises
-    ------
-    RewriteError : the schedule has a step that cannot be carried out.
+    With AOTAutograd's `metadata`, backward takes gradients in the strides that they come in. With
+    `writes`, what eager writes in place is written in place. `env` is of a trace for a range of
+    sizes, `tier` what the schedule copies values to.
     """
     repeated = {name for name, count in schedule.computations().items() if count > 1}
     again: set[str] = set()  # of both graphs: what runs in backward may have run in forward

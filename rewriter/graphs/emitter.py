@@ -23,8 +23,6 @@ from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, St
 
 @dataclass(frozen=True)
 class LowerTierCopy:
-    """The copy of a value in a tier below the device, for which a graph has a handle."""
-
     value: str
     tier: Tier
 
@@ -39,8 +37,6 @@ Demand = Callable[[Demanded], fx.Node]
 
 
 class _JointGraph(Protocol):
-    """A joint graph together with the fx nodes that its names stand for."""
-
     module: fx.GraphModule
     graph: TrainingGraph
     node_of_op: dict[str, fx.Node]

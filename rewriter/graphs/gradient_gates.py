@@ -107,12 +107,9 @@ class _Pass:
 
 
 class GradientGates:
-    """The gates of one compiled step.
+    """The gates of one compiled step, each with the places of the inputs that pass through it.
 
-    Attributes
-    ----------
-    gates : for each gate the places of the inputs that pass through it.
-    updated : places of the parameters whose gradients are released before the end.
+    `updated` are places of the parameters whose gradients are released before the end.
     """
 
     def __init__(self, backward: fx.GraphModule) -> None:

@@ -120,13 +120,10 @@ _SUM = torch.ops.aten.add.Tensor
 class GradientFacts:
     """Gradients of a step, by the places of its inputs: parameters and buffers first.
 
-    Attributes
-    ----------
-    unused : inputs that get no gradient, though they may require one.
-    needs : for each place that gets one, the places of the results of forward that it comes from.
-    through : all places in `needs`' values.
-    summed : places whose gradient is a sum of several terms.
-    written : inputs that the step writes to, with the paths of parameters and buffers; else empty.
+    Inputs in `unused` get none, though they may require one. `needs` has, for each other place, the
+    places of the results of forward that its gradient comes from; `through` are all of these. A
+    gradient in `summed` is a sum of several terms. `written` are inputs that the step writes to,
+    with the paths of parameters and buffers, else empty.
     """
 
     unused: frozenset[int]
@@ -141,7 +138,6 @@ class GradientFacts:
 
     @property
     def writes_batch(self) -> bool:
-        """Whether it writes to what is neither a parameter nor a buffer."""
         return "" in self.written.values()
 
 

@@ -40,13 +40,10 @@ _Words = NDArray[np.uint32]
 
 @dataclass(frozen=True)
 class _StateForm:
-    """Where things stand in the state of a kind of device.
+    """Where things stand in the state of a kind of device; `kept_bytes` has room for the note.
 
-    Attributes
-    ----------
-    torch_bytes : what torch's own state has. kept_bytes : with room for the note.
-    note : its two words, in units of 32 bits.
-    place : the bytes that say how far the stream is. block : at which it begins anew.
+    `note` is its two words of 32 bits, `place` the bytes that say how far the stream is, `block`
+    the number at which that begins anew.
     """
 
     torch_bytes: int
@@ -181,12 +178,7 @@ def drawn(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
 def run_with_rng_state(
     state: Tensor, device: str, op: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run `op` with a generator in `state`; the stream of `device` stays as it is.
-
-    Raises
-    ------
-    RandomStreamError : another thread drew between `state` and the first run of `op`.
-    """
+    """Run `op` with a generator in `state`; the stream of `device` stays as it is."""
     is_noted = _takes_note(state, device)
     bare, note = _parted(state, device) if is_noted else (state, None)
     form = form_with_generator(op)
@@ -218,7 +210,6 @@ def _draw_from_default(
 
 @functools.cache
 def form_with_generator(op: Callable[..., Any]) -> Callable[..., Any] | None:
-    """The overload of `op` that takes a generator, None where there is none."""
     if not isinstance(op, OpOverload):
         return None
     name = op._overloadname

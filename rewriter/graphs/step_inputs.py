@@ -125,7 +125,6 @@ _Numbers = Callable[..., tuple[Any, ...]]
 
 
 def read_sizes(forward: fx.Graph, backward: fx.Graph, env: Environment) -> None:
-    """Let nodes read each `SizeArgument`, at each step, from the shapes of forward's inputs."""
     in_backward = _arguments_in(backward)
     if not in_backward and not _arguments_in(forward):
         return

@@ -91,10 +91,7 @@ def _line_of(code: CodeType, name: str) -> int:
 class Updates:
     """The updates of one rewritten module.
 
-    Attributes
-    ----------
-    accumulates : whether the plan counts gradients that stay.
-    paused : whether gradients are added to ``.grad`` and stay there.
+    The plan counts gradients that stay if it `accumulates`; while `paused` they do, in ``.grad``.
     """
 
     def __init__(self, optimizer: Optimizer, kind: str, *, accumulates: bool) -> None:

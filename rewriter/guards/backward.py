@@ -41,14 +41,10 @@ class _Expecting(Protocol):
 
 
 class BackwardGuards:
-    """Watches the autograd node of one forward.
+    """Watches the autograd node of one forward, called with `inputs`, parameters and buffers first.
 
-    Parameters
-    ----------
-    names, inputs : what the step was called with, parameters and buffers first.
-    constants : tensors that backward's graph holds itself, by what they are.
-    running : what releases gradients as they are made, if they are.
-    recompute_inputs : of the inputs, those that backward reads to make values again.
+    `constants` are tensors that backward's graph holds itself, by what they are; `running` releases
+    gradients as they are made; `recompute_inputs` are read by backward to make values again.
     """
 
     def __init__(

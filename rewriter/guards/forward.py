@@ -46,10 +46,7 @@ _LEAVES = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str})
 
 
 class BatchFlattener:
-    """Takes batches apart, without torch's walk where arguments are leaves themselves, as most are.
-
-    `signature` is of the batch at capture.
-    """
+    """Takes batches apart, without torch's walk where arguments are leaves, as most are."""
 
     def __init__(self, signature: Signature) -> None:
         self._spec = signature.spec
@@ -86,7 +83,6 @@ def _same_objects(
     modes: Sequence[tuple[str, nn.Module, bool]],
     hooks: Sequence[tuple[str, nn.Module, str, dict[Any, Any]]],
 ) -> Callable[[], bool]:
-    """Returns a check that holds while the model has the same modules, parameters and buffers."""
     if not all(_is_plain(tensor) for tensor in state):
         return lambda: False  # what C++ compares is made for plain tensors
     names = ObjectNames()
@@ -170,13 +166,9 @@ MOST_LOOKS = 8
 class Guards:
     """The state that a plan relies on, read at rewriting and compared at every step.
 
-    Parameters
-    ----------
-    recipe : signature of the batch and autocast state at capture.
-    python_state : what forward and the loss read, as it was when the model was traced.
-    initialised : what forward sets at its first call alone.
-    forward, backward : the rewritten graphs, whose constants are watched.
-    written : places of the inputs that the step writes to.
+    `recipe` has the batch's signature and autocast at capture, `python_state` what forward and the
+    loss read then, `initialised` what forward sets at its first call alone. The graphs' constants
+    are watched. `written` are places of the inputs that the step writes to.
     """
 
     def __init__(
@@ -230,12 +222,7 @@ class Guards:
         return {"": True, **{path: mode for path, _, mode in self.modes}}
 
     def require(self, batch: Any) -> tuple[list[Tensor], list[Any]]:
-        """Parameters and buffers that the step takes, tied ones once; and the leaves of `batch`.
-
-        Raises
-        ------
-        RewriteError : something is not as at capture; names the first difference.
-        """
+        """State that the step takes, tied tensors once, and the leaves of `batch`; or an error."""
         leaves, spec = self.batches.leaves(batch)
         self.recipe.signature.require(leaves, spec, self.kind)
         taken = self._model_state()
@@ -400,7 +387,6 @@ def _first_changed(before: tuple[Any, ...], now: tuple[Any, ...]) -> tuple[str, 
 
 
 def _numbers(changes: list[Change]) -> tuple[str, ...]:
-    """The names of what has changed, if all of it is floats, which steps could read anew."""
     floats = [one.text for one in changes if type(one.before) is type(one.now) is float]
     return tuple(floats) if len(floats) == len(changes) else ()
 
@@ -417,7 +403,6 @@ def _shown(state: tuple[Any, ...]) -> str:
 
 
 def constants_of(*graphs: fx.GraphModule) -> list[Tensor]:
-    """Tensors that the graphs hold themselves: neither parameters, buffers nor arguments."""
     names = [(g, str(n.target)) for g in graphs for n in g.graph.find_nodes(op="get_attr")]
     return [constant for g, name in names if isinstance(constant := getattr(g, name), Tensor)]
 
@@ -425,7 +410,6 @@ def constants_of(*graphs: fx.GraphModule) -> list[Tensor]:
 def _watched_constants(
     model: nn.Module, *graphs: fx.GraphModule
 ) -> list[tuple[str, nn.Module, str, Tensor]]:
-    """Plain tensor attributes of the model that the graphs hold as constants."""
     addresses = {constant.data_ptr() for constant in constants_of(*graphs)}
     return [
         (f"{path}.{name}".lstrip("."), module, name, item)

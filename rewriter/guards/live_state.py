@@ -81,7 +81,6 @@ class UnshardedParameters:
         self._kept: list[tuple[Any, _Versions]] = []
 
     def require_fresh(self, module: nn.Module) -> None:
-        """Raise `StateChangedError` if forward would read parameters from before an update."""
         self._groups = _groups_of(module)
         for group, versions in self._kept:
             if _versions(group) != versions:

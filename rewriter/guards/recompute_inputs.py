@@ -54,10 +54,7 @@ class _Noted(NamedTuple):
 
 
 class RecomputeInputs:
-    """The tensors of one plan that its backward reads to make values again.
-
-    `places` are theirs among the inputs, `step_us` is how long a step takes, as predicted.
-    """
+    """The tensors that backward reads to make values again, by their places among the inputs."""
 
     def __init__(self, places: Sequence[int], step_us: float) -> None:
         self.places = tuple(places)
@@ -175,10 +172,8 @@ def first_other_identity(
 ) -> tuple[int, int] | None:
     """The first leaf that is another one's tensor and was not, or the reverse; and that other one.
 
-    Parameters
-    ----------
-    as_captured : for each leaf, the number of the first one that was the same tensor.
-    counts : whether it counts if a leaf is another one's tensor and was not.
+    `as_captured` has, for each leaf, the number of the first one that was the same tensor. `counts`
+    tells whether it counts if a leaf is another one's tensor and was not.
     """
     for i, (was, now) in enumerate(zip(as_captured, first_places(leaves), strict=True)):
         if was == now:

@@ -58,7 +58,6 @@ class _BetweenCalls(InductorChoices):
 
 @contextlib.contextmanager
 def calls_in_order(is_asked: bool) -> Generator[None]:
-    """Lower graphs so that what is between two calls stays there, if that is asked for."""
     # Torch's own cut keeps Inductor's choices, which make it up to 4 % faster.
     if not is_asked:
         yield

@@ -167,13 +167,6 @@ class _Phase:
 
 
 class InductorStep:
-    """The emitted graphs of one schedule, made ready for Inductor.
-
-    Raises
-    ------
-    RewriteError : an op draws from a generator of its own, or is decomposed into one that writes.
-    """
-
     def __init__(self, joint: Joint, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
         self._joint = joint
         self._mode = _mode_of(forward)
@@ -224,7 +217,6 @@ class InductorStep:
 
 
 def code_peak_bytes(joint: Joint, schedule: Schedule) -> int:
-    """Peak of a step that runs Inductor's code for `schedule`; nothing is compiled."""
     return InductorStep(joint, *emit(joint, schedule, writes=False)).peak_bytes()
 
 
@@ -258,7 +250,6 @@ def _workspaces(costs: CallCosts, calls: Sequence[fx.Node]) -> list[int]:
 
 
 def _lift_constants(gm: fx.GraphModule) -> tuple[Tensor, ...]:
-    """Make inputs of the tensors that the graph holds, in place, after its other inputs."""
     # Inductor would write the numbers of small ones into its code, and not see when they change.
     constants: dict[str, fx.Node] = {}
     for node in gm.graph.find_nodes(op="get_attr"):

@@ -58,11 +58,8 @@ such results: on an LSTM that took the least peak in the graph from 35.7 to 11.1
 class _StoredNodes:
     """Says for each inlined node whether it is stored; asked in the order of the nodes.
 
-    Attributes
-    ----------
-    in_forward : the nodes of forward. readers : what reads each node, through views.
-    reads : the stored nodes and inputs that each inlined node reads.
-    held : those of `reads` that nothing else reads.
+    `readers` read a node through views. `reads` are the stored nodes and inputs that each inlined
+    node reads, `held` those of them that nothing else reads.
     """
 
     nodes: Sequence[fx.Node]
@@ -150,12 +147,7 @@ def _count_large(sources: set[fx.Node], node: fx.Node) -> int:
 class FusedJoint:
     """A training graph of kernels together with the fx nodes that its names stand for.
 
-    Attributes
-    ----------
-    module : the joint graph. n_outputs : how many of its outputs are forward's.
-    node_of_op : the node behind each op; the tangents have none.
-    base_of_value : the node that first returns a value.
-    values_read : for each node, the values that must be live where it is emitted.
+    `base_of_value` first returns a value; `values_read` must be live where a node is emitted.
     """
 
     module: fx.GraphModule
@@ -374,14 +366,7 @@ def build_fused(
     gm: fx.GraphModule, n_outputs: int, name: str, resident: Resident, device: str,
     overwritten: Collection[str] = (),
 ) -> FusedJoint:  # fmt: skip
-    """Analyse the joint graph that Inductor is about to partition.
-
-    `overwritten` names inputs that the step overwrites; the graph reads copies of them.
-
-    Raises
-    ------
-    CaptureError : a size is symbolic, or backward reads an input that forward overwrites.
-    """
+    """Analyse the joint graph to be partitioned, which reads copies of `overwritten` inputs."""
     for node in gm.graph.nodes:
         refuse_symbols(node)
     return _Builder(gm, n_outputs, overwritten).build(name, resident, device)

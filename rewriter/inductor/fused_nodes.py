@@ -278,7 +278,6 @@ def _through_bytes(node: fx.Node) -> None:
 
 
 def _made(graph: fx.Graph, node: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
-    """A call with the facts of its result; its place in the user's code is that of `node`."""
     made = graph.call_function(target, args)
     made.meta = {**node.meta, "val": target(args[0].meta["val"], args[1])}
     made.meta.pop("tensor_meta", None)

@@ -166,10 +166,7 @@ What was left was mostly arithmetic, which `us_per_element` adds.
 
 
 class CallCosts:
-    """Time and workspace of calls. Each distinct call is measured once and kept on disk.
-
-    `constants` is the module whose ``get_attr`` tensors the calls may read.
-    """
+    """Time and workspace of calls. Each distinct call is measured once and kept on disk."""
 
     def __init__(self, constants: Any, device: str) -> None:
         self.constants = constants

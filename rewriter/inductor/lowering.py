@@ -135,7 +135,6 @@ class _SkippedKernel(CppKernelProxy):
 
     @property
     def loop_nest(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The loops as Inductor tiles them."""
         if self._tiled is None:
             self._tiled = self._tile()
         return self._tiled
@@ -232,12 +231,9 @@ class ReplayError(RewriteError):
 class Event:
     """One thing that the generated code does to memory.
 
-    Attributes
-    ----------
-    name : of the buffer that it makes or drops. of : the buffer whose storage it shares.
-    sizes_bytes : of the storages made; a call that returns a tuple makes one for each element.
-    element : which element of the tuple `of` is meant.
-    node : the call as an fx node, its arguments as they are laid out.
+    It makes or drops the buffer `name`, which may share the storage of `of`. A call that returns a
+    tuple makes a storage for each element; `element` is which of `of` is meant. `node` is the call,
+    its arguments as they are laid out.
     """
 
     kind: _EventKind
@@ -250,10 +246,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Lowered:
-    """The events of one graph, its inputs, and for each output the buffer that holds it.
-
-    `output_strides` are those that the generated code gives to its outputs.
-    """
+    """Events of one graph, its inputs, and for each output the buffer that holds it."""
 
     events: tuple[Event, ...]
     inputs: tuple[str, ...]
@@ -266,11 +259,8 @@ def lower(
 ) -> Lowered:
     """Lower a copy of `gm` as Inductor will, and stop before its compiler runs.
 
-    `inputs` are fake tensors, one for each placeholder; `visible` outputs keep their strides.
-
-    Raises
-    ------
-    ReplayError : the generated code has lines of an unknown kind.
+    `inputs` are fake tensors, one for each placeholder; `visible` outputs keep their strides. A
+    line of an unknown kind is a `ReplayError`.
     """
     graph = copy_of(gm)
     graph.graph.find_nodes(op="output")[0].meta["user_visible_output_idxs"] = list(visible)

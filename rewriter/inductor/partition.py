@@ -153,10 +153,8 @@ class Pair:
 class FusedStep(StepBytes):
     """One joint graph of torch.compile, to be planned.
 
-    Attributes
-    ----------
-    n_masks : how many masks a plan keeps as bytes and torch's own cut as bool.
-    holds_outputs : whether forward's results are held while backward runs.
+    A plan keeps `n_masks` as bytes, and torch's own cut as bool. `holds_outputs` says whether
+    forward's results are held while backward runs.
     """
 
     holds_outputs = True

@@ -24,12 +24,9 @@ _Workspaces = Callable[[Sequence[fx.Node]], Sequence[int]]
 
 @dataclass(frozen=True)
 class ReplayedMemory:
-    """What a compiled step allocates beyond its inputs.
+    """What a compiled step allocates beyond its inputs; the peaks are while each graph runs.
 
-    Attributes
-    ----------
-    forward_peak_bytes, backward_peak_bytes : the most bytes live while each graph runs.
-    saved_bytes : what forward leaves for backward, without its own outputs (`output_bytes`).
+    `saved_bytes` are what forward leaves for backward, without its own outputs (`output_bytes`).
     """
 
     forward_peak_bytes: int
@@ -46,14 +43,10 @@ class ReplayedMemory:
 class StepBytes:
     """Bytes live while a graph runs that other graphs have allocated.
 
-    Attributes
-    ----------
-    static_bytes : of parameters and buffers. dynamic_bytes : of all other inputs.
-    gradient_bytes : of the gradients of parameters.
-    calls : how many forwards run before the first backward. All but one leave what they have
-        saved, and their inputs, beside what is replayed.
-    modules : how many modules these calls are of, each with gradients of its own.
-    awaited_gradient_bytes : of the gradients that later graphs have left before backward runs.
+    They are of parameters and buffers (`static_bytes`), of all other inputs (`dynamic_bytes`) and
+    of gradients of parameters; `awaited_gradient_bytes` are of gradients that later graphs leave
+    before backward runs. `calls` forwards run before the first backward. All but one leave what
+    they have saved, and their inputs. They are of `modules`, each with gradients of its own.
     """
 
     static_bytes: int
@@ -75,7 +68,6 @@ class StepBytes:
         return self.beside(found, -1)
 
     def _left_by_others_bytes(self, found: ReplayedMemory) -> tuple[int, int]:
-        """What is there beside forward and beside backward, at most, from others."""
         # The last call's backward runs first, beside what all others have saved. In each later one
         # there is one less of these, but the gradients of the first are there, and if each call is
         # of a module of its own, those of all before.
@@ -98,18 +90,11 @@ def replay(
     *,
     holds_outputs: bool = True,
 ) -> ReplayedMemory:
-    """Lower both graphs and replay what they allocate.
+    """Lower both graphs and replay what they allocate; a `ReplayError` if the code cannot be read.
 
-    Parameters
-    ----------
-    n_outputs : how many of forward's outputs are its own; the rest is saved.
-    workspaces : gives, for some calls, the bytes that each takes beyond its results while it runs.
-    visible : as in `lower`.
-    holds_outputs : whether the caller holds forward's outputs while backward runs.
-
-    Raises
-    ------
-    ReplayError : Inductor's code cannot be read.
+    Forward's first `n_outputs` are its own, the rest is saved. `workspaces` gives, for some calls,
+    the bytes that each takes beyond its results while it runs. `holds_outputs` says whether the
+    caller holds forward's outputs while backward runs.
     """
     inputs = [node.meta["val"] for node in forward.graph.find_nodes(op="placeholder")]
     lowered = lower(forward, inputs, is_backward=False, visible=visible)

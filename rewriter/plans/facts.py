@@ -94,7 +94,6 @@ def _title_of(device: str) -> str:
 
 
 def batch_signature(signature: Signature) -> BatchSignature:
-    """Raises `PlanError` for what is no tensor, number, text or container of these."""
     try:
         tree = pytree.treespec_dumps(signature.spec)
     except (NotImplementedError, TypeError) as error:

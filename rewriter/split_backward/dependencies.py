@@ -26,12 +26,8 @@ Storage = tuple[fx.Node, int]
 class Dependencies:
     """The order that parts of a graph of eager's ops, as `emit` writes it, must keep.
 
-    Attributes
-    ----------
-    storages : by node, the storages that its results have; of a node with several results, all.
-    touched : by node, the storages that it reads or writes. A view touches none.
-    written : by node, the storages that it writes to.
-    before : by node, those that run before it. Marks of gradients are left out.
+    By node: `storages` of all its results, those that it reads or writes (`touched`, none of a
+    view) or writes to, and the nodes that run `before` it. Marks of gradients are left out.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -156,10 +152,8 @@ def is_mark(node: fx.Node) -> bool:
 class SplitBytes:
     """Of one microbatch in one block, parameters apart, without workspaces of ops.
 
-    Attributes
-    ----------
-    inputs : the most in I, with all that backward is given. held : from I to W. weights : the most
-        in W, with what is held.
+    `inputs` is the most in I, with all that backward is given; `held` is held from I to W;
+    `weights` is the most in W, with what is held.
     """
 
     inputs: int

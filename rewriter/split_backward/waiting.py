@@ -51,14 +51,10 @@ class _Given(torch.autograd.Function):
 class SplitGraphs:
     """The two parts of a backward graph. To run them needs no solver, unlike to cut them.
 
-    Attributes
-    ----------
-    inputs : I. It takes what backward takes, and returns backward's results, None in the places of
-        weights, then what it carries to W.
-    weights : W. It takes what is carried, and releases gradients where the graph has marks.
-    n_results : of backward. places : of the results that W makes.
-    live : bytes of both, of one microbatch.
-    reads_tangents : whether W reads a gradient that backward is given.
+    `inputs` (I) takes what backward takes, and returns backward's `n_results`, None in the `places`
+    of weights, then what it carries to W. `weights` (W) takes that, and releases gradients where
+    the graph has marks. `live` are bytes of both, of one microbatch. `reads_tangents` says that W
+    reads a gradient that backward is given.
     """
 
     inputs: fx.GraphModule
@@ -73,8 +69,6 @@ _expected: ExpectedBackward[SplitRun] = ExpectedBackward()
 
 
 class SplitCode:
-    """The code of both parts of one compiled step, which blocks that are alike share."""
-
     def __init__(self, graphs: SplitGraphs, kind: str) -> None:
         self.graphs, self.kind = graphs, kind
         self.run_inputs: Boxed = compile_boxed(graphs.inputs, None)
@@ -198,8 +192,6 @@ class WeightsQueue:
 
 
 class StepSplit:
-    """How one rewritten block begins a forward whose backward is split."""
-
     def __init__(self, code: SplitCode, queue: WeightsQueue) -> None:
         self.code, self.queue = code, queue
 

@@ -52,11 +52,8 @@ def _ops_run_early(
 ) -> set[fx.Node]:
     """`early`, and the ops that join them for the least bytes held between the two parts.
 
-    Parameters
-    ----------
-    early : that run early in any case, inputs among them, with all that runs before them.
-    late_results : gradients of weights, which are given away late.
-    resident : storages that cost nothing to hold.
+    `early` run early in any case, inputs among them, with all that runs before them. `late_results`
+    are gradients of weights, which are given away late; `resident` storages cost nothing to hold.
     """
     flow = cast("Any", max_flow.SimpleMaxFlow())
     place = {node: i for i, node in enumerate(nodes, start=2)}  # 0 and 1 are the ends
@@ -112,10 +109,8 @@ def split_graph(
 ) -> SplitGraphs:
     """Cut a backward graph, as `emit` writes it, into I and W.
 
-    Parameters
-    ----------
-    weights : places of results that are gradients of weights.
-    resident : names of its inputs that are parameters or buffers, which cost nothing to hold.
+    `weights` are places of results that are gradients of weights, `resident` names of its inputs
+    that are parameters or buffers, which cost nothing to hold.
     """
     return _BackwardCut(backward, weights, resident).graphs()
 

@@ -30,14 +30,11 @@ _Work = Callable[..., None]
 
 
 class PendingCopy:
-    """A copy that has begun."""
-
     def __init__(self) -> None:
         self._ended = threading.Event()
         self._error: BaseException | None = None
 
     def wait(self) -> None:
-        """Wait for its end; `TierError` if it has failed."""
         self._ended.wait()
         if self._error is not None:
             # An error of its own: the thread's holds frames, these hold handles and these files, in
@@ -48,7 +45,6 @@ class PendingCopy:
             ) from self._error
 
     def settle(self) -> None:
-        """Wait for its end, whatever came of it."""
         self._ended.wait()
 
     def carry_out(self, work: _Work, given: list[Any], after: PendingCopy | None) -> None:

@@ -40,7 +40,7 @@ class _Uses:
     copies: list[PendingCopy] = field(default_factory=list[PendingCopy])
 
     def settle(self) -> None:
-        """Wait for the copies by threads; streams wait for the events."""
+        # Streams wait for the events.
         for copy in self.copies:
             copy.settle()
         self.copies.clear()
@@ -48,8 +48,6 @@ class _Uses:
 
 @dataclass(frozen=True)
 class _Taken:
-    """The bytes from `start` to `end` of a range, and what uses them."""
-
     start: int
     end: int
     uses: _Uses
@@ -63,15 +61,11 @@ class _Taken:
 
 @dataclass(eq=False)
 class _Part:
-    """Some bytes of a range, as long as one handle has them."""
-
     memory: Tensor
     uses: _Uses
 
 
 class _Range:
-    """Pinned memory of that size; `TierError` where the system has none or does not pin it."""
-
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = max(size_bytes, mmap.PAGESIZE)
         self.memory = pinned(self.size_bytes)
@@ -184,8 +178,6 @@ class _Kept:
 
 
 class Arriving:
-    """A tensor that a stream still fills."""
-
     def __init__(self, x: Tensor, copied: Any, computing: Any) -> None:
         self.x, self.copied, self.computing = x, copied, computing
 

@@ -333,11 +333,7 @@ def make_module(
     *,
     audit: Audits = "step",
 ) -> RematModule:
-    """A `RematModule` over `model`, which is an instance of the model's own class too.
-
-    `audit` is what is compared with the model's own forward now and then: nothing, the first step,
-    whole steps, or the forward of a part of a model.
-    """
+    """A `RematModule` over `model`, which is an instance of the model's own class too."""
     guards = Guards(
         model, recipe, python_state, step.initialised, step.forward, step.backward,
         tuple(step.gradients.written),
@@ -388,11 +384,7 @@ def _restored(
     by_inductor: bool = False,
     audit: Audits = "step",
 ) -> RematModule:
-    """The module of a plan over a copy of its model, traced anew.
-
-    `modes` has, by path, whether each module was in training mode at capture. A trace that is not
-    what the plan was made for, as under another torch, is a `ScheduleError`.
-    """
+    """The module of a plan over a copy of its model, whose modules were in `modes`, traced anew."""
     # The copy may be in eval mode, and stays so.
     with in_modes(model, modes):
         traced = trace_recipe(model, recipe)

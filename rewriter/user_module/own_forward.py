@@ -193,7 +193,6 @@ def _rebuilt(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
 
 
 def shell_with(module: nn.Module, children: dict[str, nn.Module | None]) -> nn.Module:
-    """A copy of `module`, one deep, with other submodules and hooks of its own."""
     # Not by calling the class, whose __init__ makes parameters of its own.
     shell = object.__new__(type(module))
     shell.__dict__ = dict(module.__dict__)

@@ -141,13 +141,7 @@ def make_ranged(
     *,
     audit: Audits = "step",
 ) -> RangedModule:
-    """A `RangedModule` over `model`; `ScheduleError` if the family was made for other ops.
-
-    Parameters
-    ----------
-    traced : for the family's range. graph : with costs, if it is at hand.
-    first : the member to compile now; None for the last one. audit : as of `make_module`.
-    """
+    """A `RangedModule` over `model`; the member `first` is compiled now, by default the last."""
     number = len(family.members) - 1 if first is None else first
     kind = class_of_user(
         RangedModule,
