@@ -30,13 +30,8 @@ from remat.schedules.simulate import require_valid
 class _OccurrencePolicy:
     """A policy for `create_selective_checkpoint_contexts` around one module.
 
-    It saves the runs of ops that the schedule keeps. It counts one forward; `contexts` begins a
-    fresh count for each.
-
-    Attributes
-    ----------
-    kept : for each op, whether each of its runs in forward is kept.
-    contexts : makes the pair for one forward: ``checkpoint(..., context_fn=policy.contexts)``.
+    It saves the runs of ops that the schedule keeps (`kept`, for each run in forward) and counts
+    one forward. `contexts` begins a fresh count: ``checkpoint(..., context_fn=policy.contexts)``.
     """
 
     def __init__(self, kept: Mapping[str, tuple[bool, ...]], *, is_fresh: bool = False) -> None:

@@ -83,11 +83,7 @@ _ACCUMULATE_AT = {"index_put": 3, "_unsafe_index_put": 3, "_index_put_impl": 3, 
 
 
 class DeterministicReductions(OpWatcher):
-    """Within the block such sums have one order, in which a rewritten step and eager are compared.
-
-    Their bits then are the same or not. Without it, a plan that is wrong by a little could not be
-    told from one that is right.
-    """
+    """In here such sums have one order, so that a plan that is wrong by a little shows."""
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if plain_name(func) not in _ACCUMULATE_AT:

@@ -30,12 +30,9 @@ RNG_STATE = "rng_state_"
 class EagerEmitter(Emitter[Joint]):
     """Emits one of the two graphs in eager's ops.
 
-    Parameters
-    ----------
-    again : names of ops that have run before; updated as ops are emitted.
-    repeated : names of ops that run more than once in the schedule.
-    left_live : values that the graph before this one left live.
-    writes : whether what eager writes in place is written in place; Inductor takes no such graph.
+    Ops in `again` have run before, those in `repeated` run more than once in the schedule.
+    `left_live` are values that the graph before this one left. With `writes`, what eager writes in
+    place is written in place, which Inductor cannot take.
     """
 
     cannot_move = "which code by Inductor does not do"

@@ -36,17 +36,16 @@ _CLIPPERS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "cl
 
 @dataclass
 class ClippingWatch:
-    """Warns once if a caller of forward clips gradients, which updates have used by then.
-
-    `clip_grad_norm_` after backward finds no gradients, returns a norm of 0 and says nothing. No
-    hook sees that call. But the callers of forward are on the stack, mostly the loop that clips.
-    """
+    """Warns once if a caller of forward clips gradients, which updates have used by then."""
 
     kind: str
     seen: set[CodeType] = field(default_factory=set[CodeType])
     has_warned: bool = False
 
     def look(self) -> None:
+        # clip_grad_norm_ after backward finds no gradients, returns a norm of 0 and says nothing.
+        # No hook sees that call. But the callers of forward are on the stack, mostly the loop that
+        # clips.
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and not self.has_warned:
             code = frame.f_code

@@ -68,13 +68,7 @@ _Versions = list[tuple[int, int]]
 
 
 class UnshardedParameters:
-    """Notices parameters that FSDP2 left whole after backward, and that an optimizer then changed.
-
-    With ``set_reshard_after_backward(False)`` the next forward gathers nothing. That is meant for
-    batches whose gradients are summed. Over a step of the optimizer, which changes the shards,
-    forward would go on with the old parameters, without a sign. Every rank has the same flags and
-    updates, so that all raise, or none.
-    """
+    """Notices parameters that FSDP2 left whole after backward, and that an optimizer changed."""
 
     def __init__(self) -> None:
         self._groups: list[Any] = []
@@ -82,6 +76,10 @@ class UnshardedParameters:
 
     def require_fresh(self, module: nn.Module) -> None:
         self._groups = _groups_of(module)
+        # With set_reshard_after_backward(False) the next forward gathers nothing, which is meant
+        # for batches whose gradients are summed. Over an optimizer's step, which changes the
+        # shards, it would go on with the old parameters. Every rank has the same flags and updates:
+        # all raise, or none.
         for group, versions in self._kept:
             if _versions(group) != versions:
                 raise StateChangedError(

@@ -88,13 +88,11 @@ def _decomposed(gm: fx.GraphModule, mode: FakeTensorMode) -> fx.GraphModule:
 
 
 class _OfTracedDtypes(fx.Interpreter):
-    """Runs a graph, and gives what decompositions return the dtypes that eager's kernels return.
-
-    The other graph of the step reads what this one saves by those. On a CPU, decomposed norms
-    return the statistics of bfloat16 inputs in bfloat16, where the kernels have float32.
-    """
+    """Runs a graph, and gives what decompositions return the dtypes of eager's kernels."""
 
     def run_node(self, n: fx.Node) -> Any:
+        # The other graph of the step reads what this one saves by those. On a CPU, decomposed norms
+        # return the statistics of bfloat16 inputs in bfloat16, where the kernels have float32.
         return _of_dtypes(super().run_node(n), n.meta.get("val"))
 
 

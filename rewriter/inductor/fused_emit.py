@@ -24,10 +24,7 @@ For tied weights, a product moved there would hold the logits' gradient to the e
 class _FusedEmitter(Emitter[FusedJoint]):
     """Emits one of the two graphs, each inlined node right before the kernel that reads it.
 
-    A copy stands for its node as long as all values that it reads are live: past that, it would
-    keep the dropped one alive inside Inductor. `lasting` are the steps whose results are kept
-    across a call. Kernels read these through `REALIZE`, so that Inductor stores them where they
-    are made. Calls read stored tensors as they are.
+    `lasting` are the steps whose results are kept across a call.
     """
 
     cannot_move = "which cannot be compiled"
@@ -47,7 +44,7 @@ class _FusedEmitter(Emitter[FusedJoint]):
         self.in_kernels.pop(node, None)
 
     def values_behind(self, node: fx.Node) -> tuple[str, ...]:
-        # Those of nodes inlined into it too.
+        # Of inlined nodes too: a copy that outlived one of these would keep it alive in Inductor.
         return self.joint.values_read.get(node, ())
 
     def resolve(self, node: fx.Node, in_kernel: bool = False) -> fx.Node:
@@ -101,6 +98,7 @@ class _FusedEmitter(Emitter[FusedJoint]):
         # Only what kernels could compute themselves, or what moves, need be stored.
         if not is_inlined(node) and node.target not in MOVED:
             return None
+        # Kernels read it through this, so that Inductor stores it where it is made.
         stored = self.graph.call_function(REALIZE, (copy,))
         stored.meta = dict(node.meta)
         return stored

@@ -243,12 +243,6 @@ def for_real(meter: Meter) -> Generator[None]:
 
 
 def with_kernel_costs(joint: FusedJoint, costs: CallCosts) -> TrainingGraph:
-    """The joint's graph with costs and workspaces.
-
-    A call costs what it was measured to take. A kernel costs the time to read and write its values
-    at the rate of a copy, and besides that the slow functions that it computes. What is inlined
-    into it costs nothing more.
-    """
     calls = {name: n for name, n in joint.node_of_op.items() if not is_generated(n)}
     found = dict(zip(calls, costs.of(calls.values()), strict=True))
     bytes_per_us = costs.bytes_per_us()
@@ -262,6 +256,8 @@ def with_kernel_costs(joint: FusedJoint, costs: CallCosts) -> TrainingGraph:
         if op.name in found:
             op = _called(op, found[op.name])
         elif node is not None:
+            # The time to read and write its values at the rate of a copy, and besides that the slow
+            # functions that it computes. What is inlined into it costs nothing more.
             cost_us = _kernel_bytes(op, node, values) / bytes_per_us
             cost_us += sum(n * element_us[part] for part, n in slow[op.name].items())
             op = msgspec.structs.replace(op, cost_us=cost_us, cost_origin="modelled")

@@ -255,13 +255,9 @@ def _sizes_as_numbers() -> Generator[None]:
 class Partitioner(CustomPartitionerFn):
     """Hands the joint graph to `plan` and its two graphs to Inductor.
 
-    `name` gives the name of the plan, which no two plans share. Torch's own caches give out code
-    only to who asks by the name under which it was made. Where it is empty, they are off.
-
-    Attributes
-    ----------
-    was_called : whether it was handed a graph. It is not where there are no gradients, or where
-        torch has the code of both graphs already.
+    `name` gives the name of the plan, which no two plans share; where it is empty, torch's caches
+    are off. `was_called` stays False where there are no gradients, or where torch has the code of
+    both graphs already.
     """
 
     def __init__(
@@ -290,7 +286,8 @@ class Partitioner(CustomPartitionerFn):
             return compile_fx_inner(*args, **kwargs)
 
     def uuid(self) -> str | None:
-        # What is planned depends on more than the graph.
+        # What is planned depends on more than the graph: torch's caches give out code only to
+        # who asks by the name under which it was made.
         return f"remat {self.name()}" if self.name() else None
 
     def __reduce__(self) -> tuple[Any, ...]:

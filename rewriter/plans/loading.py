@@ -56,11 +56,7 @@ _RECORD = f"extra/{EXTRA_FILE}"
 
 
 class _Deferring(io.RawIOBase):
-    """A file that raises what a write raised when it is asked, not when it is written to.
-
-    torch's writer of archives writes their end when it is destroyed, where an error from C++ ends
-    the process: of a full disk, or of a file that was closed after the first error.
-    """
+    """A file that raises what a write raised when it is asked, not when it is written to."""
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__()
@@ -74,6 +70,8 @@ class _Deferring(io.RawIOBase):
         if self._lost is None:
             try:
                 self._file.write(data)
+            # torch's writer writes an archive's end when it is destroyed, where an error from C++
+            # ends the process: of a full disk, or of a file that was closed after the first error.
             except (OSError, ValueError) as error:  # a closed file is a ValueError
                 self._lost = error
         return len(data)

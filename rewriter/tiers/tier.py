@@ -75,5 +75,6 @@ def tier_for(
         from remat.rewriter.tiers.file_tier import FileTier
 
         tier = FileTier(found.host_peak_bytes, found.nvme_peak_bytes, links.nvme_path)
+    # A lack of room shows when the module is made, not only in a step.
     tier.require_room()
     return tier

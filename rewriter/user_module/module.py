@@ -41,13 +41,9 @@ from remat.schedules.schedule import Schedule
 class SharedState:
     """Shares every parameter, buffer and attribute with the user's module, through one dict.
 
-    Each instance has a class of its own. A copy, deep or not, is made over a copy of the user's
-    module. Pickling keeps the user's module, the schedule and the recipe of the trace; reading
-    traces anew, so a plan that another torch would trace differently is refused there.
-
-    Class attributes
-    ----------------
-    original_module : the user's module, whose ``__dict__`` the instance has.
+    Each instance has a class of its own, whose `original_module` is the user's. Pickling keeps
+    that, the schedule and the recipe of the trace; reading traces anew, so a plan that another
+    torch would trace differently is refused there.
     """
 
     original_module: ClassVar[nn.Module]

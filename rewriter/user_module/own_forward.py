@@ -22,12 +22,7 @@ _TAKEN_BY = ("__getitem__", "__iter__")
 
 
 class _OwnForward:
-    """A descriptor, which Python finds before the instance's ``__dict__``, which is the user's too.
-
-    So a ``model.forward = ...`` that the user has set does not hide the plan. And a forward that a
-    trainer sets on the planned module, as Accelerate does for mixed precision, is not set on the
-    user's module, where the two would call each other without end.
-    """
+    """A descriptor, which Python finds before the instance's ``__dict__``, the user's too."""
 
     def __init__(self, function: _Forward) -> None:
         self.function = function
@@ -36,12 +31,15 @@ class _OwnForward:
     def __get__(self, instance: Any, owner: type) -> _Forward:
         if instance is None:
             return self.function
+        # A `model.forward = ...` that the user has set before does not hide the plan.
         return self.replacement or MethodType(self.function, instance)
 
     def __set__(self, instance: Any, replacement: _Forward) -> None:
         if getattr(replacement, "__func__", None) is self.function:  # ours again
             self.replacement = None
             return
+        # Kept here, not on the user's module, where it and ours would call each other without end,
+        # as with Accelerate's forward for mixed precision.
         self.replacement = replacement
         type(instance)._remat_unplanned.replaced(instance, replacement)
 
@@ -89,10 +87,7 @@ def _noting(user: type[nn.Module], name: str) -> _Forward:
 
 
 class _OfUser:
-    """A name that both the user's module and a planned one have: it is the user's.
-
-    What is ours under it, as the schedule, is found by `remat.plan_of`.
-    """
+    """A name of both the user's module and a planned one: the user's; `plan_of` finds ours."""
 
     def __init__(self, name: str, user: type[nn.Module]) -> None:
         self.name = name
