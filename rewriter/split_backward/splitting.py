@@ -19,12 +19,7 @@ _WITHOUT = "or take a schedule without zero bubbles, such as 1F1B or Interleaved
 
 
 class SplitBackward:
-    """What a stage's `dw_builder` is, over the rewritten blocks of one module.
-
-    Attributes
-    ----------
-    live : by path of each block, what one microbatch has live in it.
-    """
+    """A stage's `dw_builder` over its rewritten blocks; `live` is a microbatch's bytes by path."""
 
     def __init__(self, blocks: dict[str, RematModule], codes: dict[str, SplitCode]) -> None:
         self._blocks = list(blocks.values())
@@ -41,12 +36,7 @@ class SplitBackward:
         return self._queue.take()
 
     def together(self) -> None:
-        """Let each backward run as a whole again.
-
-        Raises
-        ------
-        RewriteError : gradients of weights were not added yet.
-        """
+        """Let each backward run as a whole again; all gradients of weights must be added."""
         self._queue.require_taken("backward is to run as a whole again")
         for block in self._blocks:
             type(block)._remat_split = None
