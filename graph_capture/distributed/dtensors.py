@@ -44,7 +44,7 @@ def is_sharded_by_fsdp(model: nn.Module) -> bool:
 
 def describe_parts(gm: fx.GraphModule) -> None:
     """Describe local parts in a joint graph as the DTensors that they are of."""
-    # A mesh keeps the description of a part, by which it is told.
+    # A mesh keeps the description of a part: `is_beside_local_part` knows it by that.
     for node in gm.graph.find_nodes(op="placeholder"):
         node.meta["desc"] = _of_whole(node.meta.get("desc"))
     end = gm.graph.output_node()

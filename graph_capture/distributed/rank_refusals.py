@@ -59,7 +59,7 @@ class _AmongRanks(TraceObserver):
 
 
 def refuse_range_of_dtensors(model: nn.Module) -> None:
-    # The sizes of a part hang on those of the whole.
+    # The sizes of a part depend on those of the whole.
     if has_dtensors(model):
         raise CaptureError(
             f"{type(model).__name__} has parameters that are DTensors, whose plans are for one "

@@ -295,7 +295,7 @@ def sharded(
     """`graph` as it runs on one rank, where each unit is wrapped by itself, then the model.
 
     `graph` has `resident` counted for the sharding already. `is_eager`: units run op by op, so that
-    each gradient leaves backward by itself.
+    each gradient leaves backward on its own.
     """
     if sharding.kind in ("fsdp2", "replicate"):
         return _FsdpStep(graph, units, sharding).graph()

@@ -34,7 +34,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 class LoadedNames:
-    """Names that the functions load that a walk has come by."""
+    """Names loaded by the functions that a walk has come by."""
 
     def __init__(self, texts: set[str]) -> None:
         self.texts = texts  # that may name attributes
@@ -291,7 +291,7 @@ def _is_of_layer(code: CodeType) -> bool:
 def _asks_identity(code: CodeType) -> bool:
     before = ""
     for one in dis.get_instructions(code):
-        # Whether one is None, or a constant, is no question of identity.
+        # `is None`, or `is` beside another constant, does not ask about two objects.
         if one.opname == "IS_OP" and not before.startswith(("LOAD_CONST", "LOAD_GLOBAL")):
             return True
         before = one.opname if one.opname not in ("CACHE", "EXTENDED_ARG") else before

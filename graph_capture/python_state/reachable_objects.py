@@ -120,7 +120,7 @@ def holds_tensors(value: Any) -> bool:
         if id(one) in seen or isinstance(one, (type, ModuleType)):
             continue
         seen.add(id(one))
-        # Rather drop what a library found out than keep a tensor of a trace.
+        # Better to drop what a library found out than to keep a tensor of the trace.
         if len(seen) > _MOST_HELD:
             return True
         if isinstance(one, FunctionType):  # its globals are not its own

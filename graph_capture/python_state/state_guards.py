@@ -58,7 +58,7 @@ class ObjectNames:
     def __call__(self, value: Any) -> str:
         if id(value) not in self._known:
             self._known[id(value)] = f"v{len(self._known)}"
-            # Held from here, so that no other object gets its identity.
+            # Kept alive here, so that no other object gets its id.
             self.space[self._known[id(value)]] = value
         return self._known[id(value)]
 
@@ -229,7 +229,7 @@ class PythonState:
 
     def begins(self, code: CodeType) -> None:
         if runs_unseen(code):
-            # From now on, code may run that nobody sees.
+            # From now on code may run unseen, so all of it counts.
             self._walk.follow_all()
         else:
             self._walk.begins(code)
@@ -381,7 +381,7 @@ class PythonState:
 
     def _walk_behind(self, functions: list[FunctionType]) -> None:
         self.behind_caches, self._size = functions, ()
-        # Around no model: only what these functions read counts.
+        # An empty model: only what these functions read counts.
         self._behind = [StateWalk(nn.Module(), functions)] if functions else []
 
     def compare_items_of(self, places: Iterable[ContainerItems]) -> None:
@@ -397,7 +397,7 @@ class PythonState:
 
     def first_change(self) -> Change | None:
         """The first place that holds something else; fast where each holds the very same object."""
-        # What is gone raises one of these: it is looked for below.
+        # A name or attribute that is gone raises one of these; it is looked for below.
         with contextlib.suppress(KeyError, ValueError, AttributeError):
             if self._test is not None and self._test():
                 return None

@@ -314,7 +314,7 @@ class SettingsBefore:
         for name in sorted(_SETTINGS.intersection(names)):
             ask = functools.partial(_said_by_torch, name)
             yield OpaqueState(f"torch.{name}()", torch, ask, self._said[name])
-        # Nothing else reads the environment.
+        # Code that names neither reads no variable.
         if {"environ", "getenv"}.isdisjoint({*global_names, *names}):
             return
         capitals = sorted({name for name in (*names, *texts) if name.isupper()})

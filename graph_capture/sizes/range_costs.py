@@ -249,7 +249,7 @@ class CostPoint(msgspec.Struct, frozen=True):
     # By value, what its op keeps beyond what its shape says; `NOT_ON_DEVICE`: nothing there.
     extra_bytes: dict[str, int] = {}
     libraries_bytes: int = 0
-    cost_origin: str = msgspec.field(default="measured", name="prices")  # files have that key
+    cost_origin: str = msgspec.field(default="measured", name="prices")  # the key in files
     origins: tuple[Origin, ...] = ()
     notes: tuple[str, ...] = ()
     versions: dict[str, str] = {}

@@ -83,7 +83,7 @@ def _require_range(symbol: Symbol, where: str) -> None:
         )
     if symbol.high <= symbol.low or multiple < 1:
         raise CaptureError(f"{where} is to vary as {symbol}, which is no range of sizes")
-    # Torch's symbol counts the steps, of which there must not be 0 or 1 either.
+    # Torch's symbol counts steps, and it treats 0 and 1 of them as special too.
     if symbol.low % multiple or symbol.high % multiple or symbol.low < 2 * multiple:
         raise CaptureError(
             f"{where} is to vary as {symbol}: both ends must be multiples of {multiple}, and the "

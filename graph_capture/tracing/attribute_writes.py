@@ -57,8 +57,8 @@ class MutatedAttribute:
     # (is_tensor, constant) for each leaf; the constant is None where the step gives a tensor
     leaves: tuple[Any, ...]
     tensors: int
-    is_read: bool  # by forward too, so that it may keep something for later
-    before: frozenset[int] = frozenset()  # of the tensors that it held until now
+    is_read: bool  # forward reads it too, so it may keep something for later
+    before: frozenset[int] = frozenset()  # storages of the tensors that it held until now
 
     @property
     def text(self) -> str:
@@ -164,7 +164,7 @@ class ForwardWrites:
     def end(self) -> list[Tensor]:
         """Tensors that forward has set on attributes; `CaptureError` for what no step can set."""
         tensors: list[Tensor] = []
-        # Of the run before this one: what is no tensor must come out alike, unlike a clock.
+        # From the run before: what is not a tensor must be the same again, unlike a clock.
         earlier = self._plain_values()
         self.mutated, self.initialised, self.library_caches = [], [], []
         for written in self._attributes.written():
@@ -301,7 +301,7 @@ def _taken_text(kind: str, text: str) -> str:
 
 
 def _is_first_value(before: Any, now: Any) -> bool:
-    # False and None count as empty, as flags begin so that are set once.
+    # False and None count as empty: a flag that is set once begins as one of them.
     is_plain = isinstance(now, PLAIN) and now is not None
     return is_plain and (before is MISSING or before is None or before is False)
 

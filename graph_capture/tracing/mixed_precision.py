@@ -24,7 +24,7 @@ _MASTER = torch.float32
 
 @contextlib.contextmanager
 def parameters_cast(model: nn.Module, sharding: Sharding) -> Generator[None]:
-    """Hold parameters in the policy's dtype meanwhile; afterwards they are as before."""
+    """Within the block, parameters have the policy's dtype; afterwards they are as before."""
     if not sharding.param_dtype:
         yield
         return

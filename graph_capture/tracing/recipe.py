@@ -104,7 +104,7 @@ class Recipe:
     def facts(self) -> dict[str, Any]:
         return {
             "inputs": self.signature.lines(),
-            # The table's device runs nothing here, and the graph has the ops of the CPU.
+            # Nothing runs on a device of the table, so the graph has the CPU's ops.
             "device": CPU if self.is_modelled else self.device,
             "versions": {"torch": str(torch.__version__)},
             "links": self.links,

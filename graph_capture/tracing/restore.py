@@ -62,7 +62,7 @@ class ModuleAttributes:
             Written(path, module, name, *_before(module, name, attributes))
             for path, module, attributes in self._before
             for name in _changed(vars(module), attributes, self._but)
-            # Hooks have a place of their own, and an LSTM keeps its flat weights for itself.
+            # Torch's tables of hooks are compared elsewhere; an LSTM's flat weights are its own.
             if name not in OF_TORCH and not _is_torchs_own(module, name)
         ]
 
@@ -233,7 +233,6 @@ class NoForeignWrites(CallWatcher):
         # plain tensor of a module, of a global or of a module that is no submodule is a constant.
         for tensor in _written_by(func, args, kwargs):
             owner = _owner(tensor)
-            # Torch itself may write to one too, with no line of the user's on the stack.
             if owner is not None and (line := line_of_user()):
                 raise self._refused(owner, line)
         return func(*args, **kwargs)
@@ -241,7 +240,7 @@ class NoForeignWrites(CallWatcher):
     def _refused(self, tensor: Tensor, line: str) -> CaptureError:
         name = next(self._names_of(tensor), f"a tensor of shape {list(tensor.shape)}")
         owner, _, of = name.rpartition(".")
-        # A batch norm's, of a module that is no submodule: they are registered already.
+        # Those of a batch norm that is not a submodule: they are buffers already.
         if of in _STATISTICS:
             way = f"call eval() on {owner}, or make it a submodule of the model"
         else:

@@ -206,7 +206,7 @@ def _way_out(planned: TensorFacts, found: TensorFacts) -> str:
     if found[0] != shape:
         return _OTHER_SHAPE
     if found[2] != dtype:
-        # A float that comes as another one was cast on the way, as by FSDP's policy.
+        # A float of another dtype was probably cast on the way, as FSDP's policy does.
         way = _OTHER_DTYPE if _is_cast(planned, found) else _OTHER_KIND
         return way.format(dtype=found[2] if way is _OTHER_DTYPE else dtype)
     if found[3] != device:

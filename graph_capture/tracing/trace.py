@@ -173,7 +173,7 @@ def _trace_once(
         provenance = Provenance(step)
         stack.enter_context(compiling_and_exporting(*(recipe.flags or FLAGS[0])))
         stack.enter_context(kernels_of_eager())
-        # torch 2.11 drops ops that only raise an error for some values.
+        # Else torch 2.11 drops ops that do nothing but raise an error for some values.
         stack.enter_context(checks_kept())
         stack.enter_context(IdleDropout())
         stack.enter_context(NoSetData(recipe.name))
@@ -227,7 +227,7 @@ def _trace_once(
     loop_carried = tuple(
         find_loop_carried(writes.mutated, results, end, step.duplicate_outputs, constants)
     )
-    # Each step sets these, so they differ from what they were.
+    # Each step sets these, so no guard may compare them.
     state.leave_out([*places_of(model, writes.mutated), *(one.place for one in writes.initialised)])
     state.compare_items_of(one.place for one in writes.library_caches)
     joint = joint_of(gm, results, recipe, step.duplicate_outputs)
