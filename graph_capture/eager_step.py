@@ -164,10 +164,10 @@ def _mask_bytes(graph: TrainingGraph, dropout: Op) -> int:
     return math.prod(mask.shape) * element_bytes(result.dtype)
 
 
-# A check keeps what eager saves for backward off the device where the unmodified step is larger than
-# the budget (`rewriter/checking/off_device.py`). What forward makes leaves the device with its last use in
-# forward, and comes back for each node of autograd that reads it. Not predicted: variables that
-# hold it longer in forward, which a trace does not tell from autograd.
+# A check keeps what eager saves for backward off the device, where the unmodified step is larger
+# than the budget (`rewriter/checking/off_device.py`). What forward makes leaves the device with its
+# last use in forward, and comes back for each node of autograd that reads it. Not predicted:
+# variables that hold it longer in forward, which a trace does not tell from autograd.
 
 
 LEAST_BYTES = 1024

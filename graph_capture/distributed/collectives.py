@@ -175,7 +175,7 @@ def _copied_bytes(node: fx.Node) -> int:
 def _made_up(layouts: Any, copied_bytes: int) -> Any:
     """Zeros of the given layouts."""
     made = [_zeros(*one) for one in layouts] if isinstance(layouts, list) else _zeros(*layouts)
-    # Gloo's buffer, so that what is measured has the peak of a collective.
+    # As gloo has its buffer, so that the measured peak is that of the collective.
     buffer = torch.empty(copied_bytes, dtype=torch.uint8)
     del buffer
     return made
