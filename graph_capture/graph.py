@@ -223,7 +223,6 @@ class Links(msgspec.Struct, frozen=True):
         return rooms[tier]
 
     def slower(self, share: float) -> Links:
-        """The same links at that share of their rates."""
         slow = {
             name: Link(link.bytes_per_us * share, link.latency_us)
             for name in LINK_NAMES

@@ -39,7 +39,6 @@ _EFFECTS = "with_effects"
 
 
 def refuse_op(node: fx.Node, place_of: Callable[[fx.Node], tuple[str, str]]) -> None:
-    """Raise `CaptureError` if the op of `node` cannot be part of a plan."""
     name = target_name(node)
     refuse_sparse(node, place_of)
     if name.startswith(_FUSED_LSTM):
@@ -287,7 +286,6 @@ def hook_tables(modules: Iterable[tuple[str, nn.Module]], tables: Iterable[str])
 
 
 def refuse_module(model: nn.Module, device: str, loss_fn: Callable[..., Any] | None = None) -> None:
-    """Raise `CaptureError` for a module whose training step cannot be captured exactly."""
     refuse_wrappers(model)
     needs_storage = not is_in_table(device)  # as its ops are run here
     for path, parameter in model.named_parameters():

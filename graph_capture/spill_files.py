@@ -57,7 +57,6 @@ class FileCloser:
         self._thread.start()
 
     def watch(self, thing: Any, descriptor: int) -> None:
-        """Close `descriptor` once `thing` has ended."""
         ending = Finalizer(thing, self._ended.put, descriptor)
         self._open[id(ending)] = ending
 

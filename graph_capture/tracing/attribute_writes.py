@@ -101,7 +101,6 @@ def out_of_step(initialised: Iterable[InitialisedOnce]) -> tuple[InitialisedOnce
 
 
 def short(value: Any) -> str:
-    """In a few words, for a message."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
     text = repr(value)

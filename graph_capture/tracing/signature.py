@@ -271,7 +271,6 @@ def unknown_leaf_message(name: str, leaf: Any) -> str:
 
 
 def check_batch(batch: Any, device: str) -> None:
-    """Refuse a batch that no static graph can hold."""
     for path, leaf in leaves_with_paths(batch):
         name = argument_name(path)
         if isinstance(leaf, Tensor) and leaf.layout != torch.strided:

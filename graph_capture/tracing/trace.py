@@ -422,6 +422,7 @@ def trace(
         done = trace_recipe(model, recipe)
     except CaptureError as error:
         why = call_error(model, args, kwargs, loss_fn, target)
+        # A call that forward cannot take fails in the trace, far from the argument that is wrong.
         if isinstance(error.cause, TypeError) and why:
             raise CaptureError(why).caused_by(error) from None
         raise
@@ -432,12 +433,8 @@ def trace(
 def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
     """Trace `model` on fake tensors with the recipe's signature.
 
-    First as eager. If that fails, as if compiled, then as if exported. Models may take other code
-    then, so it warns.
-
-    Raises
-    ------
-    CaptureError : as of `trace`; a number that the recipe names cannot be an input of the step.
+    Raises `CaptureError` as `trace` does, or where a number of the recipe cannot be an input of the
+    step.
     """
     if not recipe.float_inputs:
         return _trace_recipe(model, recipe)
@@ -447,6 +444,7 @@ def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
     places = [dataclasses.replace(p, value=v) for p, v in zip(found_at, values, strict=True)]
     with holding(places, values):
         done = _trace_recipe(model, recipe)
+        # Traces with other numbers show whether the step is the same but for them.
         found = probed(
             places,
             state,
@@ -472,10 +470,11 @@ def _probe(done: Trace, log: Log) -> Probe:
 
 
 def _traced_once(model: nn.Module, recipe: Recipe, ran: ExecutedCode, *, whole: bool) -> Trace:
-    """As `_trace_once`, whose refusals have no frames of torch: those are of their cause."""
+    """As `_trace_once`, whose refusals have no frames of torch."""
     try:
         return _trace_once(model, recipe, ran, whole=whole)
     except CaptureError as error:
+        # The frames are those of its cause, some hundred lines.
         refused = type(error)(*error.args)
         vars(refused).update(vars(error))
         cause = error.__cause__
@@ -483,7 +482,6 @@ def _traced_once(model: nn.Module, recipe: Recipe, ran: ExecutedCode, *, whole: 
 
 
 def _traced_anew(model: nn.Module, done: Trace) -> Trace:
-    """As it was traced before."""
     whole = not done.python_state.code_in_scope
     return _traced_once(model, done.recipe, ExecutedCode(), whole=whole)
 
@@ -491,10 +489,13 @@ def _traced_anew(model: nn.Module, done: Trace) -> Trace:
 def _trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
     failed: list[CaptureError] = []
     ran = ExecutedCode()
+    # First as eager. If that fails, as if compiled, then as if exported: models may take other code
+    # then, so it warns.
     for flags in FLAGS if recipe.flags is None else [recipe.flags]:
         try:
             one = dataclasses.replace(recipe, flags=flags)
             done = _traced_once(model, one, ran, whole=False)
+            # Code that ran unseen may have read anything that any code reads.
             if not ran.is_all and done.python_state.code_in_scope:
                 done = _traced_once(model, one, ran, whole=True)
         except CaptureError as error:
@@ -528,29 +529,24 @@ def _trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
 
 
 def _counts_as_one(done: Trace) -> bool:
-    """Whether tensors of the batch are one, and that makes another step than their being several.
-
-    It does where code asks, where the step writes to one, and where one has a gradient.
-    """
+    """Whether tensors of the batch are one, where that makes another step than several."""
     signature = done.recipe.signature
     if signature.as_one:
         return False
     twice = [i for i, first in enumerate(signature.firsts) if i != first]
     places = {*twice, *(signature.firsts[i] for i in twice)}
     facts = [signature.tensors[i] for i in places]
+    # Code may ask whether two are one; and one tensor has one gradient, the sum of both.
     if not twice or done.python_state.asks_identity or any(one and one[4] for one in facts):
         return bool(twice)
     written = written_inputs(done.joint.module.graph, done.joint.num_forward_outputs)
+    # Parameters and buffers come first among the inputs.
     of_batch = written[len(written) - len(signature.firsts) :]
+    # A write to one is a write to the other.
     return any(of_batch[i] is not None for i in places)
 
 
 def _require_the_same_again(model: nn.Module, done: Trace, ran: ExecutedCode) -> None:
-    """Refuse a forward that does something else at its second call, for what the first has set.
-
-    A flag that only says that it was set may be set by each step. One that stands for a first
-    call which initialises something may not, nor a result that the next call reads.
-    """
     first_only = (*done.initialised, *(memo for memo in done.library_caches if memo.added))
     if not first_only and not done.loop_carried:
         return
@@ -559,6 +555,8 @@ def _require_the_same_again(model: nn.Module, done: Trace, ran: ExecutedCode) ->
     kept = [(one.place, one.place.now()) for one in first_only]
     again: Trace | None = None
     try:
+        # A flag that only says that it was set may be set by each step. One that stands for a first
+        # call which initialises something may not, nor a result that the next call reads.
         for one in first_only:
             one.put()
         for space, name in spaces:
