@@ -313,7 +313,7 @@ def local_step(
     """
     if sharding.kind == "none":
         return graph
-    # Buckets then stand beside all gradients, views or not.
+    # One node hands over all gradients at its end: buckets stand beside them, views or not.
     if sharding.has_buckets and (is_rewritten or not sharding.bucket_views):
         return msgspec.structs.replace(graph, notes=(*graph.notes, UNTIMED))
     if not sharding.blocks:

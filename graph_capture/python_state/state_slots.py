@@ -395,7 +395,7 @@ def _progress(iterator: Any) -> Any:
         frame = iterator.gi_frame
         return None if frame is None else (frame.f_lasti, dict(frame.f_locals))
     if isinstance(iterator, itertools.count):
-        # It shows its number there alone.
+        # Its repr alone shows the number.
         return repr(iterator)
     if hasattr(iterator, "__length_hint__"):
         # Iterators over containers say how much is left.

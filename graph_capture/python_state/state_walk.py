@@ -317,7 +317,7 @@ class StateWalk:
         for key in ("__defaults__", "__kwdefaults__"):
             if getattr(function, key):
                 self._add_slot(f"a default of {function.__qualname__}", function, key)
-        # They find what a text names, which may be any.
+        # `globals` and `eval` find what a text names: it may be any name that is read.
         by_text = names.others if names.global_names & _BY_TEXT else set[str]()
         where = function.__globals__.get("__name__", "its file")
         space = function.__globals__

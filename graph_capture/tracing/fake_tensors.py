@@ -43,12 +43,12 @@ _Rule = Callable[..., Tensor]
 
 def fake_with_eager_strides(shape_env: ShapeEnv | None = None) -> FakeTensorMode:
     """With true strides and statistics. `shape_env`: of sizes that are symbols."""
-    # No subclass: torch finds its rules of higher-order ops by the very type of the mode.
+    # No subclass: torch finds its rules of higher-order ops by the very type of the mode. Real
+    # tensors are allowed, as plain ones that forward reads are constants of the graph.
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
     dispatch = mode.dispatch
 
     def mended_dispatch(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Plain tensors that forward reads are constants of the graph, and come as they are.
         if func is aten.native_group_norm_backward.default:
             # Its fake kernel takes views of the gradient, which fail for some strides.
             args = (dispatch(aten.clone.default, types, args[:1], _CONTIGUOUS), *args[1:])
