@@ -12,8 +12,8 @@ class GradientRelease:
     Attributes
     ----------
     is_added : whether ``.grad`` is there before the step, and gradients are added to it.
-    updates : parameters that the optimizer updates in backward: their names, and the bytes that it
-        takes meanwhile. Other gradients then stay to the end. Empty if gradients are only released.
+    updates : names of the parameters that the optimizer updates in backward, and the bytes that
+        each update takes. Other gradients then stay to the end. Empty: gradients are only released.
     state_bytes : of the optimizer, between steps.
     """
 
