@@ -13,8 +13,8 @@ from remat.graph_capture.joint.nodes import aten
 
 # Label smoothing around a head's loss: what it reads of the probabilities, and what it hands back.
 #
-# It adds the sum of each row's logarithms to the loss, weighted where classes are. That sum is made
-# by a chunk too. All else that label smoothing does has one number a row, and stays as captured.
+# It adds the sum of each row's logarithms to the loss. That sum is made by a chunk too. All else
+# that label smoothing does has one number a row, and stays as captured.
 
 
 SHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -41,12 +41,9 @@ class Smoothing:
 def find_smoothing(
     readers: Sequence[fx.Node], of_softmax: fx.Node, of_loss: fx.Node, class_weight: Any
 ) -> Smoothing | None:
-    """The label smoothing among what reads the logarithms; None where there is none that is known.
+    """The label smoothing among `readers` of the log-probabilities; None if none is known.
 
-    Parameters
-    ----------
-    readers : of the logarithms of the probabilities. of_softmax : the node of their backward.
-    of_loss : the node of the loss's backward. class_weight : that the loss reads, or None.
+    `of_softmax` and `of_loss` are the nodes of the softmax's and of the loss's backward.
     """
     total = of_softmax.args[0]
     if not isinstance(total, fx.Node) or not _reads(total, aten.add.Tensor, of_loss):
@@ -68,7 +65,7 @@ def find_smoothing(
 
 
 def identity_of(argument: Any) -> Any:
-    """A node by its name, a constant by that of its tensor, which several nodes may read."""
+    # Several nodes may read one constant.
     if not isinstance(argument, fx.Node):
         return argument
     return str(argument.target) if argument.op == "get_attr" else argument.name
@@ -79,10 +76,7 @@ def _reads(node: fx.Node, target: Any, read: fx.Node) -> bool:
 
 
 def _unscaled(part: Any, class_weight: Any) -> tuple[fx.Node, ...] | None:
-    """What is multiplied by the weights of the classes, and that product; itself without weights.
-
-    None where it is multiplied by something else.
-    """
+    """What is multiplied by class weights, and the product; itself without; None otherwise."""
     if not isinstance(part, fx.Node):
         return None
     if class_weight is None:
@@ -118,11 +112,9 @@ class NoMlpError(Exception):
 
 
 class Linear(NamedTuple):
-    """A linear layer: the node of its product, and what that reads. weight is (out, in)."""
-
     product: fx.Node
     x: fx.Node
-    weight: fx.Node
+    weight: fx.Node  # (out, in)
     bias: fx.Node | None
 
 
@@ -190,7 +182,6 @@ def readers_of(node: Any) -> list[fx.Node]:
 
 
 def the_only(found: Iterator[fx.Node]) -> fx.Node:
-    """The one node that was found; raises `NoMlpError` for none or several."""
     nodes = list(dict.fromkeys(found))
     if len(nodes) != 1:
         raise NoMlpError
@@ -205,13 +196,7 @@ def behind_transposes(node: Any) -> fx.Node | None:
     return node if isinstance(node, fx.Node) and n_transposes % 2 == 0 else None
 
 
-# Puts nodes in the places of others in a graph.
-#
-# What other nodes read keeps its name, so that the rest of the training graph stays as it is.
-
-
 def picked(node: fx.Node, i: int, name: str, before: fx.Node | None = None) -> fx.Node:
-    """A new node that picks result `i` of `node`, right after it or before another node."""
     graph = node.graph
     with graph.inserting_before(before) if before is not None else graph.inserting_after(node):
         made = graph.create_node("call_function", operator.getitem, (node, i), {}, name)
@@ -222,15 +207,17 @@ def picked(node: fx.Node, i: int, name: str, before: fx.Node | None = None) -> f
 def replace_node(old: fx.Node, new: fx.Node) -> None:
     """Let everyone read `new` in the place of `old`, under its name, and erase that."""
     old.replace_all_uses_with(new)
+    # Under its name, so that the rest of the training graph stays as it is.
     name, meta = old.name, old.meta
     old.graph.erase_node(old)
     new.name = name
+    # An op of ours was given its own before.
     if new.target is operator.getitem:
         new.meta = dict(meta)
 
 
 def replace_results(node: fx.Node, old: Iterable[fx.Node | None]) -> None:
-    """Let results of `node`, in their order, take places; None where a result has none to take."""
+    """Let results of `node` take the places of `old`, in their order; None has no place."""
     last = node
     for i, one in enumerate(old):
         if one is not None:
@@ -240,7 +227,6 @@ def replace_results(node: fx.Node, old: Iterable[fx.Node | None]) -> None:
 
 
 def erase_unread_nodes(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
-    """Erase those of `nodes` that are still there and that nobody reads, readers first."""
     left = set(graph.nodes)  # those whose places were taken are gone
     for node in nodes:
         if node in left and not node.users:
