@@ -31,22 +31,15 @@ _MOST_BESIDE = 10
 
 
 class Traffic(msgspec.Struct, frozen=True):
-    """One collective.
-
-    Attributes
-    ----------
-    whole_bytes : of the whole tensor, on the side where it is whole: all shards together.
-    ranks : that take part. here : the most of them that one node has.
-    """
+    """One collective."""
 
     kind: Collective
-    whole_bytes: float
-    ranks: int
-    here: int
+    whole_bytes: float  # of the whole tensor: all shards together
+    ranks: int  # that take part
+    here: int  # the most of them that one node has
 
     @property
     def nodes(self) -> int:
-        """How many nodes take part."""
         return -(-self.ranks // self.here)
 
     @property
@@ -63,9 +56,7 @@ class Traffic(msgspec.Struct, frozen=True):
 class CollectiveTimes(msgspec.Struct, frozen=True):
     """Times of one collective over so many ranks, by its whole bytes, ascending.
 
-    Attributes
-    ----------
-    ranks : of the group. apart : how many ranks lie between two neighbours of it.
+    `apart` is how many ranks lie between two neighbours of the group.
     """
 
     kind: Collective
@@ -76,7 +67,6 @@ class CollectiveTimes(msgspec.Struct, frozen=True):
 
     @property
     def is_sound(self) -> bool:
-        """Whether there are as many times as sizes, all above 0, the sizes ascending."""
         pairs = zip(self.size_bytes, self.size_bytes[1:], strict=False)
         return (
             0 < len(self.size_bytes) == len(self.time_us)
@@ -88,6 +78,7 @@ class CollectiveTimes(msgspec.Struct, frozen=True):
 
     def us(self, size_bytes: float) -> float:
         """Between two sizes, and in proportion above the largest."""
+        # Beyond the largest size only the bytes count, and no start any more.
         if size_bytes > self.size_bytes[-1]:
             return self.time_us[-1] * size_bytes / self.size_bytes[-1]
         return float(np.interp(size_bytes, self.size_bytes, self.time_us))
@@ -123,17 +114,14 @@ class RankLinks(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
     def us(self, kind: Collective, size_bytes: float, ranks: int, apart: int = 1) -> float:
-        """Time of a collective over ranks that lie evenly.
+        """Time of a collective over ranks that lie evenly, `apart` between two neighbours.
 
-        Parameters
-        ----------
-        size_bytes : of the whole, all shards together. apart : how many ranks lie between two
-            neighbours of the group, as all of a tensor parallel group do.
+        `size_bytes` are of the whole, all shards together.
         """
         return self.collective_us(Traffic(kind, size_bytes, ranks, self._in_node(ranks, apart)))
 
     def collective_us(self, traffic: Traffic) -> float:
-        """Time of a collective that waits for none of its ranks."""
+        """Of a collective that waits for none of its ranks."""
         if traffic.ranks <= 1:
             return 0.0
         for one in self.measured:
@@ -145,15 +133,17 @@ class RankLinks(msgspec.Struct, frozen=True, omit_defaults=True):
             traffic.whole_bytes * inside / (self.inside_gb_s * BYTES_PER_US_IN_GB_S),
             traffic.whole_bytes * between / (self.between_gb_s * BYTES_PER_US_IN_GB_S),
         )
+        # A sum that all get is reduced in shards, and these are then gathered.
         passes = 2 if traffic.kind == "all_reduce" else 1
         return passes * (self._start_us(traffic) + moving_us)
 
     def send_us(self, size_bytes: float, *, far: bool) -> float:
-        """Time to send to a neighbour: `far` is one of another node."""
+        """Time to send to a neighbour; `far` is one of another node."""
         return self.collective_us(Traffic("send", size_bytes, 2, 1 if far else 2))
 
     def both_us(self, compute_us: float, collective_us: float) -> float:
         """Time until both are done, where one goes on beside the other."""
+        # Of the computation's speed, to the multiprocessors that the collective takes.
         lost = 1 - 1 / self.beside
         return max(collective_us, compute_us + collective_us * lost)
 
@@ -163,12 +153,13 @@ class RankLinks(msgspec.Struct, frozen=True, omit_defaults=True):
     def _start_us(self, traffic: Traffic) -> float:
         if traffic.nodes == 1:
             return self.inside_us
+        # A ring takes one hop for each further node.
         hops = 0 if traffic.kind == "send" else traffic.nodes - 1
         return self.between_us + self.hop_us * hops
 
 
 def wrong_in(links: RankLinks) -> str:
-    """What of links cannot be, in words, as a file that was edited may say anything; or empty."""
+    """What of links cannot be, in words, or empty: a file that was edited may say anything."""
     rates = links.inside_gb_s, links.between_gb_s
     starts = links.inside_us, links.between_us, links.hop_us
     if not all(0 < rate <= MOST_GB_S for rate in rates) or not all(
