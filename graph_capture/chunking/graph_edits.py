@@ -12,7 +12,6 @@ from remat.graph_capture.graph import Op, TrainingGraph, Value
 def changes_between(
     before: TrainingGraph, after: TrainingGraph
 ) -> tuple[tuple[str, ...], tuple[tuple[str, Op], ...]]:
-    """What to drop from `before` and what to add so that it becomes `after`."""
     index, last = before.op_index, -1
     added: list[tuple[str, Op]] = []
     waiting: list[Op] = []

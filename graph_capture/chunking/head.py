@@ -106,7 +106,6 @@ def _head_of(softmax: fx.Node) -> Head:
 
 
 def _up_to_product(softmax: fx.Node) -> Iterator[fx.Node]:
-    """From the softmax up to the product, nodes that read one another alone."""
     node = softmax
     while node.target not in PRODUCTS:
         yield node
@@ -124,12 +123,10 @@ def _up_to_product(softmax: fx.Node) -> Iterator[fx.Node]:
 
 
 def _reading(node: fx.Node) -> list[fx.Node]:
-    """Nodes that read `node`, also through names of it."""
     return [user for name in (node, *_names_of(node)) for user in name.users if not _is_name(user)]
 
 
 def _names_of(node: fx.Node) -> list[fx.Node]:
-    """Nodes that stand for `node`."""
     own = [user for user in node.users if _is_name(user)]
     return [name for user in own for name in (user, *_names_of(user))]
 
@@ -154,7 +151,6 @@ def _transposed(weight: fx.Node) -> fx.Node:
 
 
 def _take_rows(head: Head, chain: list[fx.Node]) -> None:
-    """Which rows of the logits the loss takes, from the nodes between product and softmax."""
     n_classes = head.softmax.meta["val"].shape[1]
     before = head.product.meta["val"]
     for node in chain[1:-1]:
@@ -183,7 +179,6 @@ def _slice(head: Head, node: fx.Node, before: Tensor) -> None:
 
 
 def _find_backward(head: Head) -> None:
-    """The nodes from the loss's backward down to the gradients of x, weight and bias."""
     readers = [user for user in _reading(head.softmax) if user is not head.loss]
     losses = [user for user in readers if user.target is aten.nll_loss_backward.default]
     of_loss = _only(losses, head.softmax)
@@ -221,7 +216,6 @@ def _find_backward(head: Head) -> None:
 
 
 def _down(node: fx.Node) -> Iterator[fx.Node]:
-    """Nodes that bring the gradient of the loss's logits to the shape of all of them."""
     while len(node.users) == 1 and next(iter(node.users)).target in _BACK:
         node = next(iter(node.users))
         yield node

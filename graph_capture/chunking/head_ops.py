@@ -75,7 +75,6 @@ class _HeadLoss:
         return None if self.chosen is None else self.chosen.to(self.x.device)
 
     def row_blocks(self) -> Iterator[_Rows]:
-        """Blocks of rows of the logits, with the rows of the loss among them."""
         for a, b in blocks(self.x.shape[0], self.chunks):
             if self.chosen is None:
                 yield _Rows(a, b, a, b, None)
@@ -221,7 +220,6 @@ def _row_sums(one: _HeadLoss, of: _OfLoss, like: Tensor) -> Tensor:
 def _class_gradients(
     one: _HeadLoss, a: int, b: int, of_rows: tuple[Tensor, Tensor, Tensor], every: Tensor
 ) -> Tensor:
-    """The gradient of the logits of classes a..b - 1, for all rows that the loss takes."""
     top, log_sum, row_sums = of_rows
     n_block = b - a
     # One column more holds what a row's sum has outside of this block.
@@ -355,7 +353,6 @@ def _linear_cross_entropy_weight(*given: Any) -> tuple[Tensor, Tensor]:
 
 @torch.library.impl(_library, "linear_cross_entropy_both", "CompositeExplicitAutograd")
 def _linear_cross_entropy_both(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, weight and bias by blocks of rows; the last two summed over blocks."""
     one, of, _, _ = _opened(given)
     of_x, of_weight = torch.empty_like(one.x), torch.zeros_like(one.weight)
     of_bias = one.weight.new_zeros((0,) if one.bias is None else (1, one.n_classes))

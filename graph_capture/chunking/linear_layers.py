@@ -22,19 +22,12 @@ SHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 @dataclass(frozen=True)
 class Smoothing:
-    """The nodes of label smoothing that have a number for each row and class.
+    """The nodes of label smoothing that have a number for each row and class."""
 
-    Attributes
-    ----------
-    row_sum : the node of the sums of all rows, (m,). row_term : its gradient, (m, 1).
-    total : the node that adds its part to that of the loss.
-    forward, backward : nodes that only serve these, each before those that read it.
-    """
-
-    row_sum: fx.Node
-    row_term: fx.Node
-    total: fx.Node
-    forward: tuple[fx.Node, ...]
+    row_sum: fx.Node  # sums of all rows, (m,)
+    row_term: fx.Node  # the gradient of these, (m, 1)
+    total: fx.Node  # adds its part to that of the loss
+    forward: tuple[fx.Node, ...]  # only serve these, each before those that read it
     backward: tuple[fx.Node, ...]
 
 
@@ -128,7 +121,6 @@ def linear_above(node: Any) -> Linear:
 
 
 def linear_of(product: fx.Node) -> Linear | None:
-    """A product with a transposed weight as a layer."""
     if product.target not in PRODUCTS or product.kwargs:
         return None
     bias, x, weight = (None, *product.args) if len(product.args) == 2 else product.args[:3]
@@ -174,7 +166,6 @@ def aliases_of(node: fx.Node) -> list[fx.Node]:
 
 
 def readers_of(node: Any) -> list[fx.Node]:
-    """Nodes that read `node`, also through names and other shapes of it."""
     if not isinstance(node, fx.Node):
         raise NoMlpError
     names = aliases_of(node)
@@ -205,7 +196,6 @@ def picked(node: fx.Node, i: int, name: str, before: fx.Node | None = None) -> f
 
 
 def replace_node(old: fx.Node, new: fx.Node) -> None:
-    """Let everyone read `new` in the place of `old`, under its name, and erase that."""
     old.replace_all_uses_with(new)
     # Under its name, so that the rest of the training graph stays as it is.
     name, meta = old.name, old.meta

@@ -74,7 +74,6 @@ ACTIVATIONS: dict[str, _Activation] = {
 
 
 def _activation_of(node: fx.Node) -> str | None:
-    """The name of the activation that a node is; None for any other node."""
     for name, one in ACTIVATIONS.items():
         if node.target is one.forward and len(node.args) == 1 and _options(node) == one.options:
             return name
@@ -125,7 +124,6 @@ def _is_the_same_one_by_one(name: str, dtype: torch.dtype) -> bool:
 
 
 def _fills_vectors(size: int) -> bool:
-    """Whether each thread is given a multiple of what is taken by vectors."""
     most = torch.get_num_threads()
     # A smaller tensor may go to fewer threads.
     counts = [most] if size >= most * _GRAIN_ELEMENTS else range(1, most + 1)
@@ -156,25 +154,17 @@ class _MlpGradients:
 
 @dataclass
 class Mlp:
-    """One MLP, and the nodes that its forward and its backward consist of.
+    """One MLP, and the nodes that its forward and its backward consist of."""
 
-    Attributes
-    ----------
-    activation : a name of `ACTIVATIONS`. gate : the layer before it. up : the one whose result it
-        is multiplied with, if any. down : the last layer.
-    gradient : what backward hands to the product of `down`, (rows, out).
-    of_down : the last weight's gradient alone; its bias's reads nothing hidden.
-    forward, backward : nodes that only serve these, each before those that read it.
-    """
-
-    activation: str
-    gate: Linear
-    up: Linear | None
+    activation: str  # a name of `ACTIVATIONS`
+    gate: Linear  # the layer before it
+    up: Linear | None  # the one whose result it is multiplied with, if any
     down: Linear
-    gradient: fx.Node
+    gradient: fx.Node  # what backward hands to the product of `down`, (rows, out)
     of_gate: _MlpGradients
     of_up: _MlpGradients
-    of_down: _MlpGradients
+    of_down: _MlpGradients  # of the weight alone, as the bias's reads nothing hidden
+    # Nodes that only serve these, each before those that read it.
     forward: list[fx.Node] = field(default_factory=list[fx.Node])
     backward: list[fx.Node] = field(default_factory=list[fx.Node])
 
@@ -184,13 +174,11 @@ class Mlp:
 
     @property
     def ends(self) -> list[fx.Node]:
-        """The nodes whose results others read, forward first."""
         grads = (*self.of_gate.all(), *self.of_up.all(), *self.of_down.all())
         return [self.down.product, *grads]
 
     @property
     def transient_bytes(self) -> int:
-        """The most that hidden tensors take in backward, whole."""
         held = _HIDDEN if self.up is None else _HIDDEN_GATED
         value: Tensor = self.gate.product.meta["val"]
         return held * value.nbytes
@@ -256,7 +244,6 @@ def _gradient_of(function: fx.Node, activation: str, gate: Linear) -> fx.Node:
 
 
 def _collect(mlp: Mlp, hidden: list[fx.Node], order: dict[fx.Node, int]) -> None:
-    """Set the nodes of forward and backward, if all that read hidden tensors are among them."""
     if mlp.of_gate.weight is None and mlp.of_down.weight is None:
         raise NoMlpError
     if _trains_a_bias_alone(mlp.of_gate) or _trains_a_bias_alone(mlp.of_up):
@@ -281,7 +268,6 @@ def _trains_a_bias_alone(of: _MlpGradients) -> bool:
 
 
 def _gating(function: fx.Node, gate: Linear) -> tuple[fx.Node, Linear]:
-    """The product of the activation with another layer of the same input, and that layer."""
     for user in function.users:
         if user.target is not aten.mul.Tensor or user.args[0] is user.args[1]:
             continue
@@ -295,7 +281,6 @@ def _gating(function: fx.Node, gate: Linear) -> tuple[fx.Node, Linear]:
 
 
 def _is_beside(up: Linear, gate: Linear) -> bool:
-    """Whether both layers read the same rows, and have as many results."""
     same = sources_of(up.x)[-1] is sources_of(gate.x)[-1] and up.product is not gate.product
     shapes = [(one.x.meta["val"].shape, one.product.meta["val"].shape) for one in (up, gate)]
     return same and shapes[0] == shapes[1]

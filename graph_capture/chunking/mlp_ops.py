@@ -67,7 +67,6 @@ class _SplitMlp:
         return [slice(a, b) for a, b in cut]
 
     def inner(self, rows: slice) -> Tensor:
-        """What the last layer is given, for some rows."""
         result = ACTIVATIONS[self.activation](self._gate(rows, _ALL))
         return result if self.up_weight is None else result * self._up(rows, _ALL)
 

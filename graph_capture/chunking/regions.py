@@ -39,24 +39,15 @@ AND = ", "
 
 @dataclass(frozen=True)
 class RegionCandidate:
-    """Parts of a step, and the ops that would run in their place.
+    """Parts of a step, and the ops that would run in their place."""
 
-    Attributes
-    ----------
-    parts : in the captured joint graph. joint : a copy of it, with every part in chunks.
-    nodes : for each part, the ops of ours in that copy. is_exact : they give eager's bits.
-    dropped : names of captured ops that the copy has not, or has otherwise.
-    added : ops that only the copy has, each with the name of the op that follows, "" at the end.
-    is_asked : the user named the split, and is warned of a head that stays whole.
-    """
-
-    parts: tuple[HeadOrMlp, ...]
-    joint: Joint
-    nodes: tuple[tuple[fx.Node, ...], ...]
-    is_exact: bool
-    dropped: tuple[str, ...]
-    added: tuple[tuple[str, Op], ...]
-    is_asked: bool
+    parts: tuple[HeadOrMlp, ...]  # in the captured joint graph
+    joint: Joint  # a copy of it, with every part in chunks
+    nodes: tuple[tuple[fx.Node, ...], ...]  # for each part, the ops of ours in that copy
+    is_exact: bool  # the ops are to give eager's bits
+    dropped: tuple[str, ...]  # names of captured ops that the copy has not, or has otherwise
+    added: tuple[tuple[str, Op], ...]  # that only the copy has: name of the op that follows, op
+    is_asked: bool  # the user named the split, and is warned of a head that stays whole
 
     @property
     def name(self) -> str:
@@ -118,7 +109,6 @@ def _warn_of_whole_heads(trace: Trace) -> None:
 
 
 def _large(trace: Trace, heads: Iterable[Head]) -> list[Head]:
-    """Heads whose backward holds a large part of the bytes of the step."""
     graph = trace.graph
     at = graph.op_index
     of_forward = [v for v in graph.values if at.get(v.producer, -1) < graph.n_forward]
@@ -199,7 +189,6 @@ def _captured_ops(part: HeadOrMlp, node: fx.Node, chunks: int) -> list[fx.Node]:
 
 
 def _workspace_bytes(part: HeadOrMlp, node: fx.Node, chunks: int) -> int:
-    """The most bytes that one chunk has live."""
     if isinstance(part, Head):
         return _head_workspace_bytes(part, node, chunks)
     value: Tensor = part.gate.product.meta["val"]
@@ -208,7 +197,6 @@ def _workspace_bytes(part: HeadOrMlp, node: fx.Node, chunks: int) -> int:
 
 
 def _nodes_of_head(head: Head, node: fx.Node, chunks: int) -> list[fx.Node]:
-    """The nodes whose work an op of ours does; backward makes the logits again."""
     if node.target in (FORWARD, SMOOTHED):
         return head.forward
     ends = (head.of_x, head.of_weight, head.of_bias)
@@ -226,7 +214,6 @@ def _is_cut_out_of_rows(head: Head, node: fx.Node) -> bool:
 
 
 def _head_workspace_bytes(head: Head, node: fx.Node, chunks: int) -> int:
-    """The most bytes that one chunk has live."""
     # In backward, three blocks in the dtype of the loss: the logarithms of the probabilities, their
     # gradient and that of the logits. A block of classes that is cut out of rows is one more.
     value, of_x = head.softmax.meta["val"], head.product.meta["val"]
@@ -252,10 +239,7 @@ def with_regions(
     chunk_costs: ChunkCosts,
     is_exact: IsExact,
 ) -> TrainingGraph:
-    """`graph` with the regions found and their choices; without choices a region is none.
-
-    Where eager's bits are asked for, numbers of chunks that do not give them are left out.
-    """
+    """`graph` with the regions found and their choices; without choices a region is none."""
     regions = [_region(graph, one, chunk_costs, is_exact) for one in found]
     for one, region in zip(found, regions, strict=True):
         if one.is_asked and not region.choices and one.kinds == _HEADS:
@@ -273,6 +257,7 @@ def _region(
     choices: list[Choice] = []
     for chunks in COUNTS:
         found.set_chunks(chunks)
+        # Where eager's bits are asked for, numbers of chunks that do not give them are left out.
         if not found.is_exact or is_exact(found):
             ops, values = chunk_costs(found)
             choices.append(_choice(graph, found, ops, values))
@@ -293,7 +278,6 @@ def _choice(
 def _no_cheaper(
     graph: TrainingGraph, found: RegionCandidate, ours: Mapping[str, Op]
 ) -> Mapping[str, Op]:
-    """`ours` at the time of the captured ops at least."""
     # They do the same work, and some of it twice. They seem quicker where blocks fit into caches or
     # a clock was off, and a step that fits as it was captured would not stay so.
     us = sum(op.cost_us for op in ours.values())
@@ -306,7 +290,6 @@ def _whole_us(graph: TrainingGraph, found: RegionCandidate) -> float:
 
 
 def _taking(all_us: float, ours: Mapping[str, Op]) -> Mapping[str, Op]:
-    """`ours`, which take as long as that together."""
     factor = all_us / sum(op.cost_us for op in ours.values())
     return {
         name: msgspec.structs.replace(op, cost_us=factor * op.cost_us) for name, op in ours.items()
@@ -324,7 +307,6 @@ def _as_captured(graph: TrainingGraph, op: Op) -> Op:
 def modelled(
     captured: TrainingGraph, launch_us: float, rounded: Callable[[int], int]
 ) -> ChunkCosts:
-    """Costs from those of the ops that the chunks replace, for a device that is not here."""
     costs = {op.name: op.cost_us for op in captured.ops}
 
     def chunk_costs(found: RegionCandidate) -> tuple[Mapping[str, Op], Sequence[Value]]:

@@ -24,7 +24,6 @@ from remat.graph_capture.errors import ScheduleError
 
 
 def _replace_head(head: Head, chunks: int, is_exact: bool) -> list[fx.Node]:
-    """Put ops that run in `chunks` in the place of `head`; returns them, forward first."""
     target, class_weight, reduction, ignore_index = head.loss.args[1:5]
     read = (head.x, head.weight, head.bias, target, class_weight)
     facts = (
@@ -115,7 +114,6 @@ def _value_of(head: Head, gradient: fx.Node | None) -> Tensor:
 
 
 def _replace_mlp(mlp: Mlp, chunks: int) -> list[fx.Node]:
-    """Put ops that run in `chunks` in the place of `mlp`; returns them, forward first."""
     up_weight, up_bias = (mlp.up.weight, mlp.up.bias) if mlp.up else (None, None)
     gate, down = mlp.gate, mlp.down
     read = gate.x, gate.weight, gate.bias, up_weight, up_bias, down.weight
@@ -179,7 +177,6 @@ def _take_places(mlp: Mlp, node: fx.Node) -> None:
 
 
 def _values(mlp: Mlp, op: Any, old: Sequence[fx.Node | None]) -> list[Tensor]:
-    """The traced values of results: those in whose place they are."""
     # A weight's gradient that nobody needs is left out (`wanted`); a term of x's is made anyway.
     like: Tensor = mlp.gate.weight.meta["val"] if op is MLP_WEIGHTS else mlp.gate.x.meta["val"]
     with like.fake_mode:  # pyright: ignore

@@ -31,7 +31,6 @@ _IGNORED_PART = 0.1
 
 
 def _made_inputs(part: HeadOrMlp, seed: int) -> dict[fx.Node, Tensor]:
-    """Random data for what `part` reads."""
     at: Tensor = part.ends[0].meta["val"]
     # The user's random stream stays where it is.
     with torch.random.fork_rng([at.device] if at.is_cuda else []):
@@ -160,7 +159,6 @@ def _are_same_once(part: HeadOrMlp, nodes: Sequence[fx.Node], seed: int) -> bool
 
 
 def _has_equal_blocks(mlp: Mlp, chunks: int) -> bool:
-    """Whether no element of the hidden activation hangs on how large its block is."""
     like: Tensor = mlp.gate.product.meta["val"]
     rows, columns = like.shape
     sizes = {(b - a) * columns for a, b in blocks(rows, chunks)}
@@ -171,7 +169,6 @@ def _has_equal_blocks(mlp: Mlp, chunks: int) -> bool:
 def _run_captured(
     part: HeadOrMlp, nodes: Sequence[fx.Node], known: dict[fx.Node, Tensor]
 ) -> dict[str, Tensor]:
-    """Run nodes of the captured graph with what they read; their results by name."""
     results = _Results(known)
     order = {node: i for i, node in enumerate(nodes[0].graph.nodes)}
     # In graph order, so that no result asks for a long chain of others.
@@ -230,7 +227,6 @@ def kept_bits(meter: Meter, cache: CostCache | None = None) -> IsExact:
 
 
 def _digest_of(found: RegionCandidate) -> str:
-    """A digest of what decides which kernels run, whole and in chunks."""
     parts = [
         f"{_SEEN_NUMBERS} logits in {_MOST_DRAWS} draws",
         torch.backends.cpu.get_cpu_capability(),

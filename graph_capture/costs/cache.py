@@ -32,8 +32,6 @@ machine is quiet."""
 
 
 class OpCost(msgspec.Struct, frozen=True, array_like=True):
-    """What one run of an op takes."""
-
     cost_us: float
     workspace_bytes: int = 0  # beyond inputs and outputs, while it runs
     kept_bytes: int = 0  # by results, beyond the storages that the trace gives them
@@ -42,22 +40,14 @@ class OpCost(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WholeStepTimes(msgspec.Struct, frozen=True):
-    """Times of a step that was run as a whole (`step_time.py`).
+    """Times of a step that was run as a whole (`step_time.py`)."""
 
-    Attributes
-    ----------
-    step_us : the step with every op run once.
-    keeping_us : how much less forward alone takes if it keeps nothing for backward.
-    again_us : how much longer the step takes with its forward computed again in segments.
-    expected_us : what `again_us` should be by the costs of the ops; 0 if that step was not run.
-    away : the part of the time in which others had the core.
-    """
-
-    step_us: float
-    keeping_us: float = 0.0
-    again_us: float = 0.0
+    step_us: float  # with every op run once
+    keeping_us: float = 0.0  # forward alone takes so much less if it keeps nothing for backward
+    again_us: float = 0.0  # the step takes so much longer with forward computed again in segments
+    # What `again_us` should be by the costs of the ops; 0 if that step was not run.
     expected_us: float = msgspec.field(default=0.0, name="priced_us")
-    away: float = 0.0
+    away: float = 0.0  # the part of the time in which others had the core
 
 
 def is_valid_cost(cost: OpCost) -> bool:
@@ -138,13 +128,11 @@ class CostCache:
         return cls(meter.title, meter.settings)
 
     def settled(self, keys: Iterable[str], meter: Meter) -> set[str]:
-        """Those of `keys` that need not be measured: their costs are kept, and not in doubt."""
         kept = {key for key in keys if key in self.costs}
         doubted = {key for key in kept if self.costs[key].away > BUSY}
         return kept - doubted if doubted and meter.is_quiet() else kept
 
     def has_step(self, key: str, meter: Meter) -> bool:
-        """Whether the times of that step are kept, and need not be taken again."""
         kept = self.steps.get(key)
         return kept is not None and not (kept.away > BUSY and meter.is_quiet())
 

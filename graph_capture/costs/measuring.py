@@ -238,7 +238,6 @@ def _rank_links(group: ProcessGroup, device: str) -> RankLinks:
 def measure(
     traced: Trace, *, nvme_path: str = "", progress: ProgressCallback | None = None
 ) -> Profile:
-    """The measured ops of a trace, the links of its device, and on a CPU the time of its step."""
     meter, node_of = meter_of(traced.recipe.device), examples(traced.joint)
     cache = CostCache.of(meter)
     costs = measure_costs_with(traced, meter, cache, progress)[1]

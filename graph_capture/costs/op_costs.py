@@ -139,7 +139,6 @@ def _refuse_broken_device(node: fx.Node, error: Exception) -> None:
 
 
 def _estimated(node: fx.Node, error: KernelError) -> OpCost:
-    """The time to move the bytes of an op that does not run on made data; warns."""
     said = (str(error).splitlines() or [type(error).__name__])[0]
     why = "cannot be timed on made data"
     if is_out_of_memory(error):
@@ -153,13 +152,11 @@ def _estimated(node: fx.Node, error: KernelError) -> OpCost:
 
 
 def _workspace_of(node: fx.Node, region: RegionMemory) -> int:
-    """Bytes of a region that ran `node`, beyond what it has made by then."""
     kept_bytes = max(sum(fresh_storages(node)), region.final_bytes)
     return max(0, region.peak_bytes - kept_bytes)
 
 
 def _runner_of(joint: Joint, node: fx.Node) -> Callable[[], Any]:
-    """A run of an op on made data, alone on its rank."""
     # Outside of `run`, so that making data is not timed.
     args, kwargs = sample_arguments(node, joint.module)
     target = local_runner(node)
@@ -193,9 +190,8 @@ def measure_costs(
 ) -> TrainingGraph:
     """The trace's graph with measured costs and workspaces.
 
-    Each distinct (op, shapes, strides, dtypes, scalars) is run on made data.
-    On a CPU the step is run as a whole too, for what it takes beyond its ops (`step_time.py`).
-    Both are kept on disk (`cache.py`).
+    Each distinct op is run on made data. On a CPU the step is run as a whole too, for what it takes
+    beyond its ops (`step_time.py`). Both are kept on disk (`cache.py`).
 
     Parameters
     ----------
@@ -364,7 +360,6 @@ def _known_or_measured(
 
 
 def _values_as_allocated(joint: Joint, costs: dict[str, OpCost]) -> tuple[Value, ...]:
-    """The values with the bytes that the device's allocator gives them."""
     graph = joint.graph
     allocated = allocator_rounding(graph.device)
     # What a step on a CUDA device has on the host takes nothing on the device.
@@ -487,7 +482,6 @@ class Sized:
 
 
 def _regions(joint: Joint, nodes: Mapping[str, fx.Node], meter: Meter) -> dict[str, RegionMemory]:
-    """What each op allocates in a run, by its key, without those that do not run on made data."""
     ran: list[str] = []
     with meter.quiet():
         regions = meter.regions(_warm(joint, nodes, ran))

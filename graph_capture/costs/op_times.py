@@ -57,14 +57,11 @@ def times_us(
 
     Parameters
     ----------
-    made : makes the run of an op, with its inputs. They are dropped before the next op.
-    moved_bytes : of the inputs and outputs of each op.
+    made : makes the run of an op, with its inputs.
     failed : called with an op that cannot be run, and the error. The op is not tried again.
     first : called with an op and its run before the op is timed. It must run it.
-    after : called with the number of ops timed so far, over all passes.
-    between : called after each pass.
-    begun : times that an earlier process took before it was ended: so many are left out here. How
-        busy the machine was then is not known.
+    after : called with the number of ops timed so far, over all passes. between : after each pass.
+    begun : times that an earlier process took before it was ended: so many are left out here.
     keep : called now and then with all times so far, and where Ctrl-C or an error ends it.
     """
     found: _Times = {key: list((begun or {}).get(key, ()))[: meter.passes] for key in made}
@@ -90,7 +87,6 @@ def _take(
     between: Callable[[], None] | None,
     keep: Callable[[_Times], None],
 ) -> None:
-    """Add to `found` the times of each op until they agree; ops that fail leave it."""
     kept_s = time.monotonic()
     # While another device runs, this thread waits.
     is_here = meter.device == CPU
@@ -216,7 +212,6 @@ def _is_integer(value: Tensor) -> bool:
 
 
 def _dtype_of_kernel(leaf: fx.Node, value: Tensor) -> torch.dtype:
-    """The dtype that the kernel behind `leaf` gives."""
     while is_alias_of_input(leaf):
         leaf = leaf.all_input_nodes[0]
     source = leaf.args[0] if is_getitem(leaf) else None

@@ -46,17 +46,12 @@ _WorkKind = Literal["matmul", "convolution", "attention", "other"]
 
 
 class OpWork(msgspec.Struct, frozen=True):
-    """What one run of an op takes.
-
-    `kind` is the class of ops that efficiencies are stated for, `dtype` that of the first tensor in
-    floating point, else ``float32``. `flops` are 0 where torch does not count them. `moved_bytes`
-    are of arguments and results.
-    """
+    """What one run of an op takes."""
 
     kind: _WorkKind = "other"
-    dtype: str = "float32"
-    flops: int = 0
-    moved_bytes: int = 0
+    dtype: str = "float32"  # of the first tensor in floating point
+    flops: int = 0  # where torch does not count them
+    moved_bytes: int = 0  # of arguments and results
 
 
 def work_of(node: fx.Node) -> OpWork:
@@ -134,8 +129,6 @@ _SCHEMA_VERSION = 1
 
 
 class ProfiledOp(OpCost, frozen=True, array_like=False):
-    """The cost of an op, with its work: arithmetic and traffic."""
-
     work: OpWork = OpWork()
 
 
@@ -235,7 +228,6 @@ def costs_of_profile(
 
 
 def note_of(profile: Profile) -> str:
-    """What a graph notes on the origin of its costs; warns where torch's version differs."""
     note = f"measured on {profile.title} with torch {profile.torch}"
     if profile.torch == str(torch.__version__):
         return note

@@ -53,17 +53,11 @@ _LEAST_WORK = 0.5
 
 @dataclass(frozen=True)
 class Roofline:
-    """The model of one device.
-
-    Attributes
-    ----------
-    shares : of the peaks, by target and by class of ops. A class serves targets without own shares.
-    launch_us : least time of any op.
-    """
+    """The model of one device."""
 
     device: Device
-    shares: dict[str, Efficiency]
-    launch_us: float
+    shares: dict[str, Efficiency]  # by target, and by class for targets without own shares
+    launch_us: float  # least time of any op
 
     @classmethod
     def assumed(cls, device: Device) -> Roofline:
@@ -75,7 +69,6 @@ class Roofline:
         return self.launch_us + self._work_us(work, share)
 
     def fitted(self, profile: Profile) -> Roofline:
-        """With the shares and the launch that the ops of `profile` show."""
         return _Fit(self, profile).roofline()
 
     def errors(self, profile: Profile) -> list[float]:
@@ -94,7 +87,6 @@ class Roofline:
         return work.flops / flops_per_us, work.moved_bytes / self.device.bytes_per_us
 
     def _rate(self, work: OpWork) -> str:
-        """The dtype whose peak counts."""
         # torch lets tensor cores round float32 to TF32 by a switch for each kind of op.
         if work.dtype != "float32" or "tf32" not in self.device.tflops:
             return work.dtype
@@ -105,15 +97,12 @@ class Roofline:
 
 @dataclass
 class _Fit:
-    """How the ops of a profile compare with what is assumed of their classes.
-
-    `factors` has, by target and by class, the time of each op of enough work over the assumed time,
-    both without a launch.
-    """
+    """How the ops of a profile compare with what is assumed of their classes."""
 
     assumed: Roofline
     profile: Profile
     launch_us: float = field(init=False)
+    # By target and by class, the time of each op over the assumed time, both without a launch.
     factors: dict[str, dict[str, float]] = field(init=False)
 
     def __post_init__(self) -> None:

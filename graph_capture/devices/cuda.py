@@ -103,7 +103,6 @@ class CudaMeter:
             return max(host_us, median_of(lambda: self._device_us(run, is_flushed, host_us)))
 
     def often_us(self, *runs: Run) -> list[float]:
-        """As `median_us` of each, with caches that are full of other data."""
         # `moved_bytes` left at 0 has the cache flushed.
         return [self.median_us(run) for run in runs]
 
@@ -200,7 +199,6 @@ class CudaMeter:
         return 1e3 * start.elapsed_time(end)
 
     def _flush(self) -> None:
-        """Fill the L2 cache with data that no op reads."""
         if self._cache is None:
             size_bytes = max(self.cache_bytes, 1)
             self._cache = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
@@ -259,7 +257,6 @@ def pinned_pair(device: str) -> LinkPair:
 
 
 def copies_us(device: str, size_bytes: int) -> _Row:
-    """Copies of one size, each way alone and both at once."""
     # A stream each way: in one, copies would wait for each other.
     below, above = torch.cuda.Stream(), torch.cuda.Stream()
     on_device = [torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]

@@ -53,7 +53,6 @@ class FileMeter:
         self.moved_bytes = 0
 
     def _parts(self, size_bytes: int) -> list[File]:
-        """One file a thread, together of that size."""
         ends = [size_bytes * i // self.threads for i in range(self.threads + 1)]
         return [File(self.folder, end - start) for start, end in pairwise(ends)]
 
@@ -71,11 +70,9 @@ class FileMeter:
         return speed_of(self.times_us(is_down), self._times_beside_us(is_down))
 
     def times_us(self, is_down: bool, sizes: tuple[int, ...] = SIZES) -> dict[int, float]:
-        """The fastest of a few copies of each size, by size."""
         return {size: self._best_us(is_down, size) for size in sizes}
 
     def _times_beside_us(self, is_down: bool) -> dict[int, float]:
-        """As `times_us`, while the other way copies all the time."""
         ended = threading.Event()
 
         def other() -> None:
@@ -136,7 +133,6 @@ def file_pair(folder: str, threads: Sequence[int] = ()) -> LinkPair:
 
 
 def _threads_gb_s(folder: str, threads: int) -> float:
-    """The rate of the largest copy by that many threads, there and back."""
     size_bytes = SIZES[-1]
     with contextlib.closing(FileMeter(folder, threads)) as meter:
         meter.fill()

@@ -196,7 +196,6 @@ def _free_on_cuda(device: str) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, in Python, in torch, on a device or in the system."""
     # torch's class by its name, as this file is read without torch.
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
@@ -272,7 +271,6 @@ class _Machine(NamedTuple):
     is_here: bool
 
     def size_bytes(self, given: str | SupportsIndex, what: str, forms: str, folder: str) -> int:
-        """No more than the machine has, if it is this one."""
         if isinstance(given, str) and given.strip().lower() == AUTO:
             return self._auto_bytes(what, forms, folder)
         if isinstance(given, str):

@@ -46,7 +46,6 @@ def device_holding(tensors: Iterable[Any]) -> str:
 
 
 def check_placement(what: str, found: torch.device, device: str) -> None:
-    """Raise `DeviceError` for a tensor that is not where the step for `device` is captured."""
     if found.type not in _HOST and not torch.get_device_module(found).is_available():
         raise DeviceError(
             f"{what} is on {found}, which this torch cannot run: move the model and the batch to "

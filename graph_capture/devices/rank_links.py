@@ -31,8 +31,6 @@ _MOST_BESIDE = 10
 
 
 class Traffic(msgspec.Struct, frozen=True):
-    """One collective."""
-
     kind: Collective
     whole_bytes: float  # of the whole tensor: all shards together
     ranks: int  # that take part
@@ -85,27 +83,17 @@ class CollectiveTimes(msgspec.Struct, frozen=True):
 
 
 class RankLinks(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Links of one rank, which has a GPU of its own, one way, and what collectives reach over them.
+    """Links of one rank with a GPU of its own, one way, and what collectives reach over them."""
 
-    Attributes
-    ----------
-    inside_gb_s, between_gb_s : to the ranks of its node, and to those of others.
-    inside_us, between_us : start of a collective in a node, and over several. hop_us : of each
-        further node of a ring.
-    beside : how much longer what is computed beside a collective takes.
-    source : of the figures. node_size : ranks of a node.
-    measured : collectives whose times were measured; they go before the model.
-    """
-
-    inside_gb_s: float
-    between_gb_s: float
-    inside_us: float
-    between_us: float
-    hop_us: float
-    beside: float
+    inside_gb_s: float  # to the ranks of its node
+    between_gb_s: float  # to those of others
+    inside_us: float  # start of a collective in a node
+    between_us: float  # start of one over several
+    hop_us: float  # of each further node of a ring
+    beside: float  # what is computed beside a collective takes so many times as long
     source: str
-    node_size: int = 8
-    measured: tuple[CollectiveTimes, ...] = ()
+    node_size: int = 8  # ranks
+    measured: tuple[CollectiveTimes, ...] = ()  # these go before the model
 
     def __str__(self) -> str:
         return (
@@ -138,7 +126,6 @@ class RankLinks(msgspec.Struct, frozen=True, omit_defaults=True):
         return passes * (self._start_us(traffic) + moving_us)
 
     def send_us(self, size_bytes: float, *, far: bool) -> float:
-        """Time to send to a neighbour; `far` is one of another node."""
         return self.collective_us(Traffic("send", size_bytes, 2, 1 if far else 2))
 
     def both_us(self, compute_us: float, collective_us: float) -> float:

@@ -49,8 +49,6 @@ class FloatArgument(float):
 
 @dataclass(frozen=True)
 class FloatInputs:
-    """Which numbers a step reads, and what it makes of them."""
-
     places: tuple[FloatPlace, ...]  # where they are, with their values in the trace
     steps: tuple[FloatStep, ...]  # the program, which starts with them
     answers: tuple[tuple[int, Any], ...]  # what steps must give, by index
@@ -77,7 +75,6 @@ class FloatInputs:
         return given
 
     def mark(self, gm: fx.GraphModule) -> None:
-        """Put a `FloatArgument` in each place of the joint graph that takes one."""
         by_name: dict[str, list[tuple[int, int]]] = {name: [] for name, _ in self.at}
         for (name, leaf), index in self.at.items():
             by_name[name].append((leaf, index))
@@ -138,8 +135,6 @@ _RULES: tuple[Callable[[float], float], ...] = (
 
 @dataclass(frozen=True)
 class Probe:
-    """One trace: its joint graph, what it leaves behind, and what became of the numbers."""
-
     gm: fx.GraphModule
     left: Any
     looked_at: bytes  # a digest of what tensors held that code has looked at
@@ -266,7 +261,6 @@ _PROBES = ((0.0070682, 0.00137), (0.0148291, 0.00211))
 
 @contextlib.contextmanager
 def holding(places: Sequence[FloatPlace], values: Sequence[float]) -> Generator[None]:
-    """Let places hold other values meanwhile."""
     kept = [place.now() for place in places]
     try:
         for place, value in zip(places, values, strict=True):
@@ -317,7 +311,6 @@ def _matched(
 
 
 def _unfollowed(state: PythonState, others: Sequence[Probe]) -> str:
-    """Why what is computed from the numbers is not known; empty if it is."""
     for place in state.places:
         if _reads_past_methods(place.value):
             return f"{place.text} may read it, which cannot be followed"

@@ -23,8 +23,6 @@ class _Ref:
 
 @dataclass(frozen=True)
 class FloatStep:
-    """A function of earlier results and constants."""
-
     name: str
     operands: tuple[_Ref | int | float, ...]
     function: Callable[..., Any] = field(compare=False)

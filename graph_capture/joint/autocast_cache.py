@@ -100,7 +100,6 @@ def _share(
     back: Mapping[Any, list[fx.Node]],
     order: Mapping[fx.Node, int],
 ) -> None:
-    """Put the first of `casts` in the place of all, and one cast behind the sum of gradients."""
     ends = dict.fromkeys(end for cast in casts for end in back.get(_made_as(cast), ()))
     # Autocast keeps only casts of what is trained.
     if not ends:
@@ -173,7 +172,6 @@ def _chain_of(ends: Collection[fx.Node]) -> _Chain | None:
 
 
 def _only_addition(node: fx.Node) -> fx.Node | None:
-    """The addition of two nodes that is the only one to read `node`."""
     users = list(node.users)
     if len(users) != 1 or users[0].target is not aten.add.Tensor or users[0].kwargs:
         return None

@@ -62,25 +62,17 @@ SAVE_RNG, STATISTICS = "remat.save_rng_state", "remat.statistics"
 
 @dataclass
 class Joint:
-    """A training graph, still without costs, and the fx nodes that its names stand for.
-
-    Attributes
-    ----------
-    node_of_op : absent are the ops that are ours.
-    base_of_value : the node that first returns a value; absent if nothing reads it.
-    accumulations : for each op that releases gradients, their places among backward's results.
-    timed_hash : of the graph whose gradients are returned together, as when the step is timed.
-    """
+    """A training graph, still without costs, and the fx nodes that its names stand for."""
 
     module: fx.GraphModule
     num_forward_outputs: int
     graph: TrainingGraph
-    node_of_op: dict[str, fx.Node]
+    node_of_op: dict[str, fx.Node]  # absent are the ops that are ours
     value_of_node: dict[fx.Node, str]
-    base_of_value: dict[str, fx.Node]
+    base_of_value: dict[str, fx.Node]  # the first to return a value; absent if nothing reads it
     in_place: InPlace
-    accumulations: dict[str, tuple[int, ...]]
-    timed_hash: str
+    accumulations: dict[str, tuple[int, ...]]  # places among backward's results, by releasing op
+    timed_hash: str  # of the graph whose gradients are returned together
 
 
 @dataclass
@@ -161,7 +153,6 @@ class _Builder:
     def _ends(
         self, tangents: tuple[str, ...], returned: Sequence[Any]
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Values that must be live when forward ends, and when the step ends."""
         given = self.values.made_by_ops(self.forward_results)
         # AOTAutograd copies new values of buffers into the buffers when forward ends, so they need
         # not be live any longer. All else that forward returns is in the caller's hands.
@@ -295,7 +286,6 @@ class _Builder:
     def _split_batch_norm(
         self, node: fx.Node, outputs: tuple[str, ...], module: str, source: str
     ) -> tuple[tuple[str, ...], tuple[str, ...], Op]:
-        """What the normalisation reads and returns, and the update of the statistics as an op."""
         # The running statistics are left to the update: training normalises by those of the batch.
         read = [a for a in node.args[:3] if isinstance(a, fx.Node)]
         running = [a for a in node.args[3:5] if isinstance(a, fx.Node)]

@@ -104,7 +104,6 @@ class ConstantFolder(TraceObserver):
     def _over_sizes(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor]
     ) -> Any:
-        """Trace `func`, whose results depend on sizes; or answer code that looks at them."""
         is_view = any(one.alias_info is not None for one in func._schema.returns)
         of_values = any(one not in self._formulas for one in inputs)
         if self._over is None or func._schema.is_mutable or (is_view and of_values):
@@ -182,7 +181,6 @@ class ConstantFolder(TraceObserver):
         kwargs: dict[str, Any],
         sources: frozenset[str],
     ) -> None:
-        """Forget all views of what an op writes to."""
         if func.namespace in NAMESPACES:  # whose schemas do not say what they write to
             self._lose(_tensors_in((args, kwargs)), sources)
         if not func._schema.is_mutable:
@@ -202,7 +200,6 @@ class ConstantFolder(TraceObserver):
 
 
 def _repeats(func: OpOverload) -> bool:
-    """Whether the same arguments give the same values, each time."""
     name = func._schema.name.partition("::")[2]
     if func.namespace in NAMESPACES:  # by itself, a rank would wait for the others
         return False

@@ -184,7 +184,6 @@ def _written(
 
 
 def _with_sources(node: fx.Node) -> Iterator[fx.Node]:
-    """The node, and what it is a view of."""
     # Functionalization makes views anew after a write through one of them.
     yield node
     while is_view(node):
@@ -247,7 +246,6 @@ def with_checkpoints(ops: Iterable[Op], node_of_op: Mapping[str, fx.Node]) -> It
 
 
 def is_held_past(node: fx.Node, later: fx.Node) -> bool:
-    """Whether eager is known to hold what `node` gives when it runs `later`."""
     return node.op == "placeholder" or node.meta.get(_DIED_AS, 0) > _number_of(later)
 
 

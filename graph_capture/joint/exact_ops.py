@@ -90,7 +90,6 @@ def make_dropout_exact(gm: fx.GraphModule) -> None:
 
 
 def _change_backward(dropout: fx.Node, scale: float) -> None:
-    """Change every backward node that reads the mask of `dropout` to one that scales by `scale`."""
     masks: list[fx.Node] = [user for user in dropout.users if user.args[1] == 1]
     while masks:
         for user in list(masks.pop().users):

@@ -63,19 +63,15 @@ def of_parameters(gm: fx.GraphModule, num_forward_outputs: int) -> dict[int, fx.
 class GradientAccumulation:
     """Adds the ops that release gradients, or that update parameters.
 
-    Attributes
-    ----------
-    parameters : by place, those whose gradients may be released.
-    updated : by name, the bytes that an update takes, if parameters are updated in backward. Then
-        only their gradients are released.
-    is_added : whether gradients are added to what ``.grad`` holds; autograd then copies none.
-    of_op : the places of the gradients that each op releases.
+    `updated` has the bytes of each update in backward, by name. If there are some, only the
+    gradients of these parameters are released.
     """
 
     gradients: Sequence[Any]
-    parameters: Mapping[int, fx.Node]
+    parameters: Mapping[int, fx.Node]  # by place, those whose gradients may be released
     updated: Mapping[str, int] = field(default_factory=dict[str, int])
-    is_added: bool = True
+    is_added: bool = True  # to what ``.grad`` holds; autograd then copies none
+    # The places that each op releases.
     of_op: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
 
     def returned(self) -> list[Any]:
@@ -265,7 +261,6 @@ def _laid_out_copy(gm: fx.GraphModule, node: fx.Node, parameter: fx.Node) -> fx.
 
 
 def _before_copy(gradient: fx.Node, parameter: fx.Node) -> fx.Node:
-    """The node after which eager copies a gradient."""
     source = gradient
     while is_view(source):
         source = source.all_input_nodes[0]

@@ -172,7 +172,6 @@ def _may_begin(node: fx.Node) -> bool:
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Whether it is an op of torch's that neither draws nor has effects."""
     target = node.target
     is_aten = isinstance(target, OpOverload) and target.namespace == "aten"
     return is_aten and not draws_randomness(node) and not mutates(node)
@@ -218,7 +217,6 @@ def _any_form(node: fx.Node) -> Any:
 
 
 def _is_eagers(node: fx.Node) -> bool:
-    """Whether eager writes in place there, whatever else it reads."""
     return written_by_eager(node) is not None
 
 
@@ -336,7 +334,6 @@ def _reads_before_write(copy: fx.Node, written: fx.Node) -> Iterator[fx.Node]:
 
 
 def _read_from(reader: fx.Node, copy: fx.Node, written: fx.Node) -> None:
-    """Let `reader` read the view of `written` that it has of `copy`, if there is one."""
     (view,) = reader.all_input_nodes
     as_copy = _has_same_places(copy, written)
     shown: Any = view

@@ -223,21 +223,16 @@ _ADD = frozenset(
 
 @dataclass
 class InPlace:
-    """The writes of a joint graph that stay in place.
+    """The writes of a joint graph that stay in place."""
 
-    Attributes
-    ----------
-    begins : the node that makes what is written to, and the tensor before the first write: itself,
-        or a view of it. Tensors after writes are laid out as that one.
-    targets : for each node that writes: the op that does so in place.
-    before : for each tensor after a write: the tensor before it, of the same storage.
-    scattered : what a trace makes of a write to a part: after the node that writes, these put the
-        part back into the whole.
-    """
-
+    # The node that makes what is written to, and the tensor before the first write: itself, or a
+    # view of it. Tensors after writes are laid out as that one.
     begins: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
+    # For each node that writes, the op that does so in place.
     targets: dict[fx.Node, Any] = field(default_factory=dict[fx.Node, Any])
+    # For each tensor after a write, the tensor before it, of the same storage.
     before: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
+    # For each node that writes to a part, those that put it back into the whole in a trace.
     scattered: dict[fx.Node, tuple[fx.Node, ...]] = field(
         default_factory=dict[fx.Node, tuple[fx.Node, ...]]
     )
@@ -276,14 +271,12 @@ def writes_in_place(nodes: Sequence[fx.Node], in_forward: Collection[fx.Node]) -
 
 
 def _writes_to(first: fx.Node, writers: Collection[fx.Node]) -> Iterator[tuple[fx.Node, Write]]:
-    """The writes to `first` by `writers`, one after the other, each with the tensor before it."""
     while (write := only_write(first, _in_place)) is not None and write.node in writers:
         yield first, write
         first = write.result
 
 
 def _adds_to_term(node: fx.Node, write: fx.Node) -> bool:
-    """Whether `write` adds to what `node` has made, which autograd does not record."""
     # torch 2.11 tells only of the sum, and not of its terms, that backward has made it.
     is_recorded = WRITTEN_KEY not in _annotations(node)
     return _is_sum_of_autograd(write) or (not is_recorded and _op_called(write) in _ADD)

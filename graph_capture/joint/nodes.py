@@ -51,7 +51,6 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def erase_unread(*nodes: fx.Node) -> None:
-    """Erase those calls that nothing reads, and then what only they read."""
     for node in nodes:
         if node.op == "call_function" and not node.users:
             read = node.all_input_nodes

@@ -59,7 +59,6 @@ def parameter_groups(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
 
 
 def step_alone(optimizer: Optimizer, parameter: Tensor, group: Mapping[str, Any]) -> None:
-    """Take the optimizer's step for one parameter, which has a gradient."""
     groups = optimizer.param_groups
     optimizer.param_groups = [{**group, "params": [parameter]}]
     try:

@@ -45,8 +45,6 @@ _OWN = tuple(
 
 
 class Provenance(CallWatcher):
-    """Annotates each fx node made while it is active with module path and source line."""
-
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.path = {id(module): name for name, module in model.named_modules()}
@@ -94,7 +92,6 @@ class Provenance(CallWatcher):
                 handle.remove()
 
     def module_of(self, error: BaseException) -> str:
-        """Path in the user's model of the module that ran when `error` was raised."""
         return path_in_model(self.failed_in if error is self.failure else self.stack[-1])
 
     def _enter(self, module: nn.Module, args: Any) -> None:

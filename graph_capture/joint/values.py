@@ -29,22 +29,16 @@ def _none_written() -> dict[Phase, dict[str, str]]:
 
 @dataclass
 class ValueTable:
-    """Values found so far, by name, and the nodes that stand for them.
-
-    Attributes
-    ----------
-    of_storage, constants_bytes : by `storage_key`; the latter of storages that the graph holds.
-    base_of : the node that first returns a value.
-    written : by phase, for each value that is written to in place, the token of the last write so
-        far: a value of no bytes, which later readers of the phase read too, so as to come after.
-    """
+    """Values found so far, by name, and the nodes that stand for them."""
 
     gm: fx.GraphModule
     by_name: dict[str, Value] = field(default_factory=dict[str, Value])
-    of_storage: dict[int, str] = field(default_factory=dict[int, str])
+    of_storage: dict[int, str] = field(default_factory=dict[int, str])  # by `storage_key`
     of_node: dict[fx.Node, str] = field(default_factory=dict[fx.Node, str])
-    base_of: dict[str, fx.Node] = field(default_factory=dict[str, fx.Node])
-    constants_bytes: dict[int, int] = field(default_factory=dict[int, int])
+    base_of: dict[str, fx.Node] = field(default_factory=dict[str, fx.Node])  # first to return it
+    constants_bytes: dict[int, int] = field(default_factory=dict[int, int])  # by `storage_key`
+    # For each value that is written to in place, the token of the last write so far: a value of no
+    # bytes, which later readers of the phase read too, so as to come after.
     written: dict[Phase, dict[str, str]] = field(default_factory=_none_written)
 
     def of(self, node: fx.Node) -> str:
@@ -150,7 +144,6 @@ class ValueTable:
         return tuple(names)
 
     def writes_before(self, names: Iterable[str], phase: Phase) -> tuple[str, ...]:
-        """Tokens of the last writes so far to `names`."""
         # By phase: the writes of forward are over when backward begins.
         written = self.written[phase]
         return tuple(written[name] for name in names if name in written)
