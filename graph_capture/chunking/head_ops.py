@@ -177,8 +177,8 @@ def _class_blocks(
 
 
 def cuts_classes_out_of_rows(dtype: torch.dtype, row_term: object) -> bool:
-    # With smoothing a row's gradient hangs on the sum of all its terms; in 16 bits the kernel's own
-    # sum is not in what it returns.
+    # With smoothing a row's gradient depends on the sum of all its terms; in 16 bits the kernel's
+    # own sum is not in what it returns.
     return row_term is not None or dtype.itemsize < torch.float32.itemsize
 
 
@@ -225,7 +225,7 @@ def _class_gradients(
     # One column more holds what a row's sum has outside of this block.
     log_p = torch.zeros(len(top), n_block + 1, dtype=one.dtype, device=top.device)
     log_p[:, :n_block] = one.class_logits(a, b)
-    # One by one, as torch's softmax kernel does: less their sum it would round otherwise.
+    # One by one, as torch's softmax kernel does: to subtract their sum would round otherwise.
     log_p[:, :n_block].sub_(top).sub_(log_sum)
     at = torch.where((one.target >= a) & (one.target < b), one.target - a, n_block)
     of_log_p = torch.zeros_like(log_p)

@@ -201,7 +201,7 @@ def replace_node(old: fx.Node, new: fx.Node) -> None:
     name, meta = old.name, old.meta
     old.graph.erase_node(old)
     new.name = name
-    # An op of ours was given its own before.
+    # An op of ours has its own meta already.
     if new.target is operator.getitem:
         new.meta = dict(meta)
 
