@@ -112,6 +112,7 @@ class _SplitMlp:
             use_inner(result * up)
         made = torch.mm(gradient[rows], self.down_weight[:, columns])
         use_up(made * result)
+        # `_BLOCKS_GATED` of regions.py counts what is live here.
         del result
         made = made * (self._up(rows, columns) if up is None else up)
         del up
@@ -126,6 +127,7 @@ def _part_of_layer(x: Tensor, weight: Tensor, bias: Tensor | None, columns: slic
 @torch.library.impl(_library, "mlp", "CompositeExplicitAutograd")
 def _mlp(*given: Any) -> Tensor:
     down_bias, one = given[6], _SplitMlp(*given[:6], *given[7:])
+    # Blocks are written into it, so that none of the output is there beside it.
     made = one.x.new_empty(one.x.shape[0], one.down_weight.shape[0])
     down = one.down_weight.t()
     for rows in one.rows():
@@ -149,6 +151,7 @@ def _mlp_gated_input(gradient: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
 
 def _of_input(gradient: Tensor, one: _SplitMlp) -> tuple[Tensor, Tensor]:
     of_gate = torch.empty_like(one.x)
+    # Without a gate nobody writes to it.
     of_up = of_gate if one.up_weight is None else torch.empty_like(one.x)
     for rows in one.rows():
 
@@ -200,6 +203,7 @@ class _Gradients:
         if weight.numel():
             torch.mm(made.t(), self.one.x, out=weight[columns])
         if bias.numel():
+            # As autograd sums a bias's gradient, whose shape is (1, h).
             bias[:, columns] = made.sum([0], True)
 
 

@@ -155,7 +155,7 @@ class CudaMeter:
             probe = torch.ones(PROBE, PROBE, device=self.device, requires_grad=True)
             # Products with a bias are cuBLASLt's.
             bias = torch.ones(PROBE, device=self.device)
-            # Recomputation runs the first product in backward's thread too; it stops before the last.
+            # Recomputation, in backward's thread, runs the first product and stops before the last.
             checkpoint(_products, probe, bias, use_reentrant=False).sum().backward()
             del probe, bias
             return torch.cuda.memory_allocated() - before_bytes
