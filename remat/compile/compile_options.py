@@ -49,7 +49,6 @@ class CompileOptions:
 
     @property
     def parsed(self) -> Budget:
-        """The budget as `parse_budget` reads it."""
         return parse_budget(self.budget)
 
 
@@ -69,6 +68,7 @@ def read_options(given: Mapping[str, Any] | None, **others: Any) -> CompileOptio
     asked = dict(given or {})
     names = [field.name for field in dataclasses.fields(CompileOptions)]
     for name in asked:
+        # Options of `remat.rematerialize`, which a hint of the nearest name would not explain.
         if name in ("host", "nvme"):
             raise SolverError(
                 f"backend 'remat' takes no {name}: Inductor's code copies nothing to the host and "
@@ -102,5 +102,6 @@ def _check(options: CompileOptions) -> None:
             raise SolverError(f"{name} must be True or False, not {is_on!r}")
     for name in ("replays", "calls"):
         count: Any = getattr(options, name)
+        # True is an int.
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise SolverError(f"{name} must be 1 or more, not {count!r}")

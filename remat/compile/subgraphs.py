@@ -28,7 +28,7 @@ from remat.graph_capture.tracing.resident import storage_bytes
 from remat.rewriter.inductor.partition import FusedStep
 
 _Traced = Callable[[fx.GraphModule, Sequence[Any]], FusedStep | None]
-"""Traces a graph on its inputs; None for one without gradients."""
+"""None for a graph without gradients."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,7 @@ def submod_compiler() -> SubmodCompiler | None:
     """The compiler of the subgraph that is compiled now; None where nothing is cut."""
     frame = sys._getframe()
     while frame is not None:
+        # Torch hands a backend the subgraph alone.
         owner = frame.f_locals.get("self")
         if isinstance(owner, SubmodCompiler):
             return owner
@@ -119,6 +120,7 @@ class _Walk(fx.Interpreter):
             step.holds_outputs = _is_returned(n)
         with self._mode:
             made = module(*args, **kwargs)
+        # A result that is a view of an input takes nothing more.
         outputs_bytes = storage_bytes(pytree.tree_leaves(made), self._known)
         self._seen.append(_Seen(n, step, outputs_bytes))
         # The first subgraph has been changed to return a tuple already, for its compiler alone.
@@ -126,7 +128,6 @@ class _Walk(fx.Interpreter):
         return made[0] if is_wrapped else made
 
     def whole(self) -> Whole:
-        """What was seen, as subgraphs."""
         beside = _Beside([seen.call for seen in self._seen], self.env)
         subgraphs = [
             Subgraph(seen.step, seen.outputs_bytes, beside.while_running(k), beside.afterwards(k))
@@ -137,7 +138,6 @@ class _Walk(fx.Interpreter):
         )
 
     def _input(self, value: Any) -> Any:
-        """An input of the model as a fake tensor, its bytes counted."""
         if not isinstance(value, Tensor):
             return value
         faked = value if isinstance(value, FakeTensor) else to_fake_tensor(value, self._mode)
@@ -180,22 +180,20 @@ class _Beside:
         return left + returned_bytes
 
     def afterwards(self, k: int) -> int:
-        """Bytes as the backward of the k-th has ended, while autograd adds to what was left."""
         own = {node: size for node, size in self._bytes.items() if k in self._readers[node]}
+        # Autograd makes the sum of two gradients beside both.
         sums = sum(size for node, size in own.items() if self._readers[node][-1] > k)
         return self.while_running(k) + sum(own.values()) + sums
 
     def _is_left(self, node: fx.Node, k: int) -> bool:
-        """Whether subgraphs behind the k-th have left a gradient of `node` that is still there.
-
-        That of what a subgraph has made is there until that one reads it. That of an input stays,
-        unless it is complete and DDP has moved it into its bucket.
-        """
+        """Whether subgraphs behind the k-th have left a gradient of `node` that is still there."""
         if not any(reader > k for reader in self._readers[node]):
             return False
         made = self._made[node]
         if made is not None:
+            # Of what a subgraph has made, it is there until that subgraph reads it.
             return made < k
+        # Of an input it stays, unless it is complete and DDP has moved it into its bucket.
         return node not in self._moved or any(reader <= k for reader in self._readers[node])
 
 
@@ -204,12 +202,12 @@ def _has_gradient(value: Any) -> bool:
 
 
 def _is_exchanged(value: Any) -> bool:
-    """Whether DDP exchanges the gradient of a tensor."""
     return isinstance(value, torch.nn.Parameter) and not getattr(value, "_ddp_ignored", False)
 
 
 def _is_returned(call: fx.Node) -> bool:
-    """Whether the model returns a result of a subgraph. Others are held by what has saved them."""
+    """Whether the model returns a result of a subgraph."""
+    # Other results are held by what has saved them.
     return any(_is_given_back(result) for result in [call, *filter(is_getitem, call.users)])
 
 
@@ -218,12 +216,10 @@ def _is_given_back(node: fx.Node) -> bool:
 
 
 def _held_bytes(value: Any) -> int:
-    """Of a result of the model while backward runs: its own, and of a loss, its gradient's too.
-
-    `Tensor.backward` makes the gradient of a loss, and holds it to the end.
-    """
+    """Of a result of the model while backward runs."""
     if not isinstance(value, Tensor):
         return 0
+    # `Tensor.backward` makes the gradient of a loss, and holds it to the end.
     return value.nbytes * (2 if value.numel() == 1 and value.requires_grad else 1)
 
 
