@@ -81,7 +81,6 @@ class SizeTable:
         self._has_told_of_dropping = False
 
     def __call__(self, *args: Any) -> Any:
-        """Run the graph on its inputs, as dynamo passes them."""
         sizes = tuple(_number(args[i]) for i in self._symbols)
         call = self._calls.get(sizes)
         if call is None:
@@ -162,17 +161,15 @@ def backend(
 
     Raises
     ------
-    BudgetError : no budget, one that cannot be read, or, when the graph is first run, one
-        that no plan fits.
-    SolverError : an unknown option or solver.
+    BudgetError : no budget, one that cannot be read, or, when the graph first runs, one that no
+        plan fits. SolverError : an unknown option or solver.
     DeviceError : the model is on several devices, or neither on a CPU nor on a CUDA device.
     CaptureError : a shape depends on data, compiled autograd is on, forward has a part of which
         torch's own gradients are wrong, a collective in place on what is differentiated, or DDP
         cuts a graph whose sizes the user has marked.
     AgreementError : another rank has failed to compile the same graph.
-
-    A frame that dynamo gives up never comes here: `given_up` refuses it.
     """
+    # A frame that dynamo gives up never comes here: `given_up` refuses it.
     if has_symbols(gm) and submod_compiler() is None and _has_gradients(gm, example_inputs):
         context = _context_of_graph(gm, example_inputs, options, mode)
         # Outside `compiled_alike`: nothing is compiled before a size comes.
@@ -191,7 +188,6 @@ def backend(
 def _context_of_graph(
     gm: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any] | None, mode: str | None
 ) -> GraphContext:
-    """Where the graph stands; raises what can be said against it before it is traced."""
     asked = read_options(options, mode=mode)
     device = device_of_inputs(inputs)
     if torch.is_grad_enabled():
@@ -275,7 +271,6 @@ def _code(
 
 
 def _n_visible(gm: fx.GraphModule) -> int:
-    """How many results the user sees."""
     return len(pytree.tree_leaves(gm.graph.find_nodes(op="output")[0].args))
 
 

@@ -34,8 +34,6 @@ _TRIES = 6
 
 @dataclass(frozen=True)
 class _PlanWithCode:
-    """What was solved, with the peak of its code."""
-
     solved: Solved
     code_peak_bytes: int
     is_least: bool = False
@@ -52,16 +50,7 @@ class _PlanWithCode:
 def with_fitting_code(
     traced: Trace, solve: Callable[[int], Solved], first: Solved, budget: str | SupportsIndex
 ) -> Solved:
-    """What was solved for `budget`, or for less, so that Inductor's code keeps to it.
-
-    Parameters
-    ----------
-    solve : for a target in bytes. first : what was solved for `budget`, feasible.
-
-    Raises
-    ------
-    BudgetError : the code of no plan that was tried keeps to the budget.
-    """
+    """Solved for `budget` or less, so that the code keeps to it; `BudgetError` if none does."""
     # Nothing is below the least peak; `rewrite` then warns by how much the code is above.
     return first if _is_least(budget) else _plan_for_code(traced, solve, first)
 
@@ -109,7 +98,7 @@ def _plan_for_code(traced: Trace, solve: Callable[[int], Solved], first: Solved)
 
 
 def _code_peak_bytes(traced: Trace, found: Solved) -> int:
-    """Peak of the code of a plan; 0, with a warning, where it cannot be replayed."""
+    """0, with a warning, where the code cannot be replayed."""
     result = found.result
     assert result.schedule is not None
     try:

@@ -53,13 +53,7 @@ class CompileOptions:
 
 
 def read_options(given: Mapping[str, Any] | None, **others: Any) -> CompileOptions:
-    """Check what came to the backend, and fill in what is left out.
-
-    Raises
-    ------
-    BudgetError : there is no budget, or it cannot be read.
-    SolverError : an unknown option or solver, or a value without meaning.
-    """
+    """Check what came to the backend, and fill in what is left out."""
     unknown = [name for name, value in others.items() if value is not None]
     if unknown:
         raise SolverError(

@@ -72,7 +72,6 @@ def refuse_given_up_frames(backend: Callable[..., Any]) -> None:
 
 
 def refuse_lstm(gm: fx.GraphModule, device: str) -> None:
-    """Raise `CaptureError` for an LSTM on a CPU."""
     # Its oneDNN kernel returns something else than a tensor, for which Inductor's own code fails,
     # and the kernel of its backward crashes the process.
     if device == CPU and any(node.target is torch.lstm for node in gm.graph.nodes):

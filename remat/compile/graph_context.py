@@ -76,13 +76,7 @@ def compiled_plans() -> tuple[CompiledPlan, ...]:
 
 @dataclass(frozen=True)
 class ChosenPlan:
-    """What was taken for a graph, in figures.
-
-    Attributes
-    ----------
-    stock, chosen : peaks of the code as torch makes it, and of the code that was chosen.
-    schedule : None where the step is as torch compiles it. replays : 0 for a kept plan.
-    """
+    """`stock` is as torch makes the code; `schedule` None where that is taken."""
 
     stock: ReplayedMemory
     chosen: ReplayedMemory
@@ -109,7 +103,7 @@ class GraphContext:
     sizes: str = ""
 
     def text(self) -> str:
-        """What is known here before the graph is traced; the same in each process."""
+        """Known before the graph is traced; the same in each process."""
         others = self.shared.others_text(self.frame)
         return f"{self.whole} {others}"
 
@@ -122,7 +116,6 @@ class GraphContext:
         )
 
     def held_bytes(self, step: StepBytes) -> int:
-        """Bytes that are held before the graph allocates anything."""
         return self.shared.held_bytes(self.frame, step.static_bytes, step.dynamic_bytes)
 
     def budgets_bytes(self, step: StepBytes, stock: ReplayedMemory) -> list[int]:
@@ -143,8 +136,8 @@ class GraphContext:
         return [own_bytes, given_bytes] if given_bytes > own_bytes else [own_bytes]
 
     def warn_of_part(self) -> None:
-        """Say that the budget does not cover all of the model, if the first graph is a part."""
         around = self.whole.around
+        # Said with the first graph alone.
         if around and not self.shared.forwards.graphs():
             warnings.warn(
                 f"what is compiled is a part of {around}, whose parameters and gradients count. "
@@ -154,7 +147,6 @@ class GraphContext:
             )
 
     def note(self, step: StepBytes, taken: ChosenPlan, budget_bytes: int, seconds: float) -> None:
-        """Keep what was taken; `BudgetError` if it does not fit beside the forwards before it."""
         held_bytes = self.held_bytes(step)
         is_bound = self.asked.parsed.kind != "min"
         self.shared.note(

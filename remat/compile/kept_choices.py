@@ -32,15 +32,9 @@ MOST_ENTRY_BYTES = 1 << 24
 class KeptChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What was chosen for one graph of dynamo's, and all that must be known to take it again.
 
-    Attributes
-    ----------
-    key : its `start_key`. name : under which Inductor has cached the code.
-    graph : as it was planned; None for one without gradients, of which nothing else is known.
-    schedule : None where the step is as torch compiles it. lower_bound_us : of the schedule's time.
-    stock, chosen : peaks of the code as torch makes it, and of the code that was chosen.
-    static_bytes ... awaited_gradient_bytes : as in `StepBytes`.
-    budget_bytes : that it was planned for, parameters included.
-    costs : of the calls and kernels, by their keys in the `CostCache`.
+    `name` is that under which Inductor has cached the code; `graph` and `schedule` are None where
+    there are no gradients, `schedule` also where the step is as torch compiles it. `budget_bytes`
+    has parameters in it. `costs` are by key of the `CostCache`; other bytes are as in `StepBytes`.
     """
 
     key: str

@@ -72,8 +72,6 @@ class Candidate:
 
 @dataclass
 class PlanSearch:
-    """Candidates of one step, each replayed once."""
-
     step: FusedStep
     options: CompileOptions
     tried: dict[tuple[Step, ...], Candidate] = field(
@@ -85,7 +83,7 @@ class PlanSearch:
         self.stages = stopwatch_of_call(verbose=self.options.verbose)
 
     def stock(self) -> Candidate:
-        """The step as torch compiles it; with everything kept, where torch's own cut is wrong."""
+        """As torch compiles it; with everything kept, where torch's own cut is wrong."""
         pair = self.step.stock()
         if self.step.is_valid(pair):
             return Candidate(pair, self._replayed(pair, 0))
@@ -99,7 +97,6 @@ class PlanSearch:
         return not (self.options.keep or self.options.recompute)
 
     def within(self, limit_bytes: int, stock: Candidate) -> Candidate | None:
-        """The fastest candidate found whose code allocates no more than the limit."""
         fits = stock.code_peak_bytes <= limit_bytes and self.may_take_stock
         # Torch's cut keeps masks as bool, which is slow to write on a CPU. On an AVX-512 machine a
         # GPT-2 with dropout took 25.5 % more than eager by torch's cut, and 5.5 % more by a plan
@@ -160,12 +157,7 @@ class PlanSearch:
         return found
 
     def of(self, schedule: Schedule | None, gap: float | None) -> Candidate:
-        """The candidate of a schedule that another rank has chosen; None for torch's own cut.
-
-        Raises
-        ------
-        ScheduleError : it was made for another graph.
-        """
+        """For what another rank has chosen, `schedule` None for torch's own cut."""
         if schedule is None:
             pair = self.step.stock()
             return Candidate(pair, self._replayed(pair, 0))

@@ -35,7 +35,7 @@ _known: weakref.WeakKeyDictionary[fx.GraphModule, PlannedSubgraphs] = weakref.We
 def planned_subgraphs(
     compiler: SubmodCompiler, asked: CompileOptions, shared: SharedBudget, frame: Frame
 ) -> PlannedSubgraphs:
-    """The plans for all subgraphs of `compiler`; `BudgetError` where no choice of plans fits."""
+    """`BudgetError` where no choice of plans fits."""
     # Made when the first subgraph comes, before any of them runs.
     found = _known.get(compiler.module)
     if found is None:
@@ -71,7 +71,6 @@ class PlannedSubgraphs:
 
     @property
     def is_first(self) -> bool:
-        """Of the subgraph that is compiled now."""
         return self.at == 0
 
     @property
@@ -79,12 +78,7 @@ class PlannedSubgraphs:
         return self.at == len(self._whole.subgraphs) - 1
 
     def plan(self, step: FusedStep) -> Pair:
-        """The two graphs of the subgraph that is compiled now, by the plan that was chosen for it.
-
-        Raises
-        ------
-        BudgetError : its code takes more than the code that it was chosen by.
-        """
+        """Those of the subgraph that is compiled now; `BudgetError` if its code takes too much."""
         option, subgraph = self._chosen_options[self.at], self._whole.subgraphs[self.at]
         schedule = option.candidate.schedule if option.candidate else None
         # Calls count once, for all subgraphs together.
@@ -100,7 +94,6 @@ class PlannedSubgraphs:
         return pair
 
     def _agreed(self, asked: CompileOptions, shared: SharedBudget) -> tuple[SubgraphOption, ...]:
-        """What was chosen here, or on the rank that plans for all."""
         with one_plan(
             plan_key(asked, [subgraph.step for subgraph in self._whole.subgraphs])
         ) as one:

@@ -18,14 +18,7 @@ from remat.schedules.schedule import Schedule
 
 
 class AgreedPlan(msgspec.Struct, frozen=True):
-    """What is to be compiled.
-
-    Attributes
-    ----------
-    budget_bytes : that it was planned for.
-    schedules : one, or one for each subgraph; None where torch's own cut is taken.
-    gaps : None where nothing is proved.
-    """
+    """A schedule, or one for each subgraph; None is torch's own cut. A gap of None is unproved."""
 
     budget_bytes: int
     schedules: tuple[Schedule | None, ...]
@@ -38,7 +31,6 @@ class AgreedPlan(msgspec.Struct, frozen=True):
         return cls(budget_bytes, schedules, tuple(one.gap if one else 0.0 for one in found))
 
     def of_subgraph(self, k: int) -> tuple[Schedule | None, float | None]:
-        """As `PlanSearch.of` takes it."""
         return self.schedules[k], self.gaps[k]
 
 

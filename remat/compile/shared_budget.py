@@ -48,12 +48,9 @@ _BUFFERS = 3
 class WholeModel:
     """Bytes of all modules that the compiled function names.
 
-    Attributes
-    ----------
-    static_bytes : of parameters and buffers. gradient_bytes : of all gradients of parameters.
-    is_split : whether other graphs follow: a graph break ends this one, or it is of a module that
-        is part of another. n_alike : how many compiled modules of the same class there are.
-    around : class of the module that it is part of; empty if it is none.
+    `is_split` : whether other graphs follow: a graph break ends this one, or it is of a module in
+    another. `n_alike` : compiled modules of the same class. `around` : class of the module that it
+    is part of; empty if it is none.
     """
 
     static_bytes: int = 0
@@ -77,7 +74,7 @@ def whole_model() -> WholeModel:
     outer_bytes, outer_gradient_bytes = (0, 0) if outer is None else _bytes_held_by([outer])
     outer_bytes += 0 if outer is None else _sharding_buffers_bytes(outer)
     reason = translator.output.compile_subgraph_reason
-    # Dynamo sees the parameters of the compiled module alone; more around it is someone else's.
+    # A module around it that holds more calls it as one of its parts.
     is_part = outer_bytes > static_bytes
     return WholeModel(
         static_bytes=max(static_bytes, outer_bytes),
@@ -93,7 +90,6 @@ def _modules(values: Iterable[Any]) -> Iterator[nn.Module]:
 
 
 def _outermost(parts: Sequence[nn.Module]) -> nn.Module | None:
-    """The outermost module whose forward is calling these; None if there is none."""
     found: nn.Module | None = None
     frame = sys._getframe()
     while frame is not None:
@@ -120,7 +116,7 @@ def _bytes_held_by(modules: Iterable[nn.Module]) -> tuple[int, int]:
 
 
 def _sharding_buffers_bytes(outer: nn.Module) -> int:
-    """What FSDP2 holds beside a block that runs; 0 where nothing is sharded."""
+    """0 where nothing is sharded."""
     if not (dist.is_available() and dist.is_initialized()):
         return 0
     from torch.distributed.fsdp import FSDPModule
@@ -214,12 +210,9 @@ class Measured(Protocol):
 class SharedBudget:
     """The graphs of one call of torch.compile, by dynamo's frame and compilation.
 
-    Attributes
-    ----------
-    noted : bytes of each graph. forwards : the open forwards of these graphs.
-    whole : the model that a graph break has split; without bytes where none has.
-    awaited_gradient_bytes : of gradients of graphs that are still to be compiled.
-    device : on which they run. libraries_bytes : what libraries keep there all the time.
+    `whole` : the model that a graph break has split; without bytes where none has.
+    `awaited_gradient_bytes` : of gradients of graphs that are still to be compiled.
+    `libraries_bytes` : what libraries keep on `device` all the time.
     """
 
     noted: dict[Frame, _Noted] = field(default_factory=dict[Frame, _Noted])
@@ -230,7 +223,6 @@ class SharedBudget:
     libraries_bytes: int = 0
 
     def runs_on(self, device: str) -> None:
-        """Take note of the device of a graph that is about to be planned."""
         # What libraries keep is measured, once for each device.
         if device != self.device:
             self.device, self.libraries_bytes = device, libraries_bytes(device)
@@ -241,10 +233,7 @@ class SharedBudget:
         return max(1, whole.n_alike - called)
 
     def expect(self, whole: WholeModel, frame: Frame, gradient_bytes: int, modules: int = 1) -> int:
-        """Take note of the model around a graph that is about to be planned for some modules.
-
-        Returns bytes of gradients that later graphs leave before the backward of this one runs.
-        """
+        """Note the model around a graph; returns bytes of gradients that later graphs leave."""
         before = self.forwards.graphs()
         # The first graph of a step: another model, or another step, may have been here before.
         if not before:
@@ -258,7 +247,7 @@ class SharedBudget:
         return self.awaited_gradient_bytes
 
     def held_bytes(self, frame: Frame, static_bytes: int, dynamic_bytes: int) -> int:
-        """Bytes that are held before the graph of `frame` allocates anything."""
+        """Before the graph of `frame` allocates anything."""
         before = self.forwards.graphs()
         # An earlier call of the same code has these parameters already.
         own = 0 if frame[0] in {one[0] for one in before} else static_bytes
@@ -295,17 +284,7 @@ class SharedBudget:
         budget_bytes: int,
         *, is_bound: bool = True,
     ) -> None:  # fmt: skip
-        """Keep what a compiled graph takes, and what it was planned for.
-
-        Parameters
-        ----------
-        is_bound : whether the budget was asked for; else it is raised to what the graphs take.
-
-        Raises
-        ------
-        BudgetError : it does not fit beside the forwards before it, which were planned before it
-            was known.
-        """
+        """`BudgetError` where a bound budget is exceeded; one that was not asked for is raised."""
         frames = [*self.forwards.graphs(), frame]
         self.noted[frame] = _Noted.of(step, chosen, stock, budget_bytes)
         peaks = [self._peak(frames, k, is_stock=False) for k in range(len(frames))]
@@ -313,6 +292,7 @@ class SharedBudget:
             raised = max(budget_bytes, *peaks)
             self.noted[frame] = dataclasses.replace(self.noted[frame], budget_bytes=raised)
             return
+        # Earlier graphs were planned before this one was known.
         highest = peaks.index(max(peaks))
         if peaks[highest] <= budget_bytes:
             return
@@ -352,7 +332,6 @@ class SharedBudget:
         return saved + sum(n.dynamic_bytes for n in noted) + self._static_bytes(frames)
 
     def _static_bytes(self, frames: Sequence[Frame]) -> int:
-        """Bytes of parameters."""
         largest: dict[int, int] = {}
         for frame in frames:
             known = largest.get(frame[0], 0)
@@ -361,7 +340,6 @@ class SharedBudget:
         return sum(largest.values())
 
     def _gradient_bytes(self, frames: Sequence[Frame]) -> int:
-        """Bytes of gradients of parameters."""
         shared: dict[int, int] = {}
         own_bytes = 0
         for frame in frames:

@@ -69,7 +69,7 @@ def _items_of(node: fx.Node) -> list[fx.Node]:
 
 def refuse_data_dependent(gm: fx.GraphModule) -> None:
     """Raise `CaptureError` if a size in the graph depends on data."""
-    # = found | An unbacked symbol that comes in has a number at each call.
+    # An unbacked symbol that comes in has a number at each call.
     given: set[Any] = set()
     for node in gm.graph.nodes:
         for value in pytree.tree_leaves(node.meta.get(_EXAMPLE)):
@@ -89,13 +89,7 @@ def _name_of_input(node: fx.Node) -> str:
 def numbered(
     gm: fx.GraphModule, numbers: Mapping[int, float], given: Sequence[Any]
 ) -> tuple[fx.GraphModule, list[Any]]:
-    """A copy of a graph of dynamo's for one shape, and fake inputs of that shape.
-
-    Parameters
-    ----------
-    numbers : values of the inputs that are symbols or floats, by number. The copy takes the others.
-    given : all inputs, as they come.
-    """
+    """A copy with `numbers`, by input, in place of symbols, and the other inputs as fake ones."""
     made = with_notes(gm)
     placeholders = made.graph.find_nodes(op="placeholder")
     for i, number in numbers.items():
@@ -133,16 +127,12 @@ def with_notes(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def specialized(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
-    """Inputs with numbers in place of symbols; the graph reads these, in place.
-
-    Raises
-    ------
-    CaptureError : the user has asked for symbols, or a size depends on data.
-    """
+    """Inputs with numbers in place of symbols; the graph reads these, in place."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     traced = [node.meta.get(_EXAMPLE) for node in placeholders]
     if not any(map(_is_symbolic, traced)):
         return list(example_inputs)
+    # A symbol that the user has asked for may not be fixed.
     _refuse_asked_for(placeholders, traced)
     for node, value in zip(placeholders, traced, strict=True):
         if isinstance(value, torch.SymInt):
@@ -193,7 +183,6 @@ def _read_number(node: fx.Node, value: float) -> None:
 
 
 def _fixed(fake: FakeTensor, bases: dict[int, Tensor]) -> Tensor:
-    """`fake` with plain numbers."""
     # Taking a number from a symbol notes a guard, so dynamo compiles again for another shape.
     shape, stride = [int(n) for n in fake.shape], [int(n) for n in fake.stride()]
     offset, key = int(fake.storage_offset()), storage_key(fake)

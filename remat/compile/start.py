@@ -51,12 +51,7 @@ from remat.solver.search import Clock
 
 
 def start_key(gm: fx.GraphModule, inputs: Sequence[Any], asked: CompileOptions, around: str) -> str:
-    """SHA-256 of all that the plan of a graph depends on; empty where that has no lasting text.
-
-    Parameters
-    ----------
-    inputs : of the graph, real or fake. around : what is known of the graphs before this one.
-    """
+    """SHA-256 of all that the plan of a graph depends on; empty where that has no lasting text."""
     digest = hashlib.sha256()
     surroundings = _surroundings(device_of_inputs(inputs))
     parts = (repr(asked), around, *surroundings, *_input_lines(inputs), *_graph_lines(gm))
@@ -108,7 +103,7 @@ def _tensor_text(tensor: Tensor) -> str:
 
 def _graph_lines(gm: fx.GraphModule) -> Iterator[str]:
     """A line for each node; graphs that a node runs come with it."""
-    # Positions, not names.
+    # Positions, as names differ from run to run.
     number = {node: f"%{i}" for i, node in enumerate(gm.graph.nodes)}
     for node in gm.graph.nodes:
         # Inputs have lines of their own.
@@ -152,16 +147,7 @@ def keeps_plans(asked: CompileOptions) -> bool:
 
 
 class Start:
-    """Plans one graph, or takes the plan that is kept for it.
-
-    Parameters
-    ----------
-    context : of the graph. gm : as dynamo has made it. inputs : real or fake.
-
-    Attributes
-    ----------
-    name : of the plan, as `Partitioner` takes it; empty where nothing is kept.
-    """
+    """Plans one graph, or takes the plan kept for it; `name` is empty where nothing is kept."""
 
     def __init__(self, context: GraphContext, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
         self.context, clock = context, Clock()
@@ -177,7 +163,7 @@ class Start:
         self._looked_s = clock.elapsed_s
 
     def plan(self, step: FusedStep) -> Pair:
-        """The two graphs that Inductor compiles; `BudgetError` where no plan fits."""
+        """`BudgetError` where no plan fits."""
         self.context.set_beside(step)
         kept = self._kept
         # The key is of dynamo's graph; this compares the graph that was planned.
@@ -190,7 +176,7 @@ class Start:
         return self._planned(step)
 
     def go_without_a_graph(self) -> None:
-        """Torch has asked for no plan: it has the code, or the graph has no gradients."""
+        """Torch asks for no plan where it has the code, or the graph has no gradients."""
         if self._kept and self._kept.graph:
             step = self._kept.step()
             self.context.set_beside(step)
@@ -260,7 +246,6 @@ class Start:
         )
 
     def _agreed(self, search: PlanSearch, stock: Candidate) -> tuple[int, Candidate]:
-        """The budget in bytes, and what was chosen here, or on the rank that plans for all."""
         asked, step = self.context.asked, search.step
         with one_plan(plan_key(asked, [step])) as one:
             if one.is_made_here:
@@ -277,7 +262,7 @@ class Start:
             return choice.budget_bytes, found
 
     def _chosen(self, search: PlanSearch, stock: Candidate) -> tuple[int, Candidate]:
-        """The budget in bytes, and the candidate chosen under it; `BudgetError` where none fits."""
+        """The budget in bytes, and what fits it; `BudgetError` where nothing does."""
         step = search.step
         held_bytes = self.context.held_bytes(step)
         budgets_bytes = self.context.budgets_bytes(step, stock.replay)

@@ -38,13 +38,10 @@ _MOST_STATES = 400
 
 @dataclass(frozen=True)
 class SubgraphOption:
-    """A plan of one subgraph, in bytes beside the inputs of the model.
+    """A plan of one subgraph; `candidate` is None where it has no gradients.
 
-    Attributes
-    ----------
-    candidate : None for a subgraph without gradients. peak_bytes : while it runs, forward or
-        backward, with the gradients beside it. left_bytes : what it leaves from its forward to
-        its backward.
+    Bytes are beside the inputs of the model: `peak_bytes` while it runs, forward or backward, with
+    the gradients beside it, `left_bytes` from its forward to its backward.
     """
 
     candidate: Candidate | None
@@ -55,8 +52,6 @@ class SubgraphOption:
 
 @dataclass(frozen=True)
 class _State:
-    """Plans of the subgraphs so far."""
-
     left_bytes: int
     peak_bytes: int
     extra_us: float
@@ -66,12 +61,7 @@ class _State:
 def fastest(
     options: Sequence[Sequence[SubgraphOption]], room_bytes: int, other_calls: int = 0
 ) -> tuple[SubgraphOption, ...] | None:
-    """An option for each subgraph, so that all fit and take the least time; None if none do.
-
-    Parameters
-    ----------
-    other_calls : how many further forwards leave as much before the first backward.
-    """
+    """The fastest options that fit; `other_calls` more leave as much before the first backward."""
     states = [_State(0, 0, 0.0, ())]
     for of_subgraph in options:
         states = _pruned(
@@ -150,7 +140,7 @@ class SubgraphSearch:
     def followed(
         self, chosen: Iterable[tuple[Schedule | None, float | None]]
     ) -> tuple[SubgraphOption, ...]:
-        """The options of what another rank has chosen for each subgraph, and how good that is."""
+        """For what another rank has chosen for each subgraph."""
         triples = zip(self.whole.subgraphs, self.searches, chosen, strict=True)
         return tuple(
             option_of(subgraph, search and search.of(*taken)) for subgraph, search, taken in triples
@@ -162,7 +152,6 @@ class SubgraphSearch:
         return peak_of(self.stock, self.asked.calls - 1)
 
     def within(self, room_bytes: int) -> tuple[SubgraphOption, ...] | None:
-        """The fastest choice found that fits into the room; None if none does."""
         best = fastest(self._allowed(), room_bytes, self.asked.calls - 1)
         if best and _extra_us(best) <= CHEAP * self._time_us and not any(self._barred):
             return best
@@ -198,11 +187,9 @@ class SubgraphSearch:
 
     @property
     def tried(self) -> int:
-        """How many plans had their code replayed."""
         return sum(map(self.replays_of, range(len(self.searches))))
 
     def replays_of(self, k: int) -> int:
-        """Of the k-th subgraph."""
         search = self.searches[k]
         # One more: torch's own cut is replayed too.
         return 0 if search is None else 1 + len(search.tried)

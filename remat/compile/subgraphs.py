@@ -33,15 +33,11 @@ _Traced = Callable[[fx.GraphModule, Sequence[Any]], FusedStep | None]
 
 @dataclass(frozen=True)
 class Subgraph:
-    """One subgraph, and the bytes that others hold while it runs.
+    """One subgraph, and the bytes that others hold while it runs; `step` None without gradients.
 
-    Attributes
-    ----------
-    step : None where nothing in it requires gradients.
-    outputs_bytes : of what it hands on. beside_bytes : while its backward runs, of the gradients
-        that the subgraphs behind it have left, and of what these have returned. after_bytes : when
-        its backward has ended, of these, its own, and the sums of gradients of parameters that it
-        shares with subgraphs behind it.
+    `beside_bytes` : while its backward runs, of the gradients that the subgraphs behind it have
+    left, and of what these have returned. `after_bytes` : when its backward has ended, of these,
+    its own, and the sums of gradients of parameters that it shares with subgraphs behind it.
     """
 
     step: FusedStep | None
@@ -52,14 +48,7 @@ class Subgraph:
 
 @dataclass(frozen=True)
 class Whole:
-    """All subgraphs of a model.
-
-    Attributes
-    ----------
-    subgraphs : in the order of forward. static_bytes : of all parameters and buffers.
-    dynamic_bytes : of all other inputs. holds_twice : DDP holds gradients beside its buckets, as
-        it does without `gradient_as_bucket_view`.
-    """
+    """Subgraphs in the order of forward; `static_bytes` are of all parameters and buffers."""
 
     subgraphs: tuple[Subgraph, ...]
     static_bytes: int
@@ -68,7 +57,7 @@ class Whole:
 
 
 def submod_compiler() -> SubmodCompiler | None:
-    """The compiler of the subgraph that is compiled now; None where nothing is cut."""
+    """None where nothing is cut."""
     frame = sys._getframe()
     while frame is not None:
         # Torch hands a backend the subgraph alone.
@@ -80,7 +69,7 @@ def submod_compiler() -> SubmodCompiler | None:
 
 
 def whole_of(compiler: SubmodCompiler, traced: _Traced) -> Whole:
-    """All subgraphs of the model that `compiler` is about to hand out, the first of them now."""
+    """All subgraphs that `compiler` is about to hand out, the first of them now."""
     walk = _Walk(compiler, traced)
     inputs = compiler.module.graph.find_nodes(op="placeholder")
     with mock.patch.object(compiler.fake_mode, "allow_non_fake_inputs", True):
@@ -108,7 +97,6 @@ class _Walk(fx.Interpreter):
         self._static_bytes = self._dynamic_bytes = 0
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run a subgraph on fake tensors; count the bytes that it adds to those known."""
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         if n.op == "placeholder":
             return self._input(getattr(self, n.op)(n.target, args, kwargs))
@@ -134,7 +122,11 @@ class _Walk(fx.Interpreter):
             for k, seen in enumerate(self._seen)
         ]
         return Whole(
-            tuple(subgraphs), self._static_bytes, self._dynamic_bytes, not beside.moves_to_buckets
+            # Without `gradient_as_bucket_view`, DDP holds gradients beside its buckets.
+            tuple(subgraphs),
+            self._static_bytes,
+            self._dynamic_bytes,
+            not beside.moves_to_buckets,
         )
 
     def _input(self, value: Any) -> Any:
@@ -149,12 +141,7 @@ class _Walk(fx.Interpreter):
 
 
 class _Beside:
-    """Gradients that are live while a subgraph runs backward, and are not its own.
-
-    Parameters
-    ----------
-    calls : of the subgraphs. values : of all nodes.
-    """
+    """Gradients that are live while a subgraph runs backward, and are not its own."""
 
     def __init__(self, calls: list[fx.Node], values: dict[fx.Node, Any]) -> None:
         place = {call: k for k, call in enumerate(calls)}
@@ -206,7 +193,6 @@ def _is_exchanged(value: Any) -> bool:
 
 
 def _is_returned(call: fx.Node) -> bool:
-    """Whether the model returns a result of a subgraph."""
     # Other results are held by what has saved them.
     return any(_is_given_back(result) for result in [call, *filter(is_getitem, call.users)])
 

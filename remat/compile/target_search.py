@@ -48,11 +48,8 @@ def fastest_within(
 ) -> _G | None:
     """The fastest plan found whose code keeps to the limit; None where none does.
 
-    Parameters
-    ----------
-    generated : makes a schedule for a target in bytes, and its code; None where there is none.
-    tries : most targets; each costs a solve and some seconds for the code.
-    is_enough : whether a plan that fits is good enough to stop at.
+    `generated` makes a schedule for a target in bytes, and its code. Each of `tries` costs a solve
+    and some seconds for the code.
     """
     best: _G | None = None
     seen: list[_G] = []

@@ -27,13 +27,9 @@ _Plan = TypeVar("_Plan")
 
 
 class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
-    """The ranks of `group` in one call of the same function; without a group, this rank alone.
+    """The ranks of `group` in one call of the function `what`; without a group, this rank alone.
 
     Every point that is agreed on has a name, and all ranks come to the same points in one order.
-
-    Parameters
-    ----------
-    what : the function that all call, as the user knows it.
     """
 
     def __init__(self, group: ProcessGroup | None, what: str) -> None:

@@ -43,12 +43,7 @@ _WHAT = 'torch.compile(backend="remat")'
 
 @contextlib.contextmanager
 def compiled_alike(gm: fx.GraphModule, inputs: Sequence[Any]) -> Generator[CompiledLater]:
-    """Compile a graph in here; ranks that take part in its step come out together, or all fail.
-
-    Raises
-    ------
-    AgreementError : another rank has failed to compile the graph; names it and its error.
-    """
+    """Ranks that compile a graph in here come out together, or all with `AgreementError`."""
     later = CompiledLater(_groups(gm), _graph_key(gm, inputs))
     with _together(later.groups, f"compile/{later.key}"):
         yield later
@@ -158,12 +153,7 @@ class OnePlan:
             self._messages.post("plan", msgspec.json.encode(plan).decode())
 
     def theirs(self, kind: type[_Plan]) -> _Plan:
-        """The plan of the rank that makes it, waited for.
-
-        Raises
-        ------
-        AgreementError : that rank has ended, or stands still. Its own error is raised here too.
-        """
+        """Waited for; `AgreementError` where that rank has failed, has ended, or stands still."""
         messages, leader = self._messages, self.leader
         assert messages is not None
         assert leader is not None

@@ -33,12 +33,7 @@ ONE_RANK = "{what} is for one rank. Use remat.rematerialize(model, args, budget=
 def require_group(
     joint: fx.GraphModule, group: dist.ProcessGroup | None, way: str = _PASS_A_GROUP
 ) -> None:
-    """Refuse a step whose collectives need ranks that do not plan with this one.
-
-    Raises
-    ------
-    AgreementError : names the collective, its place, and `way`, which says what to do.
-    """
+    """`AgreementError` for a step whose collectives need ranks that do not plan with this one."""
     together = set() if group is None else set(dist.get_process_group_ranks(group))
     for node in collectives_in(joint):
         ranks = _ranks_of(groups_of([node]))
