@@ -69,7 +69,6 @@ def _show_cluster(console: Console, plan: ClusterFile, found: str = "") -> None:
 
 
 def page_of(plan: ClusterFile, replay: PipelineReplay) -> str:
-    """As HTML."""
     return cluster_page(
         plan, replay, mesh_text(plan.parallelism, plan.virtual_stages), _states_text(plan)
     )

@@ -46,7 +46,6 @@ def _unit_times(cluster: Cluster, mesh: Mesh, parameters: int) -> _UnitTimes:
 
 
 def update_us(cluster: Cluster, mesh: Mesh, parameters: int) -> float:
-    """Of the optimizer's step over a rank's shard."""
     return _UPDATE_BYTES * parameters / mesh.shard / cluster.bytes_per_us
 
 
@@ -98,7 +97,8 @@ def behind_pipeline_us(
 
 
 def no_overlap(cluster: Cluster) -> Cluster:
-    """The same cluster, if nothing could go on beside a collective."""
     return msgspec.structs.replace(
-        cluster, links=msgspec.structs.replace(cluster.links, beside=math.inf)
+        # As if all that runs beside a collective stood still.
+        cluster,
+        links=msgspec.structs.replace(cluster.links, beside=math.inf),
     )

@@ -74,7 +74,6 @@ class KeptParts:
         return part
 
     def graph(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> TrainingGraph:
-        """The graph that a part's options were solved on."""
         found = self._begun(place, tp, cp, microbatch).graph
         assert found is not None
         return found

@@ -75,7 +75,6 @@ class Before:
 
     @property
     def module(self) -> nn.Module:
-        """The model with another first block."""
         return self._shell
 
     def __call__(self, *args: Any, **kwargs: Any) -> Arrival:
@@ -236,13 +235,11 @@ class SequencePart:
         return tensor.chunk(self.count, dim)[self.at].contiguous()
 
     def counts_tokens(self, leaf: object) -> bool:
-        """Whether it is a tensor of [batch, seq, ...]."""
         return isinstance(leaf, Tensor) and leaf.dim() > SEQUENCE and (
             leaf.shape[SEQUENCE] == self.seq
         )  # fmt: skip
 
     def loss(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """`loss_fn` of the rank's own tokens, given the target of all."""
         return lambda result, *target: loss_fn(result, *self.of(target))
 
 

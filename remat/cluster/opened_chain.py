@@ -41,7 +41,7 @@ class Chains:
     known: dict[tuple[int, int], _Shown] = field(default_factory=dict[tuple[int, int], _Shown])
 
     def at(self, microbatch: int, seq: int) -> _Shown:
-        """And what its forward shows; `CaptureError` where the model is no chain."""
+        """With what its forward shows; `CaptureError` where the model is no chain."""
         key = microbatch, seq
         if key not in self.known:
             loaded = _loaded(self.source, microbatch, seq)

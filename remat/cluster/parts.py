@@ -113,7 +113,6 @@ class PartOption(msgspec.Struct, frozen=True):
     recomputed: tuple[tuple[int, ...], ...] = ()
 
     def is_bettered_by(self, other: PartOption) -> bool:
-        """Whether `other` is in no figure worse and in one better."""
         own = self.saved_bytes, self.need_bytes, self.extra_us
         its = other.saved_bytes, other.need_bytes, other.extra_us
         return own != its and all(a >= b for a, b in zip(own, its, strict=True))
@@ -176,7 +175,6 @@ def _option(found: BlockOption, tangents_bytes: int) -> PartOption:
 
 
 def schedule_of_option(graph: TrainingGraph, option: PartOption) -> Schedule:
-    """For the graph that the option is of."""
     return State.from_recomputed(Problem.of(graph), option.recomputed).schedule()
 
 

@@ -161,7 +161,6 @@ def mesh_picture(plan: ClusterFile) -> _Picture:
 
 
 def rank_of(mesh: Parallelism, stage: int, replica: int) -> int:
-    """The first GPU of a stage's data parallel rank."""
     of_replica = mesh.tensor_parallel_degree * mesh.context_parallel_degree
     return (stage * _data_parallel(mesh) + replica) * of_replica
 
@@ -252,7 +251,6 @@ def _across(time_us: float, step_us: float) -> int:
 def bytes_picture(
     plan: ClusterFile, replay: PipelineReplay, most_stages: int = _MOST_STAGES
 ) -> _Picture:
-    """Bytes by holder over the step, of a few stages, below the budget."""
     stages = shown(len(plan.stages), most_stages)
     fullest = max(stage.peak_bytes for stage in plan.stages)
     says = f"the fullest stage holds {bytes_text(fullest)} of {bytes_text(plan.budget_bytes)}"

@@ -44,7 +44,7 @@ class PipelineAction(NamedTuple):
 _Together = tuple[PipelineAction, ...]
 """Actions that a rank begins at once; mostly one."""
 RankOrder = tuple[_Together, ...]
-"""In order."""
+"""What one rank runs, in order."""
 
 
 def parse_order(texts: Iterable[Iterable[str | None]]) -> tuple[RankOrder, ...]:
@@ -111,8 +111,6 @@ class RankReplay(msgspec.Struct, frozen=True):
 
 
 class PipelineReplay(msgspec.Struct, frozen=True):
-    """Time of all microbatches, and what each rank does."""
-
     time_us: float
     ranks: tuple[RankReplay, ...]
 
@@ -261,7 +259,6 @@ class _Rank:
 
 
 def _check_complete(done: dict[PipelineAction, float], stages: int) -> None:
-    """Each microbatch went forward and backward once on each stage."""
     microbatches = 1 + max((action.microbatch for action in done), default=-1)
     for stage in range(stages):
         for i in range(microbatches):

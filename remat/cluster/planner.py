@@ -69,8 +69,6 @@ from remat.graph_capture.graph import Floats
 
 
 class _Borders(NamedTuple):
-    """Time of all microbatches, and the number of blocks of each stage."""
-
     time_us: float
     layers: tuple[int, ...]
 
@@ -330,7 +328,6 @@ class ClusterSearch:
         return found.time_us - plan.time_us
 
     def mfu(self, time_us: float) -> float:
-        """Share of the peak that the model's own operations come to."""
         flops = self.job.model_flops * self.job.batch
         return flops / (time_us * self.cluster.flops_per_us * self.cluster.gpus)
 

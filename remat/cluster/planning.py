@@ -156,7 +156,6 @@ def _file(
 
 
 def modelled_notes(cluster: Cluster, request: ClusterRequest, mesh: Mesh) -> tuple[str, ...]:
-    """What stands behind the figures, in words, and what speaks against this mesh."""
     table, links = device_table(), cluster.links
     rate = table.classes["matmul"].rate
     where = f"as measured in {request.links}" if request.links else "by model"

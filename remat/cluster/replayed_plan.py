@@ -75,7 +75,6 @@ def _from_0(rank: RankOrder) -> RankOrder:
 
 
 def _stage(rank: int, index: int, ranks: int, stages: int) -> Any:
-    """What the constructors read of a stage."""
     return SimpleNamespace(
         num_stages=stages, group_size=ranks, group_rank=rank, stage_index=index, submod=None,
         stage_index_to_group_rank={}, is_first=index == 0, is_last=index == stages - 1,
@@ -172,7 +171,6 @@ def _costs(
 
 
 def _states_bytes(stage: StagePlan) -> int:
-    """What is live beside the microbatches."""
     return sum(stage.held_bytes[name] for name in STANDING)
 
 

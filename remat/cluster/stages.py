@@ -99,7 +99,6 @@ def _bytes_by_holder(
 def _border_buffers(
     job: Job, cluster: Cluster, mesh: Mesh, open_forwards: int, *, first: bool, last: bool
 ) -> int:
-    """Receive buffers."""
     degrees = mesh.degrees
     if degrees.pp == 1:
         return 0
@@ -180,7 +179,6 @@ class StagePlan(msgspec.Struct, frozen=True):
 
     @property
     def overhead(self) -> float:
-        """Recomputation over the work."""
         return self.extra_us / self.work_us if self.work_us else 0.0
 
 
@@ -228,7 +226,6 @@ class StageTable:
         return forward_us + input_us - min(forward_us, input_us, weight_us)
 
     def stage(self, blocks: int) -> StagePlan:
-        """With so many blocks, which fit."""
         pair = self.pairs[int(self.picks[blocks])]
         first, last = (end.options[i] for end, i in zip(self.ends, pair, strict=True))
         by_ends = _saved_by_ends(self.mesh, self.index, first, last)

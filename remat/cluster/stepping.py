@@ -111,7 +111,6 @@ class PipelineStep:
         self.torch_schedule, self.stages = torch_schedule, tuple(stages)
 
     def step(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None) -> None:
-        """As of `StepRunner`."""
         is_first = any(stage.is_first for stage in self.stages)
         given: dict[str, Any] = {}
         if any(stage.is_last for stage in self.stages):
@@ -124,7 +123,7 @@ class PipelineStep:
 
 
 def loss_itself(loss: Tensor, target: Any) -> Tensor:
-    """The loss of a last stage, which has computed it."""
+    # The last stage has computed it.
     return loss
 
 
@@ -135,7 +134,6 @@ class PlainStep:
         self.module, self.microbatches, self.reduce_each = module, microbatches, reduce_each
 
     def step(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None) -> None:
-        """As of `StepRunner`."""
         parts = [torch.tensor_split(arg, self.microbatches) for arg in args]
         targets = [None] * self.microbatches if target is None else (
             torch.tensor_split(target, self.microbatches)

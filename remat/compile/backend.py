@@ -237,7 +237,6 @@ def _subgraph(
     gm: fx.GraphModule, inputs: Sequence[Any], context: GraphContext, subgraphs: PlannedSubgraphs,
     later: CompiledLater,
 ) -> Any:  # fmt: skip
-    """The code for one of the subgraphs into which DDP cuts a model."""
     call = _code(gm, inputs, Partitioner(subgraphs.plan, _n_visible(gm)), later)
     shared, frame = context.shared, context.frame
     if frame not in shared.noted:

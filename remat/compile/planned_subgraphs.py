@@ -204,7 +204,6 @@ class _AsOne:
     modules: int = 1
 
     def alone(self, found: ReplayedMemory) -> ReplayedMemory:
-        """`found` without what other calls have left."""
         left_bytes = self.other_calls * (found.saved_bytes + self.dynamic_bytes)
         return dataclasses.replace(
             found,

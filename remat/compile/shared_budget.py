@@ -407,7 +407,6 @@ _known: dict[int, tuple[Mapping[str, Any] | None, SharedBudget]] = {}
 
 
 def shared_budget(options: Mapping[str, Any] | None) -> SharedBudget:
-    """The budget of the calls of torch.compile that these options came with."""
     # Dynamo hands every graph of a model the same options object. It is kept, so that no other
     # takes its id. Models that take turns do not share: the forwards of one are closed when the
     # other runs.

@@ -140,7 +140,6 @@ class SubgraphSearch:
     def followed(
         self, chosen: Iterable[tuple[Schedule | None, float | None]]
     ) -> tuple[SubgraphOption, ...]:
-        """For what another rank has chosen for each subgraph."""
         triples = zip(self.whole.subgraphs, self.searches, chosen, strict=True)
         return tuple(
             option_of(subgraph, search and search.of(*taken)) for subgraph, search, taken in triples
@@ -216,7 +215,6 @@ class SubgraphSearch:
             before_bytes += int(share * saved_bytes) + subgraph.outputs_bytes
 
     def _add(self, k: int, limit_bytes: int, saved_bytes: int) -> None:
-        """Plan one subgraph for a peak, and for what it may save."""
         search, subgraph = self.searches[k], self.whole.subgraphs[k]
         if search is None or len(search.tried) >= self.asked.replays:
             return

@@ -79,8 +79,6 @@ def whole_of(compiler: SubmodCompiler, traced: _Traced) -> Whole:
 
 @dataclass(frozen=True)
 class _Seen:
-    """A subgraph as the walk has met it: its call, its step, the bytes of its outputs."""
-
     call: fx.Node
     step: FusedStep | None
     outputs_bytes: int

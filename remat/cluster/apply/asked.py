@@ -53,7 +53,6 @@ def _styles_for(path: str, tp_plan: TensorPlan) -> Any:
 
 
 def require_split_blocks(blocks: Mapping[str, nn.Module], ranks: int) -> None:
-    """Raise `PlanError` for a block that every tensor parallel rank has as a whole."""
     from torch.distributed.tensor import DTensor
 
     for path, block in blocks.items():
@@ -133,7 +132,6 @@ class Applied:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether `fully_shard` wraps parts."""
         ranks = self.mesh[REPLICATE].size() * self.mesh[SHARD].size() * self.mesh[CP].size()
         # `mp_policy` needs it on one rank too: its casts are those of `fully_shard`.
         return ranks > 1 or self.mp_policy is not None

@@ -151,7 +151,6 @@ def is_token_local(
     model: nn.Module, border_of: Callable[[Any], Tensor], args: Any,
     has_tokens: Callable[[object], bool], places: ChangedPlaces,
 ) -> bool:  # fmt: skip
-    """Whether what runs before the blocks treats each token by itself."""
 
     def run(batch: Any) -> Tensor:
         with torch.no_grad():
@@ -194,7 +193,6 @@ def _why_not_token_local(run: Callable[..., _Parts], x: Tensor, places: ChangedP
 
 
 def _of_tokens(tensor: Tensor, dim: int, own: int, kept: slice) -> Tensor:
-    """What belongs to some tokens of each part."""
     return tensor.unflatten(dim, (-1, own)).transpose(0, dim + 1)[kept]
 
 

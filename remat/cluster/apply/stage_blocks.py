@@ -111,7 +111,6 @@ def _made_border(given: Arrival) -> torch.Tensor:
 
 
 def with_own_sizes(graph: TrainingGraph, traced: Trace) -> TrainingGraph:
-    """With the sizes and workspaces of the device that is here."""
     # A collective that one rank runs to measure it would wait for the others.
     names = [op.name for op in graph.ops if not is_collective_target(op.target)]
     workspaces = measured_workspaces(traced, names)

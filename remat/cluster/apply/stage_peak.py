@@ -113,7 +113,6 @@ class _Live:
     finished: Counter[int] = field(default_factory=Counter[int])
 
     def during(self, action: PipelineAction) -> int:
-        """What is live while an action runs; notes what it leaves."""
         number, kind, microbatch = action
         stage = self.stages[number]
         # What the action itself has live counts it, below.
@@ -133,7 +132,6 @@ class _Live:
         return live
 
     def _left(self, number: int, stage: _StageBytes) -> int:
-        """What microbatches have left that are done."""
         done, finished = self.done[number], self.finished[number]
         gradients = stage.gradients(apart=False) if done else 0
         gradients += stage.gradients(apart=True) if finished else 0

@@ -120,7 +120,6 @@ def _blocks(model: nn.Module, plan: ClusterFile) -> dict[str, nn.Module]:
 
 
 def _refuse_loose(model: nn.Module, inside: set[str]) -> None:
-    """Raise for a parameter or buffer of a module that also holds blocks."""
     state = [*model.named_parameters(), *model.named_buffers()]
     for name, _ in state:
         owner = name.rpartition(".")[0]

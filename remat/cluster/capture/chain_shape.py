@@ -53,7 +53,6 @@ class ChainShape:
 
 
 def shares_heads(heads: tuple[int, int], tp: int, cp: int) -> bool:
-    """Whether context parallel ranks can share a tensor parallel rank's heads."""
     queries, keys = (n // tp for n in heads)
     if cp == 1:
         return True

@@ -35,8 +35,6 @@ _LEAST_BLOCKS = 2
 
 @dataclass(frozen=True)
 class ChainModel:
-    """A model without storage, its blocks by path in the order of the model, and one batch."""
-
     model: nn.Module
     blocks: dict[str, nn.Module]
     args: tuple[Any, ...]

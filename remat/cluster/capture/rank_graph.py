@@ -200,7 +200,7 @@ def block_graph_on_rank(
     chain: ChainModel, shape: ChainShape, tp: int, cp: int, groups: FakeGroups, device: str,
     links: RankLinks,
 ) -> tuple[TrainingGraph, str]:  # fmt: skip
-    """With costs; and the value that is the gradient of the block's border."""
+    """And the value that is the gradient of the block's border."""
     tp_group, cp_group = groups.group(tp), groups.group(cp, apart=tp)
     module = _block_on_rank(chain, shape, tp, cp, tp_group, cp_group)
     args = (_border_on_rank(shape, tp), *shape.block_args[1:])
@@ -216,7 +216,6 @@ def behind_graph_on_rank(
     chain: ChainModel, shape: ChainShape, tp: int, groups: FakeGroups, device: str,
     links: RankLinks,
 ) -> TrainingGraph:  # fmt: skip
-    """With costs; what one rank runs behind the last block, with the loss."""
     module = _behind_on_rank(chain, shape, tp, groups.group(tp))
     args = _stored((chain.args, chain.kwargs, chain.target))
     traced = trace(module, args, {}, device=device, optimizer="none", split="none")

@@ -128,8 +128,6 @@ class _ForwardWatcher(Protocol):
 
 
 class _WatchedAttention(AttentionMode):
-    """Counts torch's fused attention."""
-
     def __init__(self, watcher: _ForwardWatcher) -> None:
         super().__init__()
         self.watcher = watcher
