@@ -97,8 +97,7 @@ def behind_pipeline_us(
 
 
 def no_overlap(cluster: Cluster) -> Cluster:
+    # As if all that runs beside a collective stood still.
     return msgspec.structs.replace(
-        # As if all that runs beside a collective stood still.
-        cluster,
-        links=msgspec.structs.replace(cluster.links, beside=math.inf),
+        cluster, links=msgspec.structs.replace(cluster.links, beside=math.inf)
     )

@@ -55,7 +55,7 @@ class Job(msgspec.Struct, frozen=True):
 
     @property
     def parameters(self) -> int:
-        """Elements."""
+        """Number of elements."""
         ends = (self.weights["first"], self.weights["last"])
         block = self.weights["block"]
         return sum(w.split + w.whole for w in ends) + self.layers * (block.split + block.whole)

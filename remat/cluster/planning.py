@@ -133,6 +133,7 @@ def _file(
     d = best.plan.mesh.degrees
     writer = _Schedules(parts, best)
     stages = tuple(writer.stage(i, stage) for i, stage in enumerate(best.stages))
+    # The replay has no collectives of states in it: how much they overlap is the formula's.
     figures = ClusterFigures(
         best.time_us, best.time_us + search.overlapped_us(best.plan), best.mfu, best.bubble
     )

@@ -314,7 +314,7 @@ def _forwards_in_flight(mesh: Mesh, index: int) -> int:
 
 
 def _saved_by_ends(mesh: Mesh, index: int, first: PartOption, last: PartOption) -> int:
-    """Of all microbatches in flight."""
+    """Bytes, over all microbatches in flight."""
     of_first = min(mesh.degrees.microbatches, _forwards_in_flight(mesh, index))
     # Behind the last virtual stage backward begins at once.
     return of_first * first.saved_bytes + last.saved_bytes

@@ -67,7 +67,7 @@ class KeptChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ChosenPlan(self.stock, self.chosen, self.schedule, found.overhead, gap)
 
     def step(self) -> StepBytes:
-        """With nothing beside it."""
+        """Its bytes, with nothing beside them."""
         return StepBytes(self.static_bytes, self.dynamic_bytes, self.gradient_bytes)
 
 

@@ -119,12 +119,9 @@ class _Walk(fx.Interpreter):
             Subgraph(seen.step, seen.outputs_bytes, beside.while_running(k), beside.afterwards(k))
             for k, seen in enumerate(self._seen)
         ]
+        # Without `gradient_as_bucket_view`, DDP holds gradients beside its buckets.
         return Whole(
-            # Without `gradient_as_bucket_view`, DDP holds gradients beside its buckets.
-            tuple(subgraphs),
-            self._static_bytes,
-            self._dynamic_bytes,
-            not beside.moves_to_buckets,
+            tuple(subgraphs), self._static_bytes, self._dynamic_bytes, not beside.moves_to_buckets
         )
 
     def _input(self, value: Any) -> Any:

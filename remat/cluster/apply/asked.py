@@ -111,7 +111,7 @@ class Applied:
 
     @property
     def rank(self) -> int:
-        """In the pipeline."""
+        """This rank's number in the pipeline."""
         return self.mesh.get_local_rank(PP)
 
     @property

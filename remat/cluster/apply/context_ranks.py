@@ -51,7 +51,7 @@ _Parts = list[tuple[Tensor, int]]
 
 @dataclass
 class _OwnAttention(AttentionMode):
-    """In the place of attention."""
+    """Stands in for attention; `seen` has its queries and keys."""
 
     ranks: int
     seen: _Parts = field(default_factory=list[tuple[Tensor, int]])

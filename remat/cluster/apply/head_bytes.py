@@ -80,7 +80,7 @@ def _head_bytes(
     modules: Mapping[str, nn.Module], run: Behind, given: Arrival,
     loss_fn: Callable[..., Any], target: Any,
 ) -> BlockBytes:  # fmt: skip
-    """For one microbatch, with the loss."""
+    """Of one microbatch, loss included."""
     border = torch.zeros_like(given.border).requires_grad_()
     head = _Head(modules, run)
     traced = trace(head, (border,), loss_fn=loss_fn, target=target, optimizer="none", split="none")

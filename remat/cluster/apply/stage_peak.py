@@ -146,7 +146,7 @@ def _held_parameter_bytes(modules: Sequence[nn.Module]) -> int:
 
 
 def peak_of_rank(parts: RankParts, of_torch: Sequence[RingStage]) -> int:
-    """Predicted, in bytes."""
+    """The predicted peak, in bytes."""
     asked, plan = parts.asked, parts.asked.plan
     pp = plan.parallelism.pipeline_parallel_degree
     border = local_part(parts.given.border)

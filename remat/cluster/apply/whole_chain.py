@@ -89,6 +89,7 @@ def _watched(chain: ChainModel, others: dict[str, nn.Module], called: list[str])
         def note(*_: Any) -> None:
             if not is_behind[0]:
                 before.add(path)
+            # What runs on both sides belongs before the blocks.
             elif path not in before:
                 called.append(path)
 
@@ -164,6 +165,7 @@ def values_digest(modules: Mapping[str, nn.Module]) -> str:
 
 
 def _first_numbers(tensor: Tensor) -> list[float]:
+    # Enough to tell another seed or file apart, without a read of the whole model.
     some = tensor.flatten()[:4]
     return (torch.view_as_real(some) if some.is_complex() else some).double().flatten().tolist()
 

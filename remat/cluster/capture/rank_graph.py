@@ -260,7 +260,7 @@ def border_value(traced: Trace) -> str:
 
 
 def _border_gradient(traced: Trace, border: str) -> str:
-    """Empty where there is none."""
+    """The value's name; empty where there is none."""
     joint = traced.joint
     nodes = joint.module.graph.find_nodes(op="placeholder")
     results: Any = joint.module.graph.output_node().args[0]

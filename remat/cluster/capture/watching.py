@@ -225,6 +225,7 @@ class _Watcher(OpWatcher):
         made = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
         self._note_reads(func, read)
         self._count(func, args, kwargs, result)
+        # What is made of a split tensor is split, until a layer by rows sums it.
         if self.is_followed and any(id(t) in self.split for t in read):
             self.split.update((id(t), t) for t in made)
         if self.inside in (None, 0):
@@ -256,6 +257,7 @@ class _Watcher(OpWatcher):
         if str(func) in _PRODUCTS:
             self.shape.products_flops[self.place] += flops
         else:
+            # Batched products are attention that is written out: heads cannot be shared then.
             self.shape.attention_flops += flops
             self.shape.has_open_attention = True
 
@@ -334,6 +336,7 @@ class _Watcher(OpWatcher):
             if self.shape.roles[path] == "columns":
                 self.split[id(result)] = result
             else:
+                # `on_op` has marked it as split; the sum over ranks is whole.
                 self.split.pop(id(result), None)
                 self.made_by[id(result)] = path, result
 
