@@ -49,7 +49,7 @@ def torch_order(
                 microbatches,
             )
         )
-    # Torch checks its numbers by both.
+    # Torch raises one or the other for numbers that it does not take.
     except (ValueError, AssertionError) as error:
         raise ScheduleError(
             f"torch's schedule {name} does not take {microbatches} microbatches on {ranks} ranks "

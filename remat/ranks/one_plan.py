@@ -1,10 +1,9 @@
 """One plan for a graph that several ranks compile: the first rank that comes makes it for all.
 
-Each rank has costs of its own, measured or kept on its disk, so plans that ranks made by
-themselves could differ. Dynamo compiles where a rank first meets a graph, so nobody knows who else
-will compile it, or when. So nobody is waited for, except one that is at it: the first rank that
-comes to a graph plans it and leaves the plan in the store. A rank that comes later takes it from
-there. Ranks with other graphs, as those of a pipeline, never meet.
+Each rank has costs of its own, measured or kept on its disk, so plans made apart could differ.
+Dynamo compiles where a rank first meets a graph, so no rank knows who else will compile it, or
+when. So the first rank that comes to a graph plans it and leaves the plan in the store, and those
+that come later take it from there. Ranks with other graphs, as those of a pipeline, never meet.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ def _groups(gm: fx.GraphModule) -> list[dist.ProcessGroup]:
 def _graph_key(gm: fx.GraphModule, inputs: Iterable[Any]) -> str:
     """The same on ranks that compile the same graph for the same shapes."""
     shapes = [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in inputs]
-    # Code with and without gradients is compiled apart from one and the same graph.
+    # One graph is compiled apart with gradients and without.
     return hashlib.sha256(f"{gm.code}{shapes}{torch.is_grad_enabled()}".encode()).hexdigest()[:16]
 
 
@@ -124,7 +123,7 @@ def _hear(messages: RankMessages) -> None:
             # It has the code already, and will not come.
             elif not watch.has_come and time.monotonic() > end:
                 del watches[rank]
-        # After each look at who is done: a rank that fails never is.
+        # A rank that fails is never done.
         if failure := messages.failure():
             messages.leave()
             raise error_of(failure, _WHAT)
