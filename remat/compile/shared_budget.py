@@ -48,9 +48,9 @@ _BUFFERS = 3
 class WholeModel:
     """Bytes of all modules that the compiled function names.
 
-    `is_split` : whether other graphs follow: a graph break ends this one, or it is of a module in
-    another. `n_alike` : compiled modules of the same class. `around` : class of the module that it
-    is part of; empty if it is none.
+    `static_bytes` : of parameters and buffers. `is_split` : whether other graphs follow: a graph
+    break ends this one, or it is of a module in another. `n_alike` : compiled modules of the same
+    class. `around` : class of the module that it is part of; empty if it is none.
     """
 
     static_bytes: int = 0
@@ -116,7 +116,7 @@ def _bytes_held_by(modules: Iterable[nn.Module]) -> tuple[int, int]:
 
 
 def _sharding_buffers_bytes(outer: nn.Module) -> int:
-    """0 where nothing is sharded."""
+    """What FSDP2 holds beside a block that runs; 0 where nothing is sharded."""
     if not (dist.is_available() and dist.is_initialized()):
         return 0
     from torch.distributed.fsdp import FSDPModule

@@ -114,6 +114,8 @@ class RankMessages:
 
 
 class RankWatch:
+    """How long ago a rank has last shown that it lives."""
+
     def __init__(self, messages: RankMessages, rank: int) -> None:
         self._messages, self._rank = messages, rank
         self._last: str | None = None

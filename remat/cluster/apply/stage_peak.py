@@ -115,7 +115,7 @@ class _Live:
     def during(self, action: PipelineAction) -> int:
         number, kind, microbatch = action
         stage = self.stages[number]
-        # What the action itself has live counts it, below.
+        # It counts below, in what the action itself has live.
         self.open_ones.discard((number, microbatch))
         live = sum(self.stages[s].saved for s, _ in self.open_ones)
         live += sum(self._left(s, one) for s, one in self.stages.items())
