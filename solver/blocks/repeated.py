@@ -162,8 +162,7 @@ class Reads:
 
 
 def find_blocks(problem: Problem, reads: Reads, group: int = 1) -> list[Block]:
-    """`group` repetitions are one block, the remainder of a run another, and so is what lies
-    between."""
+    """`group` repetitions are one block, the rest of a run another, what lies between too."""
     if not problem.n_forward:
         return []
     runs = _runs(problem, reads)
