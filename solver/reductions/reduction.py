@@ -150,6 +150,7 @@ class OtherOps(Reduction[tuple[AppliedLever, str]]):
 def solve_alone(question: Question) -> Result:
     """The answer of the solver that is asked, without any lever: the end of every chain."""
     options = dict(question.options)
+    # A solver refuses options that it does not know.
     if question.known_us < inf and "known_us" in option_names(question.solver):
         options["known_us"] = question.known_us
     made = make_solver(
