@@ -16,7 +16,7 @@ from remat.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class Problem:
-    """Ops 0..n-1 in captured order, values with a producer 0..m-1."""
+    """The graph in integers: ops 0..n-1 in captured order, values with a producer 0..m-1."""
 
     graph: TrainingGraph
     # Resident values are left out.
@@ -41,7 +41,7 @@ class Problem:
 
     @property
     def n_ops(self) -> int:
-        """Also the index of the closing stage."""
+        """Number of ops, also the index of the closing stage."""
         return len(self.inputs)
 
     @property
@@ -106,7 +106,7 @@ def working_set_bytes(problem: Problem, t: int) -> int:
 
 
 def largest_working_set_bytes(problem: Problem) -> int:
-    """Resident bytes left out."""
+    """The most that the first run of an op needs, resident bytes left out."""
     return max((working_set_bytes(problem, t) for t in range(problem.n_ops)), default=0)
 
 
@@ -156,7 +156,7 @@ def is_allowed(graph: TrainingGraph, order: Sequence[int]) -> bool:
 
 
 def reordered(graph: TrainingGraph, order: Sequence[int]) -> TrainingGraph:
-    """Raises SolverError where some op would come before one that it must follow."""
+    """`graph` with its ops in `order`; SolverError where one comes before what it must follow."""
     if not is_allowed(graph, order):
         raise SolverError(f"the ops of {graph.name} cannot run in this order")
     return msgspec.structs.replace(graph, ops=tuple(graph.ops[i] for i in order))

@@ -133,7 +133,7 @@ class Attention(msgspec.Struct, frozen=True):
 
 
 class OpKind(NamedTuple):
-    """An op counts if backward reads from it, or if it runs again."""
+    """Forward ops of one kind that backward reads from, or that run again."""
 
     kind: str
     ops: int
@@ -142,7 +142,7 @@ class OpKind(NamedTuple):
 
 
 def attention_of(graph: TrainingGraph, schedule: Schedule) -> Attention | None:
-    """None without attention or recomputation."""
+    """What `schedule` does with attention; None without attention or recomputation."""
     graph = graph_of_schedule(graph, schedule)
     runs = schedule.computations()
     if all(count == 1 for count in runs.values()):

@@ -124,7 +124,7 @@ def evaluate_schedule(
     cut_short: bool = False,
     message: str = "",
 ) -> Result:
-    """Infeasible, with its peak as the least budget known, where it does not fit."""
+    """Judge a schedule; if it does not fit, infeasible, with its peak as the least budget known."""
     simulation = simulate(graph, schedule)
     if simulation.peak_bytes > budget_bytes:
         return infeasible(graph, schedule, simulation, budget_bytes, wall_s, message)
@@ -210,7 +210,7 @@ def infeasible(
 
 
 def at_least_budget(graph: TrainingGraph, lost: Result) -> Result | None:
-    """None where it is not at hand."""
+    """The schedule of the least budget that `lost` names; None where it is not at hand."""
     least = lost.least_schedule
     # Where ops are pinned, it is one of the graph with the pins.
     if least is None or graph.hash not in (least.graph_hash, least.captured_hash):

@@ -191,7 +191,7 @@ class Search:
         return self.gap > gap and not self.proved_infeasible and not self.out_of_time()
 
     def has_room(self) -> bool:
-        """Whether no op alone, nor the end, exceeds the budget; else `message` says what does."""
+        """Whether each op's working set, and the end, fit; `message` says what does not."""
         need_bytes, what = self._worst_working_set()
         end_bytes = sum(self.problem.size_bytes[v] for v in self.problem.needs[self.problem.n_ops])
         room_bytes = self.budget_bytes - self.problem.resident_bytes
@@ -213,7 +213,7 @@ class Search:
         return working_set_bytes(problem, worst), f"op {op.name}{place}"
 
     def out_of_time(self) -> bool:
-        """Notes in `cut_short` that it is."""
+        """Whether the time limit has been hit, which the result will then say."""
         if self.left_s <= 0:
             self.cut_short = True
         return self.left_s <= 0
@@ -247,7 +247,7 @@ class Search:
         self.progress(Progress(self.clock.elapsed_s, best, bound, self.doing))
 
     def raise_bound(self, bound_us: float) -> None:
-        """Raises _EnoughProvedError at `enough_us`; `until_interrupted` catches it."""
+        """Record a bound; at `enough_us`, _EnoughProvedError ends the search."""
         if bound_us > self.bound_us:
             self.bound_us = bound_us
             self.tell()
@@ -255,7 +255,7 @@ class Search:
             raise _EnoughProvedError
 
     def offer(self, state: State) -> bool:
-        """Returns whether it fits, better than the best or not."""
+        """Take `state` if it is the best yet; returns whether it fits."""
         peak_bytes = int(state.peak_bytes.max(initial=self.problem.resident_bytes))
         key = (self.graph.time_us + state.cost_us, peak_bytes)
         if peak_bytes > self.budget_bytes:

@@ -87,7 +87,7 @@ def recomputed_in(
     *,
     own_needs: bool = True,
 ) -> list[int]:
-    """Each op after what it reads. Raises UnreachableError if a pinned op is in the closure."""
+    """The closure, each op after what it reads; UnreachableError if a pinned op is in it."""
     order: list[int] = []
     seen: set[int] = set()
     for target in (*problem.needs[t], *starts) if own_needs else starts:
@@ -123,7 +123,7 @@ def _visit(
 def closure_cost_us(
     problem: Problem, carried_in: _Row, v: int, t: int, paid: Collection[int], most_us: float
 ) -> float | None:
-    """None if a pinned op is in it, or as soon as it takes more than `most_us`."""
+    """Time of v's closure; None if a pinned op is in it, or once it is above `most_us`."""
     already = frozenset(paid)
     root = problem.producer[v]
     seen = {root}
@@ -239,7 +239,7 @@ class State:
 
     @classmethod
     def from_recomputed(cls, problem: Problem, recomputed: Sequence[Iterable[int]]) -> State:
-        """Listed runs that nothing needs are left out, and so is what only they read."""
+        """The state of these runs, without those that nothing needs and what only they read."""
         state = cls(problem)
         made: list[list[int]] = [[problem.producer[v]] for v in range(problem.n_values)]
         used: list[list[int]] = [[] for _ in range(problem.n_values)]
@@ -456,7 +456,7 @@ def last_forward_position(problem: Problem, sequence: Sequence[int]) -> int:
 
 
 def recomputed_by_stage(problem: Problem, sequence: Sequence[int]) -> list[list[int]]:
-    """First runs must be in the problem's order."""
+    """The repeated runs in each stage; first runs must be in the problem's order."""
     stages: list[list[int]] = [[] for _ in range(problem.n_ops + 1)]
     following = 0
     for op in sequence:

@@ -43,8 +43,6 @@ NO_LOWER_BYTES: LowerBytes = (0, 0)
 
 @dataclass(frozen=True, slots=True)
 class BlockOption:
-    """One way to run a block."""
-
     # Of its values that are live from its forward to its backward.
     saved_bytes: int
     # The most in each stage of the block's graph: its values, and the workspaces of its ops.
@@ -90,7 +88,7 @@ def block_graph(problem: Problem, reads: Reads, block: Block) -> TrainingGraph:
 
 
 def block_options(graph: TrainingGraph, limits: int, left_s: Callable[[], float]) -> Options:
-    """None is no better than another, dearest last. Without time left the table ends early."""
+    """None is no better than another, dearest last; where time ends, there are fewer."""
     problem = Problem.of(graph)
     found: list[BlockOption] = []
     # Before any program, so that a block has options even without time.

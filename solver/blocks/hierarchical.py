@@ -71,7 +71,7 @@ class Hierarchical:
         return search.result()
 
     def first(self, search: Search, *, is_thorough: bool) -> None:
-        """With `is_thorough`, go on as `solve` does if blocks of one repetition do not fit."""
+        """Offer blocks of one repetition; if `is_thorough`, go on as `solve` does."""
         # The caller's message is about its own search, not about blocks.
         message = search.message
         if is_thorough:
@@ -112,7 +112,7 @@ class Hierarchical:
                 return
 
     def _layers(self, search: Search, group: int) -> list[PlacedBlock] | None:
-        """None where no block repeats."""
+        """The blocks of `group` repetitions with their options; None where none repeats."""
         search.say(f"looking for blocks of {group} repetitions")
         reads = Reads.of(search.problem)
         blocks = find_blocks(search.problem, reads, group)
@@ -143,7 +143,7 @@ class Hierarchical:
         return known | found
 
     def _compose(self, search: Search, layers: Sequence[PlacedBlock]) -> bool:
-        """Returns whether something fits."""
+        """Choose, expand, judge, fill; returns whether something fits."""
         search.say("composing the blocks")
         choices = choices_in_place(search.problem, layers)
         room_bytes = search.budget_bytes - search.problem.resident_bytes

@@ -39,7 +39,7 @@ class BlockChoice(NamedTuple):
 def choices_in_place(
     problem: Problem, layers: Sequence[PlacedBlock], beside_bytes: Sequence[int] = ()
 ) -> list[list[BlockChoice]]:
-    """`beside_bytes` are live while each op first runs, and unknown to the blocks' own graphs."""
+    """Options in place; `beside_bytes` are live beside each op and in no block's own graph."""
     fixed = _fixed_bytes(problem, layers)
     fixed[: len(beside_bytes)] += np.array(beside_bytes, np.int64)
     return [_choices(block, table, fixed) for block, table in layers]

@@ -162,7 +162,7 @@ class Reads:
 
 
 def find_blocks(problem: Problem, reads: Reads, group: int = 1) -> list[Block]:
-    """`group` repetitions are one block, the rest of a run another, what lies between too."""
+    """Blocks that cover the graph: `group` repetitions each, rests of runs, and what is between."""
     if not problem.n_forward:
         return []
     runs = _runs(problem, reads)

@@ -66,7 +66,7 @@ def free_bound_us(
     time_limit_s: float = 10.0,
     enough_us: float = float("inf"),
 ) -> float:
-    """Infinite where no schedule fits; `graph.time_us` if nothing better is proved."""
+    """No schedule in any order takes less; infinite where nothing fits."""
     clock = Clock(time_limit_s)
     ancestry = Ancestry.of(graph)
     best: tuple[float, int] | None = None

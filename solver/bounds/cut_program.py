@@ -168,7 +168,7 @@ class CutProgram:
         self.program.row(terms, upper=room / unit)
 
     def relaxed(self, time_limit_s: float) -> CutSolution:
-        """The bound holds; the point is no cover as it stands."""
+        """Solve the linear relaxation; its bound holds, its point is no cover as it stands."""
         if self.is_empty:
             return CutSolution(self, None, float("inf"), float("inf"))
         answer = solve_program(self.program, Limits(time_limit_s, relaxed=True))
@@ -221,7 +221,7 @@ class CutSolution:
     is_relaxed: bool = False  # runs are fractions too
 
     def carried_past(self, k: int, problem: Problem) -> set[int]:
-        """Live while op t_k runs and after; `problem` says which must be made once."""
+        """Values live while op t_k runs and after; `problem` says which must be made once."""
         assert self.values is not None
         # A relaxed point carries throughout what must be made once. A value of which a half is
         # carried needs only a half of its inputs there, and rounding may drop it, so that all are
@@ -236,7 +236,7 @@ class CutSolution:
 
 
 def expand(solution: CutSolution, problem: Problem | None = None) -> list[list[int]]:
-    """At first need in an interval, kept to its end."""
+    """Ops to run again in each stage: at first need in an interval, kept to its end."""
     # In another problem than the program's, ops run again for other inputs, as those whose outputs
     # arrive by copies.
     problem, cuts = problem or solution.source.problem, solution.source.cuts

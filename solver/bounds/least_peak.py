@@ -46,7 +46,7 @@ class _Floor(NamedTuple):
 
 
 def floor_of(problem: Problem) -> _Floor:
-    """For first runs in captured order, if no output of the step is computed again."""
+    """What any schedule in captured order needs that never computes an output of the step again."""
     kept = set(problem.needs[problem.n_ops])
     made_bytes = 0
     best = _Floor(problem.resident_bytes, "")
@@ -62,7 +62,7 @@ def floor_of(problem: Problem) -> _Floor:
 
 
 def least_peak_bound_bytes(problem: Problem, effort: int = REGRESSION.most) -> int:
-    """`effort` sets are looked at in all; 0 leaves the largest set that one moment asks for."""
+    """The bound after `effort` sets; 0 leaves the largest set that one moment asks for."""
     if effort < 0:
         raise SolverError(f"effort must be 0 or more, not {effort}")
     return _Regression(problem).run(effort)
@@ -194,7 +194,7 @@ LEAST_BOUND = "No schedule has a peak below"
 
 
 def prove_nothing_fits(search: Search) -> None:
-    """For first runs in the order of the search's graph."""
+    """Bound the least peak, in the search's order; note in `search` if nothing fits."""
     # It takes up to a second, so it is left out where something fits.
     if search.best is not None or search.least_bound_bytes or search.left_s <= 0:
         return
@@ -214,7 +214,7 @@ def note_floor(search: Search) -> None:
 
 
 def floor_above(problem: Problem, budget_bytes: int) -> Holding | None:
-    """None where the budget is no lower."""
+    """The floor and the op that sets it; None where the budget is no lower."""
     floor = floor_of(problem)
     if budget_bytes >= floor.size_bytes:
         return None

@@ -44,7 +44,7 @@ _PATIENCE = 0.5
 
 @dataclass(slots=True)
 class Windows:
-    """In the order of their stages."""
+    """Windows in the order of their stages, and their bound together."""
 
     problem: Problem
     parts: list[LazyCuts]
@@ -92,7 +92,7 @@ class Windows:
         return [part.program().relaxed(time_limit_s).bound_us - self.base_us for part in self.parts]
 
     def relaxed_start(self, budget_bytes: int, time_limit_s: float) -> State | None:
-        """None where a window has no point at that budget."""
+        """A start from relaxations at another budget; None where a window has no point."""
         solutions: list[CutSolution] = []
         for part in self.parts:
             program = CutProgram(self.problem, part.cuts, budget_bytes, part.end)
@@ -211,7 +211,7 @@ def _groups(problem: Problem, peak_bytes: Bytes, over: _Stages) -> list[list[int
 
 
 def first_cuts(peak_bytes: Bytes, stages: Sequence[int]) -> list[int]:
-    """The fullest first, none near another."""
+    """The fullest of `stages`, none near another, the fullest first."""
     chosen: list[int] = []
     for stage in sorted(stages, key=lambda t: (-int(peak_bytes[t]), t)):
         if all(abs(stage - other) >= _NEAR for other in chosen):

@@ -232,7 +232,7 @@ def _workers_in_safe_paths() -> Generator[None]:
 def merge_results(
     graph: TrainingGraph, found: Sequence[Result], at_hand: Sequence[Result] = ()
 ) -> list[Result]:
-    """`found` is in rising order of budgets."""
+    """Each of `found`, by rising budget, with the best schedule of all and the best bound."""
     known = sorted(
         (result for result in (*found, *at_hand) if result.schedule is not None),
         key=lambda result: (result.time_us, result.peak_bytes),

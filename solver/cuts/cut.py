@@ -113,7 +113,7 @@ def begin(
     has_start: bool = False,
     with_policies: bool = False,
 ) -> LazyCuts | None:
-    """None where nothing fits, or where the time ends on a large graph after a first bound."""
+    """The best single cut; None where nothing fits, or time ends early on a large graph."""
     search.say("choosing where to cut")
     place = best_cut(search, plain)
     if place is None:
@@ -156,7 +156,7 @@ def _climb(search: Search, lazy: LazyCuts, gap: float) -> None:
 
 
 def offer_climbed(search: Search, climbed: Climbed, most_work: float = float("inf")) -> bool:
-    """False if repairs were given up because `search.work` came to `most_work`."""
+    """Record the bound, repair the expansion; False if `most_work` ended the repairs."""
     if climbed.solution.bound_us == float("inf"):
         search.proved_infeasible = True
         return True
@@ -193,7 +193,7 @@ def _targets(search: Search, parts: tuple[float, ...]) -> Iterator[int]:
 
 
 def best_cut(search: Search, plain: State) -> int | None:
-    """None if one proves that nothing fits."""
+    """The op whose cut has the highest relaxed bound; None if one proves that nothing fits."""
     best: tuple[float, int] | None = None
     for t in candidate_cuts(search, plain):
         if search.out_of_time() and best is not None:
@@ -230,7 +230,7 @@ def _has_worked(search: Search, most_work: int) -> bool:
 
 
 def repair_from(search: Search, start: State, most_work: float = float("inf")) -> bool:
-    """False when `search.work` comes to `most_work`."""
+    """Offer repairs of `start`; False when `search.work` comes to `most_work`."""
     enough_work = REPAIRS_OF_A_START.from_now(search.work)
     for power in _POWERS:
         if search.out_of_time() or _has_worked(search, enough_work):

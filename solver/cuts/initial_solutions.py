@@ -53,7 +53,7 @@ _WORKERS = 2
 
 
 def offer_budget_continuation(search: Search, plain: State, *, is_patient: bool) -> None:
-    """`is_patient`: try long where the way is hard, else let other starts come first."""
+    """Come down from the peak; `is_patient` goes on where the way is hard."""
     # Where nothing fits there is no way.
     prove_nothing_fits(search)
     end_s = search.left_s - BUDGET_CONTINUATION.of(search.left_s)
@@ -82,7 +82,7 @@ def offer_budget_continuation(search: Search, plain: State, *, is_patient: bool)
 
 
 def _repaired(search: Search, start: State, limit_bytes: int) -> State | None:
-    """None where no repair comes under the limit."""
+    """The quickest repair under the limit, with what fits carried; None if there is none."""
     best: State | None = None
     for power in POWERS:
         state = start.copy()
@@ -96,7 +96,7 @@ def _repaired(search: Search, start: State, limit_bytes: int) -> State | None:
 
 
 def _improved(search: Search, state: State, budget_bytes: int, effort: float) -> State:
-    """`effort` in CP-SAT's deterministic time."""
+    """What neighbourhoods make of `state`; `effort` is CP-SAT's deterministic time."""
     inner = Search(search.graph, budget_bytes, search.solver, search.left_s)
     if not inner.offer(state):
         return state
@@ -180,7 +180,7 @@ _FEW_OPS = 3000
 def offer_first(
     search: Search, plain: State, *, is_patient: bool, with_policies: bool = False
 ) -> None:
-    """The quickest first, until something fits."""
+    """Offer what may fit, the quickest first, until something does."""
     is_quick = search.problem.n_ops <= _QUICK_OPS
     # 5 s at most on a narrow graph of 1,000 ops, and on some within the budget; they also give what
     # an infeasible result says.

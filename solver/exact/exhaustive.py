@@ -213,7 +213,7 @@ class _Walk(NamedTuple):
 
 
 def _fastest(space: _StateSpace, budget_bytes: int, search: Search) -> _Walk:
-    """The state of least recomputation first, then that of most ops computed."""
+    """Best-first search: least recomputation first, then most ops computed."""
     problem = space.problem
     room_bytes = budget_bytes - problem.resident_bytes
     done = (1 << problem.n_ops) - 1

@@ -221,7 +221,7 @@ def _search(
     capacity: int,
     tries: int,
 ) -> tuple[int, int]:
-    """How it ended, and the placements tried."""
+    """Place `boxes` in these sections; how it ended, and the placements tried."""
     # A stack by hand, since functions that call themselves cannot be cached. A frame is a set of
     # boxes to place, and has a placement while it waits for what is above it.
     frames = np.zeros((boxes.size + 1, 4), np.int64)

@@ -13,7 +13,7 @@ from remat.solver.layout.boxes import Boxes
 
 
 def box_orders(boxes: Boxes) -> dict[str, Ints]:
-    """Those that do well first; where keys are alike the next one decides, at last the index."""
+    """Orders by name, those that do well first; ties go to the next key, at last to the index."""
     size, start, end, length = boxes.size, boxes.start, boxes.end, boxes.length
     by_size = {
         "size": np.lexsort((start, -length, -size)),
@@ -114,7 +114,7 @@ def place_in_order(
     ceiling: int = NO_CEILING,
     given: Ints | None = None,
 ) -> Ints | None:
-    """None as soon as one reaches `ceiling`. Those not in `order` lie where `given` has them."""
+    """Offsets, or None once one reaches `ceiling`; others than `order` lie where `given` says."""
     offsets = np.zeros(len(boxes), np.int64) if given is None else given.copy()
     shelf = _Shelf(len(boxes))
     # NumPy is slow at reading single elements.

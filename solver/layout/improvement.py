@@ -61,7 +61,7 @@ class _Arena:
 def guided_ejection(
     boxes: Boxes, offsets: Ints, capacity: int, *, steps: int, seed: int
 ) -> Ints | None:
-    """None if it takes more than `steps`."""
+    """Offsets within `capacity`, or None if it takes more than `steps`."""
     if boxes.size.max(initial=0) > capacity:
         return None
     source, arena = np.random.default_rng(seed), _Arena(boxes, offsets, capacity)
@@ -170,7 +170,7 @@ def _anneal_chunk(
 def insertion_annealing(
     boxes: Boxes, offsets: Ints, goal: int, *, steps: int, hottest: float, seed: int
 ) -> Ints:
-    """Temperatures, in bytes, fall by a constant factor from `hottest` on; ends at `goal` bytes."""
+    """The lowest placement found; temperatures are bytes and fall geometrically."""
     source, n = np.random.default_rng(seed), len(boxes)
     order = np.argsort(offsets, kind="stable")
     best, best_top = order.copy(), boxes.top(offsets)

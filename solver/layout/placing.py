@@ -50,7 +50,7 @@ def dive(search: CanonicalSearch, capacity: int, share: int, tries: int) -> _Fit
 
 
 def fit_into(boxes: Boxes, capacity: int, tries: int) -> _Fitted:
-    """By MiniMalloc's preorders, until one ends or `tries` are used up in all."""
+    """Search by MiniMalloc's preorders until one ends, or `tries` are used up in all."""
     search, share, used = CanonicalSearch(boxes), len(boxes), 0
     while True:
         # Which preorder does well differs, and one that does takes little more than one try a box.
@@ -109,8 +109,6 @@ _RELAXED_PART = 4
 
 
 class _PlacedOffsets(NamedTuple):
-    """Offsets, and what found them."""
-
     offsets: Ints
     by: str
 
@@ -176,7 +174,7 @@ _HOTTEST_PARTS = 300, 300, 500, 200
 
 
 def place_buffers(buffers: Buffers, *, alignment_bytes: int = 512) -> Layout:
-    """Judged by `check_layout`. LayoutError: no power of two, or too large for these buffers."""
+    """As low a layout as was found, judged; LayoutError if the alignment cannot be kept."""
     check_alignment(alignment_bytes)
     _check_offsets_exist(buffers, alignment_bytes)
     boxes = Boxes.of(buffers, alignment_bytes)

@@ -59,7 +59,7 @@ class EventProgram:
 def candidate_stages(
     problem: Problem, runs: Runs, chosen: Sequence[int], most: int, guide: Runs = ()
 ) -> dict[int, list[int]]:
-    """By op, at most `most` beside present ones."""
+    """Stages in which each chosen op may run again, at most `most` beside present ones."""
     present = stages_by_op(runs, guide)
     stages_of: dict[int, list[int]] = {}
     last = _last_touches(problem, runs)
@@ -323,7 +323,7 @@ def solve_events(
     effort: TryLimits,
     running: RunningSolvers,
 ) -> Tried:
-    """The runs of `fixed` ops, which the program does not decide, are those of `base`."""
+    """Runs that cost less than `below_us`: of `fixed` ops those of `base`, of others as chosen."""
     if program.is_empty:
         return Tried(None, True)
     from ortools.sat.python import cp_model  # pyright: ignore[reportMissingTypeStubs]

@@ -86,7 +86,7 @@ class LargeNeighbourhoods:
             spent += self._round()
 
     def _round(self) -> float:
-        """Returns the effort of a worker."""
+        """Try some sets at once, take what is better; returns the effort of a worker."""
         self.search.say(f"neighbourhoods of {int(self.size)} ops")
         sets = [self._pick() for _ in range(self.workers)]
         # Drawn here and not in the threads, so that it does not count which of them is first.
@@ -202,7 +202,6 @@ class LargeNeighbourhoods:
         return unlike or self._window(size)
 
     def _window(self, size: int) -> list[int]:
-        """Neighbours in captured order."""
         n_ops = self.search.problem.n_ops
         first = self.source.randrange(max(n_ops - size, 1))
         return list(range(first, min(first + size, n_ops)))

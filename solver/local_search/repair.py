@@ -56,7 +56,7 @@ class Repair:
     most_work: float = float("inf")  # that `search.work` may come to
 
     def run(self) -> bool:
-        """Returns whether nothing is over the limit any more."""
+        """Drop and carry until nothing is over the limit; returns whether that was reached."""
         while True:
             over = np.maximum(self.state.peak_bytes - self.limit_bytes, 0)
             if not over.any():
@@ -186,7 +186,7 @@ def _is_held(state: State, v: int, stage: int) -> bool:
 
 
 def _drop_cost_us(state: State, move: GapMove, most_us: float = float("inf")) -> float | None:
-    """None where a pinned op forbids it, or where it is found to be more than `most_us`."""
+    """What the drop makes its stage run again; None if pinned, or more than `most_us`."""
     row = state.rows[move.stage]
     # Put back below, in place of a copy of the row.
     row[move.v] = 0
@@ -199,7 +199,7 @@ def _drop_cost_us(state: State, move: GapMove, most_us: float = float("inf")) ->
 
 
 def _try_move(state: State, move: GapMove, over: Bytes, limit_bytes: int) -> _Trial | None:
-    """None where a pinned op forbids it; `state` is left as it was."""
+    """What `move` would do, None where a pinned op forbids it; `state` is left as it was."""
     v, before, stage, bit = move
     old_before, old_stage = state.stages[before], state.stages[stage]
     state.change(v, before, stage, bit)
@@ -225,7 +225,7 @@ def _try_move(state: State, move: GapMove, over: Bytes, limit_bytes: int) -> _Tr
 
 
 def _work_of(trial: _Trial | None) -> int:
-    """In estimated moves."""
+    """What it took to try a move, in estimated moves."""
     replayed = () if trial is None else (trial.at_before, trial.at_stage)
     return _TRIAL_WORK + sum(len(stage.recomputed) for stage in replayed) // _OPS_A_WORK
 
@@ -285,7 +285,7 @@ def offer_exchanges(search: Search) -> None:
 
 
 def exchange(state: State, search: Search) -> State:
-    """Each better schedule is offered to `search`. The greatest saving a byte comes first."""
+    """The best that exchanges make of `state`; each better schedule is offered to `search`."""
     limit_bytes = search.budget_bytes
     most_vain = VAIN_EXCHANGES.at(search.problem.n_ops)
     most_work = EXCHANGES.from_now(search.work)

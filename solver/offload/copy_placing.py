@@ -72,7 +72,7 @@ class _PlacingRound:
         object.__setattr__(self, "down", dict(zip(order, stands, strict=True)))
 
     def transfers(self, slack_us: float = 0.0) -> list[_Transfer]:
-        """In the order of returns. A value for which there is room all the way is left out."""
+        """Spans that are left, by return; a value for which there is room all the way stays."""
         leaving = self._leaving()
         away = sorted(leaving, key=lambda off_span: off_span.returns)
         needs = ((float(self.clock_us[a.returns]), self.size[a.value]) for a in away)
@@ -171,7 +171,7 @@ def _item_before(clock_us: _Times, time_us: float) -> int:
 def _reads(
     one: _PlacingRound, transfers: Sequence[_Transfer], spilled: Collection[str]
 ) -> dict[int, list[Step]]:
-    """By the item before which they stand."""
+    """Reads from NVMe, by the item before which they stand."""
     first: dict[str, _Transfer] = {}
     for transfer in transfers:
         if transfer.off_span.value in spilled:
@@ -251,7 +251,7 @@ def place_copies(
     spilled: Collection[str] = (),  # values that go on from the host to NVMe
     order: tuple[str, ...] = (),  # of copies down, with every value that is ever absent
 ) -> PlacedSchedule | None:
-    """None over the budget, without room below, or if a value leaves before its turn in `order`."""
+    """The fastest of some rounds; None over the budget, without room below, or out of `order`."""
     if base.peak_bytes > budget_bytes:
         return None
     best: PlacedSchedule | None = None
@@ -277,7 +277,7 @@ def place_copies(
 
 
 def in_flight_bytes(graph: TrainingGraph, base: UntimedSchedule, links: Links) -> Bytes:
-    """Were there room for all: a schedule without stalls wants them beside those of the base."""
+    """In flight while each item runs, were there room for all: what no stalls would take."""
     # So much that what is missing of it is in flight.
     room_bytes = np.full(len(base.items), _BOUNDLESS, np.int64)
     _PlacingRound(
@@ -287,7 +287,7 @@ def in_flight_bytes(graph: TrainingGraph, base: UntimedSchedule, links: Links) -
 
 
 def untimed_clock(graph: TrainingGraph, base: UntimedSchedule) -> _Times:
-    """Before each item, and at the end, if nothing waits."""
+    """The device's clock before each item, and at the end, if nothing waits."""
     cost = {op.name: op.cost_us for op in graph.ops}
     took = [cost[name] if kind == "compute" else 0.0 for kind, name in base.items]
     return np.concatenate(([0.0], np.cumsum(took)))
@@ -354,7 +354,7 @@ def _moves_below(steps: Sequence[Step], size: dict[str, int]) -> Iterator[tuple[
 
 
 def _simulated_clock(base: UntimedSchedule, steps: Sequence[Step], found: Simulation) -> _Times:
-    """Before each item, and at the end, waits included."""
+    """The device's clock before each item, and at the end, waits included."""
     pairs = zip(steps, found.clock_us, strict=True)
     ends = iter([us for step, us in pairs if isinstance(step, Compute)])
     clock_us, now_us = [0.0], 0.0

@@ -115,7 +115,7 @@ def _made_by(graph: TrainingGraph, op: str) -> tuple[str, ...]:
 def _arrivals(
     graph: TrainingGraph, steps: Sequence[Step], hosted: frozenset[int]
 ) -> list[_UntimedStep]:
-    """Hosted ops that run again are arrivals of what is wanted of them."""
+    """The steps as items, in which hosted ops that run again are arrivals."""
     items: list[_UntimedStep] = []
     live: set[str] = set()
     done: set[str] = set()

@@ -121,7 +121,7 @@ class _Climb:
 
 
 def climb_hosted(search: Search, links: Links, gap: float) -> None:
-    """There must be a schedule to climb from."""
+    """Offer what a climb from the best schedule comes to; there must be one."""
     search.say("other values below the device")
     _Climb(search, links, gap, movable(search.problem)).run()
 
@@ -204,7 +204,7 @@ class _JointSearch:
         self.least_bytes = int(self.plain.peak_bytes.max(initial=0)) // _LEAST_SHARE
 
     def begin(self) -> bool:
-        """False where what must be live somewhere exceeds the budget."""
+        """Choose the first cut; False where what must be live somewhere exceeds the budget."""
         self.search.say("choosing where to cut")
         best: tuple[float, int] | None = None
         for t in candidate_cuts(self.search, self.plain):
@@ -239,7 +239,7 @@ class _JointSearch:
                 self._take_start(part, links)
 
     def add_cut(self) -> bool:
-        """Returns whether there was such a place."""
+        """Cut where it is most crowded; returns whether there was such a place."""
         if self.crowded is None:
             return False
         n_ops = self.search.problem.n_ops

@@ -47,7 +47,7 @@ def in_better_order(
     order: _Order,
     place: Callable[[_Order], PlacedSchedule | None],
 ) -> PlacedSchedule:
-    """`place` says what comes of another order, None where that is not possible."""
+    """The fastest placement in other orders, of which `place` gives None for impossible ones."""
     left = REORDERED.at(search.problem.n_ops)
     others = _others(placed, order)
     while left > 0 and not search.out_of_time():
@@ -121,7 +121,7 @@ class Hosted:
 def offer_state(
     search: Search, start: State, hosted: Hosted, links: Links, power: float = 1.0
 ) -> bool:
-    """Returns whether `start`, a state of `with_fetches`, was repaired."""
+    """Repair and place `start`, a state of `with_fetches`; returns whether it was repaired."""
     state = start.copy()
     if not Repair(state, search.budget_bytes, power, search).run():
         return False
@@ -141,7 +141,7 @@ def flight_of(state: State, hosted: Collection[int], links: Links) -> Bytes:
 
 
 def _repair_beside(search: Search, state: State, flight: Bytes, power: float) -> bool:
-    """Returns whether that was reached."""
+    """Repair `state` under the budget less `flight`; returns whether that was reached."""
     # Bytes in flight count as carried in, stage by stage.
     state.entry_bytes += flight
     try:
@@ -151,7 +151,7 @@ def _repair_beside(search: Search, state: State, flight: Bytes, power: float) ->
 
 
 def _is_stalled(search: Search, state: State, hosted: Hosted, links: Links) -> bool:
-    """Returns whether the device waits for copies."""
+    """Place the copies and offer that; returns whether the device waits for copies."""
     base = untimed_schedule(state, hosted.ops)
     place = partial(
         place_copies, search.graph, base, search.budget_bytes, links, spilled=hosted.spilled

@@ -71,8 +71,6 @@ class _SolveFixed(Protocol):
 
 
 class _Attempt(NamedTuple):
-    """One order solved."""
-
     name: str  # for people
     order: Order
     is_repeatable: bool  # a solve for any other budget tries that order too
@@ -274,7 +272,7 @@ class FreeOrder:
             known.bound_us = max(known.bound_us, bound_us)
 
     def _look_at_order(self, aim: float, limit_s: float) -> None:
-        """In half of `limit_s` each."""
+        """Find an order and look at it, in half of `limit_s` each."""
         self._tell("looking for another order")
         name = f"an order for {aim:.0%} of the budget" if aim else _LOWEST
         order = self._order(aim, limit_s / 2)
@@ -292,7 +290,7 @@ class FreeOrder:
         )
 
     def _solve_in_full(self) -> None:
-        """The best look further, and refined, then other looks, then the best again."""
+        """Solve the best look in full and refine it, then other looks, then the best again."""
         looks = sorted(self.attempts.made, key=lambda attempt: attempt.rank)
         for i, look in enumerate(looks):
             if self._is_open() and self._may_be_better(look):

@@ -123,7 +123,7 @@ class LiveCurve:
         self.limit(limit_bytes)
 
     def limit(self, limit_bytes: int) -> None:
-        """Resident bytes included."""
+        """Measure against another limit, resident bytes included."""
         self.room_bytes = limit_bytes - self.facts.resident_bytes
         running = self.entry_bytes[:-1] + self.own_bytes
         self.over_bytes: Bytes = np.maximum(running - self.room_bytes, 0)
@@ -140,12 +140,12 @@ class LiveCurve:
 
     @property
     def peak_bytes(self) -> int:
-        """Resident bytes included."""
+        """Of the step in this order, resident bytes included."""
         running = self.entry_bytes[:-1] + self.own_bytes
         return int(running.max(initial=0)) + self.facts.resident_bytes
 
     def ops(self) -> tuple[int, ...]:
-        """Without the end of forward."""
+        """The order, without the end of forward."""
         end = len(self.order) - 1
         return tuple(op for op in self.order if op != end)
 
@@ -157,7 +157,7 @@ class LiveCurve:
         return first, last
 
     def moved(self, op: int, stop: int) -> OrderMove:
-        """Nothing is changed yet."""
+        """The move of `op` to place `stop`; nothing is changed yet."""
         start = self.place[op]
         if start < stop:
             entry = self._entries_if_later(op, start, stop)

@@ -64,7 +64,7 @@ class _Cooling:
 def _anneal(
     curve: LiveCurve, cooling: _Cooling, source: random.Random, time_limit_s: float
 ) -> tuple[int, ...]:
-    """In place; returns the order of least energy seen."""
+    """Anneal `curve`, in place; the order of least energy seen."""
     clock = Clock(time_limit_s)
     n_ops = len(curve.order) - 1
     energy = curve.overload_bytes + cooling.weight * curve.worst_bytes
@@ -193,7 +193,7 @@ def better_order(
     weight: int = 5,
     time_limit_s: float = 60.0,
 ) -> Order | None:
-    """None if no order exceeds less: the sum over ops, plus `weight` times the most."""
+    """An order that exceeds the budget by less: summed, plus `weight` times the most; or None."""
     for name, number in (("moves", moves or 0), ("weight", weight)):
         if number < 0:
             raise SolverError(f"{name} must be 0 or more, not {number}")
@@ -216,7 +216,7 @@ def better_order(
 def lowest_order(
     graph: TrainingGraph, *, seed: int = 0, moves: int | None = None, time_limit_s: float = 60.0
 ) -> Order | None:
-    """Of lower peak than the given one, each op run once; None if none is found."""
+    """An order of lower peak than the given one, each op run once; None if none is found."""
     facts = OpFacts.of(Problem.of(graph))
     given_bytes = lowest_bytes = LiveCurve(facts, range(len(graph.ops)), 0).peak_bytes
     lowest: Order | None = None
@@ -274,7 +274,7 @@ class Roomier(NamedTuple):
 def roomier_start(
     graph: TrainingGraph, found: Result, tightness: float, *, seed: int, time_limit_s: float
 ) -> Roomier | None:
-    """None if the order does not change, or does not fit the budget."""
+    """The runs of `found` in an order of more room; None if it does not change, or fit."""
     assert found.schedule is not None, "only a schedule can be refined"
     problem = Problem.of(graph)
     sequence = ops_of(problem, found.schedule)
@@ -291,7 +291,7 @@ def roomier_start(
 def cheaper_start(
     graph: TrainingGraph, found: Result, *, seed: int, time_limit_s: float
 ) -> Roomier | None:
-    """None if no run could be left out."""
+    """The runs of `found` without some of them; None if none could be left out."""
     assert found.schedule is not None, "only a schedule can be refined"
     clock, source = Clock(time_limit_s), random.Random(seed)
     problem = Problem.of(graph)

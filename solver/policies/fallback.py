@@ -33,7 +33,7 @@ than that. Each may take what is left of the time limit, and such a part of it a
 
 
 class SimpleRules(Reduction[None]):
-    """Has a rule's schedule where `auto` found none."""
+    """Puts a rule's schedule where `auto` found none."""
 
     def accepts(self, question: Question) -> bool:
         # The rules keep no pins. Where one schedule is known, a search may end without another.

@@ -133,7 +133,7 @@ class OnlineRun:
                 self._free_if_dead(v)
 
     def _execute(self, op: int) -> None:
-        """A new run replaces its live outputs, unless the caller holds them."""
+        """Run `op`. Live outputs are replaced, unless the caller holds them."""
         if self.is_over() or len(self.sequence) > _THRASHING * self.problem.n_ops:
             raise NoRoomError
         books, outputs = self.books, self.problem.outputs[op]
@@ -205,7 +205,7 @@ class OnlineRun:
             self._spare[v] = None
 
     def _give_up_spare(self) -> bool:
-        """Returns whether one was given up."""
+        """Give up a value that only others need to be made; returns whether one was."""
         for v in list(self._spare):
             is_spare = self._live[v] and self._is_dead(v) and self.problem.size_bytes[v]
             if is_spare and self._lose(v, 1 << 62):
@@ -277,7 +277,7 @@ class PolicyPlanner:
 
 
 def plan_online(search: Search, make: _MakePolicy, *, prune: bool) -> Result:
-    """At the search's budget; if that fails, at the least peak that bisection finds."""
+    """Run the policy at the search's budget; if it fails, look for its least peak."""
     with search.until_interrupted():
         plain = store_all_state(search.problem)
         # If this fits, a policy evicts nothing.
@@ -302,7 +302,7 @@ def _plan(search: Search, make: _MakePolicy, prune: bool, plain_bytes: int) -> N
 
 
 def _run_at(search: Search, make: _MakePolicy, budget_bytes: int) -> list[int] | None:
-    """None if the policy finds no room, or no time."""
+    """The ops that the policy runs; None if it finds no room, or no time."""
     problem = search.problem
     policy = make(problem, budget_bytes - problem.resident_bytes)
     try:

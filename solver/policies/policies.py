@@ -69,7 +69,7 @@ class Dtr:
 
 
 def neighbourhood(problem: Problem, variant: _Variant) -> Neighbourhood | None:
-    """None for ``local``."""
+    """What `variant` counts as a value's evicted neighbourhood; None for ``local``."""
     if variant == "eq":
         return EvictedClasses(problem)
     return EvictedReach(problem) if variant == "full" else None

@@ -34,7 +34,7 @@ _Templates = Callable[[Problem], Iterable[Template]]
 
 
 def solve_templates(search: Search, templates: _Templates, absent: str) -> Result:
-    """`templates` gives none where the rule does not apply: `absent` says so."""
+    """The fastest of `templates` that fits; `absent` is the message where there are none."""
     with search.until_interrupted():
         # Where the step fits as it is, no template is faster.
         if not search.offer_sequence(range(search.problem.n_ops), or_least=True):
@@ -78,7 +78,7 @@ def _mark(problem: Problem, available: bytearray, ops: Iterable[int]) -> None:
 
 
 def regions(problem: Problem, again: Sequence[bool], region: Sequence[int]) -> Template:
-    """`region` is the checkpoint call of each forward op; `again` says which ops run again."""
+    """The template that runs ops `again`, each in the `region` of a checkpoint call."""
     kept = unavoidable(problem)
     for v, op in enumerate(problem.producer):
         if op < problem.n_forward and not again[op]:
@@ -162,7 +162,7 @@ NO_REPEATED_BLOCK = (
 
 
 class Blocks(NamedTuple):
-    """In order of their first op."""
+    """The blocks of a graph, in order of their first op."""
 
     of_op: list[int]  # `NO_BLOCK` outside
     names: list[str]
@@ -171,7 +171,7 @@ class Blocks(NamedTuple):
 
 
 def module_blocks(graph: TrainingGraph) -> Blocks:
-    """`names` is empty where nothing repeats."""
+    """The blocks of `graph`; `names` is empty where nothing repeats."""
     modules = [op.module for op in graph.ops[: graph.n_forward]]
     entries = _entries(modules)
     blocks = Blocks([], [], [], [])

@@ -23,7 +23,7 @@ from remat.solver.search import one_job
 
 
 def solve_question(question: Question) -> Result:
-    """Raises SolverError where two things are asked that no plan keeps together."""
+    """Ask the chain of levers; SolverError for two things that no plan keeps together."""
     refuse_pairs(question)
     # Levers ask several times: Ctrl-C in one solve leaves no time to the next.
     with one_job():

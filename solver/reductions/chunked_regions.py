@@ -275,7 +275,7 @@ def solve_in_chunks(
     graph: TrainingGraph, budget_bytes: int, solve_one: _SolveOne, time_limit_s: float, gap: float,
     at_hand: Result | None = None,
 ) -> Result:  # fmt: skip
-    """No choice is tried that cannot be faster by more than `gap`; `at_hand` is for whole ops."""
+    """The fastest, whole or in chunks; choices that cannot win more than `gap` are left out."""
     clock = Clock(time_limit_s)
     regions = [region for region in graph.regions if region.choices]
     later = [region for region in regions if "mlp" in region.kinds]

@@ -26,7 +26,7 @@ class Pins:
 
     @classmethod
     def of(cls, graph: TrainingGraph, keep: Globs, recompute: Globs) -> Pins:
-        """SolverError: a glob matches nothing that it may, or an op is pinned both ways."""
+        """The ops that globs name; SolverError: one pins nothing, or an op is pinned twice."""
         kept = _matched(graph, "keep", as_globs(keep))
         asked = _matched(graph, "recompute", as_globs(recompute))
         _refuse_both(graph, kept, asked)

@@ -53,7 +53,7 @@ CLONE = "@again"
 
 
 def _without_clones(text: str) -> str:
-    """Also of several in a sentence."""
+    """The name of the op or value that a clone stands for; also for several in a sentence."""
     return text.replace(CLONE, "")
 
 
@@ -138,7 +138,7 @@ def _leave_out_runs(
     budget_bytes: int,
     time_limit_s: float,
 ) -> list[int]:
-    """The dearest runs are tried first; the first in backward of an op of `again` stays."""
+    """Leave out runs whose values fit as well, dearest first; the first of `again` stays."""
     clock = Clock(time_limit_s)
     spare = _repeats(problem, sequence, again)
     spare.sort(key=lambda position: (-problem.cost_us[sequence[position]], position))

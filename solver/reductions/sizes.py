@@ -148,7 +148,7 @@ class _Found(NamedTuple):
 def plan_family(
     graph: RangedGraph, budget_bytes: int, solve: _Solve, top: Result | None = None
 ) -> Family:
-    """Raises TooLargeError, which names the largest sizes that fit, where the largest do not."""
+    """Schedules that fit at all sizes; else TooLargeError, which names the largest that fit."""
     search = _FamilySearch(graph, budget_bytes, solve)
     search.begin(top or solve(graph.bounding(graph.symbols), budget_bytes))
     search.cut()

@@ -69,7 +69,7 @@ def without_rule(graph: TrainingGraph) -> TrainingGraph:
 
 
 def made_late(graph: TrainingGraph, schedule: Schedule, budget_bytes: int) -> Schedule:
-    """Updates late enough; SolverError as of `late_steps`."""
+    """`schedule` with its updates late enough; SolverError as of `late_steps`."""
     problem = Problem.of(graph)
     if schedule.moves:
         made = Schedule.for_graph(graph, late_steps(problem, schedule.steps))
@@ -81,7 +81,7 @@ def made_late(graph: TrainingGraph, schedule: Schedule, budget_bytes: int) -> Sc
 
 
 def with_updates_behind(graph: TrainingGraph, schedule: Schedule) -> TrainingGraph:
-    """`schedule` is of `graph` without the rule."""
+    """`graph` with those updates later that `schedule` runs too early."""
     first_runs = _first_runs(schedule)
     updates = {op.name for op in graph.ops if op.target == UPDATE}
     others = [(at, name) for name, at in first_runs.items() if name not in updates]
@@ -129,7 +129,7 @@ def late_sequence(problem: Problem, sequence: Sequence[int]) -> list[int]:
 
 
 def late_steps(problem: Problem, steps: Sequence[Step]) -> list[Step]:
-    """SolverError: a gradient leaves the device, or is made again, before its update may come."""
+    """As `late_sequence`, of steps that copy; SolverError if a gradient is away too early."""
     until, made = _last_reads(problem, steps), set(problem.names)
     waiting: dict[int, list[Step]] = {}
     held: dict[str, int] = {}
@@ -210,7 +210,7 @@ def has_updates(graph: TrainingGraph) -> bool:
 def solve_with_updates(
     graph: TrainingGraph, budget_bytes: int, ask: _Ask, time_limit_s: float
 ) -> Result:
-    """SolverError: all that it finds has a gradient away while its update waits."""
+    """The best with updates late enough; SolverError if all have a gradient away too early."""
     rounds = _Rounds(graph, budget_bytes, ask, Clock(time_limit_s))
     first = rounds.take(graph, budget_bytes)
     rounds.run(first)

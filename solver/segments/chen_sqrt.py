@@ -172,7 +172,7 @@ _Read = tuple[int, int]
 
 
 def segmented_state(problem: Problem, segment: Sequence[int], kept: bytes | bytearray) -> State:
-    """Each segment runs again as a whole, when backward first reads from it."""
+    """The state in which a segment runs again, as a whole, when backward first reads from it."""
     # Stays until its last use: what is not made in forward, what cannot be made again, and what the
     # segments are to keep.
     available = bytearray(kept)

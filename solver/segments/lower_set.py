@@ -327,7 +327,7 @@ class SequenceProgram:
     was_thinned: bool = field(default=False, init=False)
 
     def fastest(self, limit_bytes: float) -> tuple[float, tuple[int, ...]] | None:
-        """None where no sequence is within the limit."""
+        """Time run again and the lower sets; None where no sequence is within the limit."""
         table, last = self.table, len(self.table.masks) - 1
         labels = _Labels.room_for(len(table.masks) * self.most_labels)
         for j in range(1, last + 1):
