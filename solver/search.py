@@ -97,19 +97,12 @@ class _EnoughProvedError(Exception):
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """What a solver tells while it works.
+    """What a solver tells while it works."""
 
-    Attributes
-    ----------
-    seconds : since the solve began.
-    best_overhead : of the best schedule within the budget, None while there is none.
-    bound_overhead : no schedule has less. doing : what comes next, in words.
-    """
-
-    seconds: float
-    best_overhead: float | None
-    bound_overhead: float
-    doing: str
+    seconds: float  # since the solve began
+    best_overhead: float | None  # of the best schedule within the budget, None without one
+    bound_overhead: float  # no schedule has less
+    doing: str  # what comes next, in words
 
     @property
     def gap(self) -> float | None:

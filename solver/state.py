@@ -326,7 +326,7 @@ class State:
         """Carry v, or not, over the gap from its touch at `before` to that at `stage`."""
         self._set(v, before + 1, stage, bit)
         is_carried_on = bool(self.rows[stage + 1][v])
-        # What is carried on but not in is made here, first or again.
+        # Carried on but not in: the stage recomputes it, unless it first makes it.
         starts_before = before != self.problem.producer[v] and not self.rows[before][v]
         for at, here in ((before, starts_before and bit), (stage, is_carried_on and not bit)):
             present = v in self.starts[at]

@@ -70,17 +70,9 @@ class Solver(Protocol):
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The best schedule found whose true peak is within `budget_bytes`, and a bound.
 
-        Parameters
-        ----------
-        graph : TrainingGraph
-            One training step. Its order of ops is the order of first computations.
-        budget_bytes : int
-            On the peak, resident bytes included. Any int; what is below what is resident is
-            infeasible.
-
-        Raises
-        ------
-        SolverError : the solver refuses the graph, as `exhaustive` refuses large ones.
+        The order of the graph's ops is that of first computations. The budget is on the peak,
+        resident bytes included, and may be any int. SolverError: the solver refuses the graph, as
+        `exhaustive` refuses large ones.
         """
         ...
 

@@ -157,7 +157,6 @@ def _placed_option(state: State, placed: PlacedSchedule) -> BlockOption:
 
 
 def _by_stage(state: State, placed: PlacedSchedule) -> Bytes:
-    """The most bytes live on the device in each stage."""
     index = state.problem.graph.op_index
     most = np.zeros(state.problem.n_ops + 1, np.int64)
     most[-1] = state.peak_bytes[-1]
@@ -203,7 +202,7 @@ class BlockBudgets:
         time_limit_s: float,
         staying: Collection[str] = (),
     ) -> BlockBudgets:
-        """No copy may take the values `staying`, which blocks hand out."""
+        """Solve each distinct block once; copies leave `staying`, which blocks hand out."""
         clock = Clock(time_limit_s)
         problem = Problem.of(graph)
         reads = Reads.of(problem)
@@ -337,7 +336,7 @@ def _renamed(steps: Iterable[Step], solved: TrainingGraph, graph: TrainingGraph)
 
 def _with_copies_alone(steps: Sequence[Step]) -> Iterator[Step]:
     """Computations, copies, and the frees of what is copied but for its last on the device."""
-    # From the end: a device copy is freed early only where a fetch brings the value back.
+    # From the end, to know which values come back: only their frees are kept.
     comes_back: set[str] = set()
     kept: list[Step] = []
     for step in reversed(steps):

@@ -99,8 +99,6 @@ def free_least_peak_bound_bytes(graph: TrainingGraph) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FreeCut:
-    """The program of one op's cut, and the time of the ops that it leaves out."""
-
     program: CutProgram
     left_out_us: float
 

@@ -297,7 +297,6 @@ def add_stage_row(cuts: CutProgram, k: int, op: int) -> None:
 
 
 def _either(cuts: CutProgram, left: int, right: int) -> int:
-    """A variable that is 1 where one of two is."""
     either = cuts.program.variable()
     for index in (left, right):
         cuts.program.row([(either, 1.0), (index, -1.0)], lower=0.0)

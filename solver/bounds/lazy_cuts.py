@@ -35,16 +35,12 @@ _Floor = tuple[int, int, float]
 
 @dataclass(frozen=True, slots=True)
 class Climbed:
-    """One program solved: the solution, and its expansion where it has a point."""
-
     solution: CutSolution
     start: State | None
 
 
 @dataclass(slots=True)
 class LazyCuts:
-    """The cuts so far, and what to add to them."""
-
     problem: Problem
     budget_bytes: int
     cuts: tuple[int, ...]  # ascending
@@ -141,7 +137,7 @@ def _add_spans(made: CutProgram, added: Sequence[int]) -> None:
     runs: dict[_Interval, dict[int, int]] = {
         (places[k], places[k + 1]): dict(made.again[k]) for k in range(len(made.cuts))
     }
-    # The last split first: earlier ones split what it is a part of.
+    # The last split first: what it split is a half of something split before.
     for first, between, last in reversed(_splits(added, end)):
         left, right = runs[first, between], runs[between, last]
         runs[first, last] = _add_span(made, (first, last), left, right)

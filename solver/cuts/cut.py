@@ -140,7 +140,7 @@ def begin(
 
 
 def _offer_targets(search: Search, place: int, gap: float) -> None:
-    # Cuts for lower targets make starts that differ, which was worth more than annealing one.
+    # Cuts for lower targets make starts that differ, which was worth more than annealing a start.
     for target_bytes in _targets(search, TARGETS):
         if search.is_open(gap) and not _has_worked(search, FIRST_REPAIRS.most):
             search.say(f"start for {target_bytes} bytes")

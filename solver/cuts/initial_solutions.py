@@ -101,7 +101,6 @@ def _improved(search: Search, state: State, budget_bytes: int, effort: float) ->
     if not inner.offer(state):
         return state
     around = LargeNeighbourhoods(inner, search.out_of_time, workers=_WORKERS)
-    # Of this effort alone; the way goes on from whatever it came to.
     around.run(effort)
     assert inner.best is not None
     return State.from_recomputed(search.problem, runs_by_stage(search.problem, inner.best))

@@ -74,7 +74,7 @@ class Boxes:
 def range_maxima(numbers: Ints, start: Ints, end: Ints) -> Ints:
     """max(numbers[start:end]) of each range, none of them empty, by a table of doubled ranges."""
     found = np.empty(len(start), np.int64)
-    # The exponent is log2 rounded down, exactly.
+    # Less one, the exponent is log2 rounded down, exactly.
     level = np.frexp((end - start).astype(np.float64))[1] - 1
     table = numbers
     for k in range(int(level.max(initial=-1)) + 1):

@@ -204,7 +204,6 @@ def _next_part(sections: _Arrays, state: _Arrays, box: int, first: int, last: in
 
 @compiled
 def _inside(sections: _Arrays, boxes: Ints, box: int, first: int, last: int) -> Ints:
-    """Those of `boxes` but `box` that are in sections from `first` to `last`."""
     is_in = (sections[_LOW][boxes] < last) & (sections[_HIGH][boxes] > first) & (boxes != box)
     return boxes[is_in]
 

@@ -35,8 +35,6 @@ class GapMove(NamedTuple):
 
 
 class _Trial(NamedTuple):
-    """What a move would do: extra time, change of overload, the two stages it replays."""
-
     cost_us: float
     overload_bytes: int
     at_before: Stage

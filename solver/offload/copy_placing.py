@@ -43,8 +43,6 @@ _SOON_US = 1e-6
 
 
 class _Transfer(NamedTuple):
-    """A span off the device, with its copies placed."""
-
     off_span: OffDeviceSpan
     leaves: int  # the item before which the value is freed
     fetched: int  # the item before which its fetch stands
@@ -92,7 +90,6 @@ class _PlacingRound:
         return dict(zip(self.down, ends, strict=True))
 
     def _leaving(self) -> dict[OffDeviceSpan, int]:
-        """The item before which each value is freed."""
         whole_us = self.arrived_us()
         leaving: dict[OffDeviceSpan, int] = {}
         copied: set[str] = set()
@@ -234,8 +231,6 @@ _BOUNDLESS = 1 << 60
 
 
 class PlacedSchedule(NamedTuple):
-    """A schedule with its copies placed, and what the simulator found."""
-
     schedule: Schedule
     found: Simulation
 
@@ -306,7 +301,7 @@ def _steps(
     offloads: dict[int, list[Step]] = {}
     for name, k in one.down.items():
         if name in away:
-            # Right after the op that makes the value, or one that is made later.
+            # Right after the op that makes the value, or that of one before it in the order.
             down = (Offload(name), *(_writes(name) if name in spilled else ()))
             offloads.setdefault(k, []).extend(down)
     steps: list[Step] = []

@@ -68,7 +68,7 @@ class _LinkWindows:
     unit_us: float
     # By interval, the variables of ops that run again there.
     again: list[dict[int, int]]
-    # By interval, from -1 on, that of its time beyond first runs and those.
+    # By interval, from -1 on, the variable of its time beyond first runs and `again`.
     waits: dict[int, int]
     # Whether a copy takes its latency too. Without, a window holds for any link.
     with_latency: bool

@@ -95,8 +95,6 @@ def _waited_for(placed: PlacedSchedule, down: dict[str, Copy]) -> list[str]:
 
 
 class Weighing(NamedTuple):
-    """How a repair weighs drops."""
-
     power: float  # of the overload that a drop removes
     # Of a copy back, in parts of its time on the link: all of it on a link that is full, hardly any
     # on one that has time to spare.

@@ -53,8 +53,6 @@ from remat.solver.stopping import (
 
 
 class Share(NamedTuple):
-    """What a fixed-order solve may take."""
-
     time_limit_s: float
     progress: Listener | None = None
     start: Schedule | None = None  # to begin from
@@ -195,8 +193,6 @@ A solve for the named budget tries them too, so it finds the schedule again.
 
 @dataclass(slots=True)
 class FreeOrder:
-    """One solve in a free order."""
-
     graph: TrainingGraph
     budget_bytes: int
     solve_fixed: _SolveFixed

@@ -19,8 +19,6 @@ from remat.solver.state import Bytes
 
 
 class ValueLifetime(NamedTuple):
-    """One value: who makes it, who reads it, whether it is live at the end."""
-
     size_bytes: int
     producer: int
     readers: tuple[int, ...]
@@ -200,7 +198,7 @@ class LiveCurve:
         entry = self.entry_bytes[stop:start] + self.facts.lasting_bytes[op]
         place = self.place
         for size_bytes, others in self.facts.spendable[op]:
-            # Where `op` was the last reader, the value now dies with the last of the others.
+            # Where `op` was the last reader, the value now dies once it and the others have run.
             spent = max((place[other] for other in others), default=-1)
             if spent < start:
                 entry[max(spent + 1 - stop, 0) :] -= size_bytes

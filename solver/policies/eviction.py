@@ -118,7 +118,7 @@ class EvictedClasses:
     def _join(self, one: int, other: int) -> None:
         if one == other:
             return
-        # The smaller joins the larger, so that each link is moved a few times only.
+        # The smaller joins the larger, so that each link is moved O(log n) times.
         if len(self._touched[one]) < len(self._touched[other]):
             one, other = other, one
         large, small = self._touched[one], self._touched[other]

@@ -24,7 +24,7 @@ from remat.solver.state import recomputed_in
 class Template:
     """What backward finds as forward made it; the rest of forward runs again."""
 
-    # 0 for values that backward makes, again or first.
+    # 1 for values that backward finds; 0 for those that it makes, again or first.
     kept: bytearray
     # Backward makes again only what it reads next, not a whole segment.
     just_in_time: bool = False

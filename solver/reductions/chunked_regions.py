@@ -94,8 +94,6 @@ def _solve_region(
 
 @dataclass(frozen=True)
 class _Choices:
-    """Solves for numbers of chunks by themselves."""
-
     graph: TrainingGraph
     budget_bytes: int
     solve_one: _SolveOne

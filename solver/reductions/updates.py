@@ -231,8 +231,6 @@ def solve_with_updates(
 
 @dataclass(slots=True)
 class _Rounds:
-    """The solves of one budget."""
-
     graph: TrainingGraph
     budget_bytes: int
     ask: _Ask
