@@ -139,6 +139,7 @@ def evaluate_schedule(
         peak_bytes=simulation.peak_bytes,
         time_us=simulation.time_us,
         overhead=simulation.overhead,
+        # Within rounding, the bound may be above the time.
         lower_bound_us=min(bound_us, simulation.time_us) if proved else bound_us,
         wall_s=wall_s,
         attention=attention_of(graph, schedule),

@@ -197,6 +197,7 @@ def _run_pulp(
         variable.setInitialValue(round(value) if variable.cat == "Integer" else value)
     command = api.PULP_CBC_CMD(
         msg=False,
+        # Several threads may end at different points.
         threads=1,
         timeLimit=max(limits.time_limit_s, 0.1),
         gapRel=limits.relative_gap,

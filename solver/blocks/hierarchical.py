@@ -149,6 +149,7 @@ class Hierarchical:
         room_bytes = search.budget_bytes - search.problem.resident_bytes
         for part in _PARTS:
             chosen = compose(choices, int(part * room_bytes), self.slots)
+            # The next parts are smaller, so nothing fits them either.
             if chosen is None or search.out_of_time():
                 return False
             picked = [table[i] for (_, table), i in zip(layers, chosen, strict=True)]

@@ -4,9 +4,9 @@ Also called: layers, repeated subgraphs; the partition step of Rockmate (Zhao et
 https://arxiv.org/abs/2307.01236), which also solves equal blocks once.
 
 A graph need not have module names, so names are not asked. (Templates do ask them, see
-`templates/module_blocks`, since people wrap modules.)
+`policies/template`, since people wrap modules.)
 
-Each forward op has a class: its target, cost and sizes. `periodic_runs` finds the longest run
+Each forward op has a class: its target, cost and sizes. `_periodic_run` finds the longest run
 of ops whose classes repeat with one period. The run is cut into blocks where the fewest bytes
 cross, and what lies before and after it is searched again. A block gets the backward ops from
 the last that reads anything behind it to the last that reads its own values.

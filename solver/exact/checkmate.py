@@ -38,7 +38,7 @@ from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 from remat.solver.state import State
 
-# The R-S-U-FREE program of Checkmate, generalised; solved by `checkmate`.
+# The R-S-U-FREE program of Checkmate, generalised.
 #
 # A row is one sweep over ops 0..t-1 in captured order within stage t; the last sweep of a stage
 # ends with the first run of op t. A stage has `passes` sweeps.
@@ -117,6 +117,7 @@ class StagedProgram:
     def hazards(self, row: _Row, op: int, v: int) -> list[int]:
         """Ops after `op` in `row` that read v, the first run of its stage included."""
         found = [user for user in self.users[v] if op < user < len(self.slots(row))]
+        # The last forward op needs the forward outputs too, which are no inputs of it.
         extra = row.is_last and row.stage < self.problem.n_ops and op < row.stage
         if extra and v in self.problem.needs[row.stage] and row.stage not in found:
             found.append(row.stage)
@@ -420,6 +421,7 @@ class Checkmate:
             return
         if answer.proved_infeasible and search.best is None:
             search.proved_infeasible = True
+        # The program is solved: nothing is faster than the best, which may be its start.
         elif answer.finished and search.best is not None:
             search.raise_bound(search.best_key[0])
         elif not answer.finished:

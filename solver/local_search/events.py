@@ -81,7 +81,6 @@ def candidate_stages(
 
 
 def stages_by_op(*schedules: Runs) -> dict[int, list[int]]:
-    """The stages in which each op runs again, in one schedule after the other."""
     found: dict[int, list[int]] = {}
     for runs in schedules:
         for stage, again in enumerate(runs):

@@ -111,6 +111,7 @@ class LargeNeighbourhoods:
         if is_whole and all_finished and not better:
             # All ops at all stages: there is nothing else to try.
             self.is_exhausted = self.most_stages >= self.search.problem.n_ops
+            # All ops were free, but at few stages: begin again with more of these.
             self.most_stages *= 2
             self.size = _FIRST_SIZE
         return max(found.effort for found in outcomes)  # they ran side by side
@@ -123,6 +124,7 @@ class LargeNeighbourhoods:
         )
         fixed = [op for op in range(problem.n_ops) if op not in stages_of]
         effort = TryLimits(NEIGHBOURHOOD.most, search.left_s, seed)
+        # Better by more than rounding, or rounds would go on for nothing.
         below_us = self.cost_us * (1 - 1e-9)
         return solve_events(program, self.runs, fixed, below_us, effort, running)
 

@@ -4,7 +4,7 @@ Takes an `UntimedSchedule`, in which copies take no time and whose peak is withi
 Then
 
 1. offloads begin as soon as their value is made, in that order: on one link, no other order ends
-   any first part of the copies earlier. `copy_order` tries others;
+   any first part of the copies earlier. `with_copies` tries others;
 2. fetches begin as late as they can without a stall, in the order of need, from the last one
    backwards: start = min(need, start of the next one) - duration;
 3. between its last use and the end of its copy a value stays where there is room, else the device

@@ -129,7 +129,6 @@ class _LinkWindows:
         self.program.row([(chain, 1.0), *extra], upper=between_us / self.unit_us)
 
     def _extra_of(self, i: int) -> int:
-        """The variable of what interval i takes beyond its first runs."""
         if i not in self.extra:
             self.extra[i] = self.program.variable(upper=inf)
             terms = [(self.extra[i], -1.0), (self.waits[i], 1.0)]

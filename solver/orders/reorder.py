@@ -240,19 +240,19 @@ def _moves_for(graph: TrainingGraph) -> int:
 # Another order for all runs of a schedule, repeated ones too, that leaves bytes to spare.
 #
 # Every run counts as an op of its own. Its results have the readers that they have in the
-# schedule. So the recomputations stay what they are while the order is annealed (`annealing`), at
-# low temperature. A solve in the new order of first runs begins from those runs, and uses the room
+# schedule. So the recomputations stay what they are while the order is annealed (`_anneal`), at low
+# temperature. A solve in the new order of first runs begins from those runs, and uses the room
 # that the new order has made.
 # Source: alternating between order and recomputation as FastSA (S. Imanishi, Z. Xu, A. Sasaki,
 # "Simulated Annealing for Memory-Efficient Rematerialization", NeurIPS 2023) anneals both.
-# Cost: as `reorder`. Shortcomings: a value that an op of several results makes again while it
+# Cost: as of other orders. Shortcomings: a value that an op of several results makes again while it
 # is live counts as if it were made anew; the simulator has the last word.
 #
 # Tried and not kept: one annealing over order and recomputation at once. Its moves take a run
 # elsewhere, alone or with what it needs, add a run before a reader, or leave one out. Its energy
 # is the time plus a penalty for bytes over the budget, and a small one for the last few below it,
 # without which nothing lowers a long full stretch. Compiled with Numba it tried some million moves
-# a second, thirty times as many as `annealing`. At 80 % of the peak, on graphs given layer by
+# a second, thirty times as many as `_anneal`. At 80 % of the peak, on graphs given layer by
 # layer, it came to 2.9-3.0 % on 500 ops and 1.9 % on 1,000 within 90 s; the turns above come to
 # 2.85 and 1.77 %. Started from these, with moves confined to windows of 40 to 300 runs, it came to
 # 2.83 and 1.74 % in another half minute: it would be a last step, not another start.

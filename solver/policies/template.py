@@ -62,6 +62,7 @@ def template_sequence(problem: Problem, template: Template) -> list[int]:
         if gone:
             wanted = gone if template.just_in_time else segments.read_with(gone)
             order = recomputed_in(problem, available, wanted, t, own_needs=False)
+            # A checkpoint runs its part of forward in forward's order.
             order = order if template.just_in_time else sorted(order)
             sequence += order
             _mark(problem, available, order)

@@ -383,7 +383,6 @@ class _PinnedSearch:
         return result
 
     def _tell(self, state: Progress) -> None:
-        """Pass on what the solver says, as overheads over the real step."""
         assert self.question.progress is not None
         scale = self.cloned_graph.time_us / self.graph.time_us if self.graph.time_us else 1.0
         best = state.best_overhead

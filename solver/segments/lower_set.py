@@ -84,7 +84,6 @@ class ForwardGraph:
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
-        """For each value the positions that read it."""
         found: list[list[int]] = [[] for _ in range(self.problem.n_values)]
         for p, op in enumerate(self.ops):
             for v in self.problem.inputs[op]:
@@ -181,7 +180,6 @@ def _boundary_bytes(graph: ForwardGraph, masks: Sequence[int]) -> list[int]:
 
 
 def _bits_of(mask: int, count: int) -> _Flags:
-    """Whether each of `count` positions is in the lower set."""
     packed = np.frombuffer(mask.to_bytes((count + 7) // 8, "little"), np.uint8)
     return np.unpackbits(packed, count=count, bitorder="little").astype(np.bool_)
 
@@ -344,7 +342,6 @@ class SequenceProgram:
         return found_us, tuple(reversed(sequence))
 
     def _extend(self, labels: _Labels, j: int, limit_bytes: float) -> None:
-        """Labels at lower set j from those at every smaller one within it."""
         table, owner = self.table, labels.owner[: labels.count]
         within = labels.kept_bytes[: labels.count] + table.needed_bytes[j][owner] <= limit_bytes
         usable = np.flatnonzero(table.follows[j][owner] & within)
