@@ -43,7 +43,6 @@ class LayerFractions(SteppedPolicy):
     name: ClassVar[str] = "layer_fractions"
 
     def choices(self, saved: Saved) -> Iterator[CopyChoice]:
-        """A choice for each cap that the outer program can meet; none where there are no layers."""
         layers = Layers(saved)
         if not layers.values or not saved.large:
             return
@@ -62,12 +61,10 @@ class Layers:
 
     @cached_property
     def values(self) -> list[list[int]]:
-        """The values of each layer, layers in order."""
         return list(self.saved.in_layers(self.saved.values).values())
 
     @cached_property
     def size_bytes(self) -> list[int]:
-        """Bytes of each layer."""
         return [sum(self.saved.problem.size_bytes[v] for v in layer) for layer in self.values]
 
     def shares(self, cap_bytes: float, time_limit_s: float) -> list[tuple[float, float]] | None:
@@ -75,12 +72,14 @@ class Layers:
         program, last = MixedProgram(), len(self.values) - 1
         lost = [self._again_us(layer) for layer in self.values]
         unit_us = max(lost, default=0.0) or 1.0
+        # What is kept or hosted is not made again: each share saves its part of the layer's time.
         kept = [program.variable(-us / unit_us) for us in lost]
         hosted = [
+            # Backward begins with the last layer, so that its copies would have no time.
             program.variable(-us / unit_us, upper=0.0 if i == last else 1.0)
             for i, us in enumerate(lost)
         ]
-        for pair in zip(kept, hosted, strict=True):
+        for pair in zip(kept, hosted, strict=True):  # the rest is made again
             program.row([(share, 1.0) for share in pair], upper=1.0)
         self._windows(program, hosted)
         self._peaks(program, kept, hosted, cap_bytes)
@@ -93,11 +92,13 @@ class Layers:
         """Values of each layer by rank: kept, then hosted, as far as the shares go."""
         saved = self.saved
         size_bytes, large = saved.problem.size_bytes, frozenset(saved.large)
+        # Outside of layers all is kept.
         kept = set(saved.values) - {v for layer in self.values for v in layer}
         hosted: set[int] = set()
         for layer, total_bytes, share in zip(self.values, self.size_bytes, shares, strict=True):
             keep_bytes, host_bytes = (part * total_bytes for part in share)
             for v in sorted(layer, key=lambda v: -saved.again_us[v] / max(size_bytes[v], 1)):
+                # What may not move, or must not run twice, stays.
                 must = v not in large or math.isinf(saved.again_us[v])
                 if must or size_bytes[v] <= keep_bytes:
                     kept.add(v)

@@ -84,16 +84,15 @@ class LpRounding:
             )
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """The best rounded schedule within `budget_bytes`."""
         search = Search.of(self, "lp_rounding", graph, budget_bytes)
         with search.until_interrupted():
             self.run(search)
         return search.result()
 
     def run(self, search: Search) -> None:
-        """Take the schedule that keeps all if it fits, else round at one slack after another."""
         search.offer_least(store_all_state(search.problem))
         if search.best is not None:
+            # What keeps all takes no longer than every op once: nothing is faster.
             return
         n_ops = search.problem.n_ops
         if n_ops > self.most_ops:
@@ -111,19 +110,20 @@ class LpRounding:
                 self._round(search, point)
             if search.best_key < best_key:
                 search.message = f"rounded from the relaxed program at slack {slack:g}"
+            # At slack 0 the program is solved for its bound; the slack asked for is tried all the
+            # same.
             if search.best is not None and slack:
                 return
         if search.best is None and not search.cut_short:
             search.message = "no rounding of the relaxed program fits, at any slack tried"
 
     def _slacks(self) -> list[float]:
-        """The full budget first if its LP is a bound; then the slack asked for, then others."""
+        # The full budget is solved first if its LP is a bound, so that a proof can end the search.
         first = [0.0] if self.passes >= EXACT_PASSES else []
         asked = [min(self.slack * step, 0.9) for step in _SLACK_STEPS]
         return list(dict.fromkeys((*first, *asked)))
 
     def _relaxed(self, search: Search, slack: float) -> _Relaxed | None:
-        """The LP's point at that slack; None if there is none, or time is up."""
         search.say(f"solving the relaxed program at slack {slack:g}")
         room_bytes = search.budget_bytes - search.problem.resident_bytes
         tightened = search.problem.resident_bytes + max(int(room_bytes * (1 - slack)), 1)
@@ -141,17 +141,18 @@ class LpRounding:
     def _claim(
         self, search: Search, made: StagedProgram, answer: MipSolution, slack: float
     ) -> None:
-        """Record what the LP at the full budget proves."""
+        # A tightened budget proves nothing about the whole one, nor do fewer sweeps about any
+        # schedule.
         if slack or self.passes < EXACT_PASSES or not answer.finished:
             return
         if answer.proved_infeasible:
             search.proved_infeasible = True
             return
+        # The program counts what is beyond every op once.
         extra_us = max(answer.bound, 0.0) * made.cost_unit_us
         search.raise_bound(search.graph.time_us + extra_us * (1 - _BOUND_SLACK))
 
     def _round(self, search: Search, point: _Relaxed) -> None:
-        """Offer the schedules of every rounding of `point`."""
         for is_carried in _roundings(self.rounds, self.seed):
             if search.out_of_time():
                 return
@@ -164,7 +165,6 @@ class LpRounding:
 
 
 def _roundings(rounds: int, seed: int) -> Iterator[Callable[[float], bool]]:
-    """Ways to make a relaxed value a bit."""
     for threshold in _THRESHOLDS:
         yield lambda part, threshold=threshold: part > threshold
     source = random.Random(seed)
@@ -182,15 +182,14 @@ def _carried(made: StagedProgram, values: Sequence[float]) -> _Relaxed:
 
 
 def rounded_state(problem: Problem, point: _Relaxed, is_carried: Callable[[float], bool]) -> State:
-    """Round what is carried into each stage, and run again what is then missing, no more.
-
-    Values carried without a use are dropped, from the last stage back.
-    """
+    """Round what is carried into each stage, and run again what is then missing, no more."""
     bits = [bytearray(problem.n_values) for _ in range(problem.n_ops + 2)]
     for stage, parts in enumerate(point):
         for v, part in parts.items():
+            # What must not run twice, and what the caller holds, is carried whatever the LP says.
             bits[stage][v] = is_carried(part) or _must_stay(problem, stage, v)
     recomputed: list[list[int]] = [[] for _ in bits[:-1]]
+    # From the last stage back, as what is carried into t depends on what t + 1 is found to need.
     for t in reversed(range(problem.n_ops + 1)):
         recomputed[t] = recomputed_in(problem, bits[t], _carried_on_anew(problem, bits, t), t)
         _drop_unread(problem, bits, recomputed[t], t)
@@ -215,5 +214,4 @@ def _must_stay(problem: Problem, stage: int, v: int) -> bool:
 
 
 def _carried_on_anew(problem: Problem, bits: Sequence[bytearray], t: int) -> list[int]:
-    """Values made before stage t that are carried out of it."""
     return [v for v, bit in enumerate(bits[t + 1]) if bit and problem.producer[v] < t]
