@@ -49,7 +49,7 @@ class _OpWriter:
         self.outputs = set(self.captured.forward_outputs) & set(self.captured.outputs)
 
     def steps(self, planned: Sequence[Step]) -> list[Step]:
-        """All steps: runs first, then what is dropped after each."""
+        # What is dropped after a run, and what goes down, depends on all runs that follow.
         runs = [list(self._runs(step)) for step in planned]
         self._note_touches([run for each in runs for run in each])
         found, at = list[Step](), 0
@@ -68,7 +68,6 @@ class _OpWriter:
         return found
 
     def _runs(self, step: Step) -> Iterator[str]:
-        """Names of the ops that a step of the plan runs."""
         if not isinstance(step, Compute):
             return
         kind, _, rest = step.op.partition(".")
@@ -81,6 +80,7 @@ class _OpWriter:
         added = self._added_in(layer) if i and kind != "forward" else []
         for name in self._of_layer(kind, layer, self.options[i][at]):
             yield f"{name}.{i}"
+            # What runs again has been added before.
             if name not in done:
                 finished = self.parts.finished_by.get(name, ())
                 yield from (f"add:{parameter}.{i}" for parameter in finished if parameter in added)
@@ -90,7 +90,6 @@ class _OpWriter:
         yield from (f"add:{parameter}.{i}" for parameter in added)
 
     def _added_in(self, layer: Layer) -> list[str]:
-        """Parameters whose gradients are whole, and on the device, with a layer's backward."""
         groups = (self.parts.microbatch.groups[at] for at in layer.gives)
         return [p for group in groups for p, gradient in group.gradient_of.items() if gradient]
 
@@ -117,12 +116,10 @@ class _OpWriter:
                 self.touches.setdefault(name, {})[at] = True
 
     def _require_unshared(self, run: str, read: Sequence[str], whole: set[str]) -> None:
-        """Refuse an op that reads a gradient to which others are added, or an updated parameter.
-
-        `whole` are these gradients and parameters; added to here.
-        """
+        """Refuse an op that reads a gradient to which others are added, or an updated parameter."""
         kind, _, rest = run.partition(":")
         if rest:
+            # From its update on, the parameter is another.
             whole.update([rest] if kind == "update" else ())
             return
         name, i = run.rsplit(".", 1)
@@ -132,6 +129,7 @@ class _OpWriter:
                     f"{run} of {self.captured.name} reads {one} after it was changed in place: "
                     "plan one batch, without microbatches"
                 )
+        # To the gradients of the first microbatch the others are added in place.
         if i == "0":
             whole.update(f"G:{one}" for one in self.parts.finished_by.get(name, ()))
 
@@ -146,6 +144,7 @@ class _OpWriter:
         name, i = run.rsplit(".", 1)
         op, number = self.ops[name], int(i)
         if op.target == TANGENTS:
+            # What the caller gets at the end of the step is never dropped.
             given = [v for v in self.captured.forward_outputs if v not in self.outputs]
             return [], [self.parts.value(v, number) for v in given]
         value_of = self.captured.value_by_name
@@ -162,13 +161,14 @@ class _OpWriter:
         is_update = run.startswith("update:")
         return [
             name for name in names
+            # Gradients and states stay until the plan drops them, or the update has taken the
+            # gradient.
             if is_update or (not name.startswith(_LASTING) and not self._is_read_after(name, at))
         ]  # fmt: skip
 
     def _is_read_after(self, name: str, at: int) -> bool:
-        """Whether the next touch of a value after a run reads it."""
         following = (is_made for place, is_made in self.touches[name].items() if place > at)
-        return next(following, True) is False
+        return next(following, True) is False  # nothing follows: not read
 
     def _moved(self, step: Free | Fetch | Offload, at: int) -> Iterator[Step]:
         """A copy or a drop of the plan, for each value that it stands for; `at` runs are done."""
@@ -203,10 +203,7 @@ class _OpWriter:
             yield _with_value(step, name if kind == "W" else f"{kind}:{name}")
 
     def _members(self, value: str, at: int) -> list[str]:
-        """The values that one of the plan stands for which forward has made and backward reads.
-
-        The plan of layers has a layer's backward read all that its forward read, since it may.
-        """
+        """The values that one of the plan stands for which forward has made and backward reads."""
         if value not in self.saved:
             *name, i = value.split(".")
             if name[0] == "S":
@@ -216,6 +213,8 @@ class _OpWriter:
             else:
                 names = [".".join(name)]
             found = [self.parts.value(v, int(i)) for v in names]
+            # The plan of layers has a layer's backward read all that its forward read, since it
+            # may.
             self.saved[value] = [v for v in found if self._comes_back(v, at, value)]
         return self.saved[value]
 
@@ -233,13 +232,8 @@ def _with_value(step: Free | Fetch | Offload, value: str) -> Step:
     return Fetch(value, step.to) if isinstance(step, Fetch) else Offload(value, step.to)
 
 
-# A planned step of layers, op by op: what is run, and what the simulator says of it.
-
-
 @dataclass(frozen=True)
 class _StepOfOps:
-    """A step op by op: its parts, its graph and schedule, and what the simulator says of them."""
-
     parts: OpByOp
     graph: TrainingGraph
     schedule: Schedule
@@ -252,19 +246,14 @@ def op_by_op(
     planned: PlannedStep,
     updates: Mapping[str, ParameterUpdate],
 ) -> _StepOfOps:
-    """The step of a plan, op by op.
-
-    Parameters
-    ----------
-    captured : the graph of one batch, of which `task` has the layers with their gradients.
-    updates : by the captured name of each trained parameter, what its update takes.
-    """
+    """The step of a plan, op by op; `task` has the layers of `captured`."""
     microbatch, config = task.microbatch, planned.config
     places = [GroupPlace("device" if tier == "device" else "host", tier) for tier in config.state]
     parts = OpByOp(captured, microbatch, places, task.update, updates, planned.config.microbatches)
     options = [one.options for one in config.passes for _ in range(one.microbatches)]
     writer = _OpWriter(parts, options)
     steps = writer.steps(planned.schedule.steps)
+    # First runs give the order of the graph.
     names = dict.fromkeys(step.op for step in steps if isinstance(step, Compute))
     graph = parts.graph(list(names), task.links)
     schedule = Schedule.for_graph(
