@@ -170,8 +170,6 @@ class _Pool:
 
 @dataclass
 class _Device:
-    """Memory of a device: how much there is, what is taken, and the most that was."""
-
     capacity: int
     reserved: int = 0
     peak_reserved: int = 0
@@ -202,8 +200,6 @@ class _Device:
 
 
 class _Segments(Protocol):
-    """Takes memory from the device and gives it back."""
-
     def grow(self, pool: _Pool, size: int) -> AllocatorBlock | None:
         """A block of at least `size` in no pool; None where the device has no room for it."""
         ...
@@ -233,8 +229,6 @@ class _FixedSegments:
 
 
 class _ExpandableSegments:
-    """Each segment is a range of addresses; pages of it are mapped and unmapped."""
-
     def __init__(self, settings: AllocatorSettings, device: _Device) -> None:
         self._settings, self._device = settings, device
 
@@ -278,7 +272,6 @@ class _ExpandableSegments:
         return self._new_range(pool)
 
     def _new_range(self, pool: _Pool) -> AllocatorBlock:
-        """One more expandable segment, with nothing mapped."""
         page = self._settings.page_bytes(pool.is_small)
         # 9/8 of the device, as in torch.
         length = _multiple_above(self._device.capacity + self._device.capacity // 8, page)
@@ -287,7 +280,6 @@ class _ExpandableSegments:
         return room
 
     def _map(self, room: AllocatorBlock, size: int) -> AllocatorBlock | None:
-        """Give memory to the first pages of `room`; the free block that they are part of then."""
         page = self._settings.page_bytes(room.pool.is_small)
         mapped = min(_multiple_above(size, page), room.size)
         if not self._device.take(mapped):
@@ -303,7 +295,6 @@ class _ExpandableSegments:
 
 
 def _reaches(first: AllocatorBlock, size: int) -> bool:
-    """Whether neighbours that are not used, from `first` on, have `size` together."""
     found, block = 0, first
     while found < size and not block.is_used:
         found += block.size
@@ -316,12 +307,8 @@ def _reaches(first: AllocatorBlock, size: int) -> bool:
 class CachingAllocator:
     """The allocator of one device, for one stream.
 
-    Attributes
-    ----------
-    allocated_bytes, peak_allocated_bytes : in blocks that are used, now and at most. torch's
-        ``memory_allocated`` counts these whole blocks too.
-    n_retries : how often the device was full, so that all that was free went back to it. torch
-        counts them as ``num_alloc_retries``; each one waits for the device.
+    `allocated_bytes` counts whole blocks, as torch's ``memory_allocated`` does; `n_retries` is
+    torch's ``num_alloc_retries``: each one waits for the device.
 
     >>> allocator = CachingAllocator(AllocatorSettings())
     >>> block = allocator.malloc(3 << 20)

@@ -138,8 +138,6 @@ def before_sharding(schedule: Schedule, graph: TrainingGraph) -> Schedule:
 
 @dataclass(frozen=True)
 class _Item:
-    """Steps that run as one call, of a block or of an op outside."""
-
     steps: tuple[Step, ...]
     is_forward: bool
 
@@ -151,14 +149,8 @@ def assembled(
 ) -> Schedule:
     """The schedule of a whole step whose blocks are rewritten one by one.
 
-    Forward of a block is one call, and so is its backward. Ops outside blocks run once.
-
-    Parameters
-    ----------
-    graph : the ops of each block stand together in it.
-    steps_of : by block, its steps in forward and in backward, in names of `graph`. They free only
-        values that nothing outside the block sees.
-    path_of : the block of each op that is in one.
+    `steps_of` has each block's steps in forward and in backward, in names of `graph`: they free
+    only what nothing outside of it sees. `path_of` is the block of each op that is in one.
     """
     items: list[_Item] = []
     begun: set[tuple[str, str]] = set()
@@ -206,7 +198,6 @@ def _lets_go(graph: TrainingGraph, item: _Item, j: int) -> bool:
 
 
 def _last_touches(graph: TrainingGraph, items: Sequence[_Item]) -> dict[str, tuple[int, int]]:
-    """By value: the item and the step of its last use."""
     # Not freed here: what is resident, what the step returns, what blocks free themselves.
     lasting = {value.name for value in graph.values if not value.producer} | set(graph.outputs)
     lasting |= {step.value for item in items for step in item.steps if isinstance(step, Free)}

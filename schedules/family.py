@@ -299,7 +299,6 @@ def _bound_bytes(graph: RangedGraph, schedule: Schedule, part: tuple[Symbol, ...
 
 
 def _halves(part: tuple[Symbol, ...]) -> list[tuple[Symbol, ...]]:
-    """The part cut in two along the size that has most of them."""
     widest = max(part, key=lambda symbol: len(symbol.sizes))
     sizes = widest.sizes
     middle = len(sizes) // 2

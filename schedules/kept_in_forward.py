@@ -84,7 +84,6 @@ def kept_occurrences(
 
 
 def ops_as_eager_runs(graph: TrainingGraph) -> list[int]:
-    """Indices of the ops in the order in which eager runs them, the user's checkpoints included."""
     casts = _shared_casts(graph)
     covered = _by_checkpoint(graph, casts)
     lost = _lost_within(graph, casts)
@@ -180,7 +179,6 @@ def _end_of(
 
 
 def forward_alone(graph: TrainingGraph) -> tuple[TrainingGraph, Schedule]:
-    """Forward of `graph` alone, and the schedule that keeps nothing for backward."""
     ops = graph.ops[: graph.n_forward]
     made = {name for op in ops for name in op.outputs}
     own = msgspec.structs.replace(

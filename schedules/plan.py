@@ -199,7 +199,6 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def is_plan(data: bytes) -> bool:
-    """Whether the text says that it is a plan, of any version."""
     try:
         return _header(data).get("kind") == KIND
     except TextError:
@@ -207,7 +206,6 @@ def is_plan(data: bytes) -> bool:
 
 
 def holds_steps(data: bytes) -> bool:
-    """Whether the text has the field that schedules have and graphs have not."""
     try:
         return "steps" in _header(data)
     except TextError:

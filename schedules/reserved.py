@@ -63,7 +63,6 @@ def serve_trace(trace: Iterable[int], settings: AllocatorSettings) -> AllocatorR
 
 
 def trace_of_steps(buffers: Buffers, n_steps: int = 1) -> list[int]:
-    """The trace of equal steps one after another; each frees all of its buffers in the end."""
     n, sizes = len(buffers), buffers.size_bytes.tolist()
     # Sorted by time; at each, what ends is freed before what begins is asked for.
     is_request = np.repeat([0, 1], n)
@@ -84,11 +83,8 @@ EXPANDABLE = AllocatorSettings(expandable_segments=True)
 class AllocatorPeak(msgspec.Struct, frozen=True):
     """Bytes of a device at their most, resident tensors included.
 
-    Attributes
-    ----------
-    allocated_bytes : in blocks that are used, as ``torch.cuda.max_memory_allocated`` says. Blocks
-        are larger than what is asked for, so it can be above the peak that `simulate` finds.
-    reserved_bytes : taken from the device, as ``torch.cuda.max_memory_reserved`` says.
+    `allocated_bytes` are in whole blocks, as ``torch.cuda.max_memory_allocated`` says, so more than
+    `simulate` finds; `reserved_bytes` as ``torch.cuda.max_memory_reserved`` says.
     """
 
     allocated_bytes: int

@@ -187,7 +187,6 @@ class _Model:
         return tuple(reversed(found))
 
     def _run(self, ops: tuple[int, ...], wanted: list[int], *, is_first: bool = False) -> ChainRun:
-        """Run `ops`, freeing what is read no more, up to `wanted`."""
         problem, kept = self.problem, self.kept
         last = {v: op for op in ops for v in (*problem.outputs[op], *problem.inputs[op])}
         last.update(dict.fromkeys(wanted, problem.n_ops))  # never freed
@@ -269,7 +268,6 @@ _FILLED = 3
 
 
 def chain_or_done(search: Search, most_stages: int) -> Chain | None:
-    """The chain of the graph; None if keeping all fits, or if the graph is no chain."""
     search.offer_least(store_all_state(search.problem))
     if search.best is not None:
         return None  # keeping all fits

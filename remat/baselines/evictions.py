@@ -17,10 +17,7 @@ from remat.solver.problem import Problem
 
 
 class LruPolicy(Policy):
-    """Least 1 / staleness."""
-
     def scores(self, books: ValueStatistics, values: ValueIds) -> Scores:
-        """In 1 / microseconds."""
         return 1.0 / books.staleness_us(values)
 
 

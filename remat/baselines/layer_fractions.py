@@ -55,8 +55,6 @@ class LayerFractions(SteppedPolicy):
 
 @dataclass(frozen=True)
 class Layers:
-    """The saved values by layers, and the outer program over them."""
-
     saved: Saved
 
     @cached_property
@@ -68,7 +66,6 @@ class Layers:
         return [sum(self.saved.problem.size_bytes[v] for v in layer) for layer in self.values]
 
     def shares(self, cap_bytes: float, time_limit_s: float) -> list[tuple[float, float]] | None:
-        """For each layer the shares kept and hosted, of least recomputation under the cap."""
         program, last = MixedProgram(), len(self.values) - 1
         lost = [self._again_us(layer) for layer in self.values]
         unit_us = max(lost, default=0.0) or 1.0

@@ -173,7 +173,6 @@ def _roundings(rounds: int, seed: int) -> Iterator[Callable[[float], bool]]:
 
 
 def _carried(made: StagedProgram, values: Sequence[float]) -> _Relaxed:
-    """What the point carries into the first sweep of each stage."""
     point: _Relaxed = []
     for row in made.rows[:: made.passes]:
         before = made.values_before(row.stage)
@@ -199,7 +198,6 @@ def rounded_state(problem: Problem, point: _Relaxed, is_carried: Callable[[float
 def _drop_unread(
     problem: Problem, bits: Sequence[bytearray], recomputed: Sequence[int], t: int
 ) -> None:
-    """Carry into stage t only what is read in it or carried on, and not made in it anyway."""
     read = {*problem.needs[t], *(v for op in recomputed for v in problem.inputs[op])}
     made = {v for op in recomputed for v in problem.outputs[op]}
     for v, bit in enumerate(bits[t]):

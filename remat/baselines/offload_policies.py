@@ -43,8 +43,6 @@ class CopyChoice(NamedTuple):
 
 @dataclass(frozen=True)
 class Saved:
-    """What backward reads of forward, with what a policy may ask of each value."""
-
     problem: Problem
     links: Links
     least_bytes: int
@@ -76,7 +74,6 @@ class Saved:
 
     @cached_property
     def last_read(self) -> dict[int, int]:
-        """The last forward op that reads each value, or the op that makes it."""
         last = {v: self.problem.producer[v] for v in self.values}
         for stage in range(self.problem.n_forward):
             last.update((v, stage) for v in self.problem.needs[stage] if v in last)
@@ -97,7 +94,6 @@ class Saved:
         return {v: of_op[self.problem.producer[v]] for v in self.values}
 
     def in_layers(self, values: Iterable[int]) -> dict[int, list[int]]:
-        """Those of `values` in each layer, layers in order; what is in none is left out."""
         layers: dict[int, list[int]] = {}
         for v in values:
             if self.layer[v] != NO_BLOCK:
@@ -151,16 +147,16 @@ class Saved:
 
 
 def _carry(state: State, hosted: frozenset[int], kept: bytearray) -> None:
-    """Keep what is kept, also where another result of its op arrives: a run makes all anew."""
     for stage in range(state.problem.n_forward, state.problem.n_ops + 1):
         for op in [op for op in state.stages[stage].recomputed if op in hosted]:
+            # A run makes all results anew: what is kept stays where another result of its op
+            # arrives.
             for v, before in carriable(state, op, stage):
                 if kept[v]:
                     apply(state, GapMove(v, before, stage, 1))
 
 
 def _just_in_time(problem: Problem, kept: bytearray) -> list[list[int]]:
-    """Ops to run again in each stage, where backward finds `kept` alone."""
     available = bytearray(b"\1" * problem.n_values)
     stages: list[list[int]] = []
     for t in range(problem.n_ops + 1):
@@ -225,7 +221,6 @@ def _check_knobs(least_bytes: int, steps: int = 2) -> None:
 def _solve_choices(
     solver: Any, name: str, graph: TrainingGraph, budget_bytes: int, choices: _Choices
 ) -> Result:
-    """The fastest that fits of the unmodified step and of `choices`, all of them tried."""
     links = _links_of(graph, name)
     search = Search.of(solver, name, graph, budget_bytes)
     with search.until_interrupted():

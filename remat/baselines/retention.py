@@ -59,7 +59,6 @@ def _last_stages(problem: Problem) -> list[int]:
 
 
 def stage_of(event: int, op: int) -> int:
-    """The inverse of `event_of`."""
     return (math.isqrt(8 * (event - op) + 1) - 1) // 2
 
 
@@ -79,20 +78,13 @@ def stages_of_runs(problem: Problem, sequence: Sequence[int]) -> Stages:
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """A schedule as intervals.
-
-    Attributes
-    ----------
-    used : (op, its run, value) to the run that made what it reads.
-    end : for each value and each run of its producer, the event of the last use.
-    """
+    """`used` : the run that made what (op, run, value) reads. `end` : the last use of each run."""
 
     used: dict[tuple[int, int, int], int]
     end: list[list[int]]
 
 
 def _shown_by(problem: Problem, stages: Stages) -> _Shown:
-    """The intervals of the schedule with those stages; each use reads the latest run."""
     used: dict[tuple[int, int, int], int] = {}
     end = [[event_of(t, op) for t in stages[op]] for op in problem.producer]
     latest = [-1] * problem.n_ops
@@ -325,7 +317,6 @@ class RetentionModel:
         ]
 
     def solve(self, effort: RetentionEffort) -> RetentionOutcome:
-        """Run CP-SAT; `best` holds what it has found, also after an interrupt."""
         solver = self.api.CpSolver()
         solver.parameters.num_workers = effort.workers
         solver.parameters.random_seed = effort.seed

@@ -155,7 +155,6 @@ class _Stored(NamedTuple):
 
 
 def stored_states(actions: Sequence[ChainAction]) -> list[_Stored]:
-    """Each state that `actions` store, in order."""
     # Slots are a stack: the last one taken is the first one left. Saved stages take slots too.
     slots: list[int | None] = []
     found: list[_Stored] = []
@@ -225,7 +224,6 @@ def _with_disk(
 def _waits(
     problem: Problem, steps: Sequence[Step], name: str, making: Iterable[int]
 ) -> list[tuple[int, int]]:
-    """The pairs of uses between which the value waits while other ops run."""
     graph = problem.graph
     producer, times, last_use, worked = graph.value_by_name[name].producer, 0, -1, False
     found: list[tuple[int, int]] = []

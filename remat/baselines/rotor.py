@@ -184,8 +184,6 @@ def solve_rotor(
 
 
 class _Column:
-    """Fills in the sub-chains that end with stage `j`, the shortest first."""
-
     def __init__(self, table: _RotorTable, j: int) -> None:
         self.table, self.model, self.j = table, table.model, j
         # Forward passes a stage for the first time only in sub-chains that end with the last one.

@@ -218,7 +218,6 @@ class TorchKnapsack:
         return solve_templates(search, self.templates, _NOTHING_SAVED)
 
     def templates(self, problem: Problem) -> Iterator[Template]:
-        """One template for each different choice of what to save, from more to less."""
         if store_all_saved_bytes(problem) == 0:
             return
         partition = Partition(problem, self.method, self.time_limit_s / self.steps)
@@ -245,7 +244,6 @@ class Partition:
         self.table = KnapsackTable(self.memory, self.runtime, 1.0) if method == "dp" else None
 
     def kept(self, fraction: float) -> bytearray:
-        """Values kept where at most `fraction` of what the unmodified step saves is saved."""
         size_bytes = sum(self.problem.size_bytes[v] for v in self._avoidable(self.frugal))
         # The first cut is within the fraction: no dear op need run again.
         if size_bytes <= fraction * self.total_bytes:

@@ -47,7 +47,6 @@ def _layer_option(
 
 
 def _worth_having(options: Sequence[LayerOption]) -> list[LayerOption]:
-    """Those that save less, or need less in some phase, than each faster one."""
     kept: list[LayerOption] = []
     # The faster ones first.
     for one in sorted(options, key=lambda option: (option.extra_us, option.saved_bytes)):
@@ -100,10 +99,8 @@ busy the machine is."""
 def microbatch_of(graph: TrainingGraph, gradient_of: Mapping[str, str] | None = None) -> Microbatch:
     """The layers of a captured graph of one batch, each with its options.
 
-    Parameters
-    ----------
-    gradient_of : by the name of each trained parameter, the name of its gradient. Left out, they
-        are told by their order and shapes, which frozen parameters of the same shapes confuse.
+    `gradient_of` has the gradient of each trained parameter. Left out, they are told by order
+    and shapes, which frozen parameters of the same shapes confuse.
     """
     if gradient_of is not None:
         return _Layers.of(graph, gradient_of).microbatch()
@@ -193,7 +190,6 @@ class _Layers:
         return sum(one.size_bytes for one in parameters if one.name not in self.group_of)
 
     def _crossing(self) -> dict[str, int]:
-        """Bytes of what one layer makes and another reads, and of what forward returns."""
         values, found = self.graph.value_by_name, dict[str, int]()
         for op in self.graph.ops:
             for name in op.inputs:

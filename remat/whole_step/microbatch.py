@@ -140,8 +140,6 @@ of DDR5-4800 have (76.8, JEDEC JESD79-5)."""
 
 
 class ParameterUpdate(msgspec.Struct, frozen=True):
-    """What the update of one parameter keeps between steps, and takes meanwhile."""
-
     state_bytes: int
     workspace_bytes: int
 
@@ -157,7 +155,6 @@ class Update(msgspec.Struct, frozen=True):
     @classmethod
     def on(cls, device: str, optimizer: Optimizer, state: StateKind = "float32",
            host_gb_s: float = HOST_GB_S) -> Update:  # fmt: skip
-        """The update by an optimizer that is known by its name, on a device of the table."""
         if optimizer not in MOMENTS:
             raise CaptureError(
                 f"the update of a whole step is that of an optimizer, and {optimizer!r} is none "
@@ -168,7 +165,6 @@ class Update(msgspec.Struct, frozen=True):
         return cls(optimizer, state, host_gb_s, modelled_device(device).bandwidth_gb_s * share)
 
     def state_bytes(self, group: UpdateGroup) -> int:
-        """What is kept of a group between steps, beside the parameters themselves."""
         return int(group.trained * self._state_of_one(group.item_bytes))
 
     def host_us(self, group: UpdateGroup) -> float:

@@ -99,8 +99,6 @@ _Parameters = dict[str, tuple[str, "nn.Parameter"]]
 
 @dataclass(frozen=True)
 class StepHere:
-    """One batch captured, and what a step of several such batches is planned from."""
-
     request: StepRequest
     optimizer: Optimizer
     traced: Trace
@@ -124,7 +122,6 @@ class StepHere:
         target: Any = None,
         profile: Profile | None = None,
     ) -> StepHere:
-        """Capture one batch; `CaptureError` or `SolverError` say why a step cannot be run so."""
         from remat.graph_capture.capture_api import add_costs, tiers_for
         from remat.graph_capture.tracing.trace import trace
         from remat.rewriter.guards.forward import Guards
@@ -150,7 +147,6 @@ class StepHere:
         return cls(request, optimizer, traced, guards, results, parameters, graph, task, updates)
 
     def planned(self) -> PlannedStep:
-        """The fastest plan that is found; `BudgetError` says what is too small."""
         found = plan_whole_step(self.task, self.request.microbatches)
         plan = StepPlan(self.request, self.task, found)
         if plan.shortage:

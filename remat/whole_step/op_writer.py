@@ -116,7 +116,6 @@ class _OpWriter:
                 self.touches.setdefault(name, {})[at] = True
 
     def _require_unshared(self, run: str, read: Sequence[str], whole: set[str]) -> None:
-        """Refuse an op that reads a gradient to which others are added, or an updated parameter."""
         kind, _, rest = run.partition(":")
         if rest:
             # From its update on, the parameter is another.
@@ -155,7 +154,6 @@ class _OpWriter:
         )
 
     def _dead_after(self, run: str, at: int) -> list[str]:
-        """Values that nothing reads after this run before they are made again."""
         made, read = self._values_of(run)
         names = dict.fromkeys((*read, *made))
         is_update = run.startswith("update:")
@@ -246,7 +244,6 @@ def op_by_op(
     planned: PlannedStep,
     updates: Mapping[str, ParameterUpdate],
 ) -> _StepOfOps:
-    """The step of a plan, op by op; `task` has the layers of `captured`."""
     microbatch, config = task.microbatch, planned.config
     places = [GroupPlace("device" if tier == "device" else "host", tier) for tier in config.state]
     parts = OpByOp(captured, microbatch, places, task.update, updates, planned.config.microbatches)

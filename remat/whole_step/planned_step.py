@@ -32,13 +32,7 @@ class _DeviceEvent(NamedTuple):
 
 @dataclass(frozen=True)
 class Residence:
-    """The events of one step on the device, as if copies took no time.
-
-    Attributes
-    ----------
-    items : in order. live_bytes : on the device while each takes place.
-    hosted : values of layers that leave and come back.
-    """
+    """The events of one step on the device, as if copies took no time; `hosted` come back."""
 
     items: list[_DeviceEvent]
     live_bytes: npt.NDArray[np.int64]
@@ -50,7 +44,6 @@ class Residence:
     def of(
         cls, graph: TrainingGraph, microbatch: Microbatch, config: StepConfig, budget_bytes: int
     ) -> Residence:
-        """The events for a config; its `live_bytes` may be above the budget."""
         return _Gaps(graph, microbatch, config).residence(budget_bytes)
 
     @property
@@ -91,7 +84,6 @@ class _Gaps:
         return Residence(items, live_bytes, self.ops, self.sizes, self.hosted)
 
     def _hosted(self, microbatch: Microbatch) -> Iterable[str]:
-        """What the first layers of each pass save, and what they read of the layers before."""
         first = 0
         for one in self.config.passes:
             for i in range(first, first + one.microbatches):
@@ -202,7 +194,6 @@ class _Streams:
 
 
 def _first_clock(residence: Residence) -> _Clock:
-    """The device's time if it never waits."""
     costs = [
         residence.ops[item.name].cost_us if item.kind == "run" else 0.0 for item in residence.items
     ]
@@ -264,7 +255,6 @@ def _begins_of_arrivals(
     residence: Residence, config: StepConfig, links: Links, clock: _Clock,
     room: npt.NDArray[np.int64], ends: dict[int, int],
 ) -> dict[int, int]:  # fmt: skip
-    """Begins of arrivals, in the order of their needs."""
     items = residence.items
     arrivals = [k for k, item in enumerate(items) if item.kind == "arrive"]
     if not config.prefetch:
@@ -386,7 +376,6 @@ class _StepWriter:
                 yield from self._on_host(name)
 
     def _on_host(self, gradient: str) -> Iterator[Step]:
-        """What the host does with a gradient that has left for the last time."""
         total = gradient
         if gradient in self.sums:
             op = self.sums[gradient]
@@ -432,7 +421,6 @@ class _StepWriter:
 
 
 def host_peak_bytes(graph: TrainingGraph, steps: list[Step]) -> int:
-    """The most bytes on the host, by the order of the steps."""
     sizes = {value.name: value.size_bytes for value in graph.values}
     ops = {op.name: op for op in graph.ops}
     there = {v.name for v in graph.values if v.home == "host"}
@@ -461,12 +449,9 @@ _HOPELESS = 1.05
 
 @dataclass(frozen=True)
 class StepTask:
-    """A step, and the machine that it must fit.
+    """A step, and the machine that it must fit; the budget is on the device's true peak.
 
-    Attributes
-    ----------
-    budget_bytes : on the device's true peak. links : with the room on the host and on NVMe.
-    host_computes : whether the host has a processor of its own; else the device makes all updates.
+    `host_computes` says that the host has a processor of its own; else the device updates.
     """
 
     microbatch: Microbatch
@@ -528,7 +513,6 @@ def planned_step(
 
 
 def device_peak_bytes(task: StepTask, config: StepConfig) -> int:
-    """The device's peak of a config's schedule, which copies do not raise."""
     graph = config.graph(task.microbatch, task.update, task.links)
     return Residence.of(graph, task.microbatch, config, task.budget_bytes).peak_bytes
 

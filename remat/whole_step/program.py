@@ -156,7 +156,6 @@ class JointResults:
 
 
 def refuse_unusual(traced: Trace) -> None:
-    """Refuse steps that do more beside their graph than to write to buffers."""
     name = traced.recipe.name
     if traced.mutated or traced.initialised:
         first = (*traced.mutated, *traced.initialised)[0]
@@ -202,7 +201,6 @@ def joint_results(joint: Joint, name: str) -> JointResults:
 
 
 def _written(joint: Joint, inputs: list[fx.Node]) -> dict[int, int]:
-    """By the place of a result of forward, the place of the input that it is the new value of."""
     described = joint.module.graph.output_node().meta["desc"][: joint.num_forward_outputs]
     places = {node.meta["desc"].expr(): place for place, node in enumerate(inputs)}
     found = {place: getattr(what, "mutated_input", None) for place, what in enumerate(described)}

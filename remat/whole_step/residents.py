@@ -76,7 +76,6 @@ class Held:
         self.sizes_bytes = [one.untyped_storage().nbytes() for one in found]
 
     def written(self) -> None:
-        """What files hold is not what memory holds any more."""
         self.copied.clear()
 
     def attach(self) -> None:
@@ -211,7 +210,6 @@ def _copy_files(held: Held, source: Tier, to: Tier) -> None:
 
 @contextlib.contextmanager
 def uninterrupted() -> Generator[None]:
-    """Hold Ctrl-C back meanwhile, and let it be heard afterwards."""
     # Python hears it in the main thread alone.
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -325,8 +323,6 @@ class Residents:
 
 
 class MemoryWatch:
-    """The hooks of one model and its optimizer, while something is below."""
-
     def __init__(self, model: nn.Module, optimizer: Optimizer, residents: Residents) -> None:
         # It holds these and not the step, so what is below comes back even after the step is gone.
         self.residents = residents

@@ -139,7 +139,6 @@ class StepRun:
         return self.losses
 
     def stop(self) -> None:
-        """Let go of all that a step that has failed still holds."""
         for one in self.running.values():
             one.close()  # pyright: ignore[reportAttributeAccessIssue]  # it is a generator
         self.running.clear()

@@ -87,7 +87,6 @@ class StepConfig(msgspec.Struct, frozen=True):
         return optimizer_step(microbatch, update, StepShape(options, places), links)
 
     def device_order(self, microbatch: Microbatch, graph: TrainingGraph) -> list[Op]:
-        """What the device computes, in order: passes layer by layer, and its own updates."""
         names = list[str]()
         layers = range(len(microbatch.layers) - 1)
         turn, first = len(microbatch.layers) - 1, 0
@@ -141,7 +140,6 @@ class _NamedSystem:
 
 
 def full_recompute(microbatch: Microbatch) -> tuple[int, ...]:
-    """The option of each layer that saves the least, the fastest of these."""
     return tuple(
         min(range(len(layer.options)), key=lambda i: (layer.options[i].saved_bytes, i))
         for layer in microbatch.layers

@@ -55,7 +55,6 @@ class StepShape(msgspec.Struct, frozen=True):
 def optimizer_step(
     microbatch: Microbatch, update: Update, shape: StepShape, links: Links | None
 ) -> TrainingGraph:
-    """One step over as many microbatches as `shape` has options for."""
     _check_shape(microbatch, shape)
     made = _Made(microbatch, update, shape)
     return TrainingGraph(
@@ -107,7 +106,6 @@ class _Made:
                     yield self._backward(at, layer, i)
 
     def sums(self) -> Iterator[Op]:
-        """Additions on the host, of the gradients of later microbatches to those of the first."""
         for at, group in enumerate(self.microbatch.groups):
             if self.shape.places[at].sums == "device" or not group.trained:
                 continue
@@ -120,7 +118,6 @@ class _Made:
                 )  # fmt: skip
 
     def updates(self) -> Iterator[Op]:
-        """The optimizer's step of each group."""
         for at, group in enumerate(self.microbatch.groups):
             if not group.trained:
                 continue
@@ -250,7 +247,6 @@ class OpByOp:
 
     @cached_property
     def finished_by(self) -> dict[str, list[str]]:
-        """By op of the captured graph, the parameters whose gradients it is the last to touch."""
         last = dict[str, str]()
         for op in self.captured.ops:
             for name in (*op.inputs, *op.outputs):

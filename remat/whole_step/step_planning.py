@@ -108,7 +108,6 @@ def step_request(
     microbatches: int | None, device: str | None, host: str | SupportsIndex | None,
     nvme: str | None,
 ) -> StepRequest:  # fmt: skip
-    """What a call in Python asks for: the update and the state of an optimizer of torch's."""
     from remat.graph_capture.devices.placement import resolved_device
     from remat.graph_capture.joint.optimizers import require_known
 
@@ -207,7 +206,6 @@ def plan_step(
     profile: Profile | None = None,
     told: _Told = lambda _: None,
 ) -> StepPlan:
-    """Capture one batch, and plan a step of as many such batches as the request asks for."""
     from remat.graph_capture.capture_api import add_costs, tiers_for
     from remat.graph_capture.tracing.trace import trace
 

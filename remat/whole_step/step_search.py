@@ -80,7 +80,6 @@ def _fitted(
 
 
 def _relieved(task: StepTask, config: StepConfig, short: Short) -> StepConfig | None:
-    """The config with less on the host; None where nothing more can go."""
     microbatch, order = task.microbatch, _update_order(task.microbatch)
     states = sorted(task.update.state_bytes(microbatch.groups[at]) for at in order)
     over_bytes = short.need_bytes - task.links.host_bytes
@@ -160,7 +159,6 @@ def _options_at(microbatch: Microbatch, limit_bytes: int) -> tuple[int, ...]:
 
 
 def _starts(task: StepTask, order: _Order) -> list[StepConfig]:
-    """Configs of an order: all state on the host, and all on the device if that fits."""
     microbatch = task.microbatch
     if microbatch.draws and max(order) > 1:
         # Microbatches of one pass would draw by turns, and eager's draw one after the other.
@@ -194,7 +192,6 @@ def _enriched(task: StepTask, config: StepConfig) -> StepConfig:
 def _with_options(
     config: StepConfig, options: tuple[int, ...], places: Sequence[bool]
 ) -> StepConfig:
-    """The config with other options in all passes but the last, and in the last, as asked."""
     leading, last = (options if asked else None for asked in places)
     passes = [
         one if leading is None else msgspec.structs.replace(one, options=leading)
@@ -270,7 +267,6 @@ def _moved_along(
 
 
 def _hosting_otherwise(microbatch: Microbatch, config: StepConfig) -> Iterator[StepConfig]:
-    """More or fewer layers whose saved values are on the host meanwhile."""
     most = len(microbatch.layers) - 1
     part = max(most // _PARTS, 1)
     for which in ({*range(len(config.passes))}, {len(config.passes) - 1}):
@@ -342,13 +338,9 @@ _OTHER_DRAWS = (
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a search found.
+    """What a search found; no plan of the step, in any order, takes less than `lower_bound_us`.
 
-    Attributes
-    ----------
-    plan : the fastest that fits; None where none does. short : then, the tier that was nearest
-        to enough, and the least that was found to do.
-    lower_bound_us : no plan of this step, in any order, takes less. judged : plans that were.
+    Without a `plan`, `short` is the tier that was nearest to enough, and the least found to do.
     """
 
     plan: PlannedStep | None
@@ -412,13 +404,7 @@ def _nearest(shorts: Sequence[Short]) -> Short | None:
 
 @dataclass
 class _StepSearch:
-    """One search: the best so far, and what was tried.
-
-    Attributes
-    ----------
-    shorts : what configs lacked. times_us : of each config that was judged.
-    became : what each was changed to, to fit.
-    """
+    """One search: `shorts` is what configs lacked, `became` what each was changed to, to fit."""
 
     task: StepTask
     microbatches: int
@@ -482,7 +468,6 @@ class _StepSearch:
                 now, time_us = self.became[changed], self.times_us[changed]
 
     def _device_us(self, config: StepConfig) -> float:
-        """Time of what the device computes, with what it computes again."""
         microbatch, total_us = self.task.microbatch, 0.0
         for one in config.passes:
             layers = zip(microbatch.layers, one.options, strict=True)

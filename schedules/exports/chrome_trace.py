@@ -22,7 +22,6 @@ _PROCESS = 1
 
 
 def chrome_trace(graph: TrainingGraph, schedule: Schedule) -> dict[str, Any]:
-    """The trace of a step; ``otherData`` holds the figures of `simulate`."""
     line = timeline(graph, schedule)
     found = line.simulation
     return {

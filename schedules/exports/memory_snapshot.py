@@ -58,8 +58,6 @@ class _Arena:
 
 @dataclass
 class _Recording:
-    """The trace so far, and what is allocated: address, size and frames by name."""
-
     arena: _Arena = field(default_factory=_Arena)
     events: list[_Event] = field(default_factory=list[_Event])
     blocks: dict[str, tuple[int, int, list[_Frame]]] = field(
@@ -88,7 +86,6 @@ class _Recording:
 
 
 def memory_snapshot(graph: TrainingGraph, schedule: Schedule) -> dict[str, Any]:
-    """The snapshot of a step: `segments` as they are at its end, and the trace of device 0."""
     graph = graph_of_schedule(graph, schedule)
     line = timeline(graph, schedule)
     updates = workspaces_of_updates(graph, schedule)

@@ -56,19 +56,13 @@ class _DrawnFront(Protocol):
     def name(self) -> str: ...
 
     @property
-    def base_us(self) -> float:
-        """Time of the step that computes every op once."""
-        ...
+    def base_us(self) -> float: ...
 
     @property
-    def unmodified_bytes(self) -> int:
-        """Peak of the step that keeps everything."""
-        ...
+    def unmodified_bytes(self) -> int: ...
 
     @property
-    def points(self) -> Iterable[tuple[int, _Outcome]]:
-        """Budgets in bytes, and the outcome at each."""
-        ...
+    def points(self) -> Iterable[tuple[int, _Outcome]]: ...
 
 
 def draw_front(
@@ -123,7 +117,6 @@ def _percent(time_us: float, curve: _DrawnFront) -> float:
 
 
 def _bounds(curves: Iterable[_DrawnFront]) -> tuple[list[int], list[float]]:
-    """The highest bound known at each budget that was solved."""
     best: dict[int, float] = {}
     for curve in curves:
         for budget_bytes, outcome in curve.points:
@@ -142,9 +135,7 @@ class _Moment(Protocol):
     def seconds(self) -> float: ...
 
     @property
-    def best_overhead(self) -> float | None:
-        """None before there is a schedule."""
-        ...
+    def best_overhead(self) -> float | None: ...
 
     @property
     def bound_overhead(self) -> float: ...

@@ -49,8 +49,6 @@ class _Summary(msgspec.Struct, frozen=True):
 
 
 class _Texts(msgspec.Struct, frozen=True):
-    """Each text once, and where it is used."""
-
     texts: list[str]
     index: list[int]
 
@@ -86,8 +84,6 @@ class _Runs(msgspec.Struct, frozen=True):
 
 
 class _Stays(msgspec.Struct, frozen=True):
-    """Value `value` is live from run `begin` to before run `end`."""
-
     value: list[int]
     begin: list[int]
     end: list[int]
@@ -438,7 +434,6 @@ class Figure(NamedTuple):
 
 
 def render(facts: PageFacts, page: _Page) -> str:
-    """The page of a plan, as HTML; `LayoutError` for a layout of another step."""
     from jinja2 import Environment, StrictUndefined
 
     # Names are from the user's code and may hold HTML. What the template lacks is an error.

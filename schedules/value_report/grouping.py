@@ -103,8 +103,6 @@ class Group(msgspec.Struct, frozen=True):
 
 @dataclass
 class _Sums:
-    """Sums of one name before layers are folded."""
-
     figures: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_FIGURES, 0))
     cost_us: float = 0.0
     recomputed_us: float = 0.0
@@ -199,7 +197,6 @@ class FoldedRow(msgspec.Struct, frozen=True):
 
 
 def fold_rows(rows: Sequence[ValueRow]) -> tuple[FoldedRow, ...]:
-    """Fold rows of equal layers: the same op, phase, verdict, size, shape and source line."""
     alike: dict[Hashable, dict[Indices, ValueRow]] = {}
     # The n-th value of an op in one layer folds with the n-th in the others.
     for row, ordinal in zip(rows, _ordinals(rows), strict=True):

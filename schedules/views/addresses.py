@@ -35,8 +35,6 @@ class Box(NamedTuple):
 
 
 class _Merged(NamedTuple):
-    """A rectangle that covers small buffers, and room between them."""
-
     start: float
     end: float
     low: float
@@ -45,8 +43,6 @@ class _Merged(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Addresses:
-    """Rectangles of a layout: `boxes`, most bytes times time first, `merged` over the others."""
-
     layout: Layout
     buffers: Buffers
     boxes: tuple[Box, ...]

@@ -147,8 +147,6 @@ def place_of(module: str) -> str:
 
 
 def rows_of_ops(graph: TrainingGraph) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Titles of rows in captured order, and the row of each op."""
-
     def module(i: int) -> str:
         return graph.ops[i].module
 
