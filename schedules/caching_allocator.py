@@ -193,8 +193,7 @@ class _Device:
         return address
 
 
-# Segments of a fixed size, or expandable ones that grow by pages.
-# Both answer `grow` and `give_back`. Expandable segments are those of
+# Where blocks come from: segments of a fixed size, or those of
 # ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``: a range of addresses for each pool, a little
 # longer than the device is large, into which pages of memory are mapped where they are needed.
 

@@ -1,4 +1,4 @@
-"""The graph that a schedule is of: the captured one, with the chunks and levers of the schedule."""
+"""Graphs and schedules made of others: with chunks and levers, before sharding, from blocks."""
 
 from __future__ import annotations
 

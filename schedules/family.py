@@ -162,7 +162,6 @@ def sizes_text(sizes: Sizes) -> str:
     return ", ".join(f"{name} {size}" for name, size in sizes.items())
 
 
-# The peak of one schedule at all sizes of a range.
 # The structure of a step is the same at all sizes, so that the same steps are valid. While one
 # runs, the bytes live are a sum of what batch, values and a workspace take. If none of these falls
 # where a size grows, no size needs more than the largest ones, and `simulate`'s peak there bounds

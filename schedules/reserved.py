@@ -1,12 +1,10 @@
 """What a schedule makes torch's CUDA caching allocator take from the device, setting by setting.
 
 A budget bounds the bytes that are live. The allocator takes more: it keeps the segments that it
-once took, and a free range between two blocks that are used serves nothing larger. Recomputation
-makes this worse, since what it brings back seldom has the size of what has just gone. The figures
-come from a replay of the allocator (`caching_allocator.py`) over the buffers of the schedule.
-
-They are predictions. Temporaries that an op takes beyond its workspace are in no graph. Resident
-tensors are taken to lie in segments of their own, full to the last byte.
+once took, and a free range between two blocks that are used serves nothing larger. The figures are
+predictions, from a replay of the allocator (`caching_allocator.py`) over the buffers of the
+schedule. Temporaries that an op takes beyond its workspace are in no graph. Resident tensors are
+taken to lie in segments of their own, full to the last byte.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Fixed policies of offloading: choices tried in turn, their copies placed, all of them judged.
 
-A policy names what is kept, hosted and made again, with a knob. Each gets the recomputation just
-in time and the placing of copies of `placing`, which is more than most have where they come from.
+A policy names what is kept, hosted and made again, with a knob. Each gets recomputation just in
+time and the copies of `copy_placing`, which is more than most have where they come from.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Also called: heterogeneous memory training, offloaded training. Parameters, gradients and the
 optimizer's state are values of one graph with the activations (`step_graph.py`), so
 that order, recomputation and copies are weighed against each other.
-Papers: the fixed configs of `named_systems` are points of this space, with their sources there.
+Papers: the fixed configs of `NAMED_SYSTEMS` are points of this space, with their sources there.
 Solves: the order of microbatches (passes), what each layer saves, how many layers have that on the
 host, where states live, where gradients are added, what stays on the device between uses. Copies of
 each config are placed on the known trace (`planned_step.py`), and `simulate` judges it.

@@ -1,8 +1,4 @@
-"""A graph as text for Graphviz: ops in boxes of their layers, coloured by what a plan does.
-
-Forward, backward and recomputed ops have the colours of the plots. The width of a line grows with
-the logarithm of its value's bytes.
-"""
+"""A graph as text for Graphviz: ops in boxes of their layers, in the colours of the plots."""
 
 from __future__ import annotations
 

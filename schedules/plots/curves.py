@@ -1,4 +1,4 @@
-"""Time against peak: what each solver reaches, the bound, and your budget."""
+"""Curves: time against peak, how a solve went, and predicted against measured costs."""
 
 from __future__ import annotations
 

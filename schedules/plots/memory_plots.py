@@ -1,4 +1,4 @@
-"""Live bytes through the step: the plan in bands, and curves to compare it with."""
+"""Live bytes through the step, places in an arena, what runs when, and what holds the peak."""
 
 from __future__ import annotations
 

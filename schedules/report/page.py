@@ -1,4 +1,4 @@
-"""The data of the page, made of what is known of a plan. Its form is in `columns`."""
+"""The page of a plan: its data, as columns of plain numbers, its tables, and its HTML."""
 
 from __future__ import annotations
 
