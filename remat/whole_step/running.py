@@ -179,7 +179,7 @@ class StepRun:
             self._arrived(name)
         i, segment = action.microbatch, action.segment
         if i not in self.running:
-            # A list of its own: the generator empties it as values go.
+            # A list of its own, as the generator clears what it is given.
             self.running[i] = self.code.codes[i].run(list(self.inputs[i]))
         places, given = next(self.running[i])
         found = dict(zip(places, given, strict=True))
