@@ -126,7 +126,7 @@ class AllocatorBlock:
 
     def join(self) -> None:
         for other in (self.before, self.after):
-            # What has memory and what has none stay apart.
+            # Mapped and unmapped ranges stay separate blocks: only mapped ones have memory.
             if other is None or other.is_used or other.is_mapped != self.is_mapped:
                 continue
             other.pool.drop(other)
@@ -188,7 +188,7 @@ class _Device:
     def addresses(self, size: int, unit: int) -> int:
         """Where a new range begins, at a multiple of `unit`."""
         address = _multiple_above(self.next_address, unit)
-        # A gap of one unit, so that no two ranges touch.
+        # A gap of one unit, so that blocks of two ranges are never neighbours.
         self.next_address = address + size + unit
         return address
 
@@ -221,7 +221,7 @@ class _FixedSegments:
         )
 
     def give_back(self, block: AllocatorBlock) -> None:
-        # torch gives a segment back as a whole.
+        # torch returns a segment only as a whole.
         if block.is_whole_segment:
             block.pool.drop(block)
             self._device.give_back(block.size)
@@ -237,8 +237,7 @@ class _ExpandableSegments:
         while block is not None and block.size < size:
             room = block.after
             assert room is not None  # `_room` has made sure of it
-            # Where this finds no memory, pages that are mapped by now stay mapped, and their block
-            # free.
+            # If this one finds no memory, the pages mapped so far stay mapped and free.
             block = self._map(room, min(size - block.size, room.size))
         if block is not None:
             pool.drop(block)
@@ -338,7 +337,7 @@ class CachingAllocator:
         """A block of at least `asked_bytes`, which must be above 0; None is out of memory."""
         size = self._settings.block_bytes(asked_bytes)
         pool = self._small if size <= _SMALL_BYTES else self._large
-        # Best fit first: the device is asked only where no free block will do.
+        # Ask the device only if no free block is large enough.
         block = self._best_fit(pool, size) or self._from_device(pool, size)
         if block is None:
             return None
@@ -359,13 +358,13 @@ class CachingAllocator:
     def empty_cache(self) -> None:
         """Give to the device all that is free in whole segments, or in whole pages."""
         for pool in (self._large, self._small):
-            for _, _, block in list(pool.free):  # a copy, as blocks leave the pool
+            for _, _, block in list(pool.free):  # a copy: blocks leave the pool meanwhile
                 self._segments.give_back(block)
 
     def _best_fit(self, pool: _Pool, size: int) -> AllocatorBlock | None:
         i = pool.first_of(size)
         if self._settings.expandable_segments:
-            # A block here counts for as much as it can grow to.
+            # With expandable segments, torch ranks a block by the size that it can grow to.
             i = _least_reach(pool, i)
         if i == len(pool.free) or not self._may_take(pool.free[i][0], size):
             return None
@@ -375,7 +374,7 @@ class CachingAllocator:
 
     def _may_take(self, block_bytes: int, size: int) -> bool:
         least = self._settings.max_split_bytes
-        # Blocks that are never split are kept for requests of about their size.
+        # Oversized blocks are never split, so they are kept for requests of about their size.
         if size < least:
             return block_bytes < least
         settings = self._settings
@@ -386,13 +385,13 @@ class CachingAllocator:
         left_over = block.size - size
         if block.pool.is_small or self._settings.expandable_segments:
             return left_over >= _MIN_BLOCK_BYTES
-        # A large block keeps a small rest, which no large request could use.
+        # A rest of up to 1 MiB is useless in the large pool: its requests are larger.
         return left_over > _SMALL_BYTES and size < self._settings.max_split_bytes
 
     def _from_device(self, pool: _Pool, size: int) -> AllocatorBlock | None:
         grow = self._segments.grow
         block = grow(pool, size)
-        # In torch's order: blocks that are never split go first, then all that is free.
+        # torch's order: first free oversized blocks, then everything that is free.
         if block is None and self._gave_unsplit_back(pool, size):
             block = grow(pool, size)
         if block is None:

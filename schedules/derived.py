@@ -50,11 +50,11 @@ def in_chunks(graph: TrainingGraph, chosen: tuple[ChunkedRegion, ...]) -> Traini
     def made() -> TrainingGraph:
         return with_choices(graph, {one.region: choice_of(graph, one) for one in chosen})
 
-    return cached_on(graph, f"in chunks {chosen}", made)  # each simulation asks for it
+    return cached_on(graph, f"in chunks {chosen}", made)  # every simulation asks for it
 
 
 def unchunked(graph: TrainingGraph) -> TrainingGraph:
-    # Regions are no part of the hash, so schedules of one are schedules of the other.
+    # The hash leaves regions out, so schedules of one graph are schedules of the other.
     return msgspec.structs.replace(graph, regions=()) if graph.regions else graph
 
 
@@ -66,7 +66,7 @@ def fastest_us(graph: TrainingGraph) -> float:
         for region in graph.regions
         for choice in region.choices
     )
-    # A schedule has one region in chunks at most, so savings do not add up.
+    # A schedule runs at most one region in chunks, so savings do not add up.
     return graph.time_us - max(0.0, *saved_us) if graph.regions else graph.time_us
 
 
@@ -79,7 +79,6 @@ def within_split(graph: TrainingGraph, split: str | None) -> TrainingGraph:
         )
         for r in graph.regions
     )
-    # Without choices a region is none.
     return msgspec.structs.replace(graph, regions=tuple(r for r in regions if r.choices))
 
 
@@ -122,8 +121,8 @@ def before_sharding(schedule: Schedule, graph: TrainingGraph) -> Schedule:
             return step.op in graph.op_index
         return step.value in graph.value_by_name
 
-    # The model is sharded as a whole: communication comes before forward, between it and backward,
-    # and last, so that what is left keeps its order.
+    # The model is sharded as a whole: communication comes before forward, between forward and
+    # backward, and last. So the steps that remain keep their order.
     steps = [step for step in schedule.steps if is_own(step)]
     # The wrapper frees gradients once it has reduced them.
     end = max(i for i, step in enumerate(steps) if isinstance(step, Compute))
@@ -174,9 +173,9 @@ def _with_frees(graph: TrainingGraph, items: Sequence[_Item]) -> list[Step]:
     at_step: dict[tuple[int, int], list[str]] = {}
     at_end: dict[int, list[str]] = {}
     for value, (i, j) in _last_touches(graph, items).items():
-        # As autograd has it, arguments and gradients live as long as the call that they are given
-        # to, and what backward reads of forward until its last read. A collective holds its buffers
-        # only until it is done.
+        # As in autograd: arguments and gradients live as long as the call that gets them, and what
+        # forward saved lives until backward last reads it. A collective holds its buffers only
+        # while it runs.
         if (items[i].is_forward or value not in of_forward) and not _lets_go(graph, items[i], j):
             at_end.setdefault(i, []).append(value)
         else:
@@ -198,7 +197,7 @@ def _lets_go(graph: TrainingGraph, item: _Item, j: int) -> bool:
 
 
 def _last_touches(graph: TrainingGraph, items: Sequence[_Item]) -> dict[str, tuple[int, int]]:
-    # Not freed here: what is resident, what the step returns, what blocks free themselves.
+    # Not freed here: resident values, outputs of the step, and values that a block frees itself.
     lasting = {value.name for value in graph.values if not value.producer} | set(graph.outputs)
     lasting |= {step.value for item in items for step in item.steps if isinstance(step, Free)}
     last: dict[str, tuple[int, int]] = {}
@@ -209,7 +208,7 @@ def _last_touches(graph: TrainingGraph, items: Sequence[_Item]) -> dict[str, tup
                 touched = (value for value in (*op.inputs, *op.outputs) if value not in lasting)
                 last.update(dict.fromkeys(touched, (i, j)))
     end = max((i for i, item in enumerate(items) if item.is_forward), default=0)
-    # The caller gets them where forward ends, whoever reads them last.
+    # Forward returns them when it ends, even if their last reader ran earlier.
     for value in graph.forward_outputs:
         if value in last:
             last[value] = max(last[value], (end, len(items[end].steps)))

@@ -101,7 +101,7 @@ class Family(msgspec.Struct, frozen=True, dict=True):
         SignatureError : a size is missing, unknown or out of the range.
         """
         point = require_in_range(self.symbols, sizes)
-        # The last one serves every size of the range.
+        # There always is one: the last member serves every size of the range.
         return next(i for i, member in enumerate(self.members) if member.serves(point))
 
     def at(self, **sizes: int) -> Member:
@@ -114,11 +114,11 @@ class Family(msgspec.Struct, frozen=True, dict=True):
         Of sizes out of the range it says nothing.
         """
         lines = [f"def pick({', '.join(symbol.name for symbol in self.symbols)}):"]
-        # The last member serves what no other does.
+        # Only the last member is left for all other sizes.
         for i, member in enumerate(self.members[:-1]):
             lines.append(f"    if {_condition(member.corners)}:\n        return {i}")
         lines.append(f"    return {len(self.members) - 1}\n")
-        # The module that picks calls it at every step, so it is plain comparisons.
+        # Called at every step, so it is compiled to plain comparisons.
         space: dict[str, Any] = {}
         exec(compile("\n".join(lines), "<remat family>", "exec"), space)
         return space["pick"]
@@ -214,7 +214,7 @@ def resized_schedule(schedule: Schedule, graph: TrainingGraph) -> Schedule:
         )
     captured_hash = graph.hash if schedule.chunks else ""
     graph = in_chunks(graph, schedule.chunks) if schedule.chunks else graph
-    # Of the ops only the shapes may differ.
+    # Only shapes may differ between sizes.
     mine, theirs = _structure(schedule.signatures), _structure(graph.signatures)
     if mine != theirs:
         pairs = zip(mine, theirs, strict=False)
@@ -256,7 +256,7 @@ def peak_over(
         )
     symbols = symbols or graph.symbols
     number = number_of_points(symbols)
-    # Nothing takes more at a smaller size, so that one replay proves the range.
+    # No value takes more at a smaller size, so the largest sizes prove the whole range.
     if graph.rising:
         top = corner(symbols, "high")
         return RangePeak(_peak_bytes(graph, schedule, top), top, "largest sizes", number)
@@ -270,16 +270,17 @@ def peak_over(
 def _by_parts(graph: RangedGraph, schedule: Schedule, symbols: tuple[Symbol, ...]) -> RangePeak:
     number = number_of_points(symbols)
     best, best_sizes = 0, corner(symbols, "high")
-    # The number, unique, breaks ties: parts cannot be compared.
+    # The unique number breaks ties, as tuples of symbols cannot be compared.
     heap = [(-_bound_bytes(graph, schedule, symbols), 0, symbols)]
     for n in range(1, _MOST_SIMULATED):
         bound, _, part = heapq.heappop(heap)
         top = corner(part, "high")
-        # What a real size needs is a floor under the answer, as a part's bound is a ceiling.
+        # The peak at a real size is a lower limit of the answer; the bound of a part is an upper
+        # one.
         peak_bytes = _peak_bytes(graph, schedule, top)
         if peak_bytes > best:
             best, best_sizes = peak_bytes, top
-        # No other part has a higher bound.
+        # All other parts have lower bounds.
         if -bound <= best:
             return RangePeak(best, best_sizes, "parts", number)
         for i, half in enumerate(_halves(part)):
@@ -319,7 +320,7 @@ class FastPeak:
     """
 
     def __init__(self, graph: TrainingGraph, schedule: Schedule) -> None:
-        # Which values are live at which step does not depend on sizes, so steps are read once.
+        # Which values are live at a step does not depend on their sizes, so steps are read once.
         self.index = {value.name: i for i, value in enumerate(graph.values)}
         self.op_of_step = np.full(len(schedule.steps), -1, dtype=np.int64)
         # While a step runs: values that it makes. From the next step on: what came or went.
@@ -334,7 +335,7 @@ class FastPeak:
                 fresh = [name for name in outputs if name not in live]
             else:
                 fresh = [fetched_value(step)] if fetched_value(step) else []
-                # A copy takes its room where it begins.
+                # A copy takes its memory as soon as it begins.
                 made += [(i, self.index[name], 1) for name in fresh]
             changed += [(i + 1, self.index[name], 1) for name in fresh]
             live.update(fresh)
@@ -359,6 +360,6 @@ def _columns(entries: list[tuple[int, int, int]]) -> Ints:
 def _sums(entries: Ints, sizes: Ints, n_steps: int) -> Ints:
     found = np.zeros(n_steps, dtype=np.int64)
     steps, values, signs = entries
-    # Unlike `found[steps] +=`, this adds up values that share a step.
+    # Unlike `found[steps] +=`, this adds up several values of one step.
     np.add.at(found, steps, signs * sizes[values])
     return found

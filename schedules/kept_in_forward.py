@@ -22,11 +22,12 @@ from remat.schedules.schedule import (
 
 def end_of_forward(graph: TrainingGraph, schedule: Schedule) -> int | None:
     """Index after the first run of the forward op that first runs last; None if one never runs."""
-    # A schedule has no marker for the end of forward: what runs again later runs in backward.
+    # Schedules do not mark the end of forward: ops that run again later run in backward.
     left = {op.name for op in graph.ops if op.phase == "forward"}
     for i, step in enumerate(schedule.steps):
         if not left:
-            # What leaves for the tier below right here is saved for backward as its copy there.
+            # Values that leave for the host right here are saved for backward as their copies
+            # there.
             return _end_of_leaving(schedule.steps, i, graph.forward_outputs)
         if isinstance(step, Compute):
             left.discard(step.op)
@@ -38,7 +39,7 @@ def _end_of_leaving(steps: Sequence[Step], end: int, results: tuple[str, ...]) -
     below = {step.value for step in steps[:end] if isinstance(step, Offload)}
     for i in range(end, len(steps)):
         step = steps[i]
-        # Results of forward are handed out at its end: what frees one comes after it.
+        # Forward returns its results at its end, so they are freed later.
         if isinstance(step, Compute | Fetch) or (isinstance(step, Free) and step.value in results):
             break
         if isinstance(step, Offload):
@@ -72,9 +73,9 @@ def kept_occurrences(
     for op in graph.ops[: graph.n_forward]:
         if module and not f"{op.module}.".startswith(f"{module}."):
             continue
-        # What runs again is made anew for backward; what leaves nothing live is not read there.
+        # An op that runs again saves nothing, and neither does one whose outputs are dead.
         kept = times[op.name] == 1 and not live.isdisjoint(op.outputs)
-        # Of ops that run as one, the others write to what the last returns: it alone leaves
+        # Of ops that run as one, the others write into the output of the last: only it saves
         # anything.
         *written_to, last = op.target.split(JOINED)
         for target in written_to:
@@ -90,10 +91,10 @@ def ops_as_eager_runs(graph: TrainingGraph) -> list[int]:
     wanted = {v for op in graph.ops if op.phase == "backward" for v in op.inputs if v in lost}
     order: list[int] = []
     for i, op in enumerate(graph.ops):
-        # A checkpoint runs again before backward first reads what forward made there.
+        # A checkpoint reruns before backward first reads a value from inside it.
         if op.phase == "backward":
             for again in dict.fromkeys(lost[v] for v in op.inputs if v in lost and v not in casts):
-                # `torch.utils.checkpoint` without reentry stops early, at the last op whose results
+                # Non-reentrant `torch.utils.checkpoint` stops early, at the last op whose outputs
                 # are read.
                 order += _up_to_last(graph, covered.pop(again, []), wanted)
         order.append(i)
@@ -120,7 +121,7 @@ def _by_checkpoint(graph: TrainingGraph, casts: set[str]) -> dict[int, list[int]
     for i, op in enumerate(graph.ops):
         if op.checkpoint:
             own = covered[op.checkpoint]
-            # Autocast's cache is gone in backward, so each checkpoint casts weights again.
+            # Autocast's cache is gone by backward, so each checkpoint casts the weights again.
             for name in casts.intersection(op.inputs):
                 own[index[graph.value_by_name[name].producer]] = None
             own[i] = None
@@ -133,7 +134,7 @@ def _lost_within(graph: TrainingGraph, casts: set[str]) -> dict[str, int]:
     kept = {*graph.forward_outputs, *graph.outputs}
     for op in graph.ops:
         if op.phase == "forward":
-            # What forward reads outside of the checkpoint stays from the first run.
+            # Values that forward reads outside of the checkpoint stay from the first run.
             away = (name for name in op.inputs if made.get(name, 0) != op.checkpoint)
             kept.update(name for name in away if not op.checkpoint or name not in casts)
     return {name: at for name, at in made.items() if name not in kept}
@@ -174,7 +175,7 @@ def _end_of(
     """The place of the run after which eager frees a value; `at`, if it may go there."""
     ends = [one for one in runs.get(until.get(step.value, ""), ()) if one > at]
     anew = [one for one in runs[producer[step.value]] if one > at]
-    # What is made again is held by what made it first only until then.
+    # If the value is made again before that, its first copy is held only until then.
     return ends[0] if ends and not (anew and anew[0] < ends[0]) else at
 
 
@@ -192,10 +193,10 @@ def forward_alone(graph: TrainingGraph) -> tuple[TrainingGraph, Schedule]:
 
 
 def _as_used(graph: TrainingGraph) -> Iterator[Step]:
-    # Outputs too: what nothing reads goes right after its op.
+    # Outputs count too: a value that nothing reads goes right after its op.
     last = {name: i for i, op in enumerate(graph.ops) for name in (*op.inputs, *op.outputs)}
     for value in graph.values:
-        # Eager's variables may hold a value beyond its last use.
+        # A variable of the user's code may hold a value beyond its last use.
         until = graph.op_index.get(value.held_until, -1)
         last[value.name] = max(last.get(value.name, -1), until)
     kept = {*graph.outputs, *graph.forward_outputs}

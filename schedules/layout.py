@@ -79,7 +79,7 @@ class Buffers:
             return
         if int(self.size_bytes.min()) <= 0:
             raise LayoutError("a buffer of 0 bytes or less has no place: leave it out")
-        # Summed as Python's integers, since `live_bytes` would wrap round in 64 bits.
+        # Add up as Python integers: in 64 bits the sum could wrap around.
         if sum(self.size_bytes.tolist()) >= MOST_BYTES:
             raise LayoutError("the buffers are too large in all for 64-bit integers")
         if (self.start < 0).any() or (self.start >= self.end).any():
@@ -109,7 +109,7 @@ class Buffers:
         change = np.zeros(self.n_times + 1, np.int64)
         np.add.at(change, self.start, self.size_bytes)
         np.add.at(change, self.end, -self.size_bytes)
-        return np.cumsum(change)[:-1]  # at `n_times` all is over
+        return np.cumsum(change)[:-1]  # at `n_times` the step is over
 
     @functools.cached_property
     def load_bytes(self) -> int:
@@ -121,7 +121,7 @@ class Buffers:
         """SHA-256 over sizes, starts and ends: what a layout of these buffers relies on."""
         digest = hashlib.sha256(b"%d" % len(self))
         for column in (self.size_bytes, self.start, self.end):
-            # Little-endian, so that the hash is the same on every machine.
+            # Little-endian, so that every machine computes the same hash.
             digest.update(np.ascontiguousarray(column, "<i8").tobytes())
         return digest.hexdigest()
 
@@ -139,7 +139,7 @@ def buffers_of(graph: TrainingGraph, schedule: Schedule) -> Buffers:
     ScheduleError : the schedule is of another graph, or `simulate` finds a rule broken.
     """
     graph = graph_of_schedule(graph, schedule)
-    # The walk takes it for granted that every rule is kept.
+    # The walk below relies on a valid schedule.
     simulate(graph, schedule)
     return _Walk(graph).run(schedule)
 
@@ -185,13 +185,13 @@ class _Walk:
         self._add(value, self.size[value], BufferKind.VALUE)
 
     def _add(self, name: str, size_bytes: int, kind: BufferKind) -> None:
-        # One unit of time, as a workspace or a copy has it; `run` moves the end of a value.
+        # Workspaces and second copies last one unit of time; `run` extends those of values.
         self.rows.append([size_bytes, self.now, self.now + 1, kind])
         self.names.append(name)
 
     def _buffers(self) -> Buffers:
         table = np.array(self.rows, np.int64).reshape(-1, 4)
-        # A buffer without bytes needs no place, and `Buffers` refuses it.
+        # `Buffers` refuses buffers of 0 bytes.
         has_bytes = table[:, 0] > 0
         size_bytes, start, end, kind = table[has_bytes].T.copy()
         forward = (op.name for op in self.graph.ops if op.phase == "forward")
@@ -347,7 +347,7 @@ def _sweep(buffers: Buffers, offsets: tuple[int, ...]) -> None:
         if not starts:
             del live[at]
             continue
-        # The live ones overlap no other, so that a newcomer can only overlap its two neighbours.
+        # Live buffers do not overlap each other, so a new one can only overlap its two neighbours.
         for other in live[max(at - 1, 0) : at + 1]:
             if other[0] < here[1] and here[0] < other[1]:
                 raise LayoutError(
@@ -362,5 +362,5 @@ def _events(buffers: Buffers) -> Iterable[tuple[int, bool, int]]:
     """(time, whether it starts, buffer), by time."""
     starts = ((int(time), True, i) for i, time in enumerate(buffers.start))
     ends = ((int(time), False, i) for i, time in enumerate(buffers.end))
-    # `False` sorts first: at each time, what ends makes room for what starts.
+    # `False` sorts first: at each time, buffers that end make room for those that start.
     return sorted((*starts, *ends))

@@ -48,7 +48,7 @@ first. Those that are `AppliedLever` stand before the chunks, and a schedule has
 
 def attribute_at(path: str) -> Any:
     module, _, name = path.partition(":")
-    # By name and when called: a machine that trains imports no solver.
+    # Imported only when called: a machine that trains imports no solver.
     return getattr(importlib.import_module(module), name)
 
 

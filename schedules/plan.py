@@ -214,7 +214,7 @@ def holds_steps(data: bytes) -> bool:
 
 def _header(data: bytes | str) -> dict[str, object]:
     """The fields that say what a file is; of ``steps`` only whether it is there."""
-    # Other fields are not looked into, so a large file is not decoded twice.
+    # Leave the other fields undecoded, so that a large file is not decoded twice.
     fields = decode_json(data, dict[str, msgspec.Raw])
     said = {name: decode_json(bytes(fields[name]), object) for name in _IDENTITY if name in fields}
     return said | ({"steps": None} if "steps" in fields else {})
@@ -224,7 +224,7 @@ def _check_header(data: bytes | str, name: str) -> None:
     try:
         header = _header(data)
     except ShapeError:
-        # JSON, but no object: it has no kind, so it is refused below.
+        # JSON, but no object: refused below, as it has no kind.
         header = dict[str, object]()
     except TextError as error:
         raise PlanError(
@@ -257,8 +257,7 @@ def evaluate_plan(plan: Plan, name: str = "the plan") -> tuple[TrainingGraph, Si
             f"release. Name its model too (MODEL --plan {name}), or make it again with "
             "remat run MODEL --budget BUDGET -o FILE"
         )
-    # Anyone can edit a file: what it says of its peak and time is not believed, but simulated
-    # again.
+    # Anyone can edit a file, so its peak and time are simulated again.
     try:
         simulation = simulate(plan.graph, plan.schedule)
     except ScheduleError as error:
@@ -274,7 +273,7 @@ def evaluate_family(over: RangeFacts, name: str = "the plan") -> None:
     family, graph = over.family, over.graph
     top = corner(graph.symbols, "high")
     is_whole = family.symbols == graph.symbols and bool(family.members)
-    # `Family.number_at` relies on it that the last member serves every size of the range.
+    # `Family.number_at` relies on the last member to serve every size of the range.
     if not is_whole or top not in family.top.corners:
         raise PlanError(
             f"{name} was edited: its schedules do not serve its range. {MAKE_PLAN_AGAIN}"
@@ -282,8 +281,7 @@ def evaluate_family(over: RangeFacts, name: str = "the plan") -> None:
     try:
         for member in family.members:
             for one in member.corners:
-                # A member serves all sizes up to its corner: bounds over these are judged, not the
-                # corner alone.
+                # A member serves all sizes up to its corner, so bounds over all of them are judged.
                 part = (Symbol(s.name, s.low, one[s.name], s.multiple) for s in graph.symbols)
                 bounding = graph.bounding(tuple(part))
                 found = simulate(bounding, resized_schedule(member.schedule, bounding))
@@ -293,13 +291,13 @@ def evaluate_family(over: RangeFacts, name: str = "the plan") -> None:
                         f"{found.peak_bytes} bytes, above the {member.peak_bytes} that it says "
                         f"and the budget of {family.budget_bytes}. {MAKE_PLAN_AGAIN}"
                     )
-    # `KeyError`: a corner lacks one of the sizes.
+    # `KeyError`: a corner lacks a size.
     except (ScheduleError, GraphError, SignatureError, KeyError) as error:
         raise PlanError(f"{name} was edited, or is stale: {error}. {MAKE_PLAN_AGAIN}") from error
 
 
 def require_within_budget(schedule: Schedule, peak_bytes: int, name: str) -> None:
-    # A budget of 0 is none.
+    # A budget of 0 means none.
     if 0 < schedule.budget_bytes < peak_bytes:
         raise PlanError(
             f"the peak of {name} is {peak_bytes} bytes on this graph, above its budget of "
@@ -314,13 +312,14 @@ def _require_same(said: Prediction, found: Simulation, name: str) -> None:
         ("peak_bytes", said.peak_bytes, found.peak_bytes),
         ("time_us", said.time_us, found.time_us),
         ("overhead", said.overhead, found.overhead),
-        # A bound cannot be simulated: it is held against the time, and nobody takes it for proved.
+        # A bound cannot be simulated again: it must only not exceed the time. It counts as
+        # unproved.
         ("lower_bound_us", bound_us, min(bound_us, found.time_us)),
-        # Older plans have a gap of 0 where there is no bound.
+        # Older plans say 0 where there is no bound.
         ("gap", said.gap or 0.0, gap_of(found.time_us, bound_us) or 0.0),
     )
     for figure, planned, real in pairs:
-        # Absolute below 1, as overhead and gap may be 0.
+        # Absolute below 1, since overhead and gap may be 0.
         if abs(planned - real) > AGREEMENT * max(abs(real), 1.0):
             raise PlanError(
                 f"{name} was edited, or is stale: it says {figure} {planned:.10g}, and simulating "

@@ -62,7 +62,7 @@ def serve_trace(trace: Iterable[int], settings: AllocatorSettings) -> AllocatorR
 
 def trace_of_steps(buffers: Buffers, n_steps: int = 1) -> list[int]:
     n, sizes = len(buffers), buffers.size_bytes.tolist()
-    # Sorted by time; at each, what ends is freed before what begins is asked for.
+    # At equal times, buffers that end are freed before new ones are requested.
     is_request = np.repeat([0, 1], n)
     order = np.lexsort((is_request, np.concatenate([buffers.end, buffers.start]))).tolist()
     number = {i - n: count for count, i in enumerate(i for i in order if i >= n)}

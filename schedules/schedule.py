@@ -53,7 +53,7 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
 
     @property
     def source(self) -> Tier:
-        # `nvme` wraps round to the device. No link joins these two, so the simulator refuses the
+        # `nvme` wraps around to the device; no link joins the two, so the simulator refuses the
         # copy.
         return TIERS[(TIERS.index(self.to) + 1) % len(TIERS)]
 
@@ -108,7 +108,7 @@ class Schedule(msgspec.Struct, frozen=True):
                 f"this release reads {_SCHEMA_VERSION}: solve again"
             )
         if self.schema_version == 1:
-            # The struct is frozen; a plan that is read becomes one of the current version.
+            # The struct is frozen. Older plans are upgraded as they are read.
             msgspec.structs.force_setattr(self, "steps", tuple(_upgraded(self.steps)))
             msgspec.structs.force_setattr(self, "schema_version", _SCHEMA_VERSION)
         if not are_figures(self.budget_bytes):
@@ -200,7 +200,7 @@ class Schedule(msgspec.Struct, frozen=True):
             )
 
     def _first_difference(self, graph: TrainingGraph) -> str:
-        # Lengths may differ: what both have is compared first, as it tells more.
+        # Compare what both have before their lengths: the first difference says more.
         for i, (mine, theirs) in enumerate(zip(self.inputs, graph.inputs, strict=False)):
             if mine != theirs:
                 return f"input {i} was {mine}, is {theirs}"
@@ -213,7 +213,7 @@ class Schedule(msgspec.Struct, frozen=True):
                 return f"op {i} was '{mine}', is '{theirs}'" + (f" ({place})" if place else "")
         if len(self.signatures) != len(graph.signatures):
             return f"it had {len(self.signatures)} ops, the model has {len(graph.signatures)}"
-        # Ops and inputs are equal, so of what `TrainingGraph.hash` covers only these are left.
+        # Inputs and ops are equal, so of what the hash covers only the outputs are left.
         return "the outputs of the step differ"
 
     def to_json(self) -> bytes:
@@ -279,7 +279,7 @@ def freed_value(step: Step) -> str:
 def _upgraded(steps: Iterable[Step]) -> Iterable[Step]:
     for step in steps:
         yield step
-        # In version 1 a copy moved a value: it left where it came from.
+        # In version 1 a copy moved the value: it left its source.
         if isinstance(step, Offload):
             yield Free(step.value)
         elif isinstance(step, Fetch):
@@ -300,13 +300,13 @@ def update_workspaces(graph: TrainingGraph, sequence: Iterable[str]) -> dict[str
     found: dict[str, int] = {}
     given_back_bytes = 0
     for name in sequence:
-        # The simulator refuses unknown ops, and says at which step.
+        # The simulator refuses unknown ops and names the step.
         op = graph.ops[graph.op_index[name]] if name in graph.op_index else None
         if op is None or op.target != UPDATE:
             continue
-        # A plan that accumulates counts all of ``.grad`` through the whole step, as in each batch
-        # but the last. In the last one an update drops the ``.grad`` of its parameters: that pays
-        # for what later updates take.
+        # A plan that accumulates counts all of ``.grad`` during the whole step, as in every batch
+        # but the last. In the last one, an update frees the ``.grad`` of its parameters, which pays
+        # for the workspaces of later updates.
         found[name] = max(0, op.workspace_bytes - given_back_bytes)
         values = (graph.value_by_name[read] for read in op.inputs)
         given_back_bytes += sum(v.size_bytes for v in values if v.kind == "parameter")

@@ -47,7 +47,7 @@ def simulate(graph: TrainingGraph, schedule: Schedule, links: Links | None = Non
             peak_bytes, peak_step, at_peak = live_bytes[-1], i, tuple(replay.live["device"])
             workspace = replay.workspace_bytes
     replay.check_end(len(steps))
-    # A copy may end after the last op.
+    # The last copy may end after the last op.
     time_us = max(replay.clocks.now.values())
     return Simulation(
         peak_bytes=replay.peak_bytes["device"],
@@ -78,16 +78,16 @@ def require_valid(
     graph: TrainingGraph, schedule: Schedule, links: Links | None = None
 ) -> Simulation:
     """As `simulate`, for the very `graph` that is to be carried out, with regions in chunks."""
-    # `simulate` would also take the captured graph of a schedule in chunks. A hash says only what
-    # it was made for: steps that were doubled, dropped or moved since would train with other
-    # gradients than eager's, or hold more than was promised.
+    # `simulate` would accept the captured graph too. A hash only says what the schedule was made
+    # for: with steps doubled, dropped or moved since then, it would give other gradients than
+    # eager, or take more memory than promised.
     schedule.check_made_for(graph)
     return simulate(graph, schedule, links)
 
 
 def overhead_of(time_us: float, base_us: float) -> float:
     """An overhead, 0 or more; of times of schedules, and of lower bounds on them."""
-    return max(time_us / base_us - 1, 0.0) if base_us else 0.0  # a step may take no time
+    return max(time_us / base_us - 1, 0.0) if base_us else 0.0  # a step without costs takes no time
 
 
 def bound_of(lower_bound_us: float, base_us: float) -> float | None:

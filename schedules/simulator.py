@@ -55,18 +55,19 @@ class _Clocks:
 
     def compute(self, step: int, at: Tier, op: Op, made: tuple[str, ...], room_us: float) -> None:
         """Run an op; what it makes has room from `room_us` on."""
-        # 0 on the device, whose bytes go by the order of the steps alone.
+        # Always 0 on the device, where bytes go by the order of steps alone.
         for name in made if room_us else ():
             self._wait(step, at, name, room_us)
         for name in op.inputs:
             self._wait(step, at, name, self.arrives.get((at, name), 0.0))
-        # A write in place must not overtake a copy that still reads the old value.
+        # A write in place must wait for copies that still read the old value.
         for name in op.updates:
             self._wait(step, at, name, self.is_read_until.get((at, name), 0.0))
         cost_us = op.cost_us if at == "device" else op.host_cost_us or 0.0
         self.now[at] += cost_us
         self.busy[at] += cost_us
-        # On the device ops run in order, and copies wait for all of them: arrivals say nothing.
+        # No need to note this for the device: its ops run in order, and its copies wait for all of
+        # them.
         if at != "device":
             for name in (*made, *op.updates):
                 self.arrives[at, name] = self.now[at]
@@ -76,7 +77,7 @@ class _Clocks:
     def copy(self, step: int, link: LinkName, took_us: float, name: str, size_bytes: int,
              source: Tier, to: Tier, room_us: float) -> None:  # fmt: skip
         start = max(self.now[link], self.arrives.get((source, name), 0.0), room_us)
-        # The copy's stream waits for what the device was given before
+        # The copy's stream waits for the ops that were issued before it
         # (`rewriter/tiers/stream_tier.py`).
         if "device" in (source, to):
             start = max(start, self.now["device"])
@@ -88,16 +89,16 @@ class _Clocks:
     def drop(self, step: int, at: Tier, name: str, size_bytes: int) -> None:
         until = max(self.arrives.pop((at, name), 0.0), self.is_read_until.pop((at, name), 0.0))
         if at == "device":
-            # Its memory goes to the next op, which must not overwrite what a copy still reads.
+            # The next op reuses this memory, so it must wait for copies that still read it.
             self._wait(step, at, name, until)
         else:
-            # Copies may still read it: the bytes are off the books, but really free only then.
+            # Booked as free at once, but copies may still read it until then.
             self.leaving[at].append((until, size_bytes))
             self.left_bytes[at] += size_bytes
 
     def room_us(self, tier: Tier, spare_bytes: float) -> float:
         """When a tier really has room, where its books show `spare_bytes` beyond it."""
-        # What was dropped is no longer on the books, yet takes room until its readers end.
+        # Values dropped by the books still take room until their readers end.
         short_bytes = self.left_bytes.get(tier, 0) - spare_bytes
         for until, size_bytes in sorted(self.leaving[tier]) if short_bytes > 0 else ():
             short_bytes -= size_bytes
@@ -143,11 +144,11 @@ class _Order:
         return is_first
 
     def _run_first(self, i: int, op: Op) -> None:
-        # Ops that draw share one random stream, and ops with effects share the buffers.
+        # Random ops share one stream, and ops with side effects share buffers.
         if op.name in self._ordered and op.name != (due := next(self._due)):
             _refuse(i, f"op {op.name} must first run after {due}, as captured")
         self.computed.add(op.name)
-        # `remat.tangents` opens backward.
+        # `remat.tangents` begins backward.
         if op.phase != "forward" and not self._opening <= self.computed:
             _refuse(i, f"op {op.name} runs before tangents")
         if op.target == UPDATE:
@@ -166,19 +167,17 @@ class ScheduleReplay:
     def __init__(self, graph: TrainingGraph, schedule: Schedule, links: Links | None) -> None:
         self.graph, self.links = graph, links
         self.order, self.clocks = _Order(graph, schedule), _Clocks()
-        # Of the op of the last step: its workspace, and all that it took beside what was live
-        # before it.
+        # Of the last op: its workspace, and all that it took on top of what was live before.
         self.workspace_bytes = self.beside_bytes = 0
         self._of_updates = workspaces_of_updates(graph, schedule)
         self.home: dict[str, Tier] = {v.name: v.home for v in graph.values if v.home}
         self.resident = {v.name for v in graph.values if not (v.producer or v.home)}
-        # Resident values have no size here: `Resident.total_bytes` counts them once, from the
-        # start.
+        # Resident values are left out: `Resident.total_bytes` has counted them.
         self.size = {v.name: v.size_bytes for v in graph.values if v.name not in self.resident}
         self.live: dict[Tier, dict[str, None]] = {"device": {}, "host": {}, "nvme": {}}
         self.bytes: dict[Tier, int] = {"device": graph.resident.total_bytes, "host": 0, "nvme": 0}
         self.peak_bytes = dict(self.bytes)
-        for name, tier in self.home.items():  # they are in their tier before the first step
+        for name, tier in self.home.items():  # they are there when the step begins
             self._add(0, tier, name)
         # The caller holds outputs of forward until the step ends. New values of buffers are outputs
         # of forward alone: AOTAutograd copies them into the buffers as forward ends.
@@ -195,7 +194,7 @@ class ScheduleReplay:
             self._drop(i, step.at, step.value)
         else:
             self._copy(i, step)
-        # While an op runs, an output that was live already is there twice.
+        # An output that was live already exists twice while the op runs.
         running = max(before + self.beside_bytes, self.bytes["device"])
         self.peak_bytes["device"] = max(self.peak_bytes["device"], running)
         return running
@@ -223,7 +222,7 @@ class ScheduleReplay:
             self.beside_bytes = self.workspace_bytes + sum(self.size[v] for v in op.outputs)
         room_us = max((self._add(i, at, value) for value in fresh), default=0.0)
         self.clocks.compute(i, at, op, fresh, room_us)
-        # Copies of a value that was rewritten are old.
+        # Copies of a rewritten value are stale.
         for value in op.updates:
             for tier in TIERS:
                 if tier != at and value in self.live[tier]:
@@ -264,7 +263,7 @@ class ScheduleReplay:
         self.live[tier][name] = None
         self.bytes[tier] += self.size[name]
         self.peak_bytes[tier] = max(self.peak_bytes[tier], self.bytes[tier])
-        # The device has no limit here: solvers judge the peak against their budget.
+        # The device has no limit here: solvers compare the peak with their budget.
         if tier == "device" or self.links is None:
             return 0.0
         spare = self.links.room_bytes(tier) - self.bytes[tier]

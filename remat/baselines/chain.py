@@ -118,7 +118,7 @@ class _Model:
 
     def stages(self) -> tuple[ChainStage, ...]:
         places, starts = self.split
-        # The last stage ends with forward; nothing enters the first one or comes out of the last.
+        # Nothing enters the first stage, and nothing leaves the last one.
         ends = [*(place.end + 1 for place in places), self.problem.n_forward]
         entries = [-1, *(place.entry for place in places), -1]
         stops = [self.problem.n_ops, *starts]
@@ -150,11 +150,10 @@ class _Model:
         both = list(dict.fromkeys((*saved, *result)))
         first, size_bytes = tuple(forward), problem.size_bytes
         entry_bytes = size_bytes[ports[0]] if ports[0] >= 0 else 0
-        # The backward of the stage before may read the entry too: then it stays beyond this one.
+        # If the backward of the stage before reads the entry too, it outlives this stage.
         is_lasting = any(ports[0] in problem.inputs[op] for op in before)
         last_entry = problem.n_ops if is_lasting else last_read.get(ports[0], -1)
-        # The entry counts elsewhere, to the end of the stage: once it is read no more, it comes
-        # off.
+        # The entry is counted elsewhere, up to the end of the stage: subtract it once it is dead.
         peak_bytes = (
             running_bytes[op]
             + sum(size_bytes[v] for v in saved if last_read[v] >= op)
@@ -182,7 +181,7 @@ class _Model:
             if not missing.isdisjoint(self.problem.outputs[op]):
                 found.append(op)
                 reads = self.problem.inputs[op]
-                # Kept values are there already.
+                # Kept values need not be made again.
                 missing.update(v for v in reads if not self.kept[v])
         return tuple(reversed(found))
 
@@ -193,7 +192,7 @@ class _Model:
         live, now, peak_bytes = set[int](), 0, 0
         for op in ops:
             made = [v for v in problem.outputs[op] if not kept[v]]
-            # `base_bytes` has kept values; a second run makes second copies of them.
+            # Kept values are in `base_bytes`, but a second run makes second copies of them.
             here = made if is_first else problem.outputs[op]
             running = sum(problem.size_bytes[v] for v in here) + problem.workspace_bytes[op]
             peak_bytes = max(peak_bytes, now + running)
@@ -218,7 +217,7 @@ def _backward_bytes(problem: Problem) -> tuple[list[int], list[int]]:
             change[last[v] + 1] -= problem.size_bytes[v]
     live = list(accumulate(change))
     made_bytes = (*problem.output_bytes, 0)
-    # Right before an op, so without what it makes.
+    # Right before each op, so without its outputs.
     waiting = [live[op] - made_bytes[op] for op in range(problem.n_ops + 1)]
     waiting[: problem.n_forward] = [0] * problem.n_forward
     running = [live[op] + problem.workspace_bytes[op] for op in range(problem.n_ops)]
@@ -244,7 +243,7 @@ def ops_of_actions(chain: Chain, actions: Sequence[ChainAction]) -> list[tuple[i
             runs.append(())
         elif kind == "backward":
             runs.append(chain.stages[i].backward)
-        # First runs are whole stages, whatever they keep; later ones make what is asked for alone.
+        # First runs are whole stages; later ones only make what is asked for.
         elif i == reached:
             runs.append(chain.stages[i].first_save.ops)
             reached += 1
@@ -256,7 +255,8 @@ def ops_of_actions(chain: Chain, actions: Sequence[ChainAction]) -> list[tuple[i
 def _run_again(stage: ChainStage, kind: _Kind, is_leaf: bool) -> tuple[int, ...]:
     if kind == "forward":
         return stage.again_drop.ops
-    return (stage.again_leaf if is_leaf else stage.again_save).ops  # its result is not read again
+    # The backward of a leaf follows at once, so its result need not be made.
+    return (stage.again_leaf if is_leaf else stage.again_save).ops
 
 
 _NEIGHBOURS = 3
@@ -299,13 +299,13 @@ class ChainSearch:
         found = simulate(search.graph, made)
         if not search.offer_evaluated(made, found, or_least=True):
             return False
-        # `fill_best` begins from these.
+        # `fill_best` starts from these.
         self.found[sequence] = found.time_us
         return True
 
     def try_rising(self, actions_of: Callable[[int], Sequence[ChainAction]], count: int) -> None:
         """Find the greatest choice below `count` that fits; it takes most memory and least time."""
-        # Few schedules are all judged: peaks need not rise from choice to choice.
+        # If there are few, try all: the peak need not rise from one to the next.
         if count * self.search.problem.n_ops <= _FEW:
             self._try_each(actions_of, range(count))
             return

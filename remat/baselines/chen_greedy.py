@@ -69,17 +69,17 @@ class ChenGreedy:
         tried: set[tuple[int, ...]] = set()
         for size_bytes in _segment_sizes(problem, self.sizes):
             ends = _greedy_ends(problem, places, size_bytes)
-            # Without a place no segment can end.
+            # No segment can end if there is no place.
             if not places or search.out_of_time():
                 return
-            # Many b end the same segments.
+            # Many sizes give the same segments.
             if ends not in tried:
                 tried.add(ends)
                 search.say(f"segments of {size_bytes} bytes")
                 search.offer_least(checkpointed_state(problem, ends))
 
     def _places(self, problem: Problem) -> list[int]:
-        everywhere = list(range(problem.n_forward - 1))  # after the last op forward ends anyway
+        everywhere = list(range(problem.n_forward - 1))  # forward ends after the last op anyway
         if self.points == "all":
             return everywhere
         found = [place.end for place in articulation_points(problem, kept_values(problem))]
@@ -93,7 +93,6 @@ def _segment_sizes(problem: Problem, count: int) -> list[int]:
     ratio = (most / least) ** (1 / count)
     sizes = [round(least * ratio**i) for i in range(count)]
     middle = math.log(most / least) / 2
-    # The middle ones come first.
     return sorted(dict.fromkeys(sizes), key=lambda size: abs(math.log(size / least) - middle))
 
 

@@ -79,7 +79,7 @@ class AddressSpace:
             yield start, self._sizes[start], self._owners[start]
 
     def place(self, block: int, size_bytes: int, fit: HoleFit = "best") -> bool:
-        # Blocks of no bytes have no address: they always fit.
+        # Blocks of 0 bytes have no address, so they always fit.
         if size_bytes == 0:
             return True
         hole = self._find(size_bytes, fit)
@@ -101,7 +101,7 @@ class AddressSpace:
         start = self.at.pop(block)
         i = bisect_left(self._starts, start)
         first, last = max(i - 1, 0), i + 2
-        # Holes are joined, so that the neighbours of a hole are blocks.
+        # Join free neighbours, so that between two holes there always is a block.
         merged = [s for s in self._starts[first:last] if s == start or self._owners[s] == HOLE]
         size_bytes = sum(self._sizes[s] for s in merged)
         for s in merged:
@@ -131,7 +131,7 @@ class AddressSpace:
 
     def _note_beside(self, start: int) -> None:
         i = bisect_left(self._starts, start)
-        # A change concerns the block, the holes beside it, and the blocks beyond these.
+        # A change affects the holes beside it and the blocks beyond these.
         for j in range(max(i - 2, 0), min(i + 3, len(self._starts))):
             owner = self._owners[self._starts[j]]
             if owner != HOLE:
@@ -158,8 +158,7 @@ def cheapest_window(
             continue
         held_bytes += size_bytes
         cost += costs[last]
-        # A longer run costs no less, as no cost is negative: for each last one the shortest is
-        # enough.
+        # Costs are not negative, so the shortest window that is large enough is the cheapest.
         while held_bytes - sizes_bytes[first] >= asked_bytes and first < last:
             held_bytes -= sizes_bytes[first]
             cost -= costs[first]
@@ -181,9 +180,9 @@ class DtePolicy(Policy):
 
     def scores(self, books: ValueStatistics, values: ValueIds) -> Scores:
         """In microseconds a MiB and microsecond."""
-        # The hole that the eviction would make: its own bytes and those free on both sides.
+        # The hole that the eviction would leave: its bytes and the free ones on both sides.
         hole_mib = (books.size_bytes[values] + self.arena.beside_bytes[values]) / MIB
-        # The paper's 10^-3 and 1.0001.
+        # The constants 10^-3 and 1.0001 are the paper's.
         idle_us = books.clock_us - books.used_us[values] + _OFFSET
         cost_us = self.with_neighbours_us(books, values) + _OFFSET
         return cost_us * _RERUN_FACTOR ** books.reruns[values] / (hole_mib * idle_us)
@@ -228,12 +227,12 @@ class CoopPolicy(Policy):
         return self.problem.cost_us[op] > self._mean_us * self.problem.output_bytes[op]
 
     def place(self, block: int, size_bytes: int, op: int) -> bool:
-        # First fit from both ends, so that windows hold values alike in cost.
+        # Fill from both ends, so that windows hold values of similar cost.
         return self.arena.place(block, size_bytes, "high" if self.is_costly(op) else "low")
 
     def victims(self, books: ValueStatistics, asked_bytes: int) -> Sequence[int]:
         values = np.flatnonzero(books.evictable)
-        # What may not be evicted is a barrier.
+        # A value that must not be evicted is a barrier.
         costs = np.full(books.evictable.size + 1, np.inf)
         costs[values] = self.scores(books, values)
         spans = list(self.arena.spans())

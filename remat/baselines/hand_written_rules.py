@@ -57,7 +57,7 @@ class Full:
 def _full_templates(problem: Problem) -> Iterator[Template]:
     blocks = module_blocks(problem.graph)
     if blocks.names:
-        # Each block is a region of its own, so that it runs again when backward reaches it.
+        # One region a block, so that each block reruns when backward reaches it.
         yield regions(problem, [block != NO_BLOCK for block in blocks.of_op], blocks.of_op)
 
 
@@ -91,7 +91,7 @@ def _selective_templates(problem: Problem) -> Iterator[Template]:
     core = attention_cores(problem)
     again = [part != NO_CORE for part in core]
     if any(again):
-        # Each attention is a region of its own.
+        # One region an attention, so that they rerun one at a time.
         yield regions(problem, again, core)
 
 
@@ -132,7 +132,7 @@ def _keep_attention_output_templates(problem: Problem) -> Iterator[Template]:
     ops = range(problem.n_forward)
     if any(blocks[op] != NO_BLOCK and core[op] != NO_CORE for op in ops):
         again = [blocks[op] != NO_BLOCK and core[op] == NO_CORE for op in ops]
-        # A block is one region, before its attention and after.
+        # One region a block, on both sides of its attention.
         yield regions(problem, again, blocks)
 
 
@@ -186,13 +186,13 @@ class NormsAndActivations:
 def _norms_and_activations_templates(problem: Problem) -> Iterator[Template]:
     again = _cheap_to_recompute(problem)
     if any(again):
-        # One region, so that nothing is kept of what these ops read of one another.
+        # One region, so that values passed between these ops are not kept.
         yield regions(problem, again, [0] * problem.n_forward)
 
 
 def _cheap_to_recompute(problem: Problem) -> list[bool]:
-    # An op runs again only if backward has its inputs anyway, or they are recomputed too. Else its
-    # input would be kept in place of its result.
+    # An op reruns only if its inputs are kept anyway or rerun too: else keeping the input would
+    # replace keeping the output.
     at_hand = unavoidable(problem)
     for v in read_in_backward(problem):
         at_hand[v] = 1
@@ -202,7 +202,7 @@ def _cheap_to_recompute(problem: Problem) -> list[bool]:
         reads = problem.inputs[op]
         sources = [problem.producer[v] for v in reads]
         is_named = kind in _NORMS or kind in _ACTIVATIONS or kind in DROPOUT_OPS
-        # Casts, copies and an epsilon added go with what they follow.
+        # Casts, copies and the addition of an epsilon rerun with the op before them.
         if kind in _FOLLOWING:
             is_named = len(sources) == 1 and again[sources[0]]
         there = all(at_hand[v] for v in reads)

@@ -69,10 +69,10 @@ class Layers:
         program, last = MixedProgram(), len(self.values) - 1
         lost = [self._again_us(layer) for layer in self.values]
         unit_us = max(lost, default=0.0) or 1.0
-        # What is kept or hosted is not made again: each share saves its part of the layer's time.
+        # Values kept or hosted save their share of the layer's recomputation.
         kept = [program.variable(-us / unit_us) for us in lost]
         hosted = [
-            # Backward begins with the last layer, so that its copies would have no time.
+            # Backward starts with the last layer, so its copies have no time.
             program.variable(-us / unit_us, upper=0.0 if i == last else 1.0)
             for i, us in enumerate(lost)
         ]
@@ -89,13 +89,13 @@ class Layers:
         """Values of each layer by rank: kept, then hosted, as far as the shares go."""
         saved = self.saved
         size_bytes, large = saved.problem.size_bytes, frozenset(saved.large)
-        # Outside of layers all is kept.
+        # Keep everything outside of the layers.
         kept = set(saved.values) - {v for layer in self.values for v in layer}
         hosted: set[int] = set()
         for layer, total_bytes, share in zip(self.values, self.size_bytes, shares, strict=True):
             keep_bytes, host_bytes = (part * total_bytes for part in share)
             for v in sorted(layer, key=lambda v: -saved.again_us[v] / max(size_bytes[v], 1)):
-                # What may not move, or must not run twice, stays.
+                # Values that cannot move, or must not be made again, stay.
                 must = v not in large or math.isinf(saved.again_us[v])
                 if must or size_bytes[v] <= keep_bytes:
                     kept.add(v)

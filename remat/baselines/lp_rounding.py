@@ -92,7 +92,7 @@ class LpRounding:
     def run(self, search: Search) -> None:
         search.offer_least(store_all_state(search.problem))
         if search.best is not None:
-            # What keeps all takes no longer than every op once: nothing is faster.
+            # Nothing is faster than running each op once.
             return
         n_ops = search.problem.n_ops
         if n_ops > self.most_ops:
@@ -110,15 +110,14 @@ class LpRounding:
                 self._round(search, point)
             if search.best_key < best_key:
                 search.message = f"rounded from the relaxed program at slack {slack:g}"
-            # At slack 0 the program is solved for its bound; the slack asked for is tried all the
-            # same.
+            # Slack 0 is solved only for its bound: go on with the slack that was asked for.
             if search.best is not None and slack:
                 return
         if search.best is None and not search.cut_short:
             search.message = "no rounding of the relaxed program fits, at any slack tried"
 
     def _slacks(self) -> list[float]:
-        # The full budget is solved first if its LP is a bound, so that a proof can end the search.
+        # The LP of the full budget comes first if it is a bound: its proof may end the search.
         first = [0.0] if self.passes >= EXACT_PASSES else []
         asked = [min(self.slack * step, 0.9) for step in _SLACK_STEPS]
         return list(dict.fromkeys((*first, *asked)))
@@ -141,14 +140,13 @@ class LpRounding:
     def _claim(
         self, search: Search, made: StagedProgram, answer: MipSolution, slack: float
     ) -> None:
-        # A tightened budget proves nothing about the whole one, nor do fewer sweeps about any
-        # schedule.
+        # Neither a tightened budget nor fewer sweeps bound all schedules.
         if slack or self.passes < EXACT_PASSES or not answer.finished:
             return
         if answer.proved_infeasible:
             search.proved_infeasible = True
             return
-        # The program counts what is beyond every op once.
+        # The objective counts only time beyond each op once.
         extra_us = max(answer.bound, 0.0) * made.cost_unit_us
         search.raise_bound(search.graph.time_us + extra_us * (1 - _BOUND_SLACK))
 
@@ -185,10 +183,10 @@ def rounded_state(problem: Problem, point: _Relaxed, is_carried: Callable[[float
     bits = [bytearray(problem.n_values) for _ in range(problem.n_ops + 2)]
     for stage, parts in enumerate(point):
         for v, part in parts.items():
-            # What must not run twice, and what the caller holds, is carried whatever the LP says.
+            # Pinned values, and those that the caller holds, are carried whatever the LP says.
             bits[stage][v] = is_carried(part) or _must_stay(problem, stage, v)
     recomputed: list[list[int]] = [[] for _ in bits[:-1]]
-    # From the last stage back, as what is carried into t depends on what t + 1 is found to need.
+    # From the last stage back: what stage t must carry depends on what t + 1 needs.
     for t in reversed(range(problem.n_ops + 1)):
         recomputed[t] = recomputed_in(problem, bits[t], _carried_on_anew(problem, bits, t), t)
         _drop_unread(problem, bits, recomputed[t], t)

@@ -60,7 +60,7 @@ class Saved:
     @cached_property
     def large(self) -> list[int]:
         moves, size_bytes = movable(self.problem), self.problem.size_bytes
-        # Copies of smaller values would be all latency.
+        # Copies of small values are all latency.
         return [v for v in self.values if moves[v] and size_bytes[v] >= self.least_bytes]
 
     @cached_property
@@ -115,7 +115,7 @@ class Saved:
             if problem.no_recompute[op]:
                 return float("inf")
             took_us += problem.cost_us[op]
-            # Saved ones are at hand.
+            # Other saved values are available.
             for below in (problem.producer[u] for u in problem.inputs[op] if u not in saved):
                 if below not in seen:
                     seen.add(below)
@@ -130,13 +130,13 @@ class Saved:
         """What `choice` comes to; None where a pin forbids to make a value again."""
         problem = self.problem
         hosted = frozenset(problem.producer[v] for v in choice.hosted)
-        # A fetch is a recomputation without inputs here, so that one state has both.
+        # A fetch is modelled as a recomputation without inputs.
         mine = with_fetches(problem, hosted, self.links)
         kept = unavoidable(problem)
         for v in (*self.values, *problem.forward_outputs):
             kept[v] = 1
         for v in (*choice.hosted, *choice.again):
-            # What must not run twice stays, unless it is fetched.
+            # Pinned values stay unless they are fetched.
             kept[v] = problem.no_recompute[problem.producer[v]] and v not in choice.hosted
         try:
             state = State.from_recomputed(mine, _just_in_time(mine, kept))
@@ -149,8 +149,7 @@ class Saved:
 def _carry(state: State, hosted: frozenset[int], kept: bytearray) -> None:
     for stage in range(state.problem.n_forward, state.problem.n_ops + 1):
         for op in [op for op in state.stages[stage].recomputed if op in hosted]:
-            # A run makes all results anew: what is kept stays where another result of its op
-            # arrives.
+            # A run makes all outputs of its op, also when only another one is fetched.
             for v, before in carriable(state, op, stage):
                 if kept[v]:
                     apply(state, GapMove(v, before, stage, 1))
@@ -160,7 +159,7 @@ def _just_in_time(problem: Problem, kept: bytearray) -> list[list[int]]:
     available = bytearray(b"\1" * problem.n_values)
     stages: list[list[int]] = []
     for t in range(problem.n_ops + 1):
-        # When backward begins, forward has left what is kept alone.
+        # At the start of backward only the kept values are left.
         if t == problem.n_forward:
             available = bytearray(kept)
         stages.append(recomputed_in(problem, available, (), t))
@@ -224,7 +223,7 @@ def _solve_choices(
     links = _links_of(graph, name)
     search = Search.of(solver, name, graph, budget_bytes)
     with search.until_interrupted():
-        # Nothing leaves the device where the step fits as it is.
+        # If the step fits as it is, nothing leaves the device.
         if not search.offer_sequence(range(search.problem.n_ops), or_least=True):
             _try_choices(search, Saved(search.problem, links, solver.least_bytes), choices)
     return search.result()
@@ -236,7 +235,7 @@ def _try_choices(search: Search, saved: Saved, choices: _Choices) -> None:
     seen: set[CopyChoice] = set()
     for choice in choices(saved):
         search.message = ""
-        # Neighbouring settings may come to the same choice.
+        # Neighbouring settings may give the same choice.
         base = None if choice in seen else saved.base(choice)
         seen.add(choice)
         if base is not None and not _take(search, saved.links, base, search.budget_bytes):
@@ -244,14 +243,14 @@ def _try_choices(search: Search, saved: Saved, choices: _Choices) -> None:
         search.say("the next setting of the policy")
         if search.out_of_time():
             return
-    # Where nothing fits, the least budget is named.
+    # If nothing fits, report the least budget that does.
     if search.best is None:
         _take_least(search, saved.links, over)
 
 
 def _take_least(search: Search, links: Links, over: list[UntimedSchedule]) -> None:
     for base in sorted(over, key=lambda one: one.peak_bytes):
-        # A copy needs no room beside its base, so the peak of a base is a budget that it fits.
+        # Copies need no room beyond their base, so the base's peak is a budget that it fits.
         if base.peak_bytes >= search.lowest_bytes or _take(search, links, base, base.peak_bytes):
             return
         search.message = _NO_ROOM
@@ -334,7 +333,7 @@ class Delta(SteppedPolicy):
     def choices(self, saved: Saved) -> Iterator[CopyChoice]:
         size_bytes = saved.problem.size_bytes
         ranked = sorted(saved.large, key=lambda v: cost_per_byte(saved, v))
-        # To release nothing is the unmodified step, which has been tried.
+        # Releasing nothing is the unmodified step, which has been tried.
         for i in range(1, self.steps if ranked else 0):
             short_bytes = saved.total_bytes * i // (self.steps - 1)
             released: list[int] = []
@@ -349,11 +348,11 @@ class Delta(SteppedPolicy):
 
 def cost_per_byte(saved: Saved, v: int) -> tuple[float, float]:
     size_bytes, again_us = saved.problem.size_bytes[v], saved.again_us[v]
-    # Copies are hidden while nobody reads the value.
+    # Copies are hidden while nothing reads the value.
     unread_us = saved.begin_us[saved.first_read[v]] - saved.begin_us[saved.last_read[v] + 1]
     copies_us = saved.links.d2h.us(size_bytes) + saved.links.h2d.us(size_bytes)
     exposed_us = max(0.0, copies_us - float(unread_us))
-    # The second entry decides between equals.
+    # The second entry breaks ties.
     return min(again_us, exposed_us) / size_bytes, again_us / size_bytes
 
 
@@ -361,7 +360,7 @@ def hidden_copies(saved: Saved, released: Sequence[int]) -> frozenset[int]:
     """Those of `released` to host: copies that hide, and what no op may make again."""
     links, size_bytes = saved.links, saved.problem.size_bytes
     free_us, hosted = 0.0, list[int]()
-    # Copies leave in the order in which values are made, and come back in that of their reads.
+    # Copies leave in the order in which values are made, and return in the order of their reads.
     for v in sorted(released, key=lambda v: saved.problem.producer[v]):
         made_us = float(saved.begin_us[saved.problem.producer[v] + 1])
         out_us = max(free_us, made_us) + links.d2h.us(size_bytes[v])
@@ -370,7 +369,7 @@ def hidden_copies(saved: Saved, released: Sequence[int]) -> frozenset[int]:
         back_us = sum(links.h2d.us(size_bytes[u]) for u in (*sooner, v))
         hides = out_us <= saved.forward_us
         hides = hides and back_us <= saved.begin_us[first] - saved.forward_us
-        # What may not be made again has no other way.
+        # Values that cannot be made again must be hosted.
         if hides or math.isinf(saved.again_us[v]):
             free_us = out_us
             hosted.append(v)
@@ -413,7 +412,7 @@ class Fraction(SteppedPolicy):
         layers = list(saved.in_layers(v for v in kept if v in large).values())
         for i in range(self.steps if saved.large else 0):
             part = i / (self.steps - 1)
-            # Of the last layer nothing is sent: backward begins with it.
+            # Nothing of the last layer is sent: backward starts with it.
             hosted = [v for layer in layers[:-1] for v in largest_of(saved, layer, part)]
             yield saved.released(hosted, kept)
 

@@ -43,7 +43,7 @@ _FORWARD_END, _STEP_END = -1, -2
 
 
 def event_of(stage: int, op: int) -> int:
-    # Before stage t there are 1, 2, ... t events.
+    # Stage t has t + 1 events, so t (t + 1) / 2 come before it.
     return stage * (stage + 1) // 2 + op
 
 
@@ -71,7 +71,7 @@ def stages_of_runs(problem: Problem, sequence: Sequence[int]) -> Stages:
     """Where each op runs in `sequence`, whose first runs are in captured order."""
     stages: Stages = [[op] for op in range(problem.n_ops)]
     for stage, again in enumerate(recomputed_by_stage(problem, sequence)):
-        for op in dict.fromkeys(again):  # once in a stage
+        for op in dict.fromkeys(again):  # at most once in a stage
             stages[op].append(stage)
     return stages
 
@@ -99,7 +99,7 @@ def _shown_by(problem: Problem, stages: Stages) -> _Shown:
         for v in problem.inputs[op]:
             use(op, i, v, event)
         latest[op] = i
-        # From the end of forward on the caller holds its outputs, and later uses read these copies.
+        # From the end of forward on, the caller holds its outputs: later uses read these copies.
         if op == problem.n_forward - 1 and i == 0:
             for v in problem.forward_outputs:
                 use(_FORWARD_END, 0, v, event)
@@ -206,7 +206,7 @@ class RetentionModel:
                 model.add_hint(active, i < len(times))
                 model.add_hint(start, event_of(times[i], op) if i < len(times) else events[-1])
                 model.add(start == events[-1]).only_enforce_if(~active)
-                # In order, as any other order of the same runs is the same schedule.
+                # Order the runs: a permutation of them is the same schedule.
                 if i > 1:
                     model.add_implication(active, self.active[op][i - 1])
                     model.add(self.start[op][i - 1] < start).only_enforce_if(active)
@@ -215,7 +215,7 @@ class RetentionModel:
                 self._occupy(op, i)
 
     def _occupy(self, op: int, i: int) -> None:
-        # While an op runs, its outputs and workspace take memory.
+        # Outputs and workspace take memory while the op runs.
         own_bytes = self.problem.output_bytes[op] + self.problem.workspace_bytes[op]
         if own_bytes:
             start, active = self.start[op][i], self.active[op][i]
@@ -237,11 +237,11 @@ class RetentionModel:
             model.add(end == start + size)
             if i:
                 model.add(size == 0).only_enforce_if(~active)
-                # What nobody holds is gone before it is made anew.
+                # A value that nobody holds is dropped before it is made again.
                 if v not in self.problem.held:
                     model.add(ends[-1] < start).only_enforce_if(active)
             if self.problem.size_bytes[v]:
-                # From the next event on: at its own one, `_occupy` has the outputs.
+                # Starts one event later, since `_occupy` counts the outputs at the event itself.
                 kept = model.new_optional_interval_var(start + 1, size, end + 1, active, "")
                 self.intervals.append(kept)
                 self.demands.append(self.problem.size_bytes[v])
@@ -263,7 +263,7 @@ class RetentionModel:
             until = self.end_event if v in problem.held else forward_end
             self._use(v, forward_end, until, True, shown.used.get((_FORWARD_END, 0, v)))
         for v in problem.needs[problem.n_ops]:
-            # What is held was written above, up to the end of the step.
+            # Held values have been required above, up to the end of the step.
             if v not in problem.held:
                 self._use(
                     v, self.end_event, self.end_event, True, shown.used.get((_STEP_END, 0, v))
@@ -272,11 +272,11 @@ class RetentionModel:
     def _use(self, v: int, at: Any, until: Any, active: Any, hinted: int | None) -> None:
         """Some run of the producer of `v`, before event `at`, is retained up to `until`."""
         model, op = self.model, self.problem.producer[v]
-        if len(self.start[op]) == 1:  # nothing to choose
+        if len(self.start[op]) == 1:  # no choice
             model.add(self.end[v][0] >= until).only_enforce_if(active)
             return
         chosen = [model.new_bool_var("") for _ in self.start[op]]
-        model.add(sum(chosen) == active)  # one run is read
+        model.add(sum(chosen) == active)  # each use reads exactly one run
         for j, choice in enumerate(chosen):
             model.add_hint(choice, j == hinted)
             model.add(self.end[v][j] >= until).only_enforce_if(choice)
@@ -286,7 +286,7 @@ class RetentionModel:
 
     def _memory(self) -> None:
         unit = math.gcd(*self.demands) or 1
-        # Demands are multiples of the unit, so that nothing is lost.
+        # All demands are multiples of the unit, so nothing is lost.
         demands = [demand // unit for demand in self.demands]
         self.model.add_cumulative(self.intervals, demands, self.room_bytes // unit)
 
@@ -296,10 +296,10 @@ class RetentionModel:
         extra = self.api.LinearExpr.weighted_sum(
             [active for active, _ in again], [cost for _, cost in again]
         )
-        # Each rounded cost may be off by one unit: the bound gives way by as much.
+        # Each rounded cost may be off by one unit, so the bound is lowered by as much.
         rounding = 0 if unit_us == 1.0 else len(again)
         self.model.add(extra >= max(math.floor(self.least_us / unit_us) - rounding, 0))
-        # No more than the hint takes, if that fits.
+        # If the hint fits, look for nothing slower.
         if self.is_feasible:
             spent = sum(costs[op] * (len(times) - 1) for op, times in enumerate(self.hint))
             self.model.add(extra <= spent)
@@ -321,8 +321,8 @@ class RetentionModel:
         solver.parameters.num_workers = effort.workers
         solver.parameters.random_seed = effort.seed
         solver.parameters.linearization_level = 2
-        # One worker takes turns at all of CP-SAT's strategies: on FCN8 that is 4 to 6 times as
-        # fast as the first strategy alone.
+        # A single worker takes turns at all of CP-SAT's strategies: 4 to 6 times as fast on FCN8 as
+        # the first strategy alone.
         solver.parameters.interleave_search = effort.workers == 1
         # On 200 ops probing costs more seconds than it saves.
         solver.parameters.cp_model_probing_level = 0
@@ -401,7 +401,7 @@ class Retention:
                 self._improve(search, computations)
 
     def _begin(self, search: Search) -> None:
-        # A graph that is too large is left to `cut`, with all of the time.
+        # On graphs that are too large, `cut` gets all of the time.
         part = CUT_FIRST if search.problem.n_ops <= self.most_ops else Seconds()
         with search.clock.limited_to(part.of(search.clock.time_limit_s)):
             Cut(gap=0.0).run(search)
@@ -422,7 +422,7 @@ class Retention:
             outcome = model.solve(
                 RetentionEffort(max(search.left_s, 0.01), self.workers, self.seed)
             )
-        # An interrupt too leaves what was found until then.
+        # Keep what was found, also after Ctrl-C.
         finally:
             if model.best is not None:
                 search.offer_sequence(sequence_of_stages(search.problem, model.best))
@@ -431,8 +431,8 @@ class Retention:
     def _note(self, search: Search, computations: int, outcome: RetentionOutcome) -> None:
         search.cut_short = not outcome.finished
         if not outcome.finished or search.gap <= _CLOSED:
-            # Where the program was not finished it proves nothing; where the gap is closed, more is
-            # proved.
+            # A program that was cut short proves nothing; with a closed gap, the bound of `cut`
+            # says more.
             return
         proved = "optimal" if search.best is not None else "no schedule was found"
         if search.best is not None and outcome.stages is None:
@@ -447,7 +447,7 @@ class Retention:
 
 def start_of(search: Search) -> Stages:
     problem = search.problem
-    # Else the one of the least peak, though it is over the budget, or every op once.
+    # Fall back to the least peak known, even above the budget, then to each op once.
     known = search.best or search.lowest
     made: Schedule = known or store_all_state(problem).schedule()
     return stages_of_runs(problem, ops_of(problem, made))

@@ -64,11 +64,11 @@ def _check_slots(stages: int, slots: int, least_slots: int) -> None:
 def _right_start(stages: int, slots: int) -> int:
     """How many stages to advance before the next state is stored."""
     times = _repetitions(stages, slots)
-    # The left part must do with one repetition less and the same slots, the right part with the
-    # same repetitions and one slot less.
+    # The left part has one repetition less and all slots; the right part has all repetitions and
+    # one slot less.
     left_most = comb(slots + times - 1, slots)
     right_least = comb(slots + times - 2, slots - 1)
-    return max(1, min(left_most, stages - right_least))  # any such split is optimal
+    return max(1, min(left_most, stages - right_least))  # every such split is optimal
 
 
 def binomial_actions(stages: int, slots: int) -> list[ChainAction]:
@@ -79,7 +79,7 @@ def binomial_actions(stages: int, slots: int) -> list[ChainAction]:
     while waiting:
         start, count, free = waiting.pop()
         if count == 1:
-            # The last stage that is left of its part: what backward reads of it is used at once.
+            # A single stage: save what its backward reads, and run that at once.
             found += [ChainAction("save", start), ChainAction("backward", start)]
             if start in stored:
                 stored.discard(start)
@@ -87,11 +87,11 @@ def binomial_actions(stages: int, slots: int) -> list[ChainAction]:
             continue
         ahead = _right_start(count, free)
         found += [ChainAction("forward", start + i) for i in range(ahead)]
-        # A part of one stage is saved and used right away: its state need not wait in a slot.
+        # A part of one stage is saved and used at once, so its state needs no slot.
         if count - ahead > 1:
             stored.add(start + ahead)
             found.append(ChainAction("store", start + ahead))
-        # The part on the right is popped first, as backward comes from there.
+        # A stack: the right part is popped first, since backward starts there.
         waiting += [(start, ahead, free), (start + ahead, count - ahead, free - 1)]
     return found
 
@@ -113,21 +113,20 @@ def mixed_table(stages: int, slots: int) -> tuple[_Counts, _Counts]:
             k = int(totals.argmin())
             if totals[k] < steps[held, n]:
                 steps[held, n], choice[held, n] = totals[k], k + 1
-    # Sums of what cannot be done are cut back.
+    # Impossible counts may have been added up.
     return np.minimum(steps, _NEVER), choice
 
 
 def mixed_actions(stages: int, slots: int) -> list[ChainAction]:
     """The fewest forward runs where a slot holds a state, or what backward reads."""
     _check_slots(stages, slots, least_slots=1 if stages > 1 else 0)
-    slots = min(slots, stages)  # more are of no use
+    slots = min(slots, stages)  # more slots are of no use
     choice = mixed_table(stages, slots)[1]
     found: list[ChainAction] = []
     waiting = [(0, stages, slots)]
     while waiting:
         start, count, free = waiting.pop()
-        # What is left to do with the stage once those after it are done: -1 its backward, -2 its
-        # slot.
+        # Left to do after the stages behind it: -1 is its backward, -2 empties its slot.
         if count < 0:
             found.append(ChainAction("backward" if count == -1 else "discard", start))
         elif (ahead := int(choice[free, count])) == 0:
@@ -155,7 +154,7 @@ class _Stored(NamedTuple):
 
 
 def stored_states(actions: Sequence[ChainAction]) -> list[_Stored]:
-    # Slots are a stack: the last one taken is the first one left. Saved stages take slots too.
+    # Slots are a stack: the last one filled is the first one emptied. Saved stages take slots too.
     slots: list[int | None] = []
     found: list[_Stored] = []
     reached = 0
@@ -169,12 +168,12 @@ def stored_states(actions: Sequence[ChainAction]) -> list[_Stored]:
             slots.pop()
             reached = stage
         elif kind == "backward":
-            # What was saved right before its backward has no slot.
+            # A stage saved right before its backward took no slot.
             if slots and slots[-1] is None and reached != stage + 1:
                 slots.pop()
         else:
             for index in slots:
-                # Forward that does not go on from where it was reads the state.
+                # Forward restarts from this state, unless it just went on from the stage before.
                 if index is not None and stage == found[index].stage != reached:
                     found[index] = found[index]._replace(reads=found[index].reads + 1)
             reached = stage + 1
@@ -188,7 +187,7 @@ def least_read(states: Sequence[_Stored], count: int) -> list[_Stored]:
     accesses: dict[int, int] = {}
     for state in states:
         accesses[state.slot] = accesses.get(state.slot, 0) + 1 + state.reads
-    # What enters the first stage is resident.
+    # The state before the first stage is resident.
     accesses.pop(0, None)
     chosen = sorted(accesses, key=lambda slot: (accesses[slot], slot))[:count]
     return [state for state in states if state.slot in chosen]
@@ -202,11 +201,10 @@ def _with_disk(
     making: dict[str, list[int]] = {}
     for state in chosen:
         entry = chain.stages[state.stage].entry
-        # Nothing that ops make enters the first stage.
+        # No op makes what enters the first stage.
         if entry >= 0:
             op = problem.producer[entry]
-            # A state may be made several times: only after some of these does it wait in a slot of
-            # the host.
+            # A state may be made several times, and waits on the host only after some of them.
             times = sum(op in run for run in runs[: state.position])
             making.setdefault(problem.names[entry], []).append(times)
     before: dict[int, list[Step]] = {}
@@ -227,7 +225,7 @@ def _waits(
     graph = problem.graph
     producer, times, last_use, worked = graph.value_by_name[name].producer, 0, -1, False
     found: list[tuple[int, int]] = []
-    # After which of its makings, counted from 1; after others the value stays.
+    # The makings after which it waits on the host, counted from 1.
     wanted = set(making)
     for position, step in enumerate(steps):
         if isinstance(step, Free):
@@ -295,7 +293,7 @@ class Revolve:
         tries = ChainSearch(search, chain, change if self.disk_slots else None)
         search.say(f"chain of {length} stages")
         if self.slots:
-            tries.fits(self._actions(length, min(self.slots, length)))  # more are of no use
+            tries.fits(self._actions(length, min(self.slots, length)))  # more slots are of no use
         else:
             tries.try_rising(lambda choice: self._actions(length, choice + 1), length)
         if not self.disk_slots:

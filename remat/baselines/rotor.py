@@ -107,12 +107,12 @@ class RotorChain:
                 strict=True,
             )
         )
-        # Each stage saves all that its backward reads: nothing runs again.
+        # Every stage saves all that its backward reads, so nothing reruns.
         return sum(self.saved_bytes) + highest
 
     def grain_bytes(self) -> int:
         runs = (self.first, self.again)
-        # If all sizes are whole slots, rounding them up loses nothing.
+        # Rounding loses nothing if all sizes are multiples of a slot.
         peaks = (r.drop_peak_bytes + r.save_peak_bytes + r.leaf_peak_bytes for r in runs)
         own = self.entry_bytes + self.saved_bytes + self.pending_bytes + self.backward_peak_bytes
         return max(math.gcd(*own, *(size for peak in peaks for size in peak)), 1)
@@ -139,8 +139,7 @@ class _RotorTable:
         waiting = [(0, len(self.model.entry_bytes) - 1, slots)]
         while waiting:
             i, j, left = waiting.pop()
-            # An entry with j < i stands for the backward of stage i, once the stages after it are
-            # done.
+            # j < i marks the backward of stage i, which follows the stages after it.
             if j < i:
                 found.append(ChainAction("backward", i))
             elif (k := int(self.choice[i, j, left])) == 0:
@@ -151,7 +150,7 @@ class _RotorTable:
                     waiting.append((i + 1, j, rest))
             else:
                 found += [ChainAction("forward", stage) for stage in range(i, k)]
-                # The part on the right is popped first, as backward comes from there.
+                # A stack: the right part is popped first, since backward starts there.
                 waiting.append((i, k - 1, left))
                 waiting.append((k, j, left - self._slots(self.model.entry_bytes[k])))
         return found
@@ -166,7 +165,7 @@ def solve_rotor(
     """The table of all sub-chains for 0..`slots` slots, `limit_bytes` in all; None if `stopped`."""
     slot_bytes = max(-(-limit_bytes // slots), 1)
     grain_bytes = model.grain_bytes()
-    # Sizes that are multiples of a larger unit are exact in it, and need fewer slots.
+    # All sizes are multiples of the larger unit: it is exact, and needs fewer slots.
     if grain_bytes > slot_bytes:
         slot_bytes = grain_bytes
     count, length = max(limit_bytes, 0) // slot_bytes, len(model.entry_bytes)
@@ -186,7 +185,7 @@ def solve_rotor(
 class _Column:
     def __init__(self, table: _RotorTable, j: int) -> None:
         self.table, self.model, self.j = table, table.model, j
-        # Forward passes a stage for the first time only in sub-chains that end with the last one.
+        # Only sub-chains that end with the last stage contain first runs.
         self.runs = table.model.first if j == table.time_us.shape[0] - 1 else table.model.again
         self.slots: _Slots = np.arange(table.time_us.shape[2], dtype=np.int64)
         self.stored = np.full((j + 1, self.slots.size), np.inf)
@@ -211,7 +210,7 @@ class _Column:
         is_leaf = i == j
         run_us = runs.leaf_us[i] if is_leaf else runs.save_us[i]
         rise_bytes = runs.leaf_peak_bytes[i] if is_leaf else runs.save_peak_bytes[i]
-        # Forward of i runs beside the backward values that wait for stage j.
+        # Forward of i runs while backward values wait for stage j.
         need_bytes = max(model.pending_bytes[j] + rise_bytes, model.backward_peak_bytes[i])
         own = np.where(self.slots >= self._count(need_bytes), 0.0, np.inf)
         own += run_us + model.backward_us[i]
@@ -223,7 +222,7 @@ class _Column:
         """Rows k = i + 1..j: time if stages i..k - 1 drop and the value that enters k is stored."""
         model, j = self.model, self.j
         peaks = np.array(self.runs.drop_peak_bytes[i:j], np.int64)
-        # A later stage runs beside the value that enters it; that of stage i is stored elsewhere.
+        # A later stage runs beside its entry; the entry of stage i is stored elsewhere.
         peaks[1:] += np.array(model.entry_bytes[i + 1 : j], np.int64)
         need_bytes = np.maximum.accumulate(peaks) + model.pending_bytes[j]
         need = -(-need_bytes // self.table.slot_bytes)
@@ -235,7 +234,7 @@ class _Column:
 
     def _delayed(self, row: Floats, size_bytes: int) -> Floats:
         moved = np.full_like(row, np.inf)
-        # Less memory is the same row, moved up by as many slots.
+        # With less memory, the row shifts by as many slots.
         count = self._count(size_bytes)
         if count < row.size:
             moved[count:] = row[: row.size - count]
@@ -288,11 +287,11 @@ class Rotor:
         tries = ChainSearch(search, chain)
         model = RotorChain.of(chain)
         enough_bytes = model.enough_bytes()
-        # The model counts more than is live: what it puts above the budget may fit.
+        # The model overestimates memory: a schedule that it puts above the budget may fit.
         room_bytes = int((search.budget_bytes - chain.base_bytes) * _BEYOND)
         if room_bytes > 0:
             self._try_table(tries, model, min(room_bytes, enough_bytes))
-        # The least peak is told where nothing fits.
+        # If nothing fits, report the least peak.
         if search.best is None and not search.out_of_time():
             search.say("looking for the least peak")
             self._try_least(tries, model, enough_bytes)
@@ -312,7 +311,7 @@ class Rotor:
             for slots in _breakpoints(table)[:_LEAST_TRIES]:
                 tries.fits(table.actions(slots))
             for slots in range(1, _LEAST_TRIES + 1):
-                # Uniform chains with few states may need less than the model says.
+                # Uniform schedules with few states may need less than the model says.
                 tries.fits(binomial_actions(len(model.entry_bytes), slots))
 
 

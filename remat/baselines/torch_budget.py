@@ -71,7 +71,7 @@ class KnapsackTable:
     ) -> None:
         capacity = round(max_memory * _SCALE)
         self.weight = [round(size * _SCALE) for size in memory]
-        # In single precision, as torch has it.
+        # Single precision, as in torch.
         self.runtime = [float(np.float32(time)) for time in runtime]
         self.taken: list[npt.NDArray[np.bool_]] = []
         best = np.zeros(capacity + 1, np.float32)
@@ -79,7 +79,7 @@ class KnapsackTable:
             with_item = np.zeros_like(best)
             if weight <= capacity:
                 with_item[weight:] = best[: capacity + 1 - weight] + np.float32(time)
-            # More, and not as much: of equal choices that of earlier items is taken.
+            # Strictly more: on ties, earlier items win, as in torch.
             self.taken.append(with_item > best)
             best = np.maximum(best, with_item)
 
@@ -87,7 +87,7 @@ class KnapsackTable:
         left = round(max_memory * _SCALE)
         saved: list[int] = []
         other: list[int] = []
-        # The last item knows what is best of all those before.
+        # From the last item back, as row i knows the best of the items before it.
         for item in reversed(range(len(self.weight))):
             if self.taken[item][left]:
                 saved.append(item)
@@ -101,7 +101,7 @@ class KnapsackTable:
 def greedy_knapsack(
     memory: Sequence[float], runtime: Sequence[float], max_memory: float
 ) -> _Selection:
-    # What takes no memory comes first.
+    # Items without memory come first.
     ratio = [time / size if size else math.inf for size, time in zip(memory, runtime, strict=True)]
     saved: list[int] = []
     other: list[int] = []
@@ -142,15 +142,15 @@ _SOURCE, _SINK = 0, 1
 def cheapest_saved(problem: Problem, banned: Collection[int]) -> list[int]:
     """Values of least total bytes from which all that backward reads can be made."""
     flow = cast(Any, max_flow.SimpleMaxFlow())
-    # More than all values together: no minimum cut goes through such an arc.
+    # Larger than any cut, so such arcs are never cut.
     unlimited = sum(problem.size_bytes) + 1
     for v, op in enumerate(problem.producer):
         if op < problem.n_forward:
-            size_bytes = 0 if v in problem.held else problem.size_bytes[v]  # the caller's
+            size_bytes = 0 if v in problem.held else problem.size_bytes[v]  # held by the caller
             flow.add_arc_with_capacity(_cut_made(v), _cut_at_hand(v), size_bytes)
     for op in range(problem.n_forward):
         fixed = problem.no_recompute[op] or op in banned
-        # An op that may run again joins what it reads to what it makes; what one may not make is a
+        # An op that may rerun links its inputs to its outputs; outputs of others come from the
         # source.
         sources = [_SOURCE] if fixed else [_cut_at_hand(v) for v in problem.inputs[op]]
         for v in problem.outputs[op]:
@@ -161,7 +161,7 @@ def cheapest_saved(problem: Problem, banned: Collection[int]) -> list[int]:
     if flow.num_arcs() == 0:
         return []
     flow.solve(_SOURCE, _SINK)
-    # Of several minimum cuts the one nearest to backward recomputes least.
+    # Of several minimum cuts, the one nearest to backward recomputes least.
     beyond = set(cast("list[int]", flow.get_sink_side_min_cut()))
     forward = (v for v, op in enumerate(problem.producer) if op < problem.n_forward)
     return [v for v in forward if _cut_made(v) not in beyond and _cut_at_hand(v) in beyond]
@@ -175,7 +175,7 @@ def _template_kept(problem: Problem, saved: Collection[int]) -> bytearray:
 
 
 def _cut_made(v: int) -> int:
-    return 2 * v + 2  # 0 and 1 are the ends
+    return 2 * v + 2  # 0 and 1 are source and sink
 
 
 def _cut_at_hand(v: int) -> int:
@@ -222,7 +222,7 @@ class TorchKnapsack:
             return
         partition = Partition(problem, self.method, self.time_limit_s / self.steps)
         seen: set[bytes] = set()
-        # A fraction of 1 is the unmodified step, which has been tried.
+        # Fraction 1 is the unmodified step, which has been tried.
         for i in reversed(range(self.steps - 1)):
             kept = partition.kept(i / (self.steps - 1))
             if bytes(kept) not in seen:
@@ -234,7 +234,7 @@ class Partition:
     def __init__(self, problem: Problem, method: str = "dp", time_limit_s: float = 60.0) -> None:
         self.problem, self.method, self.time_limit_s = problem, method, time_limit_s
         self.total_bytes = store_all_saved_bytes(problem)
-        # The largest first, as in torch: `dp` decides between equal choices by the order.
+        # Largest first, as in torch: the order breaks ties in `dp`.
         self.items = sorted(
             banned_ops(problem), key=lambda op: problem.output_bytes[op], reverse=True
         )
@@ -245,7 +245,7 @@ class Partition:
 
     def kept(self, fraction: float) -> bytearray:
         size_bytes = sum(self.problem.size_bytes[v] for v in self._avoidable(self.frugal))
-        # The first cut is within the fraction: no dear op need run again.
+        # The first cut already fits the fraction, so no dear op reruns.
         if size_bytes <= fraction * self.total_bytes:
             return _template_kept(self.problem, self.frugal)
         banned = frozenset(self.items[i] for i in self.choose(fraction).saved)
@@ -259,7 +259,7 @@ class Partition:
         return ilp_knapsack(self.memory, self.runtime, fraction, self.time_limit_s)
 
     def _avoidable(self, values: Sequence[int]) -> list[int]:
-        # What every template keeps takes nothing of the fraction.
+        # Values that every template keeps do not count.
         fixed = unavoidable(self.problem)
         return [v for v in values if not fixed[v]]
 

@@ -28,12 +28,12 @@ def _layer_option(
 ) -> LayerOption:
     """A block's option, with what each phase takes beside what the whole step's graph counts."""
     turn = block.stop - block.start
-    # The block's own graph holds what others read until the block is done. In the whole step that
-    # is a value of its own, which may be gone by then.
+    # A block's own graph holds values that others read until the block is done. In the whole step
+    # they are separate values, which may go earlier.
     saved_bytes = 0 if turns else option.saved_bytes - held_bytes
     beside = 0 if turns else saved_bytes + held_bytes
     forward, backward = option.live_bytes[: turn + 1], option.live_bytes[turn:]
-    # Both phases of the last layer are one op, so that nothing is saved between two ops.
+    # Both phases of the last layer are one op, so it saves nothing.
     if turns:
         forward, backward = option.live_bytes[:0], option.live_bytes
         back_bytes += held_bytes
@@ -48,7 +48,6 @@ def _layer_option(
 
 def _worth_having(options: Sequence[LayerOption]) -> list[LayerOption]:
     kept: list[LayerOption] = []
-    # The faster ones first.
     for one in sorted(options, key=lambda option: (option.extra_us, option.saved_bytes)):
         is_worse = any(
             other.saved_bytes <= one.saved_bytes
@@ -69,7 +68,7 @@ def _parameter_gradients(graph: TrainingGraph, parameters: Collection[str]) -> d
         gradient = values[name]
         if gradient.kind != "gradient" or not gradient.producer:
             continue
-        # Both stand in the order of the model's parameters. Those that are frozen have no gradient.
+        # Gradients come in the order of the parameters; frozen ones have none and are skipped.
         at = next((i for i, one in enumerate(waiting) if _is_of(gradient, one)), None)
         if at is None:
             raise SolverError(
@@ -149,9 +148,9 @@ class _Layers:
                     read_by.setdefault(name, {})[layer_of[op.name]] = None
         gradient_of = _parameter_gradients(graph, read_by) if known is None else known
         last = {v: layer_of[op.name] for op in graph.ops for v in (*op.inputs, *op.outputs)}
-        # Of tied parameters, a later layer adds in place to what an earlier one made.
+        # With tied parameters, a later layer adds in place to an earlier one's gradient.
         given_by = {
-            # Backward ends with the first layer, so that the least number is the latest.
+            # Backward ends with the first layer, so the least number is the latest.
             name: min(last[gradient], *read_by[name])
             for name, gradient in gradient_of.items()
             if name in read_by
@@ -173,7 +172,7 @@ class _Layers:
             self._layer(at, one, tables[at], crossing) for at, one in enumerate(self.ranges)
         )
         outputs = tuple(name for name in graph.forward_outputs if name in crossing)
-        # Parameters, gradients and states are values of the step's graph. The rest is resident.
+        # Parameters, gradients and states are values of the step's graph; all else is resident.
         resident = msgspec.structs.replace(
             graph.resident, parameters_bytes=self._unread_bytes(), gradients_bytes=0,
             optimizer_bytes=0,
@@ -185,7 +184,7 @@ class _Layers:
         )  # fmt: skip
 
     def _unread_bytes(self) -> int:
-        # Parameters that no op reads stay where they are.
+        # Parameters that no op reads never move.
         parameters = (value for value in self.graph.values if value.kind == "parameter")
         return sum(one.size_bytes for one in parameters if one.name not in self.group_of)
 
@@ -258,8 +257,8 @@ class _Layers:
         groups = dict.fromkeys(self.group_of[v] for op in ops for v in op.inputs
                                if v in self.group_of)  # fmt: skip
         given = dict.fromkeys(self.group_of[p] for p, layer in self.given_by.items() if layer == at)
-        # A block by itself may drop a gradient or a loss and make it again at its end. In a whole
-        # step these are added to the sum, or given to the caller, as soon as they are there.
+        # A block on its own may drop a gradient or a loss and make it again at its end. In a whole
+        # step they are added or returned at once.
         lasting = self._makers_of_outputs(block)
         kept = [one for one in options if lasting.isdisjoint(chain(*one.recomputed))]
         held_bytes = sum(crossing[name] for name in makes[0])

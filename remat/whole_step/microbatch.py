@@ -160,7 +160,7 @@ class Update(msgspec.Struct, frozen=True):
                 f"the update of a whole step is that of an optimizer, and {optimizer!r} is none "
                 f"that is known: choose one of {', '.join(MOMENTS)}"
             )
-        # The share of its bandwidth that ops of that class reach, as updates do.
+        # The share of the bandwidth that ops other than products reach, updates among them.
         share = device_table().classes["other"].bandwidth
         return cls(optimizer, state, host_gb_s, modelled_device(device).bandwidth_gb_s * share)
 
@@ -186,8 +186,8 @@ class Update(msgspec.Struct, frozen=True):
 
     def _touched_bytes(self, group: UpdateGroup) -> float:
         item_bytes = group.item_bytes
-        # Without a master copy in the state, the parameter is read too, and not only written.
+        # Without a master copy, the parameter is read as well as written.
         has_master = self.state == "float32" and item_bytes < FLOAT32_BYTES
         parameter = item_bytes if has_master else 2 * item_bytes
-        # An update is bound by memory: the gradient is read, the state read and written.
+        # Updates are bound by memory: read the gradient, read and write the state.
         return group.trained * (item_bytes + parameter + 2 * self._state_of_one(item_bytes))

@@ -40,7 +40,7 @@ def _parameter_updates(
     from remat.graph_capture.devices.local_devices import meter_of
     from remat.graph_capture.joint.optimizers import update_costs
 
-    # Measured on made data, so that the user's state stays as it is.
+    # Measured on made data, so the user's state stays as it is.
     costs = update_costs(optimizer, parameters, meter_of(device), allocator_rounding(device))
     return {
         name: ParameterUpdate(
@@ -53,7 +53,7 @@ def _parameter_updates(
 def _with_workspaces(microbatch: Microbatch, updates: Mapping[str, ParameterUpdate]) -> Microbatch:
     def workspace_bytes(group: UpdateGroup) -> int:
         found = (updates[name].workspace_bytes for name in group.gradient_of if name in updates)
-        # One parameter is updated after the other, and each gives its workspace back.
+        # Parameters are updated one by one, and each update gives its workspace back.
         return max(found, default=0)
 
     groups = (
@@ -79,11 +79,11 @@ def _measured_update(
     make: Any = type(optimizer)
     other: Optimizer = make([{**options, "params": [made]}])
     made.grad = torch.zeros_like(made)
-    # The first step makes the state, which later ones find.
+    # The first step creates the state; only later ones are typical.
     other.step()
     alone = UpdateGroup("", made.numel(), made.nbytes, made.nbytes, made.element_size())
     unit = Update(kind, "parameter", 1.0, 1.0)
-    # At 1 GB/s the time of an update says how many bytes it moves.
+    # At 1 GB/s, an update's time tells its bytes.
     moved_bytes = round(unit.device_us(alone) * BYTES_PER_US_IN_GB_S)
     took_us = meter_of(device).median_us(
         lambda: step_alone(other, made, other.param_groups[0]), moved_bytes
@@ -132,7 +132,7 @@ class StepHere:
             model, args, kwargs, loss_fn=loss_fn, target=target, device=request.device,
             split="none",
         )  # fmt: skip
-        # Refused before anything is measured.
+        # Refuse before anything is measured.
         refuse_unusual(traced)
         require_no_other_reader(traced, optimizer)
         results = joint_results(traced.joint, traced.recipe.name)
@@ -162,7 +162,7 @@ class StepHere:
 
         step, results = op_by_op(self.graph, self.task, planned, self.updates), self.results
         found = step.simulation
-        # The search weighs layers; the step that runs is judged op by op.
+        # The plan was made for whole layers; this checks the step that runs, op by op.
         if found.peak_bytes > self.task.budget_bytes:
             raise BudgetError(
                 f"op by op, this step of {self.graph.name} has a peak of {found.peak_bytes} bytes, "
@@ -240,6 +240,6 @@ def _task(
         _measured_update(optimizer, request.optimizer, largest, request.device),
         request.links(graph.links),
         parse_budget(request.budget).bytes_for(graph),
-        # A CPU is its own host, so it makes all updates itself.
+        # A CPU is its own host, so the device makes all updates.
         host_computes=False,
     )

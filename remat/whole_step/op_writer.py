@@ -49,7 +49,7 @@ class _OpWriter:
         self.outputs = set(self.captured.forward_outputs) & set(self.captured.outputs)
 
     def steps(self, planned: Sequence[Step]) -> list[Step]:
-        # What is dropped after a run, and what goes down, depends on all runs that follow.
+        # What to drop, and what to send down, depends on the runs that follow.
         runs = [list(self._runs(step)) for step in planned]
         self._note_touches([run for each in runs for run in each])
         found, at = list[Step](), 0
@@ -80,13 +80,14 @@ class _OpWriter:
         added = self._added_in(layer) if i and kind != "forward" else []
         for name in self._of_layer(kind, layer, self.options[i][at]):
             yield f"{name}.{i}"
-            # What runs again has been added before.
+            # Only the first run of an op adds its gradient.
             if name not in done:
                 finished = self.parts.finished_by.get(name, ())
                 yield from (f"add:{parameter}.{i}" for parameter in finished if parameter in added)
                 added = [parameter for parameter in added if parameter not in finished]
             done.add(name)
-        # The layer above has made the rest, as what its input gets is a parameter's gradient too.
+        # The layer above has made the others: the gradient of its input is also that of a
+        # parameter.
         yield from (f"add:{parameter}.{i}" for parameter in added)
 
     def _added_in(self, layer: Layer) -> list[str]:
@@ -118,7 +119,7 @@ class _OpWriter:
     def _require_unshared(self, run: str, read: Sequence[str], whole: set[str]) -> None:
         kind, _, rest = run.partition(":")
         if rest:
-            # From its update on, the parameter is another.
+            # After its update, the parameter has other values.
             whole.update([rest] if kind == "update" else ())
             return
         name, i = run.rsplit(".", 1)
@@ -128,7 +129,7 @@ class _OpWriter:
                     f"{run} of {self.captured.name} reads {one} after it was changed in place: "
                     "plan one batch, without microbatches"
                 )
-        # To the gradients of the first microbatch the others are added in place.
+        # Later microbatches are added to this gradient in place.
         if i == "0":
             whole.update(f"G:{one}" for one in self.parts.finished_by.get(name, ()))
 
@@ -143,7 +144,7 @@ class _OpWriter:
         name, i = run.rsplit(".", 1)
         op, number = self.ops[name], int(i)
         if op.target == TANGENTS:
-            # What the caller gets at the end of the step is never dropped.
+            # Outputs of the step are never dropped.
             given = [v for v in self.captured.forward_outputs if v not in self.outputs]
             return [], [self.parts.value(v, number) for v in given]
         value_of = self.captured.value_by_name
@@ -159,14 +160,13 @@ class _OpWriter:
         is_update = run.startswith("update:")
         return [
             name for name in names
-            # Gradients and states stay until the plan drops them, or the update has taken the
-            # gradient.
+            # Gradients and states go where the plan says, or after the update.
             if is_update or (not name.startswith(_LASTING) and not self._is_read_after(name, at))
         ]  # fmt: skip
 
     def _is_read_after(self, name: str, at: int) -> bool:
         following = (is_made for place, is_made in self.touches[name].items() if place > at)
-        return next(following, True) is False  # nothing follows: not read
+        return next(following, True) is False  # never touched again
 
     def _moved(self, step: Free | Fetch | Offload, at: int) -> Iterator[Step]:
         """A copy or a drop of the plan, for each value that it stands for; `at` runs are done."""
@@ -193,7 +193,7 @@ class _OpWriter:
         if kind == "G" and isinstance(step, Offload):
             self.left.add(step.value)
         for name, gradient in group.gradient_of.items():
-            # Of a frozen parameter, the copy below stays as it is.
+            # The host's copy of a frozen parameter stays valid.
             if not gradient and (kind != "W" or isinstance(step, Offload)):
                 continue
             if kind == "O" and not self.parts.updates[name].state_bytes:
@@ -211,8 +211,7 @@ class _OpWriter:
             else:
                 names = [".".join(name)]
             found = [self.parts.value(v, int(i)) for v in names]
-            # The plan of layers has a layer's backward read all that its forward read, since it
-            # may.
+            # The plan of layers is coarser: it assumes that backward reads all that forward read.
             self.saved[value] = [v for v in found if self._comes_back(v, at, value)]
         return self.saved[value]
 
@@ -250,7 +249,7 @@ def op_by_op(
     options = [one.options for one in config.passes for _ in range(one.microbatches)]
     writer = _OpWriter(parts, options)
     steps = writer.steps(planned.schedule.steps)
-    # First runs give the order of the graph.
+    # The graph lists ops in the order of their first runs.
     names = dict.fromkeys(step.op for step in steps if isinstance(step, Compute))
     graph = parts.graph(list(names), task.links)
     schedule = Schedule.for_graph(

@@ -48,7 +48,7 @@ class Residence:
 
     @property
     def peak_bytes(self) -> int:
-        # No copy adds to it, as each only goes where room is.
+        # Copies never add to it: each waits until there is room.
         return int(self.live_bytes.max(initial=0))
 
 
@@ -64,7 +64,7 @@ class _Gaps:
         self.uses: dict[str, list[int]] = {}
         for at, op in enumerate(self.order):
             for name in dict.fromkeys((*op.inputs, *op.outputs)):
-                # What has its home on the device never moves.
+                # Values whose home is the device never move.
                 if self.home.get(name) != "device":
                     self.uses.setdefault(name, []).append(at)
         self.hosted = frozenset(self._hosted(microbatch))
@@ -76,7 +76,7 @@ class _Gaps:
 
     def residence(self, budget_bytes: int) -> Residence:
         self._open()
-        # With all gaps open: the room that is left says which can be closed.
+        # First with all gaps open: the remaining room tells which can be closed.
         items, live_bytes = self._replayed()
         if self.config.keeping == "near":
             self._close(items, live_bytes, budget_bytes)
@@ -89,7 +89,7 @@ class _Gaps:
             for i in range(first, first + one.microbatches):
                 for at, layer in enumerate(microbatch.layers[: one.hosted]):
                     names = (f"S.{at}.{i}", *(f"{name}.{i}" for name in layer.reads))
-                    # What is used once does not come back.
+                    # A value with a single use does not come back.
                     yield from (name for name in names if len(self.uses.get(name, ())) > 1)
             first += one.microbatches
 
@@ -99,10 +99,10 @@ class _Gaps:
         for name, uses in self.uses.items():
             gaps = [(b - a, a) for a, b in pairwise(uses) if b - a > 1]
             if name in self.hosted and gaps:
-                # An activation leaves once, in its longest gap.
+                # An activation leaves only once, in its longest gap.
                 self.gone.add((name, max(gaps)[1]))
             elif name.startswith("G.") and name not in kept:
-                # What the device itself updates waits for that where it is.
+                # A gradient that the device's update reads stays there until then.
                 last = self.order[uses[-1]].target == GROUP_UPDATE
                 self.gone |= {(name, a) for _, a in gaps if not (last and a == uses[-2])}
             elif name in self.home and self.config.keeping != "stay":
@@ -119,10 +119,10 @@ class _Gaps:
         for name, at in places.items():
             found += [(b - a, a, b, name) for a, b in pairwise(at) if items[a].kind == "drop"]
         begins = {(item.name, k): place for k, item, place in _run_places(items)}
-        # What is needed again soonest stays, which for a known order moves the fewest bytes (Belady
-        # 1966, https://doi.org/10.1147/sj.52.0078; of pages of one size).
+        # Keep what is needed again soonest: for a known order this moves the fewest bytes (Belady
+        # 1966, https://doi.org/10.1147/sj.52.0078; for pages of one size).
         for _, a, b, name in sorted(found):
-            # Room stays for the parameters of the layers ahead.
+            # Leave room for the parameters of the layers ahead.
             if int(live_bytes[a:b].max()) + self.sizes[name] + self.weights <= budget_bytes:
                 live_bytes[a:b] += self.sizes[name]
                 self.gone.discard((name, begins[name, a]))
@@ -141,7 +141,7 @@ class _Gaps:
             now += sum(self.sizes[name] for name in op.outputs)
             there.update(op.outputs)
             items.append(_DeviceEvent("run", op.name))
-            # The workspace is there while the op runs, and gone after it.
+            # The workspace goes when the op ends.
             live.append(now + op.workspace_bytes)
             for item in self._ends(at, op):
                 live.append(now)
@@ -167,7 +167,7 @@ class _Gaps:
     def _goes_down(self, name: str, op: Op, is_last: bool) -> bool:
         """Whether the device holds what no lower tier has."""
         if op.target == GROUP_UPDATE:
-            # What it has not rewritten, the copies below still have.
+            # For values that it has not rewritten, the lower copy is still valid.
             return name in op.updates
         if name.startswith("G."):
             return True
@@ -216,17 +216,17 @@ def _departures(
     leaves = [(made.get(item.name, k), k) for k, item in enumerate(items) if item.kind == "leave"]
     whole_us, arrivals, ends = 0.0, _arrivals_of(residence), dict[int, int]()
     for issued, k in sorted(leaves):
-        # One queue down, in the order in which copies may begin.
+        # One queue, in the order in which copies may begin.
         whole_us = max(whole_us, clock[min(issued + 1, k)])
         whole_us += links.d2h.us(residence.sizes[items[k].name])
-        # A rounding error must not cost an event.
+        # Do not lose an event to rounding.
         ends[k] = int(np.searchsorted(clock[:-1], whole_us - 1e-9))
     for k in sorted(ends):
         name = items[k].name
         back = next((at for at in arrivals.get(name, ()) if at > k), len(items))
-        # It must have left before it comes back.
+        # It must be gone before it comes back.
         end = min(max(ends[k], k), back)
-        # Its bytes go before the copy ends where their room is needed: the device waits then.
+        # If its room is needed earlier, it is freed earlier, and the device waits for the copy.
         short = np.flatnonzero(room[k:end] < residence.sizes[name])
         ends[k] = k + int(short[0]) if short.size else end
         room[k : ends[k]] -= residence.sizes[name]
@@ -258,10 +258,10 @@ def _begins_of_arrivals(
     items = residence.items
     arrivals = [k for k, item in enumerate(items) if item.kind == "arrive"]
     if not config.prefetch:
-        # Each copy is issued where its value is needed.
+        # Without prefetch, each copy is issued at its use.
         return {k: k for k in arrivals}
     latest, following = dict[int, float](), float("inf")
-    # Counted back from the last need: the latest moment from which nothing waits.
+    # Back from the last need: the latest starts at which nothing waits.
     for k in reversed(arrivals):
         following = min(clock[k], following) - links.h2d.us(residence.sizes[items[k].name])
         latest[k] = following
@@ -271,7 +271,7 @@ def _begins_of_arrivals(
         size_bytes = residence.sizes[items[k].name]
         at = int(np.searchsorted(clock[:-1], latest[k] + 1e-9, side="right")) - 1
         at = min(max(at, last, may[k]), k)
-        # Its room must last from here to its use.
+        # It needs room from here until its use.
         short = np.flatnonzero(room[at:k] < size_bytes)
         at += int(short[-1]) + 1 if short.size else 0
         room[at:k] -= size_bytes
@@ -289,17 +289,17 @@ def _earliest(residence: Residence, config: StepConfig, ends: dict[int, int]) ->
             gone[item.name] = k + 1
             dropped += [k + 1] if is_weight else []
         elif item.kind == "leave":
-            # A value comes back once its bytes have left.
+            # A value may come back once its bytes are free.
             gone[item.name] = max(ends[k], k + 1)
             written += [k + 1] if is_read else []
         elif item.kind == "arrive":
-            # What was there before must be gone.
+            # The earlier copy must be gone.
             may[k] = gone.get(item.name, 0)
             if is_read:  # it is read from NVMe once a state before it has made room on the host
                 may[k] = written[read - config.slots] if read >= config.slots else 0
                 read += 1
             if is_weight:
-                # With a window, so must all but the last parameters.
+                # With a window, only the last few parameters may be there.
                 before = fetched - config.window
                 if config.window and 0 <= before < len(dropped):
                     may[k] = max(may[k], dropped[before])
@@ -326,8 +326,7 @@ class _StepWriter:
         self.sums_left = dict[str, int]()
         for op in self.sums.values():
             self.sums_left[op.inputs[0]] = self.sums_left.get(op.inputs[0], 0) + 1
-        # A gradient that is summed on the device may leave several times; the host waits for the
-        # last.
+        # A gradient summed on the device may leave several times; the host waits for the last.
         self.last_leave = {
             item.name: k for k, item in enumerate(self.residence.items) if item.kind == "leave"
         }
@@ -341,11 +340,11 @@ class _StepWriter:
         for k, at in self.streams.ends.items():
             if at > k:  # what leaves at once is freed where its copy is issued, in `_item`
                 freed.setdefault(at, []).append(items[k].name)
-        # Before anything runs, as many states come up as the host has slots.
+        # Fill the host's slots before anything runs.
         steps = [step for _ in range(self.slots) for step in self._next_state()]
         self.places += [0] * len(steps)
         for k in range(len(items) + 1):
-            # What comes may need the room of what goes.
+            # Free first: the fetches may need that room.
             found: list[Step] = [*map(Free, freed.get(k, ())), *map(Fetch, issued.get(k, ()))]
             if k < len(items):
                 found += self._item(k)
@@ -359,12 +358,12 @@ class _StepWriter:
             yield Compute(name)
             for made in self.residence.ops[name].outputs:
                 if made in self.residence.hosted:
-                    # Its copy begins here, and the value leaves later.
+                    # The copy begins here; the value leaves later.
                     yield Offload(made)
         elif kind == "drop":
             yield Free(name)
             if name in self.residence.hosted:
-                yield Free(name, "host")  # a drop is its last use
+                yield Free(name, "host")  # dropped after its last use
         elif kind == "leave":
             if name not in self.residence.hosted:
                 yield Offload(name)
@@ -383,7 +382,7 @@ class _StepWriter:
             yield Compute(op.name, "host")
             yield Free(gradient, "host")
             self.sums_left[total] -= 1
-        # Other microbatches are still to be added.
+        # More microbatches are to be added.
         if self.sums_left.get(total, 0) or total not in self.updates:
             return
         op = self.updates[total]
@@ -428,7 +427,7 @@ def host_peak_bytes(graph: TrainingGraph, steps: list[Step]) -> int:
     peak = now
     for step in steps:
         if isinstance(step, Compute):
-            # Copies of what the device has rewritten are old, and the simulator drops them.
+            # Host copies of what the device rewrites are stale: the simulator drops them.
             stale = () if step.at == "host" else ops[step.op].updates
             came, went = set[str](), there.intersection(stale)
         elif isinstance(step, Free):
@@ -495,7 +494,7 @@ def planned_step(
         found = _streams(residence, config, task.links, clock, task.budget_bytes)
         writer = _StepWriter(graph, residence, found, config.slots)
         steps = writer.steps()
-        # Asked before the simulator, which refuses a step that finds the host full.
+        # Check first: the simulator refuses a step that finds the host full.
         need_bytes = host_peak_bytes(graph, steps)
         if need_bytes > task.links.host_bytes:
             return Short("host", need_bytes)
@@ -503,10 +502,10 @@ def planned_step(
         simulation = simulate(graph, schedule)
         if best is None or simulation.time_us < best.simulation.time_us:
             best = PlannedStep(config, graph, schedule, simulation)
-        # Without stalls nothing is to gain; far beyond the limit, other rounds gain too little.
+        # Without stalls nothing can be gained; far above the limit, later rounds gain too little.
         if not simulation.stalls or simulation.time_us > _HOPELESS * limit_us:
             break
-        # Stalls move needs, so copies are placed anew by the clock that they led to.
+        # Stalls delay the device, so copies are placed again by the new clock.
         clock = _clock_of(writer.places, simulation, len(residence.items))
     assert best is not None
     return best
@@ -522,4 +521,4 @@ def _clock_of(places: list[int], simulation: Simulation, n_items: int) -> _Clock
     clock = np.zeros(n_items + 1)
     for at, us in zip(places, simulation.clock_us, strict=True):
         clock[min(at + 1, n_items)] = us
-    return np.maximum.accumulate(clock)  # events without steps
+    return np.maximum.accumulate(clock)  # events without steps keep the clock before

@@ -78,12 +78,12 @@ class _Cut:
         for step in steps:
             if isinstance(step, Compute):
                 yield from self._compute(step)
-            # What is done between segments ends the one that is open.
+            # Copies and drops of values with a home come between segments.
             elif step.value.startswith("G:") or step.value in self.moving:
                 yield from self._closed()
                 yield step
             else:
-                # Copies and drops of other values are done by the code of their microbatch.
+                # All others belong to the code of their microbatch.
                 name, i = self.own[step.value]
                 yield from self._opened(i)
                 self.steps.append(_renamed(step, name))
@@ -104,7 +104,7 @@ class _Cut:
         self.steps.append(Compute(rest))
         self.reads.update(dict.fromkeys(v for v in op.inputs if v in self.moving))
         gradients = tuple(self.parts.finished_by.get(rest, ()))
-        # The generator stops where it hands something out.
+        # The generator stops wherever it returns something.
         if op.target == FORWARD_ENDS or gradients:
             yield from self._closed(op.target == FORWARD_ENDS, gradients)
 
@@ -184,7 +184,7 @@ def joint_results(joint: Joint, name: str) -> JointResults:
             f"{len(losses)} results or a larger one: give loss_fn="
         )
     place_of, gradient_of = dict[str, int](), dict[str, str]()
-    # Behind the results of forward stands a gradient for each input, None for those without.
+    # The results of forward come first, then one gradient for each input, or None.
     for place, node in enumerate(inputs, joint.num_forward_outputs):
         gradient = results[place] if place < len(results) else None
         if isinstance(gradient, fx.Node):
@@ -195,7 +195,7 @@ def joint_results(joint: Joint, name: str) -> JointResults:
     return JointResults(
         {node.name: place for place, node in enumerate(inputs)},
         gradient_of, place_of, losses[0], written,
-        # As `loss.backward()` begins.
+        # `loss.backward()` starts from a gradient of one.
         torch.ones(tuple(like.shape), dtype=like.dtype),
     )  # fmt: skip
 

@@ -63,7 +63,7 @@ class Held:
         found = list(tensors)
         self.settle()
         self.copied.clear()
-        # The same tensors keep their storages, and room in the files.
+        # Unchanged tensors keep their storages and their files.
         if [id(one) for one in found] == [id(one) for one in self.tensors]:
             return
         self._files.clear()
@@ -71,7 +71,7 @@ class Held:
         for one in found:
             if not one.untyped_storage().resizable():  # such as memory that is mapped from a file
                 one.data = one.data.clone()
-        # A tensor of ours on the same storage, as the user's is empty while the bytes are below.
+        # Our own tensor on the same storage: the user's is empty while the bytes are below.
         self.whole = [one.data for one in found]
         self.sizes_bytes = [one.untyped_storage().nbytes() for one in found]
 
@@ -102,7 +102,7 @@ class Held:
             given = [self, to, addresses]
             self._leaving.append(link_thread("d2h").begin(_files_from_memory, given))
         else:
-            # It reads the file on the host, which must be whole.
+            # It reads the host's file, which must be complete.
             after = self._leaving[-1] if self._leaving else None
             copy = link_thread("write").begin(_copy_files, [self, "host", to], after)
             self._leaving.append(copy)
@@ -111,7 +111,7 @@ class Held:
         """Begin to copy one tier up; into memory that is taken here."""
         if not self.tensors:
             return
-        # What comes up by two links comes by one after the other.
+        # The second copy reads what the first one writes.
         before = self._arriving[-1] if self._arriving else None
         if to == "host":
             copy = link_thread("read").begin(_copy_files, [self, "nvme", to], before)
@@ -130,14 +130,14 @@ class Held:
     def leave(self) -> None:
         if not self.tensors:
             return
-        # A copy that nobody has waited for would write to memory that is another's by then.
+        # A pending copy would write to memory that is someone else's by then.
         self._wait_for_all()
         self._arriving.clear()
         if not self.copied:
             raise TierError(f"{self.name} would be dropped, and no file holds it")
         self.is_in_memory = False
         for whole in self.whole:
-            # The storage object stays, and all views of it, without its bytes.
+            # Keep the storage object, and with it all views; only its bytes go.
             whole.untyped_storage().resize_(0)
 
     def forget_below(self, tier: Tier) -> None:
@@ -161,7 +161,7 @@ class Held:
         """Bring the bytes back into memory from wherever they are, whatever has failed before."""
         self.settle()
         if not self.is_in_memory:
-            # The host's copy is the nearer one, and never older.
+            # The host is faster than NVMe, and both copies are current.
             tier: Tier = "host" if "host" in self.copied else "nvme"
             copy = link_thread("h2d").begin(_memory_from_files, [self, tier, self._room()])
             copy.wait()
@@ -175,7 +175,7 @@ class Held:
 
     def _room(self) -> list[int]:
         for whole, size_bytes in zip(self.whole, self.sizes_bytes, strict=True):
-            # Already there where a fetch has begun.
+            # A fetch may have taken the memory already.
             if whole.untyped_storage().nbytes() != size_bytes:
                 whole.untyped_storage().resize_(size_bytes)
         return [one.untyped_storage().data_ptr() for one in self.whole]
@@ -188,7 +188,7 @@ class Held:
 
 
 def _files_from_memory(held: Held, to: Tier, addresses: list[int]) -> None:
-    # No file counts as a copy while it is written: a failed copy must not be read.
+    # A file that is being written is no copy: if that fails, it must not be read.
     held.copied.discard(to)
     for file, address in zip(held.files_at(to), addresses, strict=True):
         file.write_from(address)
@@ -201,7 +201,7 @@ def _memory_from_files(held: Held, source: Tier, addresses: list[int]) -> None:
 
 
 def _copy_files(held: Held, source: Tier, to: Tier) -> None:
-    # As above: only whole files count.
+    # Likewise: only complete files count.
     held.copied.discard(to)
     for file, other in zip(held.files_at(source), held.files_at(to), strict=True):
         file.copy_to(other)
@@ -210,7 +210,7 @@ def _copy_files(held: Held, source: Tier, to: Tier) -> None:
 
 @contextlib.contextmanager
 def uninterrupted() -> Generator[None]:
-    # Python hears it in the main thread alone.
+    # Python handles Ctrl-C in the main thread only.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -219,7 +219,7 @@ def uninterrupted() -> Generator[None]:
     try:
         yield
     finally:
-        # None stands for a handler that was not set from Python.
+        # None means that the handler was not set from Python.
         signal.signal(signal.SIGINT, before if before is not None else signal.SIG_DFL)
         if heard:
             signal.raise_signal(signal.SIGINT)
@@ -267,11 +267,11 @@ class Residents:
         for name, one in self.held.items():
             if name.startswith("O:"):
                 now = moments(self.optimizer, self.parameters[name[2:]][1])
-                # `load_state_dict` of an optimizer makes new tensors, whose numbers are in memory.
+                # An optimizer's `load_state_dict` makes new tensors, whose bytes are in memory.
                 if [id(t) for t in now] != [id(t) for t in one.tensors]:
                     one.is_in_memory = True
                     one.adopt(now)
-            # The user has filled what was empty, so what is below is of no use any more.
+            # The user has put values into an empty tensor: the files are obsolete.
             elif one.was_replaced:
                 tensors, one.tensors, one.is_in_memory = one.tensors, [], True
                 one.adopt(tensors)
@@ -280,16 +280,16 @@ class Residents:
     def send_down(self) -> None:
         for name, tier in self.homes.items():
             one = self.held[name]
-            # An optimizer makes its state in its first step.
+            # An optimizer without a step has no state.
             if tier == "device" or not one.is_in_memory or not one.tensors:
                 continue
-            # Files of before are old: what is in memory may have changed.
+            # The files are stale: memory may have changed since.
             one.written()
             one.offload("host")
             if tier == "nvme":
                 one.offload("nvme")
             one.leave()
-            # NVMe is reached through the host, where nothing is to stay.
+            # The copy goes to NVMe by way of the host, and leaves nothing there.
             if tier == "nvme":
                 one.forget_below("host")
 
@@ -303,11 +303,11 @@ class Residents:
         failed = list[tuple[str, TierError]]()
         with uninterrupted():
             for one in self.held.values():
-                # One that fails must not keep the others from coming back.
+                # One failure must not keep the others from coming back.
                 try:
                     one.restore()
                 except TierError as error:
-                    # Empty, rather than full of what was never read.
+                    # Empty, rather than filled with garbage.
                     one.rest()
                     failed.append((one.name, error))
         if failed:
@@ -324,7 +324,7 @@ class Residents:
 
 class MemoryWatch:
     def __init__(self, model: nn.Module, optimizer: Optimizer, residents: Residents) -> None:
-        # It holds these and not the step, so what is below comes back even after the step is gone.
+        # Not the step itself: its values must come back even after it is gone.
         self.residents = residents
         self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)
         self._handles: list[RemovableHandle] = []
@@ -357,11 +357,11 @@ class _BringBack:
             self.residents.bring_back()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of tensors that are empty would be empty for good.
+        # Copies of empty tensors would stay empty.
         if self.residents is not None and not self.residents.are_all_here:
             raise RewriteError(
                 "a model whose parameters are below the device is copied or pickled: call "
                 "bring_back() of its step first, or save its state_dict()"
             )
-        # The tensors of a copy are its own, so its hook does nothing.
+        # A copied model owns its tensors, so its hook does nothing.
         return _BringBack, ()

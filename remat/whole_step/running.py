@@ -40,7 +40,7 @@ def _microbatch_code(
     `place_of` has, by parameter, the place of its gradient among all results of the joint graph.
     """
     steps = tuple(step for segment in segments for step in segment.steps)
-    # The code of a rewritten module without autograd: the joint graph has eager's own backward ops.
+    # As in a rewritten module, but without autograd: the joint graph contains backward.
     emitter = _emitter(joint, steps, tier)
     inputs = joint.module.graph.find_nodes(op="placeholder")
     emitter.take_inputs(inputs)
@@ -49,7 +49,7 @@ def _microbatch_code(
     for segment in segments:
         emitter.carry_out(segment.steps, first=begun)
         begun += len(segment.steps)
-        # Results of forward are handed out once, where it ends.
+        # Forward returns its results once, at its end.
         forward = range(joint.num_forward_outputs) if segment.ends_forward else ()
         places = (*forward, *(place_of[name] for name in segment.gradients))
         given = tuple(emitter.results(results[place] for place in places))
@@ -132,7 +132,7 @@ class StepRun:
         self.running: dict[int, Iterator[Released]] = {}
 
     def run(self) -> list[Tensor]:
-        # As AOTAutograd runs backward: what autocast asks for stands in the graph.
+        # As AOTAutograd runs backward: the graph already contains autocast's casts.
         with torch.no_grad(), DisableAutocast():
             for action in self.code.actions:
                 self._carry_out(action)
@@ -147,7 +147,7 @@ class StepRun:
             if name.startswith("G:"):
                 one.settle()
         if self.updating:
-            # An update that was broken off must leave no gradient to the next step.
+            # An update that was cut short must not leave a gradient for the next step.
             self.residents.parameters[self.updating][1].grad = None
 
     def _carry_out(self, action: StepAction) -> None:
@@ -157,7 +157,7 @@ class StepRun:
             self._arrived(f"G:{action.parameter}")
             gradient = self.waiting.pop((action.parameter, action.microbatch))
             total = self.held[f"G:{action.parameter}"]
-            # Copies below do not have this addition.
+            # Lower copies lack this addition.
             total.written()
             total.whole[0].add_(gradient)
         elif isinstance(action, StepOf):
@@ -179,7 +179,7 @@ class StepRun:
             self._arrived(name)
         i, segment = action.microbatch, action.segment
         if i not in self.running:
-            # A list of its own, as the generator clears what it is given.
+            # A new list, since the generator clears it.
             self.running[i] = self.code.codes[i].run(list(self.inputs[i]))
         places, given = next(self.running[i])
         found = dict(zip(places, given, strict=True))
@@ -187,11 +187,11 @@ class StepRun:
         if segment.ends_forward:
             self.losses.append(found[self.code.loss_place])
             for place, written in self.code.written.items():
-                # AOTAutograd hands out new values of buffers; eager has them in the buffers.
+                # AOTAutograd returns the new values of buffers; eager writes them into the buffers.
                 self.inputs[i][written].copy_(found[place])
         for name in segment.gradients:
             gradient = found.pop(self.code.place_of[name])
-            # The gradient of the first microbatch is the sum, to which the others are added.
+            # The first microbatch's gradient becomes the sum.
             if i:
                 self.waiting[name, i] = gradient
             else:
@@ -204,16 +204,16 @@ class StepRun:
             if one in self.held:
                 self._arrived(one)
         parameter, state = self.residents.parameters[name][1], self.held.get(f"O:{name}")
-        # Ctrl-C waits: an update is made wholly or not at all.
+        # Ctrl-C waits: an update happens completely or not at all.
         with uninterrupted():
             self.updating = name
-            # Copies below do not have this update.
+            # Lower copies lack this update.
             self.held[name].written()
             parameter.grad = self.held.pop(f"G:{name}").whole[0]
             step_alone(self.optimizer, parameter, self.groups[id(parameter)])
             parameter.grad = None
             if state is not None:
-                # The first step has made the state.
+                # The first step creates the state.
                 state.adopt(moments(self.optimizer, parameter))
             self.updated.append(name)
             self.updating = ""

@@ -70,8 +70,8 @@ class WholeStep:
         self._watch = MemoryWatch(guards.model, optimizer, residents)
         self._lock = threading.Lock()
         self._is_closed = False
-        # A function of its own, as a method would keep this object alive. At the end of the process
-        # nobody reads the tensors any more.
+        # A module-level function: a method would keep this object alive. At exit, nobody reads the
+        # tensors any more.
         end = weakref.finalize(self, _end, self._watch, residents)
         end.atexit = False
 
@@ -97,7 +97,7 @@ class WholeStep:
         at the exception says which of them had been updated.
         """
         batches = self._batches(args, kwargs, targets)
-        # Not waited for: a step that is called within a step would wait for itself.
+        # Do not wait: a step called within a step would wait for itself.
         if not self._lock.acquire(blocking=False):
             raise RewriteError(
                 f"a step of this {self._guards.kind} is under way: let it end before the next"
@@ -161,10 +161,10 @@ class WholeStep:
     def _step(self, batches: list[Any]) -> list[Tensor]:
         run: StepRun | None = None
         try:
-            # Guards look at shapes, which tensors have not while their bytes are below.
+            # Guards compare shapes, and tensors at rest are empty.
             self._residents.attach()
             inputs = [self._inputs(batch) for batch in batches]
-            # Refused before anything leaves the device.
+            # Refuse before anything leaves the device.
             self._require_ready()
             self._watch.begin()
             run = StepRun(self._code, self._optimizer, self._residents, inputs)
@@ -172,7 +172,7 @@ class WholeStep:
             losses = run.run()
             self._residents.rest()
             return losses
-        # Ctrl-C too.
+        # Ctrl-C included.
         except BaseException as error:
             with uninterrupted():
                 self._recover(run, error)
@@ -180,7 +180,7 @@ class WholeStep:
 
     def _inputs(self, batch: Any) -> list[Any]:
         state, leaves = self._guards.require(batch)
-        # The graph has its own backward, so autograd has no part in it.
+        # The graph contains its own backward, so autograd must not record it.
         return [*(t.detach() for t in state), *leaves, self._code.tangent]
 
     def _require_ready(self) -> None:
@@ -197,11 +197,11 @@ class WholeStep:
 
     def _recover(self, run: StepRun | None, error: BaseException) -> None:
         if run is None:
-            # Nothing has run: what was below stays there.
+            # Nothing has run: empty again what is below.
             self._residents.rest()
             return
         run.stop()
-        # Whatever became of the step, the user's tensors are whole again.
+        # Whatever happened, all tensors are back in memory.
         self._residents.bring_back()
         paths = [self._residents.parameters[name][0] for name in run.updated]
         torn = self._residents.parameters[run.updating][0] if run.updating else ""

@@ -78,7 +78,7 @@ class StepConfig(msgspec.Struct, frozen=True):
             GroupPlace(
                 parameters="device" if tier == "device" else "host",
                 state=tier,
-                # Where the update runs on the device, it reads the sum there.
+                # The device's update reads the sum there.
                 sums="device" if tier == "device" or at in self.kept_gradients else self.sums,
             )
             for at, tier in enumerate(self.state)
@@ -93,13 +93,13 @@ class StepConfig(msgspec.Struct, frozen=True):
         for one in self.passes:
             each = range(first, first + one.microbatches)
             first += one.microbatches
-            # Microbatches keep their order in each layer, in which eager adds their gradients.
+            # Each layer takes microbatches in order, as eager adds their gradients.
             names += [f"forward.{at}.{i}" for at in layers for i in each]
             names += [f"turn.{turn}.{i}" for i in each]
             is_last = first == self.microbatches
             for at in (turn, *reversed(layers)):
                 names += [f"backward.{at}.{i}" for i in each] if at != turn else []
-                # Before the last pass no gradient is whole.
+                # Gradients are complete only in the last pass.
                 names += self._own_updates(microbatch, at) if is_last else []
         names += [f"update.{at}" for at in self.updated_on_device(microbatch)]
         ops = {op.name: op for op in graph.ops}
@@ -111,7 +111,7 @@ class StepConfig(msgspec.Struct, frozen=True):
             return []
         late = [at for layer in reversed(microbatch.layers) for at in layer.gives]
         here = [at for at in late if self.state[at] == "host" and self._adds_on_device(at)]
-        # The last that backward reaches: nothing is left to hide their updates on the host.
+        # The last ones of backward: on the host, nothing would hide their updates.
         return here[-self.device_updates :]
 
     def _adds_on_device(self, group: int) -> bool:
@@ -201,7 +201,6 @@ DELAYED = "zero-offload-delayed"
 
 
 def named_system(name: str) -> _NamedSystem:
-    # ZeRO-Offload's delayed update is no config of this step.
     if name == DELAYED:
         raise SolverError(
             "a delayed update steps with the gradients of the step before, so it trains another "

@@ -63,7 +63,7 @@ def optimizer_step(
         values=tuple(made.values()),
         outputs=tuple(f"{name}.{i}" for i in range(made.count) for name in microbatch.outputs),
         resident=msgspec.structs.replace(
-            # All batches are there through the whole step.
+            # All batches are in memory during the whole step.
             microbatch.resident,
             batch_bytes=made.count * microbatch.resident.batch_bytes,
         ),
@@ -96,8 +96,8 @@ class _Made:
 
     def computations(self) -> Iterator[Op]:
         layers = list(enumerate(self.microbatch.layers))
-        # Gradients are added in the order of the microbatches, as eager adds them, so sums have its
-        # bits if the schedule keeps that order.
+        # In the order of microbatches, as eager adds gradients: sums have its bits if the schedule
+        # keeps that order.
         for i in range(self.count):
             for at, layer in layers:
                 yield self._turn(at, layer, i) if layer.turns else self._forward(at, layer, i)
@@ -122,8 +122,8 @@ class _Made:
             if not group.trained:
                 continue
             state = (f"O.{at}",) if self.update.state_bytes(group) else ()
-            # Sums have eager's bits on either side. Whether an update has is a matter of its
-            # kernel, which may fuse a product and a sum: not known for a host in a GPU's place.
+            # Sums have eager's bits on device and host. Updates may not: a kernel may fuse a
+            # product and a sum, which is unknown for a host beside a GPU.
             yield Op(
                 f"update.{at}", GROUP_UPDATE, "update", (f"G.{at}", *state, f"W.{at}"), (),
                 self.update.device_us(group), group.update_workspace_bytes, module=group.name,
@@ -193,13 +193,13 @@ class _Made:
         added = list[str]()
         for at in layer.gives:
             group, place = self.microbatch.groups[at], self.shape.places[at]
-            # What it makes anew is in its workspace while it is added.
+            # While it is added, the new gradient is part of the workspace.
             if i and place.sums == "device":
                 added.append(f"G.{at}")
                 continue
             gradient = f"G.{at}.{i}" if i else f"G.{at}"
             made = (*made, self._made_by(name, gradient, group.gradient_bytes))
-            # Here it is an output, and counts as one.
+            # Here the gradient is an output, not workspace.
             workspace_bytes -= group.gradient_bytes
         return Op(
             name, target, _COMPUTE, (*_step_weights(layer), *reads, *added), made, cost_us,
@@ -259,11 +259,11 @@ class OpByOp:
 
     def value(self, name: str, i: int) -> str:
         """The value of microbatch `i` that `name` stands for in the captured graph."""
-        # The gradient of the first microbatch is the sum.
+        # The first microbatch's gradient becomes the sum.
         if not i and name in self.parameter_of:
             return f"G:{self.parameter_of[name]}"
         found = self.captured.value_by_name[name]
-        # All have the tangent of a loss.
+        # All microbatches share the tangent of the loss.
         return f"{name}.{i}" if found.producer and found.kind != "tangent" else name
 
     def graph(self, names: Sequence[str], links: Links | None) -> TrainingGraph:
@@ -293,7 +293,7 @@ class OpByOp:
         for i in range(self.count):
             for op in self.captured.ops:
                 if op.target == TANGENTS:
-                    # Backward opens here: the caller takes what forward returns.
+                    # Here forward's results are returned, and backward begins.
                     given = tuple(self.value(v, i) for v in self.captured.forward_outputs)
                     yield Op(f"{op.name}.{i}", FORWARD_ENDS, _COMPUTE, given, (), op.cost_us)
                     continue
@@ -303,7 +303,7 @@ class OpByOp:
                     phase=_COMPUTE,
                     inputs=tuple(dict.fromkeys(self.value(v, i) for v in op.inputs)),
                     outputs=tuple(self.value(v, i) for v in op.outputs),
-                    checkpoint=0,  # the plan decides what runs again
+                    checkpoint=0,  # the plan decides what reruns
                 )
 
     def _additions(self) -> Iterator[Op]:
@@ -323,7 +323,7 @@ class OpByOp:
         for group in self.microbatch.groups:
             if not group.trained:
                 continue
-            # Time goes by bytes, since an update is bound by memory.
+            # Share the group's time by bytes: updates are bound by memory.
             us_a_byte = self.update.device_us(group) / group.parameter_bytes
             for name in filter(group.gradient_of.get, group.gradient_of):
                 found = self.updates[name]
@@ -343,10 +343,10 @@ class OpByOp:
         }
         for value in self.captured.values:
             if value.kind == "tangent" or not value.producer:
-                # The tangent of a loss is given, as inputs are.
+                # The tangent of the loss is given, like an input.
                 kind = "input" if value.kind == "tangent" else value.kind
                 yield msgspec.structs.replace(
-                    # When eager lets go of a value is no matter here.
+                    # It does not matter here how long eager holds a value.
                     value, producer="", kind=kind, home=homes.get(value.name), held_until="",
                     written_over="",
                 )  # fmt: skip

@@ -88,12 +88,12 @@ class StepRequest:
                 f"a rate of {self.nvme_gb_s:g} GB/s is that of NVMe: give "
                 f"{option('nvme', '/mnt/nvme:200GiB')} too, and a rate above 0"
             )
-        lower_tiers(self.host, self.nvme, self.device)  # raises for what cannot be read
+        lower_tiers(self.host, self.nvme, self.device)  # raises if they cannot be read
 
     def links(self, links: Links) -> Links:
         if self.nvme_gb_s is None or links.write is None or links.read is None:
             return links
-        # Links count bytes in a microsecond.
+        # From GB/s to bytes a microsecond.
         rate = self.nvme_gb_s * 1e3
         return msgspec.structs.replace(
             links,
@@ -118,12 +118,12 @@ def step_request(
             "give microbatches=8 too. To move activations of one batch to the host and train, use "
             "remat.rematerialize(model, ..., host=...)"
         )
-    # Adam and AdamW keep two moments, SGD one with momentum and else none.
+    # Adam and AdamW keep two moments; SGD keeps one with momentum, else none.
     moments = "adamw" if "betas" in optimizer.defaults else "sgd"
     if optimizer.defaults.get("momentum"):
         moments = "momentum"
     where = resolved_device(device, model)
-    # torch's optimizers make moments in the parameter's own type.
+    # torch's optimizers keep moments in the parameter's type.
     return StepRequest(
         where, microbatches, moments, budget, host, nvme, "parameter", is_run=where == CPU
     )

@@ -105,7 +105,7 @@ def _order_text(config: StepConfig) -> str:
 
 def _saved_texts(plan: StepPlan, config: StepConfig) -> list[str]:
     found = list[str]()
-    # Passes that are equal are one line.
+    # Equal passes share a line.
     for one, same in groupby(config.passes):
         layers = plan.task.microbatch.layers
         picked = [layer.options[i] for layer, i in zip(layers, one.options, strict=True)]
@@ -135,7 +135,7 @@ def _state_text(plan: StepPlan, config: StepConfig) -> str:
 
 
 def _gradients_text(plan: StepPlan, config: StepConfig) -> str:
-    # One pass adds up its own microbatches, and states on the device never leave.
+    # A single pass adds up its own microbatches, and states on the device never leave.
     if len(config.passes) == 1 or set(config.state) == {"device"}:
         return "added on the device"
     kept = f", {len(config.kept_gradients)} groups stay there" if config.kept_gradients else ""
@@ -161,7 +161,7 @@ def _count(number: int, one: str, more: str) -> str:
 
 def step_json(plan: StepPlan) -> dict[str, Any]:
     found, best = plan.found, plan.found.plan
-    # Files keep the key ``setting`` for a config.
+    # In JSON a config is called ``setting``.
     config = {"setting": msgspec.to_builtins(best.config)} if best else {}
     return {
         "model": plan.task.microbatch.name,

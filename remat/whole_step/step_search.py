@@ -48,7 +48,7 @@ def _with_state_on_nvme(microbatch: Microbatch, config: StepConfig, count: int) 
     """The config with the states of `count` groups on NVMe, the first updated or spread."""
     movable = [at for at in _update_order(microbatch) if config.state[at] != "device"]
     count = min(count, len(movable))
-    # Spread, one state is read while the host updates others.
+    # If spread out, one state is read while the host updates others.
     evenly = [i * len(movable) // count for i in range(count)]
     places = evenly if config.spread else range(count)
     below = {movable[place] for place in places}
@@ -83,9 +83,9 @@ def _relieved(task: StepTask, config: StepConfig, short: Short) -> StepConfig | 
     microbatch, order = task.microbatch, _update_order(task.microbatch)
     states = sorted(task.update.state_bytes(microbatch.groups[at]) for at in order)
     over_bytes = short.need_bytes - task.links.host_bytes
-    # A guess at how many states make up for what is lacking: the median is the usual layer's.
+    # An estimate of how many states make enough room: the median state is the usual layer's.
     usual_bytes = states[len(states) // 2] if states else 0
-    # States first, which are read once a step; then fewer of them on the host at once.
+    # First move states, then hold fewer of them on the host at once.
     if task.links.write is not None and usual_bytes:
         count = _on_nvme(config) + -(-over_bytes // usual_bytes)
         changed = _with_state_on_nvme(microbatch, config, count)
@@ -93,7 +93,7 @@ def _relieved(task: StepTask, config: StepConfig, short: Short) -> StepConfig | 
             return changed
         if _on_nvme(config) and config.slots > 1:
             return msgspec.structs.replace(config, slots=config.slots - 1)
-    # Gradients that stay on the device take no room on the host.
+    # Gradients kept on the device take no room on the host.
     kept = _more_gradients_kept(microbatch, config)
     return None if kept == config else kept
 
@@ -129,8 +129,8 @@ def orders(microbatches: int) -> list[_Order]:
     for size in range(1, microbatches + 1):
         if microbatches % size == 0:
             found[(size,) * (microbatches // size)] = None
-    # A large last pass makes gradients whole slowly, so that updates hide behind it; small passes
-    # before it hold few activations.
+    # A large last pass completes gradients slowly, so updates hide behind it; small passes before
+    # it hold few activations.
     for size in (1, 2):
         for last in range(size + 1, microbatches):
             if (microbatches - last) % size == 0:
@@ -161,7 +161,7 @@ def _options_at(microbatch: Microbatch, limit_bytes: int) -> tuple[int, ...]:
 def _starts(task: StepTask, order: _Order) -> list[StepConfig]:
     microbatch = task.microbatch
     if microbatch.draws and max(order) > 1:
-        # Microbatches of one pass would draw by turns, and eager's draw one after the other.
+        # Microbatches in one pass would draw in turns; eager's draw one after the other.
         return []
     passes = tuple(Pass(count, full_recompute(microbatch)) for count in order)
     below = task.feasible(StepConfig(passes, ("host",) * len(microbatch.groups)))
@@ -174,10 +174,10 @@ def _enriched(task: StepTask, config: StepConfig) -> StepConfig:
     """The config with as much saved as fits: in the passes before the last, then in it."""
     sizes = sorted({o.saved_bytes for one in task.microbatch.layers for o in one.options})[::-1]
     are_equal = len({one.microbatches for one in config.passes}) == 1
-    # Equal passes save alike; a larger last one holds more, so it is filled by itself.
+    # Equal passes save alike. A larger last pass holds more, so it is filled separately.
     for places in ((True, True),) if are_equal else ((True, False), (False, True)):
         low, high = 0, len(sizes) - 1
-        # Sizes fall: the first that fits saves the most.
+        # Sizes fall: the first that fits saves most.
         while low < high:
             middle = (low + high) // 2
             richer = _with_options(config, _options_at(task.microbatch, sizes[middle]), places)
@@ -203,7 +203,7 @@ def _with_options(
 
 
 def _fits(task: StepTask, config: StepConfig) -> bool:
-    few = config.passes[:2] + config.passes[2:][-1:]  # those between are as the first
+    few = config.passes[:2] + config.passes[2:][-1:]  # the passes between equal the first
     return device_peak_bytes(task, msgspec.structs.replace(config, passes=few)) <= task.budget_bytes
 
 
@@ -216,7 +216,7 @@ _COUNTS = (1, 4)
 
 
 def _neighbours(microbatch: Microbatch, config: StepConfig) -> Iterator[StepConfig]:
-    # Those that save more come first, since the device's time leads.
+    # Saving more comes first, since the device's time matters most.
     yield from _saving_otherwise(microbatch, config)
     yield from _hosting_otherwise(microbatch, config)
     yield from _updating_otherwise(microbatch, config)
@@ -246,9 +246,9 @@ def _next_layers(microbatch: Microbatch, options: Sequence[int], part: int, step
     """One layer of so many, those first that save least for less time, or most for more."""
     layers = microbatch.layers
     saved = [layer.options[i].saved_bytes for layer, i in zip(layers, options, strict=True)]
-    # The layer that turns saves nothing from one op to another.
+    # The last layer, which turns, saves nothing.
     able = [at for at, layer in enumerate(layers) if len(layer.options) > 1 and not layer.turns]
-    # Of equal ones the last, whose values are held for the shortest time.
+    # On ties the last layer, whose values are held for the shortest time.
     able.sort(key=lambda at: (-step * saved[at], -at))
     return able[: max(len(able) // part, 1)]
 
@@ -270,7 +270,7 @@ def _hosting_otherwise(microbatch: Microbatch, config: StepConfig) -> Iterator[S
     most = len(microbatch.layers) - 1
     part = max(most // _PARTS, 1)
     for which in ({*range(len(config.passes))}, {len(config.passes) - 1}):
-        # More of them make room on the device, so a config that fills it is tried with that choice.
+        # Hosting more makes room on the device, so a config that uses it is tried along with it.
         for step, richer in ((part, True), (part, False), (-part, False)):
             passes = list(config.passes)
             for at in which:
@@ -287,12 +287,12 @@ def _updating_otherwise(microbatch: Microbatch, config: StepConfig) -> Iterator[
     if len(config.passes) > 1:
         yield _more_gradients_kept(microbatch, config)
         yield msgspec.structs.replace(config, kept_gradients=config.kept_gradients[:-1])
-        if config.updates == "host":  # else nothing is added on the host
+        if config.updates == "host":  # otherwise the host adds nothing
             sums: Tier = "host" if config.sums == "device" else "device"
             yield msgspec.structs.replace(config, sums=sums)
         largest = tuple(_gradients_by_size(microbatch)[: len(config.kept_gradients) + _COUNTS[-1]])
         yield msgspec.structs.replace(config, kept_gradients=largest)
-    # A device that makes all updates makes these too.
+    # The device makes all updates already.
     if config.updates == "device":
         return
     for count in (*_COUNTS, *(-one for one in _COUNTS)):
@@ -367,12 +367,12 @@ def plan_whole_step(
             f"a step has one microbatch or more, and a search judges one plan or more; asked for "
             f"are {microbatches} microbatches and {most} plans"
         )
-    # The named systems come first, so that the search need only look for what is faster.
+    # Judge the named systems first: the search then only looks for something faster.
     search, systems = _StepSearch(task, microbatches, most, progress), dict[str, _Outcome]()
     for name, system in NAMED_SYSTEMS.items():
         progress(f"judging {system.title}")
         config = task.feasible(system.config(task.microbatch, microbatches))
-        # Microbatches of one pass would draw by turns.
+        # Microbatches in one pass would draw in turns.
         if task.microbatch.draws and not config.is_batch_major:
             systems[name] = _OTHER_DRAWS
             continue
@@ -385,8 +385,8 @@ def plan_whole_step(
 def least_step_us(task: StepTask, microbatches: int) -> float:
     """A time that no plan of the step beats, in any order: the device's work, or NVMe's."""
     microbatch, links = task.microbatch, task.links
-    # The device computes each microbatch once, and what neither device nor host can hold as the
-    # step begins comes up from NVMe once to be updated, and goes back down.
+    # The device computes each microbatch once. State that fits neither device nor host starts on
+    # NVMe, comes up once and goes back.
     device_us = microbatches * microbatch.least_us
     resting_bytes = sum(
         group.parameter_bytes + task.update.state_bytes(group) for group in microbatch.groups
@@ -397,7 +397,7 @@ def least_step_us(task: StepTask, microbatches: int) -> float:
 
 
 def _nearest(shorts: Sequence[Short]) -> Short | None:
-    # Configs that fit the device lack room on the host alone, so they were nearer to fitting.
+    # Configs that lack room only on the host fit the device, so they are nearer.
     on_host = [one for one in shorts if one.tier == "host"]
     return min(on_host or shorts, key=lambda one: one.need_bytes, default=None)
 
@@ -421,7 +421,7 @@ class _StepSearch:
         found = [
             start for order in orders(self.microbatches) for start in _starts(self.task, order)
         ]
-        # The fastest on the device first: the others are judged only if they can still be better.
+        # Fastest on the device first: the others are judged only if they can still win.
         found.sort(key=self._device_us)
         times = [(self.offer(start), k) for k, start in enumerate(found)]
         for time_us, k in sorted(times)[:_STARTS]:
@@ -433,7 +433,7 @@ class _StepSearch:
         if config in self.times_us:
             return self.times_us[config]
         best_us = self.best.simulation.time_us if self.best else float("inf")
-        # What the device computes alone is a bound on any plan of the config.
+        # The device's computations alone bound the time of any plan of this config.
         if self.judged >= self.most or self._device_us(config) >= best_us:
             return float("inf")
         self.judged += 1
@@ -459,7 +459,7 @@ class _StepSearch:
         time_us = self.times_us[now]
         changed: StepConfig | None = now
         while changed is not None and self.judged < self.most:
-            # The first that is better is taken, as each costs a simulation.
+            # Take the first improvement, since each trial is a simulation.
             better = (
                 one for one in _neighbours(self.task.microbatch, now) if self.offer(one) < time_us
             )

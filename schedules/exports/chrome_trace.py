@@ -51,7 +51,7 @@ def trace_file(graph: TrainingGraph, schedule: Schedule) -> bytes:
 def _name_events(graph: TrainingGraph, found: Simulation) -> list[dict[str, Any]]:
     names = [("process_name", 0, f"{graph.name}, predicted")]
     names += [("thread_name", lane, name) for name, lane in LANES.items()]
-    # A lane without copies would stay empty.
+    # Leave out lanes of links that copy nothing.
     used = {copy.link for copy in found.copies}
     names += [
         ("thread_name", LINK_LANES[one], LINK_TITLES[one]) for one in LINK_NAMES if one in used
@@ -103,7 +103,7 @@ def _below_events(found: Simulation) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     for tier, there in found.below_bytes.items():
         before = 0
-        # At the device's clock of the step that begins or drops a copy, not when the copy is whole.
+        # Lower tiers are booked by steps, so the device's clock at that step is shown.
         for at_us, size_bytes in zip(found.clock_us, there, strict=True):
             if size_bytes != before:
                 events.append(

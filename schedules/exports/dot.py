@@ -28,7 +28,7 @@ def to_dot(graph: TrainingGraph, schedule: Schedule | None = None) -> str:
         runs = schedule.computations()
     lines = [f"digraph {_quoted(graph.name)} {{", *_HEAD]
     clusters: dict[str, list[Op]] = {}
-    # Boxes are of forward ops alone; those of backward are drawn outside of the layers.
+    # Only forward ops are boxed by layer; backward ops are drawn outside.
     for op in graph.ops[: graph.n_forward]:
         clusters.setdefault(layer_of(op.module), []).append(op)
     for i, (title, ops) in enumerate(clusters.items()):
@@ -48,7 +48,7 @@ def _node(graph: TrainingGraph, op: Op, runs: int) -> str:
     if runs > 1:
         facts.append(f"runs {runs} times")
     colour = ROLES["recompute" if runs > 1 else op.phase]
-    # Black on the dark blue of forward cannot be read.
+    # Black text cannot be read on the dark blue of forward.
     ink = "#ffffff" if colour == ROLES["forward"] else "#000000"
     label = "\\n".join(_escaped(fact) for fact in facts)
     tip = _quoted(" ".join(part for part in (op.module, op.source) if part))
@@ -64,8 +64,7 @@ def _edges(graph: TrainingGraph) -> list[str]:
         for name in op.inputs:
             value = graph.value_by_name[name]
             if value.producer:
-                # Bytes go over many powers of ten: a line that is wider by 1 has a thousand times
-                # as many.
+                # Sizes span many powers of ten: a factor of 1,000 makes a line wider by 1.
                 width = 0.5 + math.log10(max(value.size_bytes, 1)) / 3
                 ends = f"{_quoted(value.producer)} -> {_quoted(op.name)}"
                 tip = _quoted(f"{name} {bytes_text(value.size_bytes)}")

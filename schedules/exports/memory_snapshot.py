@@ -51,7 +51,7 @@ class _Arena:
     def give(self, address: int, size: int) -> None:
         insort(self.holes, (address, address + size))
         i = self.holes.index((address, address + size))
-        for j in (i, i - 1):  # the hole above first: joining below moves indices
+        for j in (i, i - 1):  # the upper hole first: joining the lower one shifts indices
             if 0 <= j < len(self.holes) - 1 and self.holes[j][1] == self.holes[j + 1][0]:
                 self.holes[j : j + 2] = [(self.holes[j][0], self.holes[j + 1][1])]
 
@@ -65,7 +65,7 @@ class _Recording:
     )
 
     def alloc(self, name: str, size: int, frames: list[_Frame], time_us: int) -> None:
-        # What has no bytes is not allocated, so neither is it freed.
+        # Values of 0 bytes are never allocated, so `free` skips them too.
         if size:
             address = self.arena.take(size)
             self.blocks[name] = address, size, frames
@@ -73,7 +73,7 @@ class _Recording:
 
     def free(self, name: str, time_us: int) -> None:
         if name in self.blocks:
-            # torch records both; where one stream uses a block they follow one another.
+            # torch records both; on a single stream they come together.
             self._tell("free_requested", name, time_us)
             self._tell("free_completed", name, time_us)
             address, size, _ = self.blocks.pop(name)
@@ -94,7 +94,7 @@ def memory_snapshot(graph: TrainingGraph, schedule: Schedule) -> dict[str, Any]:
         recording.alloc(f"resident {category}", size, [_frame(category, "", 0)], 0)
     run = 0
     for step in schedule.steps:
-        # Edges are in ms, or count runs where there are no costs; the last one ends the step.
+        # Edges are in ms, or count runs if there are no costs. The last one ends the step.
         now_us = int(1e3 * line.edges[run])
         if isinstance(step, Compute):
             op = graph.ops[graph.op_index[step.op]]
@@ -123,7 +123,7 @@ def _run_op(
 ) -> None:
     frames = _frames_of(op)
     for name in op.outputs:
-        # A second copy of what is live has a block of its own, until the run ends.
+        # If an output is live already, the run makes a second copy, which goes when the run ends.
         copy = f"{name} again" if name in recording.blocks else name
         recording.alloc(copy, graph.value_by_name[name].size_bytes, frames, now_us)
     recording.alloc("workspace", workspace_bytes, [_frame("workspace", "", 0), *frames], now_us)
@@ -133,7 +133,7 @@ def _run_op(
 
 
 def _frames_of(op: Op) -> list[_Frame]:
-    # The op is the innermost frame and its module the outer one, both at the user's line.
+    # The op is the innermost frame, its module the outer one; both point to the user's line.
     file, _, line = op.source.rpartition(":")
     if not line.isdigit():
         file, line = op.source, "0"
@@ -153,7 +153,7 @@ def _resident(graph: TrainingGraph) -> list[tuple[str, int]]:
 
 
 def _growth(recording: _Recording) -> _Event:
-    # One segment that is there from the start, as long as the highest address asks for.
+    # One segment, there from the start, that reaches to the highest address used.
     size = recording.arena.top - _BASE
     return {
         "action": "segment_alloc", "addr": _BASE, "size": size, "stream": 0, "frames": [],

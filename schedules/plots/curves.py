@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def literal(name: str) -> str:
-    # matplotlib reads what is between two dollars as a formula.
+    # matplotlib reads text between two dollars as a formula.
     return name.replace("$", r"\$")
 
 
@@ -84,7 +84,7 @@ def draw_front(
     largest = max((curve.unmodified_bytes for curve in curves.values()), default=0)
     scale, unit = scale_of(largest)
     for i, (name, curve) in enumerate(curves.items()):
-        # A line goes from peak to peak; larger budgets need not give larger ones.
+        # Sort by peak: a larger budget need not give a larger one.
         found = [(o.peak_bytes, _percent(o.time_us, curve)) for _, o in curve.points if o.schedule]
         found.sort()
         ax.plot(
@@ -120,7 +120,7 @@ def _bounds(curves: Iterable[_DrawnFront]) -> tuple[list[int], list[float]]:
     best: dict[int, float] = {}
     for curve in curves:
         for budget_bytes, outcome in curve.points:
-            # A bound of 0 is none.
+            # A bound of 0 means none.
             if outcome.lower_bound_us:
                 bound = _percent(outcome.lower_bound_us, curve)
                 best[budget_bytes] = max(best.get(budget_bytes, 0.0), bound)
@@ -208,6 +208,6 @@ def _paired_costs_us(
             f"the two graphs are of different steps ({predicted.name}, hash {predicted.hash[:12]}, "
             f"and {measured.name}, hash {measured.hash[:12]}): capture the same model and batch"
         )
-    # Logarithmic axes have no 0.
+    # Logarithmic axes cannot show 0.
     ops = zip(predicted.ops, measured.ops, strict=True)
     return [(p.cost_us, m.cost_us, p.phase) for p, m in ops if p.cost_us > 0 and m.cost_us > 0]

@@ -175,8 +175,7 @@ def _summary_of(facts: PageFacts, line: Timeline, eager: Timeline) -> _Summary:
         workspace_at_peak_bytes=found.workspace_at_peak_bytes,
         runs=len(line),
         runs_again=int(line.again.sum()),
-        # The device computes or waits: what first runs and waits do not take is that of further
-        # runs.
+        # The device either computes or waits: subtract the waits and the first runs.
         again_us=found.time_us - found.stall_us - facts.graph.time_us,
         stall_us=found.stall_us,
         measured_peak_bytes=facts.measured.peak_bytes if facts.measured else None,
@@ -246,7 +245,7 @@ def _bands(line: Timeline, by: BandsBy) -> list[_Band]:
 
 
 def _changes(curve: list[int]) -> list[int]:
-    # Mostly 0, which is short as text: the page of a step of 6,000 ops has 1.9 MB.
+    # Mostly 0, which keeps the page small: 1.9 MB for a step of 6,000 ops.
     return [after - before for before, after in zip([0, *curve], curve, strict=False)]
 
 
@@ -254,7 +253,7 @@ def _measured(facts: PageFacts, line: Timeline) -> _Curve | None:
     step = facts.measured
     if step is None or not len(step.moments):
         return None
-    # A real step takes another time; both curves have the same axis.
+    # Stretch the measured step to the predicted length: both curves share one axis.
     moments = step.moments * (line.edges[-1] / step.moments[-1])
     return _Curve(_rounded(moments), step.live_bytes.tolist())
 
@@ -308,7 +307,7 @@ def _steps(summary: _Summary) -> Table:
             *(_or_nothing(time_us, time_text), _or_nothing(more, percent_text)),
         )
         for name, peak, time_us, more in rows
-        # Without a measurement there is no row of it.
+        # Skip the measured row if nothing was measured.
         if peak is not None
     )
     return Table("steps", "The step", ("schedule", "peak", "time", "overhead"), texts, (1, 2, 3))
@@ -373,7 +372,7 @@ def _computed_again(facts: PageFacts) -> Table:
     for op in graph.ops:
         more = runs[op.name] - 1
         if more > 0:
-            # The same place in all layers is one row.
+            # Equal places in all layers share a row.
             key = place_of(op.module), op.target
             groups.setdefault(key, []).append((more, more * op.cost_us))
     ranked = sorted(groups.items(), key=lambda group: -sum(us for _, us in group[1]))
@@ -436,7 +435,7 @@ class Figure(NamedTuple):
 def render(facts: PageFacts, page: _Page) -> str:
     from jinja2 import Environment, StrictUndefined
 
-    # Names are from the user's code and may hold HTML. What the template lacks is an error.
+    # Names come from the user's code and may contain HTML. An undefined variable is an error.
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     environment.filters["bytes"] = bytes_text
     return environment.from_string(_file("page.html")).render(
@@ -459,7 +458,7 @@ def _file(name: str) -> str:
 
 
 def script_safe(page: _Page) -> str:
-    # So nothing in a name can end the script element, or begin a comment.
+    # No text can then close the script element or begin a comment.
     return msgspec.json.encode(page).decode().replace("<", "\\u003c")
 
 

@@ -65,5 +65,5 @@ class PageFacts:
 
     @property
     def bound_name(self) -> str:
-        # Anyone can edit a file, so what it states is not proved.
+        # Anyone can edit a file, so the bound that it states is unproved.
         return f"bound stated by {self.stated_by}, not proved" if self.stated_by else "bound"

@@ -67,14 +67,15 @@ def arena_picture(facts: PageFacts) -> _ArenaPicture | None:
     if not found.layout.arena_bytes:
         return None
     scale = _Scale(found)
-    # Boxes come largest first.
+    # Boxes are sorted by area, the largest first.
     named, others = found.boxes[:_NAMED], found.boxes[_NAMED:]
     small = _Shape(_SMALL, GREY, "".join(scale.path(*one) for one in found.merged))
     kinds = [kind for kind in KINDS if any(box.kind == kind for box in found.boxes)]
     legend = [(kind, _colour(kind)) for kind in kinds]
     return _ArenaPicture(
         shapes=(
-            # Merged ones cover room between buffers, so the others are drawn over them.
+            # Merged rectangles also cover the gaps between buffers, so they are drawn below the
+            # others.
             *([small] if found.merged else []),
             *_of_kinds(scale, kinds, others),
             *(_named(scale, box) for box in named),
@@ -91,7 +92,7 @@ _SMALL = "small, merged"
 
 
 def _colour(kind: str) -> str:
-    # What is merged is grey; so is nothing else in an arena, where nothing is resident.
+    # Merged rectangles are grey. Nothing else here is: an arena holds no resident values.
     return KINDS.get(kind, DARK_GREY)
 
 
@@ -107,7 +108,7 @@ class _Scale:
 
     def path(self, start: float, end: float, low: float, high: float) -> str:
         x, y = self.x(start), self.y(high)
-        # What is narrower than a unit stays visible.
+        # At least one unit, so that everything stays visible.
         width, height = max(self.x(end) - x, 1), max(self.y(low) - y, 1)
         return f"M{x} {y}h{width}v{height}h-{width}z"
 
@@ -131,7 +132,7 @@ def _named(scale: _Scale, box: Box) -> _Shape:
 def _live_path(scale: _Scale, of: Addresses) -> str:
     live = of.buffers.live_bytes
     at = np.array([scale.x(time) for time in range(len(live))])
-    # Of the times that fall into one unit of width, only the most bytes can be drawn.
+    # Several times share one unit of width: draw the most bytes among them.
     firsts = np.flatnonzero(np.diff(at, prepend=-1))
     tops = np.maximum.reduceat(live, firsts)
     return "".join(
@@ -225,7 +226,7 @@ def _x(found: Simulation, at_us: float) -> int:
 
 def _bar(found: Simulation, start_us: float, end_us: float, title: str) -> _Bar:
     x = _x(found, start_us)
-    # At least a unit, so that short copies can be seen.
+    # At least one unit, so that short copies stay visible.
     return _Bar(x, max(_x(found, end_us) - x, 1), title)
 
 
@@ -243,7 +244,7 @@ def _lanes(found: Simulation) -> tuple[_CopyLane, ...]:
         )  # fmt: skip
         bars.append((LINK_TITLES[link], _COLOURS[link], copies))
     bars.append((_WAITS, _WAITS_COLOUR, _waits(found)))
-    # A link that copies nothing has no lane.
+    # Links that copy nothing get no lane.
     used = [lane for lane in bars if lane[2]]
     return tuple(
         _CopyLane(name, colour, i * (LANE + _GAP), each)
@@ -255,7 +256,7 @@ def _waits(found: Simulation) -> tuple[_Bar, ...]:
     bars: list[_Bar] = []
     ends: dict[int, float] = {}
     for stall in found.stalls:
-        # Stalls of a step follow one another, from the clock before it on.
+        # The stalls of a step follow one another, starting at the clock before it.
         before_us = found.clock_us[stall.step - 1] if stall.step else 0.0
         start_us = ends.get(stall.step, before_us)
         ends[stall.step] = start_us + stall.us
@@ -268,7 +269,7 @@ def _band(found: Simulation, tier: str, there: Sequence[int], y: int) -> _TierBa
     most_bytes, bottom = max(there), y + _BAND
     path, before = f"M0 {bottom}", 0
     for at_us, size_bytes in zip(found.clock_us, there, strict=True):
-        # Most steps move nothing, and the page stays small.
+        # Most steps move nothing: leave them out, to keep the page small.
         if size_bytes != before:
             path += f"H{_x(found, at_us)}V{bottom - round(_BAND * size_bytes / most_bytes)}"
         before = size_bytes

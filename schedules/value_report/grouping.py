@@ -30,14 +30,14 @@ def split_indices(module: str) -> tuple[str, Indices]:
 
 def boxes(indices: Iterable[Indices]) -> Iterator[tuple[tuple[int, ...], ...]]:
     whole = sorted(set(indices))
-    # A module without indices.
+    # A path without indices.
     if whole == [()]:
         yield ()
         return
     tails: dict[int, list[Indices]] = {}
     for first, *rest in whole:
         tails.setdefault(first, []).append(tuple(rest))
-    # Outer indices with the same inner ones stand together, so a full product such as
+    # Join outer indices that have the same inner ones, so that a full product such as
     # ``stages.0-3.0-1`` stays whole.
     firsts: dict[tuple[Indices, ...], list[int]] = {}
     for first, inner in tails.items():
@@ -125,7 +125,7 @@ def group_rows(
     for row in rows:
         _add(sums.setdefault(_name(row.module, row.target, row.source, by), _Sums()), row)
     runs = schedule.computations() if schedule else Counter[str]()
-    # By op, not by row: an op of several values runs once for all of them.
+    # By op, not by row: an op with several values still runs once.
     for op in _ops_of(graph, rows):
         one = sums[_name(op.module, op.target, op.source, by)]
         again = max(runs[op.name] - 1, 0)
@@ -144,7 +144,7 @@ def _name(module: str, target: str, source: str, by: GroupBy) -> str:
 
 
 def _ops_of(graph: TrainingGraph, rows: Iterable[ValueRow]) -> list[Op]:
-    # Each op once, though it may make several rows.
+    # An op may make several rows: take it once.
     return [graph.ops[graph.op_index[name]] for name in dict.fromkeys(row.op for row in rows)]
 
 
@@ -161,7 +161,7 @@ def _folded_groups(sums: dict[str, _Sums]) -> list[Group]:
     alike: dict[tuple[str, tuple[int, ...]], dict[Indices, _Sums]] = {}
     for name, one in sums.items():
         pattern, indices = split_indices(name)
-        # Layers fold if these are equal; times vary between layers, and are summed.
+        # Layers with equal bytes and counts fold. Their times may differ, and are added up.
         alike.setdefault((pattern, tuple(one.figures.values())), {})[indices] = one
     return [
         _group(written(pattern, box), _inside(by_index, box))
@@ -204,7 +204,6 @@ def fold_rows(rows: Sequence[ValueRow]) -> tuple[FoldedRow, ...]:
         alike.setdefault((pattern, ordinal, *_facts(row)), {})[indices] = row
     found = [one for by_index in alike.values() for one in _folded_rows(by_index)]
     place = {row.value: i for i, row in enumerate(rows)}
-    # In the order of their first rows.
     return tuple(sorted(found, key=lambda one: place[one.first.value]))
 
 
@@ -219,7 +218,7 @@ def _ordinals(rows: Iterable[ValueRow]) -> list[int]:
 
 
 def _facts(row: ValueRow) -> tuple[Hashable, ...]:
-    # Costs may differ between layers: a folded row holds their sum.
+    # Costs are left out: they may differ between layers, and are added up.
     return (
         row.target, row.phase, row.kind, row.verdict, row.again, row.size_bytes, row.dtype,
         row.shape, row.source, row.at_peak, row.cost_origin,

@@ -71,7 +71,7 @@ def peak_holders(
         run=_runs_until(schedule, op, found.peak_step),
         resident=resident,
         workspace_bytes=found.workspace_at_peak_bytes,
-        # Nothing else is live: the parts sum to the peak.
+        # The rest is second copies, since the parts sum to the peak.
         copies_bytes=found.peak_bytes - known - found.workspace_at_peak_bytes,
         values=tuple(sorted(fold_rows(rows), key=_smaller)),
     )
@@ -112,7 +112,7 @@ def forced_ops(graph: TrainingGraph, schedule: Schedule, most: int = 3) -> tuple
     for op in graph.ops[: graph.n_forward]:
         for reason in _reasons(graph, op, runs):
             by_reason.setdefault(reason, []).append(op)
-    # The user's pins may be on ops that nothing else forces.
+    # The user's pins may concern ops that nothing else forces.
     for name in ("keep", "recompute"):
         if name in schedule.options and not any(name in reason for reason in by_reason):
             by_reason[f"pinned by {option(name, schedule.options[name])}"] = []
@@ -121,11 +121,11 @@ def forced_ops(graph: TrainingGraph, schedule: Schedule, most: int = 3) -> tuple
 
 
 def _reasons(graph: TrainingGraph, op: Op, runs: Counter[str]) -> list[str]:
-    # Reasons that differ only in their module count as one.
+    # Drop the module's name, so that reasons that differ only in it count as one.
     reasons = [op.no_recompute.replace(f"{op.module}.", "")] if op.no_recompute else []
     if set(graph.outputs).intersection(op.outputs):
         reasons.append(RETURNED_TO_CALLER)
-    # An op that draws is not pinned, but the state that its second run draws from is held.
+    # An op that draws may run again, but then the state of its stream is kept.
     states = (graph.value_by_name[name].kind == "rng_state" for name in op.inputs)
     if runs[op.name] > 1 and any(states):
         reasons.append(DRAWS)
@@ -151,8 +151,8 @@ def _forced(
 
 def counterfactual_schedule(graph: TrainingGraph, schedule: Schedule, op: str) -> Schedule:
     """`schedule` without further runs of `op`: its values are kept until their last use."""
-    # Ops that ran again only for the sake of `op` still do, so the peak of the result is what
-    # keeping these values takes.
+    # Ops that ran again only to feed `op` still do: the new peak is what keeping these values
+    # costs.
     held = set(graph.ops[graph.op_index[op]].outputs)
     first, *further = [i for i, step in enumerate(schedule.steps) if step == Compute(op)]
     last_there = dict.fromkeys(held, max([first, *further]))
@@ -161,7 +161,7 @@ def counterfactual_schedule(graph: TrainingGraph, schedule: Schedule, op: str) -
             last_there[step.value] = max(last_there[step.value], i)
 
     def stays(i: int, step: Step) -> bool:
-        # Frees of the op's values stay only where they do not come again later.
+        # Free the op's values only once, after their last use.
         if isinstance(step, Compute):
             return i not in further
         return step.value not in held or (freed_value(step) in held and i > last_there[step.value])

@@ -75,7 +75,7 @@ def _times_made(graph: TrainingGraph, schedule: Schedule) -> dict[str, int]:
     for step in schedule.steps:
         if isinstance(step, Compute):
             for name in graph.ops[graph.op_index[step.op]].outputs:
-                # What is live already is not made again: the second copy goes when the run ends.
+                # A live output is not made again: the second copy goes when the run ends.
                 made[name] += name not in live
                 live.add(name)
         else:

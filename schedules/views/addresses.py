@@ -55,7 +55,7 @@ def addresses(graph: TrainingGraph, schedule: Schedule, layout: Layout) -> Addre
     check_layout(buffers, layout)
     area = buffers.size_bytes.astype(np.float64) * (buffers.end - buffers.start)
     largest = np.argsort(-area, kind="stable")
-    # A buffer that is lower than a row of the grid cannot be seen.
+    # Buffers lower than one row of the grid are too small to see.
     shown = largest[buffers.size_bytes[largest] * ROWS >= layout.arena_bytes][:MOST_BOXES]
     is_small = np.ones(len(buffers), bool)
     is_small[shown] = False
@@ -73,7 +73,6 @@ def addresses(graph: TrainingGraph, schedule: Schedule, layout: Layout) -> Addre
 
 
 def kinds_of_buffers(graph: TrainingGraph, buffers: Buffers) -> list[str]:
-    # A workspace is no value of the graph.
     return [
         "workspace" if kind == BufferKind.WORKSPACE else graph.value_by_name[name].kind
         for name, kind in zip(buffers.names, buffers.kind, strict=True)
@@ -88,7 +87,7 @@ def _over_small(
     rows, columns = ROWS, min(_COLUMNS, buffers.n_times)
     top = low + buffers.size_bytes
     edges = [one[is_small].astype(np.float64) for one in (buffers.start, buffers.end, low, top)]
-    # The finest grid on which they are few enough for a page.
+    # Coarsen the grid until the page can hold all rectangles.
     while True:
         x, y = columns / buffers.n_times, rows / arena_bytes
         on_grid = [edge * scale for edge, scale in zip(edges, (x, x, y, y), strict=True)]
@@ -108,7 +107,7 @@ def _covered(
     x0, y0 = np.floor(start).astype(np.int64), np.floor(low).astype(np.int64)
     x1 = np.minimum(np.ceil(end), columns).astype(np.int64)
     y1 = np.minimum(np.ceil(high), rows).astype(np.int64)
-    # Cells are counted by corners and summed along both axes, without a loop over each rectangle.
+    # A two-dimensional prefix sum: mark the corners, then add up along both axes.
     change = np.zeros((rows + 1, columns + 1), np.int64)
     for row, column, sign in ((y0, x0, 1), (y0, x1, -1), (y1, x0, -1), (y1, x1, 1)):
         np.add.at(change, (row, column), sign)
@@ -119,7 +118,7 @@ def _rectangles(covered: NDArray[np.bool_]) -> list[tuple[int, int, int, int]]:
     """(start, end, low, high) of runs of cells; runs that are the same in rows above are one."""
     found: list[tuple[int, int, int, int]] = []
     open_since: dict[tuple[int, int], int] = {}
-    # The empty row at the end closes what is still open.
+    # An empty last row closes the rectangles that are still open.
     for row, cells in enumerate([*covered, np.zeros(covered.shape[1], bool)]):
         edges = np.flatnonzero(np.diff(np.concatenate([[False], cells, [False]])))
         runs = [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]

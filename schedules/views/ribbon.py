@@ -55,7 +55,8 @@ def ribbon(line: Timeline) -> _Ribbon:
         backward=_spans_of_runs(rows, ~is_forward & ~line.again),
         recompute=_spans_of_runs(rows, line.again),
         holds=_spans_of_mask(held > 0),
-        holds_most=_spans_of_mask((held > 0) & (2 * held >= most)),  # not where a row holds nothing
+        # Leave out rows that hold nothing.
+        holds_most=_spans_of_mask((held > 0) & (2 * held >= most)),
     )
 
 
@@ -86,7 +87,7 @@ def _spans_of_runs(
 
 
 def _spans_of_mask(mask: np.ndarray[tuple[int, int], np.dtype[np.bool_]]) -> tuple[Span, ...]:
-    # Padded, so that spans at either end have two edges too.
+    # Pad, so that spans at either end have two edges too.
     padded = np.pad(mask.astype(np.int8), ((0, 0), (1, 1)))
     edges = np.diff(padded, axis=1)
     spans: list[Span] = []

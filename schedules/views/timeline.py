@@ -71,7 +71,7 @@ class Timeline:
 
     @cached_property
     def peak_run(self) -> int:
-        # A fetch may reach it: then it is the run before that.
+        # If a fetch reaches the peak, take the run before it.
         return max(int(np.searchsorted(self.steps, self.simulation.peak_step, "right")) - 1, 0)
 
     @cached_property
@@ -88,7 +88,7 @@ class Timeline:
         for step in self.schedule.steps:
             if isinstance(step, Compute):
                 outputs = self.graph.ops[self.graph.op_index[step.op]].outputs
-                # What is live already keeps its copy.
+                # A live value keeps its first copy.
                 since |= {name: run for name in outputs if name not in since}
                 run += 1
             elif fetched_value(step):
@@ -106,10 +106,10 @@ def timeline(graph: TrainingGraph, schedule: Schedule) -> Timeline:
     steps = np.array([i for i, _ in runs], dtype=np.int64)
     ops = np.array([graph.op_index[name] for _, name in runs], dtype=np.int64)
     again = np.ones(len(ops), dtype=np.bool_)
-    # `unique` finds the first run of each op.
+    # `unique` returns the first run of each op.
     again[np.unique(ops, return_index=True)[1]] = False
     before_us = np.concatenate([[0.0], simulation.clock_us])[steps]
-    # The clock before a run does not have the waits for its inputs.
+    # The clock before a run does not include the waits for its inputs.
     waits_us = np.zeros(len(schedule.steps))
     for stall in simulation.stalls:
         waits_us[stall.step] += stall.us
@@ -154,7 +154,7 @@ def rows_of_ops(graph: TrainingGraph) -> tuple[tuple[str, ...], tuple[int, ...]]
         lambda i: layer_of(module(i)),
         lambda i: module(i) or OUTSIDE,
     )
-    # Layers, or modules where these are too few, or forward ops.
+    # Fall back from layers to modules, then to forward ops, if there are too few rows.
     for way in ways:
         names = [way(i) for i in range(len(graph.ops))]
         titles = list(dict.fromkeys(names))
@@ -168,7 +168,7 @@ def _by_forward_op(graph: TrainingGraph) -> tuple[tuple[str, ...], tuple[int, ..
     rows: list[int] = []
     for i, op in enumerate(graph.ops):
         read = [producer[name] for name in op.inputs if name in producer]
-        # An op of backward is in the row of the last forward value that it reads.
+        # A backward op joins the row of the last forward value that it reads.
         rows.append(i if i < graph.n_forward else max(read, default=rows[-1] if rows else 0))
     return _merged([op.name for op in graph.ops[: max(graph.n_forward, 1)]], rows)
 
@@ -208,7 +208,7 @@ def live_bands(line: Timeline, by: BandsBy = "kind") -> dict[str, Ints]:
     bands = {RESIDENT: resident} | {name: curves[name] for name in ranked[:_MOST]}
     if ranked[_MOST:]:
         bands[OTHERS] = sum((curves[name] for name in ranked[_MOST:]), np.zeros_like(resident))
-    # The workspace is what no value accounts for, so the bands cannot but sum to the simulator's.
+    # The workspace is the remainder, so the bands always sum to the simulator's bytes.
     return bands | {WORKSPACE: line.live_bytes - held}
 
 
