@@ -310,6 +310,8 @@ _LEAST_ROUNDS, ROUNDS, _ENOUGH_US = 3, 24, 3e6
 """Rounds are fewer the longer they are."""
 _SOON_US = 5e5
 """Rounds that have taken less go on in any case: they cost nothing."""
+_PAIRS = ((0, 1), (2, 3))
+"""Runs of which the difference counts: their least times are of as many rounds."""
 _MORE_SHARES = 1
 """Shares beyond the passes over the ops, for times that do not agree by then."""
 _ROOM = 0.5
@@ -383,37 +385,45 @@ class StepRounds:
 
     They are timed in shares, one after each pass over the ops, so that ops and step meet the same
     slow spells. Every other round goes in the opposite order, so that no run always follows the
-    same other. The rounds end once the two least times of each run agree, taken in two shares; of
-    a long step, once there are three.
+    same other. A pair of runs is left out once the two least times of each agree, taken in two
+    shares; of a long step, rounds end once there are three.
     """
 
     def __init__(self, meter: Meter, made: Callable[[], WholeRuns | None]) -> None:
         self._meter, self._made = meter, made
         self._runs: WholeRuns | None = None
-        self._shares = 0
-        self._rounds: list[list[float]] = []
+        self._shares = self._rounds = 0
+        self._times: list[list[float]] = [[] for pair in _PAIRS for _ in pair]
         self._away = 1.0
 
     @property
-    def _is_settled(self) -> bool:
-        taken_us = sum(map(sum, self._rounds))
-        if self._shares < 2 or taken_us < _SOON_US:
-            return False
-        is_long = taken_us >= _ENOUGH_US and len(self._rounds) >= _LEAST_ROUNDS
-        return is_long or all(have_agreed(each) for each in zip(*self._rounds, strict=True))
+    def _taken_us(self) -> float:
+        return sum(map(sum, self._times))
+
+    @property
+    def _wanted(self) -> list[int]:
+        """The runs of the next round; none once all times stand."""
+        pairs = _PAIRS
+        if self._shares > 1 and self._taken_us >= _SOON_US:
+            is_long = self._taken_us >= _ENOUGH_US and self._rounds >= _LEAST_ROUNDS
+            pairs = () if is_long else (pair for pair in pairs if not self._have_agreed(pair))
+        return [number for pair in pairs for number in pair]
+
+    def _have_agreed(self, pair: tuple[int, int]) -> bool:
+        return all(have_agreed(self._times[number]) for number in pair)
 
     def some(self) -> None:
         """Take the next share; nothing once the times stand."""
-        begun = len(self._rounds)
+        begun, begun_us = self._rounds, self._taken_us
         if not self._shares:
             self._runs = self._made()
             if self._runs is not None and self._runs.first_us:
-                self._rounds.append(list(self._runs.first_us))
+                self._add(dict(enumerate(self._runs.first_us)))
         self._shares += 1
-        while self._runs is not None and not self._is_settled and self._is_due(begun):
+        while self._runs is not None and self._is_due(begun, begun_us) and self._wanted:
             try:
                 watch = LoadAwareTimer()
-                self._rounds.append(self._round(self._runs))
+                self._add(self._round(self._runs, self._wanted))
                 self._away = min(self._away, watch.away)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
@@ -421,12 +431,11 @@ class StepRounds:
                 self._runs = None
                 warnings.warn("the step was not run to its end: memory ran out", stacklevel=2)
 
-    def _is_due(self, begun: int) -> bool:
-        """Whether a share that began with so many rounds has another."""
-        own = self._rounds[begun:]
+    def _is_due(self, begun: int, begun_us: float) -> bool:
+        """Whether a share that began after so many rounds, of so long in all, has another."""
+        own, taken_us = self._rounds - begun, self._taken_us - begun_us
         least, most = _LEAST_ROUNDS // self._meter.passes, ROUNDS // self._meter.passes
-        taken_us, enough_us = sum(map(sum, own)), _ENOUGH_US / self._meter.passes
-        return len(own) < least or (len(own) < most and taken_us < enough_us)
+        return own < least or (own < most and taken_us < _ENOUGH_US / self._meter.passes)
 
     def whole(self, graph: TrainingGraph) -> WholeStepTimes | None:
         """The least times, after the shares that are still to come; None if nothing ran.
@@ -439,21 +448,25 @@ class StepRounds:
             while self._shares < self._meter.passes:
                 self.some()
             for _ in range(_MORE_SHARES):
-                if sum(map(sum, self._rounds)) >= _SOON_US:
+                if self._taken_us >= _SOON_US:
                     self.some()
         if self._runs is None:
             return None
-        step_us, longer_us, kept_us, plain_us = map(least_agreed, zip(*self._rounds, strict=True))
+        step_us, longer_us, kept_us, plain_us = map(least_agreed, self._times)
         keeping_us, again_us = max(0.0, kept_us - plain_us), max(0.0, longer_us - step_us)
         costs = less_for_kept(graph, costs_of(graph), keeping_us)
         expected_us = sum(costs[name] for name in self._runs.again)
         return WholeStepTimes(step_us, keeping_us, again_us, expected_us, self._away)
 
-    def _round(self, runs: WholeRuns) -> list[float]:
+    def _round(self, runs: WholeRuns, wanted: list[int]) -> dict[int, float]:
         each = runs.step, runs.recomputing, runs.keeping, runs.plain
-        order = range(len(each))[:: -1 if len(self._rounds) % 2 else 1]
-        taken_us = {number: self._meter.step_us(each[number]) for number in order}
-        return [taken_us[number] for number in range(len(each))]
+        order = wanted[:: -1 if self._rounds % 2 else 1]
+        return {number: self._meter.step_us(each[number]) for number in order}
+
+    def _add(self, taken_us: Mapping[int, float]) -> None:
+        self._rounds += 1
+        for number, one_us in taken_us.items():
+            self._times[number].append(one_us)
 
 
 def is_beyond(joint: Joint, graph: TrainingGraph, most_bytes: int | None) -> bool:
