@@ -172,6 +172,17 @@ def test_rounds_end_once_times_agree_that_were_taken_in_two_shares() -> None:
     assert not told_us
 
 
+def test_runs_whose_times_stand_are_left_out_of_the_last_round() -> None:
+    """Forward's two agree in two shares; the two steps, of which one does not, run once more."""
+    told_us = [1e6, 2e6, 6e6, 5e6, 5.5e6, 6.5e6]
+    runs = step_time.WholeRuns(*[lambda: None] * 4, first_us=(5e6, 7e6, 2e6, 1e6))
+    found = step_time.StepRounds(Clock(told_us), lambda: runs).whole(costed("plain"))
+    assert found is not None
+    assert (found.step_us, found.keeping_us) == pytest.approx((5e6, 1e6))
+    assert found.again_us == pytest.approx(1.5e6)
+    assert not told_us
+
+
 def test_a_first_run_that_takes_no_longer_counts() -> None:
     round_us = (5e6, 6e6, 2e6, 1e6)
     told_us = [1.01 * each_us for each_us in reversed(round_us)]
