@@ -533,7 +533,8 @@ def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> WholeRuns | No
             stacklevel=2,
         )
         return None
-    return WholeRuns(*runs, lambda: watch.taken_us, again=twice.again, first_us=first_us)
+    step, longer, plain = runs
+    return WholeRuns(step, longer, plain, lambda: watch.taken_us, twice.again, first_us)
 
 
 def _first_us(run: Callable[[], Any]) -> float:
