@@ -5,10 +5,10 @@ the same op finds less in the caches, and there is work between ops. So a step o
 tenth or two more than the sum of its costs. Without that, overheads are shares of too little: at
 45 % of its peak, a Llama was planned at 12.0 % and took 8.5.
 
-Four runs on made data tell it: the step, the step that computes its forward again
-(`recomputing`), and forward that keeps results and that drops them (`forwards`). They
-take turns, as a machine that others share is slow for seconds on end, and end when their least
-times stand. `calibrated` says what becomes of these.
+Three runs on made data tell it: the step, which also says when its forward ended (`watched`), the
+step that computes its forward again (`recomputing`), and forward that drops its results
+(`dropping`). They take turns, as a machine that others share is slow for seconds on end, and end
+when their least times stand. `calibrated` says what becomes of these.
 
 Timing every op where it stands in the step was not taken: it would charge what is computed again
 for caches that it finds filled.
@@ -50,11 +50,11 @@ from remat.graph_capture.joint.nodes import copy_of, is_getitem
 # peak, and 483 alone. Plans for 48 MB and 59 MB were said to take 13.4 % and 10.1 %, and took 9.4 %
 # and 7.7 %.
 #
-# So forward is run as it keeps what backward reads, and as it drops it. The difference is taken off
-# the costs of what is kept, and `calibrated` adds it to the step. The two runs take turns, in both
-# orders. With five runs of each in a row, the difference of an LSTM's forwards of 160 ms came out
-# between -8 and +7 % of a step on a shared core; as a median of fifteen differences, between -0.5
-# and +1.4 %.
+# So forward is timed in the step, as it keeps what backward reads, and alone, as it drops it. The
+# difference is taken off the costs of what is kept, and `calibrated` adds it to the step. The two
+# runs take turns, in both orders. With five runs of each in a row, the difference of an LSTM's
+# forwards of 160 ms came out between -8 and +7 % of a step on a shared core; as a median of fifteen
+# differences, between -0.5 and +1.4 %.
 #
 # Tried and not taken: costs with caches warm, and a cost for each byte that is read again.
 
@@ -65,19 +65,52 @@ LEAST_KEPT_PART = 0.5
 """Part of its cost that every op keeps at least."""
 
 
-def forwards(joint: Joint) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Two callables of forward alone: one saves activations, the other frees them.
+class ForwardWatch:
+    """Times forward within a step: `begin` and `end` are called where it does.
 
-    The time of keeping is what the first takes longer.
+    `taken_us` is of the step that ran last.
     """
-    own: list[str] = []
-    keeping = copy_of(joint.module, lambda graph: own.extend(_keep_forward(joint, graph)))
+
+    def __init__(self) -> None:
+        self.taken_us, self._timer = 0.0, LoadAwareTimer()
+
+    def begin(self) -> None:
+        """Forward begins."""
+        self._timer = LoadAwareTimer()
+
+    def end(self) -> None:
+        """Forward has ended."""
+        self.taken_us = self._timer.taken_us
+
+
+def watched(joint: Joint, watch: ForwardWatch) -> fx.GraphModule:
+    """The step, which tells `watch` when forward begins and ends."""
+
+    def tell(graph: fx.Graph) -> None:
+        nodes = list(graph.nodes)
+        first = next(node for node in nodes if node.op != "placeholder")
+        for node, told in ((first, watch.begin), (nodes[_end_of_forward(joint, nodes)], watch.end)):
+            with graph.inserting_before(node):
+                graph.call_function(told)
+
+    return copy_of(joint.module, tell)
+
+
+def dropping(joint: Joint) -> fx.GraphModule:
+    """Forward alone, which frees what backward would read."""
 
     def drop(graph: fx.Graph) -> None:
-        graph.output_node().args = (tuple(n for n in graph.nodes if n.name in own_names),)
+        nodes = list(graph.nodes)
+        end = _end_of_forward(joint, nodes)
+        output = nodes[-1]
+        # A node with several results is no tensor to return: its parts are.
+        own = [n for n in nodes[:end] if output in n.users and n.op == "call_function"]
+        output.args = (tuple(node for node in own if not _has_parts(node)),)
+        for node in reversed(nodes[end:-1]):
+            if node.op != "placeholder":
+                graph.erase_node(node)
 
-    own_names = set(own)
-    return keeping, copy_of(keeping, drop)
+    return copy_of(joint.module, drop)
 
 
 def less_for_kept(graph: TrainingGraph, costs: Costs, saved_us: float) -> Costs:
@@ -104,26 +137,11 @@ def bytes_for_backward(graph: TrainingGraph) -> dict[str, int]:
     }
 
 
-def _keep_forward(joint: Joint, graph: fx.Graph) -> list[str]:
-    """Leave forward alone of `graph`, which also returns what backward reads.
-
-    Returns the names of the nodes of forward's own results.
-    """
+def _end_of_forward(joint: Joint, nodes: Sequence[fx.Node]) -> int:
+    """The place of the first node of backward; of the output, if there is none."""
     phases = {op.name: op.phase for op in joint.graph.ops}
     backward = {n.name for name, n in joint.node_of_op.items() if phases[name] == "backward"}
-    nodes = list(graph.nodes)
-    end = next((i for i, node in enumerate(nodes) if node.name in backward), len(nodes) - 1)
-    forward, later = nodes[:end], nodes[end:-1]
-    # A node with several results is no tensor to return: its parts are.
-    made = [node for node in forward if node.op == "call_function" and not _has_parts(node)]
-    after = {*later, nodes[-1]}
-    returned = [node for node in made if any(user in after for user in node.users)]
-    own = [node.name for node in returned if nodes[-1] in node.users]
-    nodes[-1].args = (tuple(returned),)
-    for node in reversed(later):
-        if node.op != "placeholder":
-            graph.erase_node(node)
-    return own
+    return next((i for i, node in enumerate(nodes) if node.name in backward), len(nodes) - 1)
 
 
 def _has_parts(node: fx.Node) -> bool:
@@ -360,26 +378,27 @@ def _is_of(profile: Profile | None, title: str) -> bool:
 
 @dataclass(frozen=True)
 class WholeRuns:
-    """The four runs of a step.
+    """The three runs of a step.
 
     Attributes
     ----------
-    step : as it is. recomputing : with forward computed again.
-    keeping, plain : forward alone, with and without what backward reads of it.
-    again : names of the ops that `recomputing` runs twice. first_us : of the first run of each, in
-    this order; empty where nobody took them.
+    step : as it is. recomputing : with forward computed again. plain : forward alone, which drops
+        its results.
+    forward_us : what forward took of the step that ran last.
+    again : names of the ops that `recomputing` runs twice.
+    first_us : of the first round, as `StepRounds` has it; empty where nobody took it.
     """
 
     step: Callable[[], Any]
     recomputing: Callable[[], Any]
-    keeping: Callable[[], Any]
     plain: Callable[[], Any]
+    forward_us: Callable[[], float]
     again: tuple[str, ...] = ()
     first_us: tuple[float, ...] = ()
 
 
 class StepRounds:
-    """Rounds of the runs of a step: each run once, in turn.
+    """Rounds of the runs of a step: each run once, in turn. Forward in the step is another time.
 
     They are timed in shares, one after each pass over the ops, so that ops and step meet the same
     slow spells. Every other round goes in the opposite order, so that no run always follows the
@@ -443,23 +462,23 @@ class StepRounds:
                     self.some()
         if self._runs is None:
             return None
-        step_us, longer_us, kept_us, plain_us = map(least_agreed, zip(*self._rounds, strict=True))
+        step_us, longer_us, plain_us, kept_us = map(least_agreed, zip(*self._rounds, strict=True))
         keeping_us, again_us = max(0.0, kept_us - plain_us), max(0.0, longer_us - step_us)
         costs = less_for_kept(graph, costs_of(graph), keeping_us)
         expected_us = sum(costs[name] for name in self._runs.again)
         return WholeStepTimes(step_us, keeping_us, again_us, expected_us, self._away)
 
     def _round(self, runs: WholeRuns) -> list[float]:
-        each = runs.step, runs.recomputing, runs.keeping, runs.plain
+        each = runs.step, runs.recomputing, runs.plain
         order = range(len(each))[:: -1 if len(self._rounds) % 2 else 1]
         taken_us = {number: self._meter.step_us(each[number]) for number in order}
-        return [taken_us[number] for number in range(len(each))]
+        return [*(taken_us[number] for number in range(len(each))), runs.forward_us()]
 
 
 def is_beyond(joint: Joint, graph: TrainingGraph, most_bytes: int | None) -> bool:
     """Whether runs of the step on made data, beside the model and its batch, take more than that.
 
-    The four runs are made together, and one of them keeps all that backward reads.
+    The step keeps all that backward reads.
     """
     if most_bytes is None or graph.device != CPU:
         return False
@@ -498,13 +517,13 @@ def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> WholeRuns | No
     placeholders = joint.module.graph.find_nodes(op="placeholder")
     if not _has_room(peak_bytes(graph) + _made_bytes(joint), meter.device):
         return None
-    twice = recomputing(joint)
-    whole = copy_of(joint.module), twice.module, *forwards(joint)
+    twice, watch = recomputing(joint), ForwardWatch()
+    whole = watched(joint, watch), twice.module, dropping(joint)
     made = [without_other_ranks(module) for module in whole]
     try:
         inputs = [_step_input(node) for node in placeholders]
         runs = [partial(module, *inputs) for module in made]
-        first_us = [_first_us(run) for run in runs]
+        first_us = *[_first_us(run) for run in runs], watch.taken_us
     except (RuntimeError, IndexError, ValueError, MemoryError) as error:
         said = (str(error).splitlines() or [type(error).__name__])[0]
         why = "was not run: memory ran out" if is_out_of_memory(error) else _WHOLE
@@ -514,7 +533,8 @@ def _runs_of(joint: Joint, graph: TrainingGraph, meter: Meter) -> WholeRuns | No
             stacklevel=2,
         )
         return None
-    return WholeRuns(*runs, again=twice.again, first_us=tuple(first_us))
+    step, longer, plain = runs
+    return WholeRuns(step, longer, plain, lambda: watch.taken_us, twice.again, first_us)
 
 
 def _first_us(run: Callable[[], Any]) -> float:

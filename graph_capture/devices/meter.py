@@ -23,6 +23,8 @@ Run = Callable[[], Any]
 
 _MIN_RUNS, _MAX_RUNS, _ENOUGH_US = 3, 25, 50_000.0
 """Runs of an op in all its passes, and the time after which no more are made."""
+_SOON_US = 2_000.0
+"""Runs of a pass that have taken as long are enough once two agree: other passes confirm them."""
 PASSES = 3
 """Of a CPU: of three, two agree though one falls into a slow spell (`op_times.py`)."""
 _AGREE, _ABOUT_US = 0.02, 10.0
@@ -123,6 +125,8 @@ def median_of(timed_us: Callable[[], float], passes: int = 1) -> float:
     least, most, enough_us = _MIN_RUNS // passes, _MAX_RUNS // passes, _ENOUGH_US / passes
     while len(times) < least or (len(times) < most and sum(times) < enough_us):
         times.append(timed_us())
+        if passes > 1 and sum(times) >= _SOON_US and have_agreed(times):
+            break
     return statistics.median(times)
 
 

@@ -175,9 +175,10 @@ def check(
 ) -> Check:
     """Run a training step of both on the same batch and random state, and compare.
 
-    Both run once for equality, once for the peak, and `steps` times in turn for the time; fewer
-    times once two times of each agree, of which the run for equality may be one, or that has taken
-    4 s, if no other ranks wait for this one.
+    Both run once for equality and the peak, and `steps` times in turn for the time; fewer times
+    once two times of each agree, of which the run for equality may be one, or that has taken 4 s,
+    if no other ranks wait for this one. The peak has a run of its own on a CUDA device, whose
+    libraries allocate at their first use, and where the run for equality is unlike other steps.
     On a CUDA device eager runs twice for equality, to see which results it repeats, and up to
     `MOST_EAGER` times if the plan's differ. On a CPU float32 sums by indices have one order
     meanwhile. Gradients, buffers, the batch and the random streams are put back as they were.
@@ -237,13 +238,23 @@ def check(
         in_one_order = meter.device == CPU and has_nondeterministic_sums(module)
         if in_one_order:
             alike.enter_context(DeterministicReductions())
-        first_us = list[float]()
-        expected = state.outcome(_timed(eager, first_us))
-        variation, is_steady = EagerVariation(expected), meter.device == CPU
+        is_steady = meter.device == CPU
+        # The runs that are compared: steps like any other, but for what else they are asked to do.
+        is_usual = is_steady and not (in_one_order or accumulate or _has_other_ranks())
+        measured = (eager, plan) if steps else (plan,)
+        first_us, memory = list[float](), list[StepMemory]()
+
+        def left_by(run: Run) -> Outcome:
+            timed = _timed(run, first_us)
+            is_metered = is_usual and run in measured
+            return state.outcome(_metered(timed, meter, memory) if is_metered else timed)
+
+        expected = left_by(eager)
+        variation = EagerVariation(expected)
         if not is_steady:
             variation.add(state.outcome(eager))
         allowed = tolerance_of(module) if tolerance is None else tolerance
-        outcome, error = state.outcome(_timed(plan, first_us)), 0.0
+        outcome, error = left_by(plan), 0.0
         differences = differing_names(variation, outcome)
         if differences and not is_steady:
             differences = _compared_again(state, eager, variation, outcome)
@@ -263,13 +274,10 @@ def check(
         del outcome
         alike.close()
         resident_total_bytes = resident.total_bytes + meter.library_bytes()
-        measured = (eager, plan) if steps else (plan,)
-        memory = [
+        memory = memory or [
             state.prepared(lambda run=run: meter.step_memory(run), accumulate) for run in measured
         ]
-        # These two were steps like those that are timed, but for what they had beside them.
-        is_like_others = is_steady and not (in_one_order or elsewhere or accumulate)
-        begun = [first_us] if is_like_others and not _has_other_ranks() else []
+        begun = [first_us] if is_usual and not elsewhere else []
         times = _step_times(state, meter, (eager, plan), accumulate, steps, begun)
     # A CPU has no counter of its own, so its meter sums the profiler's allocation events. Modes
     # that watch tensors would miss workspaces.
@@ -387,6 +395,17 @@ def _timed(run: Run, times_us: list[float]) -> Run:
         return result
 
     return timed
+
+
+def _metered(run: Run, meter: Meter, memory: list[StepMemory]) -> Run:
+    """`run`, which adds to `memory` what it had live. What it returns lives on."""
+
+    def metered() -> Any:
+        results = list[Any]()
+        memory.append(meter.step_memory(lambda: results.append(run())))
+        return results.pop()
+
+    return metered
 
 
 def _step_times(

@@ -136,22 +136,22 @@ class Clock(CpuMeter):
 
 def test_the_runs_of_a_step_take_turns_in_both_orders() -> None:
     ran: list[int] = []
-    runs = [partial(ran.append, number) for number in range(4)]
-    rounds = step_time.StepRounds(CpuMeter(), lambda: step_time.WholeRuns(*runs))
+    runs = [partial(ran.append, number) for number in range(3)]
+    rounds = step_time.StepRounds(CpuMeter(), lambda: step_time.WholeRuns(*runs, lambda: 0.0))
     rounds.some()
     share = len(ran)
     rounds.whole(costed("plain"))
-    assert len(ran) == 3 * share == 4 * step_time.ROUNDS
-    assert ran[:8] == [0, 1, 2, 3, 3, 2, 1, 0]
+    assert len(ran) == 3 * share == 3 * step_time.ROUNDS
+    assert ran[:6] == [0, 1, 2, 2, 1, 0]
 
 
 def test_a_slow_while_of_the_machine_changes_no_time_of_the_step() -> None:
     """Of three shares of one long round each; the second is twice as slow, in the other order."""
-    round_us = [5e6, 6e6, 2e6, 1e6]
+    round_us, forward_us = [5e6, 6e6, 1e6], [2e6, 4e6, 2e6]
     told_us = [*round_us, *(2 * each_us for each_us in reversed(round_us)), *round_us]
     graph = costed("plain")
     name = next(op.name for op in graph.ops if op.phase == "forward")
-    runs = step_time.WholeRuns(*[lambda: None] * 4, again=(name,))
+    runs = step_time.WholeRuns(*[lambda: None] * 3, lambda: forward_us.pop(0), again=(name,))
     found = step_time.StepRounds(Clock(told_us), lambda: runs).whole(graph)
     assert found is not None
     expected = 5e6, 1e6, 1e6
@@ -159,13 +159,16 @@ def test_a_slow_while_of_the_machine_changes_no_time_of_the_step() -> None:
     cheaper = less_for_kept(graph, costs_of(graph), found.keeping_us)
     assert found.expected_us == cheaper[name] > 0
     assert not told_us
+    assert not forward_us
 
 
 def test_rounds_end_once_times_agree_that_were_taken_in_two_shares() -> None:
     """Each run takes its time twice, the first before the others; the third share has nothing."""
-    round_us = [5e6, 6e6, 2e6, 1e6]
+    round_us, forward_us = [5e6, 6e6, 1e6], [2.02e6, 2e6]
     told_us = [*(1.01 * each_us for each_us in reversed(round_us)), *round_us]
-    runs = step_time.WholeRuns(*[lambda: None] * 4, first_us=tuple(1.3 * us for us in round_us))
+    first_us = tuple(1.3 * us for us in (*round_us, 2e6))
+    made = [lambda: None] * 3
+    runs = step_time.WholeRuns(*made, lambda: forward_us.pop(0), first_us=first_us)
     found = step_time.StepRounds(Clock(told_us), lambda: runs).whole(costed("plain"))
     assert found is not None
     assert (found.step_us, found.keeping_us) == pytest.approx((5e6, 1e6))
@@ -173,9 +176,10 @@ def test_rounds_end_once_times_agree_that_were_taken_in_two_shares() -> None:
 
 
 def test_a_first_run_that_takes_no_longer_counts() -> None:
-    round_us = (5e6, 6e6, 2e6, 1e6)
+    round_us = (5e6, 6e6, 1e6)
     told_us = [1.01 * each_us for each_us in reversed(round_us)]
-    runs = step_time.WholeRuns(*[lambda: None] * 4, first_us=round_us)
+    made, first_us = [lambda: None] * 3, (*round_us, 2e6)
+    runs = step_time.WholeRuns(*made, lambda: 2.02e6, first_us=first_us)
     found = step_time.StepRounds(Clock(told_us), lambda: runs).whole(costed("plain"))
     assert found is not None
     assert found.step_us == 5e6

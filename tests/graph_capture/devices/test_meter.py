@@ -7,7 +7,7 @@ import time
 import pytest
 
 from remat.graph_capture.devices import meter
-from remat.graph_capture.devices.meter import LoadAwareTimer
+from remat.graph_capture.devices.meter import PASSES, LoadAwareTimer, median_of
 
 
 @pytest.mark.parametrize(
@@ -32,3 +32,19 @@ def test_a_wait_of_its_own_accord_is_time_that_it_takes() -> None:
     watch = LoadAwareTimer()
     time.sleep(0.05)
     assert watch.taken_us >= 5e4
+
+
+@pytest.mark.parametrize(
+    ("told_us", "passes", "runs"),
+    [
+        ([5e3, 3e3, 3.01e3, 3e3, 3e3, 3e3], PASSES, 3),  # two agree, the first does not
+        ([5e3, 4e3, 3e3, 3.5e3, 4.5e3, 5e3], PASSES, 5),  # none do
+        ([100.0] * 8, PASSES, 8),  # two agree at once, and runs cost nothing
+        ([3e3] * 25, 1, 17),  # no other pass confirms what these say
+    ],
+)
+def test_runs_of_a_pass_end_once_two_agree(told_us: list[float], passes: int, runs: int) -> None:
+    left = list(told_us)
+    median_us = median_of(lambda: left.pop(0), passes)
+    assert len(told_us) - len(left) == runs
+    assert median_us == sorted(told_us[:runs])[runs // 2]

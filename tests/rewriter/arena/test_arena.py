@@ -53,7 +53,8 @@ def test_equal_to_eager_and_all_in_the_arena(name: str) -> None:
     assert found.equal, found.differences
     # The profiler is told of what lies in the arena.
     assert found.plan_peak_bytes == beside.plan_peak_bytes
-    assert hits(arena) == 3 * len(arena.layout.offsets_bytes)
+    # One step is compared and metered, one is timed.
+    assert hits(arena) == 2 * len(arena.layout.offsets_bytes)
 
 
 @pytest.mark.parametrize("name", ["tied_weights", "loss_function_with_target"])
