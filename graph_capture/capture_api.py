@@ -13,18 +13,17 @@ from typing import Any, SupportsIndex, overload
 import msgspec
 from torch import nn
 
+from remat.graph_capture.costs.cache import Profile, as_profile
 from remat.graph_capture.costs.measuring import links_below
-from remat.graph_capture.costs.profile import Profile, as_profile
-from remat.graph_capture.devices.local_devices import meter_of
 from remat.graph_capture.devices.memory import LowerTiers, lower_tiers
-from remat.graph_capture.devices.placement import resolved_device
+from remat.graph_capture.devices.placement import meter_of, resolved_device
+from remat.graph_capture.distributed.dtensors import parameters_cast
 from remat.graph_capture.distributed.sharded_step import local_step
 from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.graph_capture.sizes.at_sizes import WorkspacesOf, ranged_graph_of
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.sizes.symbols import Dynamic
-from remat.graph_capture.tracing.mixed_precision import parameters_cast
 from remat.graph_capture.tracing.option_pairs import require_compatible
 from remat.graph_capture.tracing.recipe import Split, keep_links
 from remat.graph_capture.tracing.step_module import LossFunction

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from remat.graph_capture.chunking.linear_layers import (
+from remat.graph_capture.chunking.head import (
     Linear,
     NoMlpError,
     aliases_of,

@@ -10,7 +10,6 @@ from typing import Any, cast
 import msgspec
 from torch import Tensor, fx
 
-from remat.graph_capture.chunking.graph_edits import changes_between
 from remat.graph_capture.chunking.head import Head, find_heads
 from remat.graph_capture.chunking.head_ops import (
     FORWARD,
@@ -21,6 +20,7 @@ from remat.graph_capture.chunking.head_ops import (
 from remat.graph_capture.chunking.mlp import Mlp
 from remat.graph_capture.chunking.mlp_ops import MLP, MLP_GATED_INPUT, MLP_INPUT, MLP_WEIGHTS
 from remat.graph_capture.chunking.replace import HeadOrMlp, find_parts, replace_part, results_of
+from remat.graph_capture.eager_step import changes_between
 from remat.graph_capture.errors import option
 from remat.graph_capture.graph import Choice, Op, PartKind, Region, TrainingGraph, Value
 from remat.graph_capture.joint.build import Joint, build_joint

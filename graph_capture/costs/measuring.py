@@ -9,17 +9,8 @@ import msgspec
 import torch
 from torch import nn
 
-from remat.graph_capture.costs.cache import CostCache
-from remat.graph_capture.costs.link_speeds import (
-    BYTES_PER_US_IN_GB_S,
-    PINNED_MEMORY,
-    PLANNED_SHARE,
-    LinkPair,
-    LinkSpeeds,
-)
+from remat.graph_capture.costs.cache import CostCache, OpWork, Profile, ProfiledOp, work_of
 from remat.graph_capture.costs.op_costs import examples, measure_costs_with
-from remat.graph_capture.costs.profile import OpWork, Profile, ProfiledOp, work_of
-from remat.graph_capture.devices.file_links import MORE_THREADS, file_pair
 from remat.graph_capture.devices.known_devices import (
     CPU,
     CUDA,
@@ -29,10 +20,18 @@ from remat.graph_capture.devices.known_devices import (
     is_in_table,
     modelled_device,
 )
-from remat.graph_capture.devices.local_devices import meter_of
+from remat.graph_capture.devices.links import (
+    BYTES_PER_US_IN_GB_S,
+    MORE_THREADS,
+    PINNED_MEMORY,
+    PLANNED_SHARE,
+    LinkPair,
+    LinkSpeeds,
+    RankLinks,
+    file_pair,
+)
 from remat.graph_capture.devices.memory import LowerTiers
-from remat.graph_capture.devices.placement import resolved_device
-from remat.graph_capture.devices.rank_links import RankLinks
+from remat.graph_capture.devices.placement import meter_of, resolved_device
 from remat.graph_capture.distributed.collective_costs import measured_rank_links
 from remat.graph_capture.errors import ProfileError, option
 from remat.graph_capture.graph import Link, Links, TrainingGraph

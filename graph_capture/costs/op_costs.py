@@ -25,9 +25,16 @@ from remat.graph_capture.chunking.regions import (
     with_regions,
 )
 from remat.graph_capture.chunking.same_bits import kept_bits
-from remat.graph_capture.costs.cache import CostCache, OpCost, WholeStepTimes
+from remat.graph_capture.costs.cache import (
+    CostCache,
+    OpCost,
+    Profile,
+    WholeStepTimes,
+    costs_of_profile,
+    moved_bytes,
+    note_of,
+)
 from remat.graph_capture.costs.op_times import KernelError, cost_key, sample_arguments, times_us
-from remat.graph_capture.costs.profile import Profile, costs_of_profile, moved_bytes, note_of
 from remat.graph_capture.costs.step_time import (
     STEP_NOT_TIMED,
     calibrated,
@@ -36,13 +43,12 @@ from remat.graph_capture.costs.step_time import (
     whole_step,
 )
 from remat.graph_capture.devices.known_devices import CPU, allocator_rounding, is_cuda
-from remat.graph_capture.devices.local_devices import meter_of
 from remat.graph_capture.devices.memory import is_out_of_memory
 from remat.graph_capture.devices.memory_events import RegionMemory
 from remat.graph_capture.devices.meter import Meter, Run
+from remat.graph_capture.devices.placement import meter_of
 from remat.graph_capture.distributed.collective_costs import links_of_step, with_collective_costs
-from remat.graph_capture.distributed.collectives import local_runner
-from remat.graph_capture.distributed.fake_group import run_locally
+from remat.graph_capture.distributed.collectives import local_runner, run_locally
 from remat.graph_capture.errors import CaptureError, option
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.graph_capture.joint.build import SAVE_RNG, Joint

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.devices.meter import LoadAwareTimer, Meter, Run, have_agreed, least_agreed
-from remat.graph_capture.distributed.fake_group import run_locally
+from remat.graph_capture.distributed.collectives import run_locally
 from remat.graph_capture.joint.in_place_ops import calls_of, joined_op_names
 from remat.graph_capture.joint.nodes import aten, is_alias_of_input, is_getitem, target_name
 from remat.graph_capture.torch_private.core import OpOverload, pytree

@@ -20,7 +20,7 @@ from typing import SupportsIndex
 
 import msgspec
 
-from remat.graph_capture.devices.rank_links import RankLinks, wrong_in
+from remat.graph_capture.devices.links import RankLinks, wrong_in
 from remat.graph_capture.errors import BudgetError, DeviceError, TextError, option
 from remat.graph_capture.files import decode_json, read_contents
 

@@ -24,8 +24,7 @@ from remat.graph_capture.distributed.collectives import (
 from remat.graph_capture.distributed.dtensors import has_dtensors, is_distributed
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.provenance import line_of_user
-from remat.graph_capture.torch_private.core import pytree
-from remat.graph_capture.tracing.op_watcher import TraceObserver
+from remat.graph_capture.torch_private.core import TraceObserver, pytree
 
 _FUNCTIONAL = "torch.distributed._functional_collectives"
 

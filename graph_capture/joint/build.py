@@ -30,12 +30,13 @@ from remat.graph_capture.joint.exact_ops import (
     RECOMPUTED_BY,
     make_class_weights_exact,
     make_dropout_exact,
+    make_products_exact,
     makes_statistics,
     run_by_kernels_of_eager,
 )
-from remat.graph_capture.joint.gradient_release import GradientRelease
 from remat.graph_capture.joint.gradients import (
     GradientAccumulation,
+    GradientRelease,
     lay_out_gradients,
     of_parameters,
 )
@@ -53,7 +54,6 @@ from remat.graph_capture.joint.nodes import (
     tensors_of,
 )
 from remat.graph_capture.joint.output_aliasing import overwritten_values, why_no_recompute
-from remat.graph_capture.joint.products import make_products_exact
 from remat.graph_capture.joint.values import ValueTable
 from remat.graph_capture.refusals import refuse_op
 

@@ -29,11 +29,11 @@ from remat.graph_capture.joint.nodes import is_view, storage_key
 from remat.graph_capture.joint.provenance import CHECKPOINT_KEY
 from remat.graph_capture.torch_private.core import (
     FunctionalTensor,
+    TraceObserver,
     from_functional,
     functional_mode,
     pytree,
 )
-from remat.graph_capture.tracing.op_watcher import TraceObserver
 
 WRITTEN_KEY = "remat_written"
 """Among the annotations of a node that autograd does not record: the op that eager runs there, if

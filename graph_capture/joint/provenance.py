@@ -20,8 +20,11 @@ import torch.fx.traceback as fx_traceback
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from remat.graph_capture.torch_private.core import SelectiveCheckpointMode, dispatch_mode_stack
-from remat.graph_capture.tracing.op_watcher import CallWatcher
+from remat.graph_capture.torch_private.core import (
+    CallWatcher,
+    SelectiveCheckpointMode,
+    dispatch_mode_stack,
+)
 
 MODULE_KEY, SOURCE_KEY, FUNCTION_KEY = "remat_module", "remat_source", "remat_function"
 CASTS_KEY = "remat_casts"

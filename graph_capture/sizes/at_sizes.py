@@ -9,15 +9,14 @@ from typing import Any
 import msgspec
 from torch import Tensor, fx
 
-from remat.graph_capture.costs.profile import flops_of
+from remat.graph_capture.costs.cache import flops_of
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.graph_capture.joint.nodes import is_tangent, result_bytes, tensors_of
-from remat.graph_capture.sizes.expressions import evaluated
 from remat.graph_capture.sizes.range_costs import WorkspacePoint, off_lines, point_of
 from remat.graph_capture.sizes.ranged_graph import Extent, RangedGraph, structure_of
 from remat.graph_capture.sizes.ranged_signature import RangedSignature
-from remat.graph_capture.sizes.symbols import Sizes, corner, spread
+from remat.graph_capture.sizes.symbols import Sizes, corner, evaluated, spread
 from remat.graph_capture.sizes.trace_over_sizes import Environment, at_sizes
 from remat.graph_capture.tracing.resident import resident_of_batch
 from remat.graph_capture.tracing.trace import Trace, edit_traced, joint_of, num_forward_outputs

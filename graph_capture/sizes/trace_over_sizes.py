@@ -21,9 +21,15 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.nodes import storage_key, target_name
 from remat.graph_capture.joint.provenance import is_users, source_of
-from remat.graph_capture.sizes.expressions import FloatOfSizes, SizeArgument
 from remat.graph_capture.sizes.ranged_signature import RangedSignature
-from remat.graph_capture.sizes.symbols import Guard, Symbol, number_of_points, points
+from remat.graph_capture.sizes.symbols import (
+    FloatOfSizes,
+    Guard,
+    SizeArgument,
+    Symbol,
+    number_of_points,
+    points,
+)
 from remat.graph_capture.torch_private.aot import ConstantSource, Max, PythonPrinter, bound_sympy
 from remat.graph_capture.torch_private.core import OpOverload, pytree
 from remat.graph_capture.tracing.signature import Signature

@@ -37,8 +37,7 @@ from remat.graph_capture.python_state.state_slots import (
 )
 from remat.graph_capture.python_state.tensor_attributes import Writer, other_threads
 from remat.graph_capture.refusals import hook_tables, registered_hook
-from remat.graph_capture.torch_private.core import pytree
-from remat.graph_capture.tracing.op_watcher import CallWatcher
+from remat.graph_capture.torch_private.core import CallWatcher, pytree
 from remat.graph_capture.tracing.outputs import DuplicateOutputs
 from remat.graph_capture.tracing.restore import ModuleAttributes, Written
 

@@ -28,12 +28,12 @@ from remat.graph_capture.distributed.dtensors import is_distributed
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.nodes import aten, target_name, tensors_of
 from remat.graph_capture.torch_private.core import (
+    CallWatcher,
     DispatchKey,
     FakeTensorMode,
     compute_elementwise_output_strides,
     suggest_memory_format,
 )
-from remat.graph_capture.tracing.op_watcher import CallWatcher
 
 _CONTIGUOUS = {"memory_format": torch.contiguous_format}
 

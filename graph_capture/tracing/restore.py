@@ -19,8 +19,7 @@ from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.provenance import is_users, line_of_user, source_of
 from remat.graph_capture.python_state.state_guards import PythonState
 from remat.graph_capture.python_state.state_slots import MISSING, DictItem, copied, holds, refill
-from remat.graph_capture.torch_private.core import FakeTensor, pytree
-from remat.graph_capture.tracing.op_watcher import CallWatcher
+from remat.graph_capture.torch_private.core import CallWatcher, FakeTensor, pytree
 
 _Attributes = dict[str, tuple[Any, Any]]
 """Values by name, each with a shallow copy of it where it is a plain container."""

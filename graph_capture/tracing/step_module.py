@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from remat.graph_capture.distributed.dtensors import is_distributed
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.joint.constant_folding import ConstantFolder
+from remat.graph_capture.joint.constant_folding import ConstantFolder, TraceSizes
 from remat.graph_capture.joint.nodes import mark_forward
 from remat.graph_capture.joint.output_aliasing import views_told_apart
 from remat.graph_capture.joint.provenance import Provenance, line_of_user, path_in_model
@@ -22,7 +22,6 @@ from remat.graph_capture.python_state.module_hooks import ALL_HOOKS
 from remat.graph_capture.python_state.state_slots import PLAIN
 from remat.graph_capture.python_state.tensor_attributes import StandIns
 from remat.graph_capture.refusals import refuse_subclass
-from remat.graph_capture.sizes.values_over_sizes import TraceSizes
 from remat.graph_capture.torch_private.core import CheckpointHook, pytree, saved_tensor_hooks
 from remat.graph_capture.tracing.attribute_writes import ForwardWrites
 from remat.graph_capture.tracing.outputs import (

@@ -19,28 +19,18 @@ from torch import fx, nn
 from remat.graph_capture.devices.known_devices import CPU, allocator_rounding
 from remat.graph_capture.devices.placement import refuse_other_devices, resolved_device
 from remat.graph_capture.distributed.collectives import wait_all
-from remat.graph_capture.distributed.dtensors import describe_parts, has_dtensors
+from remat.graph_capture.distributed.dtensors import describe_parts, has_dtensors, inputs_cast
 from remat.graph_capture.distributed.rank_refusals import (
     modes_among_ranks,
     refuse_range_of_dtensors,
 )
 from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.errors import CaptureError, FloatInputError
-from remat.graph_capture.float_inputs.inputs import (
-    FloatInputs,
-    FloatPlace,
-    Probe,
-    holding,
-    named_places,
-    probed,
-)
-from remat.graph_capture.float_inputs.traced_float import Log
 from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.graph_capture.joint.autocast_cache import cast_weights_once
 from remat.graph_capture.joint.build import Joint, build_joint
 from remat.graph_capture.joint.eager_memory import EagerMemory
-from remat.graph_capture.joint.gradient_release import GradientRelease
-from remat.graph_capture.joint.gradients import can_release_gradients
+from remat.graph_capture.joint.gradients import GradientRelease, can_release_gradients
 from remat.graph_capture.joint.nodes import is_tangent, written_inputs
 from remat.graph_capture.joint.output_aliasing import take_out_of
 from remat.graph_capture.joint.provenance import Provenance
@@ -88,7 +78,14 @@ from remat.graph_capture.tracing.fake_tensors import (
     fake_with_eager_strides,
     kernels_of_eager,
 )
-from remat.graph_capture.tracing.mixed_precision import inputs_cast
+from remat.graph_capture.tracing.float_inputs import (
+    FloatInputs,
+    FloatPlace,
+    Probe,
+    holding,
+    named_places,
+    probed,
+)
 from remat.graph_capture.tracing.option_pairs import require_compatible
 from remat.graph_capture.tracing.outputs import DuplicateOutputs
 from remat.graph_capture.tracing.recipe import (
@@ -114,6 +111,7 @@ from remat.graph_capture.tracing.step_module import (
     refuse_checkpointed_writes,
     with_loss,
 )
+from remat.graph_capture.tracing.traced_float import Log
 
 # `torch.utils.checkpoint` in a model is transparent to the trace: a plan covers what it covers, and
 # replaces it.
