@@ -153,10 +153,7 @@ def capture(
 
 
 def tiers_for(
-    model: nn.Module,
-    device: str | None,
-    host: str | SupportsIndex | None,
-    nvme: str | None,
+    model: nn.Module, device: str | None, host: str | SupportsIndex | None, nvme: str | None
 ) -> LowerTiers | None:
     """What may be used below the device that a step of `model` is for; None for nothing."""
     if host is None and nvme is None:

@@ -53,11 +53,7 @@ class _PlannedPair(NamedTuple):
 
 
 def links_below(
-    device: str,
-    tiers: LowerTiers,
-    profile: Profile | None = None,
-    *,
-    measure_again: bool = False,
+    device: str, tiers: LowerTiers, profile: Profile | None = None, *, measure_again: bool = False
 ) -> Links:
     """The links of `device`, with as much room as `tiers` has: of the profile, or table, or here.
 

@@ -342,10 +342,7 @@ def step_alone(optimizer: Optimizer, parameter: Tensor, group: Mapping[str, Any]
 
 
 def update_costs(
-    optimizer: Optimizer,
-    parameters: Mapping[str, nn.Parameter],
-    meter: Meter,
-    allocated: Allocated,
+    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], meter: Meter, allocated: Allocated
 ) -> dict[str, _UpdateCost]:
     groups = parameter_groups(optimizer)
     keys = {

@@ -82,12 +82,7 @@ class StateWalk:
     `begins` later; None: all.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: Any,
-        ran: ExecutedCode | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, loss_fn: Any, ran: ExecutedCode | None = None) -> None:
         self.found = ReachableObjects()
         self.ran = ran
         self._in_library = False  # whether what is followed now is an installed library's

@@ -130,9 +130,7 @@ def off_lines(graphs: Sequence[TrainingGraph], measured: Sequence[Sequence[int]]
 
 
 def _lines(
-    measured: Ints,
-    graphs: Sequence[TrainingGraph],
-    beside: Sequence[Sequence[str]] | None = None,
+    measured: Ints, graphs: Sequence[TrainingGraph], beside: Sequence[Sequence[str]] | None = None
 ) -> list[_Line]:
     if len(graphs) < _ON_LINE:
         return []

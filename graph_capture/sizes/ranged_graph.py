@@ -194,9 +194,7 @@ class RangedGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
         if extent is None:
             return value
         return msgspec.structs.replace(
-            value,
-            shape=tuple(map(shape_of, extent.shape)),
-            size_bytes=bytes_of(extent.size_bytes),
+            value, shape=tuple(map(shape_of, extent.shape)), size_bytes=bytes_of(extent.size_bytes)
         )
 
     @functools.cached_property

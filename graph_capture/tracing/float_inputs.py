@@ -21,12 +21,7 @@ from remat.graph_capture.joint.nodes import bits_of
 from remat.graph_capture.python_state.state_guards import PythonState
 from remat.graph_capture.python_state.state_slots import ClosureCell, DictItem, SlotAttr
 from remat.graph_capture.torch_private.core import pytree
-from remat.graph_capture.tracing.traced_float import (
-    FloatStep,
-    Log,
-    run_float_steps,
-    traced_by_math,
-)
+from remat.graph_capture.tracing.traced_float import FloatStep, Log, run_float_steps, traced_by_math
 
 FloatPlace = DictItem | ClosureCell | SlotAttr
 _SHOWN = 8

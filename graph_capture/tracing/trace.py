@@ -43,10 +43,7 @@ from remat.graph_capture.python_state.state_guards import (
 )
 from remat.graph_capture.python_state.state_slots import MISSING, DictItem
 from remat.graph_capture.refusals import refusal, refuse_all_frozen, refuse_module
-from remat.graph_capture.sizes.ranged_signature import (
-    RangedSignature,
-    ranged_signature,
-)
+from remat.graph_capture.sizes.ranged_signature import RangedSignature, ranged_signature
 from remat.graph_capture.sizes.symbols import Dynamic, require_guards
 from remat.graph_capture.sizes.trace_over_sizes import Environment, at_sizes, environment_of
 from remat.graph_capture.torch_private.aot import (
@@ -444,10 +441,7 @@ def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
         done = _trace_recipe(model, recipe)
         # Traces with other numbers show whether the step is the same but for them.
         found = probed(
-            places,
-            state,
-            _probe(done, Log()),
-            lambda log: _probe(_traced_anew(model, done), log),
+            places, state, _probe(done, Log()), lambda log: _probe(_traced_anew(model, done), log)
         )
     if isinstance(found, str):
         raise FloatInputError(
