@@ -239,8 +239,8 @@ def _back(together: list[Op], moved: dict[str, Value]) -> dict[str, Value]:
     return {
         name: msgspec.structs.replace(
             # A node has all that it saved for as long as it runs.
-            moved[name], name=f"{name} for {first.name}", producer=_op_name(first, name),
-            held_until=together[-1].name, written_over="",
+            moved[name], name=f"{name} for {first.name}", held_until=together[-1].name,
+            producer=f"{name} comes back for {first.name}", written_over="",
         )
         for name in dict.fromkeys(name for op in together for name in op.inputs if name in moved)
     }  # fmt: skip
@@ -254,10 +254,6 @@ def _reading_back(together: list[Op], back: dict[str, Value]) -> Iterator[Op]:
     for op in together:
         inputs = tuple(back[name].name if name in back else name for name in op.inputs)
         yield msgspec.structs.replace(op, inputs=inputs)
-
-
-def _op_name(first: Op, name: str) -> str:
-    return f"{name} comes back for {first.name}"
 
 
 # What turns one training graph into another, as the captured one into that with regions in chunks:

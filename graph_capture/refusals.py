@@ -144,12 +144,6 @@ _SAID = {
 """By a part of what torch says."""
 
 
-def _in_words(said: str) -> str:
-    """What is wrong and what to do; empty where torch's own words are all there is."""
-    # Torch speaks of stand-ins for tensors, which a user has never made.
-    return next((words for part, words in _SAID.items() if part in said), "")
-
-
 def refuse_subclass(what: str, tensor: Tensor) -> None:
     if is_distributed(tensor):
         raise CaptureError(
@@ -216,11 +210,6 @@ _INSTEAD = {
 """By the op whose result's shape or value is asked for: what to write in its place."""
 
 _ANY = "replace the `if`, `.item()` or index by tensor ops such as torch.where or masking"
-
-
-def _is_of_values(error: Exception) -> bool:
-    # Some of torch's errors say so in their text alone.
-    return type(error).__name__ in _DATA_DEPENDENT or "data-dependent" in str(error).lower()
 
 
 def _branch_on_values(place: str, read: Sequence[str], said: str) -> CaptureError:
@@ -441,7 +430,8 @@ def refusal(
             "._torchdynamo_orig_callable of it, or torch.where in place of torch.cond; or plan "
             'with torch.compile(model, backend="remat")'
         )
-    if _is_of_values(error):
+    # Some of torch's errors say so in their text alone.
+    if kind in _DATA_DEPENDENT or "data-dependent" in str(error).lower():
         return _branch_on_values(place, read, _first_line(error))
     if kind == "NotImplementedError" and "torch._C.Generator" in str(error):
         return CaptureError(
@@ -451,15 +441,13 @@ def refusal(
         )
     if "mkldnn_rnn" in str(error):
         return CaptureError(_fused_lstm_message(place))
-    if words := _in_words(str(error)):
+    # Torch speaks of stand-ins for tensors, which a user has never made.
+    if words := next((words for part, words in _SAID.items() if part in str(error)), ""):
         # An assertion of torch's says nothing to a user.
-        said = "" if kind == "AssertionError" or "INTERNAL ASSERT" in str(error) else _said(error)
+        is_assertion = kind == "AssertionError" or "INTERNAL ASSERT" in str(error)
+        said = "" if is_assertion else f". torch said: {_first_line(error)}"
         return CaptureError(f"{words} ({place}){said}")
     return CaptureError(f"forward or backward failed while traced ({place}): {kind}: {error}")
-
-
-def _said(error: Exception) -> str:
-    return f". torch said: {_first_line(error)}"
 
 
 def _first_line(error: Exception) -> str:

@@ -42,7 +42,9 @@ def _find_smoothing(
     `of_softmax` and `of_loss` are the nodes of the softmax's and of the loss's backward.
     """
     total = of_softmax.args[0]
-    if not isinstance(total, fx.Node) or not _reads(total, aten.add.Tensor, of_loss):
+    if not isinstance(total, fx.Node) or total.target is not aten.add.Tensor or total.kwargs:
+        return None
+    if total.args.count(of_loss) != 1:
         return None
     part = next(one for one in total.args if one is not of_loss)
     scaled = _unscaled(part, class_weight)
@@ -65,10 +67,6 @@ def identity_of(argument: Any) -> Any:
     if not isinstance(argument, fx.Node):
         return argument
     return str(argument.target) if argument.op == "get_attr" else argument.name
-
-
-def _reads(node: fx.Node, target: Any, read: fx.Node) -> bool:
-    return node.target is target and not node.kwargs and node.args.count(read) == 1
 
 
 def _unscaled(part: Any, class_weight: Any) -> tuple[fx.Node, ...] | None:

@@ -313,7 +313,9 @@ def _other_factor(of_inner: fx.Node, handed: fx.Node, function: fx.Node) -> fx.N
 
 def _weight_gradient(inner: fx.Node, gradient: fx.Node) -> _MlpGradients:
     for user in readers_of(inner):
-        if user.target is aten.mm.default and _is_transpose_of(user.args[0], gradient):
+        turned: Any = user.args[0]
+        is_product = user.target is aten.mm.default and isinstance(turned, fx.Node)
+        if is_product and turned.target is aten.t.default and turned.args[0] is gradient:
             return _MlpGradients(weight=user)
     return _MlpGradients()
 
@@ -323,10 +325,6 @@ def _turned(mlp: Mlp) -> list[fx.Node]:
     product = mlp.of_down.weight
     turned: Any = product.args[0] if product is not None else None
     return [turned] if turned is not None and len(turned.users) == 1 else []
-
-
-def _is_transpose_of(node: Any, of: fx.Node) -> bool:
-    return isinstance(node, fx.Node) and node.target is aten.t.default and node.args[0] is of
 
 
 def _gradients(layer: Linear, of_product: fx.Node) -> _MlpGradients:

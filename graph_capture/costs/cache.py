@@ -356,7 +356,11 @@ class Profile(msgspec.Struct, frozen=True):
                 f"{name} has schema version {found.schema_version}, this release reads "
                 f"{_PROFILE_VERSION}: {again}"
             )
-        wrong = [key for key, one in found.ops.items() if not _is_sound(one)]
+        wrong = [
+            key
+            for key, one in found.ops.items()
+            if not (_is_valid_cost(one) and are_figures(one.work.flops, one.work.moved_bytes))
+        ]
         if wrong:
             raise ProfileError(f"{name} has a cost that cannot be, of {wrong[0]}: {again}")
         if not all(_are_times(step) for step in found.steps.values()):
@@ -367,10 +371,6 @@ class Profile(msgspec.Struct, frozen=True):
         if found.ranks is not None and wrong_in(found.ranks):
             raise ProfileError(f"{name} has a link that cannot be, between ranks: {again}")
         return found
-
-
-def _is_sound(one: ProfiledOp) -> bool:
-    return _is_valid_cost(one) and are_figures(one.work.flops, one.work.moved_bytes)
 
 
 def as_profile(profile: Profile | str | Path | None) -> Profile | None:

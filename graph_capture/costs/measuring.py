@@ -27,7 +27,6 @@ from remat.graph_capture.devices.links import (
     PLANNED_SHARE,
     LinkPair,
     LinkSpeeds,
-    RankLinks,
     file_pair,
 )
 from remat.graph_capture.devices.memory import LowerTiers
@@ -220,14 +219,13 @@ def profile(
     if nvme is not None:
         require_writable(nvme, "nvme")
     # First, so that no rank waits here for one whose model cannot be traced.
-    ranks = None if group is None else _rank_links(group, resolved_device(device, model))
+    ranks = None
+    if group is not None:
+        here = resolved_device(device, model)
+        ranks = measured_rank_links(group, here, meter_of(here).title)
     traced = trace(model, args, kwargs, loss_fn=loss_fn, target=target, device=device)
     found = measure(traced, nvme_path=nvme or "", progress=progress)
     return msgspec.structs.replace(found, ranks=ranks)
-
-
-def _rank_links(group: ProcessGroup, device: str) -> RankLinks:
-    return measured_rank_links(group, device, meter_of(device).title)
 
 
 def measure(

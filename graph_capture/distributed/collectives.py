@@ -159,12 +159,11 @@ def _overload(node: fx.Node) -> Any:
 
 def _layouts(node: fx.Node) -> Any:
     """The layout of each result, in a list where the op returns several."""
-    found = [None if t is None else _layout(t) for t in tensors_of(node)]
+    found: list[_Layout | None] = [
+        None if t is None else (tuple(t.shape), tuple(t.stride()), t.dtype, t.device)
+        for t in tensors_of(node)
+    ]
     return found if isinstance(node.meta.get("val"), (tuple, list)) else found[0]
-
-
-def _layout(tensor: Tensor) -> _Layout:
-    return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device
 
 
 def _copied_bytes(node: fx.Node) -> int:

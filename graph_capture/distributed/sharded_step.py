@@ -38,10 +38,6 @@ _GLOO_COPIES = 1
 """Copies of a whole buffer that gloo makes while it gathers or reduces. CPUs use gloo."""
 
 
-def _copies_on(device: str) -> int:
-    return _GLOO_COPIES if device == "cpu" else 0
-
-
 def _communication_op(
     target: str,
     phase: Phase,
@@ -125,7 +121,7 @@ class _FsdpStep:
         self.groups, self.root = wrapped_groups(graph, units, sharding)
         self.values: list[Value] = []
         self.lasting: list[str] = []
-        self.copies = _copies_on(graph.device)
+        self.copies = _GLOO_COPIES if graph.device == "cpu" else 0
         self.is_copy = sharding.kind == "replicate"
         self.is_offloaded = sharding.cpu_offload and graph.device != "cpu"
 

@@ -125,13 +125,14 @@ class _Builder:
         made_as = {name: i for i, name in enumerate(self.values.by_name)}
         for value, over in written_over(self.values.of_node, casts, made_as).items():
             self.values.changed(value, written_over=over)
+        buffers_bytes = resident.buffers_bytes + sum(self.values.constants_bytes.values())
         graph = TrainingGraph(
             name=name,
             ops=ops,
             values=tuple(self.values.by_name.values()),
             forward_outputs=given,
             outputs=ends,
-            resident=_with_constants(resident, sum(self.values.constants_bytes.values())),
+            resident=msgspec.structs.replace(resident, buffers_bytes=buffers_bytes),
             **facts,
         )
         return Joint(
@@ -292,8 +293,8 @@ class _Builder:
         name = f"{node.name}_statistics"
         _, n_results = RECOMPUTED_BY[node.target]
         results, updates = outputs[:n_results], outputs[n_results:]
-        for update, node in zip(updates, running, strict=True):
-            over = self.values.of(node)
+        for update, before in zip(updates, running, strict=True):
+            over = self.values.of(before)
             self.values.changed(update, producer=name, kind="buffer", written_over=over)
         statistics = Op(
             name, STATISTICS, "forward", (results[MEAN], *map(self.values.of, running)), updates,
@@ -313,11 +314,6 @@ def _deliveries(
 def rng_state_bytes(device: torch.device) -> int:
     # A CUDA generator's state is 16 bytes on the host, so it takes nothing on the device.
     return 0 if device.type == CUDA else torch.get_rng_state().nbytes
-
-
-def _with_constants(resident: Resident, constants_bytes: int) -> Resident:
-    buffers_bytes = resident.buffers_bytes + constants_bytes
-    return msgspec.structs.replace(resident, buffers_bytes=buffers_bytes)
 
 
 def build_joint(

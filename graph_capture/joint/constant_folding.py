@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from remat.graph_capture.distributed.collectives import NAMESPACES
-from remat.graph_capture.joint.nodes import bits_of
+from remat.graph_capture.joint.nodes import bits_of, written_arguments
 from remat.graph_capture.python_state.executed_code import without_recording
 from remat.graph_capture.sizes.symbols import Sizes
 from remat.graph_capture.torch_private.core import (
@@ -90,7 +90,7 @@ class ConstantFolder(TraceObserver):
             self._has_looked = True
             return _run(func, real_args, real_kwargs)
         traced = without_recording(func, *args, **kwargs)
-        if all(map(_can_be_kept, _tensors_in(traced))):
+        if all(t.numel() <= _MOST_ELEMENTS and not t.is_meta for t in _tensors_in(traced)):
             self._keep(traced, _run(func, real_args, real_kwargs))
         else:
             self._forget_written(func, args, kwargs, frozenset([_MODEL]))
@@ -184,12 +184,8 @@ class ConstantFolder(TraceObserver):
     ) -> None:
         if func.namespace in NAMESPACES:  # whose schemas do not say what they write to
             self._lose(_tensors_in((args, kwargs)), sources)
-        if not func._schema.is_mutable:
-            return
-        named = {one.name: value for one, value in zip(func._schema.arguments, args, strict=False)}
-        for one in func._schema.arguments:
-            if one.alias_info is not None and one.alias_info.is_write:
-                self._lose(_tensors_in((named | kwargs).get(one.name)), sources)
+        for written in written_arguments(func, args, kwargs):
+            self._lose(_tensors_in(written), sources)
 
     def _lose(self, tensors: Iterable[Tensor], sources: frozenset[str]) -> None:
         for tensor in tensors:
@@ -209,10 +205,6 @@ def _repeats(func: OpOverload) -> bool:
 
 def _is_random(func: OpOverload) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
-
-
-def _can_be_kept(traced: Tensor) -> bool:
-    return traced.numel() <= _MOST_ELEMENTS and not traced.is_meta
 
 
 def _bits_of(tensor: Tensor) -> bytes:

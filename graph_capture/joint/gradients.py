@@ -52,12 +52,7 @@ def can_release_gradients(metadata: ViewAndMutationMeta) -> bool:
 
 def of_parameters(gm: fx.GraphModule, num_forward_outputs: int) -> dict[int, fx.Node]:
     """By place, the index among the results of backward: the parameter whose gradient is there."""
-    nodes = gm.graph.find_nodes(op="placeholder")
-    parameters = {
-        node.meta["desc"]: node
-        for node in nodes
-        if type(node.meta.get("desc")).__name__ == "ParamAOTInput"
-    }
+    parameters = _described_parameters(gm.graph.find_nodes(op="placeholder"))
     described = gm.graph.output_node().meta["desc"][num_forward_outputs:]
     grad_of = (getattr(what, "grad_of", None) for what in described)
     return {place: parameters[what] for place, what in enumerate(grad_of) if what in parameters}
@@ -172,6 +167,11 @@ class GradientAccumulation:
         return max(max(0, took[place] - let_go.get(place, 0)) for place in places)
 
 
+def _described_parameters(inputs: Iterable[fx.Node]) -> dict[Any, fx.Node]:
+    described = {node.meta.get("desc"): node for node in inputs}
+    return {k: node for k, node in described.items() if type(k).__name__ == "ParamAOTInput"}
+
+
 def _parameter_name(parameter: fx.Node) -> str:
     return path_in_model(str(parameter.meta["desc"].target))
 
@@ -207,11 +207,7 @@ def lay_out_gradients(
     given: Any = end.args[0]
     results = list(given)
     inputs = gm.graph.find_nodes(op="placeholder")
-    parameter = {
-        node.meta["desc"]: node
-        for node in inputs
-        if type(node.meta.get("desc")).__name__ == "ParamAOTInput"
-    }
+    parameter = _described_parameters(inputs)
     # The caller holds the inputs, so autograd would copy a gradient that aliases one.
     taken = {
         storage_key(node.meta["val"])

@@ -192,7 +192,8 @@ def _writes_after(
         if not is_alike or not apart.isdisjoint((write.node, write.result)):
             return
         # It reads nothing that the write does not, so made late it holds nothing for longer.
-        is_free = before is node and is_empty and _reads_no_more(node, write)
+        reads_no_more = _storages_read(node) <= _storages_read(write.node)
+        is_free = before is node and is_empty and reads_no_more
         runs_on = is_free or _runs_next(before, write.node, in_forward)
         if not runs_on and not _is_held_anyway(members, write):
             return
@@ -218,10 +219,6 @@ def _any_form(node: fx.Node) -> Any:
 
 def _is_eagers(node: fx.Node) -> bool:
     return written_by_eager(node) is not None
-
-
-def _reads_no_more(node: fx.Node, write: Write) -> bool:
-    return _storages_read(node) <= _storages_read(write.node)
 
 
 def _is_held_anyway(members: Collection[fx.Node], write: Write) -> bool:

@@ -80,7 +80,8 @@ def has_own_storage(node: fx.Node) -> bool:
         return False
     # A part of a storage, as a split's, may share it with what others read.
     is_full = value.untyped_storage().nbytes() == value.numel() * value.itemsize
-    return is_full and not is_view(node) and not _is_of_split(node)
+    is_of_split = is_getitem(node) and _is_split(node.all_input_nodes[0])
+    return is_full and not is_view(node) and not is_of_split
 
 
 def as_written(node: fx.Node) -> fx.Node:
@@ -173,10 +174,6 @@ def _is_all_of(view: Any, tensor: Any) -> bool:
 def _is_split(node: fx.Node) -> bool:
     returns = getattr(getattr(node.target, "_schema", None), "returns", ())
     return len(returns) == 1 and returns[0].alias_info is not None and not is_view(node)
-
-
-def _is_of_split(node: fx.Node) -> bool:
-    return is_getitem(node) and _is_split(node.all_input_nodes[0])
 
 
 def _scatter(part: fx.Node, view: fx.Node) -> fx.Node | None:

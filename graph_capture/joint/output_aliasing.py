@@ -42,18 +42,15 @@ def views_told_apart(results: Any) -> Any:
         # AOTAutograd returns views from an op of several results as they are.
         key: leaf.unsqueeze(0).unbind(0)[0]
         for key, leaf in distinct.items()
-        if sharing[storage_key(leaf)] > 1 and storage_key(leaf) in viewed and not _is_base(leaf)
+        if sharing[storage_key(leaf)] > 1 and storage_key(leaf) in viewed
+        # What is detached has no base either, as the result itself, but does not require grad.
+        if not (leaf.requires_grad and leaf._base is None)
     }
     return pytree.tree_unflatten([told.get(id(leaf), leaf) for leaf in leaves], spec)
 
 
 def _is_view_of_result(leaf: Tensor) -> bool:
     return leaf.requires_grad and leaf._base is not None and leaf._base.grad_fn is not None
-
-
-def _is_base(leaf: Tensor) -> bool:
-    # What is detached from a tensor has no base either, but does not require grad.
-    return leaf.requires_grad and leaf._base is None
 
 
 def take_out_of(graph: fx.Graph) -> None:
@@ -97,7 +94,8 @@ def _lay_out_again(graph: fx.Graph, changed: set[fx.Node]) -> None:
             fx.Node, lambda n: n.meta["val"], (node.args, node.kwargs)
         )
         try:
-            with _fake_mode_of(args):
+            leaves = pytree.tree_leaves(args)
+            with next(t.fake_mode for t in leaves if isinstance(t, FakeTensor)):
                 now = node.target(*args, **kwargs)
         except RuntimeError:  # no view in these strides: backward copies there, as eager does
             continue
@@ -105,10 +103,6 @@ def _lay_out_again(graph: fx.Graph, changed: set[fx.Node]) -> None:
         if _is_view(now, args) or not _is_alike(now, before):
             node.meta["val"] = now
             changed.add(node)
-
-
-def _fake_mode_of(args: tuple[Any, ...]) -> Any:
-    return next(t.fake_mode for t in pytree.tree_leaves(args) if isinstance(t, FakeTensor))
 
 
 def _is_view(made: Any, args: tuple[Any, ...]) -> bool:

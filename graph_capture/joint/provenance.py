@@ -67,7 +67,9 @@ class Provenance(CallWatcher):
         if torch.is_autocast_cache_enabled():
             place[CASTS_KEY] = str(self.regions)
         # A policy may keep some ops' results, so its checkpoint does not make all of them again.
-        if self.checkpoint and not _keeps_by_policy():
+        if self.checkpoint and not any(
+            isinstance(mode, SelectiveCheckpointMode) for mode in dispatch_mode_stack()
+        ):
             place[CHECKPOINT_KEY] = str(self.checkpoint)
         with fx_traceback.annotate(place):
             return func(*args, **kwargs)
@@ -108,10 +110,6 @@ class Provenance(CallWatcher):
             self.failure, self.failed_in = error, self.stack[-1]
         if len(self.stack) > 1:
             self.stack.pop()
-
-
-def _keeps_by_policy() -> bool:
-    return any(isinstance(mode, SelectiveCheckpointMode) for mode in dispatch_mode_stack())
 
 
 def path_in_model(path: str) -> str:

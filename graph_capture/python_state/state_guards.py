@@ -264,10 +264,6 @@ class PythonState:
     def streams(self) -> list[Stream]:
         return self._found.streams
 
-    @property
-    def work(self) -> tuple[int, int]:
-        return self._found.functions, len(self._found.places)
-
     def _take_over(self) -> None:
         if self._size == self._walk.size:
             return
@@ -307,10 +303,8 @@ class PythonState:
             for name in sorted(space.keys() & names):
                 place = DictItem(f"{text}.{name}".lstrip("."), space, name, MISSING)
                 # Before it had a value of its own, it had its class's.
-                yield Change(place.text, self._of_class(space, name), space[name], place)
-
-    def _of_class(self, space: dict[str, Any], name: str) -> Any:
-        return getattr(self._found.kinds.get(id(space)), name, MISSING)
+                before = getattr(self._found.kinds.get(id(space)), name, MISSING)
+                yield Change(place.text, before, space[name], place)
 
     def writer(
         self, place: StateSlot | OpaqueState | Stream, *, in_backward: bool = False

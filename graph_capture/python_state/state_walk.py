@@ -159,8 +159,10 @@ class StateWalk:
             rest.clear()
 
     def _visit(self, value: Any, text: str) -> None:
-        if isinstance(value, str):
-            self._add_name(value)
+        # `getattr(self, self.key)` reads the attribute that a text in reach names; `attrgetter`
+        # takes several, joined by dots.
+        if isinstance(value, str) and len(value) < LONGEST_NAME:
+            self._names.add_texts(value.split("."))
         if not self._in_library:
             # What the user's code reaches too is not the library's alone.
             self.found.of_libraries.discard(id(value))
@@ -217,7 +219,8 @@ class StateWalk:
             # They show their names in no attribute.
             self._visit(value.__reduce__()[1], text)
         elif isinstance(value, GENERATORS):
-            self._add_stream(text, value)
+            if (found := stream(text, value)) is not None:
+                self.found.streams.append(found)
         elif self._may_hide(value) and (place := opaque_state(text, value)):
             self.found.places.append(place)
         elif isinstance(value, nn.Module) and id(value) not in self._of_step:
@@ -270,12 +273,6 @@ class StateWalk:
             space = getattr(hook.function, "__dict__", {})
             for key, value in space.items():
                 self._add_entry(DictItem(f"{key} of the {place.text}", space, key, value))
-
-    def _add_name(self, text: str) -> None:
-        # `getattr(self, self.key)` reads the attribute that a text in reach names; `attrgetter`
-        # takes several, joined by dots.
-        if len(text) < LONGEST_NAME:
-            self._names.add_texts(text.split("."))
 
     def _visit_function(self, function: FunctionType) -> None:
         if is_library(function.__module__):
@@ -375,11 +372,6 @@ class StateWalk:
         yield from self._spaces.hiding()
         names = self._names
         yield from self._settings.asked(names.global_names, names.others, names.texts)
-
-    def _add_stream(self, text: str, value: Any) -> None:
-        found = stream(text, value)
-        if found is not None:
-            self.found.streams.append(found)
 
     def _holds(self, holder: Any, of_library: bool) -> None:
         (self.found.of_libraries.add if of_library else self.found.of_libraries.discard)(id(holder))

@@ -37,7 +37,9 @@ def _extents_of(
         if all((v.shape, v.size_bytes) == (first.shape, first.size_bytes) for v in same):
             texts = traced.get(first.name)
             is_write = not first.size_bytes and not first.shape  # stands for one, and is no tensor
-            if is_write or texts is None or _is_constant(texts):
+            if is_write or texts is None:
+                continue
+            if all(text.isdigit() for text in (*texts.shape, texts.size_bytes)):
                 continue
         extent = traced.get(first.name) or traced.get(first.name.rpartition(".")[0])
         if extent is None or not _holds_at(extent, same, graphs):
@@ -56,10 +58,6 @@ def _holds_at(extent: Extent, values: Sequence[Value], graphs: Sequence[_Evaluat
         and evaluated(extent.size_bytes, sizes) == value.size_bytes
         for value, (sizes, _) in zip(values, graphs, strict=True)
     )
-
-
-def _is_constant(extent: Extent) -> bool:
-    return all(text.isdigit() for text in (*extent.shape, extent.size_bytes))
 
 
 def _traced_values(gm: fx.GraphModule, env: Environment) -> Iterator[tuple[str, Extent]]:

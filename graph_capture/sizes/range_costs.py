@@ -271,8 +271,8 @@ class RangeCosts:
             [WorkspacePoint(one.sizes, one.workspace_bytes) for one in points], graphs,
             more, more_graphs,
         )  # fmt: skip
-        extra = {(name, more) for one in points for name, more in one.extra_bytes.items()}
-        self._off_device = {name: more for name, more in extra if more == NOT_ON_DEVICE}
+        extra = {pair for one in points for pair in one.extra_bytes.items()}
+        self._off_device = {name: kept for name, kept in extra if kept == NOT_ON_DEVICE}
         self._with_extra = sorted({name for name, _ in extra} - self._off_device.keys())
         self._kept = Workspaces(
             [one.sizes for one in points],
@@ -419,7 +419,8 @@ def _fitted(costs: Floats, flops: Floats, moved: Floats) -> tuple[Floats, Floats
     wanted = np.swapaxes(costs * weight, 0, 1)[..., None]
     best = np.zeros((costs.shape[1], 3))
     least = np.full(costs.shape[1], np.inf)
-    for used in _choices():
+    # All three would fit three points whatever they are.
+    for used in (list(one) for n in (1, 2) for one in itertools.combinations(range(3), n)):
         found: Any = np.linalg.pinv(table[..., used]) @ wanted
         error = ((table[..., used] @ found - wanted) ** 2).sum(axis=(1, 2))
         error[(found < 0).any(axis=(1, 2))] = np.inf
@@ -431,8 +432,3 @@ def _fitted(costs: Floats, flops: Floats, moved: Floats) -> tuple[Floats, Floats
         best = np.where(is_better[:, None], own, best)
     a, b, c = (best / scale).T
     return a, b, c
-
-
-def _choices() -> list[list[int]]:
-    # All three would fit three points whatever they are.
-    return [list(one) for n in (1, 2) for one in itertools.combinations(range(3), n)]

@@ -28,7 +28,7 @@ from remat.graph_capture.sizes.symbols import (
     require_one_range,
 )
 from remat.graph_capture.torch_private.core import FakeTensorMode, pytree
-from remat.graph_capture.tracing.signature import Signature, TensorFacts
+from remat.graph_capture.tracing.signature import Signature, TensorFacts, empty_tensor
 
 
 class RangedSignature(Signature):
@@ -55,7 +55,7 @@ class RangedSignature(Signature):
 
     def within(self, symbols: Sequence[Symbol]) -> RangedSignature:
         other = copy.copy(self)
-        other.symbols, other._check = tuple(symbols), None
+        other.symbols = tuple(symbols)
         return other
 
     def holds(self, leaves: Sequence[Any], spec: Any) -> bool:
@@ -99,7 +99,7 @@ class RangedSignature(Signature):
         tensors = self._tensors(size or self.hints)
         with mode:
             leaves = [
-                other if facts is None else _fake_of(facts)
+                other if facts is None else empty_tensor(facts)
                 for facts, other in zip(tensors, self.others, strict=True)
             ]
         return pytree.tree_unflatten(leaves, self.spec)
@@ -245,13 +245,6 @@ def _function(
 
 def _tuple(entries: Sequence[Any]) -> str:
     return f"({''.join(f'{entry}, ' for entry in entries)})"
-
-
-def _fake_of(facts: TensorFacts) -> Tensor:
-    shape, stride, dtype, device, requires_grad = facts
-    return torch.empty_strided(
-        shape, stride, dtype=dtype, device=device, requires_grad=requires_grad
-    )
 
 
 def places_in(

@@ -159,10 +159,6 @@ def _ends(of: Callable[[int, int], int], a: _Interval, b: _Interval) -> _Interva
     return min(found), max(found)
 
 
-def _divided(a: _Interval, b: _Interval) -> _Interval | None:
-    return None if b[0] <= 0 <= b[1] else _ends(lambda x, y: x // y, a, b)
-
-
 def _remainder(a: _Interval, b: _Interval) -> _Interval | None:
     if b[0] <= 0:
         return None
@@ -184,7 +180,7 @@ _BINARY_INTERVALS: dict[type[ast.operator], Callable[[_Interval, _Interval], _In
     ast.Add: lambda a, b: (a[0] + b[0], a[1] + b[1]),
     ast.Sub: lambda a, b: (a[0] - b[1], a[1] - b[0]),
     ast.Mult: lambda a, b: _ends(lambda x, y: x * y, a, b),
-    ast.FloorDiv: _divided,
+    ast.FloorDiv: lambda a, b: None if b[0] <= 0 <= b[1] else _ends(lambda x, y: x // y, a, b),
     ast.Mod: _remainder,
     ast.Pow: _power,
 }

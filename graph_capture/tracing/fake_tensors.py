@@ -143,22 +143,6 @@ def _plain_second(_grad: Tensor, x: Tensor, *_: Any) -> Tensor:
     return _plain(x)
 
 
-def _as_first(x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x, device="meta")
-
-
-def _as_second(_grad: Tensor, x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x, device="meta")
-
-
-def _noisy(grad: Tensor, _x: Tensor, noise: Tensor, *_: Any) -> Tensor:
-    return _pointwise(noise, grad)
-
-
-def _exponential(grad: Tensor, *more: Any) -> Tensor:
-    return _pointwise(grad, more[4])  # self_or_result, of elu_backward
-
-
 def _pointwise(x: Tensor, y: Tensor, *_: Any) -> Tensor:
     # As TensorIterator lays out the result of these two.
     strides = compute_elementwise_output_strides(x.to("meta"), y.to("meta"))
@@ -181,15 +165,17 @@ RULES: dict[Any, _Rule] = {
     aten.smooth_l1_loss_backward.default: _plain_second,
     aten.huber_loss_backward.default: _plain_second,
     aten.glu_backward.default: _plain_second,
-    aten.binary_cross_entropy.default: _as_first,
-    aten.binary_cross_entropy_backward.default: _as_second,
+    aten.binary_cross_entropy.default: lambda x, *_: torch.empty_like(x, device="meta"),
+    aten.binary_cross_entropy_backward.default: lambda _, x, *__: torch.empty_like(
+        x, device="meta"
+    ),
     aten.channel_shuffle.default: _like_input,
     aten.softplus_backward.default: _pointwise,
     aten.hardtanh_backward.default: _pointwise,
     aten.hardsigmoid_backward.default: _pointwise,
     aten.logit_backward.default: _pointwise,
-    aten.elu_backward.default: _exponential,
-    aten.rrelu_with_noise_backward.default: _noisy,
+    aten.elu_backward.default: lambda grad, *more: _pointwise(grad, more[4]),  # self_or_result
+    aten.rrelu_with_noise_backward.default: lambda grad, _, noise, *__: _pointwise(noise, grad),
     aten.reflection_pad2d_backward.default: _like_second,
     aten.replication_pad2d_backward.default: _like_second,
     aten.max_unpool2d.default: _unpooled,

@@ -7,7 +7,6 @@ import random
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from types import FrameType
 from typing import Any, cast
 
@@ -62,7 +61,8 @@ class ModuleAttributes:
             for path, module, attributes in self._before
             for name in _changed(vars(module), attributes, self._but)
             # Torch's tables of hooks are compared elsewhere; an LSTM's flat weights are its own.
-            if name not in OF_TORCH and not _is_torchs_own(module, name)
+            if name not in OF_TORCH
+            if not (name.startswith("_") and type(module).__module__.startswith("torch."))
         ]
 
     def restore(self) -> None:
@@ -72,10 +72,6 @@ class ModuleAttributes:
 
 OF_TORCH = frozenset(vars(nn.Module()))
 """What every module has: its tables of parameters, of hooks and of other modules, and its mode."""
-
-
-def _is_torchs_own(module: nn.Module, name: str) -> bool:
-    return name.startswith("_") and type(module).__module__.startswith("torch.")
 
 
 def _before(module: nn.Module, name: str, attributes: _Attributes) -> tuple[Any, Any]:
@@ -106,11 +102,8 @@ def restored_after(model: nn.Module) -> Generator[ModuleAttributes]:
 
 def _snapshot(module: nn.Module, but: frozenset[str]) -> _Attributes:
     held = ((name, value) for name, value in vars(module).items() if name not in but)
-    return {name: (value, _copy_of_container(value)) for name, value in held}
-
-
-def _copy_of_container(value: Any) -> Any:
-    return copied(value) if isinstance(value, (dict, list, set)) else None
+    kinds = (dict, list, set)
+    return {n: (value, copied(value) if isinstance(value, kinds) else None) for n, value in held}
 
 
 def _changed(now: dict[str, Any], attributes: _Attributes, but: frozenset[str]) -> Iterator[str]:
@@ -295,7 +288,4 @@ class GradientOrder:
         self.places.clear()
         for place, parameter in enumerate(parameters):
             if parameter.requires_grad:
-                parameter.register_hook(partial(self._note, place))
-
-    def _note(self, place: int, gradient: Tensor) -> None:
-        self.places.append(place)
+                parameter.register_hook(lambda _, place=place: self.places.append(place))

@@ -145,7 +145,7 @@ class Signature:
     def example(self, mode: FakeTensorMode) -> Any:
         with mode:
             leaves = [
-                other if facts is None else _empty(facts)
+                other if facts is None else empty_tensor(facts)
                 for facts, other in zip(self.tensors, self.others, strict=True)
             ]
         return pytree.tree_unflatten(leaves, self.spec)
@@ -234,7 +234,7 @@ def _facts_text(facts: TensorFacts) -> str:
     return text + (", requires_grad" if requires_grad else "")
 
 
-def _empty(facts: TensorFacts) -> Tensor:
+def empty_tensor(facts: TensorFacts) -> Tensor:
     shape, stride, dtype, device, requires_grad = facts
     return torch.empty_strided(
         shape, stride, dtype=dtype, device=device, requires_grad=requires_grad

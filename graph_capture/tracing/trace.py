@@ -218,7 +218,8 @@ def _trace_once(
     results, end = num_forward_outputs(descriptors), gm.graph.output_node()
     refuse_checkpointed_writes(gm.graph, results, checkpointed)
     edit_traced(gm, recipe)
-    constants = storages_in(_held_by(gm))
+    held = (getattr(gm, str(node.target)) for node in gm.graph.find_nodes(op="get_attr"))
+    constants = storages_in(held)
     loop_carried = tuple(
         find_loop_carried(writes.mutated, results, end, step.duplicate_outputs, constants)
     )
@@ -303,10 +304,6 @@ def with_edits(trace: Trace, edits: tuple[JointEdit, ...]) -> Trace:
     gm.recompile()
     joint = joint_of(gm, trace.joint.num_forward_outputs, recipe, trace.duplicate_outputs)
     return dataclasses.replace(trace, joint=joint, recipe=recipe, compiled=False)
-
-
-def _held_by(gm: fx.GraphModule) -> list[Any]:
-    return [getattr(gm, str(node.target)) for node in gm.graph.find_nodes(op="get_attr")]
 
 
 def num_forward_outputs(descriptors: JointWithDescriptors) -> int:
