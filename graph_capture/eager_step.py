@@ -169,7 +169,6 @@ def _mask_bytes(graph: TrainingGraph, dropout: Op) -> int:
 # last use in forward, and comes back for each node of autograd that reads it. Not predicted:
 # variables that hold it longer in forward, which a trace does not tell from autograd.
 
-
 LEAST_BYTES = 1024
 """What is smaller stays on the device."""
 _BACK = "remat.back"

@@ -330,7 +330,6 @@ def _read(archive: zipfile.ZipFile, members: list[zipfile.ZipInfo], name: str) -
 # anew. A folder that cannot be written stops nothing: that is said once, and the next process makes
 # again what would have been kept.
 
-
 _T = TypeVar("_T")
 _SEAL_BYTES = 65
 """Of the first line of a sealed file, which is a digest of the rest."""

@@ -99,7 +99,6 @@ if hasattr(os, "register_at_fork"):  # Windows has no fork
     os.register_at_fork(after_in_child=_forget)
 atexit.register(_end)
 
-
 BLOCK_BYTES = 4096
 """Direct reads and writes have multiples of it, from memory and at offsets that are such."""
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.ENOSYS)

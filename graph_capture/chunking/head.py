@@ -14,89 +14,7 @@ from torch import Tensor, fx
 
 from remat.graph_capture.joint.nodes import aten, is_getitem
 
-# Label smoothing around a head's loss: what it reads of the probabilities, and what it hands back.
-#
-# It adds the sum of each row's logarithms to the loss. That sum is made by a chunk too. All else
-# that label smoothing does has one number a row, and stays as captured.
-
-
 SHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-
-
-@dataclass(frozen=True)
-class _Smoothing:
-    """The nodes of label smoothing that have a number for each row and class."""
-
-    row_sum: fx.Node  # sums of all rows, (m,)
-    row_term: fx.Node  # the gradient of these, (m, 1)
-    total: fx.Node  # adds its part to that of the loss
-    forward: tuple[fx.Node, ...]  # only serve these, each before those that read it
-    backward: tuple[fx.Node, ...]
-
-
-def _find_smoothing(
-    readers: Sequence[fx.Node], of_softmax: fx.Node, of_loss: fx.Node, class_weight: Any
-) -> _Smoothing | None:
-    """The label smoothing among `readers` of the log-probabilities; None if none is known.
-
-    `of_softmax` and `of_loss` are the nodes of the softmax's and of the loss's backward.
-    """
-    total = of_softmax.args[0]
-    if not isinstance(total, fx.Node) or total.target is not aten.add.Tensor or total.kwargs:
-        return None
-    if total.args.count(of_loss) != 1:
-        return None
-    part = next(one for one in total.args if one is not of_loss)
-    scaled = _unscaled(part, class_weight)
-    summed = [_summed(reader, class_weight) for reader in readers]
-    found = [one for one in summed if one is not None]
-    if scaled is None or len(found) != 1 or list(total.users) != [of_softmax]:
-        return None
-    expanded, *back = scaled
-    row_term = expanded.args[0]
-    if expanded.target is not aten.expand.default or not isinstance(row_term, fx.Node):
-        return None
-    n_rows = of_softmax.meta["val"].shape[0]
-    if list(row_term.meta["val"].shape) != [n_rows, 1] or len(expanded.users) != 1:
-        return None
-    return _Smoothing(found[0][-1], row_term, total, found[0], (expanded, *back, total))
-
-
-def identity_of(argument: Any) -> Any:
-    # Several nodes may read one constant.
-    if not isinstance(argument, fx.Node):
-        return argument
-    return str(argument.target) if argument.op == "get_attr" else argument.name
-
-
-def _unscaled(part: Any, class_weight: Any) -> tuple[fx.Node, ...] | None:
-    """What is multiplied by class weights, and the product; itself without; None otherwise."""
-    if not isinstance(part, fx.Node):
-        return None
-    if class_weight is None:
-        return (part,)
-    if part.target is not aten.mul.Tensor or len(part.users) != 1:
-        return None
-    scale, node = part.args[1], part.args[0]
-    if not isinstance(scale, fx.Node) or not isinstance(node, fx.Node):
-        return None
-    is_weight = scale.target in SHAPES and identity_of(scale.args[0]) == identity_of(class_weight)
-    return (node, part) if is_weight and scale.meta["val"].dim() == 2 else None
-
-
-def _summed(reader: fx.Node, class_weight: Any) -> tuple[fx.Node, ...] | None:
-    """The nodes from the logarithms to the sum of each row, where `reader` begins one."""
-    nodes = (reader,)
-    if class_weight is not None:
-        if _unscaled(reader, class_weight) is None:
-            return None
-        scale: Any = reader.args[1]
-        nodes = (scale, reader, next(iter(reader.users)))
-    last = nodes[-1]
-    is_sum = last.target is aten.sum.dim_IntList and list(last.args[1:]) in ([[1]], [[1], False])
-    return nodes if is_sum and not last.kwargs else None
-
-
 PRODUCTS = (aten.mm.default, aten.addmm.default)
 _NAMES = (*SHAPES, aten.detach.default)
 
@@ -186,6 +104,86 @@ def behind_transposes(node: Any) -> fx.Node | None:
     while isinstance(node, fx.Node) and node.target is aten.t.default:
         node, n_transposes = node.args[0], n_transposes + 1
     return node if isinstance(node, fx.Node) and n_transposes % 2 == 0 else None
+
+
+# Label smoothing around a head's loss: what it reads of the probabilities, and what it hands back.
+#
+# It adds the sum of each row's logarithms to the loss. That sum is made by a chunk too. All else
+# that label smoothing does has one number a row, and stays as captured.
+
+
+@dataclass(frozen=True)
+class _Smoothing:
+    """The nodes of label smoothing that have a number for each row and class."""
+
+    row_sum: fx.Node  # sums of all rows, (m,)
+    row_term: fx.Node  # the gradient of these, (m, 1)
+    total: fx.Node  # adds its part to that of the loss
+    forward: tuple[fx.Node, ...]  # only serve these, each before those that read it
+    backward: tuple[fx.Node, ...]
+
+
+def _find_smoothing(
+    readers: Sequence[fx.Node], of_softmax: fx.Node, of_loss: fx.Node, class_weight: Any
+) -> _Smoothing | None:
+    """The label smoothing among `readers` of the log-probabilities; None if none is known.
+
+    `of_softmax` and `of_loss` are the nodes of the softmax's and of the loss's backward.
+    """
+    total = of_softmax.args[0]
+    if not isinstance(total, fx.Node) or total.target is not aten.add.Tensor or total.kwargs:
+        return None
+    if total.args.count(of_loss) != 1:
+        return None
+    part = next(one for one in total.args if one is not of_loss)
+    scaled = _unscaled(part, class_weight)
+    summed = [_summed(reader, class_weight) for reader in readers]
+    found = [one for one in summed if one is not None]
+    if scaled is None or len(found) != 1 or list(total.users) != [of_softmax]:
+        return None
+    expanded, *back = scaled
+    row_term = expanded.args[0]
+    if expanded.target is not aten.expand.default or not isinstance(row_term, fx.Node):
+        return None
+    n_rows = of_softmax.meta["val"].shape[0]
+    if list(row_term.meta["val"].shape) != [n_rows, 1] or len(expanded.users) != 1:
+        return None
+    return _Smoothing(found[0][-1], row_term, total, found[0], (expanded, *back, total))
+
+
+def identity_of(argument: Any) -> Any:
+    # Several nodes may read one constant.
+    if not isinstance(argument, fx.Node):
+        return argument
+    return str(argument.target) if argument.op == "get_attr" else argument.name
+
+
+def _unscaled(part: Any, class_weight: Any) -> tuple[fx.Node, ...] | None:
+    """What is multiplied by class weights, and the product; itself without; None otherwise."""
+    if not isinstance(part, fx.Node):
+        return None
+    if class_weight is None:
+        return (part,)
+    if part.target is not aten.mul.Tensor or len(part.users) != 1:
+        return None
+    scale, node = part.args[1], part.args[0]
+    if not isinstance(scale, fx.Node) or not isinstance(node, fx.Node):
+        return None
+    is_weight = scale.target in SHAPES and identity_of(scale.args[0]) == identity_of(class_weight)
+    return (node, part) if is_weight and scale.meta["val"].dim() == 2 else None
+
+
+def _summed(reader: fx.Node, class_weight: Any) -> tuple[fx.Node, ...] | None:
+    """The nodes from the logarithms to the sum of each row, where `reader` begins one."""
+    nodes = (reader,)
+    if class_weight is not None:
+        if _unscaled(reader, class_weight) is None:
+            return None
+        scale: Any = reader.args[1]
+        nodes = (scale, reader, next(iter(reader.users)))
+    last = nodes[-1]
+    is_sum = last.target is aten.sum.dim_IntList and list(last.args[1:]) in ([[1]], [[1], False])
+    return nodes if is_sum and not last.kwargs else None
 
 
 _COPIES = (aten.clone.default, aten._to_copy.default)

@@ -35,7 +35,6 @@ from remat.graph_capture.joint.nodes import aten
 # and SiLU do. What falls among the rest hangs on the number of elements, so a block may differ from
 # the whole in a few of them. Data that is made for a comparison might not show that.
 
-
 _VECTOR_ELEMENTS = 64
 """A multiple of what any CPU's vectorized loop takes at once: two vectors of 64 bytes."""
 _GRAIN_ELEMENTS = 1 << 15
@@ -133,7 +132,6 @@ def _fills_vectors(size: int) -> bool:
 
 
 # An MLP of a joint graph: its layers, and the nodes of its forward and its backward.
-
 
 _HIDDEN, _HIDDEN_GATED = 3, 6
 """Tensors of the hidden activation's size that backward of a whole MLP has live at once: what went

@@ -169,7 +169,6 @@ def _found(trace: Trace, is_exact: bool, parts: Sequence[HeadOrMlp]) -> RegionCa
 
 # What our ops do in place of captured ones, for costs on a device that is not here.
 
-
 _BLOCKS: dict[Any, int] = {MLP: 2, MLP_INPUT: 3, MLP_WEIGHTS: 3}
 """Blocks of hidden tensors that an op has live: in forward what goes into the function and its
 result; in backward what went into it and two gradients."""
@@ -224,7 +223,6 @@ def _head_workspace_bytes(head: Head, node: fx.Node, chunks: int) -> int:
 
 
 # Costs of what may run in chunks: measured if the device is here, else of the captured ops.
-
 
 ChunkCosts = Callable[[RegionCandidate], tuple[Mapping[str, Op], Sequence[Value]]]
 """From a region in chunks: its ops of ours by name, and the values of the graph with them."""

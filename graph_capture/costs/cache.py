@@ -209,9 +209,7 @@ class CostCache:
 # One that was measured on CUDA is of device ``cuda``, with the driver's title of it. It also serves
 # the device of the table that the title names (`roofline.py`).
 
-
 # The work of an op is the same on every device, so a profile of one can fit a model of another.
-
 
 ATTENTION_BACKWARD = "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
 FUSED_ATTENTION = "aten._scaled_dot_product_"

@@ -128,7 +128,6 @@ def _take(
 # device (which may be on the host where a trace has it on the device), what cuDNN's batch norm
 # reserves. All others are zero.
 
-
 _BLOCK = 4096
 """Elements of the random pattern that made data repeats."""
 _LINE_BYTES = 64

@@ -160,7 +160,6 @@ def _groups(key: str, one: ProfiledOp) -> Iterable[str]:
 # does. Not counted: workspaces of cuBLAS and cuDNN, the context, fragmentation. Budget ``auto``
 # leaves a tenth of the memory for these.
 
-
 _RNG_STATE_BYTES = 16
 """Of a CUDA generator: seed and offset."""
 _MOST = 0.9

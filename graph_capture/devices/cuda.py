@@ -219,7 +219,6 @@ def _driver_version() -> str:
 
 # How fast a CUDA device copies to and from pinned memory of its host, and to memory that is not.
 
-
 SIZES = tuple(1 << shift for shift in (16, 20, 24, 26, 28))
 """64 KiB to 256 MiB."""
 REPEATS = 10

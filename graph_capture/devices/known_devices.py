@@ -200,7 +200,6 @@ def allocator_rounding(device: str) -> Allocated:
 
 # How a number of bytes is written: `8GiB`, `1.5GB`, or an int.
 
-
 _UNITS = {
     "b": 1,
     "kb": 10**3,

@@ -117,7 +117,6 @@ def speed_of(alone_us: Mapping[int, float], both_us: Mapping[int, float]) -> Lin
 #
 # No rank times a collective by itself: it would wait for the others for ever.
 
-
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 """In an all-to-all each rank sends every other one a part of its own. What is sent goes whole from
 each rank to another one, all of them at once."""
@@ -264,7 +263,6 @@ def wrong_in(links: RankLinks) -> str:
 #
 # To measure a folder moves less than a GiB each way, and each series of copies ends early once it
 # took `MOST_S`, as a drive whose cache is exhausted is slower.
-
 
 SIZES = (MIB, 4 * MIB, 16 * MIB)
 MORE_THREADS = (2, 4)

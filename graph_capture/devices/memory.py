@@ -195,7 +195,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 # How much memory below the device a plan may use: `host="120GiB"`, `nvme="/mnt/nvme:200GiB"`.
 
-
 AUTO, AUTO_SHARE = "auto", 0.9
 """Of what is free; the rest is for others."""
 _HOST_FORMS = "120GiB, 64GB or auto"

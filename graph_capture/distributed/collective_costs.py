@@ -105,7 +105,6 @@ def links_of_step(device: str, title: str, profile: Profile | None = None) -> Ra
 
 # This is the only place where a collective is timed.
 
-
 _SIZES = tuple(1 << shift for shift in (14, 16, 18, 20, 22, 24))
 """Bytes of the gathered whole: 16 KiB to 16 MiB."""
 _RUNS = 9

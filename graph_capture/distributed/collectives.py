@@ -194,7 +194,6 @@ def _zeros(shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) ->
 # Collectives that write to their arguments, as `dist.all_reduce` does, in functional form. Autograd
 # does not differentiate them, nor the form here, which runs where autograd is over.
 
-
 NAMESPACE = "c10d"
 NAMES = {
     "allreduce_": "all_reduce",
@@ -307,7 +306,6 @@ def wait_all(tree: Any) -> Any:
 
 # In torch's fake process group collectives do nothing, and one process traces what one rank of a
 # thousand runs.
-
 
 _BACKEND = "fake"
 _WORLD = 4096

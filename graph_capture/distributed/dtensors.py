@@ -84,7 +84,6 @@ def _of_whole(description: Any) -> Any:
 # floating point inputs of what it wraps. So a plan is made of the cast model, which then gets its
 # float32 parameters back.
 
-
 _MASTER = torch.float32
 """What parameters are held in that a policy casts."""
 

@@ -27,7 +27,6 @@ from remat.graph_capture.graph import Op, Phase, TrainingGraph, Value
 # op that lets go of it. As workspaces of the ops beside them, buffers were wrong wherever an op of
 # forward runs again in backward.
 
-
 GATHER, UNSHARD, RESHARD = "remat.all_gather", "remat.unshard", "remat.reshard"
 COPY_IN, REDUCE = "remat.copy_in", "remat.reduce_scatter"
 BEFORE_BLOCK, BEHIND_BLOCK = (GATHER, UNSHARD), (RESHARD, COPY_IN, REDUCE)
@@ -108,7 +107,6 @@ def _with_copies(graph: TrainingGraph, nodes: Sequence[Unit], gradients: set[str
 # freed a little earlier than here.
 #
 # Source: `torch.distributed.fsdp._fully_shard` of torch 2.13, read and measured.
-
 
 _Kept = Literal["whole", "part", "none"]
 """What is left of gathered parameters after forward: all, a part over fewer ranks, or nothing."""

@@ -233,7 +233,6 @@ def _storage(tensor: Tensor) -> int:
 # where code looks at it, they run at all sizes of the range, and the answer counts if it is the
 # same.
 
-
 _MOST_WORK = 1 << 30
 """Elements that are made to answer one question, at all sizes together: a second on a CPU."""
 

@@ -102,7 +102,6 @@ def _change_backward(dropout: fx.Node, scale: float) -> None:
 
 # The weights of classes under label smoothing, summed in eager's order.
 
-
 _SAME_NUMBERS = (
     aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.clone.default,
 )  # fmt: skip
@@ -157,7 +156,6 @@ def _called(node: Any, target: Any) -> fx.Node | None:
 #
 # A trace has `aten.native_batch_norm` where eager may take cuDNN's kernels, whose last bits differ.
 # Such nodes are changed here, with their backward, to the op that chooses when it runs.
-
 
 _library.define(
     "batch_norm(Tensor x, Tensor weight, Tensor bias, float momentum, float eps)"
@@ -262,7 +260,6 @@ def _backward_of(node: fx.Node) -> Iterator[fx.Node]:
 # no numbers, so that torch takes the products of all others there, which round otherwise and take
 # more memory (`prod_backward` in torch's `FunctionsManual.cpp`). The nodes are changed here to one
 # op that looks at the numbers as eager does. It takes as much memory with zeros as without.
-
 
 _SLICE = aten.slice.Tensor
 

@@ -186,7 +186,6 @@ def _sum_bytes(values: ValueTable, names: Iterable[str]) -> int:
 # (`AccumulateGrad`, the "gradient layout contract"). Eager copies any other as soon as it is made.
 # A compiled step returns all gradients at its end, so that copies would come on top of the peak.
 
-
 _library = torch.library.Library("remat", "FRAGMENT")
 _library.define("laid_out(Tensor x, int[] strides) -> Tensor")
 
@@ -285,7 +284,6 @@ def _sequence_of(node: fx.Node) -> int | None:
 
 # The update of one parameter is the optimizer's own step, run with one group that holds it alone.
 # Nothing of it is written again here, so its bits are those of a step over all parameters.
-
 
 _KNOWN = (SGD, Adam, AdamW)
 """Their step of a parameter depends on its own gradient, state and group alone."""

@@ -52,7 +52,6 @@ from remat.graph_capture.torch_private.core import OpOverload, pytree
 # `_step_result` stands there for what an earlier step has made: the code that fx writes of a
 # graph can hold that.
 
-
 _MADE = "remat.made_by_step_"
 STEP_METAS = "remat_step_metas"
 """On the meta of a node that runs several ops as one: the meta of the node behind each."""
@@ -278,7 +277,6 @@ def _from(node: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
 # A write that autograd records goes backward in a copy of the gradient: eager copies the written
 # part out of the copy, and then writes there. A trace would copy the whole once more, as the part
 # is read in between. The part is the same in the gradient itself, which eager holds meanwhile.
-
 
 _OF_ANY_LAYOUT = frozenset(
     {

@@ -210,7 +210,6 @@ def _is_put_there(scatter: fx.Node, view: fx.Node) -> bool:
 # was made for it, as zeros are, or is the first term of a sum; outside of what autograd records;
 # and where nothing reads the sum before it is done.
 
-
 BEGUN = "what follows writes to its result in place"
 WRITES = "it writes in place"
 _ADD = frozenset(

@@ -242,7 +242,6 @@ def bits_of(tensor: Tensor) -> Tensor:
 # A trace holds forward and backward in one graph. Which nodes belong to forward is seen from what
 # its results need, and from the marks that it leaves when it ends.
 
-
 MADE_IN_FORWARD = "remat_made_in_forward"
 """On the meta of nodes: an autograd function's forward may compute what only backward reads."""
 

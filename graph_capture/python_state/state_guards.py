@@ -77,7 +77,6 @@ def _compiled_check(terms: Iterable[str], names: ObjectNames) -> Callable[[], bo
 # dictionary, 40 ns for a tensor. In Python, one entry of a dictionary takes 20 ns. They are private
 # to torch; the tests run them on each release that is supported.
 
-
 _PART = 64
 """Objects below one node of the tree. To add one, torch looks at all that are there."""
 

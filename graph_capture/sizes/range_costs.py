@@ -27,7 +27,6 @@ from remat.graph_capture.sizes.symbols import Sizes
 # op reads or makes, beside a constant, from one size to another: where that gives what was measured
 # to the byte at three sizes in a row, it is taken to hold between them.
 
-
 _ON_LINE = 3
 """Points in a row that make a line: any two are on one."""
 _NONE_YET = np.iinfo(np.int64).min

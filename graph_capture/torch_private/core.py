@@ -106,7 +106,6 @@ def checks_kept() -> Generator[None]:
 
 # Collectives of a graph, which return what `torch.distributed` writes in place.
 
-
 _in_graphs: Any = _collectives
 c10d_ops: Any = torch.ops._c10d_functional
 all_to_all_autograd: Any = _in_graphs.all_to_all_single_autograd
@@ -198,7 +197,6 @@ def cudnn_batch_norm_reserve_bytes(x: Tensor) -> int:
 
 # A plan stands on private parts of AOTAutograd and Inductor, which change with each release. A
 # release that the tests have not run with may carry a plan out in another way.
-
 
 OLDEST, NEWEST = "2.11.0", "2.14.1"
 """The tests run on both (`make test-versions`), and on the one between of `constraints.txt`."""

@@ -187,7 +187,6 @@ RULES: dict[Any, _Rule] = {
     aten.native_group_norm_backward.default: _like_second,
 }
 
-
 _CPU_ONLY = {
     aten.native_batch_norm.default,
     aten._native_batch_norm_legit.default,
@@ -207,7 +206,6 @@ _CPU_ONLY = {
     aten.channel_shuffle.default,
 }
 """Ops whose fake kernels state the strides of CUDA's kernels."""
-
 
 _WEIGHTS: dict[Any, slice] = {
     aten.native_batch_norm.default: slice(1, 5),

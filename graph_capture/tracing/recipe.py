@@ -33,7 +33,6 @@ from remat.graph_capture.tracing.step_module import LossFunction
 # `is_exporting` says so: transformers then writes out causal masks and repeats keys, which changes
 # the last bits. So a model is first traced as in eager, where both say no.
 
-
 _Flags = tuple[bool, bool]
 FLAGS: tuple[_Flags, ...] = (False, False), (True, False), (True, True)
 """What the model's code is told of compiling and of exporting: tried in this order."""

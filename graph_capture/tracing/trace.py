@@ -526,7 +526,11 @@ def _counts_as_one(done: Trace) -> bool:
     places = {*twice, *(signature.firsts[i] for i in twice)}
     facts = [signature.tensors[i] for i in places]
     # Code may ask whether two are one; and one tensor has one gradient, the sum of both.
-    if not twice or done.python_state.asks_identity or any(one and one[4] for one in facts):
+    if (
+        not twice
+        or done.python_state.asks_identity
+        or any(one and one.requires_grad for one in facts)
+    ):
         return bool(twice)
     written = written_inputs(done.joint.module.graph, done.joint.num_forward_outputs)
     # Parameters and buffers come first among the inputs.
