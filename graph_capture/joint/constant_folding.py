@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from remat.graph_capture.distributed.collectives import NAMESPACES
-from remat.graph_capture.joint.nodes import bits_of, written_arguments
+from remat.graph_capture.joint.nodes import bits_of, storage_key, written_arguments
 from remat.graph_capture.python_state.executed_code import without_recording
 from remat.graph_capture.sizes.symbols import Sizes
 from remat.graph_capture.torch_private.core import (
@@ -158,7 +158,7 @@ class ConstantFolder(TraceObserver):
         if formula is not None and formula.root.lost:
             return formula.root.lost
         if real is not None:  # known once, and written to since
-            return self._lost[_storage(real)]
+            return self._lost[storage_key(real)]
         found: frozenset[str] | None = self._sources.get(tensor)
         return frozenset([_MODEL]) if found is None else found
 
@@ -166,7 +166,7 @@ class ConstantFolder(TraceObserver):
         if (formula := self._formulas.get(tensor)) is not None:
             return not formula.root.lost
         real = self._values.get(tensor)
-        return real is not None and _storage(real) not in self._lost
+        return real is not None and storage_key(real) not in self._lost
 
     def _keep(self, traced: Any, real: Any) -> None:
         for tensor, value in zip(_tensors_in(traced), _tensors_in(real), strict=True):
@@ -191,7 +191,7 @@ class ConstantFolder(TraceObserver):
         for tensor in tensors:
             if (real := self._values.get(tensor)) is not None:
                 # By storage, as a write reaches every view.
-                self._lost[_storage(real)] = sources
+                self._lost[storage_key(real)] = sources
             if (formula := self._formulas.get(tensor)) is not None:
                 formula.root.lost = sources
 
@@ -222,10 +222,6 @@ def _run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 def _tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 # Positions count up at every length, so a trace for a range of lengths can go the way that eager

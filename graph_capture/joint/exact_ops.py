@@ -198,15 +198,15 @@ def makes_statistics(node: fx.Node) -> bool:
 def run_by_kernels_of_eager(gm: fx.GraphModule) -> None:
     for node in gm.graph.find_nodes(op="call_function", target=_TRACED):
         x, weight, bias, mean, variance, training, momentum, eps = node.args
-        if training and is_by_cudnn(node, (x, weight, bias, mean, variance), eps):
+        if training and is_by_cudnn((x, weight, bias, mean, variance), eps):
             _change(node, _CHOSEN, (x, weight, bias, mean, variance, momentum, eps))
     for node in gm.graph.find_nodes(op="call_function", target=_TRACED_WITHOUT_STATISTICS):
         x, weight, bias, training, momentum, eps = node.args
-        if training and is_by_cudnn(node, (x, weight, bias, None, None), eps):
+        if training and is_by_cudnn((x, weight, bias, None, None), eps):
             _change(node, _WITHOUT_STATISTICS, (x, weight, bias, momentum, eps))
 
 
-def is_by_cudnn(node: fx.Node, read: tuple[Any, ...], eps: Any) -> bool:
+def is_by_cudnn(read: tuple[Any, ...], eps: Any) -> bool:
     """`read` : nodes of the input, weight, bias, running mean and running variance, or None."""
     x, weight, bias, mean, variance = (
         arg.meta["val"] if isinstance(arg, fx.Node) else None for arg in read

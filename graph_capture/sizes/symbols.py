@@ -10,6 +10,7 @@ import ast
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,22 +19,14 @@ import msgspec
 from remat.graph_capture.errors import CaptureError, GraphError, SignatureError
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: lambda a, b: a + b,
-    ast.Sub: lambda a, b: a - b,
-    ast.Mult: lambda a, b: a * b,
-    ast.FloorDiv: lambda a, b: a // b,
-    ast.Mod: lambda a, b: a % b,
-    ast.Pow: lambda a, b: a**b,
-}
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
+}  # fmt: skip
 _CALLS: dict[str, Callable[..., Any]] = {"max": max, "min": min}
 _COMPARES: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
-    ast.Eq: lambda a, b: a == b,
-    ast.NotEq: lambda a, b: a != b,
-    ast.Lt: lambda a, b: a < b,
-    ast.LtE: lambda a, b: a <= b,
-    ast.Gt: lambda a, b: a > b,
-    ast.GtE: lambda a, b: a >= b,
-}
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le,
+    ast.Gt: operator.gt, ast.GtE: operator.ge,
+}  # fmt: skip
 _MOST_POWER = 8
 """The highest power that is evaluated: a text of a file must not make endless numbers."""
 
@@ -171,7 +164,7 @@ def _remainder(a: _Interval, b: _Interval) -> _Interval | None:
 def _power(a: _Interval, b: _Interval) -> _Interval | None:
     if b[0] != b[1] or not 0 <= b[0] <= _MOST_POWER:
         return None
-    least, most = _ends(lambda x, y: x**y, a, b)
+    least, most = _ends(operator.pow, a, b)
     # An even power is 0 where its base is, inside of the interval.
     return (0 if a[0] < 0 < a[1] and b[0] % 2 == 0 and b[0] else least), most
 
@@ -179,8 +172,8 @@ def _power(a: _Interval, b: _Interval) -> _Interval | None:
 _BINARY_INTERVALS: dict[type[ast.operator], Callable[[_Interval, _Interval], _Interval | None]] = {
     ast.Add: lambda a, b: (a[0] + b[0], a[1] + b[1]),
     ast.Sub: lambda a, b: (a[0] - b[1], a[1] - b[0]),
-    ast.Mult: lambda a, b: _ends(lambda x, y: x * y, a, b),
-    ast.FloorDiv: lambda a, b: None if b[0] <= 0 <= b[1] else _ends(lambda x, y: x // y, a, b),
+    ast.Mult: lambda a, b: _ends(operator.mul, a, b),
+    ast.FloorDiv: lambda a, b: None if b[0] <= 0 <= b[1] else _ends(operator.floordiv, a, b),
     ast.Mod: _remainder,
     ast.Pow: _power,
 }
