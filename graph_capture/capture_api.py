@@ -1,7 +1,7 @@
 """Capture: from a module and a batch to a graph with costs, by tracing, timing and sharding.
 
-It stands above `tracing/`, `costs/` and `derived/`, which do not know of each other's order. A
-module of the name `capture` would hide the function.
+It stands above `tracing/` and `costs/`, which do not know of each other's order. A module of the
+name `capture` would hide the function.
 """
 
 from __future__ import annotations

@@ -230,8 +230,10 @@ def _branch_on_values(place: str, read: Sequence[str], said: str) -> CaptureErro
             "drawn then, or draw it outside forward and pass a Python number, of which "
             "remat.rematerialize without a batch makes a plan each."
         )
+    # Torch's line ends in the name of the op that looks, with its overload.
+    instead = _INSTEAD.get(said.rpartition(".")[0].split(" ")[-1], _ANY)
     ways.append(
-        f"{_instead_of(said)}; or plan the parts before and after it separately, each by "
+        f"{instead}; or plan the parts before and after it separately, each by "
         'remat.rematerialize. Or plan with torch.compile(model, backend="remat"), which breaks '
         "the graph there."
     )
@@ -240,12 +242,6 @@ def _branch_on_values(place: str, read: Sequence[str], said: str) -> CaptureErro
         f"control flow or a shape depends on tensor data{what} ({place}): one static graph cannot "
         f"hold both branches. {text[0].upper()}{text[1:]} torch said: {said}"
     )
-
-
-def _instead_of(said: str) -> str:
-    # Torch's line ends in the name of the op that looks, with its overload.
-    op = said.rpartition(".")[0].split(" ")[-1]
-    return _INSTEAD.get(op, _ANY)
 
 
 def _known_way_out(error: Exception) -> str:

@@ -266,20 +266,15 @@ def _choice(
     graph: TrainingGraph, found: RegionCandidate, ours: Mapping[str, Op], values: Sequence[Value]
 ) -> Choice:
     if found.is_exact:
-        ours = _no_cheaper(graph, found, ours)
+        # They do the same work, and some of it twice. They seem quicker where blocks fit into
+        # caches or a clock was off, and a step that fits as it was captured would not stay so.
+        least_us = _whole_us(graph, found)
+        if sum(op.cost_us for op in ours.values()) < least_us:
+            ours = _taking(least_us, ours)
     ops = [(place, ours.get(op.name) or _as_captured(graph, op)) for place, op in found.added]
     made = {name for _, op in ops for name in op.outputs}
     own = tuple(value for value in values if value.name in made)
     return Choice(found.chunks, found.is_exact, tuple(ops), own)
-
-
-def _no_cheaper(
-    graph: TrainingGraph, found: RegionCandidate, ours: Mapping[str, Op]
-) -> Mapping[str, Op]:
-    # They do the same work, and some of it twice. They seem quicker where blocks fit into caches or
-    # a clock was off, and a step that fits as it was captured would not stay so.
-    us = sum(op.cost_us for op in ours.values())
-    return ours if us >= _whole_us(graph, found) else _taking(_whole_us(graph, found), ours)
 
 
 def _whole_us(graph: TrainingGraph, found: RegionCandidate) -> float:

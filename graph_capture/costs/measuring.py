@@ -104,12 +104,6 @@ def is_of_here(graph: TrainingGraph) -> bool:
     return graph.versions.get("priced_on") == meter_of(graph.device).title
 
 
-def _measured_speeds(device: str, nvme_path: str = "") -> LinkSpeeds:
-    host = measured_pair(device, measure_again=True)
-    drive = measured_pair(device, nvme_path, measure_again=True) if nvme_path else None
-    return LinkSpeeds(host, drive)
-
-
 def measured_pair(device: str, nvme_path: str = "", *, measure_again: bool = False) -> LinkPair:
     """Both ways between a device of this machine and its host, or the host and a folder; kept."""
     meter = meter_of(device)
@@ -242,8 +236,10 @@ def measure(
         for key, cost in costs.of_key.items()
     }
     kind = CUDA if is_cuda(meter.device) else CPU
+    host = measured_pair(meter.device, measure_again=True)
+    drive = measured_pair(meter.device, nvme_path, measure_again=True) if nvme_path else None
     steps = {} if costs.step is None else {traced.joint.timed_hash: costs.step}
     return Profile(
         kind, meter.title, str(torch.__version__), ops, meter.versions, steps,
-        links=_measured_speeds(meter.device, nvme_path),
+        links=LinkSpeeds(host, drive),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Ops in which other ranks take part: functional collectives, and what waits for them.
+"""Ops in which other ranks take part: collectives, what waits for them, and ranks that are fake.
 
 Each rank must run the same ones as the others, as often and in the same order, or all wait for
 ever. So ranks follow one plan (`remat/ranks/`), which may run one again where that pays; one that

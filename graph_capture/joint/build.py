@@ -96,7 +96,10 @@ class _Builder:
         assert isinstance(outputs, (tuple, list))
         self.forward_results = list(outputs[: self.num_forward_outputs])
         gradients = outputs[self.num_forward_outputs :]
-        self.accumulations = _deliveries(gradients, self.released, self.gradient_release)
+        how = self.gradient_release or GradientRelease()
+        self.accumulations = GradientAccumulation(
+            gradients, self.released, dict(how.updates), how.is_added
+        )
         descriptions = self.nodes[-1].meta["desc"][: self.num_forward_outputs]
         self.overwritten_inputs = [getattr(what, "mutated_input", None) for what in descriptions]
         self.in_forward = forward_nodes(self.nodes, self.forward_results)
@@ -301,14 +304,6 @@ class _Builder:
             no_recompute="it updates running statistics", module=module, source=source,
         )  # fmt: skip
         return tuple(dict.fromkeys(map(self.values.of, read))), results, statistics
-
-
-def _deliveries(
-    gradients: Sequence[Any], released: Mapping[int, fx.Node], how: GradientRelease | None
-) -> GradientAccumulation:
-    if how is None:
-        return GradientAccumulation(gradients, released)
-    return GradientAccumulation(gradients, released, dict(how.updates), how.is_added)
 
 
 def rng_state_bytes(device: torch.device) -> int:

@@ -83,7 +83,9 @@ class EagerMemory(TraceObserver):
         with fx_traceback.annotate({key: str(func) if writes(func) else ""}):
             results = func(*args, **kwargs)
         for tensor, before in written:
-            self._note_over(tensor, before)
+            now = self._node_of(tensor)
+            if now is not None and before is not None and now is not before:
+                now.meta[_OVER] = before.name
         for leaf in pytree.tree_leaves(results):
             if isinstance(leaf, FunctionalTensor):
                 self._note(leaf)
@@ -116,11 +118,6 @@ class EagerMemory(TraceObserver):
         self._alive.add(id(tensor))
         held.alive += 1
         weakref.finalize(tensor, self._let_go, id(tensor), key, held).atexit = False
-
-    def _note_over(self, tensor: FunctionalTensor, before: fx.Node | None) -> None:
-        node = self._node_of(tensor)
-        if node is not None and before is not None and node is not before:
-            node.meta[_OVER] = before.name
 
     def _node_of(self, tensor: FunctionalTensor) -> fx.Node | None:
         inner = from_functional(tensor.elem)

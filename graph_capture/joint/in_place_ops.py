@@ -330,7 +330,8 @@ def _reads_before_write(copy: fx.Node, written: fx.Node) -> Iterator[fx.Node]:
 
 def _read_from(reader: fx.Node, copy: fx.Node, written: fx.Node) -> None:
     (view,) = reader.all_input_nodes
-    as_copy = _has_same_places(copy, written)
+    a, b = copy.meta["val"], written.meta["val"]
+    as_copy = is_laid_out_as(copy, written) and a.storage_offset() == b.storage_offset()
     shown: Any = view
     while shown is not copy:
         # Other views, as as_strided, go by places in the storage.
@@ -340,11 +341,6 @@ def _read_from(reader: fx.Node, copy: fx.Node, written: fx.Node) -> None:
     with reader.graph.inserting_before(reader):
         reader.replace_input_with(view, _shown_in(view, copy, written))
     erase_unread(view)
-
-
-def _has_same_places(copy: fx.Node, written: fx.Node) -> bool:
-    a, b = copy.meta["val"], written.meta["val"]
-    return is_laid_out_as(copy, written) and a.storage_offset() == b.storage_offset()
 
 
 def _shown_in(view: Any, copy: fx.Node, written: fx.Node) -> fx.Node:

@@ -135,15 +135,12 @@ def is_custom(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.namespace not in TORCHS_NAMESPACES
 
 
-def _is_dropout_of_nothing(node: fx.Node) -> bool:
-    # Eager's dropout with p = 0 returns its input, where a trace has a copy.
-    called = node.meta.get("custom", {}).get(FUNCTION_KEY, "")
-    return node.target is aten.clone.default and "dropout" in called
-
-
 def is_alias_of_input(node: fx.Node) -> bool:
     """Whether the node stands for its first argument and need not run at all."""
-    return node.target is aten.detach.default or _is_dropout_of_nothing(node)
+    # Eager's dropout with p = 0 returns its input, where a trace has a copy.
+    called = node.meta.get("custom", {}).get(FUNCTION_KEY, "")
+    is_idle_dropout = node.target is aten.clone.default and "dropout" in called
+    return node.target is aten.detach.default or is_idle_dropout
 
 
 def target_name(node: fx.Node) -> str:

@@ -57,7 +57,9 @@ def take_out_of(graph: fx.Graph) -> None:
     """Leave out the ops that `views_told_apart` has put in, and what backward does for them."""
     for node in graph.find_nodes(op="call_function", target=aten.unbind.int):
         made, picked = node.args[0], list(node.users)
-        if _is_one_row(made) and len(picked) == 1:
+        if not isinstance(made, fx.Node) or made.target is not aten.unsqueeze.default:
+            continue
+        if made.args[1:] == (0,) and len(picked) == 1:
             _replace(picked[0], made.args[0])
             erase_unread(node)
     copied: set[fx.Node] = set()
@@ -72,11 +74,6 @@ def take_out_of(graph: fx.Graph) -> None:
     # `stack` packed the tangent; as it is, it may have other strides, and so what is made of it.
     if copied:
         _lay_out_again(graph, copied)
-
-
-def _is_one_row(node: Any) -> bool:
-    is_unsqueezed = isinstance(node, fx.Node) and node.target is aten.unsqueeze.default
-    return is_unsqueezed and node.args[1:] == (0,)
 
 
 def _replace(node: fx.Node, by: Any) -> None:

@@ -146,7 +146,9 @@ class StateWalk:
             if len(self.found.places) > MOST_PLACES:
                 self._end_here()
             elif self._queue:
-                self._follow(*self._queue.popleft())
+                value, text = self._queue.popleft()
+                with self._within(value):
+                    self._follow_kind(value, text)
             elif self._names.new:
                 self._spaces.read_named(self._names.new.pop())
             else:
@@ -183,10 +185,6 @@ class StateWalk:
             yield
         finally:
             self._in_library = before
-
-    def _follow(self, value: Any, text: str) -> None:
-        with self._within(value):
-            self._follow_kind(value, text)
 
     def _follow_kind(self, value: Any, text: str) -> None:
         if isinstance(value, Tensor):

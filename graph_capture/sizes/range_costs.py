@@ -78,7 +78,12 @@ class Workspaces:
         # At a point or any before it: a bound for all smaller sizes.
         self._most: Ints = np.maximum.accumulate(self._measured, axis=0)
         if along:
-            lines = _lines_along([one[along] for one in sizes], self._measured)
+            at = [one[along] for one in sizes]
+            lines = [
+                line
+                for i in self.varying().tolist()
+                for line in _lines_of(i, 0, at, self._measured[:, i].tolist())
+            ]
         else:
             lines = _lines(self._measured, graphs, beside)
         self._lines: Ints = np.array(lines, dtype=np.int64).reshape(-1, len(_Line._fields))
@@ -143,11 +148,6 @@ def _lines(
         for v in dict.fromkeys(index[name] for name in names):
             found += _lines_of(i, v, sizes[:, v].tolist(), measured[:, i].tolist())
     return found
-
-
-def _lines_along(sizes: list[int], measured: Ints) -> list[_Line]:
-    ops = np.flatnonzero((measured != measured[0]).any(axis=0)).tolist()
-    return [line for i in ops for line in _lines_of(i, 0, sizes, measured[:, i].tolist())]
 
 
 def _lines_of(op: int, value: int, sizes: list[int], made: list[int]) -> list[_Line]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import torch
@@ -178,7 +178,9 @@ class StepModule(nn.Module):
         recorded = self._ran.recorded() if self._ran else contextlib.nullcontext()
         # Forward may ask whether two tensors are one, so one stand-in stands for both.
         if self._signature and self._signature.as_one:
-            args, kwargs, target = _as_one((args, kwargs, target), self._signature.firsts)
+            leaves, spec = pytree.tree_flatten((args, kwargs, target))
+            firsts = [leaves[i] for i in self._signature.firsts]
+            args, kwargs, target = pytree.tree_unflatten(firsts, spec)
         with _autocast_cache(enabled=self._casts_once), self.known, recorded:
             return self._run(args, kwargs, target)
 
@@ -223,11 +225,6 @@ class StepModule(nn.Module):
                 f"forward of {type(self.model).__name__} registers a hook on the model itself, "
                 "which its next call would run: register it outside forward, before the first step"
             )
-
-
-def _as_one(batch: Any, firsts: Sequence[int]) -> Any:
-    leaves, spec = pytree.tree_flatten(batch)
-    return pytree.tree_unflatten([leaves[i] for i in firsts], spec)
 
 
 def _require_known(kind: str, result: Any) -> None:
