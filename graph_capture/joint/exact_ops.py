@@ -7,7 +7,7 @@ The nodes are changed here to ops that scale as eager does.
 
 The mask stays one byte an element, where eager keeps a whole float. So even the plan that keeps
 everything needs less than the unmodified step, whose prediction takes eager's size
-(`derived/eager.py`).
+(`eager_step.py`).
 """
 
 from __future__ import annotations
