@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks import GAP_OF_FIGURES
-from remat.graph_capture.devices.local_devices import meter_of
+from remat.graph_capture.devices.placement import meter_of
 from remat.graph_capture.errors import RematError
 from remat.job import pipeline
 from remat.job.factory import Loaded, load_model

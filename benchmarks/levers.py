@@ -27,7 +27,7 @@ from remat.formats import bytes_text, percent_text
 from remat.graph_capture.capture_api import add_costs
 from remat.graph_capture.files import write_contents
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.joint.gradient_release import GradientRelease
+from remat.graph_capture.joint.gradients import GradientRelease
 from remat.graph_capture.tracing.recipe import Split
 from remat.graph_capture.tracing.trace import trace
 from remat.solver.result import Result

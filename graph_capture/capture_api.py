@@ -1,7 +1,7 @@
 """Capture: from a module and a batch to a graph with costs, by tracing, timing and sharding.
 
-It stands above `tracing/`, `costs/` and `derived/`, which do not know of each other's order. A
-module of the name `capture` would hide the function.
+It stands above `tracing/` and `costs/`, which do not know of each other's order. A module of the
+name `capture` would hide the function.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ from typing import Any, SupportsIndex, overload
 import msgspec
 from torch import nn
 
+from remat.graph_capture.costs.cache import Profile, as_profile
 from remat.graph_capture.costs.measuring import links_below
-from remat.graph_capture.costs.profile import Profile, as_profile
-from remat.graph_capture.devices.local_devices import meter_of
 from remat.graph_capture.devices.memory import LowerTiers, lower_tiers
-from remat.graph_capture.devices.placement import resolved_device
+from remat.graph_capture.devices.placement import meter_of, resolved_device
+from remat.graph_capture.distributed.dtensors import parameters_cast
 from remat.graph_capture.distributed.sharded_step import local_step
 from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.graph_capture.sizes.at_sizes import WorkspacesOf, ranged_graph_of
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.sizes.symbols import Dynamic
-from remat.graph_capture.tracing.mixed_precision import parameters_cast
 from remat.graph_capture.tracing.option_pairs import require_compatible
 from remat.graph_capture.tracing.recipe import Split, keep_links
 from remat.graph_capture.tracing.step_module import LossFunction
@@ -154,10 +153,7 @@ def capture(
 
 
 def tiers_for(
-    model: nn.Module,
-    device: str | None,
-    host: str | SupportsIndex | None,
-    nvme: str | None,
+    model: nn.Module, device: str | None, host: str | SupportsIndex | None, nvme: str | None
 ) -> LowerTiers | None:
     """What may be used below the device that a step of `model` is for; None for nothing."""
     if host is None and nvme is None:

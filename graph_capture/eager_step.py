@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -169,7 +169,6 @@ def _mask_bytes(graph: TrainingGraph, dropout: Op) -> int:
 # last use in forward, and comes back for each node of autograd that reads it. Not predicted:
 # variables that hold it longer in forward, which a trace does not tell from autograd.
 
-
 LEAST_BYTES = 1024
 """What is smaller stays on the device."""
 _BACK = "remat.back"
@@ -239,8 +238,8 @@ def _back(together: list[Op], moved: dict[str, Value]) -> dict[str, Value]:
     return {
         name: msgspec.structs.replace(
             # A node has all that it saved for as long as it runs.
-            moved[name], name=f"{name} for {first.name}", producer=_op_name(first, name),
-            held_until=together[-1].name, written_over="",
+            moved[name], name=f"{name} for {first.name}", held_until=together[-1].name,
+            producer=f"{name} comes back for {first.name}", written_over="",
         )
         for name in dict.fromkeys(name for op in together for name in op.inputs if name in moved)
     }  # fmt: skip
@@ -256,5 +255,52 @@ def _reading_back(together: list[Op], back: dict[str, Value]) -> Iterator[Op]:
         yield msgspec.structs.replace(op, inputs=inputs)
 
 
-def _op_name(first: Op, name: str) -> str:
-    return f"{name} comes back for {first.name}"
+# What turns one training graph into another, as the captured one into that with regions in chunks:
+# ops that are dropped, and ops in their places.
+
+
+def changes_between(
+    before: TrainingGraph, after: TrainingGraph
+) -> tuple[tuple[str, ...], tuple[tuple[str, Op], ...]]:
+    index, last = before.op_index, -1
+    added: list[tuple[str, Op]] = []
+    waiting: list[Op] = []
+    same: set[str] = set()
+    for op in after.ops:
+        at = index.get(op.name, -1)
+        # What stays keeps its order: an op that moved ahead is dropped and added.
+        if at > last and before.ops[at] == op:
+            added += [(op.name, one) for one in waiting]
+            waiting, last = [], at
+            same.add(op.name)
+        else:
+            waiting.append(op)
+    added += [("", one) for one in waiting]
+    return tuple(op.name for op in before.ops if op.name not in same), tuple(added)
+
+
+def with_ops_replaced(
+    graph: TrainingGraph,
+    dropped: Iterable[str],
+    added: Iterable[tuple[str, Op]],
+    made: Iterable[Value],
+) -> TrainingGraph:
+    """`graph` without the ops of `dropped`; `added` ops, which make `made`, stand in their places.
+
+    Each comes with the name of the op that follows it, "" at the end. No region is left.
+    """
+    gone, own = set(dropped), {value.name: value for value in made}
+    at: dict[str, list[Op]] = {}
+    for place, op in added:
+        at.setdefault(place, []).append(op)
+    kept = [op for op in graph.ops if op.name not in gone]
+    ops = (*(one for op in kept for one in (*at.get(op.name, ()), op)), *at.get("", ()))
+    values = (v for v in graph.values if v.producer not in gone and v.name not in own)
+    return msgspec.structs.replace(
+        graph,
+        ops=ops,
+        values=(*values, *own.values()),
+        regions=(),
+        # Overheads go on being stated over the captured step.
+        captured_us=graph.base_us,
+    )

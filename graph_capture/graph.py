@@ -160,7 +160,6 @@ def _check_sums(graph: TrainingGraph) -> None:
 # A graph without links is planned for its device alone. A peak never depends on a link's rate: a
 # wrong rate costs time and cannot break a budget.
 
-
 Tier = Literal["device", "host", "nvme"]
 TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
 """Kinds of memory, from the fastest down. A copy goes one tier down, or one up."""

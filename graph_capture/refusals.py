@@ -144,12 +144,6 @@ _SAID = {
 """By a part of what torch says."""
 
 
-def _in_words(said: str) -> str:
-    """What is wrong and what to do; empty where torch's own words are all there is."""
-    # Torch speaks of stand-ins for tensors, which a user has never made.
-    return next((words for part, words in _SAID.items() if part in said), "")
-
-
 def refuse_subclass(what: str, tensor: Tensor) -> None:
     if is_distributed(tensor):
         raise CaptureError(
@@ -218,11 +212,6 @@ _INSTEAD = {
 _ANY = "replace the `if`, `.item()` or index by tensor ops such as torch.where or masking"
 
 
-def _is_of_values(error: Exception) -> bool:
-    # Some of torch's errors say so in their text alone.
-    return type(error).__name__ in _DATA_DEPENDENT or "data-dependent" in str(error).lower()
-
-
 def _branch_on_values(place: str, read: Sequence[str], said: str) -> CaptureError:
     """The refusal of code that looks at values.
 
@@ -241,8 +230,10 @@ def _branch_on_values(place: str, read: Sequence[str], said: str) -> CaptureErro
             "drawn then, or draw it outside forward and pass a Python number, of which "
             "remat.rematerialize without a batch makes a plan each."
         )
+    # Torch's line ends in the name of the op that looks, with its overload.
+    instead = _INSTEAD.get(said.rpartition(".")[0].split(" ")[-1], _ANY)
     ways.append(
-        f"{_instead_of(said)}; or plan the parts before and after it separately, each by "
+        f"{instead}; or plan the parts before and after it separately, each by "
         'remat.rematerialize. Or plan with torch.compile(model, backend="remat"), which breaks '
         "the graph there."
     )
@@ -251,12 +242,6 @@ def _branch_on_values(place: str, read: Sequence[str], said: str) -> CaptureErro
         f"control flow or a shape depends on tensor data{what} ({place}): one static graph cannot "
         f"hold both branches. {text[0].upper()}{text[1:]} torch said: {said}"
     )
-
-
-def _instead_of(said: str) -> str:
-    # Torch's line ends in the name of the op that looks, with its overload.
-    op = said.rpartition(".")[0].split(" ")[-1]
-    return _INSTEAD.get(op, _ANY)
 
 
 def _known_way_out(error: Exception) -> str:
@@ -441,7 +426,8 @@ def refusal(
             "._torchdynamo_orig_callable of it, or torch.where in place of torch.cond; or plan "
             'with torch.compile(model, backend="remat")'
         )
-    if _is_of_values(error):
+    # Some of torch's errors say so in their text alone.
+    if kind in _DATA_DEPENDENT or "data-dependent" in str(error).lower():
         return _branch_on_values(place, read, _first_line(error))
     if kind == "NotImplementedError" and "torch._C.Generator" in str(error):
         return CaptureError(
@@ -451,15 +437,13 @@ def refusal(
         )
     if "mkldnn_rnn" in str(error):
         return CaptureError(_fused_lstm_message(place))
-    if words := _in_words(str(error)):
+    # Torch speaks of stand-ins for tensors, which a user has never made.
+    if words := next((words for part, words in _SAID.items() if part in str(error)), ""):
         # An assertion of torch's says nothing to a user.
-        said = "" if kind == "AssertionError" or "INTERNAL ASSERT" in str(error) else _said(error)
+        is_assertion = kind == "AssertionError" or "INTERNAL ASSERT" in str(error)
+        said = "" if is_assertion else f". torch said: {_first_line(error)}"
         return CaptureError(f"{words} ({place}){said}")
     return CaptureError(f"forward or backward failed while traced ({place}): {kind}: {error}")
-
-
-def _said(error: Exception) -> str:
-    return f". torch said: {_first_line(error)}"
 
 
 def _first_line(error: Exception) -> str:

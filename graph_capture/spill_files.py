@@ -99,7 +99,6 @@ if hasattr(os, "register_at_fork"):  # Windows has no fork
     os.register_at_fork(after_in_child=_forget)
 atexit.register(_end)
 
-
 BLOCK_BYTES = 4096
 """Direct reads and writes have multiples of it, from memory and at offsets that are such."""
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.ENOSYS)
@@ -228,17 +227,15 @@ class Folder:
             if self.is_nameless > bool(_NAMELESS) or self.is_direct > bool(_DIRECT):
                 continue
             try:
-                self._try_block()
+                file = File(self, BLOCK_BYTES)
+                block = memoryview(_bounce()[0])[:BLOCK_BYTES]
+                file.write_block(block, 0)
+                file.read_block(block, 0)
                 return
             except OSError as error:
                 is_last = (self.is_nameless, self.is_direct) == ways[-1]
                 if is_last or error.errno not in _UNSUPPORTED:
                     raise
-
-    def _try_block(self) -> None:
-        file, block = File(self, BLOCK_BYTES), memoryview(_bounce()[0])[:BLOCK_BYTES]
-        file.write_block(block, 0)
-        file.read_block(block, 0)
 
     def require_room(self, size_bytes: int) -> None:
         found = os.statvfs(self.path)

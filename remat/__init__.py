@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from remat.cluster.apply.parallelize import ClusterPart, parallelize
     from remat.compile.graph_context import CompiledPlan, compiled_plans
     from remat.graph_capture.capture_api import capture
+    from remat.graph_capture.costs.cache import Profile
     from remat.graph_capture.costs.measuring import profile
-    from remat.graph_capture.costs.profile import Profile
     from remat.graph_capture.distributed.sharding import Sharding
     from remat.graph_capture.errors import RematError
     from remat.graph_capture.graph import TrainingGraph
@@ -169,7 +169,7 @@ _LAZY = {
     "RangedGraph": "remat.graph_capture.sizes.ranged_graph",
     "plan_of": "remat.rewriter.plans.loading",
     "Price": "remat.solver.budgets.front:GibPrice",
-    "Profile": "remat.graph_capture.costs.profile",
+    "Profile": "remat.graph_capture.costs.cache",
     "PlanCache": "remat.caches.per_shape_plans",
     "plans_of": "remat.caches.per_shape_plans",
     "predict_reserved": "remat.analysis.memory_figures",

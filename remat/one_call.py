@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.optim import Optimizer as TorchOptimizer
 
-    from remat.graph_capture.costs.profile import Profile
+    from remat.graph_capture.costs.cache import Profile
     from remat.graph_capture.sizes.symbols import Dynamic
     from remat.graph_capture.tracing.recipe import Split
 

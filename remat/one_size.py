@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from remat.graph_capture.distributed.collectives import collectives_in
-from remat.graph_capture.distributed.dtensors import has_dtensors
+from remat.graph_capture.distributed.dtensors import has_dtensors, parameters_cast
 from remat.graph_capture.errors import RewriteError
-from remat.graph_capture.tracing.mixed_precision import parameters_cast
 from remat.ranks.collective_call import CollectiveCall
 from remat.ranks.same_order import agree_on_audits, refuse_fake, require_group
 from remat.rewriter.rewriting import rewrite

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch import nn
 
-from remat.graph_capture.costs.profile import Profile
+from remat.graph_capture.costs.cache import Profile
 from remat.graph_capture.distributed.sharding import Sharding
 from remat.graph_capture.errors import CaptureError, RewriteError, SolverError, option
 from remat.graph_capture.sizes.symbols import as_symbol

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.optim import Optimizer as TorchOptimizer
 
-    from remat.graph_capture.costs.profile import Profile
+    from remat.graph_capture.costs.cache import Profile
     from remat.graph_capture.devices.memory import LowerTiers
     from remat.graph_capture.sizes.symbols import Dynamic
     from remat.graph_capture.tracing.recipe import Split
@@ -108,7 +108,7 @@ class StepSpec:
     @property
     def known_profile(self) -> Profile | None:
         """The profile itself, read if it is a file's."""
-        from remat.graph_capture.costs.profile import as_profile
+        from remat.graph_capture.costs.cache import as_profile
 
         return as_profile(self.profile)
 
@@ -122,7 +122,7 @@ class StepSpec:
     @property
     def batch(self) -> Batch:
         """What a step runs on, as the sharded model gets it."""
-        from remat.graph_capture.tracing.mixed_precision import inputs_cast
+        from remat.graph_capture.distributed.dtensors import inputs_cast
 
         args, kwargs = inputs_cast(self.args, self.kwargs, self.sharding)
         return Batch(args, kwargs, self.loss_fn, self.target, self.optimizer, self.accumulate)

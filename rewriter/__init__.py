@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from remat.graph_capture.torch_private.releases import require_tested_release
+from remat.graph_capture.torch_private.core import require_tested_release
 
 if TYPE_CHECKING:
     from remat.rewriter.checking.check import Check, check

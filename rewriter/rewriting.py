@@ -13,7 +13,7 @@ from torch import nn
 from remat.graph_capture.chunking.regions import AND, COUNTS, find_regions
 from remat.graph_capture.chunking.same_bits import is_known_to_give_them, kept_bits
 from remat.graph_capture.devices.known_devices import CPU
-from remat.graph_capture.devices.local_devices import meter_of
+from remat.graph_capture.devices.placement import meter_of
 from remat.graph_capture.distributed.rank_refusals import refuse_range_over_ranks, refuse_wrappers
 from remat.graph_capture.errors import RewriteError, ScheduleError, option
 from remat.graph_capture.graph import TrainingGraph

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from remat.graph_capture.chunking.graph_edits import with_ops_replaced
 from remat.graph_capture.distributed.sharded_step import COMMUNICATION
+from remat.graph_capture.eager_step import with_ops_replaced
 from remat.graph_capture.errors import ScheduleError, option
 from remat.graph_capture.graph import Choice, Op, TrainingGraph, cached_on
 from remat.schedules.schedule import ChunkedRegion, Compute, Free, Schedule, Step

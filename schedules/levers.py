@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from remat.graph_capture.chunking.graph_edits import changes_between, with_ops_replaced
+from remat.graph_capture.eager_step import changes_between, with_ops_replaced
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 
 

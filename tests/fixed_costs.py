@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from remat.graph_capture.costs import cache, measuring, op_costs
-from remat.graph_capture.costs.link_speeds import LinkPair, LinkSpeed
 from remat.graph_capture.devices import cpu
 from remat.graph_capture.devices.cpu import CpuMeter
+from remat.graph_capture.devices.links import LinkPair, LinkSpeed
 from remat.graph_capture.devices.meter import Run
 from remat.rewriter.inductor.kernel_costs import CallCosts
 

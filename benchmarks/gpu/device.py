@@ -19,7 +19,7 @@ from benchmarks.comparison import bench
 from benchmarks.comparison.methods import Variant
 from benchmarks.comparison.models import SUITES
 from remat.compile.specialize import libraries_bytes
-from remat.graph_capture.devices.local_devices import meter_of
+from remat.graph_capture.devices.placement import meter_of
 
 ROUNDS, WARM_UPS = 10, 3
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import msgspec
 from torch import fx
 
-from remat.graph_capture.costs.profile import flops_of, moved_bytes
+from remat.graph_capture.costs.cache import flops_of, moved_bytes
 from remat.graph_capture.graph import TANGENTS, Op, TrainingGraph
 from remat.graph_capture.tracing.trace import Trace
 

@@ -167,15 +167,6 @@ def _nll_backward(one: _HeadLoss, of: _OfLoss, log_p: Tensor, rows: slice) -> Te
     )
 
 
-def _class_blocks(
-    one: _HeadLoss, of: _OfLoss, top: Tensor, log_sum: Tensor
-) -> Callable[[int, int], Tensor]:
-    """From a range of classes to their part of the gradient of all rows, in x's dtype."""
-    if cuts_classes_out_of_rows(one.dtype, of.row_term):
-        return _cut_out_of_rows(one, of)
-    return _of_classes(one, of, top, log_sum)
-
-
 def cuts_classes_out_of_rows(dtype: torch.dtype, row_term: object) -> bool:
     # With smoothing a row's gradient depends on the sum of all its terms; in 16 bits the kernel's
     # own sum is not in what it returns.
@@ -341,7 +332,11 @@ def _linear_cross_entropy_weight(*given: Any) -> tuple[Tensor, Tensor]:
     one, of, top, log_sum = _opened(given)
     of_weight = torch.empty_like(one.weight)
     of_bias = one.weight.new_empty((0,) if one.bias is None else (1, one.n_classes))
-    block = _class_blocks(one, of, top, log_sum)
+    # From a range of classes to their part of the gradient of all rows, in x's dtype.
+    if cuts_classes_out_of_rows(one.dtype, of.row_term):
+        block = _cut_out_of_rows(one, of)
+    else:
+        block = _of_classes(one, of, top, log_sum)
     for a, b in blocks(one.n_classes, one.chunks, CLASSES_MULTIPLE):
         made = block(a, b)
         torch.mm(made.t(), one.x, out=of_weight[a:b])

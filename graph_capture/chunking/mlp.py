@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from remat.graph_capture.chunking.linear_layers import (
+from remat.graph_capture.chunking.head import (
     Linear,
     NoMlpError,
     aliases_of,
@@ -34,7 +34,6 @@ from remat.graph_capture.joint.nodes import aten
 # each thread is given, one by one. Some functions give other last bits that way: in float32, GELU
 # and SiLU do. What falls among the rest hangs on the number of elements, so a block may differ from
 # the whole in a few of them. Data that is made for a comparison might not show that.
-
 
 _VECTOR_ELEMENTS = 64
 """A multiple of what any CPU's vectorized loop takes at once: two vectors of 64 bytes."""
@@ -133,7 +132,6 @@ def _fills_vectors(size: int) -> bool:
 
 
 # An MLP of a joint graph: its layers, and the nodes of its forward and its backward.
-
 
 _HIDDEN, _HIDDEN_GATED = 3, 6
 """Tensors of the hidden activation's size that backward of a whole MLP has live at once: what went
@@ -313,7 +311,9 @@ def _other_factor(of_inner: fx.Node, handed: fx.Node, function: fx.Node) -> fx.N
 
 def _weight_gradient(inner: fx.Node, gradient: fx.Node) -> _MlpGradients:
     for user in readers_of(inner):
-        if user.target is aten.mm.default and _is_transpose_of(user.args[0], gradient):
+        turned: Any = user.args[0]
+        is_product = user.target is aten.mm.default and isinstance(turned, fx.Node)
+        if is_product and turned.target is aten.t.default and turned.args[0] is gradient:
             return _MlpGradients(weight=user)
     return _MlpGradients()
 
@@ -323,10 +323,6 @@ def _turned(mlp: Mlp) -> list[fx.Node]:
     product = mlp.of_down.weight
     turned: Any = product.args[0] if product is not None else None
     return [turned] if turned is not None and len(turned.users) == 1 else []
-
-
-def _is_transpose_of(node: Any, of: fx.Node) -> bool:
-    return isinstance(node, fx.Node) and node.target is aten.t.default and node.args[0] is of
 
 
 def _gradients(layer: Linear, of_product: fx.Node) -> _MlpGradients:

@@ -10,7 +10,6 @@ from typing import Any, cast
 import msgspec
 from torch import Tensor, fx
 
-from remat.graph_capture.chunking.graph_edits import changes_between
 from remat.graph_capture.chunking.head import Head, find_heads
 from remat.graph_capture.chunking.head_ops import (
     FORWARD,
@@ -21,6 +20,7 @@ from remat.graph_capture.chunking.head_ops import (
 from remat.graph_capture.chunking.mlp import Mlp
 from remat.graph_capture.chunking.mlp_ops import MLP, MLP_GATED_INPUT, MLP_INPUT, MLP_WEIGHTS
 from remat.graph_capture.chunking.replace import HeadOrMlp, find_parts, replace_part, results_of
+from remat.graph_capture.eager_step import changes_between
 from remat.graph_capture.errors import option
 from remat.graph_capture.graph import Choice, Op, PartKind, Region, TrainingGraph, Value
 from remat.graph_capture.joint.build import Joint, build_joint
@@ -169,7 +169,6 @@ def _found(trace: Trace, is_exact: bool, parts: Sequence[HeadOrMlp]) -> RegionCa
 
 # What our ops do in place of captured ones, for costs on a device that is not here.
 
-
 _BLOCKS: dict[Any, int] = {MLP: 2, MLP_INPUT: 3, MLP_WEIGHTS: 3}
 """Blocks of hidden tensors that an op has live: in forward what goes into the function and its
 result; in backward what went into it and two gradients."""
@@ -225,7 +224,6 @@ def _head_workspace_bytes(head: Head, node: fx.Node, chunks: int) -> int:
 
 # Costs of what may run in chunks: measured if the device is here, else of the captured ops.
 
-
 ChunkCosts = Callable[[RegionCandidate], tuple[Mapping[str, Op], Sequence[Value]]]
 """From a region in chunks: its ops of ours by name, and the values of the graph with them."""
 _HEADS = ("head",)
@@ -268,20 +266,15 @@ def _choice(
     graph: TrainingGraph, found: RegionCandidate, ours: Mapping[str, Op], values: Sequence[Value]
 ) -> Choice:
     if found.is_exact:
-        ours = _no_cheaper(graph, found, ours)
+        # They do the same work, and some of it twice. They seem quicker where blocks fit into
+        # caches or a clock was off, and a step that fits as it was captured would not stay so.
+        least_us = _whole_us(graph, found)
+        if sum(op.cost_us for op in ours.values()) < least_us:
+            ours = _taking(least_us, ours)
     ops = [(place, ours.get(op.name) or _as_captured(graph, op)) for place, op in found.added]
     made = {name for _, op in ops for name in op.outputs}
     own = tuple(value for value in values if value.name in made)
     return Choice(found.chunks, found.is_exact, tuple(ops), own)
-
-
-def _no_cheaper(
-    graph: TrainingGraph, found: RegionCandidate, ours: Mapping[str, Op]
-) -> Mapping[str, Op]:
-    # They do the same work, and some of it twice. They seem quicker where blocks fit into caches or
-    # a clock was off, and a step that fits as it was captured would not stay so.
-    us = sum(op.cost_us for op in ours.values())
-    return ours if us >= _whole_us(graph, found) else _taking(_whole_us(graph, found), ours)
 
 
 def _whole_us(graph: TrainingGraph, found: RegionCandidate) -> float:

@@ -1,7 +1,8 @@
-"""The kinds of regions that may run in chunks: heads with their losses, and MLPs."""
+"""Puts ops that run in chunks in the places of heads with their losses, and of MLPs."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
@@ -10,17 +11,45 @@ from torch import Tensor, fx
 
 from remat.graph_capture.chunking.head import Head, find_heads, loss_results
 from remat.graph_capture.chunking.head_ops import FORWARD, INPUT, INPUT_AND_WEIGHT, SMOOTHED, WEIGHT
-from remat.graph_capture.chunking.linear_layers import (
-    erase_unread_nodes,
-    picked,
-    replace_node,
-    replace_results,
-)
 from remat.graph_capture.chunking.mlp import Mlp, find_mlps
 from remat.graph_capture.chunking.mlp_ops import MLP, MLP_GATED_INPUT, MLP_INPUT, MLP_WEIGHTS
 from remat.graph_capture.errors import ScheduleError
 
-# Puts our ops in the place of a head and its loss in a joint graph.
+
+def picked(node: fx.Node, i: int, name: str, before: fx.Node | None = None) -> fx.Node:
+    graph = node.graph
+    with graph.inserting_before(before) if before is not None else graph.inserting_after(node):
+        made = graph.create_node("call_function", operator.getitem, (node, i), {}, name)
+    made.meta = {**node.meta, "val": node.meta["val"][i]}
+    return made
+
+
+def _replace_node(old: fx.Node, new: fx.Node) -> None:
+    old.replace_all_uses_with(new)
+    # Under its name, so that the rest of the training graph stays as it is.
+    name, meta = old.name, old.meta
+    old.graph.erase_node(old)
+    new.name = name
+    # An op of ours has its own meta already.
+    if new.target is operator.getitem:
+        new.meta = dict(meta)
+
+
+def _replace_results(node: fx.Node, old: Iterable[fx.Node | None]) -> None:
+    """Let results of `node` take the places of `old`, in their order; None has no place."""
+    last = node
+    for i, one in enumerate(old):
+        if one is not None:
+            # One of them may be what stands next, and goes as its place is taken.
+            last = picked(node, i, one.name, before=last.next)
+            _replace_node(one, last)
+
+
+def _erase_unread_nodes(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+    left = set(graph.nodes)  # those whose places were taken are gone
+    for node in nodes:
+        if node in left and not node.users:
+            graph.erase_node(node)
 
 
 def _replace_head(head: Head, chunks: int, is_exact: bool) -> list[fx.Node]:
@@ -37,7 +66,7 @@ def _replace_head(head: Head, chunks: int, is_exact: bool) -> list[fx.Node]:
     for op, name, gradients in _backward_ops(head, is_exact):
         made.append(_backward(head, op, f"{head.softmax.name}_{name}", backward, gradients))
     graph = head.loss.graph
-    erase_unread_nodes(graph, reversed([*head.forward, *head.backward]))
+    _erase_unread_nodes(graph, reversed([*head.forward, *head.backward]))
     return made
 
 
@@ -76,7 +105,7 @@ def _forward(head: Head, args: tuple[Any, ...]) -> fx.Node:
         values.append(head.smoothing.row_sum.meta["val"])
     node.meta = {**head.product.meta, "val": tuple(values)}
     for i, old in results.items():
-        replace_node(old, picked(node, i, old.name, before=head.loss))
+        _replace_node(old, picked(node, i, old.name, before=head.loss))
     if head.total_weight in results.values():
         # Its node is erased, and the ops of backward still have to read it.
         head.total_weight = next(user for user in node.users if user.args[1] == 1)
@@ -94,10 +123,10 @@ def _backward(
         node = graph.create_node("call_function", op, args, {}, name)
     node.meta = dict(first.meta)
     if op is INPUT:
-        replace_node(wanted[0], node)
+        _replace_node(wanted[0], node)
         return node
     node.meta["val"] = tuple(_value_of(head, gradient) for gradient in gradients)
-    replace_results(node, gradients)
+    _replace_results(node, gradients)
     return node
 
 
@@ -108,9 +137,6 @@ def _value_of(head: Head, gradient: fx.Node | None) -> Tensor:
     weight: Tensor = head.weight.meta["val"]
     with weight.fake_mode:  # pyright: ignore
         return torch.empty(0, dtype=weight.dtype, device=weight.device)
-
-
-# Puts our ops in the place of an MLP in a joint graph.
 
 
 def _replace_mlp(mlp: Mlp, chunks: int) -> list[fx.Node]:
@@ -124,7 +150,7 @@ def _replace_mlp(mlp: Mlp, chunks: int) -> list[fx.Node]:
     gradient = standing[mlp.gradient.name]
     made = [_node_before(down.product, MLP, mlp.name, (*read, down.bias, mlp.activation, chunks))]
     made[0].meta = dict(down.product.meta)
-    replace_node(down.product, made[0])
+    _replace_node(down.product, made[0])
     ends = [*mlp.of_gate.all(), *mlp.of_up.all(), *mlp.of_down.all()]
     order = {node: i for i, node in enumerate(graph.nodes)}
     first = min(ends, key=order.__getitem__)
@@ -136,7 +162,7 @@ def _replace_mlp(mlp: Mlp, chunks: int) -> list[fx.Node]:
     ]
     for node in made[1:]:
         _take_places(mlp, node)
-    erase_unread_nodes(graph, reversed([*mlp.forward, *mlp.backward]))
+    _erase_unread_nodes(graph, reversed([*mlp.forward, *mlp.backward]))
     return made
 
 
@@ -170,10 +196,10 @@ def _take_places(mlp: Mlp, node: fx.Node) -> None:
     wanted = [one for one in old if one is not None]
     node.meta = dict(wanted[0].meta)
     if node.target is MLP_INPUT:
-        replace_node(wanted[0], node)
+        _replace_node(wanted[0], node)
         return
     node.meta["val"] = tuple(_values(mlp, node.target, old))
-    replace_results(node, old)
+    _replace_results(node, old)
 
 
 def _values(mlp: Mlp, op: Any, old: Sequence[fx.Node | None]) -> list[Tensor]:

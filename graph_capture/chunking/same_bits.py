@@ -15,9 +15,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from remat.graph_capture.chunking.head import Head
+from remat.graph_capture.chunking.head import Head, identity_of
 from remat.graph_capture.chunking.head_ops import blocks
-from remat.graph_capture.chunking.linear_layers import identity_of
 from remat.graph_capture.chunking.mlp import Mlp, has_equal_blocks
 from remat.graph_capture.chunking.mlp_ops import COLUMNS_MULTIPLE
 from remat.graph_capture.chunking.regions import IsExact, RegionCandidate
@@ -119,12 +118,6 @@ def _likeness(part: HeadOrMlp, nodes: Sequence[fx.Node]) -> str:
     return "\n".join(cost_key(node) for node in (*part.forward, *part.backward, *nodes))
 
 
-def _note_bits(found: RegionCandidate, is_same: bool) -> None:
-    device = str(found.parts[0].ends[0].meta["val"].device)
-    facts = found.joint.graph.hash, device, found.name, found.chunks, found.is_exact
-    _known[_fact(*facts)] = is_same
-
-
 def is_known_to_give_them(graph_hash: str, device: str, region: str, chunks: int) -> bool:
     """Whether this process has found that a region in exact chunks gives eager's bits."""
     # The hash is of the graph in chunks, so that a plan that was edited is compared too.
@@ -220,7 +213,9 @@ def kept_bits(meter: Meter, cache: CostCache | None = None) -> IsExact:
                 return False
             kept.bits[key] = answer
             kept.save()
-        _note_bits(found, kept.bits[key])
+        device = str(found.parts[0].ends[0].meta["val"].device)
+        facts = found.joint.graph.hash, device, found.name, found.chunks, found.is_exact
+        _known[_fact(*facts)] = kept.bits[key]
         return kept.bits[key]
 
     return has_them

@@ -9,17 +9,8 @@ import msgspec
 import torch
 from torch import nn
 
-from remat.graph_capture.costs.cache import CostCache
-from remat.graph_capture.costs.link_speeds import (
-    BYTES_PER_US_IN_GB_S,
-    PINNED_MEMORY,
-    PLANNED_SHARE,
-    LinkPair,
-    LinkSpeeds,
-)
+from remat.graph_capture.costs.cache import CostCache, OpWork, Profile, ProfiledOp, work_of
 from remat.graph_capture.costs.op_costs import examples, measure_costs_with
-from remat.graph_capture.costs.profile import OpWork, Profile, ProfiledOp, work_of
-from remat.graph_capture.devices.file_links import MORE_THREADS, file_pair
 from remat.graph_capture.devices.known_devices import (
     CPU,
     CUDA,
@@ -29,10 +20,17 @@ from remat.graph_capture.devices.known_devices import (
     is_in_table,
     modelled_device,
 )
-from remat.graph_capture.devices.local_devices import meter_of
+from remat.graph_capture.devices.links import (
+    BYTES_PER_US_IN_GB_S,
+    MORE_THREADS,
+    PINNED_MEMORY,
+    PLANNED_SHARE,
+    LinkPair,
+    LinkSpeeds,
+    file_pair,
+)
 from remat.graph_capture.devices.memory import LowerTiers
-from remat.graph_capture.devices.placement import resolved_device
-from remat.graph_capture.devices.rank_links import RankLinks
+from remat.graph_capture.devices.placement import meter_of, resolved_device
 from remat.graph_capture.distributed.collective_costs import measured_rank_links
 from remat.graph_capture.errors import ProfileError, option
 from remat.graph_capture.graph import Link, Links, TrainingGraph
@@ -54,11 +52,7 @@ class _PlannedPair(NamedTuple):
 
 
 def links_below(
-    device: str,
-    tiers: LowerTiers,
-    profile: Profile | None = None,
-    *,
-    measure_again: bool = False,
+    device: str, tiers: LowerTiers, profile: Profile | None = None, *, measure_again: bool = False
 ) -> Links:
     """The links of `device`, with as much room as `tiers` has: of the profile, or table, or here.
 
@@ -108,12 +102,6 @@ def is_of_here(graph: TrainingGraph) -> bool:
     if is_in_table(graph.device):
         return True
     return graph.versions.get("priced_on") == meter_of(graph.device).title
-
-
-def _measured_speeds(device: str, nvme_path: str = "") -> LinkSpeeds:
-    host = measured_pair(device, measure_again=True)
-    drive = measured_pair(device, nvme_path, measure_again=True) if nvme_path else None
-    return LinkSpeeds(host, drive)
 
 
 def measured_pair(device: str, nvme_path: str = "", *, measure_again: bool = False) -> LinkPair:
@@ -225,14 +213,13 @@ def profile(
     if nvme is not None:
         require_writable(nvme, "nvme")
     # First, so that no rank waits here for one whose model cannot be traced.
-    ranks = None if group is None else _rank_links(group, resolved_device(device, model))
+    ranks = None
+    if group is not None:
+        here = resolved_device(device, model)
+        ranks = measured_rank_links(group, here, meter_of(here).title)
     traced = trace(model, args, kwargs, loss_fn=loss_fn, target=target, device=device)
     found = measure(traced, nvme_path=nvme or "", progress=progress)
     return msgspec.structs.replace(found, ranks=ranks)
-
-
-def _rank_links(group: ProcessGroup, device: str) -> RankLinks:
-    return measured_rank_links(group, device, meter_of(device).title)
 
 
 def measure(
@@ -249,8 +236,10 @@ def measure(
         for key, cost in costs.of_key.items()
     }
     kind = CUDA if is_cuda(meter.device) else CPU
+    host = measured_pair(meter.device, measure_again=True)
+    drive = measured_pair(meter.device, nvme_path, measure_again=True) if nvme_path else None
     steps = {} if costs.step is None else {traced.joint.timed_hash: costs.step}
     return Profile(
         kind, meter.title, str(torch.__version__), ops, meter.versions, steps,
-        links=_measured_speeds(meter.device, nvme_path),
+        links=LinkSpeeds(host, drive),
     )  # fmt: skip

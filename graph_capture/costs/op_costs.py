@@ -25,9 +25,22 @@ from remat.graph_capture.chunking.regions import (
     with_regions,
 )
 from remat.graph_capture.chunking.same_bits import kept_bits
-from remat.graph_capture.costs.cache import CostCache, OpCost, WholeStepTimes
-from remat.graph_capture.costs.op_times import KernelError, cost_key, sample_arguments, times_us
-from remat.graph_capture.costs.profile import Profile, costs_of_profile, moved_bytes, note_of
+from remat.graph_capture.costs.cache import (
+    CostCache,
+    OpCost,
+    Profile,
+    WholeStepTimes,
+    costs_of_profile,
+    moved_bytes,
+    note_of,
+)
+from remat.graph_capture.costs.op_times import (
+    KERNEL_ERRORS,
+    KernelError,
+    cost_key,
+    sample_arguments,
+    times_us,
+)
 from remat.graph_capture.costs.step_time import (
     STEP_NOT_TIMED,
     calibrated,
@@ -36,13 +49,12 @@ from remat.graph_capture.costs.step_time import (
     whole_step,
 )
 from remat.graph_capture.devices.known_devices import CPU, allocator_rounding, is_cuda
-from remat.graph_capture.devices.local_devices import meter_of
 from remat.graph_capture.devices.memory import is_out_of_memory
 from remat.graph_capture.devices.memory_events import RegionMemory
 from remat.graph_capture.devices.meter import Meter, Run
+from remat.graph_capture.devices.placement import meter_of
 from remat.graph_capture.distributed.collective_costs import links_of_step, with_collective_costs
-from remat.graph_capture.distributed.collectives import local_runner
-from remat.graph_capture.distributed.fake_group import run_locally
+from remat.graph_capture.distributed.collectives import local_runner, run_locally
 from remat.graph_capture.errors import CaptureError, option
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.graph_capture.joint.build import SAVE_RNG, Joint
@@ -51,7 +63,6 @@ from remat.graph_capture.tracing.fake_tensors import require_layout
 from remat.graph_capture.tracing.trace import ProgressCallback, Trace
 
 # The cost of each distinct op, measured by running it alone on made data.
-
 
 ESTIMATED_BYTES_PER_US = 5_000
 """A guess, for ops that do not run on made data."""
@@ -108,9 +119,7 @@ def time_ops(
     with _said_if_short():
         memory = meter.regions(_runner_of(joint, missing[key]) for key in costs)
     for (key, (cost_us, away)), found in zip(costs.items(), memory, strict=True):
-        kept_bytes = max(0, found.final_bytes - sum(fresh_storages(missing[key])))
-        workspace_bytes = allocator_rounding(meter.device)(_workspace_of(missing[key], found))
-        op_costs[key] = OpCost(cost_us, workspace_bytes, kept_bytes, away=away)
+        op_costs[key] = OpCost(cost_us, *_bytes_taken(missing[key], found, meter), away=away)
     return op_costs, frozenset(no_room)
 
 
@@ -151,9 +160,12 @@ def _estimated(node: fx.Node, error: KernelError) -> OpCost:
     return OpCost(moved_bytes(node) / ESTIMATED_BYTES_PER_US, is_estimate=True)
 
 
-def _workspace_of(node: fx.Node, region: RegionMemory) -> int:
-    kept_bytes = max(sum(fresh_storages(node)), region.final_bytes)
-    return max(0, region.peak_bytes - kept_bytes)
+def _bytes_taken(node: fx.Node, region: RegionMemory, meter: Meter) -> tuple[int, int]:
+    """Its workspace, and what its results keep beyond their storages in the trace."""
+    traced_bytes = sum(fresh_storages(node))
+    workspace_bytes = max(0, region.peak_bytes - max(traced_bytes, region.final_bytes))
+    kept_bytes = max(0, region.final_bytes - traced_bytes)
+    return allocator_rounding(meter.device)(workspace_bytes), kept_bytes
 
 
 def _runner_of(joint: Joint, node: fx.Node) -> Callable[[], Any]:
@@ -412,10 +424,9 @@ def measured_workspaces(trace: Trace, names: Collection[str]) -> dict[str, int]:
     own = {op.name: op.workspace_bytes for op in trace.graph.ops}
     keys = {name: cost_key(node) for name, node in nodes.items()}
     distinct = {key: nodes[name] for name, key in keys.items()}
-    allocated = allocator_rounding(meter.device)
     with trace.python_state.streams_kept():
         regions = _regions(trace.joint, distinct, meter)
-    found = {key: allocated(_workspace_of(distinct[key], one)) for key, one in regions.items()}
+    found = {key: _bytes_taken(distinct[key], one, meter)[0] for key, one in regions.items()}
     return {name: own[name] + found[key] for name, key in keys.items() if key in found}
 
 
@@ -455,11 +466,15 @@ class Sized:
             )  # fmt: skip
 
     def _of_ops(self, joint: Joint) -> TrainingGraph:
-        keys = {name: cost_key(node) for name, node in joint.node_of_op.items()}
-        nodes = {keys[name]: node for name, node in joint.node_of_op.items()}
+        keys = _keys(joint)
+        nodes = _first_nodes(joint, keys)
         known = self._cache.costs
         new = {key: node for key, node in nodes.items() if key not in known}
-        found = {key: self._taken(new[key], one) for key, one in self._regions(joint, new).items()}
+        regions = _regions(joint, new, self._meter)
+        found = {
+            key: OpCost(0.0, *_bytes_taken(new[key], one, self._meter))
+            for key, one in regions.items()
+        }
         every = {**found, **{key: known[key] for key in nodes if key in known}}
         of_op = {name: every[key] for name, key in keys.items() if key in every}
         ops = (
@@ -471,17 +486,10 @@ class Sized:
         values = _values_as_allocated(joint, of_op)
         return msgspec.structs.replace(joint.graph, ops=tuple(ops), values=values)
 
-    def _regions(self, joint: Joint, nodes: Mapping[str, fx.Node]) -> dict[str, RegionMemory]:
-        return _regions(joint, nodes, self._meter) if nodes else {}
-
-    def _taken(self, node: fx.Node, region: RegionMemory) -> OpCost:
-        kept_bytes = max(0, region.final_bytes - sum(fresh_storages(node)))
-        return OpCost(
-            0.0, allocator_rounding(self._meter.device)(_workspace_of(node, region)), kept_bytes
-        )
-
 
 def _regions(joint: Joint, nodes: Mapping[str, fx.Node], meter: Meter) -> dict[str, RegionMemory]:
+    if not nodes:
+        return {}
     ran: list[str] = []
     with meter.quiet():
         regions = meter.regions(_warm(joint, nodes, ran))
@@ -498,7 +506,7 @@ def _warm(
             run = _runner_of(joint, node)
             # What libraries allocate at their first use is then no op's.
             run_locally(run)
-        except (RuntimeError, IndexError, ValueError, MemoryError):
+        except KERNEL_ERRORS:
             continue
         ran.append(key)
         yield run

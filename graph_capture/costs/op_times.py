@@ -18,11 +18,12 @@ from torch import Tensor, fx
 
 from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.devices.meter import LoadAwareTimer, Meter, Run, have_agreed, least_agreed
-from remat.graph_capture.distributed.fake_group import run_locally
+from remat.graph_capture.distributed.collectives import run_locally
 from remat.graph_capture.joint.in_place_ops import calls_of, joined_op_names
 from remat.graph_capture.joint.nodes import aten, is_alias_of_input, is_getitem, target_name
 from remat.graph_capture.torch_private.core import OpOverload, pytree
 
+KERNEL_ERRORS = RuntimeError, IndexError, ValueError, MemoryError
 KernelError = RuntimeError | IndexError | ValueError | MemoryError
 """How kernels refuse made data."""
 _Failed = Callable[[str, KernelError], None]
@@ -106,7 +107,7 @@ def _take(
                         found[key].append(meter.median_us(run, moved_bytes[key]))
                         away[key] = min(away.get(key, 1.0), watch.away) if is_here else 0.0
                     del run  # or its inputs would be there beside those of the next
-                except (RuntimeError, IndexError, ValueError, MemoryError) as error:
+                except KERNEL_ERRORS as error:
                     del found[key]
                     failed(key, error)
             if number < meter.passes:
@@ -126,7 +127,6 @@ def _take(
 # op: the places of a pooling or an embedding bag, pivots, the seed of fused attention on a CUDA
 # device (which may be on the host where a trace has it on the device), what cuDNN's batch norm
 # reserves. All others are zero.
-
 
 _BLOCK = 4096
 """Elements of the random pattern that made data repeats."""
@@ -194,7 +194,9 @@ def sample_arguments(node: fx.Node, constants: Any) -> tuple[tuple[Any, ...], di
         if leaf is indices or _is_checked(node, leaf):
             return _sample_tensor(value, _index_bound(node))
         source = _maker(leaf)
-        return _all_zero(value) if source is None else _made_by(source, leaf, constants)
+        if source is None:
+            return _as(value, _storage_for(value).zero_())
+        return _made_by(source, leaf, constants)
 
     return pytree.tree_map(made, (tuple(node.args), dict(node.kwargs)))
 
@@ -258,10 +260,6 @@ def _sample_tensor(like: Tensor, bound: int) -> Tensor:
     flat = _storage_for(like)
     _fill(flat, bound)
     return _as(like, flat)
-
-
-def _all_zero(like: Tensor) -> Tensor:
-    return _as(like, _storage_for(like).zero_())
 
 
 def _storage_for(like: Tensor) -> Tensor:

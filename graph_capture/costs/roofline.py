@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, fx
 
 from remat.graph_capture.chunking.regions import modelled, requested_regions, with_regions
-from remat.graph_capture.costs.cache import OpCost
-from remat.graph_capture.costs.op_times import cost_key
-from remat.graph_capture.costs.profile import (
+from remat.graph_capture.costs.cache import (
     ATTENTION_BACKWARD,
+    OpCost,
     OpWork,
     Profile,
     ProfiledOp,
     work_of,
 )
+from remat.graph_capture.costs.op_times import cost_key
 from remat.graph_capture.devices.known_devices import (
     CUDA,
     MODELLED,
@@ -38,7 +38,7 @@ from remat.graph_capture.devices.known_devices import (
     rounded,
     table_name,
 )
-from remat.graph_capture.devices.rank_links import RankLinks
+from remat.graph_capture.devices.links import RankLinks
 from remat.graph_capture.distributed.collective_costs import links_of_step, with_collective_costs
 from remat.graph_capture.errors import ProfileError
 from remat.graph_capture.graph import TANGENTS, Op, Resident, TrainingGraph, Value
@@ -159,7 +159,6 @@ def _groups(key: str, one: ProfiledOp) -> Iterable[str]:
 # the CPU alone. Sizes are rounded up to 512 bytes, resident ones too, as the CUDA caching allocator
 # does. Not counted: workspaces of cuBLAS and cuDNN, the context, fragmentation. Budget ``auto``
 # leaves a tenth of the memory for these.
-
 
 _RNG_STATE_BYTES = 16
 """Of a CUDA generator: seed and offset."""

@@ -29,13 +29,11 @@ import msgspec
 import torch
 from torch import Tensor, fx
 
-from remat.graph_capture.costs.cache import CostCache, WholeStepTimes
-from remat.graph_capture.costs.profile import Profile
+from remat.graph_capture.costs.cache import CostCache, Profile, WholeStepTimes
 from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.devices.memory import free_bytes, is_out_of_memory
 from remat.graph_capture.devices.meter import LoadAwareTimer, Meter, have_agreed, least_agreed
-from remat.graph_capture.distributed.collectives import without_other_ranks
-from remat.graph_capture.distributed.fake_group import run_locally
+from remat.graph_capture.distributed.collectives import run_locally, without_other_ranks
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TANGENTS, TrainingGraph
 from remat.graph_capture.joint.build import Joint

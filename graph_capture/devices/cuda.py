@@ -21,13 +21,13 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from remat.graph_capture.costs.link_speeds import (
+from remat.graph_capture.devices.known_devices import CPU, CUDA
+from remat.graph_capture.devices.links import (
     BYTES_PER_US_IN_GB_S,
     PINNED_MEMORY,
     LinkPair,
     speed_of,
 )
-from remat.graph_capture.devices.known_devices import CPU, CUDA
 from remat.graph_capture.devices.memory_events import RegionMemory, without_garbage
 from remat.graph_capture.devices.meter import Run, StepMemory, median_of
 from remat.graph_capture.torch_private.core import clear_cublas_workspaces, cuda_sleep
@@ -218,7 +218,6 @@ def _driver_version() -> str:
 
 
 # How fast a CUDA device copies to and from pinned memory of its host, and to memory that is not.
-
 
 SIZES = tuple(1 << shift for shift in (16, 20, 24, 26, 28))
 """64 KiB to 256 MiB."""

@@ -20,7 +20,7 @@ from typing import SupportsIndex
 
 import msgspec
 
-from remat.graph_capture.devices.rank_links import RankLinks, wrong_in
+from remat.graph_capture.devices.links import RankLinks, wrong_in
 from remat.graph_capture.errors import BudgetError, DeviceError, TextError, option
 from remat.graph_capture.files import decode_json, read_contents
 
@@ -199,7 +199,6 @@ def allocator_rounding(device: str) -> Allocated:
 
 
 # How a number of bytes is written: `8GiB`, `1.5GB`, or an int.
-
 
 _UNITS = {
     "b": 1,

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, SupportsIndex
 
-from remat.formats import KIB
+from remat.formats import KIB, bytes_text
 from remat.graph_capture.devices.known_devices import (
     CPU,
     checked_bytes,
@@ -48,24 +48,16 @@ def free_bytes(device: str = CPU) -> int:
     """
     if is_cuda(device):
         return _free_on_cuda(device)
-    return max(0, min(_free_on_the_machine(), *_free_within_limits()))
-
-
-def _free_within_limits() -> list[int]:
-    # More than any machine has: endless where there is no limit.
-    return [1 << 62, *_free_in_cgroups(), *_free_of_the_process()]
+    return max(0, min([_free_on_the_machine(), *_free_in_cgroups(), *_free_of_the_process()]))
 
 
 def _free_on_the_machine() -> int:
-    for asked in (_free_on_linux, _free_on_windows, _free_on_macos, _free_by_sysconf):
-        found = asked()
+    found = _field(MEMINFO, "MemAvailable")  # of Linux
+    for asked in (_free_on_windows, _free_on_macos, _free_by_sysconf):
+        found = asked() if found is None else found
         if found is not None:
             return found
     raise BudgetError("budget 'auto': this system does not say what memory is free; give a size")
-
-
-def _free_on_linux() -> int | None:
-    return _field(MEMINFO, "MemAvailable")
 
 
 class _WindowsMemory(ctypes.Structure):
@@ -143,15 +135,12 @@ def _left_in(root: Path, path: str, limit: str, usage: str, cached: str) -> Iter
     # Within a container the root shows its own group, whatever path it has outside. So the root
     # counts, and of the path what is there.
     group = root / path.lstrip("/")
-    for folder in (root, *(root / part for part in _parts_of(group, root))):
+    below = [one for one in (group, *group.parents) if one != root and root in one.parents]
+    for folder in (root, *(root / part for part in below)):
         most_bytes, used_bytes = _number(folder / limit), _number(folder / usage)
         if most_bytes is not None and used_bytes is not None:
             # Pages of files that nobody uses are given back before the limit is held to be hit.
             yield most_bytes - used_bytes + (_stat(folder / "memory.stat", cached) or 0)
-
-
-def _parts_of(group: Path, root: Path) -> list[Path]:
-    return [one for one in (group, *group.parents) if one != root and root in one.parents]
 
 
 def _number(path: Path) -> int | None:
@@ -205,7 +194,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 # How much memory below the device a plan may use: `host="120GiB"`, `nvme="/mnt/nvme:200GiB"`.
-
 
 AUTO, AUTO_SHARE = "auto", 0.9
 """Of what is free; the rest is for others."""
@@ -285,7 +273,7 @@ class _Machine(NamedTuple):
         if size_bytes > free:
             auto = AUTO if what == "host" else f"{folder}:{AUTO}"
             raise BudgetError(
-                f"{what} {given!r} is more than the {_shown(free)} that are free "
+                f"{what} {given!r} is more than the {bytes_text(free)} that are free "
                 f"{self._where(what, folder)}: give less, or {auto}"
             )
         return size_bytes
@@ -306,9 +294,3 @@ class _Machine(NamedTuple):
     def _where(self, what: str, folder: str) -> str:
         is_memory = what == "host" and is_cuda(self.device)
         return "in the memory of this machine" if is_memory else f"in {folder}"
-
-
-def _shown(size_bytes: int) -> str:
-    from remat.formats import bytes_text
-
-    return bytes_text(size_bytes)

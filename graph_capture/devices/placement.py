@@ -7,7 +7,7 @@ So autograd never sees a fake CUDA tensor where torch has no CUDA device: that e
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,10 @@ from torch import Tensor, nn
 from remat.graph_capture.devices.known_devices import CPU, CUDA, check_device, is_cuda
 from remat.graph_capture.errors import CaptureError, DeviceError, option
 from remat.graph_capture.torch_private.core import FakeTensorMode, pytree
+
+if TYPE_CHECKING:
+    from remat.graph_capture.devices.meter import Meter
+
 
 _HOST = (CPU, "meta")
 """Where tensors may be for any device but CUDA; those on ``meta`` are traced as if on the CPU."""
@@ -82,3 +86,13 @@ def refuse_other_devices(mode: FakeTensorMode, device: str) -> None:
         return found
 
     mode.dispatch = watched
+
+
+def meter_of(device: str) -> Meter:
+    if is_cuda(device):
+        from remat.graph_capture.devices.cuda import CudaMeter
+
+        return CudaMeter(device)
+    from remat.graph_capture.devices.cpu import CpuMeter
+
+    return CpuMeter()

@@ -1,4 +1,4 @@
-"""Costs of collectives: each by its traffic, over the links between ranks (`rank_links.py`).
+"""Costs of collectives: each by its traffic, over the links between ranks (`devices/links.py`).
 
 Links are a profile's if it has measured them, else those of the table of devices.
 """
@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from remat.graph_capture.costs.link_speeds import fitted
-from remat.graph_capture.costs.profile import Profile
+from remat.graph_capture.costs.cache import Profile
 from remat.graph_capture.devices.known_devices import MODELLED, links_between_ranks
-from remat.graph_capture.devices.rank_links import Collective, RankLinks, Traffic
+from remat.graph_capture.devices.links import Collective, RankLinks, Traffic, fitted
 from remat.graph_capture.distributed.collectives import groups_of, is_collective, op_name
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.graph_capture.joint.nodes import tensors_of
@@ -105,7 +104,6 @@ def links_of_step(device: str, title: str, profile: Profile | None = None) -> Ra
 
 
 # This is the only place where a collective is timed.
-
 
 _SIZES = tuple(1 << shift for shift in (14, 16, 18, 20, 22, 24))
 """Bytes of the gathered whole: 16 KiB to 16 MiB."""

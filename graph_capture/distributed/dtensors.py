@@ -1,17 +1,23 @@
-"""DTensors: parameters of which a rank holds a part, as `parallelize_module` makes them.
+"""Parameters as ranks hold them: parts of DTensors, and in the dtype of a policy of FSDP2.
 
-AOTAutograd traces the ops on local parts, the collectives among them. It gives a DTensor to the
-graph as two inputs, the local part and the mesh, and takes a gradient back as two results. The mesh
-is no tensor, and no op reads it. So the local part is described as the parameter here.
+`parallelize_module` makes DTensors. AOTAutograd traces the ops on local parts, the collectives
+among them. It gives a DTensor to the graph as two inputs, the local part and the mesh, and takes a
+gradient back as two results. The mesh is no tensor, and no op reads it. So the local part is
+described as the parameter here.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
+from remat.graph_capture.distributed.sharding import Sharding
 from remat.graph_capture.errors import CaptureError
+from remat.graph_capture.torch_private.core import pytree
 
 _LOCAL = "_local_tensor"
 """The attribute of a DTensor that holds this rank's part."""
@@ -72,3 +78,89 @@ def is_mesh(node: fx.Node) -> bool:
 def _of_whole(description: Any) -> Any:
     is_local = getattr(description, "attr", "") == _LOCAL
     return description.base if is_local else description
+
+
+# With mixed precision, `fully_shard` holds parameters in float32 and casts what it gathers, and the
+# floating point inputs of what it wraps. So a plan is made of the cast model, which then gets its
+# float32 parameters back.
+
+_MASTER = torch.float32
+"""What parameters are held in that a policy casts."""
+
+
+@contextlib.contextmanager
+def parameters_cast(model: nn.Module, sharding: Sharding) -> Generator[None]:
+    """Within the block, parameters have the policy's dtype; afterwards they are as before."""
+    if not sharding.param_dtype:
+        yield
+        return
+    dtype = _dtype(sharding.param_dtype)
+    # Buffers keep their dtype, as under `fully_shard`.
+    held = [
+        (p, p.data) for p in model.parameters() if p.is_floating_point() and not is_distributed(p)
+    ]
+    split = list(_split_over_ranks(model))
+    for path, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype != _MASTER:
+            raise CaptureError(
+                f"parameter {path} is {_short(parameter.dtype)}, and a plan with "
+                f"param_dtype={sharding.param_dtype} is for parameters held in "
+                f"{_short(_MASTER)}: call model.float() first, or leave it out and the policy's too"
+            )
+    try:
+        for parameter, data in held:
+            parameter.data = data.to(dtype)
+        # The data of a DTensor cannot be set, so another parameter takes its place.
+        for module, name, parameter in split:
+            cast = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+            module._parameters[name] = cast
+        yield
+    finally:
+        for module, name, parameter in split:
+            module._parameters[name] = parameter
+        for parameter, data in held:
+            parameter.data = data
+
+
+def _split_over_ranks(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and is_distributed(parameter):
+                yield module, name, parameter
+
+
+def inputs_cast(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, sharding: Sharding
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of the model as the policy casts them: floating point tensors alone."""
+    if not sharding.param_dtype:
+        return args, dict(kwargs or {})
+    dtype = _dtype(sharding.param_dtype)
+
+    def cast(leaf: Any) -> Any:
+        is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.to(dtype) if is_float else leaf
+
+    return pytree.tree_map(cast, (args, dict(kwargs or {})))
+
+
+def require_cast(path: str, dtypes: Mapping[str, torch.dtype], sharding: Sharding) -> None:
+    """Raise `CaptureError` for an argument that the policy would cast where block `path` begins."""
+    if not sharding.param_dtype:
+        return
+    dtype = _dtype(sharding.param_dtype)
+    for name, found in dtypes.items():
+        if found.is_floating_point and found != dtype:
+            raise CaptureError(
+                f"block {path} takes {name} in {_short(found)}, which fully_shard would cast to "
+                f"{sharding.param_dtype}, so the plan would be for another dtype: cast it in the "
+                "model before the block"
+            )
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

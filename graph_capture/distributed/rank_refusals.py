@@ -24,8 +24,7 @@ from remat.graph_capture.distributed.collectives import (
 from remat.graph_capture.distributed.dtensors import has_dtensors, is_distributed
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.provenance import line_of_user
-from remat.graph_capture.torch_private.core import pytree
-from remat.graph_capture.tracing.op_watcher import TraceObserver
+from remat.graph_capture.torch_private.core import TraceObserver, pytree
 
 _FUNCTIONAL = "torch.distributed._functional_collectives"
 
@@ -46,8 +45,9 @@ class _AmongRanks(TraceObserver):
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if getattr(func, "namespace", "") == NAMESPACE:
             # A trace would lose what is written to a tensor that autograd has saved.
-            is_differentiated = torch.is_grad_enabled() and _requires_grad((args, kwargs))
-            known = func._opname in NAMES and not is_differentiated
+            tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+            known = func._opname in NAMES and not needs_grad
             found = run_functionally(func, args) if known else None
             if found is None:
                 raise CaptureError(_in_place_text(self.kind, func._opname))
@@ -106,10 +106,6 @@ def _in_place_text(kind: str, name: str) -> str:
         f"x = {_FUNCTIONAL}.all_reduce(x, 'sum', group), which is differentiated too; or sum a "
         "tensor that needs no gradient, such as x.detach().clone(), by dist.all_reduce"
     )
-
-
-def _requires_grad(tree: Any) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(tree))
 
 
 _AFTER = "plan the model that it was made of, {inside}, and wrap what you get: {wrapped}"

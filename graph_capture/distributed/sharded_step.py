@@ -27,7 +27,6 @@ from remat.graph_capture.graph import Op, Phase, TrainingGraph, Value
 # op that lets go of it. As workspaces of the ops beside them, buffers were wrong wherever an op of
 # forward runs again in backward.
 
-
 GATHER, UNSHARD, RESHARD = "remat.all_gather", "remat.unshard", "remat.reshard"
 COPY_IN, REDUCE = "remat.copy_in", "remat.reduce_scatter"
 BEFORE_BLOCK, BEHIND_BLOCK = (GATHER, UNSHARD), (RESHARD, COPY_IN, REDUCE)
@@ -36,10 +35,6 @@ COMMUNICATION = (*BEFORE_BLOCK, *BEHIND_BLOCK)
 
 _GLOO_COPIES = 1
 """Copies of a whole buffer that gloo makes while it gathers or reduces. CPUs use gloo."""
-
-
-def _copies_on(device: str) -> int:
-    return _GLOO_COPIES if device == "cpu" else 0
 
 
 def _communication_op(
@@ -113,7 +108,6 @@ def _with_copies(graph: TrainingGraph, nodes: Sequence[Unit], gradients: set[str
 #
 # Source: `torch.distributed.fsdp._fully_shard` of torch 2.13, read and measured.
 
-
 _Kept = Literal["whole", "part", "none"]
 """What is left of gathered parameters after forward: all, a part over fewer ranks, or nothing."""
 
@@ -125,7 +119,7 @@ class _FsdpStep:
         self.groups, self.root = wrapped_groups(graph, units, sharding)
         self.values: list[Value] = []
         self.lasting: list[str] = []
-        self.copies = _copies_on(graph.device)
+        self.copies = _GLOO_COPIES if graph.device == "cpu" else 0
         self.is_copy = sharding.kind == "replicate"
         self.is_offloaded = sharding.cpu_offload and graph.device != "cpu"
 

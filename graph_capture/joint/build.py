@@ -30,12 +30,13 @@ from remat.graph_capture.joint.exact_ops import (
     RECOMPUTED_BY,
     make_class_weights_exact,
     make_dropout_exact,
+    make_products_exact,
     makes_statistics,
     run_by_kernels_of_eager,
 )
-from remat.graph_capture.joint.gradient_release import GradientRelease
 from remat.graph_capture.joint.gradients import (
     GradientAccumulation,
+    GradientRelease,
     lay_out_gradients,
     of_parameters,
 )
@@ -53,7 +54,6 @@ from remat.graph_capture.joint.nodes import (
     tensors_of,
 )
 from remat.graph_capture.joint.output_aliasing import overwritten_values, why_no_recompute
-from remat.graph_capture.joint.products import make_products_exact
 from remat.graph_capture.joint.values import ValueTable
 from remat.graph_capture.refusals import refuse_op
 
@@ -96,7 +96,10 @@ class _Builder:
         assert isinstance(outputs, (tuple, list))
         self.forward_results = list(outputs[: self.num_forward_outputs])
         gradients = outputs[self.num_forward_outputs :]
-        self.accumulations = _deliveries(gradients, self.released, self.gradient_release)
+        how = self.gradient_release or GradientRelease()
+        self.accumulations = GradientAccumulation(
+            gradients, self.released, dict(how.updates), how.is_added
+        )
         descriptions = self.nodes[-1].meta["desc"][: self.num_forward_outputs]
         self.overwritten_inputs = [getattr(what, "mutated_input", None) for what in descriptions]
         self.in_forward = forward_nodes(self.nodes, self.forward_results)
@@ -125,13 +128,14 @@ class _Builder:
         made_as = {name: i for i, name in enumerate(self.values.by_name)}
         for value, over in written_over(self.values.of_node, casts, made_as).items():
             self.values.changed(value, written_over=over)
+        buffers_bytes = resident.buffers_bytes + sum(self.values.constants_bytes.values())
         graph = TrainingGraph(
             name=name,
             ops=ops,
             values=tuple(self.values.by_name.values()),
             forward_outputs=given,
             outputs=ends,
-            resident=_with_constants(resident, sum(self.values.constants_bytes.values())),
+            resident=msgspec.structs.replace(resident, buffers_bytes=buffers_bytes),
             **facts,
         )
         return Joint(
@@ -292,8 +296,8 @@ class _Builder:
         name = f"{node.name}_statistics"
         _, n_results = RECOMPUTED_BY[node.target]
         results, updates = outputs[:n_results], outputs[n_results:]
-        for update, node in zip(updates, running, strict=True):
-            over = self.values.of(node)
+        for update, before in zip(updates, running, strict=True):
+            over = self.values.of(before)
             self.values.changed(update, producer=name, kind="buffer", written_over=over)
         statistics = Op(
             name, STATISTICS, "forward", (results[MEAN], *map(self.values.of, running)), updates,
@@ -302,22 +306,9 @@ class _Builder:
         return tuple(dict.fromkeys(map(self.values.of, read))), results, statistics
 
 
-def _deliveries(
-    gradients: Sequence[Any], released: Mapping[int, fx.Node], how: GradientRelease | None
-) -> GradientAccumulation:
-    if how is None:
-        return GradientAccumulation(gradients, released)
-    return GradientAccumulation(gradients, released, dict(how.updates), how.is_added)
-
-
 def rng_state_bytes(device: torch.device) -> int:
     # A CUDA generator's state is 16 bytes on the host, so it takes nothing on the device.
     return 0 if device.type == CUDA else torch.get_rng_state().nbytes
-
-
-def _with_constants(resident: Resident, constants_bytes: int) -> Resident:
-    buffers_bytes = resident.buffers_bytes + constants_bytes
-    return msgspec.structs.replace(resident, buffers_bytes=buffers_bytes)
 
 
 def build_joint(

@@ -11,24 +11,25 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from remat.graph_capture.distributed.collectives import NAMESPACES
-from remat.graph_capture.joint.nodes import bits_of
+from remat.graph_capture.joint.nodes import bits_of, storage_key, written_arguments
 from remat.graph_capture.python_state.executed_code import without_recording
-from remat.graph_capture.sizes.values_over_sizes import Formula, TraceSizes, answer
+from remat.graph_capture.sizes.symbols import Sizes
 from remat.graph_capture.torch_private.core import (
     FunctionalTensor,
     OpOverload,
+    TraceObserver,
     disable_current_modes,
     pytree,
 )
-from remat.graph_capture.tracing.op_watcher import TraceObserver
 
 RANDOM = "a random number"
 """Among what the values that code looks at come from."""
@@ -89,7 +90,7 @@ class ConstantFolder(TraceObserver):
             self._has_looked = True
             return _run(func, real_args, real_kwargs)
         traced = without_recording(func, *args, **kwargs)
-        if all(map(_can_be_kept, _tensors_in(traced))):
+        if all(t.numel() <= _MOST_ELEMENTS and not t.is_meta for t in _tensors_in(traced)):
             self._keep(traced, _run(func, real_args, real_kwargs))
         else:
             self._forget_written(func, args, kwargs, frozenset([_MODEL]))
@@ -110,7 +111,7 @@ class ConstantFolder(TraceObserver):
             return self._unknown(func, args, kwargs, inputs)
         known_args, known = pytree.tree_map_only(Tensor, self._as_known, (args, kwargs))
         base = self._formulas.get(inputs[0]) if is_view else None
-        formula = Formula(func, known_args, known, base=base)
+        formula = _Formula(func, known_args, known, base=base)
         if torch.Tag.data_dependent_output in func.tags:
             found = answer(formula, self._over, _run)
             if found is None:
@@ -157,7 +158,7 @@ class ConstantFolder(TraceObserver):
         if formula is not None and formula.root.lost:
             return formula.root.lost
         if real is not None:  # known once, and written to since
-            return self._lost[_storage(real)]
+            return self._lost[storage_key(real)]
         found: frozenset[str] | None = self._sources.get(tensor)
         return frozenset([_MODEL]) if found is None else found
 
@@ -165,7 +166,7 @@ class ConstantFolder(TraceObserver):
         if (formula := self._formulas.get(tensor)) is not None:
             return not formula.root.lost
         real = self._values.get(tensor)
-        return real is not None and _storage(real) not in self._lost
+        return real is not None and storage_key(real) not in self._lost
 
     def _keep(self, traced: Any, real: Any) -> None:
         for tensor, value in zip(_tensors_in(traced), _tensors_in(real), strict=True):
@@ -183,18 +184,14 @@ class ConstantFolder(TraceObserver):
     ) -> None:
         if func.namespace in NAMESPACES:  # whose schemas do not say what they write to
             self._lose(_tensors_in((args, kwargs)), sources)
-        if not func._schema.is_mutable:
-            return
-        named = {one.name: value for one, value in zip(func._schema.arguments, args, strict=False)}
-        for one in func._schema.arguments:
-            if one.alias_info is not None and one.alias_info.is_write:
-                self._lose(_tensors_in((named | kwargs).get(one.name)), sources)
+        for written in written_arguments(func, args, kwargs):
+            self._lose(_tensors_in(written), sources)
 
     def _lose(self, tensors: Iterable[Tensor], sources: frozenset[str]) -> None:
         for tensor in tensors:
             if (real := self._values.get(tensor)) is not None:
                 # By storage, as a write reaches every view.
-                self._lost[_storage(real)] = sources
+                self._lost[storage_key(real)] = sources
             if (formula := self._formulas.get(tensor)) is not None:
                 formula.root.lost = sources
 
@@ -208,10 +205,6 @@ def _repeats(func: OpOverload) -> bool:
 
 def _is_random(func: OpOverload) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
-
-
-def _can_be_kept(traced: Tensor) -> bool:
-    return traced.numel() <= _MOST_ELEMENTS and not traced.is_meta
 
 
 def _bits_of(tensor: Tensor) -> bytes:
@@ -231,5 +224,91 @@ def _tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+# Positions count up at every length, so a trace for a range of lengths can go the way that eager
+# goes at each of them. A value that depends on nothing but sizes is kept as the ops that make it;
+# where code looks at it, they run at all sizes of the range, and the answer counts if it is the
+# same.
+
+_MOST_WORK = 1 << 30
+"""Elements that are made to answer one question, at all sizes together: a second on a CPU."""
+
+_Run = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class TraceSizes(Protocol):
+    """The sizes of one trace, see `Environment` in `trace_over_sizes.py`."""
+
+    def points_of(self, numbers: Iterable[Any]) -> Sequence[Sizes]:
+        """All sizes of the symbols in these numbers, the largest last; none if these are many."""
+        ...
+
+    def value(self, number: Any, sizes: Sizes) -> Any:
+        """A number of the trace at these sizes."""
+        ...
+
+
+@dataclass(eq=False)
+class _Formula:
+    """An op, and what it is run on: formulas, tensors with values, and numbers of the trace."""
+
+    func: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    item: int | None = None  # which of several results it is
+    base: _Formula | None = None
+    # Where the values come from that it, or a view of it, was overwritten with.
+    lost: frozenset[str] = frozenset()
+    # Symbolic ones in all that it is made of.
+    numbers: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for leaf in pytree.tree_leaves((self.args, self.kwargs)):
+            if isinstance(leaf, _Formula):
+                self.numbers += leaf.numbers
+            elif isinstance(leaf, torch.SymInt):
+                self.numbers.append(leaf)
+
+    @property
+    def root(self) -> _Formula:
+        """What it is a view of, or itself."""
+        return self if self.base is None else self.base.root
+
+
+class _Evaluation:
+    """The values of formulas at one point. `work` counts the elements that were made."""
+
+    def __init__(self, over: TraceSizes, sizes: Sizes, run: _Run) -> None:
+        self._over, self._sizes, self._run = over, sizes, run
+        self._made: dict[tuple[int, ...], Any] = {}
+        self.work = 0
+
+    def of(self, formula: _Formula) -> Any:
+        # Formulas share parts, of which each runs once.
+        key = tuple(map(id, (formula.func, *pytree.tree_leaves((formula.args, formula.kwargs)))))
+        if key not in self._made:
+            args, kwargs = pytree.tree_map(self._leaf, (formula.args, formula.kwargs))
+            self._made[key] = self._run(formula.func, args, kwargs)
+            tensors = pytree.tree_leaves(self._made[key])
+            self.work += sum(one.numel() for one in tensors if isinstance(one, Tensor))
+        made = self._made[key]
+        return made if formula.item is None else pytree.tree_leaves(made)[formula.item]
+
+    def _leaf(self, leaf: Any) -> Any:
+        return self.of(leaf) if isinstance(leaf, _Formula) else self._over.value(leaf, self._sizes)
+
+
+def answer(formula: _Formula, over: TraceSizes, run: _Run) -> Any:
+    """What code that looks at a value finds at all sizes; None if that differs or they are many."""
+    points = over.points_of(formula.numbers)
+    found: Any = None
+    # The largest first: it tells how much work all sizes are at most.
+    for i, sizes in enumerate(reversed(points)):
+        one = _Evaluation(over, sizes, run)
+        said = one.of(formula)
+        if not i:
+            found = said
+            if one.work * len(points) > _MOST_WORK:
+                return None
+        elif type(said) is not type(found) or said != found:
+            return None
+    return found

@@ -25,15 +25,15 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from remat.graph_capture.graph import ACCUMULATE, UPDATE, Op
 from remat.graph_capture.joint.autocast_cache import CachedCast
-from remat.graph_capture.joint.nodes import is_view, storage_key
+from remat.graph_capture.joint.nodes import is_view, storage_key, writes, written_arguments
 from remat.graph_capture.joint.provenance import CHECKPOINT_KEY
 from remat.graph_capture.torch_private.core import (
     FunctionalTensor,
+    TraceObserver,
     from_functional,
     functional_mode,
     pytree,
 )
-from remat.graph_capture.tracing.op_watcher import TraceObserver
 
 WRITTEN_KEY = "remat_written"
 """Among the annotations of a node that autograd does not record: the op that eager runs there, if
@@ -75,13 +75,17 @@ class EagerMemory(TraceObserver):
         if torch.is_inference_mode_enabled():
             _let_bases_go()
         # Before the call, which gives what it writes to other nodes.
-        written = [(one, self._node_of(one)) for one in _written(func, args, kwargs)]
+        given = pytree.tree_leaves(list(written_arguments(func, args, kwargs)))
+        own = [leaf for leaf in given if isinstance(leaf, FunctionalTensor)]
+        written = [(one, self._node_of(one)) for one in own]
         key = RECORDED_KEY if torch.is_grad_enabled() else WRITTEN_KEY
         # Noted even if nothing is written: the key itself says whether autograd records.
-        with fx_traceback.annotate({key: str(func) if _writes(func) else ""}):
+        with fx_traceback.annotate({key: str(func) if writes(func) else ""}):
             results = func(*args, **kwargs)
         for tensor, before in written:
-            self._note_over(tensor, before)
+            now = self._node_of(tensor)
+            if now is not None and before is not None and now is not before:
+                now.meta[_OVER] = before.name
         for leaf in pytree.tree_leaves(results):
             if isinstance(leaf, FunctionalTensor):
                 self._note(leaf)
@@ -114,11 +118,6 @@ class EagerMemory(TraceObserver):
         self._alive.add(id(tensor))
         held.alive += 1
         weakref.finalize(tensor, self._let_go, id(tensor), key, held).atexit = False
-
-    def _note_over(self, tensor: FunctionalTensor, before: fx.Node | None) -> None:
-        node = self._node_of(tensor)
-        if node is not None and before is not None and node is not before:
-            node.meta[_OVER] = before.name
 
     def _node_of(self, tensor: FunctionalTensor) -> fx.Node | None:
         inner = from_functional(tensor.elem)
@@ -167,20 +166,6 @@ def _let_bases_go() -> None:
     held = getattr(mode, "_storage_to_base", None)
     if held is not None and not isinstance(held, _WeakBases):
         mode._storage_to_base = _WeakBases()
-
-
-def _writes(func: Any) -> bool:
-    schema = getattr(func, "_schema", None)
-    return schema is not None and schema.is_mutable
-
-
-def _written(
-    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Iterator[FunctionalTensor]:
-    for i, argument in enumerate(func._schema.arguments if _writes(func) else ()):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[i] if i < len(args) else kwargs.get(argument.name)
-            yield from (x for x in pytree.tree_leaves(given) if isinstance(x, FunctionalTensor))
 
 
 def _with_sources(node: fx.Node) -> Iterator[fx.Node]:

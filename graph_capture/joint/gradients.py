@@ -15,8 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from remat.graph_capture.devices.known_devices import Allocated
+from remat.graph_capture.devices.meter import Meter
+from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import ACCUMULATE, UPDATE, Op
 from remat.graph_capture.joint.eager_memory import MADE_AS
 from remat.graph_capture.joint.nodes import MADE_IN_FORWARD, is_tangent, is_view, storage_key
@@ -48,12 +52,7 @@ def can_release_gradients(metadata: ViewAndMutationMeta) -> bool:
 
 def of_parameters(gm: fx.GraphModule, num_forward_outputs: int) -> dict[int, fx.Node]:
     """By place, the index among the results of backward: the parameter whose gradient is there."""
-    nodes = gm.graph.find_nodes(op="placeholder")
-    parameters = {
-        node.meta["desc"]: node
-        for node in nodes
-        if type(node.meta.get("desc")).__name__ == "ParamAOTInput"
-    }
+    parameters = _described_parameters(gm.graph.find_nodes(op="placeholder"))
     described = gm.graph.output_node().meta["desc"][num_forward_outputs:]
     grad_of = (getattr(what, "grad_of", None) for what in described)
     return {place: parameters[what] for place, what in enumerate(grad_of) if what in parameters}
@@ -168,6 +167,11 @@ class GradientAccumulation:
         return max(max(0, took[place] - let_go.get(place, 0)) for place in places)
 
 
+def _described_parameters(inputs: Iterable[fx.Node]) -> dict[Any, fx.Node]:
+    described = {node.meta.get("desc"): node for node in inputs}
+    return {k: node for k, node in described.items() if type(k).__name__ == "ParamAOTInput"}
+
+
 def _parameter_name(parameter: fx.Node) -> str:
     return path_in_model(str(parameter.meta["desc"].target))
 
@@ -181,7 +185,6 @@ def _sum_bytes(values: ValueTable, names: Iterable[str]) -> int:
 # Autograd keeps a gradient only if nothing else holds it and it is laid out as its parameter
 # (`AccumulateGrad`, the "gradient layout contract"). Eager copies any other as soon as it is made.
 # A compiled step returns all gradients at its end, so that copies would come on top of the peak.
-
 
 _library = torch.library.Library("remat", "FRAGMENT")
 _library.define("laid_out(Tensor x, int[] strides) -> Tensor")
@@ -203,11 +206,7 @@ def lay_out_gradients(
     given: Any = end.args[0]
     results = list(given)
     inputs = gm.graph.find_nodes(op="placeholder")
-    parameter = {
-        node.meta["desc"]: node
-        for node in inputs
-        if type(node.meta.get("desc")).__name__ == "ParamAOTInput"
-    }
+    parameter = _described_parameters(inputs)
     # The caller holds the inputs, so autograd would copy a gradient that aliases one.
     taken = {
         storage_key(node.meta["val"])
@@ -281,3 +280,121 @@ def _before_copy(gradient: fx.Node, parameter: fx.Node) -> fx.Node:
 def _sequence_of(node: fx.Node) -> int | None:
     """Of the op of forward that the node stands for, or whose backward made it."""
     return node.meta.get("seq_nr")
+
+
+# The update of one parameter is the optimizer's own step, run with one group that holds it alone.
+# Nothing of it is written again here, so its bits are those of a step over all parameters.
+
+_KNOWN = (SGD, Adam, AdamW)
+"""Their step of a parameter depends on its own gradient, state and group alone."""
+
+_Alike = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class _UpdateCost:
+    """`state_bytes` are kept between steps, `workspace_bytes` taken beside the gradient in one."""
+
+    state_bytes: int
+    workspace_bytes: int
+
+
+def require_known(optimizer: Optimizer) -> None:
+    """Raises CaptureError where the step cannot be taken for each parameter by itself."""
+    if type(optimizer) not in _KNOWN:
+        names = ", ".join(kind.__name__ for kind in _KNOWN)
+        raise CaptureError(
+            f"a {type(optimizer).__name__} cannot update parameters one by one during backward: "
+            f"that is known of torch's {names}. Use one of these, or update after backward"
+        )
+    given: Any = optimizer
+    if given._optimizer_step_pre_hooks or given._optimizer_step_post_hooks:
+        raise CaptureError(
+            "the optimizer has hooks on its step, which would be called for each parameter: remove "
+            "them, or update after backward"
+        )
+    if any(group.get("differentiable") or group.get("capturable") for group in given.param_groups):
+        raise CaptureError(
+            "an optimizer with differentiable=True or capturable=True is not updated during "
+            "backward: leave it out, or update after backward"
+        )
+
+
+def parameter_groups(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+    """By the `id` of each parameter: its group, as schedules have left it."""
+    return {id(p): group for group in optimizer.param_groups for p in group["params"]}
+
+
+def step_alone(optimizer: Optimizer, parameter: Tensor, group: Mapping[str, Any]) -> None:
+    groups = optimizer.param_groups
+    optimizer.param_groups = [{**group, "params": [parameter]}]
+    try:
+        # Not the instance's: a scheduler has put its own there, which counts steps.
+        type(optimizer).step(optimizer)
+    finally:
+        optimizer.param_groups = groups
+
+
+def update_costs(
+    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], meter: Meter, allocated: Allocated
+) -> dict[str, _UpdateCost]:
+    groups = parameter_groups(optimizer)
+    keys = {
+        name: (_same_update(p, groups[id(p)]), p, groups[id(p)])
+        for name, p in parameters.items()
+        if p.requires_grad and id(p) in groups
+    }
+    found: dict[_Alike, _UpdateCost] = {}
+    for key, parameter, group in keys.values():
+        if key not in found:
+            # Models have many parameters alike, and each measurement runs two steps.
+            found[key] = _cost_of(optimizer, parameter, group, meter, allocated)
+    return {name: found[key] for name, (key, _, _) in keys.items()}
+
+
+def _same_update(parameter: Tensor, group: Mapping[str, Any]) -> _Alike:
+    given = (parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
+    # Whether an option is zero decides which tensors a step makes, as of momentum.
+    options = ((k, v) for k, v in group.items() if k != "params")
+    return *given, *(
+        (name, value if isinstance(value, bool | str | type(None)) else value != 0)
+        for name, value in options
+        if isinstance(value, bool | str | float | int | type(None))
+    )
+
+
+def _cost_of(
+    optimizer: Optimizer,
+    parameter: Tensor,
+    group: Mapping[str, Any],
+    meter: Meter,
+    allocated: Allocated,
+) -> _UpdateCost:
+    made = nn.Parameter(torch.zeros_like(parameter))
+    options = {name: value for name, value in group.items() if name != "params"}
+    kind: Any = type(optimizer)
+    other: Optimizer = kind([{**options, "params": [made]}])
+    made.grad = torch.zeros_like(made)
+    # The first step makes the state, so only the second takes what all later ones take.
+    other.step()
+    memory = meter.step_memory(lambda: step_alone(other, made, other.param_groups[0]))
+    state: Iterable[Any] = other.state[made].values()
+    state_bytes = sum(
+        allocated(kept.nbytes)
+        for kept in state
+        if isinstance(kept, Tensor) and kept.device == parameter.device
+    )
+    return _UpdateCost(state_bytes, memory.peak_bytes)
+
+
+@dataclass(frozen=True)
+class GradientRelease:
+    """Gradients of parameters leave backward one by one.
+
+    `updates` are of the parameters that the optimizer updates in backward, with the bytes that each
+    takes. Other gradients then stay to the end. Empty: gradients are only released.
+    """
+
+    is_added: bool = True  # to a ``.grad`` that is there before the step
+    updates: tuple[tuple[str, int], ...] = ()
+    state_bytes: int = 0  # of the optimizer, between steps

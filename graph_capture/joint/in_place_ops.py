@@ -52,7 +52,6 @@ from remat.graph_capture.torch_private.core import OpOverload, pytree
 # `_step_result` stands there for what an earlier step has made: the code that fx writes of a
 # graph can hold that.
 
-
 _MADE = "remat.made_by_step_"
 STEP_METAS = "remat_step_metas"
 """On the meta of a node that runs several ops as one: the meta of the node behind each."""
@@ -192,7 +191,8 @@ def _writes_after(
         if not is_alike or not apart.isdisjoint((write.node, write.result)):
             return
         # It reads nothing that the write does not, so made late it holds nothing for longer.
-        is_free = before is node and is_empty and _reads_no_more(node, write)
+        reads_no_more = _storages_read(node) <= _storages_read(write.node)
+        is_free = before is node and is_empty and reads_no_more
         runs_on = is_free or _runs_next(before, write.node, in_forward)
         if not runs_on and not _is_held_anyway(members, write):
             return
@@ -218,10 +218,6 @@ def _any_form(node: fx.Node) -> Any:
 
 def _is_eagers(node: fx.Node) -> bool:
     return written_by_eager(node) is not None
-
-
-def _reads_no_more(node: fx.Node, write: Write) -> bool:
-    return _storages_read(node) <= _storages_read(write.node)
 
 
 def _is_held_anyway(members: Collection[fx.Node], write: Write) -> bool:
@@ -282,7 +278,6 @@ def _from(node: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
 # part out of the copy, and then writes there. A trace would copy the whole once more, as the part
 # is read in between. The part is the same in the gradient itself, which eager holds meanwhile.
 
-
 _OF_ANY_LAYOUT = frozenset(
     {
         aten.slice.Tensor, aten.select.int, aten.diagonal.default, aten.transpose.int,
@@ -335,7 +330,8 @@ def _reads_before_write(copy: fx.Node, written: fx.Node) -> Iterator[fx.Node]:
 
 def _read_from(reader: fx.Node, copy: fx.Node, written: fx.Node) -> None:
     (view,) = reader.all_input_nodes
-    as_copy = _has_same_places(copy, written)
+    a, b = copy.meta["val"], written.meta["val"]
+    as_copy = is_laid_out_as(copy, written) and a.storage_offset() == b.storage_offset()
     shown: Any = view
     while shown is not copy:
         # Other views, as as_strided, go by places in the storage.
@@ -345,11 +341,6 @@ def _read_from(reader: fx.Node, copy: fx.Node, written: fx.Node) -> None:
     with reader.graph.inserting_before(reader):
         reader.replace_input_with(view, _shown_in(view, copy, written))
     erase_unread(view)
-
-
-def _has_same_places(copy: fx.Node, written: fx.Node) -> bool:
-    a, b = copy.meta["val"], written.meta["val"]
-    return is_laid_out_as(copy, written) and a.storage_offset() == b.storage_offset()
 
 
 def _shown_in(view: Any, copy: fx.Node, written: fx.Node) -> fx.Node:

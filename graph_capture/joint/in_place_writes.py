@@ -80,7 +80,8 @@ def has_own_storage(node: fx.Node) -> bool:
         return False
     # A part of a storage, as a split's, may share it with what others read.
     is_full = value.untyped_storage().nbytes() == value.numel() * value.itemsize
-    return is_full and not is_view(node) and not _is_of_split(node)
+    is_of_split = is_getitem(node) and _is_split(node.all_input_nodes[0])
+    return is_full and not is_view(node) and not is_of_split
 
 
 def as_written(node: fx.Node) -> fx.Node:
@@ -175,10 +176,6 @@ def _is_split(node: fx.Node) -> bool:
     return len(returns) == 1 and returns[0].alias_info is not None and not is_view(node)
 
 
-def _is_of_split(node: fx.Node) -> bool:
-    return is_getitem(node) and _is_split(node.all_input_nodes[0])
-
-
 def _scatter(part: fx.Node, view: fx.Node) -> fx.Node | None:
     """What puts `part`, written in the place of `view`, back into the whole."""
     users = list(part.users)
@@ -212,7 +209,6 @@ def _is_put_there(scatter: fx.Node, view: fx.Node) -> bool:
 # None of these ops may run twice. So it is done where that costs nothing: where what is written to
 # was made for it, as zeros are, or is the first term of a sum; outside of what autograd records;
 # and where nothing reads the sum before it is done.
-
 
 BEGUN = "what follows writes to its result in place"
 WRITES = "it writes in place"

@@ -6,7 +6,7 @@ And `copy_of`: a copy of a whole graph with these facts.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -115,8 +115,19 @@ def drawn_on(node: fx.Node) -> torch.device:
 
 
 def mutates(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
+    return writes(node.target)
+
+
+def writes(func: Any) -> bool:
+    schema = getattr(func, "_schema", None)
     return bool(schema is not None and schema.is_mutable)
+
+
+def written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """What a call writes to, as it is given: tensors, or lists of them."""
+    for i, one in enumerate(func._schema.arguments if writes(func) else ()):
+        if one.alias_info is not None and one.alias_info.is_write:
+            yield args[i] if i < len(args) else kwargs.get(one.name)
 
 
 def is_custom(node: fx.Node) -> bool:
@@ -124,24 +135,20 @@ def is_custom(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.namespace not in TORCHS_NAMESPACES
 
 
-def _is_dropout_of_nothing(node: fx.Node) -> bool:
-    # Eager's dropout with p = 0 returns its input, where a trace has a copy.
-    called = node.meta.get("custom", {}).get(FUNCTION_KEY, "")
-    return node.target is aten.clone.default and "dropout" in called
-
-
 def is_alias_of_input(node: fx.Node) -> bool:
     """Whether the node stands for its first argument and need not run at all."""
-    return node.target is aten.detach.default or _is_dropout_of_nothing(node)
+    # Eager's dropout with p = 0 returns its input, where a trace has a copy.
+    called = node.meta.get("custom", {}).get(FUNCTION_KEY, "")
+    is_idle_dropout = node.target is aten.clone.default and "dropout" in called
+    return node.target is aten.detach.default or is_idle_dropout
 
 
 def target_name(node: fx.Node) -> str:
     """``aten.mm.default`` and the like."""
-    return str(node.target) if not callable(node.target) else _callable_name(node.target)
-
-
-def _callable_name(target: Any) -> str:
-    return str(target) if hasattr(target, "_schema") else getattr(target, "__name__", str(target))
+    target = node.target
+    if not callable(target) or hasattr(target, "_schema"):
+        return str(target)
+    return getattr(target, "__name__", str(target))
 
 
 def plain_name(target: Any) -> str:
@@ -231,7 +238,6 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 # A trace holds forward and backward in one graph. Which nodes belong to forward is seen from what
 # its results need, and from the marks that it leaves when it ends.
-
 
 MADE_IN_FORWARD = "remat_made_in_forward"
 """On the meta of nodes: an autograd function's forward may compute what only backward reads."""

@@ -42,7 +42,9 @@ def views_told_apart(results: Any) -> Any:
         # AOTAutograd returns views from an op of several results as they are.
         key: leaf.unsqueeze(0).unbind(0)[0]
         for key, leaf in distinct.items()
-        if sharing[storage_key(leaf)] > 1 and storage_key(leaf) in viewed and not _is_base(leaf)
+        if sharing[storage_key(leaf)] > 1 and storage_key(leaf) in viewed
+        # What is detached has no base either, as the result itself, but does not require grad.
+        if not (leaf.requires_grad and leaf._base is None)
     }
     return pytree.tree_unflatten([told.get(id(leaf), leaf) for leaf in leaves], spec)
 
@@ -51,16 +53,13 @@ def _is_view_of_result(leaf: Tensor) -> bool:
     return leaf.requires_grad and leaf._base is not None and leaf._base.grad_fn is not None
 
 
-def _is_base(leaf: Tensor) -> bool:
-    # What is detached from a tensor has no base either, but does not require grad.
-    return leaf.requires_grad and leaf._base is None
-
-
 def take_out_of(graph: fx.Graph) -> None:
     """Leave out the ops that `views_told_apart` has put in, and what backward does for them."""
     for node in graph.find_nodes(op="call_function", target=aten.unbind.int):
         made, picked = node.args[0], list(node.users)
-        if _is_one_row(made) and len(picked) == 1:
+        if not isinstance(made, fx.Node) or made.target is not aten.unsqueeze.default:
+            continue
+        if made.args[1:] == (0,) and len(picked) == 1:
             _replace(picked[0], made.args[0])
             erase_unread(node)
     copied: set[fx.Node] = set()
@@ -75,11 +74,6 @@ def take_out_of(graph: fx.Graph) -> None:
     # `stack` packed the tangent; as it is, it may have other strides, and so what is made of it.
     if copied:
         _lay_out_again(graph, copied)
-
-
-def _is_one_row(node: Any) -> bool:
-    is_unsqueezed = isinstance(node, fx.Node) and node.target is aten.unsqueeze.default
-    return is_unsqueezed and node.args[1:] == (0,)
 
 
 def _replace(node: fx.Node, by: Any) -> None:
@@ -97,7 +91,8 @@ def _lay_out_again(graph: fx.Graph, changed: set[fx.Node]) -> None:
             fx.Node, lambda n: n.meta["val"], (node.args, node.kwargs)
         )
         try:
-            with _fake_mode_of(args):
+            leaves = pytree.tree_leaves(args)
+            with next(t.fake_mode for t in leaves if isinstance(t, FakeTensor)):
                 now = node.target(*args, **kwargs)
         except RuntimeError:  # no view in these strides: backward copies there, as eager does
             continue
@@ -105,10 +100,6 @@ def _lay_out_again(graph: fx.Graph, changed: set[fx.Node]) -> None:
         if _is_view(now, args) or not _is_alike(now, before):
             node.meta["val"] = now
             changed.add(node)
-
-
-def _fake_mode_of(args: tuple[Any, ...]) -> Any:
-    return next(t.fake_mode for t in pytree.tree_leaves(args) if isinstance(t, FakeTensor))
 
 
 def _is_view(made: Any, args: tuple[Any, ...]) -> bool:

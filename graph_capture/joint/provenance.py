@@ -20,8 +20,11 @@ import torch.fx.traceback as fx_traceback
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from remat.graph_capture.torch_private.core import SelectiveCheckpointMode, dispatch_mode_stack
-from remat.graph_capture.tracing.op_watcher import CallWatcher
+from remat.graph_capture.torch_private.core import (
+    CallWatcher,
+    SelectiveCheckpointMode,
+    dispatch_mode_stack,
+)
 
 MODULE_KEY, SOURCE_KEY, FUNCTION_KEY = "remat_module", "remat_source", "remat_function"
 CASTS_KEY = "remat_casts"
@@ -64,7 +67,9 @@ class Provenance(CallWatcher):
         if torch.is_autocast_cache_enabled():
             place[CASTS_KEY] = str(self.regions)
         # A policy may keep some ops' results, so its checkpoint does not make all of them again.
-        if self.checkpoint and not _keeps_by_policy():
+        if self.checkpoint and not any(
+            isinstance(mode, SelectiveCheckpointMode) for mode in dispatch_mode_stack()
+        ):
             place[CHECKPOINT_KEY] = str(self.checkpoint)
         with fx_traceback.annotate(place):
             return func(*args, **kwargs)
@@ -105,10 +110,6 @@ class Provenance(CallWatcher):
             self.failure, self.failed_in = error, self.stack[-1]
         if len(self.stack) > 1:
             self.stack.pop()
-
-
-def _keeps_by_policy() -> bool:
-    return any(isinstance(mode, SelectiveCheckpointMode) for mode in dispatch_mode_stack())
 
 
 def path_in_model(path: str) -> str:

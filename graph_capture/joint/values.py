@@ -23,10 +23,6 @@ from remat.graph_capture.joint.nodes import (
 )
 
 
-def _none_written() -> dict[Phase, dict[str, str]]:
-    return {"forward": {}, "backward": {}}
-
-
 @dataclass
 class ValueTable:
     """Values found so far, by name, and the nodes that stand for them."""
@@ -39,7 +35,9 @@ class ValueTable:
     constants_bytes: dict[int, int] = field(default_factory=dict[int, int])  # by `storage_key`
     # For each value that is written to in place, the token of the last write so far: a value of no
     # bytes, which later readers of the phase read too, so as to come after.
-    written: dict[Phase, dict[str, str]] = field(default_factory=_none_written)
+    written: dict[Phase, dict[str, str]] = field(
+        default_factory=lambda: {"forward": {}, "backward": {}}
+    )
 
     def of(self, node: fx.Node) -> str:
         """Empty for a node that returns several values or none."""
@@ -100,7 +98,8 @@ class ValueTable:
                 names.append(node.name)
                 # Autograd's engine holds the gradients of a tensor that is returned several times
                 # beside the sum that it hands on.
-                names += self._add_summands(node, several.get(_result_of(node), 0))
+                result = getattr(getattr(node.meta.get("desc"), "output", None), "idx", -1)
+                names += self._add_summands(node, several.get(result, 0))
         return tuple(names)
 
     def _add_summands(self, tangent: fx.Node, number: int) -> list[str]:
@@ -165,11 +164,6 @@ class ValueTable:
         """Values of those results that are not resident."""
         names = [self.of(n) for n in results if isinstance(n, fx.Node)]
         return [name for name in names if name and self.by_name[name].producer]
-
-
-def _result_of(tangent: fx.Node) -> int:
-    """The index of the result whose gradient it is; -1 for what is none of the module's own."""
-    return getattr(getattr(tangent.meta.get("desc"), "output", None), "idx", -1)
 
 
 def _check_constant(tensor: Tensor) -> None:

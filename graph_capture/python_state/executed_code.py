@@ -200,10 +200,6 @@ class ExecutedCode:
         # A debugger, or a test's coverage, has the only place for a tracer.
         return sys.gettrace() in (None, self._note)
 
-    @property
-    def count(self) -> int:
-        return len(self._codes)
-
     def own_codes(self) -> list[CodeType]:
         """Code of neither torch, Python's own library nor ours, all of which write for others."""
         codes = list(self._codes.values())  # more may run meanwhile

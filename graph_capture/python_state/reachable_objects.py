@@ -54,7 +54,6 @@ LONGEST_NAME = 64
 """Of a text that may name an attribute."""
 LruCache = type(functools.lru_cache(lambda: None))
 
-
 Absent = tuple[str, dict[str, Any], set[str]]
 """A namespace by its text, and names that must not appear in it."""
 

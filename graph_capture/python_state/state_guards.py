@@ -77,7 +77,6 @@ def _compiled_check(terms: Iterable[str], names: ObjectNames) -> Callable[[], bo
 # dictionary, 40 ns for a tensor. In Python, one entry of a dictionary takes 20 ns. They are private
 # to torch; the tests run them on each release that is supported.
 
-
 _PART = 64
 """Objects below one node of the tree. To add one, torch looks at all that are there."""
 
@@ -264,10 +263,6 @@ class PythonState:
     def streams(self) -> list[Stream]:
         return self._found.streams
 
-    @property
-    def work(self) -> tuple[int, int]:
-        return self._found.functions, len(self._found.places)
-
     def _take_over(self) -> None:
         if self._size == self._walk.size:
             return
@@ -307,10 +302,8 @@ class PythonState:
             for name in sorted(space.keys() & names):
                 place = DictItem(f"{text}.{name}".lstrip("."), space, name, MISSING)
                 # Before it had a value of its own, it had its class's.
-                yield Change(place.text, self._of_class(space, name), space[name], place)
-
-    def _of_class(self, space: dict[str, Any], name: str) -> Any:
-        return getattr(self._found.kinds.get(id(space)), name, MISSING)
+                before = getattr(self._found.kinds.get(id(space)), name, MISSING)
+                yield Change(place.text, before, space[name], place)
 
     def writer(
         self, place: StateSlot | OpaqueState | Stream, *, in_backward: bool = False

@@ -263,7 +263,6 @@ _SETTINGS = frozenset({
 _OF_ALL = (random._inst, np.random.mtrand._rand)  # pyright: ignore
 """The streams behind `random` and `numpy.random`, which are watched while forward is traced."""
 
-
 _ENDLESS = -1
 """How much is left of an iterator that does not end, such as `itertools.repeat`."""
 
@@ -343,16 +342,13 @@ class Stream:
 
 def stream(text: str, owner: Any) -> Stream | None:
     """A generator of its own; None for the streams that all share, and where no state is."""
-    if any(owner is one for one in (*_OF_ALL, torch.default_generator, *_of_cuda())):
+    of_cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    if any(owner is one for one in (*_OF_ALL, torch.default_generator, *of_cuda)):
         return None
     with contextlib.suppress(NotImplementedError):  # random.SystemRandom
         state = _state_of(owner)
         return Stream(text, owner, (pickle.dumps(state), state))
     return None
-
-
-def _of_cuda() -> tuple[torch.Generator, ...]:
-    return torch.cuda.default_generators if torch.cuda.is_initialized() else ()
 
 
 def _state_of(owner: Any) -> Any:

@@ -82,12 +82,7 @@ class StateWalk:
     `begins` later; None: all.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: Any,
-        ran: ExecutedCode | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, loss_fn: Any, ran: ExecutedCode | None = None) -> None:
         self.found = ReachableObjects()
         self.ran = ran
         self._in_library = False  # whether what is followed now is an installed library's
@@ -151,7 +146,9 @@ class StateWalk:
             if len(self.found.places) > MOST_PLACES:
                 self._end_here()
             elif self._queue:
-                self._follow(*self._queue.popleft())
+                value, text = self._queue.popleft()
+                with self._within(value):
+                    self._follow_kind(value, text)
             elif self._names.new:
                 self._spaces.read_named(self._names.new.pop())
             else:
@@ -164,8 +161,10 @@ class StateWalk:
             rest.clear()
 
     def _visit(self, value: Any, text: str) -> None:
-        if isinstance(value, str):
-            self._add_name(value)
+        # `getattr(self, self.key)` reads the attribute that a text in reach names; `attrgetter`
+        # takes several, joined by dots.
+        if isinstance(value, str) and len(value) < LONGEST_NAME:
+            self._names.add_texts(value.split("."))
         if not self._in_library:
             # What the user's code reaches too is not the library's alone.
             self.found.of_libraries.discard(id(value))
@@ -186,10 +185,6 @@ class StateWalk:
             yield
         finally:
             self._in_library = before
-
-    def _follow(self, value: Any, text: str) -> None:
-        with self._within(value):
-            self._follow_kind(value, text)
 
     def _follow_kind(self, value: Any, text: str) -> None:
         if isinstance(value, Tensor):
@@ -222,7 +217,8 @@ class StateWalk:
             # They show their names in no attribute.
             self._visit(value.__reduce__()[1], text)
         elif isinstance(value, GENERATORS):
-            self._add_stream(text, value)
+            if (found := stream(text, value)) is not None:
+                self.found.streams.append(found)
         elif self._may_hide(value) and (place := opaque_state(text, value)):
             self.found.places.append(place)
         elif isinstance(value, nn.Module) and id(value) not in self._of_step:
@@ -275,12 +271,6 @@ class StateWalk:
             space = getattr(hook.function, "__dict__", {})
             for key, value in space.items():
                 self._add_entry(DictItem(f"{key} of the {place.text}", space, key, value))
-
-    def _add_name(self, text: str) -> None:
-        # `getattr(self, self.key)` reads the attribute that a text in reach names; `attrgetter`
-        # takes several, joined by dots.
-        if len(text) < LONGEST_NAME:
-            self._names.add_texts(text.split("."))
 
     def _visit_function(self, function: FunctionType) -> None:
         if is_library(function.__module__):
@@ -380,11 +370,6 @@ class StateWalk:
         yield from self._spaces.hiding()
         names = self._names
         yield from self._settings.asked(names.global_names, names.others, names.texts)
-
-    def _add_stream(self, text: str, value: Any) -> None:
-        found = stream(text, value)
-        if found is not None:
-            self.found.streams.append(found)
 
     def _holds(self, holder: Any, of_library: bool) -> None:
         (self.found.of_libraries.add if of_library else self.found.of_libraries.discard)(id(holder))

@@ -49,14 +49,10 @@ class _OfTensor:
         given = pytree.tree_leaves((args, kwargs or {}))
         raise next(one for one in given if isinstance(one, _OfTensor))._refused()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, *_: Any) -> Any:
         raise self._refused()
 
-    def __bool__(self) -> bool:
-        raise self._refused()
-
-    def __getitem__(self, index: Any) -> Any:
-        raise self._refused()
+    __bool__ = __getitem__ = __getattr__
 
     def _refused(self) -> CaptureError:
         name = vars(self)["is_named"]

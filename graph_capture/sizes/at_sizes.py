@@ -9,15 +9,14 @@ from typing import Any
 import msgspec
 from torch import Tensor, fx
 
-from remat.graph_capture.costs.profile import flops_of
+from remat.graph_capture.costs.cache import flops_of
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.graph_capture.joint.nodes import is_tangent, result_bytes, tensors_of
-from remat.graph_capture.sizes.expressions import evaluated
 from remat.graph_capture.sizes.range_costs import WorkspacePoint, off_lines, point_of
 from remat.graph_capture.sizes.ranged_graph import Extent, RangedGraph, structure_of
 from remat.graph_capture.sizes.ranged_signature import RangedSignature
-from remat.graph_capture.sizes.symbols import Sizes, corner, spread
+from remat.graph_capture.sizes.symbols import Sizes, corner, evaluated, spread
 from remat.graph_capture.sizes.trace_over_sizes import Environment, at_sizes
 from remat.graph_capture.tracing.resident import resident_of_batch
 from remat.graph_capture.tracing.trace import Trace, edit_traced, joint_of, num_forward_outputs
@@ -38,7 +37,9 @@ def _extents_of(
         if all((v.shape, v.size_bytes) == (first.shape, first.size_bytes) for v in same):
             texts = traced.get(first.name)
             is_write = not first.size_bytes and not first.shape  # stands for one, and is no tensor
-            if is_write or texts is None or _is_constant(texts):
+            if is_write or texts is None:
+                continue
+            if all(text.isdigit() for text in (*texts.shape, texts.size_bytes)):
                 continue
         extent = traced.get(first.name) or traced.get(first.name.rpartition(".")[0])
         if extent is None or not _holds_at(extent, same, graphs):
@@ -57,10 +58,6 @@ def _holds_at(extent: Extent, values: Sequence[Value], graphs: Sequence[_Evaluat
         and evaluated(extent.size_bytes, sizes) == value.size_bytes
         for value, (sizes, _) in zip(values, graphs, strict=True)
     )
-
-
-def _is_constant(extent: Extent) -> bool:
-    return all(text.isdigit() for text in (*extent.shape, extent.size_bytes))
 
 
 def _traced_values(gm: fx.GraphModule, env: Environment) -> Iterator[tuple[str, Extent]]:

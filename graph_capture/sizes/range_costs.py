@@ -27,7 +27,6 @@ from remat.graph_capture.sizes.symbols import Sizes
 # op reads or makes, beside a constant, from one size to another: where that gives what was measured
 # to the byte at three sizes in a row, it is taken to hold between them.
 
-
 _ON_LINE = 3
 """Points in a row that make a line: any two are on one."""
 _NONE_YET = np.iinfo(np.int64).min
@@ -79,7 +78,12 @@ class Workspaces:
         # At a point or any before it: a bound for all smaller sizes.
         self._most: Ints = np.maximum.accumulate(self._measured, axis=0)
         if along:
-            lines = _lines_along([one[along] for one in sizes], self._measured)
+            at = [one[along] for one in sizes]
+            lines = [
+                line
+                for i in self.varying().tolist()
+                for line in _lines_of(i, 0, at, self._measured[:, i].tolist())
+            ]
         else:
             lines = _lines(self._measured, graphs, beside)
         self._lines: Ints = np.array(lines, dtype=np.int64).reshape(-1, len(_Line._fields))
@@ -130,9 +134,7 @@ def off_lines(graphs: Sequence[TrainingGraph], measured: Sequence[Sequence[int]]
 
 
 def _lines(
-    measured: Ints,
-    graphs: Sequence[TrainingGraph],
-    beside: Sequence[Sequence[str]] | None = None,
+    measured: Ints, graphs: Sequence[TrainingGraph], beside: Sequence[Sequence[str]] | None = None
 ) -> list[_Line]:
     if len(graphs) < _ON_LINE:
         return []
@@ -146,11 +148,6 @@ def _lines(
         for v in dict.fromkeys(index[name] for name in names):
             found += _lines_of(i, v, sizes[:, v].tolist(), measured[:, i].tolist())
     return found
-
-
-def _lines_along(sizes: list[int], measured: Ints) -> list[_Line]:
-    ops = np.flatnonzero((measured != measured[0]).any(axis=0)).tolist()
-    return [line for i in ops for line in _lines_of(i, 0, sizes, measured[:, i].tolist())]
 
 
 def _lines_of(op: int, value: int, sizes: list[int], made: list[int]) -> list[_Line]:
@@ -273,8 +270,8 @@ class RangeCosts:
             [WorkspacePoint(one.sizes, one.workspace_bytes) for one in points], graphs,
             more, more_graphs,
         )  # fmt: skip
-        extra = {(name, more) for one in points for name, more in one.extra_bytes.items()}
-        self._off_device = {name: more for name, more in extra if more == NOT_ON_DEVICE}
+        extra = {pair for one in points for pair in one.extra_bytes.items()}
+        self._off_device = {name: kept for name, kept in extra if kept == NOT_ON_DEVICE}
         self._with_extra = sorted({name for name, _ in extra} - self._off_device.keys())
         self._kept = Workspaces(
             [one.sizes for one in points],
@@ -421,7 +418,8 @@ def _fitted(costs: Floats, flops: Floats, moved: Floats) -> tuple[Floats, Floats
     wanted = np.swapaxes(costs * weight, 0, 1)[..., None]
     best = np.zeros((costs.shape[1], 3))
     least = np.full(costs.shape[1], np.inf)
-    for used in _choices():
+    # All three would fit three points whatever they are.
+    for used in (list(one) for n in (1, 2) for one in itertools.combinations(range(3), n)):
         found: Any = np.linalg.pinv(table[..., used]) @ wanted
         error = ((table[..., used] @ found - wanted) ** 2).sum(axis=(1, 2))
         error[(found < 0).any(axis=(1, 2))] = np.inf
@@ -433,8 +431,3 @@ def _fitted(costs: Floats, flops: Floats, moved: Floats) -> tuple[Floats, Floats
         best = np.where(is_better[:, None], own, best)
     a, b, c = (best / scale).T
     return a, b, c
-
-
-def _choices() -> list[list[int]]:
-    # All three would fit three points whatever they are.
-    return [list(one) for n in (1, 2) for one in itertools.combinations(range(3), n)]

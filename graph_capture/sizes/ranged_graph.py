@@ -18,7 +18,6 @@ from remat.graph_capture.devices.known_devices import plan_rounding
 from remat.graph_capture.errors import GraphError, ShapeError, TextError
 from remat.graph_capture.files import decode_json
 from remat.graph_capture.graph import MOST_BYTES, Ints, TrainingGraph, Value, are_figures
-from remat.graph_capture.sizes.expressions import bounds_of, evaluated, never_falls
 from remat.graph_capture.sizes.range_costs import (
     NOT_ON_DEVICE,
     CostPoint,
@@ -26,7 +25,16 @@ from remat.graph_capture.sizes.range_costs import (
     WorkspacePoint,
     is_within,
 )
-from remat.graph_capture.sizes.symbols import Guard, Sizes, Symbol, corner, require_in_range
+from remat.graph_capture.sizes.symbols import (
+    Guard,
+    Sizes,
+    Symbol,
+    bounds_of,
+    corner,
+    evaluated,
+    never_falls,
+    require_in_range,
+)
 
 
 def _check_points(
@@ -186,9 +194,7 @@ class RangedGraph(msgspec.Struct, frozen=True, dict=True, weakref=True):
         if extent is None:
             return value
         return msgspec.structs.replace(
-            value,
-            shape=tuple(map(shape_of, extent.shape)),
-            size_bytes=bytes_of(extent.size_bytes),
+            value, shape=tuple(map(shape_of, extent.shape)), size_bytes=bytes_of(extent.size_bytes)
         )
 
     @functools.cached_property

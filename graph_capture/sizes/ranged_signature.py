@@ -28,7 +28,7 @@ from remat.graph_capture.sizes.symbols import (
     require_one_range,
 )
 from remat.graph_capture.torch_private.core import FakeTensorMode, pytree
-from remat.graph_capture.tracing.signature import Signature, TensorFacts
+from remat.graph_capture.tracing.signature import Signature, TensorFacts, empty_tensor
 
 
 class RangedSignature(Signature):
@@ -55,7 +55,7 @@ class RangedSignature(Signature):
 
     def within(self, symbols: Sequence[Symbol]) -> RangedSignature:
         other = copy.copy(self)
-        other.symbols, other._check = tuple(symbols), None
+        other.symbols = tuple(symbols)
         return other
 
     def holds(self, leaves: Sequence[Any], spec: Any) -> bool:
@@ -91,7 +91,7 @@ class RangedSignature(Signature):
                     f"{self.names[i]} varies in size and is laid out in another order than that of "
                     "its dimensions: pass contiguous() of it"
                 )
-            found.append(line.replace(str(list(facts[0])), shown, 1))
+            found.append(line.replace(str(list(facts.shape)), shown, 1))
         return tuple(found)
 
     def example(self, mode: FakeTensorMode, size: Mapping[str, Any] | None = None) -> Any:
@@ -99,7 +99,7 @@ class RangedSignature(Signature):
         tensors = self._tensors(size or self.hints)
         with mode:
             leaves = [
-                other if facts is None else _fake_of(facts)
+                other if facts is None else empty_tensor(facts)
                 for facts, other in zip(tensors, self.others, strict=True)
             ]
         return pytree.tree_unflatten(leaves, self.spec)
@@ -111,7 +111,7 @@ class RangedSignature(Signature):
         """Bytes of each tensor, as expressions of the sizes."""
         names = {one.name: one.name for one in self.symbols}
         return tuple(
-            "*".join([*map(str, self._shape(i, names)), str(facts[2].itemsize)])
+            "*".join([*map(str, self._shape(i, names)), str(facts.dtype.itemsize)])
             for i, facts in enumerate(self.tensors)
             if facts is not None
         )
@@ -143,10 +143,10 @@ class RangedSignature(Signature):
         for one in self.places:
             facts, leaf = self.tensors[one.leaf], leaves[one.leaf]
             assert facts is not None
-            if not isinstance(leaf, Tensor) or leaf.dim() != len(facts[0]):
+            if not isinstance(leaf, Tensor) or leaf.dim() != len(facts.shape):
                 raise SignatureError(
-                    f"{self.names[one.leaf]} was planned as a tensor of {len(facts[0])} dimensions "
-                    "and is another thing now. Call the model as at capture"
+                    f"{self.names[one.leaf]} was planned as a tensor of {len(facts.shape)} "
+                    "dimensions and is another thing now. Call the model as at capture"
                 )
             found.setdefault(one.symbol, leaf.shape[one.dim])
         return found
@@ -186,21 +186,21 @@ class RangedSignature(Signature):
         for i in self._orders:
             facts = self.tensors[i]
             assert facts is not None
-            changed[i] = (self._shape(i, size), self._stride(i, size), *facts[2:])  # pyright: ignore
+            changed[i] = facts._replace(shape=self._shape(i, size), stride=self._stride(i, size))
         return changed
 
     def _shape(self, i: int, size: Mapping[str, Any]) -> Any:
         facts = self.tensors[i]
         assert facts is not None
         own = {one.dim: size[one.symbol] for one in self.places if one.leaf == i}
-        shape = tuple(own.get(dim, n) for dim, n in enumerate(facts[0]))
+        shape = tuple(own.get(dim, n) for dim, n in enumerate(facts.shape))
         return torch.Size(shape) if all(type(n) is int for n in shape) else shape
 
     def _stride(self, i: int, size: Mapping[str, Any]) -> tuple[Any, ...]:
         facts = self.tensors[i]
         assert facts is not None
         if i not in self._orders:
-            return facts[1]
+            return facts.stride
         shape, step = self._shape(i, size), 1
         stride: list[Any] = [1] * len(shape)
         for dim in self._orders[i]:
@@ -247,13 +247,6 @@ def _tuple(entries: Sequence[Any]) -> str:
     return f"({''.join(f'{entry}, ' for entry in entries)})"
 
 
-def _fake_of(facts: TensorFacts) -> Tensor:
-    shape, stride, dtype, device, requires_grad = facts
-    return torch.empty_strided(
-        shape, stride, dtype=dtype, device=device, requires_grad=requires_grad
-    )
-
-
 def places_in(
     batch: Any, model: nn.Module, dynamic: Dynamic
 ) -> tuple[tuple[Symbol, ...], tuple[Place, ...]]:
@@ -277,11 +270,11 @@ def places_in(
                 f"name one of {', '.join([*positions, 'target'])}, or {', '.join(leaf_of)}"
             )
         for dim, entry in _as_mapping(dims, f"dynamic of {argument!r}").items():
-            if type(dim) is not int or not 0 <= dim < len(facts[0]):
+            if type(dim) is not int or not 0 <= dim < len(facts.shape):
                 raise CaptureError(
-                    f"dynamic names dimension {dim!r} of {argument!r}, which has {len(facts[0])}"
+                    f"dynamic names dimension {dim!r} of {argument!r}, which has {len(facts.shape)}"
                 )
-            symbols.append(as_symbol(entry, f"{argument} dimension {dim}", facts[0][dim]))
+            symbols.append(as_symbol(entry, f"{argument} dimension {dim}", facts.shape[dim]))
             places.append(Place(i, dim, symbols[-1].name))
     return require_one_range(symbols), tuple(places)
 

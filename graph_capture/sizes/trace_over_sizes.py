@@ -21,9 +21,15 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.nodes import storage_key, target_name
 from remat.graph_capture.joint.provenance import is_users, source_of
-from remat.graph_capture.sizes.expressions import FloatOfSizes, SizeArgument
 from remat.graph_capture.sizes.ranged_signature import RangedSignature
-from remat.graph_capture.sizes.symbols import Guard, Symbol, number_of_points, points
+from remat.graph_capture.sizes.symbols import (
+    FloatOfSizes,
+    Guard,
+    SizeArgument,
+    Symbol,
+    number_of_points,
+    points,
+)
 from remat.graph_capture.torch_private.aot import ConstantSource, Max, PythonPrinter, bound_sympy
 from remat.graph_capture.torch_private.core import OpOverload, pytree
 from remat.graph_capture.tracing.signature import Signature
@@ -109,7 +115,8 @@ class Environment:
     def _printed(self, expr: Any) -> str:
         # If the multiples cancel out, the text needs no floor.
         whole = sympy.expand(expr.xreplace(self._whole))
-        if not expr.atoms(sympy.Function) and _has_integers(whole):
+        is_whole = all(number.is_Integer for number in whole.atoms(sympy.Rational))
+        if is_whole and not expr.atoms(sympy.Function):
             return PythonPrinter().doprint(whole)
         return self._with_multiples(
             PythonPrinter().doprint(sympy.expand(expr.xreplace(self._named)))
@@ -144,10 +151,6 @@ def environment_of(signature: Signature) -> Environment | None:
     if not isinstance(signature, RangedSignature):
         return None
     return Environment(signature.symbols, signature.hints)
-
-
-def _has_integers(expr: Any) -> bool:
-    return all(number.is_Integer for number in expr.atoms(sympy.Rational))
 
 
 class _NotedGuards(list[Any]):
@@ -272,8 +275,5 @@ class _AtSizes:
                 self.storages[key] = made.untyped_storage() if is_symbolic else storage
             view = torch.empty(0, dtype=traced.dtype, device=traced.device)
             view.set_(self.storages[key], offset, shape, stride)
-        return view.requires_grad_(traced.requires_grad) if _may_need(traced) else view
-
-
-def _may_need(traced: Tensor) -> bool:
-    return traced.requires_grad and (traced.is_floating_point() or traced.is_complex())
+        may_need = traced.is_floating_point() or traced.is_complex()
+        return view.requires_grad_(traced.requires_grad and may_need)

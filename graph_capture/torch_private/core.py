@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import logging
+import re
+from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -31,10 +34,13 @@ from torch.distributed import _functional_collectives as _collectives
 from torch.distributed._functional_collectives import REDUCE_OP_TO_STR
 from torch.nn.modules import module as _modules
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as _checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_mode_stack
+
+from remat.graph_capture.errors import RewriteError
 
 _C: Any = torch._C
 
@@ -99,7 +105,6 @@ def checks_kept() -> Generator[None]:
 
 
 # Collectives of a graph, which return what `torch.distributed` writes in place.
-
 
 _in_graphs: Any = _collectives
 c10d_ops: Any = torch.ops._c10d_functional
@@ -188,3 +193,94 @@ def takes_cudnn_batch_norm(*inputs: Tensor, eps: float) -> bool:
 
 def cudnn_batch_norm_reserve_bytes(x: Tensor) -> int:
     return _C._get_cudnn_batch_norm_reserve_space_size(x, True)
+
+
+# A plan stands on private parts of AOTAutograd and Inductor, which change with each release. A
+# release that the tests have not run with may carry a plan out in another way.
+
+OLDEST, NEWEST = "2.11.0", "2.14.1"
+"""The tests run on both (`make test-versions`), and on the one between of `constraints.txt`."""
+
+
+def requirement() -> str:
+    """What pip is asked for: every patch of the minor releases from `OLDEST` to `NEWEST`."""
+    (major, oldest), (_, newest) = _minor(OLDEST), _minor(NEWEST)
+    return f"torch>={major}.{oldest},<{major}.{newest + 1}"
+
+
+def refused_release(version: str) -> str:
+    """Why a release of torch is refused; empty for one that is not."""
+    if _minor(OLDEST) <= _minor(version) <= _minor(NEWEST):
+        return ""
+    return (
+        f"plans are tested with torch {OLDEST} to {NEWEST}, and torch {version} is installed: "
+        f'pip install "{requirement()}", or a release of remat that knows this one'
+    )
+
+
+def _minor(version: str) -> tuple[int, int]:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    # A version that cannot be read is refused, as it is before the oldest.
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def require_tested_release() -> None:
+    reason = refused_release(importlib.metadata.version("torch"))
+    if reason:
+        raise RewriteError(reason)
+
+
+def loses_gradients() -> bool:
+    """Whether dynamo drops the backward of an `autograd.Function` that writes to its result."""
+    # torch 2.11 does, with every backend: `y = x.clone(); y.mul_(3); return y` in its forward.
+    return _minor(torch.__version__) < (2, 12)
+
+
+def holds_tangents() -> bool:
+    """Whether torch holds the gradients that a compiled backward is given until it has ended."""
+    # Later releases than 2.11 hand them over in a list, from which each goes once it was read.
+    return not hasattr(torch.autograd.Function, "boxed_grads_call")
+
+
+# Modes that see each op, or each call of torch's functions, and run it in their way.
+
+
+class _Watcher:
+    """Has `on_op` in the place of each call. Calls that it makes itself are not seen."""
+
+    @abstractmethod
+    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What `func(*args, **kwargs)` returns: with something done before, after or instead."""
+
+
+class OpWatcher(_Watcher, TorchDispatchMode):
+    """Sees ops below autograd, those of backward too."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return self.on_op(func, args, kwargs or {})
+
+
+class CallWatcher(_Watcher, TorchFunctionMode):
+    """Sees torch's functions and methods of tensors as the user's code calls them."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return self.on_op(func, args, kwargs or {})
+
+
+class TraceObserver(OpWatcher):
+    """Sees each op that forward runs while it is traced, and is no part of the trace."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        # Under other modes torch runs compiled code uncompiled, so that would not be refused.
+        return True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True

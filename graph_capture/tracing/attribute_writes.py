@@ -37,8 +37,7 @@ from remat.graph_capture.python_state.state_slots import (
 )
 from remat.graph_capture.python_state.tensor_attributes import Writer, other_threads
 from remat.graph_capture.refusals import hook_tables, registered_hook
-from remat.graph_capture.torch_private.core import pytree
-from remat.graph_capture.tracing.op_watcher import CallWatcher
+from remat.graph_capture.torch_private.core import CallWatcher, pytree
 from remat.graph_capture.tracing.outputs import DuplicateOutputs
 from remat.graph_capture.tracing.restore import ModuleAttributes, Written
 
@@ -339,7 +338,8 @@ def find_loop_carried(
     number = sum(one.tensors for one in mutated)
     if not number:
         return []
-    described = _forward_results(end, results)
+    outputs: Any = end.args[0]
+    described = zip(end.meta["desc"][:results], outputs[:results], strict=True)
     # Outputs for mutated inputs come first, and have no index among the results.
     plain = [(what.idx, node) for what, node in described if hasattr(what, "idx")]
     distinct = [node for _, node in sorted(plain, key=lambda pair: pair[0])]
@@ -353,12 +353,6 @@ def find_loop_carried(
         if one.is_read and (is_another or one.before & constants):
             found.append(one)
     return found
-
-
-def _forward_results(end: fx.Node, count: int) -> list[tuple[Any, Any]]:
-    outputs = end.args[0]
-    assert isinstance(outputs, (tuple, list))
-    return list(zip(end.meta["desc"][:count], outputs[:count], strict=True))
 
 
 def _depends_on_input(node: Any) -> bool:

@@ -49,11 +49,11 @@ class _BlockCalls:
                     f"block {path} runs under an autocast that forward enters by itself: enter it "
                     "around the whole step instead, as torch's documentation shows"
                 )
-        return {path: self._recipe(path, found[0]) for path, found in self.signatures.items()}
-
-    def _recipe(self, path: str, signature: Signature) -> Recipe:
-        name = type(self.blocks[path]).__name__
-        return Recipe(name, signature, None, Resident(), self.autocast[path])
+        kinds = {path: type(block).__name__ for path, block in self.blocks.items()}
+        return {
+            path: Recipe(kinds[path], found[0], None, Resident(), self.autocast[path])
+            for path, found in self.signatures.items()
+        }
 
 
 def matching_blocks(model: nn.Module, pattern: str, device: str) -> dict[str, nn.Module]:

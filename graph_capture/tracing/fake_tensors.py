@@ -28,12 +28,12 @@ from remat.graph_capture.distributed.dtensors import is_distributed
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.nodes import aten, target_name, tensors_of
 from remat.graph_capture.torch_private.core import (
+    CallWatcher,
     DispatchKey,
     FakeTensorMode,
     compute_elementwise_output_strides,
     suggest_memory_format,
 )
-from remat.graph_capture.tracing.op_watcher import CallWatcher
 
 _CONTIGUOUS = {"memory_format": torch.contiguous_format}
 
@@ -143,22 +143,6 @@ def _plain_second(_grad: Tensor, x: Tensor, *_: Any) -> Tensor:
     return _plain(x)
 
 
-def _as_first(x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x, device="meta")
-
-
-def _as_second(_grad: Tensor, x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x, device="meta")
-
-
-def _noisy(grad: Tensor, _x: Tensor, noise: Tensor, *_: Any) -> Tensor:
-    return _pointwise(noise, grad)
-
-
-def _exponential(grad: Tensor, *more: Any) -> Tensor:
-    return _pointwise(grad, more[4])  # self_or_result, of elu_backward
-
-
 def _pointwise(x: Tensor, y: Tensor, *_: Any) -> Tensor:
     # As TensorIterator lays out the result of these two.
     strides = compute_elementwise_output_strides(x.to("meta"), y.to("meta"))
@@ -181,15 +165,17 @@ RULES: dict[Any, _Rule] = {
     aten.smooth_l1_loss_backward.default: _plain_second,
     aten.huber_loss_backward.default: _plain_second,
     aten.glu_backward.default: _plain_second,
-    aten.binary_cross_entropy.default: _as_first,
-    aten.binary_cross_entropy_backward.default: _as_second,
+    aten.binary_cross_entropy.default: lambda x, *_: torch.empty_like(x, device="meta"),
+    aten.binary_cross_entropy_backward.default: lambda _, x, *__: torch.empty_like(
+        x, device="meta"
+    ),
     aten.channel_shuffle.default: _like_input,
     aten.softplus_backward.default: _pointwise,
     aten.hardtanh_backward.default: _pointwise,
     aten.hardsigmoid_backward.default: _pointwise,
     aten.logit_backward.default: _pointwise,
-    aten.elu_backward.default: _exponential,
-    aten.rrelu_with_noise_backward.default: _noisy,
+    aten.elu_backward.default: lambda grad, *more: _pointwise(grad, more[4]),  # self_or_result
+    aten.rrelu_with_noise_backward.default: lambda grad, _, noise, *__: _pointwise(noise, grad),
     aten.reflection_pad2d_backward.default: _like_second,
     aten.replication_pad2d_backward.default: _like_second,
     aten.max_unpool2d.default: _unpooled,
@@ -200,7 +186,6 @@ RULES: dict[Any, _Rule] = {
     aten.native_group_norm.default: _like_input,
     aten.native_group_norm_backward.default: _like_second,
 }
-
 
 _CPU_ONLY = {
     aten.native_batch_norm.default,
@@ -221,7 +206,6 @@ _CPU_ONLY = {
     aten.channel_shuffle.default,
 }
 """Ops whose fake kernels state the strides of CUDA's kernels."""
-
 
 _WEIGHTS: dict[Any, slice] = {
     aten.native_batch_norm.default: slice(1, 5),

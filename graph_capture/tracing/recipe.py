@@ -24,7 +24,7 @@ from torch import fx, nn
 from remat.graph_capture.devices.known_devices import CPU, is_in_table
 from remat.graph_capture.errors import CaptureError, RewriteError, option
 from remat.graph_capture.graph import Links, Resident
-from remat.graph_capture.joint.gradient_release import GradientRelease
+from remat.graph_capture.joint.gradients import GradientRelease
 from remat.graph_capture.torch_private.core import fake_tensor_log
 from remat.graph_capture.tracing.signature import Signature
 from remat.graph_capture.tracing.step_module import LossFunction
@@ -32,7 +32,6 @@ from remat.graph_capture.tracing.step_module import LossFunction
 # Libraries take another way through their models where `torch.compiler.is_compiling` or
 # `is_exporting` says so: transformers then writes out causal masks and repeats keys, which changes
 # the last bits. So a model is first traced as in eager, where both say no.
-
 
 _Flags = tuple[bool, bool]
 FLAGS: tuple[_Flags, ...] = (False, False), (True, False), (True, True)

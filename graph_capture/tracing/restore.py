@@ -7,7 +7,6 @@ import random
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from types import FrameType
 from typing import Any, cast
 
@@ -19,8 +18,7 @@ from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.joint.provenance import is_users, line_of_user, source_of
 from remat.graph_capture.python_state.state_guards import PythonState
 from remat.graph_capture.python_state.state_slots import MISSING, DictItem, copied, holds, refill
-from remat.graph_capture.torch_private.core import FakeTensor, pytree
-from remat.graph_capture.tracing.op_watcher import CallWatcher
+from remat.graph_capture.torch_private.core import CallWatcher, FakeTensor, pytree
 
 _Attributes = dict[str, tuple[Any, Any]]
 """Values by name, each with a shallow copy of it where it is a plain container."""
@@ -63,7 +61,8 @@ class ModuleAttributes:
             for path, module, attributes in self._before
             for name in _changed(vars(module), attributes, self._but)
             # Torch's tables of hooks are compared elsewhere; an LSTM's flat weights are its own.
-            if name not in OF_TORCH and not _is_torchs_own(module, name)
+            if name not in OF_TORCH
+            if not (name.startswith("_") and type(module).__module__.startswith("torch."))
         ]
 
     def restore(self) -> None:
@@ -73,10 +72,6 @@ class ModuleAttributes:
 
 OF_TORCH = frozenset(vars(nn.Module()))
 """What every module has: its tables of parameters, of hooks and of other modules, and its mode."""
-
-
-def _is_torchs_own(module: nn.Module, name: str) -> bool:
-    return name.startswith("_") and type(module).__module__.startswith("torch.")
 
 
 def _before(module: nn.Module, name: str, attributes: _Attributes) -> tuple[Any, Any]:
@@ -107,11 +102,8 @@ def restored_after(model: nn.Module) -> Generator[ModuleAttributes]:
 
 def _snapshot(module: nn.Module, but: frozenset[str]) -> _Attributes:
     held = ((name, value) for name, value in vars(module).items() if name not in but)
-    return {name: (value, _copy_of_container(value)) for name, value in held}
-
-
-def _copy_of_container(value: Any) -> Any:
-    return copied(value) if isinstance(value, (dict, list, set)) else None
+    kinds = (dict, list, set)
+    return {n: (value, copied(value) if isinstance(value, kinds) else None) for n, value in held}
 
 
 def _changed(now: dict[str, Any], attributes: _Attributes, but: frozenset[str]) -> Iterator[str]:
@@ -296,7 +288,4 @@ class GradientOrder:
         self.places.clear()
         for place, parameter in enumerate(parameters):
             if parameter.requires_grad:
-                parameter.register_hook(partial(self._note, place))
-
-    def _note(self, place: int, gradient: Tensor) -> None:
-        self.places.append(place)
+                parameter.register_hook(lambda _, place=place: self.places.append(place))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -111,7 +111,7 @@ class Signature:
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        return {n: facts[2] for n, facts in zip(self.names, self.tensors, strict=True) if facts}
+        return {n: facts.dtype for n, facts in zip(self.names, self.tensors, strict=True) if facts}
 
     def with_attributes_of(self, names: Collection[str]) -> Self:
         """The same, with only those attributes of tensors that have these names."""
@@ -129,7 +129,9 @@ class Signature:
     @property
     def title(self) -> str:
         shapes = [
-            f"{str(one[2]).removeprefix('torch.')}{list(one[0])}" for one in self.tensors if one
+            f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}"
+            for one in self.tensors
+            if one
         ]
         distinct = list(dict.fromkeys(shapes))
         more = f" and {len(distinct) - _MOST_SHOWN} more" * (len(distinct) > _MOST_SHOWN)
@@ -145,7 +147,7 @@ class Signature:
     def example(self, mode: FakeTensorMode) -> Any:
         with mode:
             leaves = [
-                other if facts is None else _empty(facts)
+                other if facts is None else empty_tensor(facts)
                 for facts, other in zip(self.tensors, self.others, strict=True)
             ]
         return pytree.tree_unflatten(leaves, self.spec)
@@ -186,35 +188,36 @@ def first_places(leaves: Sequence[Any]) -> list[int]:
     ]
 
 
-TensorFacts = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
-"""Shape, strides, dtype, device, and whether it requires a gradient."""
+class TensorFacts(NamedTuple):
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
 
 
 def tensor_facts(tensor: Tensor) -> TensorFacts:
-    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
-
-
-def _is_cast(planned: TensorFacts, found: TensorFacts) -> bool:
-    is_float = planned[2].is_floating_point and found[2].is_floating_point
-    return is_float and planned[2] != found[2] and planned[0] == found[0]
+    return TensorFacts(
+        tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+    )
 
 
 def _way_out(planned: TensorFacts, found: TensorFacts) -> str:
-    shape, stride, dtype, device, requires_grad = planned
-    if len(found[0]) != len(shape):
+    if len(found.shape) != len(planned.shape):
         return _OTHER_DIMENSIONS
-    if found[0] != shape:
+    if found.shape != planned.shape:
         return _OTHER_SHAPE
-    if found[2] != dtype:
+    if found.dtype != planned.dtype:
         # A float of another dtype was probably cast on the way, as FSDP's policy does.
-        way = _OTHER_DTYPE if _is_cast(planned, found) else _OTHER_KIND
-        return way.format(dtype=found[2] if way is _OTHER_DTYPE else dtype)
-    if found[3] != device:
-        return _OTHER_DEVICE.format(device=str(device))
-    if found[1] != stride:
-        is_plain = stride == torch.empty(shape, device="meta").stride()
+        if planned.dtype.is_floating_point and found.dtype.is_floating_point:
+            return _OTHER_DTYPE.format(dtype=found.dtype)
+        return _OTHER_KIND.format(dtype=planned.dtype)
+    if found.device != planned.device:
+        return _OTHER_DEVICE.format(device=str(planned.device))
+    if found.stride != planned.stride:
+        is_plain = planned.stride == torch.empty(planned.shape, device="meta").stride()
         return _OTHER_LAYOUT.format(way=".contiguous()" if is_plain else "laid out as at capture")
-    return _NEEDS_NONE if requires_grad else _NEEDS_GRADIENT
+    return _NEEDS_NONE if planned.requires_grad else _NEEDS_GRADIENT
 
 
 def _others_text(planned: list[str], leaves: list[Any], spec: Any) -> str:
@@ -234,7 +237,7 @@ def _facts_text(facts: TensorFacts) -> str:
     return text + (", requires_grad" if requires_grad else "")
 
 
-def _empty(facts: TensorFacts) -> Tensor:
+def empty_tensor(facts: TensorFacts) -> Tensor:
     shape, stride, dtype, device, requires_grad = facts
     return torch.empty_strided(
         shape, stride, dtype=dtype, device=device, requires_grad=requires_grad

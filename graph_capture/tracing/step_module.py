@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from remat.graph_capture.distributed.dtensors import is_distributed
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.joint.constant_folding import ConstantFolder
+from remat.graph_capture.joint.constant_folding import ConstantFolder, TraceSizes
 from remat.graph_capture.joint.nodes import mark_forward
 from remat.graph_capture.joint.output_aliasing import views_told_apart
 from remat.graph_capture.joint.provenance import Provenance, line_of_user, path_in_model
@@ -22,7 +22,6 @@ from remat.graph_capture.python_state.module_hooks import ALL_HOOKS
 from remat.graph_capture.python_state.state_slots import PLAIN
 from remat.graph_capture.python_state.tensor_attributes import StandIns
 from remat.graph_capture.refusals import refuse_subclass
-from remat.graph_capture.sizes.values_over_sizes import TraceSizes
 from remat.graph_capture.torch_private.core import CheckpointHook, pytree, saved_tensor_hooks
 from remat.graph_capture.tracing.attribute_writes import ForwardWrites
 from remat.graph_capture.tracing.outputs import (
@@ -179,7 +178,9 @@ class StepModule(nn.Module):
         recorded = self._ran.recorded() if self._ran else contextlib.nullcontext()
         # Forward may ask whether two tensors are one, so one stand-in stands for both.
         if self._signature and self._signature.as_one:
-            args, kwargs, target = _as_one((args, kwargs, target), self._signature.firsts)
+            leaves, spec = pytree.tree_flatten((args, kwargs, target))
+            firsts = [leaves[i] for i in self._signature.firsts]
+            args, kwargs, target = pytree.tree_unflatten(firsts, spec)
         with _autocast_cache(enabled=self._casts_once), self.known, recorded:
             return self._run(args, kwargs, target)
 
@@ -224,11 +225,6 @@ class StepModule(nn.Module):
                 f"forward of {type(self.model).__name__} registers a hook on the model itself, "
                 "which its next call would run: register it outside forward, before the first step"
             )
-
-
-def _as_one(batch: Any, firsts: Sequence[int]) -> Any:
-    leaves, spec = pytree.tree_flatten(batch)
-    return pytree.tree_unflatten([leaves[i] for i in firsts], spec)
 
 
 def _require_known(kind: str, result: Any) -> None:

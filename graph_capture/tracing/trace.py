@@ -19,28 +19,18 @@ from torch import fx, nn
 from remat.graph_capture.devices.known_devices import CPU, allocator_rounding
 from remat.graph_capture.devices.placement import refuse_other_devices, resolved_device
 from remat.graph_capture.distributed.collectives import wait_all
-from remat.graph_capture.distributed.dtensors import describe_parts, has_dtensors
+from remat.graph_capture.distributed.dtensors import describe_parts, has_dtensors, inputs_cast
 from remat.graph_capture.distributed.rank_refusals import (
     modes_among_ranks,
     refuse_range_of_dtensors,
 )
 from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.errors import CaptureError, FloatInputError
-from remat.graph_capture.float_inputs.inputs import (
-    FloatInputs,
-    FloatPlace,
-    Probe,
-    holding,
-    named_places,
-    probed,
-)
-from remat.graph_capture.float_inputs.traced_float import Log
 from remat.graph_capture.graph import Optimizer, TrainingGraph
 from remat.graph_capture.joint.autocast_cache import cast_weights_once
 from remat.graph_capture.joint.build import Joint, build_joint
 from remat.graph_capture.joint.eager_memory import EagerMemory
-from remat.graph_capture.joint.gradient_release import GradientRelease
-from remat.graph_capture.joint.gradients import can_release_gradients
+from remat.graph_capture.joint.gradients import GradientRelease, can_release_gradients
 from remat.graph_capture.joint.nodes import is_tangent, written_inputs
 from remat.graph_capture.joint.output_aliasing import take_out_of
 from remat.graph_capture.joint.provenance import Provenance
@@ -53,10 +43,7 @@ from remat.graph_capture.python_state.state_guards import (
 )
 from remat.graph_capture.python_state.state_slots import MISSING, DictItem
 from remat.graph_capture.refusals import refusal, refuse_all_frozen, refuse_module
-from remat.graph_capture.sizes.ranged_signature import (
-    RangedSignature,
-    ranged_signature,
-)
+from remat.graph_capture.sizes.ranged_signature import RangedSignature, ranged_signature
 from remat.graph_capture.sizes.symbols import Dynamic, require_guards
 from remat.graph_capture.sizes.trace_over_sizes import Environment, at_sizes, environment_of
 from remat.graph_capture.torch_private.aot import (
@@ -88,7 +75,14 @@ from remat.graph_capture.tracing.fake_tensors import (
     fake_with_eager_strides,
     kernels_of_eager,
 )
-from remat.graph_capture.tracing.mixed_precision import inputs_cast
+from remat.graph_capture.tracing.float_inputs import (
+    FloatInputs,
+    FloatPlace,
+    Probe,
+    holding,
+    named_places,
+    probed,
+)
 from remat.graph_capture.tracing.option_pairs import require_compatible
 from remat.graph_capture.tracing.outputs import DuplicateOutputs
 from remat.graph_capture.tracing.recipe import (
@@ -114,6 +108,7 @@ from remat.graph_capture.tracing.step_module import (
     refuse_checkpointed_writes,
     with_loss,
 )
+from remat.graph_capture.tracing.traced_float import Log
 
 # `torch.utils.checkpoint` in a model is transparent to the trace: a plan covers what it covers, and
 # replaces it.
@@ -223,7 +218,8 @@ def _trace_once(
     results, end = num_forward_outputs(descriptors), gm.graph.output_node()
     refuse_checkpointed_writes(gm.graph, results, checkpointed)
     edit_traced(gm, recipe)
-    constants = storages_in(_held_by(gm))
+    held = (getattr(gm, str(node.target)) for node in gm.graph.find_nodes(op="get_attr"))
+    constants = storages_in(held)
     loop_carried = tuple(
         find_loop_carried(writes.mutated, results, end, step.duplicate_outputs, constants)
     )
@@ -308,10 +304,6 @@ def with_edits(trace: Trace, edits: tuple[JointEdit, ...]) -> Trace:
     gm.recompile()
     joint = joint_of(gm, trace.joint.num_forward_outputs, recipe, trace.duplicate_outputs)
     return dataclasses.replace(trace, joint=joint, recipe=recipe, compiled=False)
-
-
-def _held_by(gm: fx.GraphModule) -> list[Any]:
-    return [getattr(gm, str(node.target)) for node in gm.graph.find_nodes(op="get_attr")]
 
 
 def num_forward_outputs(descriptors: JointWithDescriptors) -> int:
@@ -446,10 +438,7 @@ def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
         done = _trace_recipe(model, recipe)
         # Traces with other numbers show whether the step is the same but for them.
         found = probed(
-            places,
-            state,
-            _probe(done, Log()),
-            lambda log: _probe(_traced_anew(model, done), log),
+            places, state, _probe(done, Log()), lambda log: _probe(_traced_anew(model, done), log)
         )
     if isinstance(found, str):
         raise FloatInputError(
@@ -537,7 +526,11 @@ def _counts_as_one(done: Trace) -> bool:
     places = {*twice, *(signature.firsts[i] for i in twice)}
     facts = [signature.tensors[i] for i in places]
     # Code may ask whether two are one; and one tensor has one gradient, the sum of both.
-    if not twice or done.python_state.asks_identity or any(one and one[4] for one in facts):
+    if (
+        not twice
+        or done.python_state.asks_identity
+        or any(one and one.requires_grad for one in facts)
+    ):
         return bool(twice)
     written = written_inputs(done.joint.module.graph, done.joint.num_forward_outputs)
     # Parameters and buffers come first among the inputs.

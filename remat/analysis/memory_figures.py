@@ -12,12 +12,12 @@ import msgspec
 from remat.budgets import unmodified_step
 from remat.checks import EXPANDABLE_CONF
 from remat.formats import bytes_text, fine_time_text, percent_text
-from remat.graph_capture.costs.link_speeds import BYTES_PER_US_IN_GB_S
 from remat.graph_capture.devices.known_devices import (
     has_cuda_allocator,
     is_in_table,
     modelled_device,
 )
+from remat.graph_capture.devices.links import BYTES_PER_US_IN_GB_S
 from remat.graph_capture.errors import BudgetError, DeviceError, ScheduleError, option
 from remat.graph_capture.graph import LINK_NAMES, Op, PartKind, TrainingGraph
 from remat.schedules.derived import choice_of, graph_of_schedule

@@ -17,10 +17,10 @@ from remat.checks import Batch, is_checked, require_equal, say_unchecked, unless
 from remat.graph_capture.capture_api import add_costs
 from remat.graph_capture.devices.known_devices import is_cuda
 from remat.graph_capture.distributed.collectives import collectives_in
+from remat.graph_capture.distributed.dtensors import parameters_cast, require_cast
 from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError, SignatureError
 from remat.graph_capture.tracing.attribute_writes import state_guarded
 from remat.graph_capture.tracing.fake_tensors import has_storage
-from remat.graph_capture.tracing.mixed_precision import parameters_cast, require_cast
 from remat.graph_capture.tracing.trace import trace_recipe
 from remat.progress import stopwatch_of_call
 from remat.ranks.collective_call import CollectiveCall

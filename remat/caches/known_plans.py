@@ -22,10 +22,9 @@ import remat.rewriter
 import remat.schedules
 import remat.solver
 from remat.budgets import Budget
-from remat.graph_capture.cache_files import CacheFiles
 from remat.graph_capture.costs.op_costs import Sized
 from remat.graph_capture.errors import PlanError, ScheduleError
-from remat.graph_capture.files import decode_json
+from remat.graph_capture.files import CacheFiles, decode_json
 from remat.graph_capture.graph import Links, TrainingGraph
 from remat.graph_capture.tracing.trace import Trace
 from remat.rewriter.checking.audit import of_steps

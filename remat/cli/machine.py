@@ -27,7 +27,7 @@ from remat.job.plan_source import load_shown
 from remat.job.request import NAMED_BY_TORCH, Request
 
 if TYPE_CHECKING:
-    from remat.graph_capture.costs.profile import Profile
+    from remat.graph_capture.costs.cache import Profile
 
 
 _DriveFolder = Annotated[
@@ -117,7 +117,7 @@ def doctor_verb(session: Session) -> None:
 def _findings() -> dict[str, Any]:
     import torch
 
-    from remat.graph_capture.cache_files import cache_folder
+    from remat.graph_capture.files import cache_folder
 
     return {
         "remat": __version__,

@@ -18,9 +18,8 @@ from remat.cluster.capture.rank_graph import behind_graph_on_rank, block_graph_o
 from remat.cluster.mesh import Cluster, Job
 from remat.cluster.opened_chain import Chains
 from remat.cluster.parts import Part, PartOption, PartWork, part_of, part_work
-from remat.graph_capture.cache_files import CacheFiles
-from remat.graph_capture.distributed.fake_group import FakeGroups
-from remat.graph_capture.files import decode_json
+from remat.graph_capture.distributed.collectives import FakeGroups
+from remat.graph_capture.files import CacheFiles, decode_json
 from remat.graph_capture.graph import TrainingGraph
 
 _SCHEMA = 5

@@ -11,7 +11,7 @@ import msgspec
 
 from remat.cluster.capture.chain_shape import CHAIN_POSITIONS, ChainPosition, shares_heads
 from remat.cluster.parts import Part, PartWork
-from remat.graph_capture.devices.rank_links import RankLinks
+from remat.graph_capture.devices.links import RankLinks
 
 
 class Weights(msgspec.Struct, frozen=True):

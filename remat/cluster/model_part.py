@@ -20,8 +20,7 @@ from remat.cluster.capture.model_chain import leaf_on_meta, state_on_meta
 from remat.cluster.capture.rank_graph import SEQUENCE
 from remat.cluster.capture.watching import WAY_OUT
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.torch_private.core import pytree
-from remat.graph_capture.tracing.op_watcher import OpWatcher
+from remat.graph_capture.torch_private.core import OpWatcher, pytree
 from remat.graph_capture.tracing.step_module import apply_loss
 from remat.rewriter.user_module.own_forward import shell_with, with_replaced
 

@@ -19,7 +19,7 @@ from remat.cluster.capture.model_chain import ChainModel, chain_of
 from remat.cluster.capture.rank_graph import runs_split
 from remat.cluster.capture.watching import watch
 from remat.cluster.mesh import Job, MeshSpec, Weights
-from remat.graph_capture.distributed.fake_group import FakeGroups
+from remat.graph_capture.distributed.collectives import FakeGroups
 from remat.graph_capture.errors import CaptureError, FactoryError
 from remat.job.factory import Loaded, NamedFunction, call, function_named
 

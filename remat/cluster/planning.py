@@ -26,7 +26,7 @@ from remat.cluster.planner import ClusterSearch
 from remat.cluster.replayed_plan import ReplayedPlan, replayed_plan
 from remat.cluster.stages import StagePlan
 from remat.graph_capture.devices.known_devices import device_table
-from remat.graph_capture.distributed.fake_group import fake_ranks
+from remat.graph_capture.distributed.collectives import fake_ranks
 from remat.graph_capture.errors import DeviceError
 from remat.progress import Stopwatch
 from remat.schedules.plan import Versions

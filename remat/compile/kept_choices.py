@@ -1,6 +1,6 @@
 """Plans of compiled steps on disk, for the processes after this one: one file for each `start_key`.
 
-A file is not believed (`graph_capture/cache_files.py`): its schedule is judged by `simulate`
+A file is not believed (`graph_capture/files.py`): its schedule is judged by `simulate`
 on the graph in it, and its costs must be those that are measured here.
 """
 
@@ -11,11 +11,10 @@ from collections.abc import Iterator
 import msgspec
 
 from remat.compile.graph_context import ChosenPlan
-from remat.graph_capture.cache_files import CacheFiles
 from remat.graph_capture.costs.cache import CostCache, OpCost
-from remat.graph_capture.devices.local_devices import meter_of
+from remat.graph_capture.devices.placement import meter_of
 from remat.graph_capture.errors import PlanError
-from remat.graph_capture.files import decode_json
+from remat.graph_capture.files import CacheFiles, decode_json
 from remat.graph_capture.graph import MOST_BYTES, TrainingGraph
 from remat.rewriter.inductor.replay import ReplayedMemory, StepBytes
 from remat.schedules.schedule import Schedule

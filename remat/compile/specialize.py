@@ -20,8 +20,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 
 from remat.graph_capture.devices.known_devices import CPU, is_cuda
-from remat.graph_capture.devices.local_devices import meter_of
-from remat.graph_capture.devices.placement import device_holding
+from remat.graph_capture.devices.placement import device_holding, meter_of
 from remat.graph_capture.errors import CaptureError, DeviceError
 from remat.graph_capture.joint.nodes import copy_of, storage_key
 from remat.graph_capture.torch_private.aot import dynamo_config

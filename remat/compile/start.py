@@ -32,7 +32,7 @@ from remat.compile.specialize import device_of_inputs
 from remat.formats import budget_text, bytes_text
 from remat.graph_capture.devices.cpu import cpu_title
 from remat.graph_capture.devices.known_devices import CPU, CUDA, is_cuda
-from remat.graph_capture.devices.local_devices import meter_of
+from remat.graph_capture.devices.placement import meter_of
 from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.joint.nodes import storage_key

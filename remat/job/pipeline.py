@@ -38,7 +38,7 @@ from remat.solver.search import is_interrupted
 if TYPE_CHECKING:
     from torch import nn
 
-    from remat.graph_capture.costs.profile import Profile
+    from remat.graph_capture.costs.cache import Profile
     from remat.graph_capture.sizes.symbols import Dynamic
     from remat.graph_capture.tracing.recipe import Recipe
     from remat.graph_capture.tracing.trace import Trace
@@ -130,7 +130,7 @@ def runs_again(graph: TrainingGraph, result: Result) -> RunsAgain:
 
 
 def trace_loaded(loaded: Loaded, request: Request, dynamic: Dynamic | None = None) -> Trace:
-    from remat.graph_capture.tracing.mixed_precision import parameters_cast
+    from remat.graph_capture.distributed.dtensors import parameters_cast
     from remat.graph_capture.tracing.trace import trace
 
     gradient_release = None

@@ -27,7 +27,7 @@ from remat.solver import TABLE, make_solver
 from remat.solver.stopping import DEFAULT_GAP
 
 if TYPE_CHECKING:
-    from remat.graph_capture.costs.profile import Profile
+    from remat.graph_capture.costs.cache import Profile
 
 NO_BUDGET = ""
 """The budget of a request that asks for no solve."""
@@ -195,6 +195,6 @@ class Request:
         if self.profile is None:
             return None
         # Profiles import torch, which a request does without.
-        from remat.graph_capture.costs.profile import as_profile
+        from remat.graph_capture.costs.cache import as_profile
 
         return as_profile(self.profile)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from remat.graph_capture.joint.gradient_release import GradientRelease
+    from remat.graph_capture.joint.gradients import GradientRelease
     from remat.graph_capture.tracing.trace import Trace
 
 
@@ -90,10 +90,8 @@ def optimizer_in_backward_of(
 ) -> GradientRelease:
     """What the updates take, of the parameters that both the step and the optimizer have."""
     from remat.graph_capture.devices.known_devices import allocator_rounding
-    from remat.graph_capture.devices.local_devices import meter_of
-    from remat.graph_capture.devices.placement import resolved_device
-    from remat.graph_capture.joint.gradient_release import GradientRelease
-    from remat.graph_capture.joint.optimizers import require_known, update_costs
+    from remat.graph_capture.devices.placement import meter_of, resolved_device
+    from remat.graph_capture.joint.gradients import GradientRelease, require_known, update_costs
     from remat.graph_capture.tracing.step_module import with_loss
 
     require_known(optimizer)
@@ -124,7 +122,7 @@ def planned_optimizer_in_backward(
     accumulate: bool = False,
 ) -> GradientRelease:
     from remat.graph_capture.devices.known_devices import is_in_table
-    from remat.graph_capture.joint.gradient_release import GradientRelease
+    from remat.graph_capture.joint.gradients import GradientRelease
 
     if optimizer == "none":
         raise CaptureError(

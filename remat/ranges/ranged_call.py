@@ -11,7 +11,7 @@ import msgspec
 from remat.budgets import Budget
 from remat.checks import Batch, is_checked, require_equal, say_unchecked, unless_short
 from remat.graph_capture.capture_api import add_costs, workspaces_by
-from remat.graph_capture.costs.profile import Profile
+from remat.graph_capture.costs.cache import Profile
 from remat.graph_capture.costs.step_time import is_beyond
 from remat.graph_capture.errors import (
     SignatureError,
@@ -33,7 +33,7 @@ from remat.rewriter.user_module.ranged import RangedModule, make_ranged
 from remat.solved import family_text
 
 if TYPE_CHECKING:
-    from remat.graph_capture.costs.profile import Profile
+    from remat.graph_capture.costs.cache import Profile
     from remat.graph_capture.tracing.trace import ProgressCallback
     from remat.step_spec import StepSpec
 

@@ -247,7 +247,7 @@ class VaryingSizes:
             (i, dim): _identifier(arguments.get(name, name), dim)
             for i, name in enumerate(signature.names)
             if (facts := signature.tensors[i]) is not None
-            for dim in range(len(facts[0]))
+            for dim in range(len(facts.shape))
         }
         given: dict[At, Symbol] | None = None
         if not isinstance(self.dynamic, str):

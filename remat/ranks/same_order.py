@@ -14,8 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch.distributed as dist
 from torch import fx, nn
 
-from remat.graph_capture.distributed.collectives import collectives_in, groups_of
-from remat.graph_capture.distributed.fake_group import is_fake
+from remat.graph_capture.distributed.collectives import collectives_in, groups_of, is_fake
 from remat.graph_capture.errors import AgreementError
 from remat.graph_capture.joint.nodes import NodeOrigins, target_name
 from remat.ranks.collective_call import CollectiveCall

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from remat.budgets import parse_budget
-from remat.graph_capture.costs.link_speeds import BYTES_PER_US_IN_GB_S
+from remat.graph_capture.devices.links import BYTES_PER_US_IN_GB_S
 from remat.graph_capture.errors import BudgetError, CaptureError
 from remat.graph_capture.graph import Tier, TrainingGraph
 from remat.levers.optimizer_in_backward import require_no_other_reader, require_own_storages
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from remat.graph_capture.costs.profile import Profile
+    from remat.graph_capture.costs.cache import Profile
     from remat.graph_capture.graph import Optimizer as OptimizerName
     from remat.graph_capture.tracing.trace import Trace
     from remat.rewriter.guards.forward import Guards
@@ -37,8 +37,8 @@ def _parameter_updates(
     optimizer: Optimizer, kind: OptimizerName, parameters: Mapping[str, nn.Parameter], device: str
 ) -> dict[str, ParameterUpdate]:
     from remat.graph_capture.devices.known_devices import allocator_rounding
-    from remat.graph_capture.devices.local_devices import meter_of
-    from remat.graph_capture.joint.optimizers import update_costs
+    from remat.graph_capture.devices.placement import meter_of
+    from remat.graph_capture.joint.gradients import update_costs
 
     # Measured on made data, so the user's state stays as it is.
     costs = update_costs(optimizer, parameters, meter_of(device), allocator_rounding(device))
@@ -70,8 +70,8 @@ def _measured_update(
     import torch
     from torch import nn
 
-    from remat.graph_capture.devices.local_devices import meter_of
-    from remat.graph_capture.joint.optimizers import parameter_groups, step_alone
+    from remat.graph_capture.devices.placement import meter_of
+    from remat.graph_capture.joint.gradients import parameter_groups, step_alone
 
     group = parameter_groups(optimizer)[id(largest)]
     options: dict[str, Any] = {name: value for name, value in group.items() if name != "params"}

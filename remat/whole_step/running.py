@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.joint.build import Joint
-from remat.graph_capture.joint.optimizers import parameter_groups, step_alone
+from remat.graph_capture.joint.gradients import parameter_groups, step_alone
 from remat.graph_capture.torch_private.core import DisableAutocast
 from remat.rewriter.graphs.codegen import compile_in_steps
 from remat.rewriter.graphs.copies import CopyContext, CopyEmitter, copy_times, written_by

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from remat.graph_capture.costs.profile import Profile
+    from remat.graph_capture.costs.cache import Profile
     from remat.whole_step.step import WholeStep
 
 

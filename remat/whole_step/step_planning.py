@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer as TorchOptimizer
 
-    from remat.graph_capture.costs.profile import Profile
+    from remat.graph_capture.costs.cache import Profile
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def step_request(
     nvme: str | None,
 ) -> StepRequest:  # fmt: skip
     from remat.graph_capture.devices.placement import resolved_device
-    from remat.graph_capture.joint.optimizers import require_known
+    from remat.graph_capture.joint.gradients import require_known
 
     require_known(optimizer)
     if microbatches is None:

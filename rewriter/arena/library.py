@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from remat.graph_capture.cache_files import cache_folder
 from remat.graph_capture.errors import ArenaError
+from remat.graph_capture.files import cache_folder
 from remat.graph_capture.graph import Ints
 
 _HERE = Path(__file__).parent

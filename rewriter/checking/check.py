@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from remat.graph_capture.devices.known_devices import CPU, allocator_rounding
-from remat.graph_capture.devices.local_devices import meter_of
 from remat.graph_capture.devices.meter import (
     LoadAwareTimer,
     Meter,
@@ -25,7 +24,7 @@ from remat.graph_capture.devices.meter import (
     have_agreed,
     least_agreed,
 )
-from remat.graph_capture.devices.placement import resolved_device
+from remat.graph_capture.devices.placement import meter_of, resolved_device
 from remat.graph_capture.graph import Optimizer
 from remat.graph_capture.python_state.executed_code import ExecutedCode
 from remat.graph_capture.python_state.state_guards import python_state_kept

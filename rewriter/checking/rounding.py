@@ -19,8 +19,7 @@ from torch import Tensor, fx, nn
 
 from remat.graph_capture.joint.nodes import is_getitem, plain_name
 from remat.graph_capture.joint.provenance import MODULE_KEY, SOURCE_KEY, path_in_model, source_of
-from remat.graph_capture.torch_private.core import pytree
-from remat.graph_capture.tracing.op_watcher import OpWatcher
+from remat.graph_capture.torch_private.core import OpWatcher, pytree
 from remat.rewriter.graphs.rng import drawn
 
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from remat.graph_capture.joint.nodes import is_getitem
-from remat.graph_capture.torch_private.core import OP_NAMESPACES, OpOverload, pytree
-from remat.graph_capture.tracing.op_watcher import OpWatcher
+from remat.graph_capture.torch_private.core import OP_NAMESPACES, OpOverload, OpWatcher, pytree
 from remat.rewriter.graphs.result_gradients import Steps, marks, places_released
 
 # `torch.ops.aten.mm.default(a, b)` matches its arguments against a schema at each call. That takes

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, fx
 
 from remat.graph_capture.errors import RewriteError
-from remat.graph_capture.float_inputs.inputs import FloatArgument, FloatInputs
-from remat.graph_capture.sizes.expressions import FloatOfSizes, SizeArgument
+from remat.graph_capture.sizes.symbols import FloatOfSizes, SizeArgument
 from remat.graph_capture.sizes.trace_over_sizes import SYMBOLIC, Environment
 from remat.graph_capture.torch_private.core import pytree
+from remat.graph_capture.tracing.float_inputs import FloatArgument, FloatInputs
 
 
 class FloatSource:

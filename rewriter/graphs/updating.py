@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from remat.graph_capture.errors import RewriteError
-from remat.graph_capture.joint.optimizers import parameter_groups, require_known, step_alone
+from remat.graph_capture.joint.gradients import parameter_groups, require_known, step_alone
 from remat.graph_capture.torch_private.core import (
     active_ddp_module,
     current_graph_task_id,

@@ -21,9 +21,8 @@ from remat.graph_capture.joint.nodes import (
     storage_key,
     tensors_of,
 )
-from remat.graph_capture.torch_private.core import HigherOrderOperator
+from remat.graph_capture.torch_private.core import HigherOrderOperator, loses_gradients
 from remat.graph_capture.torch_private.inductor import inductor_prims
-from remat.graph_capture.torch_private.releases import loses_gradients
 
 _prims = torch.ops.prims
 

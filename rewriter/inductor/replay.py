@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from remat.graph_capture.joint.nodes import is_tangent, storage_key
-from remat.graph_capture.torch_private.releases import holds_tangents
+from remat.graph_capture.torch_private.core import holds_tangents
 from remat.rewriter.inductor.lowering import Event, Lowered, lower
 
 _Workspaces = Callable[[Sequence[fx.Node]], Sequence[int]]

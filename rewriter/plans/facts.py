@@ -24,7 +24,7 @@ from remat.graph_capture.devices.cpu import cpu_title
 from remat.graph_capture.devices.known_devices import CPU, CUDA, is_in_table, modelled_device
 from remat.graph_capture.errors import PlanError, for_caller
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.joint.gradient_release import GradientRelease
+from remat.graph_capture.joint.gradients import GradientRelease
 from remat.graph_capture.torch_private.core import FakeTensorMode, pytree
 from remat.graph_capture.tracing.recipe import Recipe, autocast_state
 from remat.graph_capture.tracing.resident import tied_places

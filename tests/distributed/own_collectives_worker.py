@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import remat
-from remat.graph_capture.devices.local_devices import meter_of
+from remat.graph_capture.devices.placement import meter_of
 from remat.graph_capture.distributed.collective_costs import measured_rank_links
 from tests.distributed.context_models import GatheredKeys, Rotated, Ulysses, stacked
 from tests.distributed.failing_worker import Found, Reduced, run_cases, said, worst

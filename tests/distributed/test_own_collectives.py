@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from remat.graph_capture.torch_private.releases import loses_gradients
+from remat.graph_capture.torch_private.core import loses_gradients
 from tests.distributed.failing_worker import TIMEOUT_S
 from tests.distributed.launch import Found, ranks
 from tests.distributed.own_collectives_worker import BUDGETS, CASES

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import remat
 from benchmarks.cells.instance_format import graph_of, read_instance
 from remat.analysis.plan_report import fronts_in
-from remat.graph_capture.costs.cache import WholeStepTimes
-from remat.graph_capture.costs.profile import OpWork, Profile, ProfiledOp, as_profile
+from remat.graph_capture.costs.cache import OpWork, Profile, ProfiledOp, WholeStepTimes, as_profile
 from remat.graph_capture.errors import LayoutError, RematError
 from remat.graph_capture.files import read_contents
 from remat.graph_capture.graph import Resident

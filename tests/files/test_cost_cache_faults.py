@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from remat.graph_capture import cache_files, files
+from remat.graph_capture import files
 from remat.graph_capture.costs.cache import CostCache, OpCost
 from tests.files.faults import CALLS, FULL, fail_once, names_in
 
@@ -93,8 +93,8 @@ def test_a_user_without_a_home_has_costs_for_the_process(
 
     for name in ("REMAT_CACHE", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(cache_files.Path, "home", homeless)
-    cache_files._own_folder.cache_clear()
+    monkeypatch.setattr(files.Path, "home", homeless)
+    files._own_folder.cache_clear()
     with pytest.warns(UserWarning, match="there is no home folder.*set REMAT_CACHE"):
         cache = CostCache("a machine")
     cache.costs["one"] = OpCost(1.0)

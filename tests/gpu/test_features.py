@@ -15,7 +15,7 @@ from torch.optim import AdamW
 import remat
 from examples.gpt import GPT, Sizes
 from remat.compile.specialize import libraries_bytes
-from remat.graph_capture.devices.local_devices import meter_of
+from remat.graph_capture.devices.placement import meter_of
 from remat.graph_capture.errors import DeviceError
 from remat.graph_capture.tracing.resident import storage_bytes
 from tests.links import with_links

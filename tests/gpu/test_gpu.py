@@ -10,7 +10,7 @@ import torch
 import remat
 from remat.graph_capture import TrainingGraph, capture
 from remat.graph_capture.devices.cuda import PROBE
-from remat.graph_capture.devices.local_devices import meter_of
+from remat.graph_capture.devices.placement import meter_of
 from remat.job.factory import Loaded, load_model
 from remat.rewriter import Check, check, rewrite
 from remat.schedules.simulate import simulate

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import remat
 from remat.graph_capture import capture, refusals, trace
 from remat.graph_capture.costs import op_costs
-from remat.graph_capture.costs.profile import Profile
+from remat.graph_capture.costs.cache import Profile
 from remat.graph_capture.devices import cuda as cuda_device
 from remat.graph_capture.devices.cuda import CudaMeter
 from remat.graph_capture.devices.known_devices import (

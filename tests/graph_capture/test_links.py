@@ -14,24 +14,24 @@ import pytest
 import torch
 
 from remat.graph_capture.costs import measuring
-from remat.graph_capture.costs.cache import CostCache
-from remat.graph_capture.costs.link_speeds import (
+from remat.graph_capture.costs.cache import CostCache, Profile
+from remat.graph_capture.costs.measuring import links_below, relinked
+from remat.graph_capture.devices import cuda as cuda_device
+from remat.graph_capture.devices import links
+from remat.graph_capture.devices.cuda import pinned_pair
+from remat.graph_capture.devices.known_devices import device_table
+from remat.graph_capture.devices.links import (
     PINNED_MEMORY,
     PLANNED_SHARE,
+    FileMeter,
     LinkPair,
     LinkSpeed,
     LinkSpeeds,
     are_speeds,
+    file_pair,
     fitted,
     speed_of,
 )
-from remat.graph_capture.costs.measuring import links_below, relinked
-from remat.graph_capture.costs.profile import Profile
-from remat.graph_capture.devices import cuda as cuda_device
-from remat.graph_capture.devices import file_links
-from remat.graph_capture.devices.cuda import pinned_pair
-from remat.graph_capture.devices.file_links import FileMeter, file_pair
-from remat.graph_capture.devices.known_devices import device_table
 from remat.graph_capture.devices.memory import AUTO_SHARE, LowerTiers, lower_tiers
 from remat.graph_capture.errors import BudgetError, FileError, ProfileError, TierError
 from remat.graph_capture.graph import Links
@@ -169,8 +169,8 @@ def test_a_folder_is_measured_within_few_bytes_and_leaves_nothing(
             super().__init__(*given)
             meters.append(self)
 
-    monkeypatch.setattr(file_links, "FileMeter", Watched)
-    monkeypatch.setattr(file_links, "REPEATS", 1)
+    monkeypatch.setattr(links, "FileMeter", Watched)
+    monkeypatch.setattr(links, "REPEATS", 1)
     found = file_pair(str(tmp_path), (2,))
     assert are_speeds(found)
     assert found.place == str(tmp_path)
@@ -182,7 +182,7 @@ def test_a_folder_is_measured_within_few_bytes_and_leaves_nothing(
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
-    meter, size = FileMeter(str(tmp_path), 3), file_links.SIZES[0]
+    meter, size = FileMeter(str(tmp_path), 3), links.SIZES[0]
     meter.memory[False][:size] = random.Random(0).randbytes(size)
     kept = bytes(meter.memory[False][:size])
     meter._share(True, False, size)
@@ -199,8 +199,8 @@ def test_a_full_drive_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(FileError, match=r"cannot be written \(No space left on device\)"):
         file_pair(str(tmp_path))
-    monkeypatch.setattr(file_links, "require_writable", lambda _: None)
-    monkeypatch.setattr(file_links, "Folder", lambda *_: SimpleNamespace(file=full))
+    monkeypatch.setattr(links, "require_writable", lambda _: None)
+    monkeypatch.setattr(links, "Folder", lambda *_: SimpleNamespace(file=full))
     with pytest.raises(FileError, match=r"cannot be written and read \(No space left on device\)"):
         file_pair(str(tmp_path))
 

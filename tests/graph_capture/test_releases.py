@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import remat.rewriter
 from remat.cli.main import app
 from remat.graph_capture.errors import RewriteError
-from remat.graph_capture.torch_private.releases import refused_release, requirement
+from remat.graph_capture.torch_private.core import refused_release, requirement
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from remat.graph_capture.costs.link_speeds import PLANNED_SHARE
+from remat.graph_capture.devices.links import PLANNED_SHARE
 from remat.graph_capture.errors import (
     BudgetError,
     CaptureError,

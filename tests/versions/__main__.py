@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from remat.graph_capture.torch_private.releases import NEWEST
+from remat.graph_capture.torch_private.core import NEWEST
 from tests.paths import ROOT
 from tests.versions.environment import python_with
 from tests.versions.record import counts, record

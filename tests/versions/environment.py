@@ -18,7 +18,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from remat.graph_capture.torch_private.releases import NEWEST
+from remat.graph_capture.torch_private.core import NEWEST
 from tests.paths import ROOT
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "remat-tests"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from remat.graph_capture.torch_private.releases import NEWEST, OLDEST
+from remat.graph_capture.torch_private.core import NEWEST, OLDEST
 from tests.paths import ROOT
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from remat.graph_capture.torch_private.releases import NEWEST, refused_release
+from remat.graph_capture.torch_private.core import NEWEST, refused_release
 from tests.paths import ROOT
 from tests.versions import table
 from tests.versions.__main__ import CORE, CORE_PARTS, RECIPES, ZOO, main, of_turn, runs_on

@@ -29,9 +29,8 @@ from remat.cluster.apply.stage_blocks import (
 from remat.cluster.apply.whole_chain import WholeChain, materialize_modules, values_digest
 from remat.cluster.capture.rank_graph import border_value, planned_graph
 from remat.cluster.model_part import Arrival, Behind, ModelPart
-from remat.graph_capture.distributed.dtensors import local_part
+from remat.graph_capture.distributed.dtensors import inputs_cast, local_part, parameters_cast
 from remat.graph_capture.eager_step import with_eager_sizes
-from remat.graph_capture.tracing.mixed_precision import inputs_cast, parameters_cast
 from remat.graph_capture.tracing.trace import trace
 from remat.rewriter.split_backward.dependencies import SplitBytes
 from remat.solver.store_all import StoreAll

@@ -20,15 +20,15 @@ from remat.cluster.capture.chain_shape import ChainShape, SplitRole
 from remat.cluster.capture.model_chain import ChainModel
 from remat.cluster.capture.watching import HeadsOverRanks
 from remat.graph_capture.costs.roofline import model_costs
-from remat.graph_capture.devices.rank_links import RankLinks
+from remat.graph_capture.devices.links import RankLinks
 from remat.graph_capture.distributed.collectives import (
     ALL_RANKS_RUN,
     RETURNED,
+    FakeGroups,
     groups_of,
     is_collective,
     is_collective_target,
 )
-from remat.graph_capture.distributed.fake_group import FakeGroups
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import Op, Resident, TrainingGraph
 from remat.graph_capture.torch_private.core import (

@@ -26,8 +26,12 @@ from remat.cluster.capture.chain_shape import ChainPosition, ChainShape, SplitRo
 from remat.cluster.capture.model_chain import ChainModel
 from remat.graph_capture.distributed.dtensors import is_distributed
 from remat.graph_capture.errors import CaptureError
-from remat.graph_capture.torch_private.core import all_to_all_autograd, pytree
-from remat.graph_capture.tracing.op_watcher import CallWatcher, OpWatcher
+from remat.graph_capture.torch_private.core import (
+    CallWatcher,
+    OpWatcher,
+    all_to_all_autograd,
+    pytree,
+)
 
 _POSITIONAL = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 

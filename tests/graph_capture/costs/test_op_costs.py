@@ -15,10 +15,15 @@ from torch import fx, nn
 from remat.graph_capture import trace
 from remat.graph_capture.costs import cache as cost_cache
 from remat.graph_capture.costs import op_costs
-from remat.graph_capture.costs.cache import CostCache, OpCost
+from remat.graph_capture.costs.cache import (
+    FUSED_ATTENTION,
+    CostCache,
+    OpCost,
+    flops_of,
+    moved_bytes,
+)
 from remat.graph_capture.costs.op_costs import SAVE_RNG_KEY
 from remat.graph_capture.costs.op_times import sample_arguments
-from remat.graph_capture.costs.profile import FUSED_ATTENTION, flops_of, moved_bytes
 from remat.graph_capture.devices.cpu import CpuMeter
 from remat.graph_capture.devices.memory_events import measure_peak, measure_regions
 from tests.models import make

@@ -16,9 +16,8 @@ from torch import nn
 import remat
 from remat.graph_capture import capture, trace
 from remat.graph_capture.costs import step_time
-from remat.graph_capture.costs.cache import WholeStepTimes
+from remat.graph_capture.costs.cache import OpWork, Profile, ProfiledOp, WholeStepTimes, work_of
 from remat.graph_capture.costs.op_costs import examples
-from remat.graph_capture.costs.profile import OpWork, Profile, ProfiledOp, work_of
 from remat.graph_capture.costs.roofline import Roofline
 from remat.graph_capture.devices.known_devices import Efficiency, modelled_device
 from remat.graph_capture.errors import DeviceError, ProfileError

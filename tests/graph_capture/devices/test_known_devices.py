@@ -8,14 +8,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from remat.graph_capture.costs.profile import Profile
+from remat.graph_capture.costs.cache import Profile
 from remat.graph_capture.devices.known_devices import (
     datasheet_links,
     device_table,
     links_between_ranks,
     read_rank_links,
 )
-from remat.graph_capture.devices.rank_links import CollectiveTimes, RankLinks
+from remat.graph_capture.devices.links import CollectiveTimes, RankLinks
 from remat.graph_capture.errors import DeviceError
 
 MADE = RankLinks(

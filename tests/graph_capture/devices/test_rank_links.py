@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remat.graph_capture.devices.rank_links import Collective, CollectiveTimes, RankLinks, Traffic
+from remat.graph_capture.devices.links import Collective, CollectiveTimes, RankLinks, Traffic
 
 MIB = 1 << 20
 PLAIN = RankLinks(100, 10, 2, 5, 1, 1.25, "made")

@@ -12,16 +12,15 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from remat.graph_capture.costs.profile import Profile
+from remat.graph_capture.costs.cache import Profile
 from remat.graph_capture.devices.known_devices import links_between_ranks
-from remat.graph_capture.devices.rank_links import RankLinks, Traffic
+from remat.graph_capture.devices.links import RankLinks, Traffic
 from remat.graph_capture.distributed.collective_costs import (
     RANKS_OF_NODE,
     links_of_step,
     traffic_of,
 )
-from remat.graph_capture.distributed.collectives import collectives_in
-from remat.graph_capture.distributed.fake_group import FakeGroups, fake_ranks
+from remat.graph_capture.distributed.collectives import FakeGroups, collectives_in, fake_ranks
 from remat.graph_capture.errors import ProfileError
 
 LINKS = RankLinks(100.0, 10.0, 20.0, 40.0, 4.0, 1.25, "made up")

@@ -14,10 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import remat
-from remat.graph_capture.devices.local_devices import meter_of
-from remat.graph_capture.devices.rank_links import RankLinks
-from remat.graph_capture.distributed.collectives import RETURNED, is_collective_target
-from remat.graph_capture.distributed.fake_group import fake_ranks
+from remat.graph_capture.devices.links import RankLinks
+from remat.graph_capture.devices.placement import meter_of
+from remat.graph_capture.distributed.collectives import RETURNED, fake_ranks, is_collective_target
 from remat.graph_capture.errors import AgreementError
 from tests.distributed.parallel_models import ROWS, parallelised, sequence_parallel, tensor_parallel
 

@@ -14,7 +14,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import remat
-from remat.graph_capture.distributed.fake_group import NeedsOtherRanksError, fake_ranks, run_locally
+from remat.graph_capture.distributed.collectives import (
+    NeedsOtherRanksError,
+    fake_ranks,
+    run_locally,
+)
 from remat.graph_capture.distributed.rank_refusals import refuse_draw
 from remat.graph_capture.errors import CaptureError
 from tests.distributed.parallel_models import parallelised, tensor_parallel

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from remat.graph_capture.cache_files import CacheFiles
 from remat.graph_capture.errors import TextError
+from remat.graph_capture.files import CacheFiles
 
 FILES = CacheFiles("things", "they are made again", "things", most_files=3, most_bytes=100)
 

@@ -265,12 +265,12 @@ def test_what_a_library_names_and_never_runs_costs_nothing() -> None:
             return self.first.read() if self.is_far else 1.0
 
     model = Names()
-    functions, places = PythonState(model).work
-    assert functions >= 300
-    assert places >= 600
-    functions, places = trace(model, (X,)).python_state.work
-    assert functions < 10
-    assert places < 50
+    every = PythonState(model)
+    assert every._found.functions >= 300
+    assert len(every.places) >= 600
+    traced = trace(model, (X,)).python_state
+    assert traced._found.functions < 10
+    assert len(traced.places) < 50
 
 
 def test_a_walk_ends_at_its_bound_with_what_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +286,7 @@ def test_a_walk_ends_at_its_bound_with_what_is_near(monkeypatch: pytest.MonkeyPa
     model.held = Chain(400)
     monkeypatch.setattr(state_walk, "MOST_PLACES", 100)
     state = PythonState(model)
-    assert state.work[1] < 120
+    assert len(state.places) < 120
     model.held.value = 2.0
     assert state.first_change() is not None
 
@@ -300,8 +300,8 @@ def test_adapters_of_peft_add_little_to_what_is_walked() -> None:
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).train()
     batch = {"input_ids": torch.ones(2, 8, dtype=torch.long)}
-    _, places = trace(model, (), batch).python_state.work
+    places = len(trace(model, (), batch).python_state.places)
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    _, with_adapters = trace(adapted.train(), (), batch).python_state.work
+    with_adapters = len(trace(adapted.train(), (), batch).python_state.places)
     assert places < 3000
     assert with_adapters < 1.5 * places

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from remat.graph_capture.errors import GraphError
-from remat.graph_capture.sizes.expressions import evaluated, never_falls
+from remat.graph_capture.sizes.symbols import evaluated, never_falls
 
 LEAST = {"seq": 2, "batch": 2}
 

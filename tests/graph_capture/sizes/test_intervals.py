@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from remat.graph_capture.errors import GraphError
-from remat.graph_capture.sizes.expressions import bounds_of, evaluated
+from remat.graph_capture.sizes.symbols import bounds_of, evaluated
 
 LOW, HIGH = {"a": 2, "b": 3}, {"a": 9, "b": 7}
 

@@ -168,14 +168,14 @@ def test_doctor_says_which_links_it_knows(
     remat: Remat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from remat.graph_capture.costs import measuring
-    from remat.graph_capture.devices import file_links
+    from remat.graph_capture.devices import links
 
     monkeypatch.setenv("REMAT_CACHE", str(tmp_path))
     monkeypatch.setenv("REMAT_OFFLOAD", str(tmp_path))
     done = remat("doctor", columns=200)
     assert f"files in {tmp_path}" in done.stdout
     assert "none measured yet" in done.stdout
-    monkeypatch.setattr(file_links, "REPEATS", 1)
+    monkeypatch.setattr(links, "REPEATS", 1)
     with patched({(measuring, "measured_pair"): CLOCKED[measuring, "measured_pair"]}):
         measuring.measured_pair("cpu")
     known = json.loads(remat("doctor", "--json").stdout)["links"]

@@ -21,7 +21,7 @@ from remat.cluster.mesh import Cluster, Job, MeshSpec, Parts, all_degrees, all_s
 from remat.cluster.opened_chain import Chains, job_of
 from remat.cluster.parts import Part, PartWork
 from remat.cluster.planner import ClusterPlan, ClusterSearch
-from remat.graph_capture.distributed.fake_group import fake_ranks
+from remat.graph_capture.distributed.collectives import fake_ranks
 
 FOLDER = Path(__file__).with_name("stored")
 MODELS = "benchmarks.cluster_models"

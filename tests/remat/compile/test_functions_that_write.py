@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 
-from remat.graph_capture.torch_private.releases import loses_gradients
+from remat.graph_capture.torch_private.core import loses_gradients
 
 
 def in_place(ctx: Any, x: Tensor) -> Tensor:

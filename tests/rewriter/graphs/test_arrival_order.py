@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import remat
-from remat.graph_capture.distributed.fake_group import fake_ranks
+from remat.graph_capture.distributed.collectives import fake_ranks
 from remat.graph_capture.tracing.step_module import apply_loss, with_loss
 from remat.rewriter.user_module import module as module_of_user
 from tests.block_models import Stack

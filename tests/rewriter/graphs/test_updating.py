@@ -13,7 +13,7 @@ from torch.optim import SGD, Optimizer
 from remat.graph_capture import trace
 from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import UPDATE
-from remat.graph_capture.joint.gradient_release import GradientRelease
+from remat.graph_capture.joint.gradients import GradientRelease
 from remat.graph_capture.tracing.trace import Trace
 from remat.rewriter import RematModule, rewrite
 from remat.rewriter.graphs.updating import Updates

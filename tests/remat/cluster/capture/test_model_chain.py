@@ -12,7 +12,7 @@ from torch import nn
 from remat.cluster.capture.model_chain import ChainModel, chain_of
 from remat.cluster.capture.rank_graph import runs_split
 from remat.cluster.capture.watching import watch
-from remat.graph_capture.distributed.fake_group import FakeGroups, fake_ranks
+from remat.graph_capture.distributed.collectives import FakeGroups, fake_ranks
 from remat.graph_capture.errors import CaptureError
 from tests.remat.cluster.capture import chains
 

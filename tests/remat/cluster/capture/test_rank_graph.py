@@ -13,7 +13,7 @@ from remat.cluster.capture.model_chain import chain_of
 from remat.cluster.capture.rank_graph import BORDER, behind_graph_on_rank, block_graph_on_rank
 from remat.cluster.capture.watching import watch
 from remat.graph_capture.devices.known_devices import datasheet_links
-from remat.graph_capture.distributed.fake_group import FakeGroups, fake_ranks
+from remat.graph_capture.distributed.collectives import FakeGroups, fake_ranks
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import TrainingGraph
 from tests.remat.cluster.capture import chains

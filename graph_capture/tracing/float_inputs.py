@@ -16,17 +16,12 @@ import torch
 from torch import Tensor, fx
 
 from remat.graph_capture.errors import FloatInputError
-from remat.graph_capture.float_inputs.traced_float import (
-    FloatStep,
-    Log,
-    run_float_steps,
-    traced_by_math,
-)
 from remat.graph_capture.joint.exact_ops import scale_of_eager
 from remat.graph_capture.joint.nodes import bits_of
 from remat.graph_capture.python_state.state_guards import PythonState
 from remat.graph_capture.python_state.state_slots import ClosureCell, DictItem, SlotAttr
 from remat.graph_capture.torch_private.core import pytree
+from remat.graph_capture.tracing.traced_float import FloatStep, Log, run_float_steps, traced_by_math
 
 FloatPlace = DictItem | ClosureCell | SlotAttr
 _SHOWN = 8
@@ -116,9 +111,7 @@ def _why_unfit(place: FloatPlace | None) -> str:
 
 # Constants of joint graphs that follow from a number by a known rule.
 
-
 _PRECISIONS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
 
 _RULES: tuple[Callable[[float], float], ...] = (
     lambda x: x,
@@ -253,7 +246,6 @@ def _are_equal(one: Any, other: Any) -> bool:
 # other values, as floats that remember what is computed from them. A constant that follows from a
 # number by a known rule in all three traces is an argument of the step; one that follows by none,
 # or a trace of other ops, is a reason to plan for each value instead.
-
 
 _PROBES = ((0.0070682, 0.00137), (0.0148291, 0.00211))
 """How much lower a number is in a further trace, as a part of it: the first one, and each next."""

@@ -87,14 +87,11 @@ def _applied(name: str, function: Callable[..., Any], *operands: Any) -> Any:
         return NotImplemented
     log = next(one.log for one in operands if isinstance(one, _TracedFloat))
     # Of plain floats, so that nothing is noted twice.
-    value = function(*(_as_float(operand) for operand in operands))
+    plain = (float.__float__(x) if isinstance(x, _TracedFloat) else x for x in operands)
+    value = function(*plain)
     taken = tuple(one.ref if isinstance(one, _TracedFloat) else one for one in operands)
     # A result that is no float, as of `<`, is followed no further, so it must stay as it was.
     return log.note(FloatStep(name, taken, function, is_asked=type(value) is not float), value)
-
-
-def _as_float(value: Any) -> Any:
-    return float.__float__(value) if isinstance(value, _TracedFloat) else value
 
 
 _TWO = {

@@ -1,1 +1,0 @@
-"""Numbers of Python's that each step reads anew."""
