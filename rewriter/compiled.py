@@ -7,13 +7,18 @@ import dataclasses
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, Protocol
 
+import torch
 from torch import fx
 
-from remat.graph_capture.errors import RewriteError
+from remat.graph_capture.devices.known_devices import is_cuda
+from remat.graph_capture.distributed.dtensors import is_beside_local_part
+from remat.graph_capture.errors import RewriteError, TierError
 from remat.graph_capture.graph import Links, TrainingGraph
 from remat.graph_capture.joint.build import Joint, build_joint
+from remat.graph_capture.joint.nodes import is_tangent, written_inputs
+from remat.graph_capture.joint.provenance import path_in_model
 from remat.graph_capture.torch_private.aot import (
     aot_compile_joint_with_descriptors,
     functorch_config,
@@ -21,18 +26,125 @@ from remat.graph_capture.torch_private.aot import (
 from remat.graph_capture.tracing.attribute_writes import InitialisedOnce, MutatedAttribute
 from remat.graph_capture.tracing.outputs import DuplicateOutputs
 from remat.graph_capture.tracing.trace import Trace
-from remat.rewriter.arena.step_allocator import StepAllocator
-from remat.rewriter.graphs.codegen import Boxed, compile_boxed
-from remat.rewriter.graphs.emit import emit, recompute_inputs
-from remat.rewriter.graphs.gradient_gates import GradientGates
-from remat.rewriter.graphs.result_gradients import GradientFacts, gradient_facts, marks
-from remat.rewriter.graphs.step_inputs import FloatSource
-from remat.rewriter.split_backward.waiting import in_parts
-from remat.rewriter.tiers.tier import TierCopies, tier_for
+from remat.rewriter.graphs.backward_parts import GradientGates, in_parts
+from remat.rewriter.graphs.codegen import Boxed, compile_boxed, marks
+from remat.rewriter.graphs.emit import FloatSource, emit, recompute_inputs
+from remat.rewriter.tiers.file_tier import TierCopies, host_places
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import require_valid
+from remat.schedules.simulation import Simulation
 
 _compiling = threading.RLock()
+
+
+# Only the graphs are served from an arena. What the user runs between forward and backward, and
+# what guards and hooks allocate, is not in the way of the calls that were counted.
+
+PassKind = Literal["forward", "backward"]
+
+
+class _Source(Protocol):
+    """Runs a graph, and gives it memory meanwhile."""
+
+    def run(self, phase: PassKind, graph: Boxed, args: list[Any]) -> Any: ...
+
+
+class StepAllocator:
+    """The place at which an arena is put around the graphs of one compiled step.
+
+    Copies of a module share its step, and so its arena. A `source` of None leaves all requests to
+    torch's allocator. Forward's graph returns `n_results` to the user, then what backward reads.
+    """
+
+    def __init__(self) -> None:
+        self.source: _Source | None = None
+        self.n_results = 0
+
+    def around(self, phase: PassKind, graph: Boxed) -> Boxed:
+        def run(args: list[Any]) -> Any:
+            source = self.source  # read at each call: an arena is opened and closed between steps
+            return graph(args) if source is None else source.run(phase, graph, args)
+
+        # AOTAutograd then passes inputs in a list, which the graph empties.
+        run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+        return run
+
+
+_SUM = torch.ops.aten.add.Tensor
+
+
+@dataclass(frozen=True)
+class GradientFacts:
+    """Gradients of a step, by the places of its inputs: parameters and buffers first.
+
+    Inputs in `unused` get none, though they may require one. `needs` has, for each other place, the
+    places of the results of forward that its gradient comes from; `through` are all of these. A
+    gradient in `summed` is a sum of several terms. `written` are inputs that the step writes to,
+    with the paths of parameters and buffers, else empty.
+    """
+
+    unused: frozenset[int]
+    needs: dict[int, frozenset[int]]
+    through: frozenset[int]
+    summed: tuple[int, ...]
+    written: dict[int, str]
+
+    @property
+    def overwrites(self) -> bool:
+        return bool(self.written)
+
+    @property
+    def writes_batch(self) -> bool:
+        return "" in self.written.values()
+
+
+def _gradient_facts(joint: Joint) -> GradientFacts:
+    output = joint.module.graph.find_nodes(op="output")[0]
+    results, described = output.args[0], output.meta["desc"]
+    assert isinstance(results, (tuple, list))
+    # A DTensor is one input, and its gradient is two results: its local part and its mesh.
+    gradients = [
+        result
+        for result, what in list(zip(results, described, strict=True))[joint.num_forward_outputs :]
+        if not is_beside_local_part(what)
+    ]
+    forward = list(described[: joint.num_forward_outputs])
+    reached = _reached_from(joint.module.graph, forward)
+    given = {i: node for i, node in enumerate(gradients) if isinstance(node, fx.Node)}
+    needs = {i: reached.get(node, frozenset[int]()) for i, node in given.items()}
+    written = enumerate(written_inputs(joint.module.graph, joint.num_forward_outputs))
+    return GradientFacts(
+        unused=frozenset(range(len(gradients))).difference(given),
+        needs=needs,
+        through=frozenset[int]().union(*needs.values()),
+        summed=tuple(i for i, node in given.items() if _is_sum(joint, node, reached)),
+        written={i: _path_of_state(one) for i, one in written if one is not None},
+    )
+
+
+def _path_of_state(description: object) -> str:
+    # Told by the name, as torch's classes of descriptions move between releases.
+    is_state = type(description).__name__ in ("ParamAOTInput", "BufferAOTInput")
+    return path_in_model(str(getattr(description, "target", ""))) if is_state else ""
+
+
+def _reached_from(graph: fx.Graph, forward: list[object]) -> dict[fx.Node, frozenset[int]]:
+    found: dict[fx.Node, frozenset[int]] = {}
+    for node in graph.nodes:
+        if is_tangent(node):
+            found[node] = frozenset([forward.index(node.meta["desc"].output)])
+        elif sources := [found[a] for a in node.all_input_nodes if a in found]:
+            first = sources[0]
+            same = all(source is first for source in sources)
+            found[node] = first if same else first.union(*sources[1:])
+    return found
+
+
+def _is_sum(joint: Joint, node: fx.Node, reached: dict[fx.Node, frozenset[int]]) -> bool:
+    # Views and the like, which are no ops of the plan, are looked through.
+    while node.name not in joint.node_of_op and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node.target is _SUM and all(a in reached for a in node.all_input_nodes)
 
 
 @dataclass(frozen=True)
@@ -95,7 +207,7 @@ def compile_step(
     tier = tier_for(trace.graph, schedule, links or trace.graph.links, found)
     trace.compiled = True  # AOTAutograd uses up the trace's metadata
     emitted: list[fx.GraphModule] = []
-    facts = gradient_facts(trace.joint)
+    facts = _gradient_facts(trace.joint)
     floats = FloatSource(trace.floats) if trace.floats else None
     make_compilers: Callable[..., Any] = _inductor if by_inductor else _boxed
     # Filled by `partition`, which AOTAutograd calls before the compilers.
@@ -158,6 +270,29 @@ def compile_step(
         *written, by_inductor, gradient_gates, memory, tier, trace.gradient_order,
         recompute_inputs(trace.joint, schedule),
     )  # fmt: skip
+
+
+def tier_for(
+    graph: TrainingGraph, schedule: Schedule, links: Links | None, found: Simulation
+) -> TierCopies | None:
+    """The memory that a plan copies values to, with room for a step; None if it copies none."""
+    if not schedule.moves:
+        return None
+    if links is None:  # the simulator has refused it already
+        raise TierError("this plan copies values to the host, and nothing is known of a host")
+    tier: TierCopies
+    if is_cuda(graph.device):
+        from remat.rewriter.tiers.stream_tier import StreamTier
+
+        places = host_places(graph, schedule)
+        tier = StreamTier(graph.device, places, links, found.nvme_peak_bytes)
+    else:
+        from remat.rewriter.tiers.file_tier import FileTier
+
+        tier = FileTier(found.host_peak_bytes, found.nvme_peak_bytes, links.nvme_path)
+    # A lack of room shows when the module is made, not only in a step.
+    tier.require_room()
+    return tier
 
 
 def refuse_copies(*, by_inductor: bool = False, over_range: bool = False) -> None:

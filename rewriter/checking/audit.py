@@ -32,19 +32,17 @@ from remat.graph_capture.graph import Links, TrainingGraph
 from remat.graph_capture.joint.nodes import is_custom, target_name
 from remat.graph_capture.python_state.reachable_objects import is_users_module
 from remat.graph_capture.torch_private.core import current_graph_task_id, dispatch_mode_stack
-from remat.rewriter.checking.forward_outcomes import BeforeForward, ForwardOutcomes, device_of_model
-from remat.rewriter.checking.outcomes import (
+from remat.rewriter.checking.comparison import (
+    DeterministicReductions,
     EagerVariation,
     Outcome,
+    adds_nondeterministically,
     differing_beyond,
     differing_names,
+    moved_by_rounding,
     tolerance_of,
 )
-from remat.rewriter.checking.rounding import (
-    DeterministicReductions,
-    adds_nondeterministically,
-    moved_by_rounding,
-)
+from remat.rewriter.checking.outcomes import BeforeForward, ForwardOutcomes, device_of_model
 from remat.rewriter.compiled import CompiledStep
 from remat.rewriter.guards.forward import Guards
 from remat.schedules.derived import graph_of_schedule, unchunked

@@ -25,8 +25,7 @@ from remat.graph_capture.joint.build import Joint
 from remat.graph_capture.joint.nodes import draws_randomness
 from remat.rewriter.graphs.eager import RNG_STATE, EagerEmitter
 from remat.rewriter.graphs.emitter import Demand, Demanded, LowerTierCopy
-from remat.rewriter.tiers.handles import HANDLE_BYTES
-from remat.rewriter.tiers.tier import TierCopies
+from remat.rewriter.tiers.file_tier import HANDLE_BYTES, TierCopies
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 
 # A sum that is added up in place, and a random state that gets its note from the op that draws, are

@@ -20,9 +20,8 @@ from remat.graph_capture.torch_private.aot import compiled_autograd, dynamo_conf
 from remat.graph_capture.torch_private.core import current_graph_task_id, pytree
 from remat.graph_capture.tracing.outputs import leaves_in
 from remat.graph_capture.tracing.step_module import is_inside_checkpoint
-from remat.rewriter.graphs.result_gradients import GradientFacts
-from remat.rewriter.guards.live_state import UnshardedParameters
-from remat.rewriter.guards.recompute_inputs import RecomputeInputs
+from remat.rewriter.compiled import GradientFacts
+from remat.rewriter.guards.live_state import RecomputeInputs, UnshardedParameters
 
 COMPILED_NODE = "CompiledFunctionBackward"
 """What AOTAutograd calls the autograd node of a compiled step."""

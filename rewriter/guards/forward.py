@@ -38,8 +38,13 @@ from remat.graph_capture.tracing.recipe import Recipe, autocast_state
 from remat.graph_capture.tracing.resident import tied_places
 from remat.graph_capture.tracing.signature import Signature
 from remat.graph_capture.tracing.step_module import LossFunction, with_loss
-from remat.rewriter.guards.live_state import LiveState, UnshardedParameters, named_state
-from remat.rewriter.guards.recompute_inputs import first_other_identity, first_shared
+from remat.rewriter.guards.live_state import (
+    LiveState,
+    UnshardedParameters,
+    first_other_identity,
+    first_shared,
+    named_state,
+)
 
 _LEAVES = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str})
 """Types that hold no other leaves. Of other types torch's walk knows."""

@@ -39,9 +39,10 @@ from remat.graph_capture.torch_private.inductor import (
     inductor_config,
     inductor_prims,
 )
-from remat.rewriter.inductor.fused_graph import FusedJoint, is_added_product
+from remat.rewriter.inductor.fused_graph import FusedJoint
 from remat.rewriter.inductor.fused_nodes import (
     SEEDED_DRAWS,
+    is_added_product,
     is_generated,
     is_inlined,
     is_reduction,

@@ -25,8 +25,16 @@ from torch import Tensor
 from remat.graph_capture.errors import TierError, option
 from remat.graph_capture.graph import Links
 from remat.graph_capture.spill_files import File, Finalizer, Folder, host_folder
-from remat.rewriter.tiers.file_tier import FileOf, HostPlaces, PendingCopy, link_thread
-from remat.rewriter.tiers.handles import StorageView, Store, handle_of, store_of
+from remat.rewriter.tiers.file_tier import (
+    FileOf,
+    HostPlaces,
+    PendingCopy,
+    StorageView,
+    Store,
+    handle_of,
+    link_thread,
+    store_of,
+)
 
 _PORTABLE = 1
 """``cudaHostRegisterPortable``: pinned for all devices of the process."""

@@ -21,8 +21,10 @@ from remat.graph_capture.tracing.step_module import LossFunction, apply_loss
 from remat.graph_capture.tracing.trace import trace_recipe
 from remat.rewriter.checking.audit import Audit, Audits
 from remat.rewriter.compiled import CompiledStep, compile_step, links_of
-from remat.rewriter.graphs.gradient_gates import (
+from remat.rewriter.graphs.backward_parts import (
     Running,
+    SplitRun,
+    StepSplit,
     in_gradient_order,
     is_order_noted,
     warn_of_own_order,
@@ -30,10 +32,13 @@ from remat.rewriter.graphs.gradient_gates import (
 from remat.rewriter.graphs.updating import Updates
 from remat.rewriter.guards.backward import BackwardGuards, refuse_checkpoint
 from remat.rewriter.guards.forward import Guards, constants_of
-from remat.rewriter.guards.recompute_inputs import RecomputeInputs
-from remat.rewriter.split_backward.waiting import SplitRun, StepSplit
-from remat.rewriter.user_module.own_forward import class_of_user, original_of_shell, replacement_of
-from remat.rewriter.user_module.unplanned import Unplanned
+from remat.rewriter.guards.live_state import RecomputeInputs
+from remat.rewriter.user_module.own_forward import (
+    Unplanned,
+    class_of_user,
+    original_of_shell,
+    replacement_of,
+)
 from remat.schedules.plan import Prediction
 from remat.schedules.schedule import Schedule
 
