@@ -29,7 +29,7 @@ from remat.graph_capture.tracing.trace import Trace
 from remat.rewriter.graphs.backward_parts import GradientGates, in_parts
 from remat.rewriter.graphs.codegen import Boxed, compile_boxed, marks
 from remat.rewriter.graphs.emit import FloatSource, emit, recompute_inputs
-from remat.rewriter.tiers.file_tier import TierCopies, host_places
+from remat.rewriter.tiers.file_tier import FileTier, TierCopies, host_places
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import require_valid
 from remat.schedules.simulation import Simulation
@@ -193,60 +193,87 @@ def links_of(trace: Trace, costed: TrainingGraph | None = None) -> Links | None:
     return trace.graph.links or (costed.links if costed else None)
 
 
-def compile_step(
-    trace: Trace,
-    schedule: Schedule,
-    *,
-    by_inductor: bool = False,
-    links: Links | None = None,
-) -> CompiledStep:
-    """Carry out `schedule` on a fresh trace, by our own code or Inductor's."""
-    found = require_valid(trace.graph, schedule, links)
-    if schedule.moves:
-        refuse_copies(by_inductor=by_inductor, over_range=trace.env is not None)
-    tier = tier_for(trace.graph, schedule, links or trace.graph.links, found)
-    trace.compiled = True  # AOTAutograd uses up the trace's metadata
-    emitted: list[fx.GraphModule] = []
-    facts = _gradient_facts(trace.joint)
-    floats = FloatSource(trace.floats) if trace.floats else None
-    make_compilers: Callable[..., Any] = _inductor if by_inductor else _boxed
-    # Filled by `partition`, which AOTAutograd calls before the compilers.
-    compilers: list[Any] = []
-    gates: list[GradientGates] = []
-    memory = StepAllocator()
+class _Cut:
+    """The two graphs of a step, made when AOTAutograd hands over the joint one, and their code."""
+
+    compilers: tuple[Callable[[fx.GraphModule], Boxed], Callable[[fx.GraphModule], Boxed]]
+
+    def __init__(
+        self, trace: Trace, schedule: Schedule, tier: TierCopies | None, by_inductor: bool
+    ) -> None:
+        self.trace, self.schedule, self.tier = trace, schedule, tier
+        self.by_inductor = by_inductor
+        self.floats = FloatSource(trace.floats) if trace.floats else None
+        self.memory = StepAllocator()
+        self.gates: GradientGates | None = None
 
     def partition(
-        gm: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
+        self, gm: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        recipe = trace.recipe
-        memory.n_results = num_fwd_outputs
+        trace, recipe = self.trace, self.trace.recipe
+        self.memory.n_results = num_fwd_outputs
         if trace.env:  # of symbols; the trace has it at the sizes in its hints
             gm = trace.joint.module
-        if floats:
-            floats.inputs.mark(gm)
+        if self.floats:
+            self.floats.inputs.mark(gm)
         several = trace.duplicate_outputs.gradients() if trace.duplicate_outputs else None
         joint = build_joint(
             gm, num_fwd_outputs, recipe.name, recipe.resident, several, recipe.gradient_release,
             **recipe.facts(),
         )  # fmt: skip
         # What AOTAutograd hands over must still be the graph that was planned.
-        schedule.check_made_for(joint.graph)
+        self.schedule.check_made_for(joint.graph)
         # Inductor's kernels are made for the strides of the trace.
-        metadata = None if by_inductor else state.fw_metadata
-        emitted.extend(
-            emit(
-                joint, schedule, floats, metadata,
-                writes=not by_inductor, env=trace.env, tier=tier,
-            )
+        metadata = None if self.by_inductor else trace.descriptors._aot_state.fw_metadata
+        self.forward, self.backward = emit(
+            joint, self.schedule, self.floats, metadata,
+            writes=not self.by_inductor, env=trace.env, tier=self.tier,
         )  # fmt: skip
-        if marks(emitted[1].graph):
-            gates.append(GradientGates(emitted[1]))
-        gradient_gates = gates[0] if gates else None
-        compilers.extend(make_compilers(joint, *emitted, gradient_gates))
-        return emitted[0], emitted[1]
+        if marks(self.backward.graph):
+            self.gates = GradientGates(self.backward)
+        self.compilers = self._inductors(joint) if self.by_inductor else self._ours()
+        return self.forward, self.backward
 
+    def compile_forward(self, gm: fx.GraphModule, example_inputs: Any) -> Boxed:
+        return self.memory.around("forward", self.compilers[0](gm))
+
+    def compile_backward(self, gm: fx.GraphModule, example_inputs: Any) -> Boxed:
+        return self.memory.around("backward", self.compilers[1](gm))
+
+    def _inductors(self, joint: Joint) -> Any:
+        # Inductor is imported only for plans whose code it makes.
+        from remat.rewriter.inductor.compiler import InductorStep
+
+        step = InductorStep(joint, self.forward, self.backward)
+        return step.compile_forward, step.compile_backward
+
+    def _ours(self) -> Any:
+        def backwards(gm: fx.GraphModule) -> Boxed:
+            # AOTAutograd compiles a deep copy of backward when it first runs. Its constants have to
+            # be the user's tensors all the same, which may change in place.
+            for node in gm.graph.find_nodes(op="get_attr"):
+                setattr(gm, str(node.target), getattr(self.backward, str(node.target)))
+            # First backwards of several threads would share the graph's fake mode.
+            with _compiling:
+                return in_parts(
+                    self.gates.compile_backward(gm) if self.gates else compile_boxed(gm)
+                )
+
+        return compile_boxed, backwards
+
+
+def compile_step(
+    trace: Trace, schedule: Schedule, *, by_inductor: bool = False, links: Links | None = None
+) -> CompiledStep:
+    """Carry out `schedule` on a fresh trace, by our own code or Inductor's."""
+    found = require_valid(trace.graph, schedule, links)
+    if schedule.moves:
+        refuse_copies(by_inductor=by_inductor, over_range=trace.env is not None)
+    links = links or trace.graph.links
+    cut = _Cut(trace, schedule, tier_for(trace.graph, schedule, links, found), by_inductor)
+    trace.compiled = True  # AOTAutograd uses up the trace's metadata
+    facts, state = _gradient_facts(trace.joint), trace.descriptors._aot_state
     # Donated buffers are of use to Inductor. With them, AOTAutograd refuses retain_graph=True.
-    state = trace.descriptors._aot_state
     state.fw_metadata.bw_donated_idxs = []
     # Otherwise Inductor would compile backward in the middle of the first training step.
     state.aot_config = dataclasses.replace(
@@ -255,20 +282,14 @@ def compile_step(
     with functorch_config.patch(donated_buffer=False):
         call = aot_compile_joint_with_descriptors(
             trace.descriptors,
-            partition_fn=partition,
-            fw_compiler=lambda gm, example_inputs: memory.around(
-                "forward", compilers[0](gm, example_inputs)
-            ),
-            bw_compiler=lambda gm, example_inputs: memory.around(
-                "backward", compilers[1](gm, example_inputs)
-            ),
+            partition_fn=cut.partition,
+            fw_compiler=cut.compile_forward,
+            bw_compiler=cut.compile_backward,
         )
-    written = trace.mutated, trace.initialised, trace.duplicate_outputs, floats
-    gradient_gates = gates[0] if gates else None
     return CompiledStep(
-        call, emitted[0], emitted[1], facts, trace.graph, links or trace.graph.links,
-        *written, by_inductor, gradient_gates, memory, tier, trace.gradient_order,
-        recompute_inputs(trace.joint, schedule),
+        call, cut.forward, cut.backward, facts, trace.graph, links, trace.mutated,
+        trace.initialised, trace.duplicate_outputs, cut.floats, by_inductor, cut.gates, cut.memory,
+        cut.tier, trace.gradient_order, recompute_inputs(trace.joint, schedule),
     )  # fmt: skip
 
 
@@ -287,8 +308,6 @@ def tier_for(
         places = host_places(graph, schedule)
         tier = StreamTier(graph.device, places, links, found.nvme_peak_bytes)
     else:
-        from remat.rewriter.tiers.file_tier import FileTier
-
         tier = FileTier(found.host_peak_bytes, found.nvme_peak_bytes, links.nvme_path)
     # A lack of room shows when the module is made, not only in a step.
     tier.require_room()
@@ -306,36 +325,3 @@ def refuse_copies(*, by_inductor: bool = False, over_range: bool = False) -> Non
             "this plan copies values to the host, and a module over a range of sizes copies none: "
             "plan for one size, or solve without offloading"
         )
-
-
-def _boxed(
-    joint: Joint,
-    forward: fx.GraphModule,
-    backward: fx.GraphModule,
-    gradient_gates: GradientGates | None,
-) -> tuple[Any, Any]:
-    def compile_backward(gm: fx.GraphModule, example_inputs: Any) -> Boxed:
-        # AOTAutograd compiles a deep copy of backward when it first runs. Its constants have to be
-        # the user's tensors all the same, which may change in place.
-        for node in gm.graph.find_nodes(op="get_attr"):
-            setattr(gm, str(node.target), getattr(backward, str(node.target)))
-        # First backwards of several threads would share the graph's fake mode.
-        with _compiling:
-            if gradient_gates:
-                return in_parts(gradient_gates.compile_backward(gm))
-            return in_parts(compile_boxed(gm, example_inputs))
-
-    return compile_boxed, compile_backward
-
-
-def _inductor(
-    joint: Joint,
-    forward: fx.GraphModule,
-    backward: fx.GraphModule,
-    gradient_gates: GradientGates | None,
-) -> tuple[Any, Any]:
-    # Inductor is imported only for plans whose code it makes.
-    from remat.rewriter.inductor.compiler import InductorStep
-
-    step = InductorStep(joint, forward, backward)
-    return step.compile_forward, step.compile_backward

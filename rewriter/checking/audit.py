@@ -290,16 +290,9 @@ class Audit:
     def _meets_ranks(self) -> bool:
         return bool(self._collectives)
 
-    @property
-    def _rounds_otherwise(self) -> bool:
-        return self._step.by_inductor or not self._schedule.is_exact
-
-    @functools.cached_property
-    def _is_in_no_order(self) -> bool:
-        return self._device == CPU and adds_nondeterministically(self._step.forward)
-
     def _in_one_order(self) -> contextlib.AbstractContextManager[Any]:
-        return DeterministicReductions() if self._is_in_no_order else contextlib.nullcontext()
+        has_no_order = self._device == CPU and adds_nondeterministically(self._step.forward)
+        return DeterministicReductions() if has_no_order else contextlib.nullcontext()
 
     def _give_up(self, why: str) -> None:
         self._gave_up = why
@@ -317,16 +310,15 @@ class Audit:
             return f"its forward runs {target_name(custom)}, which may count how often it runs"
         if self._meets_ranks and not self.is_agreed:
             return "its forward has collectives, and ranks have not agreed on which steps"
-        graph, made_for = (
-            self._step.graph,
-            (self._schedule.graph_hash, self._schedule.captured_hash),
-        )
+        graph = self._step.graph
+        made_for = self._schedule.graph_hash, self._schedule.captured_hash
         if self._costed is not None and self._costed.hash in made_for:  # not one of a whole rank
             graph = self._costed
+        rounds_otherwise = self._step.by_inductor or not self._schedule.is_exact
         return why_no_room(
             graph, self._schedule, graph.links or self._step.links, self._outcomes.kept_bytes,
             is_block=self._audits == "block",
-            results_bytes=self._outcomes.results_bytes * self._rounds_otherwise,
+            results_bytes=self._outcomes.results_bytes * rounds_otherwise,
         )  # fmt: skip
 
     def _what_hinders(self) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from remat.graph_capture.graph import FLOAT32_BYTES
-from remat.graph_capture.joint.nodes import bits_of, is_getitem, plain_name
+from remat.graph_capture.joint.nodes import argument, bits_of, is_getitem, plain_name
 from remat.graph_capture.joint.provenance import MODULE_KEY, SOURCE_KEY, path_in_model, source_of
 from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.op_watcher import OpWatcher
@@ -85,10 +85,7 @@ def distance(expected: Any, found: Any) -> float:
 
 
 def differing_beyond(
-    expected: Outcome,
-    found: Outcome,
-    tolerance: float,
-    moved: Mapping[str, float] | None = None,
+    expected: Outcome, found: Outcome, tolerance: float, moved: Mapping[str, float] | None = None
 ) -> tuple[tuple[str, ...], float]:
     """Names of what is further off than `tolerance`, and the largest relative error.
 
@@ -241,15 +238,15 @@ def moved_by_rounding(outcome: Callable[[], Outcome], expected: Outcome) -> dict
 # and embeddings have an order on a CPU.
 
 
-_ACCUMULATE_AT = {"index_put": 3, "_unsafe_index_put": 3, "_index_put_impl": 3, "put": 3}
-"""Ops that add so, each with the place of its argument `accumulate`."""
+_ACCUMULATING = ("index_put", "_unsafe_index_put", "_index_put_impl", "put")
+"""Ops that add so, if their argument `accumulate` says it."""
 
 
 class DeterministicReductions(OpWatcher):
     """In here such sums have one order, so that a plan that is wrong by a little shows."""
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if plain_name(func) not in _ACCUMULATE_AT:
+        if plain_name(func) not in _ACCUMULATING:
             return func(*args, **kwargs)
         # Around these ops alone: a rewritten module refuses to run in another setting than the one
         # that it was planned in.
@@ -275,16 +272,10 @@ def adds_nondeterministically(gm: fx.GraphModule) -> bool:
 
 
 def _adds_at_once(node: fx.Node) -> bool:
-    at = _ACCUMULATE_AT.get(plain_name(node.target))
-    if at is None:
-        return False
     value = node.meta.get("val")
     has_order = isinstance(value, Tensor) and value.dtype != torch.float32
-    return not has_order and bool(_argument(node, at, "accumulate"))
-
-
-def _argument(node: fx.Node, at: int, name: str) -> Any:
-    return node.args[at] if len(node.args) > at else node.kwargs.get(name, False)
+    adds = plain_name(node.target) in _ACCUMULATING and bool(argument(node, "accumulate"))
+    return adds and not has_order
 
 
 # A model whose code looks at whether it is traced computes one thing in the trace and another when

@@ -32,7 +32,7 @@ from remat.rewriter.checking.comparison import Outcome, bitwise_equal
 from remat.rewriter.checking.off_device import OffDeviceMemory, Read, takes_no_hooks
 from remat.rewriter.compiled import CompiledStep
 from remat.rewriter.graphs.rng import save_rng_state, set_rng_state
-from remat.rewriter.guards.forward import Guards, constants_of
+from remat.rewriter.guards.forward import Guards, constants_of, is_plain
 
 STREAM = "random stream"
 _Measure = TypeVar("_Measure")
@@ -178,9 +178,12 @@ class StepState:
                 if isinstance(leaf, Tensor):
                     found[f"attribute {written.text}{pytree.keystr(path)}"] = _kept(leaf, copy)
         for device in self.streams:
-            name = STREAM if device == CPU else f"{STREAM} of {device}"
-            found[name] = save_rng_state(device)
+            found[_stream_of(device)] = save_rng_state(device)
         return found
+
+
+def _stream_of(device: str) -> str:
+    return STREAM if device == CPU else f"{STREAM} of {device}"
 
 
 def _in_memory(tensor: Tensor) -> Read:
@@ -242,10 +245,8 @@ class BeforeForward:
     def _put_back_places(self) -> None:
         for place, before in self._places:
             # What makes an object at each look sees for itself whether anything is to be done.
-            if (
-                not isinstance(place, (DictItem, ClosureCell, SlotAttr))
-                or place.now() is not before
-            ):
+            is_kept = isinstance(place, (DictItem, ClosureCell, SlotAttr))
+            if not is_kept or place.now() is not before:
                 place.put(before)
         for _, space, names in self._state.watched:
             for name in space.keys() & names:
@@ -279,11 +280,6 @@ def _blocks(tensor: Tensor) -> Iterator[Tensor]:
     # A contiguous copy of the whole may have no room.
     for part in tensor.unbind(0):
         yield from _blocks(part)
-
-
-def _has_bits(tensor: Tensor) -> bool:
-    # A sparse tensor's bits cannot be read one after the other.
-    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
 
 
 class ForwardOutcomes:
@@ -342,8 +338,7 @@ class ForwardOutcomes:
             for at, leaf in _by_path(written.value):
                 found[f"attribute {written.text}{at}"] = keep(leaf)
         for device in before.devices:
-            name = STREAM if device == CPU else f"{STREAM} of {device}"
-            found[name] = _bits(save_rng_state(device))
+            found[_stream_of(device)] = _bits(save_rng_state(device))
         return found
 
     def _run(self, leaves: list[Any]) -> Any:
@@ -361,7 +356,8 @@ def _bits(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return f"{type(leaf).__name__} {leaf!r}"
     own = local_part(leaf.detach())
-    return fingerprint(own) if _has_bits(own) else f"{type(own).__name__} {list(own.shape)}"
+    # A sparse tensor's bits cannot be read one after the other.
+    return fingerprint(own) if is_plain(own) else f"{type(own).__name__} {list(own.shape)}"
 
 
 def _value(leaf: Any) -> Any:

@@ -301,7 +301,7 @@ _expected: _ExpectedBackward[SplitRun] = _ExpectedBackward()
 class SplitCode:
     def __init__(self, graphs: SplitGraphs, kind: str) -> None:
         self.graphs, self.kind = graphs, kind
-        self.run_inputs: Boxed = compile_boxed(graphs.inputs, None)
+        self.run_inputs: Boxed = compile_boxed(graphs.inputs)
         self.run_weights = compile_in_steps(graphs.weights) if graphs.places else None
 
 
@@ -332,7 +332,8 @@ class SplitRun:
         _expected.expect(self)
 
     def inputs(self, given: list[Any]) -> list[Any]:
-        taken = [_detached(one) for one in given]
+        # A saved input of a forward knows the graph before it, which need not live until W.
+        taken = [t.detach() if isinstance(t, Tensor) and t.requires_grad else t for t in given]
         given.clear()
         results = self.code.run_inputs(taken)
         n_results = self.code.graphs.n_results
@@ -373,11 +374,6 @@ def in_parts(whole: Boxed) -> Boxed:
 
     backward._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return backward
-
-
-def _detached(one: Any) -> Any:
-    # A saved input of a forward knows the graph before it, which need not live until W.
-    return one.detach() if isinstance(one, Tensor) and one.requires_grad else one
 
 
 def _version(one: Any) -> int:

@@ -18,11 +18,7 @@ from torch import Tensor, fx
 from torch.fx.node import has_side_effect
 
 from remat.graph_capture.joint.nodes import is_getitem
-from remat.graph_capture.torch_private.core import (
-    OP_NAMESPACES,
-    OpOverload,
-    pytree,
-)
+from remat.graph_capture.torch_private.core import OP_NAMESPACES, OpOverload, pytree
 from remat.graph_capture.tracing.op_watcher import OpWatcher
 
 # `torch.ops.aten.mm.default(a, b)` matches its arguments against a schema at each call. That takes
@@ -81,10 +77,7 @@ def _quickest(
 
 
 def _runs_same(
-    candidate: Callable[..., Any],
-    target: OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    candidate: Callable[..., Any], target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
     recorder = _Recorder()
     try:
@@ -259,7 +252,7 @@ def _dead_after(nodes: list[fx.Node], returned: Sequence[fx.Node]) -> dict[fx.No
     return dead
 
 
-def compile_boxed(gm: fx.GraphModule, example_inputs: Any) -> Boxed:
+def compile_boxed(gm: fx.GraphModule) -> Boxed:
     run: Boxed = _compiled(_Writer(gm))
     # AOTAutograd then passes inputs in a list, which the function empties.
     run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]

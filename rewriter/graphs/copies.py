@@ -62,7 +62,8 @@ def copy_times(schedule: Schedule, writes_of: _WritesOf) -> CopyTimes:
             if isinstance(step, Offload) and step.to == "host":
                 later = [at for at in writes[value] if i < at < _end_of_stay(steps, i)]
                 if later:
-                    _require_unread(value, steps, i, later[-1])
+                    if any(i < touched < later[-1] for touched, _ in steps):
+                        raise _stale(value)
                     times.delayed.add(i)
                     times.after_write.setdefault(later[-1], []).append((value, i))
         _require_fresh(value, steps, writes[value])
@@ -84,12 +85,6 @@ def _writes(schedule: Schedule, writes_of: _WritesOf) -> dict[str, list[int]]:
 def _end_of_stay(steps: list[tuple[int, Step]], begun: int) -> float:
     ends = (i for i, one in steps if i > begun and isinstance(one, Free) and one.at == "device")
     return next(ends, float("inf"))
-
-
-def _require_unread(value: str, steps: list[tuple[int, Step]], begun: int, until: int) -> None:
-    for i, _ in steps:
-        if begun < i < until:
-            raise _stale(value)
 
 
 def _require_fresh(value: str, steps: list[tuple[int, Step]], writes: list[int]) -> None:
@@ -144,7 +139,8 @@ class CopyEmitter(EagerEmitter):
         self.leaving: dict[str, fx.Node] = {}
 
     def move(self, step: Offload | Fetch) -> None:
-        if not self._has_tensor(step.value):
+        # Nothing reads other values, or they stand for a write in place.
+        if step.value not in self.joint.base_of_value and not self.is_saved_state(step.value):
             return
         if isinstance(step, Offload):
             if step.to == "nvme":
@@ -236,10 +232,6 @@ class CopyEmitter(EagerEmitter):
         if value not in self.states:
             self.states[value] = self.bring(value)
         return self.states[value]
-
-    def _has_tensor(self, value: str) -> bool:
-        # Nothing reads other values, or they stand for a write in place.
-        return value in self.joint.base_of_value or self.is_saved_state(value)
 
     def _handle(self, key: LowerTierCopy) -> fx.Node:
         if key not in self.handles:

@@ -162,9 +162,12 @@ def most_live_bytes(part: fx.GraphModule, resident: Collection[str] = ()) -> int
     `part` is I or W of `split_graph`, `resident` the names of inputs that cost nothing.
     """
     facts = Dependencies(part.graph)
-    free = {s for n in part.graph.nodes if _is_free(n, resident) for s in facts.storages[n]}
+    inputs = part.graph.find_nodes(op="placeholder")
+    free_nodes = [n for n in inputs if n.name in resident]
+    free_nodes += part.graph.find_nodes(op="get_attr")
+    free = {s for n in free_nodes for s in facts.storages[n]}
     last = _last_uses(part, facts)
-    given = {s for n in part.graph.find_nodes(op="placeholder") for s in facts.storages[n]} - free
+    given = {s for n in inputs for s in facts.storages[n]} - free
     most = sum(map(facts.bytes_of, given))
     live = given & last.keys()
     for place, node in enumerate(part.graph.nodes):
@@ -173,10 +176,6 @@ def most_live_bytes(part: fx.GraphModule, resident: Collection[str] = ()) -> int
             most = max(most, sum(map(facts.bytes_of, live)))
         live = {s for s in live if last.get(s, place) > place or node.op == "placeholder"}
     return most
-
-
-def _is_free(node: fx.Node, resident: Collection[str]) -> bool:
-    return node.op == "get_attr" or (node.op == "placeholder" and node.name in resident)
 
 
 def _last_uses(part: fx.GraphModule, facts: Dependencies) -> dict[_Storage, int]:

@@ -9,7 +9,7 @@ terms in another order; and a checkpoint around a step that writes to buffers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -65,8 +65,7 @@ class BackwardGuards:
         self.trained = {i: weakref.ref(inputs[i]) for i in facts.needs}
 
     def watch(self, output: Any) -> None:
-        node = next(filter(None, map(_compiled_node, leaves_in(output))), None)
-        if node is not None:
+        if (node := _compiled_node(leaves_in(output))) is not None:
             node.register_prehook(self._before)
             node.register_hook(self._after)
 
@@ -150,12 +149,15 @@ def _has_hook(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks) or not all(isinstance(one, OnlyLooks) for one in after)
 
 
-def _compiled_node(leaf: Any) -> Any:
-    node = leaf.grad_fn if isinstance(leaf, Tensor) else None
-    while node is not None and node.name() != COMPILED_NODE:
-        # A result may be a view of what the step returned.
-        node = next((source for source, _ in node.next_functions if source is not None), None)
-    return node
+def _compiled_node(leaves: Iterable[Any]) -> Any:
+    for leaf in leaves:
+        node = leaf.grad_fn if isinstance(leaf, Tensor) else None
+        while node is not None and node.name() != COMPILED_NODE:
+            # A result may be a view of what the step returned.
+            node = next((source for source, _ in node.next_functions if source is not None), None)
+        if node is not None:
+            return node
+    return None
 
 
 def refuse_checkpoint(model: nn.Module, facts: GradientFacts) -> None:
@@ -205,8 +207,7 @@ class OpenForwards:
         return [one.graph for one in sorted(self._open, key=lambda one: one.number)]
 
     def watch(self, graph: Hashable, output: Any) -> None:
-        node = next(filter(None, map(_compiled_node, pytree.tree_leaves(output))), None)
-        if node is None:
+        if (node := _compiled_node(pytree.tree_leaves(output))) is None:
             return
         # Dynamo's numbers of frames say neither that two graphs belong to one model nor that a
         # graph is called twice, so forwards are counted as they run.
@@ -214,11 +215,4 @@ class OpenForwards:
         one = _Open(graph, self._number)
         self._open.add(one)
         # The hook keeps `one` alive as long as the node, and the set holds it weakly.
-        node.register_hook(_closing(one, self._open))
-
-
-def _closing(one: _Open, among: weakref.WeakSet[_Open]) -> Callable[..., None]:
-    def close(*_: Any) -> None:
-        among.discard(one)
-
-    return close
+        node.register_hook(lambda *_: self._open.discard(one))

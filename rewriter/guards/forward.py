@@ -88,7 +88,7 @@ def _same_objects(
     modes: Sequence[tuple[str, nn.Module, bool]],
     hooks: Sequence[tuple[str, nn.Module, str, dict[Any, Any]]],
 ) -> Callable[[], bool]:
-    if not all(_is_plain(tensor) for tensor in state):
+    if not all(map(is_plain, state)):
         return lambda: False  # what C++ compares is made for plain tensors
     names = ObjectNames()
     tables = [getattr(m, name) for m in model.modules() for name in _TABLES]
@@ -96,10 +96,7 @@ def _same_objects(
     # No hook was there, and none may come.
     empty += tuple(registered for _, _, _, registered in hooks)
     watched = [*_namespaces(model, modes, names), *_filled(tables, names)]
-    places, facts = (
-        WatchedDicts(watched, names),
-        same_facts(list({id(t): t for t in state}.values())),
-    )
+    places, facts = WatchedDicts(watched, names), same_facts([*{id(t): t for t in state}.values()])
     return lambda: not any(empty) and places.hold() and facts()
 
 
@@ -129,7 +126,7 @@ def _filled(tables: Sequence[dict[str, Any]], names: ObjectNames) -> list[Watche
     ]
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 

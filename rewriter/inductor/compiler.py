@@ -341,10 +341,10 @@ class InductorStep:
             )  # fmt: skip
         return self._joint.graph.resident.total_bytes + found.peak_bytes
 
-    def compile_forward(self, gm: fx.GraphModule, example_inputs: Any) -> Boxed:
+    def compile_forward(self, gm: fx.GraphModule) -> Boxed:
         return self._compiled(self._forward, gm, is_backward=False)
 
-    def compile_backward(self, gm: fx.GraphModule, example_inputs: Any) -> Boxed:
+    def compile_backward(self, gm: fx.GraphModule) -> Boxed:
         return self._compiled(self._backward, gm, is_backward=True)
 
     def _phase(self, gm: fx.GraphModule) -> _Phase:

@@ -34,15 +34,14 @@ from remat.graph_capture.joint.nodes import (
     tensors_of,
 )
 from remat.graph_capture.joint.output_aliasing import why_custom
-from remat.graph_capture.torch_private.inductor import (
-    REALIZE,
-)
+from remat.graph_capture.torch_private.inductor import REALIZE
 from remat.rewriter.graphs.emitter import Demand, Emitter, as_module, emit_both
 from remat.rewriter.inductor.fused_nodes import (
     SEEDS,
     StoredNodes,
     is_generated,
     is_inlined,
+    makers,
     module_and_line,
     refuse_symbols,
     shares_storage,
@@ -104,18 +103,9 @@ class _Builder:
                 or is_custom(n) or not self.overwritten.isdisjoint(n.all_input_nodes)
             )
         ]  # fmt: skip
-        found: set[fx.Node] = set()
-        stack = [*self.forward_results, *effects]
-        while stack:
-            node = stack.pop()
-            if node not in found:
-                found.add(node)
-                stack += node.all_input_nodes
-        for node in self.nodes:
-            # Backward alone reads some, such as a dropout's mask.
-            if is_getitem(node) and node.args[0] in found:
-                found.add(node)
-        return found
+        found = makers([*self.forward_results, *effects])
+        # Backward alone reads some, such as a dropout's mask.
+        return found | {n for n in self.nodes if is_getitem(n) and n.args[0] in found}
 
     def _readers(self) -> dict[fx.Node, list[fx.Node]]:
         found: dict[fx.Node, list[fx.Node]] = {}

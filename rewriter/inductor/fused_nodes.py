@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -100,8 +100,10 @@ def module_and_line(node: fx.Node) -> tuple[str, str]:
 def refuse_symbols(node: fx.Node) -> None:
     for item in (node.meta.get("val"), *tensors_of(node)):
         sizes: list[Any] = list(item.shape) if isinstance(item, Tensor) else [item]
-        if any(map(_is_symbol, sizes)):
-            raise CaptureError(data_dependent_message(node.name, sizes))
+        for size in sizes:
+            # A symbol whose number a guard has fixed is known.
+            if isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None:
+                raise CaptureError(data_dependent_message(node.name, sizes))
 
 
 def data_dependent_message(name: str, sizes: Sequence[Any]) -> str:
@@ -110,11 +112,6 @@ def data_dependent_message(name: str, sizes: Sequence[Any]) -> str:
         "known: set torch._dynamo.config.capture_dynamic_output_shape_ops and "
         "capture_scalar_outputs to False, by which the graph ends there, or use a mask instead"
     )
-
-
-def _is_symbol(size: Any) -> bool:
-    # A symbol whose number a guard has fixed is known.
-    return isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None
 
 
 # A node that is inlined into several kernels makes each of them hold what it reads. Where that is
@@ -315,9 +312,9 @@ def _draws_inside(graph: fx.Graph) -> bool:
 # The joint graph is changed before it is planned, so that the byte is what a plan keeps.
 
 
-LEAST_ELEMENTS = 1024
+LEAST_MASK_ELEMENTS = 1024
 """Smaller masks stay as they are: their time does not matter."""
-_CONVERT = torch.ops.prims.convert_element_type.default
+CONVERT = torch.ops.prims.convert_element_type.default
 _IS_SET = torch.ops.aten.ne.Scalar
 
 
@@ -326,7 +323,7 @@ def keep_masks_as_bytes(gm: fx.GraphModule, n_outputs: int) -> int:
 
     The joint graph, whose first `n_outputs` results are forward's, is changed in place.
     """
-    forward = _makers(gm.graph.find_nodes(op="output")[0].args[0][:n_outputs])  # pyright: ignore
+    forward = makers(gm.graph.find_nodes(op="output")[0].args[0][:n_outputs])  # pyright: ignore
     masks = [
         node
         for node in gm.graph.nodes
@@ -338,7 +335,7 @@ def keep_masks_as_bytes(gm: fx.GraphModule, n_outputs: int) -> int:
     return len(masks)
 
 
-def _makers(results: Sequence[Any]) -> set[fx.Node]:
+def makers(results: Iterable[Any]) -> set[fx.Node]:
     found: set[fx.Node] = set()
     stack = [result for result in results if isinstance(result, fx.Node)]
     while stack:
@@ -355,7 +352,7 @@ def _is_mask(node: fx.Node) -> bool:
         isinstance(tensor, Tensor)
         and tensor.dtype == torch.bool
         and tensor.device.type == "cpu"
-        and tensor.numel() >= LEAST_ELEMENTS
+        and tensor.numel() >= LEAST_MASK_ELEMENTS
         and is_inlined(node)
         and not shares_storage(node)
     )
@@ -373,13 +370,13 @@ def _through_bytes(node: fx.Node) -> None:
     graph = node.graph
     with graph.inserting_after(node):
         # Through a float: one instruction for a vector, where bool to byte goes lane by lane.
-        number = _made(graph, node, _CONVERT, (node, torch.float32))
+        number = _made(graph, node, CONVERT, (node, torch.float32))
     with graph.inserting_after(number):
-        byte = _made(graph, node, _CONVERT, (number, torch.uint8))
+        byte = _made(graph, node, CONVERT, (number, torch.uint8))
     for user in users:
         with graph.inserting_before(user):
             # Each reader compares by itself, so that the byte is kept, not the comparison.
-            read = _made(graph, node, _CONVERT, (byte, torch.float32))
+            read = _made(graph, node, CONVERT, (byte, torch.float32))
             user.replace_input_with(node, _made(graph, node, _IS_SET, (read, 0)))
 
 

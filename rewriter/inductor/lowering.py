@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from remat.graph_capture.devices.known_devices import allocator_rounding
 from remat.graph_capture.errors import RewriteError
@@ -347,10 +347,6 @@ def _size_bytes(graph: GraphLowering, buffer: Any) -> int:
     return allocator_rounding(str(buffer.get_device()))(size_bytes)
 
 
-def _allocated_bytes(tensor: Tensor) -> int:
-    return allocator_rounding(str(tensor.device))(tensor.untyped_storage().nbytes())
-
-
 def _free(graph: GraphLowering, line: Any, kept: set[str]) -> Iterator[Event]:
     yield Event("free", line.node.get_name())
 
@@ -376,8 +372,11 @@ def _call(graph: GraphLowering, line: Any, kept: set[str]) -> Iterator[Event]:
     if type(line.node.layout).__name__ == "MultiOutputLayout":
         if node is None:
             raise ReplayError(f"the results of {line.node.get_kernel_name()} are not known")
-        sizes = [0 if t is None else _allocated_bytes(t) for t in tensors_of(node)]
-        yield Event("call", name, sizes_bytes=tuple(sizes), node=node)
+        sizes = tuple(
+            0 if t is None else allocator_rounding(str(t.device))(t.untyped_storage().nbytes())
+            for t in tensors_of(node)
+        )
+        yield Event("call", name, sizes_bytes=sizes, node=node)
     elif type(line.node.layout).__name__ in ("NoneLayout", "MutationLayoutSHOULDREMOVE"):
         # It writes to what is there, and makes nothing.
         yield Event("call", name, node=node)

@@ -79,11 +79,6 @@ def _overwritten_inputs(gm: fx.GraphModule) -> list[fx.Node]:
     return [n for n in inputs if n in found or _storage_of(n) in storages]
 
 
-def _n_written_by_caller(gm: fx.GraphModule) -> int:
-    """How many results of forward are new values of inputs; they come before all others."""
-    return sum(hasattr(said, "mutated_input") for said in _descriptions(gm))
-
-
 def _read_from_copies(gm: fx.GraphModule, overwritten: Sequence[fx.Node]) -> list[fx.Node]:
     """Let the readers of overwritten inputs read copies, which are returned; changed in place."""
     copies: list[fx.Node] = []
@@ -230,7 +225,7 @@ class FusedStep(StepBytes):
         _read_from_copies(gm, overwritten)
         self.n_masks = keep_masks_as_bytes(gm, n_outputs)
         # Users see forward's results after those that are written back to inputs.
-        first = _n_written_by_caller(gm)
+        first = sum(hasattr(said, "mutated_input") for said in _descriptions(gm))
         self._visible = range(first, first + n_visible)
         inputs = [n for n in gm.graph.find_nodes(op="placeholder") if not is_tangent(n)]
         device = device_holding(node.meta.get("val") for node in inputs)

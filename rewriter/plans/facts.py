@@ -182,10 +182,6 @@ def _dtype_of(text: str) -> torch.dtype:
     return found
 
 
-def _autocast_of(state: tuple[Any, ...]) -> tuple[Autocast, ...]:
-    return tuple(Autocast(kind, enabled, _dtype_text(dtype)) for kind, enabled, dtype in state)
-
-
 @contextlib.contextmanager
 def under_autocast(planned: tuple[Autocast, ...]) -> Generator[None]:
     here = [kind for kind, _, _ in autocast_state()]
@@ -220,13 +216,14 @@ def make_plan(
     costed: TrainingGraph | None = None,
 ) -> Plan:
     flags = recipe.flags or (False, False)  # None before a first trace
+    autocast = tuple(Autocast(kind, on, _dtype_text(t)) for kind, on, t in recipe.autocast)
     return Plan(
         model=recipe.name,
         state=_state_of(model),
         in_eval=_modules_in_eval(model),
         batch=batch_signature(recipe.signature),
         loss_fn=_loss_name(recipe.loss_fn),
-        autocast=_autocast_of(recipe.autocast),
+        autocast=autocast,
         told_compiling=flags[0],
         told_exporting=flags[1],
         resident=recipe.resident,

@@ -149,16 +149,12 @@ def pinned(size_bytes: int) -> Tensor:
     except OSError as error:
         raise _refused(size_bytes, str(error)) from error
     whole = torch.frombuffer(memory, dtype=torch.uint8)
-    memory.address, runtime = whole.data_ptr(), _runtime()
+    memory.address, runtime = whole.data_ptr(), torch.cuda.cudart()
     status = int(runtime.cudaHostRegister(memory.address, size_bytes, _PORTABLE))
     if status:
         raise _refused(size_bytes, f"cudaHostRegister says {status}")
     memory.unregister = runtime.cudaHostUnregister
     return whole
-
-
-def _runtime() -> Any:
-    return torch.cuda.cudart()
 
 
 def _refused(size_bytes: int, why: str) -> TierError:

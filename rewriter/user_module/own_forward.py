@@ -106,7 +106,8 @@ class Unplanned:
     def _watch_while_alive(self, module: nn.Module, cause: Callable[[], str]) -> None:
         if self._is_said:
             return
-        if _is_lightning(module):
+        # Told by the name, as importing the class takes long.
+        if any(kind.__name__ == "LightningModule" for kind in type(module).__mro__):
             cause = functools.partial(_of_lightning, self._name(module))
         alive = weakref.ref(module)
         self._cause = lambda: cause() if alive() is not None else ""
@@ -168,11 +169,6 @@ def as_before(module: nn.Module) -> Generator[None]:
     finally:
         for one, (is_open, has_run) in zip(all_of, before, strict=True):
             one.is_open, one._has_run = is_open, has_run
-
-
-def _is_lightning(module: nn.Module) -> bool:
-    # Told by the name, as importing the class takes long.
-    return any(kind.__name__ == "LightningModule" for kind in type(module).__mro__)
 
 
 def _of_lightning(name: str) -> str:

@@ -58,10 +58,6 @@ class _Members:
     def hold(self, batch: Any) -> bool:
         return self.signature.holds(*self.batches.leaves(batch))
 
-    @property
-    def n_compiled(self) -> int:
-        return sum(module is not None for module in self._modules)
-
     def _number(self, leaves: list[Any]) -> int:
         try:
             return self._pick(*self.signature.sizes_of(leaves).values())

@@ -40,7 +40,7 @@ def storage_bytes(given: list[Any]) -> int:
 def test_both_parts_have_live_what_is_predicted(seed: int) -> None:
     backward, weights = at_random(seed)
     graphs = split_graph(backward, weights)
-    run_inputs = compile_boxed(graphs.inputs, None)
+    run_inputs = compile_boxed(graphs.inputs)
     steps = compile_in_steps(graphs.weights) if graphs.places else None
 
     def given() -> list[Any]:

@@ -19,13 +19,13 @@ aten = torch.ops.aten
 
 
 def whole(backward: fx.GraphModule, inputs: list[Tensor]) -> list[Tensor | None]:
-    results = compile_boxed(backward, None)([one.clone() for one in inputs])
+    results = compile_boxed(backward)([one.clone() for one in inputs])
     return [None if one is None else one.clone() for one in results]
 
 
 def in_two(graphs: SplitGraphs, inputs: list[Tensor]) -> list[Tensor | None]:
     """What both parts return together."""
-    given = compile_boxed(graphs.inputs, None)([one.clone() for one in inputs])
+    given = compile_boxed(graphs.inputs)([one.clone() for one in inputs])
     carried, results = list(given[graphs.n_results :]), list(given[: graphs.n_results])
     found = [None if one is None else one.clone() for one in results]
     if graphs.places:
