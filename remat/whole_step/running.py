@@ -91,7 +91,7 @@ def _emitter(joint: Joint, steps: tuple[Step, ...], tier: TierCopies) -> EagerEm
     if not schedule.moves:
         return EagerEmitter(joint, _refuse_dead, again, repeated, none, True)
     moving = CopyContext(tier, copy_times(schedule, lambda op: written_by(joint, op)))
-    return CopyEmitter(joint, _refuse_dead, again, repeated, none, True, moving)
+    return CopyEmitter(moving, joint, _refuse_dead, again, repeated, none, True)
 
 
 def _refuse_dead(what: Demanded) -> NoReturn:

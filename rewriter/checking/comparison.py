@@ -237,7 +237,6 @@ def moved_by_rounding(outcome: Callable[[], Outcome], expected: Outcome) -> dict
 # at once. In torch 2.11 to 2.14 that holds for float32 alone; sums by `index_add`, `scatter_add`
 # and embeddings have an order on a CPU.
 
-
 _ACCUMULATING = ("index_put", "_unsafe_index_put", "_index_put_impl", "put")
 """Ops that add so, if their argument `accumulate` says it."""
 
@@ -280,7 +279,6 @@ def _adds_at_once(node: fx.Node) -> bool:
 
 # A model whose code looks at whether it is traced computes one thing in the trace and another when
 # it runs. The results only say that; the ops that eager runs say where.
-
 
 _COPIES = frozenset({"detach", "alias", "clone", "copy", "_to_copy", "view", "expand"})
 """Copies and casts come and go where writing in place and autocast are taken apart."""

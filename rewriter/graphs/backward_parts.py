@@ -200,7 +200,6 @@ def _sum(gradient: Tensor | None, other: Tensor | None) -> Tensor | None:
 # A compiled step is one autograd node, whose gradients all come together. So, until the buckets are
 # made, each parameter passes through a node of its own.
 
-
 _MOST_EXACT_RANKS = 2
 """A sum of two terms has one order."""
 

@@ -26,7 +26,6 @@ from remat.graph_capture.tracing.op_watcher import OpWatcher
 # function runs depends on its arguments. So each is tried once on the fake tensors of the trace,
 # and taken only if it runs the same overload with the same arguments.
 
-
 _Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 _REJECTED = (TypeError, ValueError, RuntimeError)
@@ -123,7 +122,6 @@ def _same(found: Any, wanted: Any) -> bool:
 
 # With marks, backward is a generator. At each it releases gradients, lets go of them, and waits
 # until it is asked to go on (by `rewriter/graphs/backward_parts.py`).
-
 
 Released = tuple[tuple[int, ...], list[Any]]
 """Places of gradients among the results of backward, and the gradients."""

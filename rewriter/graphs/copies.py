@@ -24,14 +24,13 @@ from remat.graph_capture.graph import Tier as TierName
 from remat.graph_capture.joint.build import Joint
 from remat.graph_capture.joint.nodes import draws_randomness
 from remat.rewriter.graphs.eager import RNG_STATE, EagerEmitter
-from remat.rewriter.graphs.emitter import Demand, Demanded, LowerTierCopy
+from remat.rewriter.graphs.emitter import Demanded, LowerTierCopy
 from remat.rewriter.tiers.file_tier import HANDLE_BYTES, TierCopies
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 
 # A sum that is added up in place, and a random state that gets its note from the op that draws, are
 # whole only after the last write. A copy that a schedule begins before that waits for it. Then the
 # copy below holds what backward is to read, as a tensor that is saved does.
-
 
 _WritesOf = Callable[[str], tuple[str, ...]]
 """The values that the first run of an op writes to, beside those that it makes."""
@@ -121,17 +120,8 @@ class CopyEmitter(EagerEmitter):
     `leaving` handles of copies to the host that may still read the device.
     """
 
-    def __init__(
-        self,
-        joint: Joint,
-        demand: Demand,
-        again: set[str],
-        repeated: set[str],
-        left_live: frozenset[str],
-        writes: bool,
-        moving: CopyContext,
-    ) -> None:
-        super().__init__(joint, demand, again, repeated, left_live, writes)
+    def __init__(self, moving: CopyContext, *given: Any) -> None:
+        super().__init__(*given)
         self.moving = moving
         self.handles: dict[LowerTierCopy, fx.Node] = {}
         self.pending: dict[str, fx.Node] = {}

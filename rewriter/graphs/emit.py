@@ -62,62 +62,54 @@ class FloatSource:
 
 
 def _read_floats(forward: fx.Graph, backward: fx.Graph, source: FloatSource, results: int) -> None:
-    if not _takes_floats(backward):
+    if not _leaves_in(backward, FloatArgument):
         # Backward takes none of them, so forward need not save any.
-        _replace(forward, source.numbers, ())
+        _list_floats(forward, source.numbers, ())
         return
     with _after_inputs(forward):
         saved = forward.call_function(source.saved)
     saved.meta["val"] = _fake(forward, source)  # AOTAutograd wants what is saved described
-    returned = list(_results(forward))
+    returned: Any = forward.output_node().args[0]
     # AOTAutograd takes what comes after the results as saved.
     forward.output_node().args = ((*returned[:results], saved, *returned[results:]),)
     with backward.inserting_before(next(iter(backward.nodes))):
         given = backward.placeholder("float_inputs")
     given.meta = dict(saved.meta)
-    _replace(forward, Tensor.tolist, (saved,))
-    _replace(backward, Tensor.tolist, (given,))
-
-
-def _results(graph: fx.Graph) -> tuple[Any, ...]:
-    returned = graph.output_node().args[0]
-    assert isinstance(returned, tuple)
-    return returned
+    _list_floats(forward, Tensor.tolist, (saved,))
+    _list_floats(backward, Tensor.tolist, (given,))
 
 
 def _after_inputs(graph: fx.Graph) -> Any:
     return graph.inserting_after(graph.find_nodes(op="placeholder")[-1])
 
 
-def _takes_floats(graph: fx.Graph) -> bool:
-    return any(
-        isinstance(leaf, FloatArgument) for node in graph.nodes for leaf in _arguments_of(node)
-    )
+def _leaves_in(graph: fx.Graph, kinds: Any) -> list[Any]:
+    taken = [(tuple(node.args), dict(node.kwargs)) for node in graph.nodes]
+    return [leaf for leaf in pytree.tree_leaves(taken) if isinstance(leaf, kinds)]
 
 
-def _arguments_of(node: fx.Node) -> list[Any]:
-    return pytree.tree_leaves((tuple(node.args), dict(node.kwargs)))
+def _replace(graph: fx.Graph, kinds: Any, read: Callable[[Any], fx.Node]) -> None:
+    for node in list(graph.nodes):
+        taken = tuple(node.args), dict(node.kwargs)
+        if any(isinstance(leaf, kinds) for leaf in pytree.tree_leaves(taken)):
+            node.args, node.kwargs = pytree.tree_map_only(kinds, read, taken)
 
 
-def _replace(graph: fx.Graph, listed: Callable[..., Any], taken: tuple[fx.Node, ...]) -> None:
-    if not _takes_floats(graph):
+def _list_floats(graph: fx.Graph, listed: Callable[..., Any], taken: tuple[fx.Node, ...]) -> None:
+    if not _leaves_in(graph, FloatArgument):
         return
     with graph.inserting_after(taken[0]) if taken else _after_inputs(graph):
         numbers = graph.call_function(listed, taken)
     made: dict[int, fx.Node] = {}
 
-    def read(leaf: Any) -> Any:
-        if not isinstance(leaf, FloatArgument):
-            return leaf
+    def read(leaf: FloatArgument) -> fx.Node:
         if leaf.index not in made:
             with graph.inserting_after(numbers):
                 made[leaf.index] = graph.call_function(operator.getitem, (numbers, leaf.index))
             made[leaf.index].meta["val"] = float(leaf)
         return made[leaf.index]
 
-    for node in list(graph.nodes):
-        if any(isinstance(leaf, FloatArgument) for leaf in _arguments_of(node)):
-            node.args, node.kwargs = pytree.tree_map(read, (tuple(node.args), dict(node.kwargs)))
+    _replace(graph, FloatArgument, read)
 
 
 def _fake(graph: fx.Graph, source: FloatSource) -> Tensor:
@@ -130,8 +122,7 @@ def _fake(graph: fx.Graph, source: FloatSource) -> Tensor:
 # Numbers that follow from the sizes of a batch: forward reads the sizes from the shapes of its
 # inputs, and computes at its start what ops take. Backward gets those of its own forward.
 
-
-_Numbers = Callable[..., tuple[Any, ...]]
+_OF_SIZES = (SizeArgument, FloatOfSizes)
 
 
 def _read_sizes(forward: fx.Graph, backward: fx.Graph, env: Environment) -> None:
@@ -182,15 +173,7 @@ def _taken_first(backward: fx.Graph, sizes: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _arguments_in(graph: fx.Graph) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for node in graph.nodes:
-        found |= {_name_of(leaf): leaf for leaf in _numbers_of(node)}
-    return found
-
-
-def _numbers_of(node: fx.Node) -> list[SizeArgument | FloatOfSizes]:
-    leaves = pytree.tree_leaves((tuple(node.args), dict(node.kwargs)))
-    return [leaf for leaf in leaves if isinstance(leaf, (SizeArgument, FloatOfSizes))]
+    return {_name_of(leaf): leaf for leaf in _leaves_in(graph, _OF_SIZES)}
 
 
 def _name_of(leaf: SizeArgument | FloatOfSizes) -> str:
@@ -210,24 +193,16 @@ def _compute(graph: fx.Graph, sizes: Sequence[fx.Node], env: Environment) -> Non
     last = [*graph.find_nodes(op="placeholder"), *(s for s in sizes if s.op != "placeholder")][-1]
     if others:
         with graph.inserting_after(last):
-            numbers = graph.call_function(
-                _program(list(others.values()), list(env.size)), (*sizes,)
-            )
-        at = numbers
+            program = _program(list(others.values()), list(env.size))
+            at = numbers = graph.call_function(program, (*sizes,))
         for i, (key, leaf) in enumerate(others.items()):
             with graph.inserting_after(at):
                 at = made[key] = graph.call_function(operator.getitem, (numbers, i))
             at.meta["val"] = float(leaf) if isinstance(leaf, float) else int(leaf)
-
-    def read(leaf: Any) -> Any:
-        return made[_name_of(leaf)] if isinstance(leaf, (SizeArgument, FloatOfSizes)) else leaf
-
-    for node in list(graph.nodes):
-        if _numbers_of(node):
-            node.args, node.kwargs = pytree.tree_map(read, (tuple(node.args), dict(node.kwargs)))
+    _replace(graph, _OF_SIZES, lambda leaf: made[_name_of(leaf)])
 
 
-def _program(leaves: Sequence[Any], names: Sequence[str]) -> _Numbers:
+def _program(leaves: Sequence[Any], names: Sequence[str]) -> Any:
     space: dict[str, Any] = {}
     texts: list[str] = []
     for i, leaf in enumerate(leaves):
@@ -250,7 +225,6 @@ def _program(leaves: Sequence[Any], names: Sequence[str]) -> _Numbers:
 # Autograd's backward formulas transpose what forward transposed, and reshape what it reshaped. In
 # C++ a view costs next to nothing; from Python each is a call. If a view has the geometry of a
 # tensor that it goes back to, it is that tensor. A reshape of a reshape is one reshape.
-
 
 _VIEWS = (*RESHAPES, aten.t.default, aten.transpose.int, aten.permute.default)
 
@@ -328,7 +302,7 @@ def emit(
 
     def start(demand: Demand, left_live: frozenset[str]) -> EagerEmitter:
         given = joint, demand, again, repeated, left_live, writes
-        return CopyEmitter(*given, moving) if moving else EagerEmitter(*given)
+        return CopyEmitter(moving, *given) if moving else EagerEmitter(*given)
 
     graphs = emit_both(joint, schedule, joint.num_forward_outputs, start)
     if metadata is not None:

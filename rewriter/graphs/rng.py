@@ -34,7 +34,6 @@ from remat.graph_capture.torch_private.core import OpOverload
 # its own: its words of 32 bits stand in 64 each. That of a CUDA device is a seed and an offset, of
 # 8 bytes each, so it is kept with 8 bytes more.
 
-
 _Words = NDArray[np.uint32]
 
 

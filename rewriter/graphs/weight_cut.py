@@ -198,7 +198,6 @@ def _last_uses(part: fx.GraphModule, facts: Dependencies) -> dict[_Storage, int]
 # what forward saves in torch/_functorch/partitioners.py. Of several the one with the fewest ops
 # early is taken.
 
-
 _SOURCE, _SINK = 0, 1
 
 
@@ -216,8 +215,8 @@ def _ops_run_early(
     """
     flow = cast("Any", max_flow.SimpleMaxFlow())
     place = {node: i for i, node in enumerate(nodes, start=2)}  # 0 and 1 are the ends
-    held = _Held(nodes, dependencies, late_results)
-    sizes = {s: 0 if s in resident else dependencies.bytes_of(s) for s in held.readers}
+    held = _readers(nodes, dependencies, late_results)
+    sizes = {s: 0 if s in resident else dependencies.bytes_of(s) for s in held}
     unlimited = sum(sizes.values()) + 1  # no least cut has such an arc
     for node in nodes:
         if node in early:
@@ -226,7 +225,7 @@ def _ops_run_early(
             flow.add_arc_with_capacity(place[node], _SINK, unlimited)
         for first in dependencies.before[node]:
             flow.add_arc_with_capacity(place[node], place[first], unlimited)
-    for i, (storage, readers) in enumerate(held.readers.items(), start=2 + len(nodes)):
+    for i, (storage, readers) in enumerate(held.items(), start=2 + len(nodes)):
         flow.add_arc_with_capacity(place[storage[0]], i, sizes[storage])
         for reader in readers:
             flow.add_arc_with_capacity(i, _SINK if reader is None else place[reader], unlimited)
@@ -236,22 +235,18 @@ def _ops_run_early(
     return {node for node in nodes if place[node] in found}
 
 
-class _Held:
+def _readers(
+    nodes: Sequence[fx.Node], dependencies: Dependencies, late_results: Collection[fx.Node]
+) -> dict[_Storage, list[fx.Node | None]]:
     """By storage, the ops that read or write it; None stands for the end, which takes results."""
-
-    def __init__(
-        self,
-        nodes: Sequence[fx.Node],
-        dependencies: Dependencies,
-        late_results: Collection[fx.Node],
-    ) -> None:
-        self.readers: dict[_Storage, list[fx.Node | None]] = {}
-        for node in nodes:
-            for storage in _storages_in_order(dependencies.touched[node]):
-                self.readers.setdefault(storage, []).append(node)
-        for result in late_results:
-            for storage in _storages_in_order(dependencies.storages[result]):
-                self.readers.setdefault(storage, []).append(None)
+    found: dict[_Storage, list[fx.Node | None]] = {}
+    for node in nodes:
+        for storage in _storages_in_order(dependencies.touched[node]):
+            found.setdefault(storage, []).append(node)
+    for result in late_results:
+        for storage in _storages_in_order(dependencies.storages[result]):
+            found.setdefault(storage, []).append(None)
+    return found
 
 
 @dataclass(frozen=True)

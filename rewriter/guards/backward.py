@@ -87,7 +87,7 @@ class BackwardGuards:
             if tensor is not None and _has_hook(tensor):
                 raise RewriteError(
                     f"backward from a part of what the rewritten {self._kind} returned reaches "
-                    f"{self._name(i)} not at all, and its hook would be called without a gradient. "
+                    f"{self.names[i]} not at all, and its hook would be called without a gradient. "
                     "Remove the hook, or plan with a loss_fn that takes the part alone"
                 )
         if self.running:
@@ -126,7 +126,7 @@ class BackwardGuards:
         if self.facts.summed and _last_pass.get(self.model) == now:
             raise RewriteError(
                 f"one backward through two forwards of the rewritten {self._kind}: the gradient of "
-                f"{self._name(self.facts.summed[0])} is a sum of several terms, which eager would "
+                f"{self.names[self.facts.summed[0]]} is a sum of several terms, which eager would "
                 "add in another order, so that last bits would differ. Call backward for each loss "
                 "on its own, or forward once on both batches together"
             )
@@ -135,9 +135,6 @@ class BackwardGuards:
     @property
     def _kind(self) -> str:
         return type(self.model).__name__
-
-    def _name(self, i: int) -> str:
-        return self.names[i]
 
 
 def is_of_a_plan() -> bool:

@@ -78,7 +78,6 @@ class BatchFlattener:
 # guards of them, which would take longer than a hundred small ops. Where it is not true, the guards
 # look closely.
 
-
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 

@@ -117,7 +117,6 @@ def data_dependent_message(name: str, sizes: Sequence[Any]) -> str:
 # A node that is inlined into several kernels makes each of them hold what it reads. Where that is
 # more than the node itself, it is stored.
 
-
 _MOST_READS = 4
 """Inductor stores a pointwise result that is read twice and reads more values than this."""
 _MOST_LARGE_READS = 2
@@ -310,7 +309,6 @@ def _draws_inside(graph: fx.Graph) -> bool:
 # Both take a byte an element, and the gradients are the same.
 #
 # The joint graph is changed before it is planned, so that the byte is what a plan keeps.
-
 
 LEAST_MASK_ELEMENTS = 1024
 """Smaller masks stay as they are: their time does not matter."""

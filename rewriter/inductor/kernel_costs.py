@@ -56,7 +56,6 @@ from remat.rewriter.inductor.fused_nodes import (
 # dropouts took 11.6 ms and were estimated at 2.5. Each function is measured once a machine, by a
 # kernel with it beside one without.
 
-
 _FUNCTIONS: dict[Any, str] = {
     getattr(aten, name).default: name
     for name in (

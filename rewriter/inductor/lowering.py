@@ -105,7 +105,6 @@ def _laid_out(like: Any, layout: Any) -> Any:
 # models, all 44 graphs that were lowered had the same events with the text, in 260 s, and without
 # it, in 152 s.
 
-
 _READS = (MemoryUsageType.LOAD, MemoryUsageType.LOAD_SEED, MemoryUsageType.BUCKETIZE)
 _WRITES = (MemoryUsageType.STORE, MemoryUsageType.STORE_REDUCTION)
 

@@ -65,7 +65,6 @@ from remat.schedules.schedule import Schedule
 # that forward makes, before the graph is planned. Where only forward reads, the copy is inlined and
 # costs nothing.
 
-
 _COPY = torch.ops.aten.clone.default
 
 

@@ -205,36 +205,10 @@ class RematModule(SharedState, fx.GraphModule):
 
     def _remat_step(self, batch: Any) -> Any:
         self._remat_unplanned.plan_runs()
-        guards, step = self._remat_guards, self._remat_compiled_step
-        guards.unsharded_parameters.require_fresh(self)
-        state, leaves = guards.require(batch)
-        if any(map(is_in_flight, leaves)):
-            # A collective may still write to these.
-            leaves = wait_all(leaves)
-            batch = guards.batches.tree(leaves)
-        if step.floats and (unlike := step.floats.refresh()):
-            raise StateChangedError(unlike)
-        refuse_checkpoint(guards.model, step.gradients)
-        if step.tier:
-            step.tier.require_room()
-        audit = self._remat_audit
+        guards, step, audit = self._remat_guards, self._remat_compiled_step, self._remat_audit
+        state, leaves, batch = self._remat_checked(batch)
         seen = audit.begin(self, leaves) if audit else None
-        # AOTAutograd would give these zeros, where eager sets no gradient.
-        used = [t.detach() if i in step.gradients.unused else t for i, t in enumerate(state)]
-        running: Running | SplitRun | None = None
-        if is_order_noted():  # DDP orders its buckets by this step
-            if step.gradient_gates:
-                warn_of_own_order(guards.kind)
-            else:
-                used = in_gradient_order(used, step.gradient_order)
-        if self._remat_split:
-            used, running = self._remat_split.begin(state, used)
-        elif step.gradient_gates:
-            updates = self._remat_updates
-            if updates:
-                updates.require_forward()
-            passed, running = step.gradient_gates.through_gates([*used, *leaves], updates)
-            used, batch = passed[: len(used)], self._remat_guards.batches.tree(passed[len(used) :])
+        used, batch, running = self._remat_routed(state, leaves, batch)
         with audit.running(seen) if audit else contextlib.nullcontext():
             output = step.results(*used, *batch)
         if step.mutated:
@@ -251,6 +225,44 @@ class RematModule(SharedState, fx.GraphModule):
             running, guards.unsharded_parameters, self._remat_recompute_inputs,
         ).watch(output)  # fmt: skip
         return output
+
+    def _remat_checked(self, batch: Any) -> tuple[list[Tensor], list[Any], Any]:
+        """The state that the step takes, the leaves of `batch`, and `batch`; or an error."""
+        guards, step = self._remat_guards, self._remat_compiled_step
+        guards.unsharded_parameters.require_fresh(self)
+        state, leaves = guards.require(batch)
+        if any(map(is_in_flight, leaves)):
+            # A collective may still write to these.
+            leaves = wait_all(leaves)
+            batch = guards.batches.tree(leaves)
+        if step.floats and (unlike := step.floats.refresh()):
+            raise StateChangedError(unlike)
+        refuse_checkpoint(guards.model, step.gradients)
+        if step.tier:
+            step.tier.require_room()
+        return state, leaves, batch
+
+    def _remat_routed(
+        self, state: list[Tensor], leaves: list[Any], batch: Any
+    ) -> tuple[list[Tensor], Any, Running | SplitRun | None]:
+        """State and batch for the compiled step, on the ways by which gradients come back."""
+        step, updates = self._remat_compiled_step, self._remat_updates
+        # AOTAutograd would give these zeros, where eager sets no gradient.
+        used = [t.detach() if i in step.gradients.unused else t for i, t in enumerate(state)]
+        if is_order_noted():  # DDP orders its buckets by this step
+            if step.gradient_gates:
+                warn_of_own_order(self._remat_guards.kind)
+            else:
+                used = in_gradient_order(used, step.gradient_order)
+        if self._remat_split:
+            used, running = self._remat_split.begin(state, used)
+            return used, batch, running
+        if not step.gradient_gates:
+            return used, batch, None
+        if updates:
+            updates.require_forward()
+        passed, running = step.gradient_gates.through_gates([*used, *leaves], updates)
+        return passed[: len(used)], self._remat_guards.batches.tree(passed[len(used) :]), running
 
     def _remat_set(self, attributes: tuple[MutatedAttribute, ...], tensors: list[Tensor]) -> None:
         for one in attributes:
