@@ -66,7 +66,7 @@ class _ExpectedBackward(Generic[_Run]):
         return run if task == current_graph_task_id() else None
 
 
-_expected: _ExpectedBackward[tuple[Running, frozenset[int]]] = _ExpectedBackward()
+_expected_gates: _ExpectedBackward[tuple[Running, frozenset[int]]] = _ExpectedBackward()
 """With the places that get no gradient."""
 
 
@@ -83,7 +83,7 @@ class Running:
     def expect(self, unreached: Sequence[int]) -> None:
         if self.updates:
             self.updates.require_backward()
-        _expected.expect((self, frozenset(unreached)))
+        _expected_gates.expect((self, frozenset(unreached)))
 
     def begin(self, steps: Iterator[Released], unreached: frozenset[int]) -> None:
         task = current_graph_task_id()
@@ -149,7 +149,7 @@ class GradientGates:
             # A saved tensor knows the gate that it came through, and the gate this generator.
             given = [t.detach() if isinstance(t, Tensor) and t.grad_fn else t for t in taken]
             taken.clear()
-            running, unreached = _expected.take() or (None, frozenset[int]())
+            running, unreached = _expected_gates.take() or (None, frozenset[int]())
             if running is None or running.gradient_gates is not self:
                 return self._together(in_steps(given))  # no gate waits for each
             running.begin(in_steps(given), unreached)
@@ -294,7 +294,7 @@ class SplitGraphs:
     reads_tangents: bool
 
 
-_expected: _ExpectedBackward[SplitRun] = _ExpectedBackward()
+_expected_split: _ExpectedBackward[SplitRun] = _ExpectedBackward()
 
 
 class SplitCode:
@@ -328,7 +328,7 @@ class SplitRun:
 
     def expect(self, unreached: Sequence[int]) -> None:
         self.unreached = frozenset(unreached)
-        _expected.expect(self)
+        _expected_split.expect(self)
 
     def inputs(self, given: list[Any]) -> list[Any]:
         # A saved input of a forward knows the graph before it, which need not live until W.
@@ -362,13 +362,15 @@ class _Waiting:
             # The generator holds this list.
             gradients.clear()
             if found:
-                parameters = [self.parameters[place] for place in found]
-                _accumulate(parameters, _emptied(found))
+                parameters, gradients = [self.parameters[p] for p in found], list(found.values())
+                # Nobody else then holds the gradients, so autograd need not copy them.
+                found.clear()
+                _accumulate(parameters, gradients)
 
 
 def in_parts(whole: Boxed) -> Boxed:
     def backward(taken: list[Any]) -> Any:
-        run = _expected.take()
+        run = _expected_split.take()
         return whole(taken) if run is None else run.inputs(taken)
 
     backward._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
@@ -377,13 +379,6 @@ def in_parts(whole: Boxed) -> Boxed:
 
 def _version(one: Any) -> int:
     return one._version if isinstance(one, Tensor) and not one.is_inference() else -1
-
-
-def _emptied(found: dict[int, Tensor]) -> list[Tensor]:
-    # Nobody else then holds the gradients, so autograd need not copy them.
-    gradients = list(found.values())
-    found.clear()
-    return gradients
 
 
 class WeightsQueue:

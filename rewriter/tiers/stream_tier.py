@@ -149,7 +149,8 @@ def pinned(size_bytes: int) -> Tensor:
     except OSError as error:
         raise _refused(size_bytes, str(error)) from error
     whole = torch.frombuffer(memory, dtype=torch.uint8)
-    memory.address, runtime = whole.data_ptr(), torch.cuda.cudart()
+    runtime: Any = torch.cuda.cudart()
+    memory.address = whole.data_ptr()
     status = int(runtime.cudaHostRegister(memory.address, size_bytes, _PORTABLE))
     if status:
         raise _refused(size_bytes, f"cudaHostRegister says {status}")
