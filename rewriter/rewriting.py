@@ -214,16 +214,10 @@ def rewrite(
 
 
 def module_for(
-    model: nn.Module,
-    schedule: Schedule,
-    traced: Trace,
-    prediction: Prediction | None,
-    costed: TrainingGraph | None,
-    updates: Updates | None = None,
-    *,
-    by_inductor: bool = False,
+    model: nn.Module, schedule: Schedule, traced: Trace, prediction: Prediction | None,
+    costed: TrainingGraph | None, updates: Updates | None = None, *, by_inductor: bool = False,
     audit: Audits = "step",
-) -> RematModule:
+) -> RematModule:  # fmt: skip
     """The module that carries out `schedule`; `traced` has not been compiled."""
     links = links_of(traced, costed)
     step = compile_step(traced, schedule, by_inductor=by_inductor, links=links)
@@ -266,13 +260,9 @@ def _require_schedule(given: Any) -> None:
 
 
 def _trace_for(
-    model: nn.Module,
-    schedule: Schedule,
-    args: tuple[Any, ...] | None,
-    kwargs: Mapping[str, Any] | None,
-    loss_fn: LossFunction | None,
-    target: Any,
-) -> Trace:
+    model: nn.Module, schedule: Schedule, args: tuple[Any, ...] | None,
+    kwargs: Mapping[str, Any] | None, loss_fn: LossFunction | None, target: Any,
+) -> Trace:  # fmt: skip
     if args is not None or kwargs is not None:
         traced = tracing.trace(
             model, args or (), kwargs,

@@ -184,12 +184,9 @@ def require_arena_fits(module: nn.Module) -> RematModule:
 
 
 def record_step(
-    module: RematModule,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None,
-    loss_fn: LossFunction | None,
-    target: Any,
-) -> _Requests:
+    module: RematModule, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None,
+    loss_fn: LossFunction | None, target: Any,
+) -> _Requests:  # fmt: skip
     """The requests of one step; all that it changes is put back, and no hook of a parameter runs.
 
     `loss_fn` is what the results go through outside of the module. It says in which layout backward

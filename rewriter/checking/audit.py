@@ -57,14 +57,9 @@ would decide.
 
 
 def why_no_room(
-    graph: TrainingGraph,
-    schedule: Schedule,
-    links: Links | None,
-    kept_bytes: int,
-    *,
-    is_block: bool,
-    results_bytes: int = 0,
-) -> str:
+    graph: TrainingGraph, schedule: Schedule, links: Links | None, kept_bytes: int, *,
+    is_block: bool, results_bytes: int = 0,
+) -> str:  # fmt: skip
     """Why forward alone, which keeps nothing, would raise a step's peak; empty where it does not.
 
     `kept_bytes` are of the state that is put back afterwards, `results_bytes` of what is held
@@ -176,14 +171,9 @@ class Audit:
     """
 
     def __init__(
-        self,
-        guards: Guards,
-        step: CompiledStep,
-        schedule: Schedule,
-        costed: TrainingGraph | None,
-        *,
-        audits: Audits = "step",
-    ) -> None:
+        self, guards: Guards, step: CompiledStep, schedule: Schedule, costed: TrainingGraph | None,
+        *, audits: Audits = "step",
+    ) -> None:  # fmt: skip
         self._guards, self._step, self._audits = guards, step, audits
         self._schedule, self._costed = schedule, costed
         self._outcomes = ForwardOutcomes(guards, step)

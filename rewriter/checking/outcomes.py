@@ -100,15 +100,9 @@ class StepState:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        batch: Any,
-        device: str,
-        python_state: PythonState | None = None,
-        *,
-        keep_parameters: bool = False,
-        elsewhere: OffDeviceMemory | None = None,
-    ) -> None:
+        self, model: nn.Module, batch: Any, device: str, python_state: PythonState | None = None, *,
+        keep_parameters: bool = False, elsewhere: OffDeviceMemory | None = None,
+    ) -> None:  # fmt: skip
         self.elsewhere = elsewhere
         self.model, self.python_state = model, python_state
         self.attributes = ModuleAttributes(model)

@@ -46,14 +46,9 @@ class EagerEmitter(Emitter[Joint]):
     cannot_move = "which code by Inductor does not do"
 
     def __init__(
-        self,
-        joint: Joint,
-        demand: Demand,
-        again: set[str],
-        repeated: set[str],
-        left_live: frozenset[str],
-        writes: bool,
-    ) -> None:
+        self, joint: Joint, demand: Demand, again: set[str], repeated: set[str],
+        left_live: frozenset[str], writes: bool,
+    ) -> None:  # fmt: skip
         super().__init__(joint, demand)
         self.writes = writes
         self.again = again

@@ -278,15 +278,10 @@ def _skip_reshape(node: fx.Node) -> None:
 
 
 def emit(
-    joint: Joint,
-    schedule: Schedule,
-    floats: FloatSource | None = None,
-    metadata: ViewAndMutationMeta | None = None,
-    *,
-    writes: bool = True,
-    env: Environment | None = None,
-    tier: TierCopies | None = None,
-) -> tuple[fx.GraphModule, fx.GraphModule]:
+    joint: Joint, schedule: Schedule, floats: FloatSource | None = None,
+    metadata: ViewAndMutationMeta | None = None, *, writes: bool = True,
+    env: Environment | None = None, tier: TierCopies | None = None,
+) -> tuple[fx.GraphModule, fx.GraphModule]:  # fmt: skip
     """Forward and backward GraphModules that carry out `schedule`, in AOTAutograd's contract.
 
     With AOTAutograd's `metadata`, backward takes gradients in the strides that they come in. With

@@ -47,16 +47,11 @@ class BackwardGuards:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        names: list[str],
-        inputs: list[Any],
-        facts: GradientFacts,
-        constants: list[tuple[str, Tensor]],
-        running: _Expecting | None = None,
+        self, model: nn.Module, names: list[str], inputs: list[Any], facts: GradientFacts,
+        constants: list[tuple[str, Tensor]], running: _Expecting | None = None,
         unsharded_parameters: UnshardedParameters | None = None,
         recompute_inputs: RecomputeInputs | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.model, self.names, self.facts, self.running = model, names, facts, running
         self.unsharded_parameters = unsharded_parameters
         self.constants = [(name, tensor, tensor._version) for name, tensor in constants]

@@ -173,15 +173,10 @@ class Guards:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        recipe: Recipe,
-        python_state: PythonState,
-        initialised: tuple[InitialisedOnce, ...],
-        forward: fx.GraphModule,
-        backward: fx.GraphModule,
+        self, model: nn.Module, recipe: Recipe, python_state: PythonState,
+        initialised: tuple[InitialisedOnce, ...], forward: fx.GraphModule, backward: fx.GraphModule,
         written: tuple[int, ...] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.kind = type(model).__name__
         self.written = written
         self.model = model

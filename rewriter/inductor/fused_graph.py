@@ -126,14 +126,10 @@ class _Builder:
         tangents = [v.name for v in self.values.values() if v.kind == "tangent"]
         ends = (*kept, *self._names(self.gradients), *tangents)
         graph = TrainingGraph(
-            name=name,
-            ops=(*self.ops["forward"], *self.ops["backward"]),
-            values=tuple(self.values.values()),
-            forward_outputs=tuple(dict.fromkeys(kept)),
-            outputs=tuple(dict.fromkeys(ends)),
-            resident=resident,
-            device=device,
-        )
+            name=name, ops=(*self.ops["forward"], *self.ops["backward"]),
+            values=tuple(self.values.values()), forward_outputs=tuple(dict.fromkeys(kept)),
+            outputs=tuple(dict.fromkeys(ends)), resident=resident, device=device,
+        )  # fmt: skip
         return FusedJoint(
             self.gm, self.n_outputs, graph, self.node_of_op, self.base, self.values_read
         )
@@ -171,13 +167,10 @@ class _Builder:
     ) -> None:
         self.base[node.name] = base
         self.values[node.name] = Value(
-            name=node.name,
-            size_bytes=tensor.untyped_storage().nbytes(),
-            producer=producer,
-            kind=kind,
-            dtype=str(tensor.dtype).removeprefix("torch."),
+            name=node.name, size_bytes=tensor.untyped_storage().nbytes(), producer=producer,
+            kind=kind, dtype=str(tensor.dtype).removeprefix("torch."),
             shape=tuple(int(n) for n in tensor.shape),
-        )
+        )  # fmt: skip
 
     def _read(self, node: fx.Node) -> tuple[str, ...]:
         return tuple(

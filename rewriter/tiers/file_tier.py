@@ -46,12 +46,9 @@ class StorageView:
     @classmethod
     def of(cls, x: Tensor) -> Self:
         return cls(
-            tuple(x.size()),
-            tuple(x.stride()),
-            int(x.storage_offset()),
-            x.dtype,
+            tuple(x.size()), tuple(x.stride()), int(x.storage_offset()), x.dtype,
             x.untyped_storage().nbytes(),
-        )
+        )  # fmt: skip
 
     def over(self, whole: Tensor) -> Tensor:
         x = torch.empty(0, dtype=self.dtype, device=whole.device)

@@ -335,17 +335,10 @@ class RematModule(SharedState, fx.GraphModule):
 
 
 def make_module(
-    model: nn.Module,
-    schedule: Schedule,
-    recipe: Recipe,
-    step: CompiledStep,
-    python_state: PythonState,
-    prediction: Prediction | None = None,
-    costed: TrainingGraph | None = None,
-    updates: Updates | None = None,
-    *,
-    audit: Audits = "step",
-) -> RematModule:
+    model: nn.Module, schedule: Schedule, recipe: Recipe, step: CompiledStep,
+    python_state: PythonState, prediction: Prediction | None = None,
+    costed: TrainingGraph | None = None, updates: Updates | None = None, *, audit: Audits = "step",
+) -> RematModule:  # fmt: skip
     """A `RematModule` over `model`, which is an instance of the model's own class too."""
     guards = Guards(
         model, recipe, python_state, step.initialised, step.forward, step.backward,
@@ -355,26 +348,14 @@ def make_module(
     if audit != "none":
         audits = Audit(guards, step, schedule, costed, audits=audit)
     kind = class_of_user(
-        RematModule,
-        model,
-        recipe.loss_fn,
-        schedule=schedule,
-        _remat_schedule=schedule,
-        forward_module=step.forward,
-        backward_module=step.backward,
-        original_module=model,
-        _remat_original_module=model,
-        _remat_compiled_step=step,
-        _remat_guards=guards,
+        RematModule, model, recipe.loss_fn, schedule=schedule, _remat_schedule=schedule,
+        forward_module=step.forward, backward_module=step.backward, original_module=model,
+        _remat_original_module=model, _remat_compiled_step=step, _remat_guards=guards,
         _remat_recompute_inputs=_recompute_inputs(model, step, prediction),
-        audit=None if audit == "first" else audits,
-        _remat_audit=audits,
-        _remat_audits=audit,
-        _remat_prediction=prediction,
-        _remat_costed=costed,
-        _remat_updates=updates,
+        audit=None if audit == "first" else audits, _remat_audit=audits, _remat_audits=audit,
+        _remat_prediction=prediction, _remat_costed=costed, _remat_updates=updates,
         _remat_loss_fn=staticmethod(recipe.loss_fn) if recipe.loss_fn else None,
-    )
+    )  # fmt: skip
     return kind()
 
 
@@ -388,15 +369,10 @@ def _recompute_inputs(
 
 
 def _restored(
-    model: nn.Module,
-    schedule: Schedule,
-    recipe: Recipe,
-    modes: dict[str, bool],
-    prediction: Prediction | None,
-    costed: TrainingGraph | None,
-    by_inductor: bool = False,
+    model: nn.Module, schedule: Schedule, recipe: Recipe, modes: dict[str, bool],
+    prediction: Prediction | None, costed: TrainingGraph | None, by_inductor: bool = False,
     audit: Audits = "step",
-) -> RematModule:
+) -> RematModule:  # fmt: skip
     """The module of a plan over a copy of its model, whose modules were in `modes`, traced anew."""
     # The copy may be in eval mode, and stays so.
     with in_modes(model, modes):
