@@ -1,4 +1,7 @@
-"""AOTAutograd's runtime around our two graphs: views, mutation, hooks, version checks."""
+"""AOTAutograd's runtime around our two graphs: views, mutation, hooks, version checks.
+
+And what a step is compiled with: facts about its gradients, its allocator, the tiers of its copies.
+"""
 
 from __future__ import annotations
 

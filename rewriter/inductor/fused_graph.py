@@ -1,4 +1,4 @@
-"""Inductor's joint graph as a `TrainingGraph` whose ops are kernels and calls.
+"""Inductor's joint graph as a `TrainingGraph` of kernels and calls, and a schedule of it as graphs.
 
 Pointwise nodes take no storage of their own: they are inlined into the kernels that read them. Some
 are values all the same: those that a call reads, that backward reads of forward, or that would make

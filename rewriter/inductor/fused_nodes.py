@@ -1,4 +1,4 @@
-"""What Inductor makes of a node of its joint graph: a view, part of a kernel, or a call."""
+"""What Inductor makes of a node of its joint graph: a view, part of a kernel, a result, a call."""
 
 from __future__ import annotations
 
