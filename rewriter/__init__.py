@@ -12,16 +12,7 @@ if TYPE_CHECKING:
     from remat.rewriter.rewriting import rewrite
     from remat.rewriter.user_module.module import RematModule
 
-__all__ = [
-    "Check",
-    "RematModule",
-    "check",
-    "load",
-    "plan_of",
-    "read_plan",
-    "rewrite",
-    "save_plan",
-]
+__all__ = ["Check", "RematModule", "check", "load", "plan_of", "read_plan", "rewrite", "save_plan"]
 
 _LAZY = {
     "Check": "checking.check",

@@ -1,4 +1,7 @@
-"""AOTAutograd's runtime around our two graphs: views, mutation, hooks, version checks."""
+"""AOTAutograd's runtime around our two graphs: views, mutation, hooks, version checks.
+
+And what a step is compiled with: facts about its gradients, its allocator, the tiers of its copies.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,18 @@ import dataclasses
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, Protocol
 
+import torch
 from torch import fx
 
-from remat.graph_capture.errors import RewriteError
+from remat.graph_capture.devices.known_devices import is_cuda
+from remat.graph_capture.distributed.dtensors import is_beside_local_part
+from remat.graph_capture.errors import RewriteError, TierError
 from remat.graph_capture.graph import Links, TrainingGraph
 from remat.graph_capture.joint.build import Joint, build_joint
+from remat.graph_capture.joint.nodes import is_tangent, written_inputs
+from remat.graph_capture.joint.provenance import path_in_model
 from remat.graph_capture.torch_private.aot import (
     aot_compile_joint_with_descriptors,
     functorch_config,
@@ -21,18 +29,125 @@ from remat.graph_capture.torch_private.aot import (
 from remat.graph_capture.tracing.attribute_writes import InitialisedOnce, MutatedAttribute
 from remat.graph_capture.tracing.outputs import DuplicateOutputs
 from remat.graph_capture.tracing.trace import Trace
-from remat.rewriter.arena.step_allocator import StepAllocator
-from remat.rewriter.graphs.codegen import Boxed, compile_boxed
-from remat.rewriter.graphs.emit import emit, recompute_inputs
-from remat.rewriter.graphs.gradient_gates import GradientGates
-from remat.rewriter.graphs.result_gradients import GradientFacts, gradient_facts, marks
-from remat.rewriter.graphs.step_inputs import FloatSource
-from remat.rewriter.split_backward.waiting import in_parts
-from remat.rewriter.tiers.tier import TierCopies, tier_for
+from remat.rewriter.graphs.backward_parts import GradientGates, in_parts
+from remat.rewriter.graphs.codegen import Boxed, compile_boxed, marks
+from remat.rewriter.graphs.emit import FloatSource, emit, recompute_inputs
+from remat.rewriter.tiers.file_tier import FileTier, TierCopies, host_places
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import require_valid
+from remat.schedules.simulation import Simulation
 
 _compiling = threading.RLock()
+
+
+# Only the graphs are served from an arena. What the user runs between forward and backward, and
+# what guards and hooks allocate, is not in the way of the calls that were counted.
+
+PassKind = Literal["forward", "backward"]
+
+
+class _Source(Protocol):
+    """Runs a graph, and gives it memory meanwhile."""
+
+    def run(self, phase: PassKind, graph: Boxed, args: list[Any]) -> Any: ...
+
+
+class StepAllocator:
+    """The place at which an arena is put around the graphs of one compiled step.
+
+    Copies of a module share its step, and so its arena. A `source` of None leaves all requests to
+    torch's allocator. Forward's graph returns `n_results` to the user, then what backward reads.
+    """
+
+    def __init__(self) -> None:
+        self.source: _Source | None = None
+        self.n_results = 0
+
+    def around(self, phase: PassKind, graph: Boxed) -> Boxed:
+        def run(args: list[Any]) -> Any:
+            source = self.source  # read at each call: an arena is opened and closed between steps
+            return graph(args) if source is None else source.run(phase, graph, args)
+
+        # AOTAutograd then passes inputs in a list, which the graph empties.
+        run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+        return run
+
+
+_SUM = torch.ops.aten.add.Tensor
+
+
+@dataclass(frozen=True)
+class GradientFacts:
+    """Gradients of a step, by the places of its inputs: parameters and buffers first.
+
+    Inputs in `unused` get none, though they may require one. `needs` has, for each other place, the
+    places of the results of forward that its gradient comes from; `through` are all of these. A
+    gradient in `summed` is a sum of several terms. `written` are inputs that the step writes to,
+    with the paths of parameters and buffers, else empty.
+    """
+
+    unused: frozenset[int]
+    needs: dict[int, frozenset[int]]
+    through: frozenset[int]
+    summed: tuple[int, ...]
+    written: dict[int, str]
+
+    @property
+    def overwrites(self) -> bool:
+        return bool(self.written)
+
+    @property
+    def writes_batch(self) -> bool:
+        return "" in self.written.values()
+
+
+def _gradient_facts(joint: Joint) -> GradientFacts:
+    output = joint.module.graph.find_nodes(op="output")[0]
+    results, described = output.args[0], output.meta["desc"]
+    assert isinstance(results, (tuple, list))
+    # A DTensor is one input, and its gradient is two results: its local part and its mesh.
+    gradients = [
+        result
+        for result, what in list(zip(results, described, strict=True))[joint.num_forward_outputs :]
+        if not is_beside_local_part(what)
+    ]
+    forward = list(described[: joint.num_forward_outputs])
+    reached = _reached_from(joint.module.graph, forward)
+    given = {i: node for i, node in enumerate(gradients) if isinstance(node, fx.Node)}
+    needs = {i: reached.get(node, frozenset[int]()) for i, node in given.items()}
+    written = enumerate(written_inputs(joint.module.graph, joint.num_forward_outputs))
+    return GradientFacts(
+        unused=frozenset(range(len(gradients))).difference(given),
+        needs=needs,
+        through=frozenset[int]().union(*needs.values()),
+        summed=tuple(i for i, node in given.items() if _is_sum(joint, node, reached)),
+        written={i: _path_of_state(one) for i, one in written if one is not None},
+    )
+
+
+def _path_of_state(description: object) -> str:
+    # Told by the name, as torch's classes of descriptions move between releases.
+    is_state = type(description).__name__ in ("ParamAOTInput", "BufferAOTInput")
+    return path_in_model(str(getattr(description, "target", ""))) if is_state else ""
+
+
+def _reached_from(graph: fx.Graph, forward: list[object]) -> dict[fx.Node, frozenset[int]]:
+    found: dict[fx.Node, frozenset[int]] = {}
+    for node in graph.nodes:
+        if is_tangent(node):
+            found[node] = frozenset([forward.index(node.meta["desc"].output)])
+        elif sources := [found[a] for a in node.all_input_nodes if a in found]:
+            first = sources[0]
+            same = all(source is first for source in sources)
+            found[node] = first if same else first.union(*sources[1:])
+    return found
+
+
+def _is_sum(joint: Joint, node: fx.Node, reached: dict[fx.Node, frozenset[int]]) -> bool:
+    # Views and the like, which are no ops of the plan, are looked through.
+    while node.name not in joint.node_of_op and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node.target is _SUM and all(a in reached for a in node.all_input_nodes)
 
 
 @dataclass(frozen=True)
@@ -81,60 +196,87 @@ def links_of(trace: Trace, costed: TrainingGraph | None = None) -> Links | None:
     return trace.graph.links or (costed.links if costed else None)
 
 
-def compile_step(
-    trace: Trace,
-    schedule: Schedule,
-    *,
-    by_inductor: bool = False,
-    links: Links | None = None,
-) -> CompiledStep:
-    """Carry out `schedule` on a fresh trace, by our own code or Inductor's."""
-    found = require_valid(trace.graph, schedule, links)
-    if schedule.moves:
-        refuse_copies(by_inductor=by_inductor, over_range=trace.env is not None)
-    tier = tier_for(trace.graph, schedule, links or trace.graph.links, found)
-    trace.compiled = True  # AOTAutograd uses up the trace's metadata
-    emitted: list[fx.GraphModule] = []
-    facts = gradient_facts(trace.joint)
-    floats = FloatSource(trace.floats) if trace.floats else None
-    make_compilers: Callable[..., Any] = _inductor if by_inductor else _boxed
-    # Filled by `partition`, which AOTAutograd calls before the compilers.
-    compilers: list[Any] = []
-    gates: list[GradientGates] = []
-    memory = StepAllocator()
+class _Cut:
+    """The two graphs of a step, made when AOTAutograd hands over the joint one, and their code."""
+
+    compilers: tuple[Callable[[fx.GraphModule], Boxed], Callable[[fx.GraphModule], Boxed]]
+
+    def __init__(
+        self, trace: Trace, schedule: Schedule, tier: TierCopies | None, by_inductor: bool
+    ) -> None:
+        self.trace, self.schedule, self.tier = trace, schedule, tier
+        self.by_inductor = by_inductor
+        self.floats = FloatSource(trace.floats) if trace.floats else None
+        self.memory = StepAllocator()
+        self.gates: GradientGates | None = None
 
     def partition(
-        gm: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
+        self, gm: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        recipe = trace.recipe
-        memory.n_results = num_fwd_outputs
+        trace, recipe = self.trace, self.trace.recipe
+        self.memory.n_results = num_fwd_outputs
         if trace.env:  # of symbols; the trace has it at the sizes in its hints
             gm = trace.joint.module
-        if floats:
-            floats.inputs.mark(gm)
+        if self.floats:
+            self.floats.inputs.mark(gm)
         several = trace.duplicate_outputs.gradients() if trace.duplicate_outputs else None
         joint = build_joint(
             gm, num_fwd_outputs, recipe.name, recipe.resident, several, recipe.gradient_release,
             **recipe.facts(),
         )  # fmt: skip
         # What AOTAutograd hands over must still be the graph that was planned.
-        schedule.check_made_for(joint.graph)
+        self.schedule.check_made_for(joint.graph)
         # Inductor's kernels are made for the strides of the trace.
-        metadata = None if by_inductor else state.fw_metadata
-        emitted.extend(
-            emit(
-                joint, schedule, floats, metadata,
-                writes=not by_inductor, env=trace.env, tier=tier,
-            )
+        metadata = None if self.by_inductor else trace.descriptors._aot_state.fw_metadata
+        self.forward, self.backward = emit(
+            joint, self.schedule, self.floats, metadata,
+            writes=not self.by_inductor, env=trace.env, tier=self.tier,
         )  # fmt: skip
-        if marks(emitted[1].graph):
-            gates.append(GradientGates(emitted[1]))
-        gradient_gates = gates[0] if gates else None
-        compilers.extend(make_compilers(joint, *emitted, gradient_gates))
-        return emitted[0], emitted[1]
+        if marks(self.backward.graph):
+            self.gates = GradientGates(self.backward)
+        self.compilers = self._inductors(joint) if self.by_inductor else self._ours()
+        return self.forward, self.backward
 
+    def compile_forward(self, gm: fx.GraphModule, example_inputs: Any) -> Boxed:
+        return self.memory.around("forward", self.compilers[0](gm))
+
+    def compile_backward(self, gm: fx.GraphModule, example_inputs: Any) -> Boxed:
+        return self.memory.around("backward", self.compilers[1](gm))
+
+    def _inductors(self, joint: Joint) -> Any:
+        # Inductor is imported only for plans whose code it makes.
+        from remat.rewriter.inductor.compiler import InductorStep
+
+        step = InductorStep(joint, self.forward, self.backward)
+        return step.compile_forward, step.compile_backward
+
+    def _ours(self) -> Any:
+        def backwards(gm: fx.GraphModule) -> Boxed:
+            # AOTAutograd compiles a deep copy of backward when it first runs. Its constants have to
+            # be the user's tensors all the same, which may change in place.
+            for node in gm.graph.find_nodes(op="get_attr"):
+                setattr(gm, str(node.target), getattr(self.backward, str(node.target)))
+            # First backwards of several threads would share the graph's fake mode.
+            with _compiling:
+                return in_parts(
+                    self.gates.compile_backward(gm) if self.gates else compile_boxed(gm)
+                )
+
+        return compile_boxed, backwards
+
+
+def compile_step(
+    trace: Trace, schedule: Schedule, *, by_inductor: bool = False, links: Links | None = None
+) -> CompiledStep:
+    """Carry out `schedule` on a fresh trace, by our own code or Inductor's."""
+    found = require_valid(trace.graph, schedule, links)
+    if schedule.moves:
+        refuse_copies(by_inductor=by_inductor, over_range=trace.env is not None)
+    links = links or trace.graph.links
+    cut = _Cut(trace, schedule, tier_for(trace.graph, schedule, links, found), by_inductor)
+    trace.compiled = True  # AOTAutograd uses up the trace's metadata
+    facts, state = _gradient_facts(trace.joint), trace.descriptors._aot_state
     # Donated buffers are of use to Inductor. With them, AOTAutograd refuses retain_graph=True.
-    state = trace.descriptors._aot_state
     state.fw_metadata.bw_donated_idxs = []
     # Otherwise Inductor would compile backward in the middle of the first training step.
     state.aot_config = dataclasses.replace(
@@ -143,21 +285,36 @@ def compile_step(
     with functorch_config.patch(donated_buffer=False):
         call = aot_compile_joint_with_descriptors(
             trace.descriptors,
-            partition_fn=partition,
-            fw_compiler=lambda gm, example_inputs: memory.around(
-                "forward", compilers[0](gm, example_inputs)
-            ),
-            bw_compiler=lambda gm, example_inputs: memory.around(
-                "backward", compilers[1](gm, example_inputs)
-            ),
+            partition_fn=cut.partition,
+            fw_compiler=cut.compile_forward,
+            bw_compiler=cut.compile_backward,
         )
-    written = trace.mutated, trace.initialised, trace.duplicate_outputs, floats
-    gradient_gates = gates[0] if gates else None
     return CompiledStep(
-        call, emitted[0], emitted[1], facts, trace.graph, links or trace.graph.links,
-        *written, by_inductor, gradient_gates, memory, tier, trace.gradient_order,
-        recompute_inputs(trace.joint, schedule),
+        call, cut.forward, cut.backward, facts, trace.graph, links, trace.mutated,
+        trace.initialised, trace.duplicate_outputs, cut.floats, by_inductor, cut.gates, cut.memory,
+        cut.tier, trace.gradient_order, recompute_inputs(trace.joint, schedule),
     )  # fmt: skip
+
+
+def tier_for(
+    graph: TrainingGraph, schedule: Schedule, links: Links | None, found: Simulation
+) -> TierCopies | None:
+    """The memory that a plan copies values to, with room for a step; None if it copies none."""
+    if not schedule.moves:
+        return None
+    if links is None:  # the simulator has refused it already
+        raise TierError("this plan copies values to the host, and nothing is known of a host")
+    tier: TierCopies
+    if is_cuda(graph.device):
+        from remat.rewriter.tiers.stream_tier import StreamTier
+
+        places = host_places(graph, schedule)
+        tier = StreamTier(graph.device, places, links, found.nvme_peak_bytes)
+    else:
+        tier = FileTier(found.host_peak_bytes, found.nvme_peak_bytes, links.nvme_path)
+    # A lack of room shows when the module is made, not only in a step.
+    tier.require_room()
+    return tier
 
 
 def refuse_copies(*, by_inductor: bool = False, over_range: bool = False) -> None:
@@ -171,36 +328,3 @@ def refuse_copies(*, by_inductor: bool = False, over_range: bool = False) -> Non
             "this plan copies values to the host, and a module over a range of sizes copies none: "
             "plan for one size, or solve without offloading"
         )
-
-
-def _boxed(
-    joint: Joint,
-    forward: fx.GraphModule,
-    backward: fx.GraphModule,
-    gradient_gates: GradientGates | None,
-) -> tuple[Any, Any]:
-    def compile_backward(gm: fx.GraphModule, example_inputs: Any) -> Boxed:
-        # AOTAutograd compiles a deep copy of backward when it first runs. Its constants have to be
-        # the user's tensors all the same, which may change in place.
-        for node in gm.graph.find_nodes(op="get_attr"):
-            setattr(gm, str(node.target), getattr(backward, str(node.target)))
-        # First backwards of several threads would share the graph's fake mode.
-        with _compiling:
-            if gradient_gates:
-                return in_parts(gradient_gates.compile_backward(gm))
-            return in_parts(compile_boxed(gm, example_inputs))
-
-    return compile_boxed, compile_backward
-
-
-def _inductor(
-    joint: Joint,
-    forward: fx.GraphModule,
-    backward: fx.GraphModule,
-    gradient_gates: GradientGates | None,
-) -> tuple[Any, Any]:
-    # Inductor is imported only for plans whose code it makes.
-    from remat.rewriter.inductor.compiler import InductorStep
-
-    step = InductorStep(joint, forward, backward)
-    return step.compile_forward, step.compile_backward

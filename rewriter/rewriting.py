@@ -102,30 +102,17 @@ def _require_eagers_bits(captured: Trace, wanted: Iterable[ChunkedRegion]) -> No
 
 @overload
 def rewrite(
-    model: nn.Module,
-    schedule: Family,
-    *,
-    trace: Trace | None = ...,
-    over: RangedGraph | None = ...,
-    audit: bool = ...,
-) -> RangedModule: ...
+    model: nn.Module, schedule: Family,
+    *, trace: Trace | None = ..., over: RangedGraph | None = ..., audit: bool = ...,
+) -> RangedModule: ...  # fmt: skip
 @overload
 def rewrite(
-    model: nn.Module,
-    schedule: Schedule,
-    args: tuple[Any, ...] | None = ...,
-    kwargs: Mapping[str, Any] | None = ...,
-    *,
-    loss_fn: LossFunction | None = ...,
-    target: Any = ...,
-    trace: Trace | None = ...,
-    prediction: Prediction | None = ...,
-    costed: TrainingGraph | None = ...,
-    compile: bool = ...,
-    updates: Updates | None = ...,
-    over: RangedGraph | None = ...,
-    audit: bool = ...,
-) -> RematModule: ...
+    model: nn.Module, schedule: Schedule,
+    args: tuple[Any, ...] | None = ..., kwargs: Mapping[str, Any] | None = ...,
+    *, loss_fn: LossFunction | None = ..., target: Any = ..., trace: Trace | None = ...,
+    prediction: Prediction | None = ..., costed: TrainingGraph | None = ..., compile: bool = ...,
+    updates: Updates | None = ..., over: RangedGraph | None = ..., audit: bool = ...,
+) -> RematModule: ...  # fmt: skip
 def rewrite(
     model: nn.Module,
     schedule: Schedule | Family,
@@ -210,15 +197,7 @@ def rewrite(
     elif trace is None:
         traced = _trace_for(model, schedule, args, kwargs, loss_fn, target)
     else:
-        is_usable = not trace.compiled and not trace.recipe.is_modelled
-        is_usable = is_usable and trace.graph.hash == schedule.graph_hash
-        if not is_usable:
-            # A trace of the step as captured lacks only the plan's edits, so it need not be traced
-            # again.
-            is_whole = not trace.recipe.is_modelled and trace.graph.hash == schedule.captured_hash
-            again = trace if is_whole else None
-            trace = _traced_again(model, trace.recipe, schedule, again)
-        traced = trace
+        traced = _usable(trace, model, schedule)
     found = require_valid(traced.graph, schedule, links_of(traced, costed))
     if trace is None and 0 < schedule.budget_bytes < found.peak_bytes:
         warnings.warn(
@@ -235,16 +214,10 @@ def rewrite(
 
 
 def module_for(
-    model: nn.Module,
-    schedule: Schedule,
-    traced: Trace,
-    prediction: Prediction | None,
-    costed: TrainingGraph | None,
-    updates: Updates | None = None,
-    *,
-    by_inductor: bool = False,
+    model: nn.Module, schedule: Schedule, traced: Trace, prediction: Prediction | None,
+    costed: TrainingGraph | None, updates: Updates | None = None, *, by_inductor: bool = False,
     audit: Audits = "step",
-) -> RematModule:
+) -> RematModule:  # fmt: skip
     """The module that carries out `schedule`; `traced` has not been compiled."""
     links = links_of(traced, costed)
     step = compile_step(traced, schedule, by_inductor=by_inductor, links=links)
@@ -287,22 +260,14 @@ def _require_schedule(given: Any) -> None:
 
 
 def _trace_for(
-    model: nn.Module,
-    schedule: Schedule,
-    args: tuple[Any, ...] | None,
-    kwargs: Mapping[str, Any] | None,
-    loss_fn: LossFunction | None,
-    target: Any,
-) -> Trace:
+    model: nn.Module, schedule: Schedule, args: tuple[Any, ...] | None,
+    kwargs: Mapping[str, Any] | None, loss_fn: LossFunction | None, target: Any,
+) -> Trace:  # fmt: skip
     if args is not None or kwargs is not None:
         traced = tracing.trace(
-            model,
-            args or (),
-            kwargs,
-            loss_fn=loss_fn,
-            target=target,
-            gradient_release=schedule.releases_gradients,
-        )
+            model, args or (), kwargs,
+            loss_fn=loss_fn, target=target, gradient_release=schedule.releases_gradients,
+        )  # fmt: skip
         return _traced_again(model, traced.recipe, schedule) if schedule.captured_hash else traced
     recipe = recipe_for(model, schedule.captured_hash or schedule.graph_hash)
     if recipe is None:
@@ -311,6 +276,16 @@ def _trace_for(
             "the batch too, rewrite(model, schedule, args, kwargs, loss_fn=..., target=...)"
         )
     return _traced_again(model, recipe, schedule)
+
+
+def _usable(trace: Trace, model: nn.Module, schedule: Schedule) -> Trace:
+    if trace.recipe.is_modelled:
+        return _traced_again(model, trace.recipe, schedule)
+    if not trace.compiled and trace.graph.hash == schedule.graph_hash:
+        return trace
+    # A trace of the step as captured lacks only the plan's edits, so it need not be traced again.
+    captured = trace if trace.graph.hash == schedule.captured_hash else None
+    return _traced_again(model, trace.recipe, schedule, captured)
 
 
 def _trace_over(model: nn.Module, over: RangedGraph) -> Trace:

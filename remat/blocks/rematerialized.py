@@ -31,8 +31,7 @@ from remat.rewriter.compiled import CompiledStep, compile_step
 from remat.rewriter.guards.forward import constants_of
 from remat.rewriter.tiers.file_tier import FileTier
 from remat.rewriter.user_module.module import SharedState, make_module
-from remat.rewriter.user_module.own_forward import with_replaced
-from remat.rewriter.user_module.unplanned import Unplanned
+from remat.rewriter.user_module.own_forward import Unplanned, with_replaced
 from remat.solved import infeasible_text, planned_text
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from remat.cluster.model_part import TARGET, ModelPart
-from remat.rewriter.split_backward.dependencies import SplitBytes
+from remat.rewriter.graphs.backward_parts import SplitBytes
 from remat.rewriter.user_module.module import RematModule
 
 # Torch allocates one buffer each way for each microbatch of the step. A ring of as many as are used

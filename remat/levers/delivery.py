@@ -49,9 +49,8 @@ def use_arena(
     ArenaError : no C++ compiler is found, or the module has no step to record.
     DeviceError : the module is not on a CPU.
     """
-    from remat.rewriter.arena.arena import Arena
+    from remat.rewriter.arena.arena import Arena, record_step, require_arena_fits
     from remat.rewriter.arena.library import arena_library
-    from remat.rewriter.arena.recording import record_step, require_arena_fits
 
     rewritten = require_arena_fits(module)
     # Compiled before a step runs, as there may be no compiler.

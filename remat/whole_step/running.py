@@ -14,13 +14,12 @@ from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.joint.build import Joint
 from remat.graph_capture.joint.gradients import parameter_groups, step_alone
 from remat.graph_capture.torch_private.core import DisableAutocast
-from remat.rewriter.graphs.codegen import compile_in_steps
+from remat.rewriter.graphs.codegen import Released, Steps, compile_in_steps, release_gradients
 from remat.rewriter.graphs.copies import CopyContext, CopyEmitter, copy_times, written_by
 from remat.rewriter.graphs.eager import EagerEmitter
 from remat.rewriter.graphs.emit import leave_out_views
 from remat.rewriter.graphs.emitter import Demanded, as_module
-from remat.rewriter.graphs.result_gradients import Released, Steps, release_gradients
-from remat.rewriter.tiers.tier import TierCopies
+from remat.rewriter.tiers.file_tier import TierCopies
 from remat.schedules.schedule import Fetch, Offload, Schedule, Step
 from remat.whole_step.program import Add, Resume, Segment, StepAction, StepOf
 from remat.whole_step.residents import Held, Residents, moments, uninterrupted
@@ -83,7 +82,7 @@ def _emitter(joint: Joint, steps: tuple[Step, ...], tier: TierCopies) -> EagerEm
     if not schedule.moves:
         return EagerEmitter(joint, _refuse_dead, again, repeated, none, True)
     moving = CopyContext(tier, copy_times(schedule, lambda op: written_by(joint, op)))
-    return CopyEmitter(joint, _refuse_dead, again, repeated, none, True, moving)
+    return CopyEmitter(moving, joint, _refuse_dead, again, repeated, none, True)
 
 
 def _refuse_dead(what: Demanded) -> NoReturn:

@@ -44,7 +44,8 @@ def built_library() -> Path:
         )
     # A wheel cannot bring it: it derives from a class of torch, and so is of one release.
     flags = _flags()
-    path = cache_folder() / f"arena-cpu-torch-{_slug(torch.__version__)}-{_digest(flags)}.so"
+    release = "".join(c if c.isalnum() or c == "." else "-" for c in torch.__version__)
+    path = cache_folder() / f"arena-cpu-torch-{release}-{_digest(flags)}.so"
     if not path.exists():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,10 +88,6 @@ def _digest(flags: list[str]) -> str:
     for source in _SOURCES:
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def _slug(text: str) -> str:
-    return "".join(c if c.isalnum() or c == "." else "-" for c in text)
 
 
 def _compiler() -> list[str]:
@@ -160,7 +157,6 @@ class ArenaLibrary:
             ) from error
         self._c.remat_arena_open.argtypes = [_INTS, _INTS, _INTS, _INT, _INT]
         self._c.remat_arena_open.restype = _INT
-        self._c.remat_arenas_mapped.restype = _INT
         self._c.remat_arena_close.argtypes = [_INT]
         self._c.remat_arena_begin.argtypes = [_INT, _INT, _INT]
         self._c.remat_arena_counts.argtypes = [_INT, _INTS]
@@ -204,10 +200,6 @@ class ArenaLibrary:
         out = np.zeros(_N_COUNTS, np.int64)
         self._c.remat_arena_counts(number, out)
         return Counts(*out.tolist())
-
-    def arenas_mapped(self) -> int:
-        """Arenas that are open, or hold a block that something still uses."""
-        return int(self._c.remat_arenas_mapped())
 
     def record_open(self) -> None:
         """Blocks taken in the record's parts are followed until `record_close`."""

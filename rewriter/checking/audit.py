@@ -32,19 +32,17 @@ from remat.graph_capture.graph import Links, TrainingGraph
 from remat.graph_capture.joint.nodes import is_custom, target_name
 from remat.graph_capture.python_state.reachable_objects import is_users_module
 from remat.graph_capture.torch_private.core import current_graph_task_id, dispatch_mode_stack
-from remat.rewriter.checking.forward_outcomes import BeforeForward, ForwardOutcomes, device_of_model
-from remat.rewriter.checking.outcomes import (
+from remat.rewriter.checking.comparison import (
+    DeterministicReductions,
     EagerVariation,
     Outcome,
+    adds_nondeterministically,
     differing_beyond,
     differing_names,
+    moved_by_rounding,
     tolerance_of,
 )
-from remat.rewriter.checking.rounding import (
-    DeterministicReductions,
-    adds_nondeterministically,
-    moved_by_rounding,
-)
+from remat.rewriter.checking.outcomes import BeforeForward, ForwardOutcomes, device_of_model
 from remat.rewriter.compiled import CompiledStep
 from remat.rewriter.guards.forward import Guards
 from remat.schedules.derived import graph_of_schedule, unchunked
@@ -59,14 +57,9 @@ would decide.
 
 
 def why_no_room(
-    graph: TrainingGraph,
-    schedule: Schedule,
-    links: Links | None,
-    kept_bytes: int,
-    *,
-    is_block: bool,
-    results_bytes: int = 0,
-) -> str:
+    graph: TrainingGraph, schedule: Schedule, links: Links | None, kept_bytes: int, *,
+    is_block: bool, results_bytes: int = 0,
+) -> str:  # fmt: skip
     """Why forward alone, which keeps nothing, would raise a step's peak; empty where it does not.
 
     `kept_bytes` are of the state that is put back afterwards, `results_bytes` of what is held
@@ -178,14 +171,9 @@ class Audit:
     """
 
     def __init__(
-        self,
-        guards: Guards,
-        step: CompiledStep,
-        schedule: Schedule,
-        costed: TrainingGraph | None,
-        *,
-        audits: Audits = "step",
-    ) -> None:
+        self, guards: Guards, step: CompiledStep, schedule: Schedule, costed: TrainingGraph | None,
+        *, audits: Audits = "step",
+    ) -> None:  # fmt: skip
         self._guards, self._step, self._audits = guards, step, audits
         self._schedule, self._costed = schedule, costed
         self._outcomes = ForwardOutcomes(guards, step)
@@ -292,16 +280,9 @@ class Audit:
     def _meets_ranks(self) -> bool:
         return bool(self._collectives)
 
-    @property
-    def _rounds_otherwise(self) -> bool:
-        return self._step.by_inductor or not self._schedule.is_exact
-
-    @functools.cached_property
-    def _is_in_no_order(self) -> bool:
-        return self._device == CPU and adds_nondeterministically(self._step.forward)
-
     def _in_one_order(self) -> contextlib.AbstractContextManager[Any]:
-        return DeterministicReductions() if self._is_in_no_order else contextlib.nullcontext()
+        has_no_order = self._device == CPU and adds_nondeterministically(self._step.forward)
+        return DeterministicReductions() if has_no_order else contextlib.nullcontext()
 
     def _give_up(self, why: str) -> None:
         self._gave_up = why
@@ -319,16 +300,15 @@ class Audit:
             return f"its forward runs {target_name(custom)}, which may count how often it runs"
         if self._meets_ranks and not self.is_agreed:
             return "its forward has collectives, and ranks have not agreed on which steps"
-        graph, made_for = (
-            self._step.graph,
-            (self._schedule.graph_hash, self._schedule.captured_hash),
-        )
+        graph = self._step.graph
+        made_for = self._schedule.graph_hash, self._schedule.captured_hash
         if self._costed is not None and self._costed.hash in made_for:  # not one of a whole rank
             graph = self._costed
+        rounds_otherwise = self._step.by_inductor or not self._schedule.is_exact
         return why_no_room(
             graph, self._schedule, graph.links or self._step.links, self._outcomes.kept_bytes,
             is_block=self._audits == "block",
-            results_bytes=self._outcomes.results_bytes * self._rounds_otherwise,
+            results_bytes=self._outcomes.results_bytes * rounds_otherwise,
         )  # fmt: skip
 
     def _what_hinders(self) -> str:

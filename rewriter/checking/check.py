@@ -39,31 +39,26 @@ from remat.graph_capture.tracing.step_module import (
     without_own_hooks,
 )
 from remat.rewriter.checking.audit import MOST_EAGER
-from remat.rewriter.checking.off_device import OffDeviceMemory
-from remat.rewriter.checking.outcomes import (
-    STREAM,
+from remat.rewriter.checking.comparison import (
+    DeterministicReductions,
     EagerVariation,
     Outcome,
-    OwnBatch,
     Rounding,
-    StepState,
     differing_beyond,
     differing_names,
     distance,
-    own_parameters,
+    first_divergent_line,
+    has_nondeterministic_sums,
+    moved_by_rounding,
     rounding_of,
     tolerance_of,
     unsteady_names,
 )
-from remat.rewriter.checking.rounding import (
-    DeterministicReductions,
-    first_divergent_line,
-    has_nondeterministic_sums,
-    moved_by_rounding,
-)
+from remat.rewriter.checking.off_device import OffDeviceMemory
+from remat.rewriter.checking.outcomes import STREAM, OwnBatch, StepState, own_parameters
 from remat.rewriter.guards.forward import constants_of
 from remat.rewriter.user_module.module import RematModule, SharedState
-from remat.rewriter.user_module.unplanned import as_before
+from remat.rewriter.user_module.own_forward import as_before
 
 _T: Any = torch
 

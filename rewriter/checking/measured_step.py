@@ -21,7 +21,7 @@ from remat.graph_capture.tracing.restore import restored_after
 from remat.graph_capture.tracing.step_module import LossFunction
 from remat.rewriter.checking.check import plan_run
 from remat.rewriter.checking.outcomes import OwnBatch, StepState, own_parameters
-from remat.rewriter.user_module.unplanned import as_before
+from remat.rewriter.user_module.own_forward import as_before
 from remat.schedules.report.page_facts import MeasuredStep
 
 _STEPS = 3

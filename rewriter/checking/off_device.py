@@ -29,7 +29,7 @@ from remat.graph_capture.torch_private.core import (
     disable_current_modes,
     is_functorch_wrapped,
 )
-from remat.rewriter.tiers.handles import StorageView
+from remat.rewriter.tiers.file_tier import StorageView
 
 Read = Callable[[], Tensor]
 """Gives back what was kept."""

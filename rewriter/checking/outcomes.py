@@ -1,162 +1,38 @@
-"""Outcomes of a step, compared bit for bit, or to a tolerance.
-
-On a CUDA device eager is compared with itself first: sums in no fixed order differ in eager too.
-"""
+"""What a step or its forward leaves, of eager and of a plan, and the state that is put back."""
 
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Callable, Generator, Mapping, MutableMapping
-from typing import Any, Literal, TypeVar
+import hashlib
+import itertools
+import random
+from collections.abc import Callable, Generator, Iterable, Iterator, MutableMapping
+from typing import Any, NoReturn, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from remat.graph_capture.devices.known_devices import CPU
 from remat.graph_capture.devices.meter import Run
 from remat.graph_capture.distributed.dtensors import dtensor_layout, is_distributed, local_part
-from remat.graph_capture.graph import FLOAT32_BYTES
+from remat.graph_capture.errors import NotComparedError
 from remat.graph_capture.joint.nodes import bits_of
+from remat.graph_capture.joint.provenance import path_in_model
 from remat.graph_capture.python_state.state_guards import PythonState
+from remat.graph_capture.python_state.state_slots import ClosureCell, DictItem, SlotAttr, stream
 from remat.graph_capture.python_state.tensor_attributes import with_attributes_of
 from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.outputs import flatten_dataclasses
-from remat.graph_capture.tracing.restore import ModuleAttributes
+from remat.graph_capture.tracing.restore import OF_TORCH, ModuleAttributes
 from remat.graph_capture.tracing.signature import leaves_with_paths
-from remat.rewriter.checking.off_device import OffDeviceMemory, Read
+from remat.graph_capture.tracing.step_module import apply_loss
+from remat.rewriter.checking.comparison import Outcome, bitwise_equal
+from remat.rewriter.checking.off_device import OffDeviceMemory, Read, takes_no_hooks
+from remat.rewriter.compiled import CompiledStep
 from remat.rewriter.graphs.rng import save_rng_state, set_rng_state
-
-Outcome = Mapping[str, Any]
-"""What a step leaves, by name: outputs, gradients, buffers, random streams."""
-
-_TIMES = 10.0
-"""Where eager does not repeat itself, a result may be this many times as far from its first run as
-its second run is. Both distances are rounding errors; a wrong gradient is off by far more.
-"""
-
-
-_TOLERANCE = 0.01
-"""For compiled steps: how far a result may be from eager's, as a part of its norm. Kernels that are
-fused otherwise round otherwise, and batch norm makes that as large as 1e-3. A wrong gradient, such
-as that of another dropout mask, is off by its own size."""
-_LEAST_PART = 1e-3
-"""A result counts as at least this part of the norm of all results of its kind. Smaller ones are
-made of rounding errors, such as the gradient of a bias before a batch norm."""
-_ROUNDINGS = 16
-"""A result of a type with few bits may always be off by this many units in the last place."""
-_MOST_ROUNDING = _ROUNDINGS * torch.finfo(torch.bfloat16).eps
-"""A result that is larger than noise may be off by no more than this part, 0.125, however far
-rounding moves it. That of another dropout mask is off by more, from one element in a hundred on."""
-
-
-class EagerVariation:
-    """How far runs of eager from the same state are from the first of them, which gave `expected`.
-
-    `noise` is the largest distance of an element, by the name of each tensor that another run gave
-    otherwise; 0 where there is none to take.
-    """
-
-    def __init__(self, expected: Outcome) -> None:
-        self.expected = expected
-        self.noise: dict[str, float] = {}
-
-    def add(self, again: Outcome) -> None:
-        for name in unsteady_names(self.expected, again):
-            noise = distance(self.expected[name], again.get(name))
-            self.noise[name] = max(self.noise.get(name, 0.0), 0.0 if math.isnan(noise) else noise)
-
-
-def differing_names(variation: EagerVariation, found: Outcome) -> tuple[str, ...]:
-    expected, noise = variation.expected, variation.noise
-    differing = [name for name in expected if not bitwise_equal(expected[name], found.get(name))]
-    return tuple(
-        name
-        for name in differing
-        if not distance(expected[name], found.get(name)) <= _TIMES * noise.get(name, -math.inf)
-    )
-
-
-def unsteady_names(expected: Outcome, again: Outcome) -> tuple[str, ...]:
-    """Names of tensors that two runs of eager, from the same state, do not give alike."""
-    changing = [name for name in expected if not bitwise_equal(expected[name], again.get(name))]
-    return tuple(name for name in changing if isinstance(expected[name], Tensor))
-
-
-def distance(expected: Any, found: Any) -> float:
-    """The largest difference between elements; NaN where there is none to take."""
-    if not _has_error(expected, found):
-        return float("nan")
-    return float((found.double() - expected.double()).abs().max())
-
-
-def differing_beyond(
-    expected: Outcome,
-    found: Outcome,
-    tolerance: float,
-    moved: Mapping[str, float] | None = None,
-) -> tuple[tuple[str, ...], float]:
-    """Names of what is further off than `tolerance`, and the largest relative error.
-
-    `moved` is how far rounding alone moves results. They may be off by `_TIMES` that, up to
-    `_MOST_ROUNDING`. One that is not larger than `_TIMES` that is noise, and may be off by the
-    tolerance of all results of its kind together.
-    """
-    errors: dict[str, float] = {}
-    wrong: list[str] = []
-    for name, like in expected.items():
-        if not _has_error(like, found.get(name)):
-            # A random stream and the like has no error to tolerate.
-            wrong += [] if bitwise_equal(like, found.get(name)) else [name]
-            continue
-        rounding = _TIMES * (moved or {}).get(name, 0.0)
-        size, least = _size(expected, name, rounding), _least(like, rounding) if tolerance else 0.0
-        errors[name] = _norm(found[name].double() - like.double()) / size if size else 0.0
-        if not errors[name] <= max(tolerance, least):
-            wrong.append(name)
-    return tuple(wrong), max(errors.values(), default=0.0)
-
-
-def _size(expected: Outcome, name: str, rounding: float) -> float:
-    norm, of_all = _norm(expected[name]), _norm_of_kind(expected, name)
-    # Noise sums up to other noise in other code, most where many roundings go one way. So only its
-    # part in all results of its kind says whether it matters.
-    return of_all if 0 < norm <= rounding else max(norm, _LEAST_PART * of_all)
-
-
-def _least(like: Tensor, rounding: float) -> float:
-    own, norm = _ROUNDINGS * torch.finfo(like.dtype).eps, _norm(like)
-    return max(own, min(_MOST_ROUNDING, rounding / norm)) if norm > rounding else own
-
-
-def _has_error(expected: Any, found: Any) -> bool:
-    return (
-        isinstance(expected, Tensor)
-        and isinstance(found, Tensor)
-        and expected.is_floating_point()
-        and (expected.dtype, expected.shape) == (found.dtype, found.shape)
-        and not bitwise_equal(expected, found)
-    )
-
-
-def _norm(tensor: Tensor) -> float:
-    return float(tensor.detach().double().norm())
-
-
-def _norm_of_kind(outcome: Outcome, name: str) -> float:
-    kind = name.split()[0]
-    alike = [t for other, t in outcome.items() if other.split()[0] == kind]
-    return sum(_norm(t) ** 2 for t in alike if isinstance(t, Tensor)) ** 0.5
-
-
-def bitwise_equal(expected: Any, found: Any) -> bool:
-    """Whether two results have the same bits; a NaN equals a NaN of the same bits."""
-    if isinstance(expected, Tensor) and isinstance(found, Tensor):
-        if expected.dtype != found.dtype or expected.shape != found.shape:
-            return False
-        return torch.equal(expected, found) or torch.equal(bits_of(expected), bits_of(found))
-    return expected is found or bool(expected == found)
-
+from remat.rewriter.guards.forward import Guards, constants_of, is_plain
 
 STREAM = "random stream"
 _Measure = TypeVar("_Measure")
@@ -224,15 +100,9 @@ class StepState:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        batch: Any,
-        device: str,
-        python_state: PythonState | None = None,
-        *,
-        keep_parameters: bool = False,
-        elsewhere: OffDeviceMemory | None = None,
-    ) -> None:
+        self, model: nn.Module, batch: Any, device: str, python_state: PythonState | None = None, *,
+        keep_parameters: bool = False, elsewhere: OffDeviceMemory | None = None,
+    ) -> None:  # fmt: skip
         self.elsewhere = elsewhere
         self.model, self.python_state = model, python_state
         self.attributes = ModuleAttributes(model)
@@ -302,9 +172,12 @@ class StepState:
                 if isinstance(leaf, Tensor):
                     found[f"attribute {written.text}{pytree.keystr(path)}"] = _kept(leaf, copy)
         for device in self.streams:
-            name = STREAM if device == CPU else f"{STREAM} of {device}"
-            found[name] = save_rng_state(device)
+            found[_stream_of(device)] = save_rng_state(device)
         return found
+
+
+def _stream_of(device: str) -> str:
+    return STREAM if device == CPU else f"{STREAM} of {device}"
 
 
 def _in_memory(tensor: Tensor) -> Read:
@@ -317,33 +190,192 @@ def _kept(leaf: Any, copy: bool) -> Any:
     return local_part(leaf.detach()).to(CPU, copy=copy) if isinstance(leaf, Tensor) else leaf
 
 
-SPLIT_FLOAT32, _SPLIT_HALF = 1e-5, 2e-2
-"""For chunks whose sums have another order: how far a result may be from eager's, as a part of its
-norm. The first is for steps in float32, the second where 16 bits are in use."""
+class BeforeForward:
+    """Buffers, batch, random streams and Python's state that forward may write, to be put back.
+
+    The planned forward writes to the tensors in `written`, and only reads `others`. `devices` are
+    those whose random streams it knows.
+    """
+
+    def __init__(self, guards: Guards, written: Iterable[Tensor], others: Iterable[Tensor]) -> None:
+        model = guards.step
+        self.attributes = ModuleAttributes(model, but=OF_TORCH - {"training"})
+        self._state = guards.python_state
+        places = [*self._state.places, *(one.place for one in guards.initialised)]
+        self._places = [(place, place.now()) for place in places]
+        distinct = {id(tensor): tensor for tensor in written}
+        parts = [local_part(tensor.detach()) for tensor in distinct.values()]
+        self._tensors = [(tensor, tensor.clone()) for tensor in parts]
+        # Tensors of inference mode have no version.
+        read = {id(t): t for t in others if id(t) not in distinct and not t.is_inference()}
+        self._versions = [(tensor, tensor._version) for tensor in read.values()]
+        self._streams = {name: save_rng_state(name) for name in (CPU, device_of_model(model))}
+        self.devices = tuple(self._streams)
+        self._others = random.getstate(), np.random.get_state()
+        self._own = [stream(one.text, one.owner) for one in self._state.streams]
+
+    def written_else(self) -> list[str]:
+        """Says which tensors were written to that the planned forward only reads."""
+        moved = [tensor for tensor, version in self._versions if tensor._version != version]
+        return [f"tensor of shape {list(tensor.shape)}" for tensor in moved]
+
+    def forget(self) -> None:
+        self._tensors, self._streams = [], {}
+
+    def put_back(self) -> None:
+        with torch.no_grad():
+            for tensor, before in self._tensors:
+                # A write would raise the version of what is as it was.
+                if not bitwise_equal(tensor, before):
+                    tensor.copy_(before)
+        for device, state in self._streams.items():
+            if not torch.equal(save_rng_state(device), state):
+                set_rng_state(state, device)
+        random.setstate(self._others[0])
+        np.random.set_state(self._others[1])
+        self.attributes.restore()
+        self._put_back_places()
+
+    def _put_back_places(self) -> None:
+        for place, before in self._places:
+            # What makes an object at each look sees for itself whether anything is to be done.
+            is_kept = isinstance(place, (DictItem, ClosureCell, SlotAttr))
+            if not is_kept or place.now() is not before:
+                place.put(before)
+        for _, space, names in self._state.watched:
+            for name in space.keys() & names:
+                del space[name]
+        for one in filter(None, self._own):
+            one.put_back()
 
 
-Rounding = Literal["", "inductor", "chunks", "levers"]
-"""What rounds otherwise than eager: Inductor's code, chunks that sum in another order, levers that
-say so; or none."""
+def device_of_model(model: nn.Module) -> str:
+    tensor = next(itertools.chain(model.parameters(), model.buffers()), None)
+    return CPU if tensor is None else str(tensor.device)
 
 
-def rounding_of(module: nn.Module) -> Rounding:
-    kind: Any = type(module)  # of its own, which holds the plan
-    if not hasattr(kind, "_remat_compiled_step"):
-        return ""
-    if kind._remat_compiled_step.by_inductor:
-        return "inductor"
-    if kind._remat_schedule.is_exact:
-        return ""
-    return "chunks" if kind._remat_schedule.chunks else "levers"
+HASH_BLOCK_BYTES = 1 << 16
+"""Of a tensor that is not contiguous, so much is copied at a time."""
 
 
-def tolerance_of(module: nn.Module) -> float:
-    rounding, kind = rounding_of(module), type(module)
-    if rounding == "levers":
-        return max(one.tolerance for one in kind._remat_schedule.levers)  # pyright: ignore
-    if rounding != "chunks":
-        return _TOLERANCE if rounding else 0.0
-    is_half = any(is_on for _, is_on, _ in kind._remat_guards.recipe.autocast)  # pyright: ignore
-    is_half |= any(parameter.itemsize < FLOAT32_BYTES for parameter in module.parameters())
-    return _SPLIT_HALF if is_half else SPLIT_FLOAT32
+def fingerprint(tensor: Tensor) -> str:
+    # J.-P. Aumasson et al., BLAKE2, 2013. Results are compared without a copy of them.
+    found = hashlib.blake2b(digest_size=16)
+    for block in _blocks(tensor.detach()):
+        found.update(bits_of(block).numpy().data)
+    return f"{tensor.dtype} {list(tensor.shape)} {found.hexdigest()}"
+
+
+def _blocks(tensor: Tensor) -> Iterator[Tensor]:
+    is_whole = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    if is_whole or tensor.nbytes <= HASH_BLOCK_BYTES:
+        yield tensor
+        return
+    # A contiguous copy of the whole may have no room.
+    for part in tensor.unbind(0):
+        yield from _blocks(part)
+
+
+class ForwardOutcomes:
+    """Forwards of one planned module and of the model that it was made of."""
+
+    def __init__(self, guards: Guards, step: CompiledStep) -> None:
+        self._guards, self._step = guards, step
+
+    @property
+    def kept_bytes(self) -> int:
+        facts = self._step.gradients
+        batch_bytes = self._step.graph.resident.batch_bytes if facts.writes_batch else 0
+        return batch_bytes + sum(tensor.nbytes for tensor in self._written())
+
+    @property
+    def results_bytes(self) -> int:
+        made = set(self._step.graph.forward_outputs)
+        return sum(value.size_bytes for value in self._step.graph.values if value.name in made)
+
+    def before(self, leaves: list[Any]) -> BeforeForward:
+        batch = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        written = [*self._written(), *(batch if self._step.gradients.writes_batch else ())]
+        read = [*(self._guards.live.read() or ()), *batch]
+        return BeforeForward(self._guards, written, read)
+
+    def _written(self) -> list[Tensor]:
+        guards, paths = self._guards, self._step.gradients.written.values()
+        state = zip(guards.live.names, guards.live.read() or (), strict=False)
+        own = [tensor for name, tensor in state if path_in_model(name) in paths]
+        return [*own, *constants_of(self._step.forward)]
+
+    def of_eager(self, before: BeforeForward, leaves: list[Any], keeps_values: bool) -> Outcome:
+        """Run the model's own forward and the loss, and put everything back."""
+        try:
+            found = self.left(before, leaves, self._run(leaves), keeps_values)
+            # The planned forward gives nothing of that name, so such a write is a difference.
+            return found | dict.fromkeys(before.written_else(), "in place")
+        except RuntimeError as error:
+            if takes_no_hooks(error):
+                raise NotComparedError("code of the model takes no saved tensor hooks") from error
+            raise
+        finally:
+            before.put_back()
+
+    def left(
+        self, before: BeforeForward, leaves: list[Any], output: Any, keeps_values: bool
+    ) -> dict[str, Any]:
+        keep = _value if keeps_values else _bits
+        found = {f"output{at}": keep(leaf) for at, leaf in _by_path(flatten_dataclasses(output))}
+        for name, buffer in self._guards.step.named_buffers():
+            found[f"buffer {name}"] = keep(buffer)
+        names = self._guards.recipe.signature.names
+        if self._step.gradients.writes_batch:
+            found |= {f"input {n}": keep(t) for n, t in zip(names, leaves, strict=True)}
+        for written in before.attributes.written():
+            for at, leaf in _by_path(written.value):
+                found[f"attribute {written.text}{at}"] = keep(leaf)
+        for device in before.devices:
+            found[_stream_of(device)] = _bits(save_rng_state(device))
+        return found
+
+    def _run(self, leaves: list[Any]) -> Any:
+        args, kwargs, target = self._guards.batches.tree(leaves)
+        with _nothing_saved(), _no_casts_kept():
+            output = self._guards.model.forward(*args, **kwargs)
+            return apply_loss(self._guards.recipe.loss_fn, output, target)
+
+
+def _by_path(tree: Any) -> list[tuple[str, Any]]:
+    return [(pytree.keystr(path), leaf) for path, leaf in leaves_with_paths(tree)]
+
+
+def _bits(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return f"{type(leaf).__name__} {leaf!r}"
+    own = local_part(leaf.detach())
+    # A sparse tensor's bits cannot be read one after the other.
+    return fingerprint(own) if is_plain(own) else f"{type(own).__name__} {list(own.shape)}"
+
+
+def _value(leaf: Any) -> Any:
+    # On the host, so that nothing is held on a device.
+    return local_part(leaf.detach()).to(CPU, copy=True) if isinstance(leaf, Tensor) else _bits(leaf)
+
+
+@contextlib.contextmanager
+def _nothing_saved() -> Generator[None]:
+    """Let autograd record, as the kernels depend on it, and save nothing for a backward."""
+
+    def wanted(_: object) -> NoReturn:
+        raise NotComparedError("forward runs a backward of its own, which reads what is saved")
+
+    with saved_tensors_hooks(lambda _: None, wanted):
+        yield
+
+
+@contextlib.contextmanager
+def _no_casts_kept() -> Generator[None]:
+    # The planned forward must find no cast that it has not made.
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

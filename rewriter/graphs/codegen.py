@@ -15,16 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import has_side_effect
 
 from remat.graph_capture.joint.nodes import is_getitem
 from remat.graph_capture.torch_private.core import OP_NAMESPACES, OpOverload, OpWatcher, pytree
-from remat.rewriter.graphs.result_gradients import Steps, marks, places_released
 
 # `torch.ops.aten.mm.default(a, b)` matches its arguments against a schema at each call. That takes
 # one to two microseconds more than `torch.mm(a, b)`, whose parser is generated. Which op such a
 # function runs depends on its arguments. So each is tried once on the fake tensors of the trace,
 # and taken only if it runs the same overload with the same arguments.
-
 
 _Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
@@ -76,10 +75,7 @@ def _quickest(
 
 
 def _runs_same(
-    candidate: Callable[..., Any],
-    target: OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    candidate: Callable[..., Any], target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
     recorder = _Recorder()
     try:
@@ -121,6 +117,37 @@ def _same(found: Any, wanted: Any) -> bool:
     if isinstance(wanted, (tuple, list)) and isinstance(found, (tuple, list)):
         return len(found) == len(wanted) and all(map(_same, found, wanted))
     return type(found) is type(wanted) and found == wanted
+
+
+# With marks, backward is a generator. At each it releases gradients, lets go of them, and waits
+# until it is asked to go on (by `rewriter/graphs/backward_parts.py`).
+
+Released = tuple[tuple[int, ...], list[Any]]
+"""Places of gradients among the results of backward, and the gradients."""
+Steps = Callable[[list[Any]], Iterator[Released]]
+
+
+@has_side_effect
+def release_gradients(places: Sequence[int], gradients: Sequence[Tensor]) -> None:
+    """The mark. A backward graph that is run as it stands returns all gradients at its end."""
+
+
+def marks(graph: fx.Graph) -> list[fx.Node]:
+    return graph.find_nodes(op="call_function", target=release_gradients)
+
+
+def places_released(graph: fx.Graph) -> tuple[tuple[int, ...], ...]:
+    """For each mark the places that it releases, then those that are left to the end."""
+    found = [_places(mark) for mark in marks(graph)]
+    results: Any = graph.output_node().args[0]
+    released = {place for places in found for place in places}
+    rest = (i for i, r in enumerate(results) if isinstance(r, fx.Node) and i not in released)
+    return (*found, tuple(rest))
+
+
+def _places(mark: fx.Node) -> tuple[int, ...]:
+    places: Any = mark.args[0]
+    return tuple(places)
 
 
 Boxed = Callable[[list[Any]], Any]
@@ -222,7 +249,7 @@ def _dead_after(nodes: list[fx.Node], returned: Sequence[fx.Node]) -> dict[fx.No
     return dead
 
 
-def compile_boxed(gm: fx.GraphModule, example_inputs: Any) -> Boxed:
+def compile_boxed(gm: fx.GraphModule) -> Boxed:
     run: Boxed = _compiled(_Writer(gm))
     # AOTAutograd then passes inputs in a list, which the function empties.
     run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]

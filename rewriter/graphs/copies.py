@@ -24,15 +24,13 @@ from remat.graph_capture.graph import Tier as TierName
 from remat.graph_capture.joint.build import Joint
 from remat.graph_capture.joint.nodes import draws_randomness
 from remat.rewriter.graphs.eager import RNG_STATE, EagerEmitter
-from remat.rewriter.graphs.emitter import Demand, Demanded, LowerTierCopy
-from remat.rewriter.tiers.handles import HANDLE_BYTES
-from remat.rewriter.tiers.tier import TierCopies
+from remat.rewriter.graphs.emitter import Demanded, LowerTierCopy
+from remat.rewriter.tiers.file_tier import HANDLE_BYTES, TierCopies
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 
 # A sum that is added up in place, and a random state that gets its note from the op that draws, are
 # whole only after the last write. A copy that a schedule begins before that waits for it. Then the
 # copy below holds what backward is to read, as a tensor that is saved does.
-
 
 _WritesOf = Callable[[str], tuple[str, ...]]
 """The values that the first run of an op writes to, beside those that it makes."""
@@ -63,7 +61,8 @@ def copy_times(schedule: Schedule, writes_of: _WritesOf) -> CopyTimes:
             if isinstance(step, Offload) and step.to == "host":
                 later = [at for at in writes[value] if i < at < _end_of_stay(steps, i)]
                 if later:
-                    _require_unread(value, steps, i, later[-1])
+                    if any(i < touched < later[-1] for touched, _ in steps):
+                        raise _stale(value)
                     times.delayed.add(i)
                     times.after_write.setdefault(later[-1], []).append((value, i))
         _require_fresh(value, steps, writes[value])
@@ -85,12 +84,6 @@ def _writes(schedule: Schedule, writes_of: _WritesOf) -> dict[str, list[int]]:
 def _end_of_stay(steps: list[tuple[int, Step]], begun: int) -> float:
     ends = (i for i, one in steps if i > begun and isinstance(one, Free) and one.at == "device")
     return next(ends, float("inf"))
-
-
-def _require_unread(value: str, steps: list[tuple[int, Step]], begun: int, until: int) -> None:
-    for i, _ in steps:
-        if begun < i < until:
-            raise _stale(value)
 
 
 def _require_fresh(value: str, steps: list[tuple[int, Step]], writes: list[int]) -> None:
@@ -127,17 +120,8 @@ class CopyEmitter(EagerEmitter):
     `leaving` handles of copies to the host that may still read the device.
     """
 
-    def __init__(
-        self,
-        joint: Joint,
-        demand: Demand,
-        again: set[str],
-        repeated: set[str],
-        left_live: frozenset[str],
-        writes: bool,
-        moving: CopyContext,
-    ) -> None:
-        super().__init__(joint, demand, again, repeated, left_live, writes)
+    def __init__(self, moving: CopyContext, *given: Any) -> None:
+        super().__init__(*given)
         self.moving = moving
         self.handles: dict[LowerTierCopy, fx.Node] = {}
         self.pending: dict[str, fx.Node] = {}
@@ -145,7 +129,8 @@ class CopyEmitter(EagerEmitter):
         self.leaving: dict[str, fx.Node] = {}
 
     def move(self, step: Offload | Fetch) -> None:
-        if not self._has_tensor(step.value):
+        # Nothing reads other values, or they stand for a write in place.
+        if step.value not in self.joint.base_of_value and not self.is_saved_state(step.value):
             return
         if isinstance(step, Offload):
             if step.to == "nvme":
@@ -237,10 +222,6 @@ class CopyEmitter(EagerEmitter):
         if value not in self.states:
             self.states[value] = self.bring(value)
         return self.states[value]
-
-    def _has_tensor(self, value: str) -> bool:
-        # Nothing reads other values, or they stand for a write in place.
-        return value in self.joint.base_of_value or self.is_saved_state(value)
 
     def _handle(self, key: LowerTierCopy) -> fx.Node:
         if key not in self.handles:

@@ -14,14 +14,22 @@ from remat.graph_capture.joint.build import SAVE_RNG, STATISTICS, Joint
 from remat.graph_capture.joint.exact_ops import RECOMPUTED_BY
 from remat.graph_capture.joint.in_place_ops import STEP_METAS, JoinedOp, JoinedTarget
 from remat.graph_capture.joint.nodes import (
+    aten,
     drawn_on,
     draws_randomness,
     is_alias_of_input,
     is_getitem,
+    is_tangent,
     tensors_of,
 )
+from remat.graph_capture.torch_private.aot import (
+    MemoryFormatMeta,
+    PlainTensorMeta,
+    ViewAndMutationMeta,
+)
+from remat.graph_capture.torch_private.core import suggest_memory_format
+from remat.rewriter.graphs.codegen import release_gradients
 from remat.rewriter.graphs.emitter import Demand, Demanded, Emitter
-from remat.rewriter.graphs.result_gradients import release_gradients
 from remat.rewriter.graphs.rng import draw_noting, run_with_rng_state, save_rng_state
 
 RNG_STATE = "rng_state_"
@@ -38,14 +46,9 @@ class EagerEmitter(Emitter[Joint]):
     cannot_move = "which code by Inductor does not do"
 
     def __init__(
-        self,
-        joint: Joint,
-        demand: Demand,
-        again: set[str],
-        repeated: set[str],
-        left_live: frozenset[str],
-        writes: bool,
-    ) -> None:
+        self, joint: Joint, demand: Demand, again: set[str], repeated: set[str],
+        left_live: frozenset[str], writes: bool,
+    ) -> None:  # fmt: skip
         super().__init__(joint, demand)
         self.writes = writes
         self.again = again
@@ -240,3 +243,96 @@ class EagerEmitter(Emitter[Joint]):
             )
             copy.meta = dict(picked.meta)
             yield picked, copy
+
+
+# Backward takes the gradients of the results in the strides that they come in, as eager does.
+# ``out.sum()`` sends back one number that stands for all, ``loss(out.transpose(1, 2))`` a gradient
+# in another order. AOTAutograd copies such a gradient into the strides that it has traced. A kernel
+# that sums, as batch norm's does, adds a copy's elements in another order than eager the gradient's
+# own.
+
+RESHAPES = (aten.view.default, aten._unsafe_view.default)
+_OWN_STRIDES = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
+"""Their results have the same strides whatever those of their arguments are."""
+_READ_MEMORY = (
+    aten.as_strided.default,
+    aten.as_strided_scatter.default,
+    aten._reshape_alias.default,
+    aten.view.dtype,
+)
+"""They read memory as the trace saw it laid out."""
+_COPIED: dict[Any, tuple[int, int | None]] = {
+    aten.native_group_norm_backward.default: (0, 1),
+    aten.cudnn_batch_norm_backward.default: (1, 0),
+    aten._cdist_backward.default: (0, None),
+    aten._weight_norm_interface_backward.default: (0, None),
+    aten.view_as_complex.default: (0, None),
+    aten.view_as_real.default: (0, None),
+}
+"""Where autograd's formula calls ``contiguous`` on the gradient, which a trace of a contiguous one
+does not show (torch's ``derivatives.yaml``): the gradient's argument, and that of the input whose
+memory format is asked for.
+"""
+
+
+def take_as_they_come(metadata: ViewAndMutationMeta, backward: fx.Graph) -> None:
+    reached = _reached(backward)
+    if any(node.target in _READ_MEMORY for node in reached):
+        return
+    for node in reached:
+        if node.target in RESHAPES:
+            # Where the trace has a view, eager has a reshape, which copies what no view shows.
+            node.target = aten.reshape.default
+        elif node.target in _COPIED:
+            _make_contiguous(node, *_COPIED[node.target])
+    for fact in metadata.subclass_tangent_meta or ():
+        if isinstance(fact, PlainTensorMeta):
+            # AOTAutograd copies a gradient whose strides differ from these: let them equal all.
+            fact.memory_format = MemoryFormatMeta(size=_any, stride=_any)
+
+
+def _reached(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes whose strides may depend on those of a gradient of more than one element."""
+    reached: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            # One element is laid out in one way.
+            if is_tangent(node) and any(t is not None and t.numel() > 1 for t in tensors_of(node)):
+                reached.add(node)
+        elif node.target not in _OWN_STRIDES and not reached.isdisjoint(node.all_input_nodes):
+            reached.add(node)
+    return reached
+
+
+def _make_contiguous(node: fx.Node, gradient: int, like: int | None) -> None:
+    read = node.args[gradient]
+    assert isinstance(read, fx.Node)
+    layout = torch.contiguous_format
+    if like is not None and _takes_format(node):
+        source = node.args[like]
+        assert isinstance(source, fx.Node)
+        layout = suggest_memory_format(source.meta["val"])
+    with node.graph.inserting_before(node):
+        copy = node.graph.call_function(aten.contiguous.default, (read,), {"memory_format": layout})
+    copy.meta = dict(read.meta)
+    node.update_arg(gradient, copy)
+
+
+def _takes_format(node: fx.Node) -> bool:
+    read: Any = node.args[0]
+    is_group_norm = node.target is aten.native_group_norm_backward.default
+    # Group norm asks for its input's memory format on a CPU alone.
+    return not is_group_norm or read.meta["val"].device.type == "cpu"
+
+
+class _Anything:
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+_any: Any = _Anything()

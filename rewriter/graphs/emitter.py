@@ -30,6 +30,7 @@ class LowerTierCopy:
         return f"{self.value}_{self.tier}"
 
 
+_NO_VERSION = "saved_tensor_with_no_vc_check"
 Demanded = fx.Node | str | LowerTierCopy
 """A node of the joint graph, a random state by its name, or a copy below the device."""
 Demand = Callable[[Demanded], fx.Node]
@@ -201,8 +202,11 @@ def emit_both(
     backward.carry_out(schedule.steps[end:], first=end)
     gradients = backward.gradients(returned[n_outputs:])
     # What is saved is known only now, but placeholders come first in a graph.
-    saved = sorted(backward.brought.values(), key=_is_without_version)
-    _put_first(backward.graph, [*(placeholder for _, placeholder in saved), *tangents])
+    # AOTAutograd wants tensors without a version check last.
+    brought = backward.brought.values()
+    saved = sorted(brought, key=lambda pair: pair[0].meta.get(_NO_VERSION, False))
+    for node in reversed([*(placeholder for _, placeholder in saved), *tangents]):
+        next(iter(backward.graph.nodes)).prepend(node)
     forward.graph.output((*given, *(node for node, _ in saved)))
     backward.graph.output(tuple(gradients))
     return forward.graph, backward.graph
@@ -230,13 +234,3 @@ def as_module(joint: _JointGraph, graph: fx.Graph) -> fx.GraphModule:
 
 def _refuse(what: Demanded) -> fx.Node:
     raise RewriteError(f"the schedule reads {what} in forward where it is not live")
-
-
-def _put_first(graph: fx.Graph, placeholders: list[fx.Node]) -> None:
-    for node in reversed(placeholders):
-        next(iter(graph.nodes)).prepend(node)
-
-
-def _is_without_version(pair: tuple[fx.Node, fx.Node]) -> bool:
-    # AOTAutograd wants tensors without a version check last.
-    return bool(pair[0].meta.get("saved_tensor_with_no_vc_check", False))

@@ -34,7 +34,6 @@ from remat.graph_capture.torch_private.core import OpOverload
 # its own: its words of 32 bits stand in 64 each. That of a CUDA device is a seed and an offset, of
 # 8 bytes each, so it is kept with 8 bytes more.
 
-
 _Words = NDArray[np.uint32]
 
 
@@ -100,15 +99,6 @@ def _takes_note(state: Tensor, device: str) -> bool:
     return state.nbytes == _form_of(device).kept_bytes
 
 
-def _bring_up_to_date(state: Tensor, device: str) -> None:
-    # In its own memory: there may be no room for another.
-    state.numpy()[:] = save_rng_state(device).numpy()
-
-
-def _write_note(state: Tensor, after: Tensor, device: str) -> None:
-    state.numpy().view(np.uint32)[_form_of(device).note] = _note_of(after, device)
-
-
 def _parted(state: Tensor, device: str) -> tuple[Tensor, _Words]:
     """A state as torch takes it, without its note; and the note, zeros where there is none."""
     form, bare = _form_of(device), state.clone()
@@ -157,12 +147,13 @@ def draw_noting(
     key = _key(op, args, kwargs)
     with _drawing:
         for _ in range(TRIES):
-            _bring_up_to_date(state, device)
+            # In its own memory: there may be no room for another.
+            state.numpy()[:] = save_rng_state(device).numpy()
             result = op(*args, **kwargs)
             after = save_rng_state(device)
             # Another thread drew in between if the stream moved otherwise than this op moves it.
             if _moves.get(key) in (None, _moved(state, after, device)):
-                _write_note(state, after, device)
+                state.numpy().view(np.uint32)[_form_of(device).note] = _note_of(after, device)
                 return result
             del result  # there is room for one
     raise RandomStreamError(f"{op} cannot draw alone: {_OTHERS}")
@@ -216,11 +207,8 @@ def form_with_generator(op: Callable[..., Any]) -> Callable[..., Any] | None:
     names = ("generator",) if name == "default" else (f"{name}_generator",)
     known = op.overloadpacket.overloads()
     forms = [op, *(getattr(op.overloadpacket, one) for one in names if one in known)]
-    return next((form for form in forms if _takes_generator(form)), None)
-
-
-def _takes_generator(op: Any) -> bool:
-    return any(one.name == "generator" for one in op._schema.arguments)
+    has_it = (form for form in forms if any(a.name == "generator" for a in form._schema.arguments))
+    return next(has_it, None)
 
 
 def _require_note(note: _Words, after: Tensor, op: Any, device: str) -> None:

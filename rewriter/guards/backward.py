@@ -9,7 +9,7 @@ terms in another order; and a checkpoint around a step that writes to buffers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,9 +20,8 @@ from remat.graph_capture.torch_private.aot import compiled_autograd, dynamo_conf
 from remat.graph_capture.torch_private.core import current_graph_task_id, pytree
 from remat.graph_capture.tracing.outputs import leaves_in
 from remat.graph_capture.tracing.step_module import is_inside_checkpoint
-from remat.rewriter.graphs.result_gradients import GradientFacts
-from remat.rewriter.guards.live_state import UnshardedParameters
-from remat.rewriter.guards.recompute_inputs import RecomputeInputs
+from remat.rewriter.compiled import GradientFacts
+from remat.rewriter.guards.live_state import RecomputeInputs, UnshardedParameters
 
 COMPILED_NODE = "CompiledFunctionBackward"
 """What AOTAutograd calls the autograd node of a compiled step."""
@@ -48,16 +47,11 @@ class BackwardGuards:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        names: list[str],
-        inputs: list[Any],
-        facts: GradientFacts,
-        constants: list[tuple[str, Tensor]],
-        running: _Expecting | None = None,
+        self, model: nn.Module, names: list[str], inputs: list[Any], facts: GradientFacts,
+        constants: list[tuple[str, Tensor]], running: _Expecting | None = None,
         unsharded_parameters: UnshardedParameters | None = None,
         recompute_inputs: RecomputeInputs | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.model, self.names, self.facts, self.running = model, names, facts, running
         self.unsharded_parameters = unsharded_parameters
         self.constants = [(name, tensor, tensor._version) for name, tensor in constants]
@@ -66,8 +60,7 @@ class BackwardGuards:
         self.trained = {i: weakref.ref(inputs[i]) for i in facts.needs}
 
     def watch(self, output: Any) -> None:
-        node = next(filter(None, map(_compiled_node, leaves_in(output))), None)
-        if node is not None:
+        if (node := _compiled_node(leaves_in(output))) is not None:
             node.register_prehook(self._before)
             node.register_hook(self._after)
 
@@ -89,7 +82,7 @@ class BackwardGuards:
             if tensor is not None and _has_hook(tensor):
                 raise RewriteError(
                     f"backward from a part of what the rewritten {self._kind} returned reaches "
-                    f"{self._name(i)} not at all, and its hook would be called without a gradient. "
+                    f"{self.names[i]} not at all, and its hook would be called without a gradient. "
                     "Remove the hook, or plan with a loss_fn that takes the part alone"
                 )
         if self.running:
@@ -128,7 +121,7 @@ class BackwardGuards:
         if self.facts.summed and _last_pass.get(self.model) == now:
             raise RewriteError(
                 f"one backward through two forwards of the rewritten {self._kind}: the gradient of "
-                f"{self._name(self.facts.summed[0])} is a sum of several terms, which eager would "
+                f"{self.names[self.facts.summed[0]]} is a sum of several terms, which eager would "
                 "add in another order, so that last bits would differ. Call backward for each loss "
                 "on its own, or forward once on both batches together"
             )
@@ -137,9 +130,6 @@ class BackwardGuards:
     @property
     def _kind(self) -> str:
         return type(self.model).__name__
-
-    def _name(self, i: int) -> str:
-        return self.names[i]
 
 
 def is_of_a_plan() -> bool:
@@ -151,12 +141,15 @@ def _has_hook(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks) or not all(isinstance(one, OnlyLooks) for one in after)
 
 
-def _compiled_node(leaf: Any) -> Any:
-    node = leaf.grad_fn if isinstance(leaf, Tensor) else None
-    while node is not None and node.name() != COMPILED_NODE:
-        # A result may be a view of what the step returned.
-        node = next((source for source, _ in node.next_functions if source is not None), None)
-    return node
+def _compiled_node(leaves: Iterable[Any]) -> Any:
+    for leaf in leaves:
+        node = leaf.grad_fn if isinstance(leaf, Tensor) else None
+        while node is not None and node.name() != COMPILED_NODE:
+            # A result may be a view of what the step returned.
+            node = next((source for source, _ in node.next_functions if source is not None), None)
+        if node is not None:
+            return node
+    return None
 
 
 def refuse_checkpoint(model: nn.Module, facts: GradientFacts) -> None:
@@ -206,8 +199,7 @@ class OpenForwards:
         return [one.graph for one in sorted(self._open, key=lambda one: one.number)]
 
     def watch(self, graph: Hashable, output: Any) -> None:
-        node = next(filter(None, map(_compiled_node, pytree.tree_leaves(output))), None)
-        if node is None:
+        if (node := _compiled_node(pytree.tree_leaves(output))) is None:
             return
         # Dynamo's numbers of frames say neither that two graphs belong to one model nor that a
         # graph is called twice, so forwards are counted as they run.
@@ -215,11 +207,4 @@ class OpenForwards:
         one = _Open(graph, self._number)
         self._open.add(one)
         # The hook keeps `one` alive as long as the node, and the set holds it weakly.
-        node.register_hook(_closing(one, self._open))
-
-
-def _closing(one: _Open, among: weakref.WeakSet[_Open]) -> Callable[..., None]:
-    def close(*_: Any) -> None:
-        among.discard(one)
-
-    return close
+        node.register_hook(lambda *_: self._open.discard(one))

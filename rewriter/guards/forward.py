@@ -38,8 +38,13 @@ from remat.graph_capture.tracing.recipe import Recipe, autocast_state
 from remat.graph_capture.tracing.resident import tied_places
 from remat.graph_capture.tracing.signature import Signature
 from remat.graph_capture.tracing.step_module import LossFunction, with_loss
-from remat.rewriter.guards.live_state import LiveState, UnshardedParameters, named_state
-from remat.rewriter.guards.recompute_inputs import first_other_identity, first_shared
+from remat.rewriter.guards.live_state import (
+    LiveState,
+    UnshardedParameters,
+    first_other_identity,
+    first_shared,
+    named_state,
+)
 
 _LEAVES = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str})
 """Types that hold no other leaves. Of other types torch's walk knows."""
@@ -73,7 +78,6 @@ class BatchFlattener:
 # guards of them, which would take longer than a hundred small ops. Where it is not true, the guards
 # look closely.
 
-
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
@@ -83,7 +87,7 @@ def _same_objects(
     modes: Sequence[tuple[str, nn.Module, bool]],
     hooks: Sequence[tuple[str, nn.Module, str, dict[Any, Any]]],
 ) -> Callable[[], bool]:
-    if not all(_is_plain(tensor) for tensor in state):
+    if not all(map(is_plain, state)):
         return lambda: False  # what C++ compares is made for plain tensors
     names = ObjectNames()
     tables = [getattr(m, name) for m in model.modules() for name in _TABLES]
@@ -91,10 +95,7 @@ def _same_objects(
     # No hook was there, and none may come.
     empty += tuple(registered for _, _, _, registered in hooks)
     watched = [*_namespaces(model, modes, names), *_filled(tables, names)]
-    places, facts = (
-        WatchedDicts(watched, names),
-        same_facts(list({id(t): t for t in state}.values())),
-    )
+    places, facts = WatchedDicts(watched, names), same_facts([*{id(t): t for t in state}.values()])
     return lambda: not any(empty) and places.hold() and facts()
 
 
@@ -124,7 +125,7 @@ def _filled(tables: Sequence[dict[str, Any]], names: ObjectNames) -> list[Watche
     ]
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 
@@ -172,15 +173,10 @@ class Guards:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        recipe: Recipe,
-        python_state: PythonState,
-        initialised: tuple[InitialisedOnce, ...],
-        forward: fx.GraphModule,
-        backward: fx.GraphModule,
+        self, model: nn.Module, recipe: Recipe, python_state: PythonState,
+        initialised: tuple[InitialisedOnce, ...], forward: fx.GraphModule, backward: fx.GraphModule,
         written: tuple[int, ...] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.kind = type(model).__name__
         self.written = written
         self.model = model

@@ -1,15 +1,22 @@
-"""Parameters and buffers as a module holds them now, read without walking it at every step.
+"""The tensors that a plan relies on: those a module holds now, and those that backward reads again.
 
 Walking a module with `named_parameters` takes as long as fifty small ops. Places are read directly.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import ctypes
+import math
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
-from remat.graph_capture.errors import StateChangedError
+from remat.graph_capture.errors import RewriteError, StateChangedError
+from remat.graph_capture.tracing.signature import first_places
 
 _Slot = tuple[str, nn.Module, str]  # path, module, name
 
@@ -112,3 +119,198 @@ def _groups_of(module: nn.Module) -> list[Any]:
 def _versions(group: Any) -> _Versions:
     parameters = [one.sharded_param for one in group.fsdp_params]
     return [(p._version, p._local_tensor._version) for p in parameters]
+
+
+# Tensors that backward reads to make values again must still be what forward read. A write through
+# ``.data`` or NumPy leaves no sign on a tensor. So its bits are added up, as whole numbers, when
+# forward ends and when backward begins. All of them at the first steps, and as long as that takes a
+# small part of a step; else some of them, others at each step.
+
+WHOLE_STEPS = 3
+"""After so many steps, only what costs little is compared."""
+_SHARE = 0.01
+"""Of a step's time, that comparisons may take."""
+LEAST_US = 100.0
+"""They may always take this long."""
+BYTES_A_US, _TENSOR_US, LINE_BYTES = 8000.0, 3.0, 64
+"""What a CPU adds up, what a tensor takes beyond that, and what it reads at least of each place."""
+_FEW_BYTES = 1024
+"""So many are copied sooner than they are added up."""
+_KINDS = (np.uint64, np.uint32, np.uint16, np.uint8)
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+_Words = np.ndarray[Any, Any]
+_Bits = int | bytes | None
+
+
+class _Sample(NamedTuple):
+    """One of how many tensors is looked at in a step, and of it one of how many words."""
+
+    of_tensors: int
+    of_words: int
+    number: int
+
+
+class _Noted(NamedTuple):
+    name: str
+    tensor: weakref.ref[Tensor]
+    version: int
+    storage: int
+    bits: _Bits
+
+
+class RecomputeInputs:
+    """The tensors that backward reads to make values again, by their places among the inputs."""
+
+    def __init__(self, places: Sequence[int], step_us: float) -> None:
+        self.places = tuple(places)
+        self._allowed_us = max(LEAST_US, _SHARE * step_us) / 2  # forward and backward
+        self._words: dict[tuple[int, int], _Words] = {}
+        self._step = 0
+
+    def noted(
+        self,
+        names: Sequence[str],
+        inputs: Sequence[Any],
+        constants: Iterable[tuple[str, Tensor]] = (),
+    ) -> tuple[_Sample, list[_Noted]]:
+        """What is to be so still when backward begins: those inputs, and all of the constants."""
+        known = [*((names[i], inputs[i]) for i in self.places), *constants]
+        pairs = [(name, one) for name, one in known if type(one) in _PLAIN]
+        # Tensors of inference mode have no version.
+        pairs = [(name, tensor) for name, tensor in pairs if not tensor.is_inference()]
+        self._step += 1
+        part = self._part([tensor.nbytes for _, tensor in pairs])
+        return part, [
+            _Noted(
+                name,
+                # Weak, as a tensor that nothing else needs may go before backward.
+                weakref.ref(tensor),
+                tensor._version,
+                tensor.untyped_storage()._cdata,
+                self._bits(tensor, part) if (i + part.number) % part.of_tensors == 0 else None,
+            )
+            for i, (name, tensor) in enumerate(pairs)
+        ]
+
+    def _part(self, sizes: Sequence[int]) -> _Sample:
+        us = sum(sizes) / BYTES_A_US + _TENSOR_US * len(sizes)
+        if self._step <= WHOLE_STEPS or us <= self._allowed_us:
+            return _Sample(1, 1, self._step)
+        most = max(1.0, self._allowed_us / 2 / _TENSOR_US)
+        of_tensors = max(1, math.ceil(len(sizes) / most))
+        lines = self._allowed_us / 2 * BYTES_A_US / LINE_BYTES
+        return _Sample(of_tensors, max(1, int(sum(sizes) / of_tensors / 8 / lines)), self._step)
+
+    def _bits(self, tensor: Tensor, part: _Sample) -> _Bits:
+        """None where the bits cannot be read, or not at little cost."""
+        if not tensor.is_contiguous() and not _is_dense(tensor):
+            return None
+        if not tensor.is_cpu:
+            # Reading a sum back makes the host wait for the device.
+            return _added_on_device(tensor) if part.number <= WHOLE_STEPS else None
+        key = tensor.data_ptr(), tensor.nbytes
+        words = self._words.get(key)
+        if words is None:
+            if not all(key):  # empty, or without memory
+                return None
+            # The tensors of each batch may lie elsewhere.
+            if len(self._words) > 2 * len(self.places):
+                self._words.clear()
+            words = self._words[key] = _words_at(*key)
+        if tensor.nbytes <= _FEW_BYTES:
+            return words.tobytes()
+        if part.of_words > 1:
+            # Others at each step.
+            words = words[part.number % part.of_words :: part.of_words]
+        return int(np.add.reduce(words))
+
+    def require(self, noted: tuple[_Sample, list[_Noted]], kind: str) -> None:
+        part, tensors = noted
+        for one in tensors:
+            tensor = one.tensor()
+            if tensor is not None and not self._is_same(tensor, one, part):
+                raise RewriteError(
+                    f"{one.name} was changed between forward and backward of the rewritten {kind}, "
+                    "which reads it again in backward to compute values anew. Change it after "
+                    "backward, or give the step a copy (clone())"
+                )
+
+    def _is_same(self, tensor: Tensor, one: _Noted, part: _Sample) -> bool:
+        if tensor._version != one.version:
+            return False
+        if one.bits is not None:
+            return self._bits(tensor, part) == one.bits
+        # In another storage, where nothing is known of its bits, it is taken for another one. The
+        # same one may have moved: FSDP frees a parameter after forward and gathers it in backward.
+        return tensor.untyped_storage()._cdata == one.storage
+
+
+def _added_on_device(tensor: Tensor) -> _Bits:
+    if tensor.is_meta or not tensor.numel():
+        return None
+    # Dense in whatever order of dimensions: its memory is one range.
+    whole = tensor.detach().as_strided((tensor.numel(),), (1,))
+    return int(whole.view(torch.uint8).sum(dtype=torch.int64))
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:  # its stride says nothing
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return tensor.layout is torch.strided
+
+
+def _words_at(address: int, n_bytes: int) -> _Words:
+    """The memory as whole numbers, to be read only while a tensor is known to lie there."""
+    # The widest words that fill it, as they are added up the quickest.
+    kind = next(kind for kind in _KINDS if not n_bytes % np.dtype(kind).itemsize)
+    memory: Any = (ctypes.c_char * n_bytes).from_address(address)
+    return np.frombuffer(memory, dtype=kind)
+
+
+def first_other_identity(
+    leaves: Sequence[Any], as_captured: Sequence[int], counts: Callable[[int], bool]
+) -> tuple[int, int] | None:
+    """The first leaf that is another one's tensor and was not, or the reverse; and that other one.
+
+    `as_captured` has, for each leaf, the number of the first one that was the same tensor. `counts`
+    tells whether it counts if a leaf is another one's tensor and was not.
+    """
+    for i, (was, now) in enumerate(zip(as_captured, first_places(leaves), strict=True)):
+        if was == now:
+            continue
+        if was != i:
+            return i, was
+        # One tensor has one gradient, the sum of what two would have.
+        if leaves[i].requires_grad or counts(i) or counts(now):
+            return i, now
+    return None
+
+
+def first_shared(
+    inputs: Sequence[Any], written: Sequence[int], n_state: int
+) -> tuple[int, int] | None:
+    """The places of an input that is written to, and of another one of the same memory.
+
+    The first `n_state` of the inputs are the module's own.
+    """
+    of_written = {_memory(inputs[i]): i for i in written}
+    # What the module holds itself is as it was captured: only the batch is another one.
+    is_batch_written = any(i >= n_state for i in written)
+    for i in range(0 if is_batch_written else n_state, len(inputs)):
+        one, other = inputs[i], of_written.get(_memory(inputs[i]), i)
+        if other != i and one is not inputs[other] and n_state <= max(i, other):
+            return other, i
+    return None
+
+
+def _memory(value: Any) -> int:
+    # What has no storage gets a number of its own.
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return -id(value)
+    return value.untyped_storage().data_ptr() or -id(value)

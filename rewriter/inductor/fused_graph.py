@@ -1,4 +1,4 @@
-"""Inductor's joint graph as a `TrainingGraph` whose ops are kernels and calls.
+"""Inductor's joint graph as a `TrainingGraph` of kernels and calls, and a schedule of it as graphs.
 
 Pointwise nodes take no storage of their own: they are inlined into the kernels that read them. Some
 are values all the same: those that a call reads, that backward reads of forward, or that would make
@@ -7,17 +7,22 @@ their readers hold too much (`stored`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
-from remat.graph_capture.distributed.collectives import ALL_RANKS_RUN, is_collective, is_wait
+from remat.graph_capture.distributed.collectives import (
+    ALL_RANKS_RUN,
+    is_collective,
+    is_wait,
+    wait_nodes,
+)
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.graph import TANGENTS, Kind, Op, Phase, Resident, TrainingGraph, Value
 from remat.graph_capture.joint.nodes import (
-    aten,
     draws_randomness,
     is_custom,
     is_getitem,
@@ -29,118 +34,19 @@ from remat.graph_capture.joint.nodes import (
     tensors_of,
 )
 from remat.graph_capture.joint.output_aliasing import why_custom
+from remat.graph_capture.torch_private.inductor import REALIZE
+from remat.rewriter.graphs.emitter import Demand, Emitter, as_module, emit_both
 from remat.rewriter.inductor.fused_nodes import (
     SEEDS,
+    StoredNodes,
     is_generated,
     is_inlined,
-    is_reduction,
+    makers,
     module_and_line,
     refuse_symbols,
     shares_storage,
 )
-
-# A node that is inlined into several kernels makes each of them hold what it reads. Where that is
-# more than the node itself, it is stored.
-
-
-_MOST_READS = 4
-"""Inductor stores a pointwise result that is read twice and reads more values than this."""
-_MOST_LARGE_READS = 2
-"""We also store one that is read twice and reads more values than this of at least its own size:
-then one value is held instead of all. On a ResNet-18 that took the least peak from 101 to 85 MB."""
-_MOST_HELD = 2
-"""If more results than this wait for a later call, only to be read by one kernel, a part of that
-kernel is computed and stored before the call. Gradients of a shared weight, which are added up, are
-such results: on an LSTM that took the least peak in the graph from 35.7 to 11.1 MB."""
-
-
-@dataclass
-class _StoredNodes:
-    """Says for each inlined node whether it is stored; asked in the order of the nodes.
-
-    `readers` read a node through views. `reads` are the stored nodes and inputs that each inlined
-    node reads, `held` those of them that nothing else reads.
-    """
-
-    nodes: Sequence[fx.Node]
-    in_forward: set[fx.Node]
-    readers: dict[fx.Node, list[fx.Node]]
-    reads: dict[fx.Node, set[fx.Node]] = field(default_factory=dict[fx.Node, set[fx.Node]])
-    held: dict[fx.Node, set[fx.Node]] = field(default_factory=dict[fx.Node, set[fx.Node]])
-
-    def __post_init__(self) -> None:
-        self.last_call = _last_calls(self.nodes)
-
-    def is_stored(self, node: fx.Node) -> bool:
-        readers = self.readers[node]
-        is_result = any(reader.op == "output" for reader in readers)
-        # Backward reads only what forward has saved, and a call reads memory.
-        is_crossing = node in self.in_forward and any(r not in self.in_forward for r in readers)
-        by_call = any(not is_inlined(reader) and not is_reduction(reader) for reader in readers)
-        self.reads[node], self.held[node] = self._sources(node), self._held(node)
-        stored = (
-            is_result or is_crossing or by_call
-            or (len(readers) > 1 and self._is_heavy(node)) or self._frees_more(node)
-        )  # fmt: skip
-        if stored:
-            # Readers of a stored node read it, not its sources.
-            del self.reads[node], self.held[node]
-        return stored
-
-    def _is_heavy(self, node: fx.Node) -> bool:
-        reads = self.reads[node]
-        return len(reads) > _MOST_READS or _count_large(reads, node) > _MOST_LARGE_READS
-
-    def _frees_more(self, node: fx.Node) -> bool:
-        # More than the node takes would be held until a later call has run.
-        waits = any(self.last_call[r] > self.last_call[node] for r in self.readers[node])
-        most = 1 if is_added_product(node) else _MOST_HELD
-        return waits and _count_large(self.held[node], node) > most
-
-    def _sources(self, node: fx.Node) -> set[fx.Node]:
-        found: set[fx.Node] = set()
-        for source in map(_base, node_inputs(node)):
-            found |= self.reads.get(source, {source})
-        return found
-
-    def _held(self, node: fx.Node) -> set[fx.Node]:
-        found: set[fx.Node] = set()
-        for source in map(_base, node_inputs(node)):
-            if source.op == "call_function" and set(self.readers[source]) == {node}:
-                found |= self.held.get(source, {source})
-        return found
-
-
-def _last_calls(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """For each node, the place of the last call that must run before it, itself included."""
-    last: dict[fx.Node, int] = {}
-    for i, node in enumerate(nodes):
-        is_part = shares_storage(node) or is_getitem(node) or is_generated(node)
-        is_call = node.op == "call_function" and not is_part
-        last[node] = i if is_call else max((last[s] for s in node.all_input_nodes), default=-1)
-    return last
-
-
-def is_added_product(node: fx.Node) -> bool:
-    """Whether Inductor makes one call of the node and a matrix product that it reads."""
-    return node.target == aten.add.Tensor and any(
-        source.target == aten.mm.default for source in node.all_input_nodes
-    )
-
-
-def _base(node: fx.Node) -> fx.Node:
-    while shares_storage(node):
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _bytes_of(node: fx.Node) -> int:
-    return sum(t.untyped_storage().nbytes() for t in tensors_of(node) if t is not None)
-
-
-def _count_large(sources: set[fx.Node], node: fx.Node) -> int:
-    made = _bytes_of(node)
-    return sum(_bytes_of(source) >= made for source in sources)
+from remat.schedules.schedule import Compute, Free, Schedule
 
 
 @dataclass
@@ -181,7 +87,7 @@ class _Builder:
         written = {n.args[0] for n in self.nodes if mutates(n)}
         self.overwritten = {n for n in self.nodes if n.name in self.overwritten_names} | written
         self.in_forward = self._forward_nodes()
-        self.stored = _StoredNodes(self.nodes, self.in_forward, self._readers())
+        self.stored = StoredNodes(self.nodes, self.in_forward, self._readers())
 
     def _forward_nodes(self) -> set[fx.Node]:
         """Ancestors of forward's results and of what draws or has effects there; their parts."""
@@ -197,18 +103,9 @@ class _Builder:
                 or is_custom(n) or not self.overwritten.isdisjoint(n.all_input_nodes)
             )
         ]  # fmt: skip
-        found: set[fx.Node] = set()
-        stack = [*self.forward_results, *effects]
-        while stack:
-            node = stack.pop()
-            if node not in found:
-                found.add(node)
-                stack += node.all_input_nodes
-        for node in self.nodes:
-            # Backward alone reads some, such as a dropout's mask.
-            if is_getitem(node) and node.args[0] in found:
-                found.add(node)
-        return found
+        found = makers([*self.forward_results, *effects])
+        # Backward alone reads some, such as a dropout's mask.
+        return found | {n for n in self.nodes if is_getitem(n) and n.args[0] in found}
 
     def _readers(self) -> dict[fx.Node, list[fx.Node]]:
         found: dict[fx.Node, list[fx.Node]] = {}
@@ -229,14 +126,10 @@ class _Builder:
         tangents = [v.name for v in self.values.values() if v.kind == "tangent"]
         ends = (*kept, *self._names(self.gradients), *tangents)
         graph = TrainingGraph(
-            name=name,
-            ops=(*self.ops["forward"], *self.ops["backward"]),
-            values=tuple(self.values.values()),
-            forward_outputs=tuple(dict.fromkeys(kept)),
-            outputs=tuple(dict.fromkeys(ends)),
-            resident=resident,
-            device=device,
-        )
+            name=name, ops=(*self.ops["forward"], *self.ops["backward"]),
+            values=tuple(self.values.values()), forward_outputs=tuple(dict.fromkeys(kept)),
+            outputs=tuple(dict.fromkeys(ends)), resident=resident, device=device,
+        )  # fmt: skip
         return FusedJoint(
             self.gm, self.n_outputs, graph, self.node_of_op, self.base, self.values_read
         )
@@ -274,13 +167,10 @@ class _Builder:
     ) -> None:
         self.base[node.name] = base
         self.values[node.name] = Value(
-            name=node.name,
-            size_bytes=tensor.untyped_storage().nbytes(),
-            producer=producer,
-            kind=kind,
-            dtype=str(tensor.dtype).removeprefix("torch."),
+            name=node.name, size_bytes=tensor.untyped_storage().nbytes(), producer=producer,
+            kind=kind, dtype=str(tensor.dtype).removeprefix("torch."),
             shape=tuple(int(n) for n in tensor.shape),
-        )
+        )  # fmt: skip
 
     def _read(self, node: fx.Node) -> tuple[str, ...]:
         return tuple(
@@ -370,3 +260,122 @@ def build_fused(
     for node in gm.graph.nodes:
         refuse_symbols(node)
     return _Builder(gm, n_outputs, overwritten).build(name, resident, device)
+
+
+MOVED = frozenset({torch.ops.aten.mm.default})
+"""Calls that Inductor makes one with an addition, at the place of the addition.
+
+For tied weights, a product moved there would hold the logits' gradient to the end of backward.
+"""
+
+
+class _FusedEmitter(Emitter[FusedJoint]):
+    """Emits one of the two graphs, each inlined node right before the kernel that reads it.
+
+    `lasting` are the steps whose results are kept across a call.
+    """
+
+    cannot_move = "which cannot be compiled"
+
+    def __init__(self, joint: FusedJoint, demand: Demand, lasting: set[int]) -> None:
+        super().__init__(joint, demand)
+        self.lasting = lasting
+        self.in_kernels: dict[fx.Node, fx.Node] = {}
+        self.inlined: list[fx.Node] = []
+
+    def put(self, node: fx.Node, copy: fx.Node, stored: fx.Node | None = None) -> None:
+        super().put(node, copy)
+        self.in_kernels[node] = stored or copy
+
+    def forget(self, node: fx.Node) -> None:
+        super().forget(node)
+        self.in_kernels.pop(node, None)
+
+    def values_behind(self, node: fx.Node) -> tuple[str, ...]:
+        # Of inlined nodes too: a copy that outlived one of these would keep it alive in Inductor.
+        return self.joint.values_read.get(node, ())
+
+    def resolve(self, node: fx.Node, in_kernel: bool = False) -> fx.Node:
+        copies = self.in_kernels if in_kernel else self.copies
+        if node not in copies:
+            entered = self.entering(node)
+            if entered is not None:
+                self.put(node, entered)
+            elif shares_storage(node):
+                copies[node] = self._copy(node, in_kernel)
+                self.note_copied(node)
+                self.inlined.append(node)
+            else:
+                self.put(node, self._copy(node, in_kernel=True))
+                self.inlined.append(node)
+        return copies[node]
+
+    def compute(self, op: Op) -> None:
+        if op.target == TANGENTS:
+            return
+        node = self.joint.node_of_op[op.name]
+        copy = self._copy(node, in_kernel=is_generated(node))
+        if not is_generated(node):
+            # Inductor would store what kernels on both sides of a call read.
+            for inlined in self.inlined:
+                self.forget(inlined)
+            self.inlined.clear()
+        if isinstance(node.meta.get("val"), (tuple, list)):
+            self._pick(node, copy)
+        else:
+            self.put(node, copy, self._stored(node, copy) if self.at in self.lasting else None)
+            self._wait(node)
+
+    def _pick(self, node: fx.Node, copy: fx.Node) -> None:
+        for part in node.users:
+            if is_getitem(part) and part not in self.copies:
+                picked = self.graph.call_function(part.target, (copy, part.args[1]))  # pyright: ignore
+                picked.meta = dict(part.meta)
+                self.put(part, picked)
+                self._wait(part)
+
+    def _wait(self, made: fx.Node) -> None:
+        # A collective's result is what was waited for, as in `EagerEmitter`.
+        for wait in wait_nodes(made):
+            self.put(wait, self._copy(wait, in_kernel=False))
+
+    def _copy(self, node: fx.Node, in_kernel: bool) -> fx.Node:
+        return self.copy_of(node, node.name, lambda read: self.resolve(read, in_kernel))
+
+    def _stored(self, node: fx.Node, copy: fx.Node) -> fx.Node | None:
+        # Only what kernels could compute themselves, or what moves, need be stored.
+        if not is_inlined(node) and node.target not in MOVED:
+            return None
+        # Kernels read it through this, so that Inductor stores it where it is made.
+        stored = self.graph.call_function(REALIZE, (copy,))
+        stored.meta = dict(node.meta)
+        return stored
+
+
+def emit_fused(joint: FusedJoint, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward graphs that carry out `schedule`, in AOTAutograd's contract."""
+    schedule.check_made_for(joint.graph)
+    lasting = _lasting_steps(joint, schedule)
+
+    def start(demand: Demand, left_live: frozenset[str]) -> _FusedEmitter:
+        return _FusedEmitter(joint, demand, lasting)
+
+    forward, backward = emit_both(joint, schedule, joint.n_outputs, start)
+    return as_module(joint, forward), as_module(joint, backward)
+
+
+def _lasting_steps(joint: FusedJoint, schedule: Schedule) -> set[int]:
+    calls = {name for name, node in joint.node_of_op.items() if not is_generated(node)}
+    ops, index = joint.graph.ops, joint.graph.op_index
+    made_at: dict[str, int] = {}
+    lasting: set[int] = set()
+    for i, step in enumerate(schedule.steps):
+        if isinstance(step, Free):
+            made_at.pop(step.value, None)
+        elif isinstance(step, Compute):
+            op = ops[index[step.op]]
+            if op.name in calls:
+                # Live while a later call runs.
+                lasting.update(made_at.values())
+            made_at.update({value: i for value in op.outputs if value not in made_at})
+    return lasting

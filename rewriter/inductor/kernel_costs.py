@@ -37,9 +37,11 @@ from remat.graph_capture.torch_private.inductor import (
     inductor_config,
     inductor_prims,
 )
-from remat.rewriter.inductor.fused_graph import FusedJoint, is_added_product
+from remat.rewriter.inductor.fused_graph import FusedJoint
 from remat.rewriter.inductor.fused_nodes import (
+    CONVERT,
     SEEDED_DRAWS,
+    is_added_product,
     is_generated,
     is_inlined,
     is_reduction,
@@ -52,8 +54,6 @@ from remat.rewriter.inductor.fused_nodes import (
 # dropouts took 11.6 ms and were estimated at 2.5. Each function is measured once a machine, by a
 # kernel with it beside one without.
 
-
-_CONVERT = torch.ops.prims.convert_element_type.default
 _FUNCTIONS: dict[Any, str] = {
     getattr(aten, name).default: name
     for name in (
@@ -72,7 +72,7 @@ def slow_part(node: fx.Node) -> str:
     """What `node` computes that costs time by the element; empty if it is as fast as a copy."""
     if node.target in SEEDED_DRAWS:
         return DRAW
-    if node.target == _CONVERT:
+    if node.target == CONVERT:
         # Reading a mask that is kept as bytes costs time by the element too.
         read = [tensor for source in node.all_input_nodes for tensor in tensors_of(source)]
         is_byte = any(tensor is not None and tensor.dtype == torch.uint8 for tensor in read)
@@ -89,10 +89,11 @@ def us_per_element(parts: Iterable[str], cache: CostCache) -> dict[str, float]:
     keys = {part: _element_key(part) for part in sorted(parts)}
     missing = [part for part, key in keys.items() if key not in cache.costs]
     if missing:
+        meter = CpuMeter()
         # It may be called in the middle of a compilation.
-        with _on_its_own():
+        with for_real(meter):
             # Beside a kernel without it, since what else an element costs is counted as bytes.
-            without_us, *found_us = CpuMeter().often_us(*map(_kernel, ("", *missing)))
+            without_us, *found_us = meter.often_us(*map(_kernel, ("", *missing)))
         for part, with_it_us in zip(missing, found_us, strict=True):
             cache.costs[keys[part]] = OpCost(max(0.0, with_it_us - without_us), 0)
         cache.save()
@@ -117,14 +118,6 @@ def _kernel(part: str) -> Callable[[], Any]:
     return once
 
 
-@contextlib.contextmanager
-def _on_its_own() -> Generator[None]:
-    with (
-        no_python_dispatcher(), disable_current_modes(), unset_fake_temporarily(), torch.no_grad()
-    ):  # fmt: skip
-        yield
-
-
 def _graph(part: str, fake: Sequence[torch.Tensor], mode: FakeTensorMode) -> fx.GraphModule:
     graph = fx.Graph()
     seeds, numbers, mask = map(graph.placeholder, ("seeds", "numbers", "mask"))
@@ -133,7 +126,7 @@ def _graph(part: str, fake: Sequence[torch.Tensor], mode: FakeTensorMode) -> fx.
         seed = graph.call_function(inductor_prims.lookup_seed, (seeds, 0))
         factor = graph.call_function(inductor_prims.random, ([ELEMENTS], seed, "rand"))
     elif part == BYTE:
-        factor = graph.call_function(_CONVERT, (mask, torch.float32))
+        factor = graph.call_function(CONVERT, (mask, torch.float32))
     elif part:
         factor = graph.call_function(_TARGETS[part], (numbers,))
     graph.output((graph.call_function(aten.mul.Tensor, (numbers, factor)),))
@@ -145,7 +138,7 @@ def _graph(part: str, fake: Sequence[torch.Tensor], mode: FakeTensorMode) -> fx.
 _BANDWIDTH_KEY = "remat.copy_bandwidth"
 _BANDWIDTH_BYTES = 1 << 25
 """Bytes of the copy whose rate is measured: so many that most go to memory, not to caches."""
-LEAST_ELEMENTS = 1 << 12
+LEAST_SLOW_ELEMENTS = 1 << 12
 """With fewer elements, no slow part is worth the seconds that it takes to measure one."""
 NEAR = 0.8
 """Part of the time to read a result from memory that is saved while it is near the core.
@@ -295,7 +288,7 @@ def _slow_elements(node: fx.Node, stored: set[fx.Node]) -> Counter[str]:
     while stack:
         at = stack.pop()
         made = sum(t.numel() for t in tensors_of(at) if t is not None)
-        if made >= LEAST_ELEMENTS and (part := slow_part(at)):
+        if made >= LEAST_SLOW_ELEMENTS and (part := slow_part(at)):
             elements[part] += made
         for source in node_inputs(at):
             is_part = source not in stored and (is_inlined(source) or shares_storage(source))

@@ -10,13 +10,13 @@ warn, and estimate the peak from the graph.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from remat.graph_capture.devices.known_devices import allocator_rounding
 from remat.graph_capture.errors import RewriteError
@@ -104,7 +104,6 @@ def _laid_out(like: Any, layout: Any) -> Any:
 # outer level follows from their tiling too. So only these two are carried out. For plans of seven
 # models, all 44 graphs that were lowered had the same events with the text, in 260 s, and without
 # it, in 152 s.
-
 
 _READS = (MemoryUsageType.LOAD, MemoryUsageType.LOAD_SEED, MemoryUsageType.BUCKETIZE)
 _WRITES = (MemoryUsageType.STORE, MemoryUsageType.STORE_REDUCTION)
@@ -305,7 +304,7 @@ def _stopped_after_codegen() -> Generator[list[Any]]:
 def _read(graph: GraphLowering) -> Lowered:
     wrapper: Any = graph.wrapper_code
     kept = {name for name in graph.get_output_names() if name}
-    events = [e for line in wrapper.lines for e in _events(graph, line, kept)]
+    events = [e for line in wrapper.lines if (e := _event(graph, line, kept))]
     outputs = list(graph.graph_outputs or ())
     strides = [_stride(output) for output in outputs]
     names = [_buffer_of(output) for output in outputs]
@@ -325,20 +324,39 @@ def _buffer_of(output: Any) -> str | None:
     return output.get_name()
 
 
-def _events(graph: GraphLowering, line: Any, kept: set[str]) -> Iterator[Event]:
+_WITH_MEMORY = (
+    "AllocateLine", "FreeLine", "FreeIfNotReusedLine", "ReuseLine", "ReinterpretLine",
+    "ExternKernelOutLine", "ExternKernelAllocLine", "MultiOutputLine",
+)  # fmt: skip
+assert set(_WITH_MEMORY) <= set(dir(wrapper_lines)), "Inductor has renamed lines of its wrapper"
+
+
+def _event(graph: GraphLowering, line: Any, kept: set[str]) -> Event | None:
     kind = type(line).__name__
-    if kind == "FreeIfNotReusedLine":
-        if not line.is_reused:  # else it lives on under another name
-            yield Event("free", line.node.get_name())
-    elif kind in _READERS:
-        yield from _READERS[kind](graph, line, kept)
-    elif kind not in _WITHOUT_MEMORY:
+    if kind == "MultiOutputLine":
+        index = line.indices[-1][1] if line.indices else 0
+        return Event("alias", line.result_name, of=line.arg_name, element=int(index))
+    if kind not in _WITH_MEMORY:
+        if kind in _WITHOUT_MEMORY:
+            return None
         # An error, not a guess: callers then warn, and estimate the peak from the graph.
         raise ReplayError(f"Inductor's code has a {kind}, which the replay of peaks does not know")
-
-
-def _allocate(graph: GraphLowering, line: Any, kept: set[str]) -> Iterator[Event]:
-    yield Event("allocate", line.node.get_name(), sizes_bytes=(_size_bytes(graph, line.node),))
+    name: str = line.node.get_name()
+    if kind == "AllocateLine":
+        return Event("allocate", name, sizes_bytes=(_size_bytes(graph, line.node),))
+    if kind == "ReuseLine":
+        # What the graph returns is held, under whatever names.
+        is_dropped = line.delete_old and name not in kept
+        return Event("rename" if is_dropped else "alias", line.reused_as.get_name(), of=name)
+    if kind == "ReinterpretLine":
+        return Event("alias", line.reused_as.get_name(), of=name)
+    if kind.startswith("Extern"):
+        node = _as_laid_out(line.node)
+        makes = kind == "ExternKernelAllocLine"
+        sizes = _sizes_made(graph, line.node, node) if makes else ()
+        return Event("call", name, sizes_bytes=sizes, node=node)
+    # What is reused lives on under another name.
+    return None if kind == "FreeIfNotReusedLine" and line.is_reused else Event("free", name)
 
 
 def _size_bytes(graph: GraphLowering, buffer: Any) -> int:
@@ -347,56 +365,16 @@ def _size_bytes(graph: GraphLowering, buffer: Any) -> int:
     return allocator_rounding(str(buffer.get_device()))(size_bytes)
 
 
-def _allocated_bytes(tensor: Tensor) -> int:
-    return allocator_rounding(str(tensor.device))(tensor.untyped_storage().nbytes())
-
-
-def _free(graph: GraphLowering, line: Any, kept: set[str]) -> Iterator[Event]:
-    yield Event("free", line.node.get_name())
-
-
-def _reuse(graph: GraphLowering, line: Any, kept: set[str]) -> Iterator[Event]:
-    old, new = line.node.get_name(), line.reused_as.get_name()
-    # What the graph returns is held, under whatever names.
-    is_dropped = line.delete_old and old not in kept
-    yield Event("rename" if is_dropped else "alias", new, of=old)
-
-
-def _reinterpret(graph: GraphLowering, line: Any, kept: set[str]) -> Iterator[Event]:
-    yield Event("alias", line.reused_as.get_name(), of=line.node.get_name())
-
-
-def _call_out(graph: GraphLowering, line: Any, kept: set[str]) -> Iterator[Event]:
-    yield Event("call", line.node.get_name(), node=_as_laid_out(line.node))
-
-
-def _call(graph: GraphLowering, line: Any, kept: set[str]) -> Iterator[Event]:
-    node = _as_laid_out(line.node)
-    name = line.node.get_name()
-    if type(line.node.layout).__name__ == "MultiOutputLayout":
-        if node is None:
-            raise ReplayError(f"the results of {line.node.get_kernel_name()} are not known")
-        sizes = [0 if t is None else _allocated_bytes(t) for t in tensors_of(node)]
-        yield Event("call", name, sizes_bytes=tuple(sizes), node=node)
-    elif type(line.node.layout).__name__ in ("NoneLayout", "MutationLayoutSHOULDREMOVE"):
-        # It writes to what is there, and makes nothing.
-        yield Event("call", name, node=node)
-    else:
-        yield Event("call", name, sizes_bytes=(_size_bytes(graph, line.node),), node=node)
-
-
-def _element(graph: GraphLowering, line: Any, kept: set[str]) -> Iterator[Event]:
-    index = line.indices[-1][1] if line.indices else 0
-    yield Event("alias", line.result_name, of=line.arg_name, element=int(index))
-
-
-_READERS: dict[str, Callable[[GraphLowering, Any, set[str]], Iterator[Event]]] = {
-    "AllocateLine": _allocate,
-    "FreeLine": _free,
-    "ReuseLine": _reuse,
-    "ReinterpretLine": _reinterpret,
-    "ExternKernelOutLine": _call_out,
-    "ExternKernelAllocLine": _call,
-    "MultiOutputLine": _element,
-}
-assert set(_READERS) <= set(dir(wrapper_lines)), "Inductor has renamed lines of its wrapper"
+def _sizes_made(graph: GraphLowering, kernel: Any, node: fx.Node | None) -> tuple[int, ...]:
+    layout = type(kernel.layout).__name__
+    # It writes to what is there, and makes nothing.
+    if layout in ("NoneLayout", "MutationLayoutSHOULDREMOVE"):
+        return ()
+    if layout != "MultiOutputLayout":
+        return (_size_bytes(graph, kernel),)
+    if node is None:
+        raise ReplayError(f"the results of {kernel.get_kernel_name()} are not known")
+    return tuple(
+        0 if t is None else allocator_rounding(str(t.device))(t.untyped_storage().nbytes())
+        for t in tensors_of(node)
+    )

@@ -82,14 +82,9 @@ class StepBytes:
 
 
 def replay(
-    forward: fx.GraphModule,
-    backward: fx.GraphModule,
-    n_outputs: int,
-    workspaces: _Workspaces,
-    visible: Sequence[int],
-    *,
-    holds_outputs: bool = True,
-) -> ReplayedMemory:
+    forward: fx.GraphModule, backward: fx.GraphModule, n_outputs: int, workspaces: _Workspaces,
+    visible: Sequence[int], *, holds_outputs: bool = True,
+) -> ReplayedMemory:  # fmt: skip
     """Lower both graphs and replay what they allocate; a `ReplayError` if the code cannot be read.
 
     Forward's first `n_outputs` are its own, the rest is saved. `workspaces` gives, for some calls,
@@ -109,13 +104,9 @@ def replay(
     output_bytes = run.bytes_of(outputs)
     saved_bytes = run.bytes_of(kept) - output_bytes
     then = _backward_run(
-        run,
-        backward,
-        workspaces,
-        outputs if holds_outputs else [],
-        saved,
+        run, backward, workspaces, outputs if holds_outputs else [], saved,
         lowered.output_strides[n_outputs:],
-    )
+    )  # fmt: skip
     return ReplayedMemory(forward_peak, then.peak_bytes, saved_bytes, output_bytes)
 
 
@@ -187,13 +178,10 @@ def _held_by(run: LiveStorages, name: str | None) -> list[int]:
 
 
 def _backward_run(
-    run: LiveStorages,
-    backward: fx.GraphModule,
-    workspaces: _Workspaces,
-    outputs: Sequence[list[int]],
-    saved: Sequence[list[int]],
+    run: LiveStorages, backward: fx.GraphModule, workspaces: _Workspaces,
+    outputs: Sequence[list[int]], saved: Sequence[list[int]],
     strides: Sequence[tuple[int, ...] | None],
-) -> LiveStorages:
+) -> LiveStorages:  # fmt: skip
     placeholders = backward.graph.find_nodes(op="placeholder")
     tangents = [node for node in placeholders if is_tangent(node)]
     inputs = [

@@ -182,10 +182,6 @@ def _dtype_of(text: str) -> torch.dtype:
     return found
 
 
-def _autocast_of(state: tuple[Any, ...]) -> tuple[Autocast, ...]:
-    return tuple(Autocast(kind, enabled, _dtype_text(dtype)) for kind, enabled, dtype in state)
-
-
 @contextlib.contextmanager
 def under_autocast(planned: tuple[Autocast, ...]) -> Generator[None]:
     here = [kind for kind, _, _ in autocast_state()]
@@ -213,30 +209,19 @@ def recipe_from(plan: Plan, loss_fn: LossFunction | None, device: str) -> Recipe
 
 
 def make_plan(
-    model: nn.Module,
-    recipe: Recipe,
-    schedule: Schedule,
-    prediction: Prediction | None = None,
+    model: nn.Module, recipe: Recipe, schedule: Schedule, prediction: Prediction | None = None,
     costed: TrainingGraph | None = None,
-) -> Plan:
+) -> Plan:  # fmt: skip
     flags = recipe.flags or (False, False)  # None before a first trace
+    autocast = tuple(Autocast(kind, on, _dtype_text(t)) for kind, on, t in recipe.autocast)
     return Plan(
-        model=recipe.name,
-        state=_state_of(model),
-        in_eval=_modules_in_eval(model),
-        batch=batch_signature(recipe.signature),
-        loss_fn=_loss_name(recipe.loss_fn),
-        autocast=_autocast_of(recipe.autocast),
-        told_compiling=flags[0],
-        told_exporting=flags[1],
-        resident=recipe.resident,
-        device=recipe.device,
-        title=_title_of(recipe.device),
-        versions=Versions(torch=str(torch.__version__), remat=version("remat")),
-        schedule=schedule,
-        prediction=prediction,
-        graph=costed,
-    )
+        model=recipe.name, state=_state_of(model), in_eval=_modules_in_eval(model),
+        batch=batch_signature(recipe.signature), loss_fn=_loss_name(recipe.loss_fn),
+        autocast=autocast, told_compiling=flags[0], told_exporting=flags[1],
+        resident=recipe.resident, device=recipe.device, title=_title_of(recipe.device),
+        versions=Versions(torch=str(torch.__version__), remat=version("remat")), schedule=schedule,
+        prediction=prediction, graph=costed,
+    )  # fmt: skip
 
 
 _IN_PYTHON = "remat.save_plan(remat.plan_of(remat.rematerialize(model, args, budget=...)), path)"

@@ -1,9 +1,9 @@
-"""Below a CPU: files, for the host tier and for NVMe.
+"""What a graph asks of the memory below its device; below a CPU: files, for the host and NVMe.
 
 A CPU's own memory is the host's, so what leaves it for the "host" goes to a file too, in
 `REMAT_OFFLOAD` or the system's folder for temporary files; for NVMe in the folder of the links.
 A range of a file is taken by the thread that fills it, where Ctrl-C is never heard, and belongs to
-the handle that stands for it.
+the handle that stands for it. Tensors of a CUDA device go to pinned memory (`stream_tier.py`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import atexit
 import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -22,9 +23,178 @@ from torch import Tensor
 from remat.graph_capture.errors import TierError
 from remat.graph_capture.graph import Tier as TierName
 from remat.graph_capture.graph import TrainingGraph
-from remat.graph_capture.spill_files import File, Folder, host_folder
-from remat.rewriter.tiers.handles import StorageView, Store, handle_of, store_of
+from remat.graph_capture.spill_files import File, Finalizer, Folder, host_folder
 from remat.schedules.schedule import Fetch, Free, Offload, Schedule
+
+# A handle is a tensor of 8 bytes, which a graph hands on and autograd saves, like any other. Its
+# memory is a `Store`, and nothing else keeps that alive. So when the last graph, autograd node or
+# copy has let go of a handle, what is below goes too, whether a backward came or not.
+
+HANDLE_BYTES = 8
+
+
+@dataclass(frozen=True)
+class StorageView:
+    """How a tensor shows its storage, of which all bytes are copied."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    size_bytes: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> Self:
+        return cls(
+            tuple(x.size()), tuple(x.stride()), int(x.storage_offset()), x.dtype,
+            x.untyped_storage().nbytes(),
+        )  # fmt: skip
+
+    def over(self, whole: Tensor) -> Tensor:
+        x = torch.empty(0, dtype=self.dtype, device=whole.device)
+        return x.set_(whole.untyped_storage(), self.offset, self.size, self.stride)
+
+
+class Store(bytearray):
+    """The memory of one handle, with what its tier keeps of the value."""
+
+    def __init__(self, shown: StorageView, kept: Any) -> None:
+        super().__init__(HANDLE_BYTES)
+        self.shown, self.kept = shown, kept
+
+
+_stores: dict[int, Finalizer[int]] = {}
+"""By the address of a handle's memory, which is its own for as long as it lives."""
+_ended: deque[Finalizer[int]] = deque()
+
+
+def handle_of(store: Store) -> Tensor:
+    while _ended:
+        gone = _ended.popleft()
+        if _stores.get(gone.fact) is gone:  # else another has the address by now
+            del _stores[gone.fact]
+    # It shares the store's memory, and so keeps the store alive.
+    handle = torch.frombuffer(store, dtype=torch.uint8)
+    address = handle.untyped_storage().data_ptr()
+    _stores[address] = Finalizer(store, _ended.append, address)
+    return handle
+
+
+def store_of(handle: Tensor) -> Store:
+    store = _stores[handle.untyped_storage().data_ptr()]()
+    assert isinstance(store, Store)
+    return store
+
+
+PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class HostPlaces:
+    """Offsets in bytes by the index of the step that begins a stay, and the range that they need.
+
+    Empty where the host is no range of memory.
+    """
+
+    offsets_bytes: dict[int, int] = field(default_factory=dict[int, int])
+    size_bytes: int = 0
+
+    def of_step(self, index: int) -> int:
+        return self.offsets_bytes.get(index, 0)
+
+
+@dataclass(frozen=True)
+class _Stay:
+    start: int
+    end: int
+    size_bytes: int
+
+
+def host_places(graph: TrainingGraph, schedule: Schedule) -> HostPlaces:
+    """Places in one range of pinned memory for all stays of a schedule's values on the host.
+
+    A stay is from the copy into the host to the step that drops it there.
+    """
+    stays = _stays(graph, schedule)
+    placed: list[tuple[_Stay, int]] = []
+    # Large ones first, each as low as it can: the order of Pisarchyk and Lee, 2020, arXiv
+    # 2001.03288.
+    for stay in sorted(stays, key=lambda one: (-one.size_bytes, one.start)):
+        placed.append((stay, _lowest(stay, placed)))
+    return HostPlaces(
+        {stay.start: offset for stay, offset in placed},
+        max((offset + stay.size_bytes for stay, offset in placed), default=0),
+    )
+
+
+def _stays(graph: TrainingGraph, schedule: Schedule) -> list[_Stay]:
+    begun: dict[str, int] = {}
+    stays: list[_Stay] = []
+
+    def end(value: str, at: int) -> None:
+        size_bytes = graph.value_by_name[value].size_bytes
+        whole_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+        stays.append(_Stay(begun.pop(value), at, whole_bytes))
+
+    for i, step in enumerate(schedule.steps):
+        if isinstance(step, Offload | Fetch) and step.to == "host":
+            begun[step.value] = i
+        elif isinstance(step, Free) and step.at == "host":
+            end(step.value, i)
+    for value in list(begun):
+        end(value, len(schedule.steps))
+    return stays
+
+
+def _lowest(stay: _Stay, placed: list[tuple[_Stay, int]]) -> int:
+    """The lowest offset at which `stay` shares no byte with one that it shares time with."""
+    offset = 0
+    beside = [(o, one) for one, o in placed if one.start < stay.end and stay.start < one.end]
+    for low, one in sorted(beside, key=lambda pair: pair[0]):
+        if offset + stay.size_bytes <= low:
+            break
+        offset = max(offset, low + one.size_bytes)
+    return offset
+
+
+class TierCopies(Protocol):
+    """Copies of values below one device. Each function is called by a node of a graph.
+
+    Attributes
+    ----------
+    places : where each stay of a value on the host lies, if the host is one planned range.
+    """
+
+    places: HostPlaces
+
+    def require_room(self) -> None:
+        """Raise `TierError` if a step that begins now would not have the room that it needs."""
+        ...
+
+    def offload(self, x: Tensor, place_bytes: int) -> Tensor:
+        """Begin to copy all of the storage of `x` to the host; its handle."""
+        ...
+
+    def leave(self, handle: Tensor, x: Tensor) -> Tensor:
+        """Let `x` go only once it is copied; the same handle."""
+        ...
+
+    def fetch(self, handle: Tensor) -> Any:
+        """Take memory on the device, and begin to copy into it; what `arrive` takes."""
+        ...
+
+    def arrive(self, pending: Any) -> Tensor:
+        """The tensor that was fetched, as it was."""
+        ...
+
+    def write(self, handle: Tensor) -> Tensor:
+        """Begin to copy from the host to NVMe; a handle of the copy there."""
+        ...
+
+    def read(self, handle: Tensor, place_bytes: int) -> Tensor:
+        """Begin to copy from NVMe to the host; a handle of the copy there."""
+        ...
+
 
 _Work = Callable[..., None]
 
@@ -135,77 +305,6 @@ if hasattr(os, "register_at_fork"):  # Windows has no fork
     os.register_at_fork(after_in_child=_forget_threads)
 # Python would end a daemon that is in torch's C++, which aborts the process.
 atexit.register(_end_threads)
-
-
-PAGE_BYTES = 4096
-
-
-@dataclass(frozen=True)
-class HostPlaces:
-    """Offsets in bytes by the index of the step that begins a stay, and the range that they need.
-
-    Empty where the host is no range of memory.
-    """
-
-    offsets_bytes: dict[int, int] = field(default_factory=dict[int, int])
-    size_bytes: int = 0
-
-    def of_step(self, index: int) -> int:
-        return self.offsets_bytes.get(index, 0)
-
-
-@dataclass(frozen=True)
-class _Stay:
-    start: int
-    end: int
-    size_bytes: int
-
-
-def host_places(graph: TrainingGraph, schedule: Schedule) -> HostPlaces:
-    """Places in one range of pinned memory for all stays of a schedule's values on the host.
-
-    A stay is from the copy into the host to the step that drops it there.
-    """
-    stays = _stays(graph, schedule)
-    placed: list[tuple[_Stay, int]] = []
-    # Large ones first, each as low as it can: the order of Pisarchyk and Lee, 2020, arXiv
-    # 2001.03288.
-    for stay in sorted(stays, key=lambda one: (-one.size_bytes, one.start)):
-        placed.append((stay, _lowest(stay, placed)))
-    return HostPlaces(
-        {stay.start: offset for stay, offset in placed},
-        max((offset + stay.size_bytes for stay, offset in placed), default=0),
-    )
-
-
-def _stays(graph: TrainingGraph, schedule: Schedule) -> list[_Stay]:
-    begun: dict[str, int] = {}
-    stays: list[_Stay] = []
-
-    def end(value: str, at: int) -> None:
-        size_bytes = graph.value_by_name[value].size_bytes
-        whole_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
-        stays.append(_Stay(begun.pop(value), at, whole_bytes))
-
-    for i, step in enumerate(schedule.steps):
-        if isinstance(step, Offload | Fetch) and step.to == "host":
-            begun[step.value] = i
-        elif isinstance(step, Free) and step.at == "host":
-            end(step.value, i)
-    for value in list(begun):
-        end(value, len(schedule.steps))
-    return stays
-
-
-def _lowest(stay: _Stay, placed: list[tuple[_Stay, int]]) -> int:
-    """The lowest offset at which `stay` shares no byte with one that it shares time with."""
-    offset = 0
-    beside = [(o, one) for one, o in placed if one.start < stay.end and stay.start < one.end]
-    for low, one in sorted(beside, key=lambda pair: pair[0]):
-        if offset + stay.size_bytes <= low:
-            break
-        offset = max(offset, low + one.size_bytes)
-    return offset
 
 
 _Pending = tuple[Tensor, PendingCopy]

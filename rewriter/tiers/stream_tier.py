@@ -25,8 +25,16 @@ from torch import Tensor
 from remat.graph_capture.errors import TierError, option
 from remat.graph_capture.graph import Links
 from remat.graph_capture.spill_files import File, Finalizer, Folder, host_folder
-from remat.rewriter.tiers.file_tier import FileOf, HostPlaces, PendingCopy, link_thread
-from remat.rewriter.tiers.handles import StorageView, Store, handle_of, store_of
+from remat.rewriter.tiers.file_tier import (
+    FileOf,
+    HostPlaces,
+    PendingCopy,
+    StorageView,
+    Store,
+    handle_of,
+    link_thread,
+    store_of,
+)
 
 _PORTABLE = 1
 """``cudaHostRegisterPortable``: pinned for all devices of the process."""
@@ -141,16 +149,13 @@ def pinned(size_bytes: int) -> Tensor:
     except OSError as error:
         raise _refused(size_bytes, str(error)) from error
     whole = torch.frombuffer(memory, dtype=torch.uint8)
-    memory.address, runtime = whole.data_ptr(), _runtime()
+    runtime: Any = torch.cuda.cudart()
+    memory.address = whole.data_ptr()
     status = int(runtime.cudaHostRegister(memory.address, size_bytes, _PORTABLE))
     if status:
         raise _refused(size_bytes, f"cudaHostRegister says {status}")
     memory.unregister = runtime.cudaHostUnregister
     return whole
-
-
-def _runtime() -> Any:
-    return torch.cuda.cudart()
 
 
 def _refused(size_bytes: int, why: str) -> TierError:

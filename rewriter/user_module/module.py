@@ -21,8 +21,10 @@ from remat.graph_capture.tracing.step_module import LossFunction, apply_loss
 from remat.graph_capture.tracing.trace import trace_recipe
 from remat.rewriter.checking.audit import Audit, Audits
 from remat.rewriter.compiled import CompiledStep, compile_step, links_of
-from remat.rewriter.graphs.gradient_gates import (
+from remat.rewriter.graphs.backward_parts import (
     Running,
+    SplitRun,
+    StepSplit,
     in_gradient_order,
     is_order_noted,
     warn_of_own_order,
@@ -30,10 +32,13 @@ from remat.rewriter.graphs.gradient_gates import (
 from remat.rewriter.graphs.updating import Updates
 from remat.rewriter.guards.backward import BackwardGuards, refuse_checkpoint
 from remat.rewriter.guards.forward import Guards, constants_of
-from remat.rewriter.guards.recompute_inputs import RecomputeInputs
-from remat.rewriter.split_backward.waiting import SplitRun, StepSplit
-from remat.rewriter.user_module.own_forward import class_of_user, original_of_shell, replacement_of
-from remat.rewriter.user_module.unplanned import Unplanned
+from remat.rewriter.guards.live_state import RecomputeInputs
+from remat.rewriter.user_module.own_forward import (
+    Unplanned,
+    class_of_user,
+    original_of_shell,
+    replacement_of,
+)
 from remat.schedules.plan import Prediction
 from remat.schedules.schedule import Schedule
 
@@ -200,36 +205,10 @@ class RematModule(SharedState, fx.GraphModule):
 
     def _remat_step(self, batch: Any) -> Any:
         self._remat_unplanned.plan_runs()
-        guards, step = self._remat_guards, self._remat_compiled_step
-        guards.unsharded_parameters.require_fresh(self)
-        state, leaves = guards.require(batch)
-        if any(map(is_in_flight, leaves)):
-            # A collective may still write to these.
-            leaves = wait_all(leaves)
-            batch = guards.batches.tree(leaves)
-        if step.floats and (unlike := step.floats.refresh()):
-            raise StateChangedError(unlike)
-        refuse_checkpoint(guards.model, step.gradients)
-        if step.tier:
-            step.tier.require_room()
-        audit = self._remat_audit
+        guards, step, audit = self._remat_guards, self._remat_compiled_step, self._remat_audit
+        state, leaves, batch = self._remat_checked(batch)
         seen = audit.begin(self, leaves) if audit else None
-        # AOTAutograd would give these zeros, where eager sets no gradient.
-        used = [t.detach() if i in step.gradients.unused else t for i, t in enumerate(state)]
-        running: Running | SplitRun | None = None
-        if is_order_noted():  # DDP orders its buckets by this step
-            if step.gradient_gates:
-                warn_of_own_order(guards.kind)
-            else:
-                used = in_gradient_order(used, step.gradient_order)
-        if self._remat_split:
-            used, running = self._remat_split.begin(state, used)
-        elif step.gradient_gates:
-            updates = self._remat_updates
-            if updates:
-                updates.require_forward()
-            passed, running = step.gradient_gates.through_gates([*used, *leaves], updates)
-            used, batch = passed[: len(used)], self._remat_guards.batches.tree(passed[len(used) :])
+        used, batch, running = self._remat_routed(state, leaves, batch)
         with audit.running(seen) if audit else contextlib.nullcontext():
             output = step.results(*used, *batch)
         if step.mutated:
@@ -246,6 +225,44 @@ class RematModule(SharedState, fx.GraphModule):
             running, guards.unsharded_parameters, self._remat_recompute_inputs,
         ).watch(output)  # fmt: skip
         return output
+
+    def _remat_checked(self, batch: Any) -> tuple[list[Tensor], list[Any], Any]:
+        """The state that the step takes, the leaves of `batch`, and `batch`; or an error."""
+        guards, step = self._remat_guards, self._remat_compiled_step
+        guards.unsharded_parameters.require_fresh(self)
+        state, leaves = guards.require(batch)
+        if any(map(is_in_flight, leaves)):
+            # A collective may still write to these.
+            leaves = wait_all(leaves)
+            batch = guards.batches.tree(leaves)
+        if step.floats and (unlike := step.floats.refresh()):
+            raise StateChangedError(unlike)
+        refuse_checkpoint(guards.model, step.gradients)
+        if step.tier:
+            step.tier.require_room()
+        return state, leaves, batch
+
+    def _remat_routed(
+        self, state: list[Tensor], leaves: list[Any], batch: Any
+    ) -> tuple[list[Tensor], Any, Running | SplitRun | None]:
+        """State and batch for the compiled step, on the ways by which gradients come back."""
+        step, updates = self._remat_compiled_step, self._remat_updates
+        # AOTAutograd would give these zeros, where eager sets no gradient.
+        used = [t.detach() if i in step.gradients.unused else t for i, t in enumerate(state)]
+        if is_order_noted():  # DDP orders its buckets by this step
+            if step.gradient_gates:
+                warn_of_own_order(self._remat_guards.kind)
+            else:
+                used = in_gradient_order(used, step.gradient_order)
+        if self._remat_split:
+            used, running = self._remat_split.begin(state, used)
+            return used, batch, running
+        if not step.gradient_gates:
+            return used, batch, None
+        if updates:
+            updates.require_forward()
+        passed, running = step.gradient_gates.through_gates([*used, *leaves], updates)
+        return passed[: len(used)], self._remat_guards.batches.tree(passed[len(used) :]), running
 
     def _remat_set(self, attributes: tuple[MutatedAttribute, ...], tensors: list[Tensor]) -> None:
         for one in attributes:
@@ -318,17 +335,10 @@ class RematModule(SharedState, fx.GraphModule):
 
 
 def make_module(
-    model: nn.Module,
-    schedule: Schedule,
-    recipe: Recipe,
-    step: CompiledStep,
-    python_state: PythonState,
-    prediction: Prediction | None = None,
-    costed: TrainingGraph | None = None,
-    updates: Updates | None = None,
-    *,
-    audit: Audits = "step",
-) -> RematModule:
+    model: nn.Module, schedule: Schedule, recipe: Recipe, step: CompiledStep,
+    python_state: PythonState, prediction: Prediction | None = None,
+    costed: TrainingGraph | None = None, updates: Updates | None = None, *, audit: Audits = "step",
+) -> RematModule:  # fmt: skip
     """A `RematModule` over `model`, which is an instance of the model's own class too."""
     guards = Guards(
         model, recipe, python_state, step.initialised, step.forward, step.backward,
@@ -338,26 +348,14 @@ def make_module(
     if audit != "none":
         audits = Audit(guards, step, schedule, costed, audits=audit)
     kind = class_of_user(
-        RematModule,
-        model,
-        recipe.loss_fn,
-        schedule=schedule,
-        _remat_schedule=schedule,
-        forward_module=step.forward,
-        backward_module=step.backward,
-        original_module=model,
-        _remat_original_module=model,
-        _remat_compiled_step=step,
-        _remat_guards=guards,
+        RematModule, model, recipe.loss_fn, schedule=schedule, _remat_schedule=schedule,
+        forward_module=step.forward, backward_module=step.backward, original_module=model,
+        _remat_original_module=model, _remat_compiled_step=step, _remat_guards=guards,
         _remat_recompute_inputs=_recompute_inputs(model, step, prediction),
-        audit=None if audit == "first" else audits,
-        _remat_audit=audits,
-        _remat_audits=audit,
-        _remat_prediction=prediction,
-        _remat_costed=costed,
-        _remat_updates=updates,
+        audit=None if audit == "first" else audits, _remat_audit=audits, _remat_audits=audit,
+        _remat_prediction=prediction, _remat_costed=costed, _remat_updates=updates,
         _remat_loss_fn=staticmethod(recipe.loss_fn) if recipe.loss_fn else None,
-    )
+    )  # fmt: skip
     return kind()
 
 
@@ -371,15 +369,10 @@ def _recompute_inputs(
 
 
 def _restored(
-    model: nn.Module,
-    schedule: Schedule,
-    recipe: Recipe,
-    modes: dict[str, bool],
-    prediction: Prediction | None,
-    costed: TrainingGraph | None,
-    by_inductor: bool = False,
+    model: nn.Module, schedule: Schedule, recipe: Recipe, modes: dict[str, bool],
+    prediction: Prediction | None, costed: TrainingGraph | None, by_inductor: bool = False,
     audit: Audits = "step",
-) -> RematModule:
+) -> RematModule:  # fmt: skip
     """The module of a plan over a copy of its model, whose modules were in `modes`, traced anew."""
     # The copy may be in eval mode, and stays so.
     with in_modes(model, modes):

@@ -58,10 +58,6 @@ class _Members:
     def hold(self, batch: Any) -> bool:
         return self.signature.holds(*self.batches.leaves(batch))
 
-    @property
-    def n_compiled(self) -> int:
-        return sum(module is not None for module in self._modules)
-
     def _number(self, leaves: list[Any]) -> int:
         try:
             return self._pick(*self.signature.sizes_of(leaves).values())
@@ -133,39 +129,23 @@ class RangedModule(SharedState, nn.Module):
 
 
 def make_ranged(
-    model: nn.Module,
-    family: Family,
-    traced: Trace,
-    graph: RangedGraph | None = None,
-    first: int | None = None,
-    *,
-    audit: Audits = "step",
-) -> RangedModule:
+    model: nn.Module, family: Family, traced: Trace, graph: RangedGraph | None = None,
+    first: int | None = None, *, audit: Audits = "step",
+) -> RangedModule:  # fmt: skip
     """A `RangedModule` over `model`; the member `first` is compiled now, by default the last."""
     number = len(family.members) - 1 if first is None else first
     kind = class_of_user(
-        RangedModule,
-        model,
-        traced.recipe.loss_fn,
-        family=family,
-        ranged_graph=graph,
-        original_module=model,
-        _remat_original_module=model,
-        _remat_family=family,
-        _remat_graph=graph,
-        _remat_members=_Members(model, family, traced, number, audit),
+        RangedModule, model, traced.recipe.loss_fn, family=family, ranged_graph=graph,
+        original_module=model, _remat_original_module=model, _remat_family=family,
+        _remat_graph=graph, _remat_members=_Members(model, family, traced, number, audit),
         _remat_loss_fn=staticmethod(traced.recipe.loss_fn) if traced.recipe.loss_fn else None,
-    )
+    )  # fmt: skip
     return kind()
 
 
 def _restored_over_range(
-    model: nn.Module,
-    family: Family,
-    graph: RangedGraph | None,
-    recipe: Recipe,
-    modes: dict[str, bool],
-    audit: Audits = "step",
-) -> RangedModule:
+    model: nn.Module, family: Family, graph: RangedGraph | None, recipe: Recipe,
+    modes: dict[str, bool], audit: Audits = "step",
+) -> RangedModule:  # fmt: skip
     with in_modes(model, modes):
         return make_ranged(model, family, trace_recipe(model, recipe), graph, audit=audit)

@@ -19,7 +19,7 @@ from remat.blocks import rematerialized
 from remat.caches import per_shape_plans
 from remat.graph_capture.devices.memory_events import RegionMemory, measure_regions
 from remat.graph_capture.tracing.resident import storage_bytes
-from remat.rewriter.arena.step_allocator import StepAllocator
+from remat.rewriter.compiled import StepAllocator
 from remat.step_spec import StepSpec
 
 

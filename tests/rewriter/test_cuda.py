@@ -15,7 +15,7 @@ from remat.graph_capture.devices.cuda import CudaMeter
 from remat.graph_capture.errors import RewriteError
 from remat.rewriter import check, rewrite
 from remat.rewriter.checking import check as checking
-from remat.rewriter.checking.outcomes import EagerVariation, differing_names
+from remat.rewriter.checking.comparison import EagerVariation, differing_names
 from remat.rewriter.graphs.rng import run_with_rng_state, save_rng_state, set_rng_state
 from remat.solver import make_solver
 from tests.fake_cuda import FakeCuda, cuda

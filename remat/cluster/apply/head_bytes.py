@@ -32,7 +32,7 @@ from remat.cluster.model_part import Arrival, Behind, ModelPart
 from remat.graph_capture.distributed.dtensors import inputs_cast, local_part, parameters_cast
 from remat.graph_capture.eager_step import with_eager_sizes
 from remat.graph_capture.tracing.trace import trace
-from remat.rewriter.split_backward.dependencies import SplitBytes
+from remat.rewriter.graphs.backward_parts import SplitBytes
 from remat.solver.store_all import StoreAll
 
 

@@ -30,8 +30,8 @@ from remat.graph_capture.errors import PlanError, ScheduleError
 from remat.graph_capture.tracing.fake_tensors import has_storage
 from remat.ranks.collective_call import CollectiveCall
 from remat.ranks.same_order import refuse_fake
-from remat.rewriter.split_backward.splitting import split_backward
 from remat.rewriter.user_module.module import SharedState
+from remat.rewriter.user_module.splitting import split_backward
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import remat
 from remat.graph_capture.joint.nodes import bits_of
-from remat.rewriter.checking.outcomes import bitwise_equal
+from remat.rewriter.checking.comparison import bitwise_equal
 
 TENSORS = {
     "plain": torch.arange(6.0).reshape(2, 3),

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import remat
 from remat.graph_capture.errors import RematError
-from remat.rewriter.user_module.unplanned import Unplanned
+from remat.rewriter.user_module.own_forward import Unplanned
 from tests.remat.uses.planned_nets import (
     PLAN,
     PLANNINGS,

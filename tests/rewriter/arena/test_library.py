@@ -13,8 +13,8 @@ from torch import Tensor
 
 from remat.graph_capture.errors import ArenaError
 from remat.rewriter.arena import library as arena_code
+from remat.rewriter.arena.arena import requests_of
 from remat.rewriter.arena.library import ArenaLibrary, Counts, arena_library
-from remat.rewriter.arena.recording import requests_of
 from tests.rewriter.arena.steps_in_arena import needs_compiler
 
 UNIT = 64

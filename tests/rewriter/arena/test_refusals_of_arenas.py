@@ -10,8 +10,8 @@ from torch import nn
 
 import remat
 from remat.graph_capture.errors import ArenaError, DeviceError, RematError
-from remat.rewriter.arena.recording import Recorder, recorded
-from remat.rewriter.arena.step_allocator import StepAllocator
+from remat.rewriter.arena.arena import Recorder, recorded
+from remat.rewriter.compiled import StepAllocator
 from tests.models import make
 from tests.rewriter.arena.steps_in_arena import in_arena, module_of, needs_compiler
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import remat
 from remat.graph_capture.errors import RewriteError
-from remat.rewriter.checking.rounding import has_nondeterministic_sums
+from remat.rewriter.checking.comparison import has_nondeterministic_sums
 from tests.threads import torch_threads
 
 NODES, EDGES, WIDTH = 256, 2048, 32

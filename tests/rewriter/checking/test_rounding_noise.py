@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from remat.rewriter.checking.outcomes import differing_beyond
-from remat.rewriter.checking.rounding import RoundingNoise, moved_by_rounding
+from remat.rewriter.checking.comparison import RoundingNoise, differing_beyond, moved_by_rounding
 from tests.limits import AMPLE_S
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from remat.rewriter.inductor.functional_draws import functional_form
+from remat.rewriter.inductor.compiler import functional_form
 from tests.limits import AMPLE_S
 
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -16,7 +16,7 @@ from remat.budgets import unmodified
 from remat.graph_capture.chunking import same_bits
 from remat.graph_capture.distributed.sharding import Sharding
 from remat.graph_capture.errors import CaptureError, RewriteError, ScheduleError
-from remat.rewriter.checking.outcomes import SPLIT_FLOAT32
+from remat.rewriter.checking.comparison import SPLIT_FLOAT32
 from remat.schedules.derived import in_chunks
 from remat.schedules.schedule import ChunkedRegion
 from remat.schedules.simulate import simulate

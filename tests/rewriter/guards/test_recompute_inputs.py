@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import remat
 from remat.graph_capture.errors import RewriteError
-from remat.rewriter.guards.recompute_inputs import (
+from remat.rewriter.guards.live_state import (
     BYTES_A_US,
     LEAST_US,
     LINE_BYTES,

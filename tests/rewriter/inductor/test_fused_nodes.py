@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import remat
-from remat.rewriter.inductor.fused_nodes import LEAST_ELEMENTS, keep_masks_as_bytes
+from remat.rewriter.inductor.fused_nodes import LEAST_MASK_ELEMENTS, keep_masks_as_bytes
 
 aten = torch.ops.aten
 
@@ -92,7 +92,7 @@ def joint(elements: int) -> tuple[fx.GraphModule, fx.Node]:
 
 
 def test_each_reader_compares_the_byte_by_itself() -> None:
-    gm, mask = joint(LEAST_ELEMENTS)
+    gm, mask = joint(LEAST_MASK_ELEMENTS)
     assert keep_masks_as_bytes(gm, 1) == 1
     (number,) = mask.users
     (byte,) = number.users
@@ -108,9 +108,9 @@ def test_each_reader_compares_the_byte_by_itself() -> None:
 
 
 def test_small_masks_and_masks_of_forward_alone_stay() -> None:
-    gm, mask = joint(LEAST_ELEMENTS - 1)
+    gm, mask = joint(LEAST_MASK_ELEMENTS - 1)
     assert keep_masks_as_bytes(gm, 1) == 0
     assert len(mask.users) == 2
-    gm, mask = joint(LEAST_ELEMENTS)
+    gm, mask = joint(LEAST_MASK_ELEMENTS)
     keep_masks_as_bytes(gm, 2)
     assert len(mask.users) == 2

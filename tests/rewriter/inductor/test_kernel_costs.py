@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from remat.graph_capture.costs.cache import OpCost
 from remat.graph_capture.graph import TANGENTS, Resident, TrainingGraph
 from remat.rewriter.inductor.fused_graph import build_fused
-from remat.rewriter.inductor.kernel_costs import LEAST_ELEMENTS, NEAR, with_kernel_costs
+from remat.rewriter.inductor.kernel_costs import LEAST_SLOW_ELEMENTS, NEAR, with_kernel_costs
 
 CALL_US, BYTES_PER_US, EXP_US = 1000.0, 64.0, 0.25
 
@@ -59,7 +59,7 @@ def test_what_backward_reads_is_cheaper_and_the_step_is_not() -> None:
 
 
 def test_an_exponential_of_many_elements_costs_more_than_its_bytes() -> None:
-    width = math.isqrt(LEAST_ELEMENTS)
+    width = math.isqrt(LEAST_SLOW_ELEMENTS)
     (exponential,) = (op for op in costed(width).ops if op.target == "aten.exp.default")
     moved_us = 2 * width * width * 4 / BYTES_PER_US
     assert exponential.cost_us == pytest.approx(moved_us + EXP_US * width * width)

@@ -15,7 +15,7 @@ import remat.one_call
 from remat.graph_capture.devices.memory_events import measure_peak
 from remat.graph_capture.distributed.sharding import Sharding
 from remat.graph_capture.errors import BudgetError, CaptureError, RewriteError
-from remat.rewriter.checking.outcomes import differing_beyond
+from remat.rewriter.checking.comparison import differing_beyond
 from remat.rewriter.inductor import compiler
 from tests.limits import AMPLE_S
 

@@ -24,8 +24,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from remat.rewriter.inductor import lowering
-from remat.rewriter.inductor.choices import calls_in_order
 from remat.rewriter.inductor.lowering import Event, Lowered, lower, skip_kernel_codegen
+from remat.rewriter.inductor.partition import calls_in_order
 
 SQUARE = (64, 64)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from remat.graph_capture.devices.memory_events import measure_regions
 from remat.rewriter.graphs.codegen import compile_boxed, compile_in_steps
-from remat.rewriter.split_backward.weight_cut import split_graph
+from remat.rewriter.graphs.weight_cut import split_graph
 from tests.rewriter.split_backward.made_backward import Backward, N, at_random, aten
 from tests.rows import each_nth
 
@@ -40,7 +40,7 @@ def storage_bytes(given: list[Any]) -> int:
 def test_both_parts_have_live_what_is_predicted(seed: int) -> None:
     backward, weights = at_random(seed)
     graphs = split_graph(backward, weights)
-    run_inputs = compile_boxed(graphs.inputs, None)
+    run_inputs = compile_boxed(graphs.inputs)
     steps = compile_in_steps(graphs.weights) if graphs.places else None
 
     def given() -> list[Any]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import remat
 from remat.graph_capture.errors import RewriteError
-from remat.rewriter.split_backward.splitting import SplitBackward, split_backward
+from remat.rewriter.user_module.splitting import SplitBackward, split_backward
 from tests.rewriter.split_backward.split_models import MODELS, ROWS, WIDTH, Mlp
 
 N_MICROBATCHES = 3

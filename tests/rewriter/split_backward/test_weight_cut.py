@@ -10,23 +10,22 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from remat.cluster.parts import is_product
+from remat.rewriter.graphs.backward_parts import SplitGraphs
 from remat.rewriter.graphs.codegen import compile_boxed, compile_in_steps
-from remat.rewriter.split_backward.dependencies import is_heavy, is_mark
-from remat.rewriter.split_backward.waiting import SplitGraphs
-from remat.rewriter.split_backward.weight_cut import split_graph
+from remat.rewriter.graphs.weight_cut import is_heavy, is_mark, split_graph
 from tests.rewriter.split_backward.made_backward import Backward, N, at_random
 
 aten = torch.ops.aten
 
 
 def whole(backward: fx.GraphModule, inputs: list[Tensor]) -> list[Tensor | None]:
-    results = compile_boxed(backward, None)([one.clone() for one in inputs])
+    results = compile_boxed(backward)([one.clone() for one in inputs])
     return [None if one is None else one.clone() for one in results]
 
 
 def in_two(graphs: SplitGraphs, inputs: list[Tensor]) -> list[Tensor | None]:
     """What both parts return together."""
-    given = compile_boxed(graphs.inputs, None)([one.clone() for one in inputs])
+    given = compile_boxed(graphs.inputs)([one.clone() for one in inputs])
     carried, results = list(given[graphs.n_results :]), list(given[: graphs.n_results])
     found = [None if one is None else one.clone() for one in results]
     if graphs.places:

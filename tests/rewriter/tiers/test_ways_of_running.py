@@ -16,8 +16,8 @@ import remat
 from examples.gpt import GPT, Sizes
 from remat.graph_capture import capture_api, spill_files
 from remat.graph_capture.graph import TrainingGraph
-from remat.rewriter import check, rewrite
-from remat.rewriter.tiers import stream_tier, tier
+from remat.rewriter import check, compiled, rewrite
+from remat.rewriter.tiers import stream_tier
 from remat.rewriter.tiers.file_tier import host_places
 from remat.schedules.schedule import Offload, Schedule
 from remat.schedules.simulate import simulate
@@ -179,7 +179,7 @@ def test_a_tier_is_made_for_the_device_of_the_graph(monkeypatch: pytest.MonkeyPa
     graph = msgspec.structs.replace(plan().graph, device="cuda:0")
     LazyMachine().install(monkeypatch)
     found = simulate(plan().graph, plan().schedule)
-    made = tier.tier_for(graph, plan().schedule, links(), found)
+    made = compiled.tier_for(graph, plan().schedule, links(), found)
     assert isinstance(made, stream_tier.StreamTier)
     assert made.places.size_bytes >= found.host_peak_bytes
-    assert tier.tier_for(graph, plan().plain, None, found) is None
+    assert compiled.tier_for(graph, plan().plain, None, found) is None

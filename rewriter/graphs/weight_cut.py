@@ -13,21 +13,180 @@ from typing import Any, cast
 
 import torch
 from ortools.graph.python import max_flow
-from torch import fx
+from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry
 
-from remat.graph_capture.joint.nodes import is_getitem, is_tangent
+from remat.graph_capture.distributed.collectives import is_wait
+from remat.graph_capture.joint.nodes import is_getitem, is_tangent, storage_key, tensors_of
+from remat.graph_capture.torch_private.core import OpOverloadPacket
+from remat.rewriter.graphs.backward_parts import SplitBytes, SplitGraphs
+from remat.rewriter.graphs.codegen import marks, release_gradients
 from remat.rewriter.graphs.emitter import placeholder_like
-from remat.rewriter.graphs.result_gradients import release_gradients
-from remat.rewriter.split_backward.dependencies import (
-    Dependencies,
-    SplitBytes,
-    Storage,
-    is_heavy,
-    is_mark,
-    most_live_bytes,
-    storages_in_order,
-)
-from remat.rewriter.split_backward.waiting import SplitGraphs
+from remat.rewriter.graphs.rng import draw_noting, drawn
+
+# A backward graph has eager's ops, and eager adds some sums up in place. Two parts of such a graph
+# run in another order than it has, so a read and a write of the same storage must stay in theirs.
+
+_Storage = tuple[fx.Node, int]
+"""A storage, by the node that makes it, and the place among that node's results."""
+
+
+class Dependencies:
+    """The order that parts of a graph of eager's ops, as `emit` writes it, must keep.
+
+    By node: `storages` of all its results, those that it reads or writes (`touched`, none of a
+    view) or writes to, and the nodes that run `before` it. Marks of gradients are left out.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.storages: dict[fx.Node, frozenset[_Storage]] = {}
+        self.touched: dict[fx.Node, frozenset[_Storage]] = {}
+        self.before: dict[fx.Node, list[fx.Node]] = {}
+        self.written: dict[fx.Node, frozenset[_Storage]] = {}
+        self._of_input: dict[int, _Storage] = {}
+        nodes = [node for node in graph.nodes if not is_mark(node)]
+        for node in nodes:
+            self._note_storages(node)
+        self._note_order(nodes)
+
+    def bytes_of(self, storage: _Storage) -> int:
+        node, place = storage
+        tensors = tensors_of(node)
+        tensor = tensors[place] if place < len(tensors) else None
+        return 0 if tensor is None else tensor.untyped_storage().nbytes()
+
+    def _note_storages(self, node: fx.Node) -> None:
+        read = frozenset[_Storage]().union(*(self.storages[a] for a in node.all_input_nodes))
+        aliased, self.written[node] = self._by_schema(node)
+        if node.op == "placeholder":
+            own = self._of_placeholder(node)
+        elif is_getitem(node):
+            own = self._picked(node)
+        elif is_wait(node) or aliased:
+            own = aliased or read
+        else:
+            own = self._made(node)
+        self.storages[node] = own
+        makes = any(maker is node for maker, _ in own)
+        is_look = node.op != "output" and not makes and not self.written[node]
+        self.touched[node] = frozenset() if is_look else read
+
+    def _of_placeholder(self, node: fx.Node) -> frozenset[_Storage]:
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            return frozenset([(node, 0)])
+        # Two inputs may be of one storage.
+        return frozenset([self._of_input.setdefault(storage_key(value), (node, 0))])
+
+    def _picked(self, node: fx.Node) -> frozenset[_Storage]:
+        source, place = node.args
+        assert isinstance(source, fx.Node)
+        one: Any = (source, place)
+        return frozenset([one]) if one in self.storages[source] else self.storages[source]
+
+    def _made(self, node: fx.Node) -> frozenset[_Storage]:
+        # A result may be an argument's storage although no schema says so.
+        known = {
+            storage_key(tensor): self.storages[argument]
+            for argument in node.all_input_nodes
+            for tensor in tensors_of(argument)
+            if tensor is not None
+        }
+        found: set[_Storage] = set()
+        for place, tensor in enumerate(tensors_of(node)):
+            key = None if tensor is None else storage_key(tensor)
+            found |= known.get(key, {(node, place)}) if key is not None else {(node, place)}
+        return frozenset(found)
+
+    def _by_schema(self, node: fx.Node) -> tuple[frozenset[_Storage], frozenset[_Storage]]:
+        aliased, written = set[_Storage](), set[_Storage]()
+        if node.op != "call_function":
+            return frozenset(), frozenset()
+        if node.target is draw_noting:
+            state = node.args[0]
+            assert isinstance(state, fx.Node)
+            # `draw_noting` writes a note into the state.
+            written |= self.storages[state]
+        target, args = drawn(node)
+        schema = getattr(target, "_schema", None)
+        returns_alias = schema is not None and any(r.alias_info for r in schema.returns)
+        for i, parameter in enumerate(schema.arguments if schema else ()):
+            given = args[i] if i < len(args) else node.kwargs.get(parameter.name)
+            if parameter.alias_info is None:
+                continue
+            storages = self._of_argument(given)
+            aliased |= storages if returns_alias else set()
+            written |= storages if parameter.alias_info.is_write else set()
+        return frozenset(aliased), frozenset(written)
+
+    def _of_argument(self, given: Any) -> frozenset[_Storage]:
+        nodes = given if isinstance(given, (tuple, list)) else (given,)
+        found = (self.storages[one] for one in nodes if isinstance(one, fx.Node))
+        return frozenset[_Storage]().union(*found)
+
+    def _note_order(self, nodes: Sequence[fx.Node]) -> None:
+        changing = frozenset[_Storage]().union(*self.written.values())
+        readers: dict[_Storage, list[fx.Node]] = {storage: [] for storage in changing}
+        writers: dict[_Storage, list[fx.Node]] = {storage: [] for storage in changing}
+        for node in nodes:
+            found = dict.fromkeys(node.all_input_nodes)
+            for storage in _storages_in_order(self.touched[node] & changing):
+                # A read and a write of one storage stay in their order, and so do two writes.
+                found |= dict.fromkeys(writers[storage])
+                if storage in self.written[node]:
+                    found |= dict.fromkeys(readers[storage])
+                    writers[storage].append(node)
+                else:
+                    readers[storage].append(node)
+            self.before[node] = list(found)
+
+
+def _storages_in_order(storages: frozenset[_Storage]) -> list[_Storage]:
+    # A frozenset has another order in each process.
+    return sorted(storages, key=lambda one: (one[0].name, one[1]))
+
+
+def is_heavy(node: fx.Node) -> bool:
+    # Products and convolutions, in which models spend their time, have a formula of flops.
+    packet = getattr(drawn(node)[0], "overloadpacket", None) if node.op == "call_function" else None
+    return isinstance(packet, OpOverloadPacket) and packet in flop_registry
+
+
+def is_mark(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is release_gradients
+
+
+def most_live_bytes(part: fx.GraphModule, resident: Collection[str] = ()) -> int:
+    """The most that a part has live, where each storage is freed behind the last op that reads it.
+
+    `part` is I or W of `split_graph`, `resident` the names of inputs that cost nothing.
+    """
+    facts = Dependencies(part.graph)
+    inputs = part.graph.find_nodes(op="placeholder")
+    free_nodes = [n for n in inputs if n.name in resident]
+    free_nodes += part.graph.find_nodes(op="get_attr")
+    free = {s for n in free_nodes for s in facts.storages[n]}
+    last = _last_uses(part, facts)
+    given = {s for n in inputs for s in facts.storages[n]} - free
+    most = sum(map(facts.bytes_of, given))
+    live = given & last.keys()
+    for place, node in enumerate(part.graph.nodes):
+        if node.op == "call_function" and not is_mark(node):
+            live |= facts.storages[node] - free
+            most = max(most, sum(map(facts.bytes_of, live)))
+        live = {s for s in live if last.get(s, place) > place or node.op == "placeholder"}
+    return most
+
+
+def _last_uses(part: fx.GraphModule, facts: Dependencies) -> dict[_Storage, int]:
+    last: dict[_Storage, int] = {}
+    releases_gradients = bool(marks(part.graph))
+    for place, node in enumerate(part.graph.nodes):
+        # Marks release gradients before the end, to which other results are needed.
+        if node.op != "output" or not releases_gradients:
+            last |= {s: place for one in node.all_input_nodes for s in facts.storages[one]}
+    return last
+
 
 # Ops that the gradients of inputs do not need may run in either part. A cast to half precision, a
 # mask that is applied, the sum of a bias: run early, what they make is held in place of what they
@@ -39,7 +198,6 @@ from remat.rewriter.split_backward.waiting import SplitGraphs
 # what forward saves in torch/_functorch/partitioners.py. Of several the one with the fewest ops
 # early is taken.
 
-
 _SOURCE, _SINK = 0, 1
 
 
@@ -48,7 +206,7 @@ def _ops_run_early(
     dependencies: Dependencies,
     early: Collection[fx.Node],
     late_results: Collection[fx.Node],
-    resident: Collection[Storage],
+    resident: Collection[_Storage],
 ) -> set[fx.Node]:
     """`early`, and the ops that join them for the least bytes held between the two parts.
 
@@ -57,8 +215,8 @@ def _ops_run_early(
     """
     flow = cast("Any", max_flow.SimpleMaxFlow())
     place = {node: i for i, node in enumerate(nodes, start=2)}  # 0 and 1 are the ends
-    held = _Held(nodes, dependencies, late_results)
-    sizes = {s: 0 if s in resident else dependencies.bytes_of(s) for s in held.readers}
+    held = _readers(nodes, dependencies, late_results)
+    sizes = {s: 0 if s in resident else dependencies.bytes_of(s) for s in held}
     unlimited = sum(sizes.values()) + 1  # no least cut has such an arc
     for node in nodes:
         if node in early:
@@ -67,7 +225,7 @@ def _ops_run_early(
             flow.add_arc_with_capacity(place[node], _SINK, unlimited)
         for first in dependencies.before[node]:
             flow.add_arc_with_capacity(place[node], place[first], unlimited)
-    for i, (storage, readers) in enumerate(held.readers.items(), start=2 + len(nodes)):
+    for i, (storage, readers) in enumerate(held.items(), start=2 + len(nodes)):
         flow.add_arc_with_capacity(place[storage[0]], i, sizes[storage])
         for reader in readers:
             flow.add_arc_with_capacity(i, _SINK if reader is None else place[reader], unlimited)
@@ -77,22 +235,18 @@ def _ops_run_early(
     return {node for node in nodes if place[node] in found}
 
 
-class _Held:
+def _readers(
+    nodes: Sequence[fx.Node], dependencies: Dependencies, late_results: Collection[fx.Node]
+) -> dict[_Storage, list[fx.Node | None]]:
     """By storage, the ops that read or write it; None stands for the end, which takes results."""
-
-    def __init__(
-        self,
-        nodes: Sequence[fx.Node],
-        dependencies: Dependencies,
-        late_results: Collection[fx.Node],
-    ) -> None:
-        self.readers: dict[Storage, list[fx.Node | None]] = {}
-        for node in nodes:
-            for storage in storages_in_order(dependencies.touched[node]):
-                self.readers.setdefault(storage, []).append(node)
-        for result in late_results:
-            for storage in storages_in_order(dependencies.storages[result]):
-                self.readers.setdefault(storage, []).append(None)
+    found: dict[_Storage, list[fx.Node | None]] = {}
+    for node in nodes:
+        for storage in _storages_in_order(dependencies.touched[node]):
+            found.setdefault(storage, []).append(node)
+    for result in late_results:
+        for storage in _storages_in_order(dependencies.storages[result]):
+            found.setdefault(storage, []).append(None)
+    return found
 
 
 @dataclass(frozen=True)
@@ -184,8 +338,8 @@ class _BackwardCut:
         makers = (self.order[maker] for maker, _ in self.facts.storages[node])
         return max(makers), self.order[node]
 
-    def _storages(self, nodes: Iterable[fx.Node]) -> frozenset[Storage]:
-        return frozenset[Storage]().union(*(self.facts.storages[n] for n in nodes))
+    def _storages(self, nodes: Iterable[fx.Node]) -> frozenset[_Storage]:
+        return frozenset[_Storage]().union(*(self.facts.storages[n] for n in nodes))
 
     def _needed_by(self, results: Sequence[fx.Node]) -> set[fx.Node]:
         """What makes results, and what writes to them until backward ends."""

@@ -1,0 +1,338 @@
+"""Outcomes of a step, compared bit for bit, or to a tolerance; and how far rounding moves them.
+
+On a CUDA device eager is compared with itself first: sums in no fixed order differ in eager too.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx, nn
+
+from remat.graph_capture.graph import FLOAT32_BYTES
+from remat.graph_capture.joint.nodes import argument, bits_of, is_getitem, plain_name
+from remat.graph_capture.joint.provenance import MODULE_KEY, SOURCE_KEY, path_in_model, source_of
+from remat.graph_capture.torch_private.core import OpWatcher, pytree
+from remat.rewriter.graphs.rng import drawn
+
+Outcome = Mapping[str, Any]
+"""What a step leaves, by name: outputs, gradients, buffers, random streams."""
+
+_TIMES = 10.0
+"""Where eager does not repeat itself, a result may be this many times as far from its first run as
+its second run is. Both distances are rounding errors; a wrong gradient is off by far more.
+"""
+
+
+_TOLERANCE = 0.01
+"""For compiled steps: how far a result may be from eager's, as a part of its norm. Kernels that are
+fused otherwise round otherwise, and batch norm makes that as large as 1e-3. A wrong gradient, such
+as that of another dropout mask, is off by its own size."""
+_LEAST_PART = 1e-3
+"""A result counts as at least this part of the norm of all results of its kind. Smaller ones are
+made of rounding errors, such as the gradient of a bias before a batch norm."""
+_ROUNDINGS = 16
+"""A result of a type with few bits may always be off by this many units in the last place."""
+_MOST_ROUNDING = _ROUNDINGS * torch.finfo(torch.bfloat16).eps
+"""A result that is larger than noise may be off by no more than this part, 0.125, however far
+rounding moves it. That of another dropout mask is off by more, from one element in a hundred on."""
+
+
+class EagerVariation:
+    """How far runs of eager from the same state are from the first of them, which gave `expected`.
+
+    `noise` is the largest distance of an element, by the name of each tensor that another run gave
+    otherwise; 0 where there is none to take.
+    """
+
+    def __init__(self, expected: Outcome) -> None:
+        self.expected = expected
+        self.noise: dict[str, float] = {}
+
+    def add(self, again: Outcome) -> None:
+        for name in unsteady_names(self.expected, again):
+            noise = distance(self.expected[name], again.get(name))
+            self.noise[name] = max(self.noise.get(name, 0.0), 0.0 if math.isnan(noise) else noise)
+
+
+def differing_names(variation: EagerVariation, found: Outcome) -> tuple[str, ...]:
+    expected, noise = variation.expected, variation.noise
+    differing = [name for name in expected if not bitwise_equal(expected[name], found.get(name))]
+    return tuple(
+        name
+        for name in differing
+        if not distance(expected[name], found.get(name)) <= _TIMES * noise.get(name, -math.inf)
+    )
+
+
+def unsteady_names(expected: Outcome, again: Outcome) -> tuple[str, ...]:
+    """Names of tensors that two runs of eager, from the same state, do not give alike."""
+    changing = [name for name in expected if not bitwise_equal(expected[name], again.get(name))]
+    return tuple(name for name in changing if isinstance(expected[name], Tensor))
+
+
+def distance(expected: Any, found: Any) -> float:
+    """The largest difference between elements; NaN where there is none to take."""
+    if not _has_error(expected, found):
+        return float("nan")
+    return float((found.double() - expected.double()).abs().max())
+
+
+def differing_beyond(
+    expected: Outcome, found: Outcome, tolerance: float, moved: Mapping[str, float] | None = None
+) -> tuple[tuple[str, ...], float]:
+    """Names of what is further off than `tolerance`, and the largest relative error.
+
+    `moved` is how far rounding alone moves results. They may be off by `_TIMES` that, up to
+    `_MOST_ROUNDING`. One that is not larger than `_TIMES` that is noise, and may be off by the
+    tolerance of all results of its kind together.
+    """
+    errors: dict[str, float] = {}
+    wrong: list[str] = []
+    for name, like in expected.items():
+        if not _has_error(like, found.get(name)):
+            # A random stream and the like has no error to tolerate.
+            wrong += [] if bitwise_equal(like, found.get(name)) else [name]
+            continue
+        rounding = _TIMES * (moved or {}).get(name, 0.0)
+        size, least = _size(expected, name, rounding), _least(like, rounding) if tolerance else 0.0
+        errors[name] = _norm(found[name].double() - like.double()) / size if size else 0.0
+        if not errors[name] <= max(tolerance, least):
+            wrong.append(name)
+    return tuple(wrong), max(errors.values(), default=0.0)
+
+
+def _size(expected: Outcome, name: str, rounding: float) -> float:
+    norm, of_all = _norm(expected[name]), _norm_of_kind(expected, name)
+    # Noise sums up to other noise in other code, most where many roundings go one way. So only its
+    # part in all results of its kind says whether it matters.
+    return of_all if 0 < norm <= rounding else max(norm, _LEAST_PART * of_all)
+
+
+def _least(like: Tensor, rounding: float) -> float:
+    own, norm = _ROUNDINGS * torch.finfo(like.dtype).eps, _norm(like)
+    return max(own, min(_MOST_ROUNDING, rounding / norm)) if norm > rounding else own
+
+
+def _has_error(expected: Any, found: Any) -> bool:
+    return (
+        isinstance(expected, Tensor)
+        and isinstance(found, Tensor)
+        and expected.is_floating_point()
+        and (expected.dtype, expected.shape) == (found.dtype, found.shape)
+        and not bitwise_equal(expected, found)
+    )
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(tensor.detach().double().norm())
+
+
+def _norm_of_kind(outcome: Outcome, name: str) -> float:
+    kind = name.split()[0]
+    alike = [t for other, t in outcome.items() if other.split()[0] == kind]
+    return sum(_norm(t) ** 2 for t in alike if isinstance(t, Tensor)) ** 0.5
+
+
+def bitwise_equal(expected: Any, found: Any) -> bool:
+    """Whether two results have the same bits; a NaN equals a NaN of the same bits."""
+    if isinstance(expected, Tensor) and isinstance(found, Tensor):
+        if expected.dtype != found.dtype or expected.shape != found.shape:
+            return False
+        return torch.equal(expected, found) or torch.equal(bits_of(expected), bits_of(found))
+    return expected is found or bool(expected == found)
+
+
+SPLIT_FLOAT32, _SPLIT_HALF = 1e-5, 2e-2
+"""For chunks whose sums have another order: how far a result may be from eager's, as a part of its
+norm. The first is for steps in float32, the second where 16 bits are in use."""
+
+
+Rounding = Literal["", "inductor", "chunks", "levers"]
+"""What rounds otherwise than eager: Inductor's code, chunks that sum in another order, levers that
+say so; or none."""
+
+
+def rounding_of(module: nn.Module) -> Rounding:
+    kind: Any = type(module)  # of its own, which holds the plan
+    if not hasattr(kind, "_remat_compiled_step"):
+        return ""
+    if kind._remat_compiled_step.by_inductor:
+        return "inductor"
+    if kind._remat_schedule.is_exact:
+        return ""
+    return "chunks" if kind._remat_schedule.chunks else "levers"
+
+
+def tolerance_of(module: nn.Module) -> float:
+    rounding, kind = rounding_of(module), type(module)
+    if rounding == "levers":
+        return max(one.tolerance for one in kind._remat_schedule.levers)  # pyright: ignore
+    if rounding != "chunks":
+        return _TOLERANCE if rounding else 0.0
+    is_half = any(is_on for _, is_on, _ in kind._remat_guards.recipe.autocast)  # pyright: ignore
+    is_half |= any(parameter.itemsize < FLOAT32_BYTES for parameter in module.parameters())
+    return _SPLIT_HALF if is_half else SPLIT_FLOAT32
+
+
+# A step is run with each op's result a little off, by as much as one rounding may be. Results that
+# move by their own size are made of rounding errors, such as the gradient of a bias before a batch
+# norm, which is zero on paper. Other code may round otherwise, and such a result is then another.
+# Source: D. S. Parker, Monte Carlo Arithmetic, 1997.
+
+
+class RoundingNoise(OpWatcher):
+    """In here, each new result is off by up to one unit in the last place of its dtype.
+
+    The random streams are not touched.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        results = func(*args, **kwargs)
+        given = pytree.tree_leaves((args, kwargs))
+        # A view, or what is made of no tensor, is no new rounding.
+        shares = any(result.alias_info is not None for result in func._schema.returns)
+        if shares or not any(isinstance(leaf, Tensor) for leaf in given):
+            return results
+        return pytree.tree_map(self._moved, results)
+
+    def _moved(self, result: Any) -> Any:
+        if not isinstance(result, Tensor) or not result.is_floating_point():
+            return result
+        by = torch.empty_like(result).uniform_(-1, 1, generator=self._generator(result.device))
+        by.mul_(result).mul_(torch.finfo(result.dtype).eps)
+        # Whole numbers stay as they are: they are counts and masks, and most are exact.
+        return result + torch.where(result == result.round(), torch.zeros_like(by), by)
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            # A stream of its own, as what is compared draws from the device's.
+            self._generators[device] = torch.Generator(device=device).manual_seed(0)
+        return self._generators[device]
+
+
+def moved_by_rounding(outcome: Callable[[], Outcome], expected: Outcome) -> dict[str, float]:
+    """For each floating-point result, how far its norm moves if each op rounds otherwise."""
+    with RoundingNoise():
+        found = outcome()
+    return {
+        name: float((found[name].double() - like.double()).norm())
+        for name, like in expected.items()
+        if isinstance(like, Tensor) and like.is_floating_point()
+    }
+
+
+# On a CPU eager itself does not repeat the bits of sums that have no fixed order. Writing to
+# indices with `accumulate`, which is also what backward of `x[indices]` does, adds from all threads
+# at once. In torch 2.11 to 2.14 that holds for float32 alone; sums by `index_add`, `scatter_add`
+# and embeddings have an order on a CPU.
+
+_ACCUMULATING = ("index_put", "_unsafe_index_put", "_index_put_impl", "put")
+"""Ops that add so, if their argument `accumulate` says it."""
+
+
+class DeterministicReductions(OpWatcher):
+    """In here such sums have one order, so that a plan that is wrong by a little shows."""
+
+    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if plain_name(func) not in _ACCUMULATING:
+            return func(*args, **kwargs)
+        # Around these ops alone: a rewritten module refuses to run in another setting than the one
+        # that it was planned in.
+        torch.use_deterministic_algorithms(True)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+def has_nondeterministic_sums(module: nn.Module) -> bool:
+    kinds: list[Any] = [type(m) for m in module.modules()]  # of its own, which holds the plan
+    steps = [kind._remat_compiled_step for kind in kinds if hasattr(kind, "_remat_compiled_step")]
+    return any(
+        adds_nondeterministically(graph) for one in steps for graph in (one.forward, one.backward)
+    )
+
+
+def adds_nondeterministically(gm: fx.GraphModule) -> bool:
+    if torch.get_num_threads() == 1 or torch.are_deterministic_algorithms_enabled():
+        return False
+    return any(_adds_at_once(node) for node in gm.graph.nodes)
+
+
+def _adds_at_once(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    has_order = isinstance(value, Tensor) and value.dtype != torch.float32
+    adds = plain_name(node.target) in _ACCUMULATING and bool(argument(node, "accumulate"))
+    return adds and not has_order
+
+
+# A model whose code looks at whether it is traced computes one thing in the trace and another when
+# it runs. The results only say that; the ops that eager runs say where.
+
+_COPIES = frozenset({"detach", "alias", "clone", "copy", "_to_copy", "view", "expand"})
+"""Copies and casts come and go where writing in place and autocast are taken apart."""
+
+
+@dataclass(frozen=True)
+class _Op:
+    name: str
+    numbers: tuple[Any, ...]
+    line: str
+
+
+class _Ran(OpWatcher):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[_Op] = []
+
+    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        caller = sys._getframe(2)  # beyond the watcher's own
+        self.ops.append(_op(func, args, source_of(caller)))
+        return func(*args, **kwargs)
+
+
+def first_divergent_line(run: Callable[[], Any], graphs: Iterable[fx.GraphModule]) -> str:
+    """The first ``file:line`` at which `run` runs an op that the plan's graphs do not have there.
+
+    With the module where it is known. Empty where all ops are the plan's, as where only a tensor
+    that is read differs.
+    """
+    planned: list[_Op] = []
+    modules: dict[str, str] = {}
+    for gm in graphs:
+        for node in gm.graph.nodes:
+            place = node.meta.get("custom") or {}
+            if node.op == "call_function" and not is_getitem(node) and place.get(SOURCE_KEY):
+                target, args = drawn(node)
+                planned.append(_op(target, args, place[SOURCE_KEY]))
+                modules.setdefault(place[SOURCE_KEY], path_in_model(place.get(MODULE_KEY, "")))
+    with _Ran() as ran:
+        run()
+    line = _first_outside(ran.ops, planned)
+    return f"{line} in module {modules[line]}" if modules.get(line) else line
+
+
+def _first_outside(ran: list[_Op], planned: list[_Op]) -> str:
+    # By names alone first: numbers are also written otherwise where an op is taken apart.
+    for facts in (lambda op: (op.line, op.name), lambda op: (op.line, op.name, op.numbers)):
+        known = {facts(op) for op in planned}
+        for op in ran:
+            if op.line and op.name not in _COPIES and facts(op) not in known:
+                return op.line
+    return ""
+
+
+def _op(target: Any, args: tuple[Any, ...], line: str) -> _Op:
+    return _Op(
+        plain_name(target), tuple(repr(x) for x in args if isinstance(x, (bool, int, float))), line
+    )

@@ -1,1 +1,0 @@
-"""Backward in two parts: gradients of inputs first, those of weights when there is time."""
