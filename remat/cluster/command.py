@@ -13,8 +13,7 @@ from rich.text import Text
 from remat.analysis.plan_report import plain_table
 from remat.cli.session import INFEASIBLE, Session
 from remat.cli.verb import Output, verb
-from remat.cluster.cluster_request import ClusterRequest
-from remat.cluster.mesh import SCHEDULES, MeshSpec
+from remat.cluster.mesh import SCHEDULES, ClusterRequest, MeshSpec
 from remat.cluster.pictures import cluster_page
 from remat.cluster.pipeline_replay import (
     BORDERS,
@@ -30,7 +29,6 @@ from remat.cluster.pipeline_replay import (
 from remat.cluster.plan_file import (
     ClusterFile,
     Parallelism,
-    StageFacts,
     read_cluster_plan,
     require_world,
 )
@@ -136,15 +134,12 @@ def _stages(plan: ClusterFile) -> Table:
     for number in _shown_stages(len(plan.stages)):
         stage = plan.stages[number]
         held = [f"{stage.held_bytes.get(name, 0) / GIB:.1f}" for name in shown]
+        again = f"+{percent_text(stage.overhead)}" if stage.overhead > 0 else "none"
         table.add_row(
             str(number), str(len(stage.blocks)), f"{stage.microbatches_in_flight:.3g}",
-            _recompute_text(plan, stage), *held, f"{stage.peak_bytes / GIB:.1f}",
+            again, *held, f"{stage.peak_bytes / GIB:.1f}",
         )  # fmt: skip
     return table
-
-
-def _recompute_text(plan: ClusterFile, stage: StageFacts) -> str:
-    return f"+{percent_text(stage.overhead)}" if stage.overhead > 0 else "none"
 
 
 def _shown_stages(stages: int) -> list[int]:

@@ -8,9 +8,7 @@ from typing import Any
 import msgspec
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from remat.cluster.capture.chain_shape import CHAIN_POSITIONS
-from remat.cluster.communication_time import hop_us
-from remat.cluster.parts import WeightsLater
+from remat.cluster.parts import CHAIN_POSITIONS, WeightsLater
 from remat.cluster.pipeline_replay import (
     RUNNING,
     STANDING,
@@ -24,7 +22,7 @@ from remat.cluster.pipeline_replay import (
 )
 from remat.cluster.plan_file import MAKE_AGAIN, ClusterFile
 from remat.cluster.planner import ClusterPlan, ClusterSearch
-from remat.cluster.stages import StagePlan
+from remat.cluster.stages import StagePlan, hop_us
 from remat.graph_capture.errors import PlanError, ScheduleError
 
 # Torch makes the actions of each rank in the constructors of its schedules, out of a few facts of a
@@ -116,7 +114,7 @@ def replayed_plan(search: ClusterSearch, plan: ClusterPlan) -> ReplayedPlan:
     # What is not the pipeline's, such as the update, stays as by the formula.
     time_us = replay.time_us + plan.time_us - plan.pipeline_us
     peaks = tuple(
-        rank.peak_bytes + _states_bytes(stage)
+        rank.peak_bytes + sum(stage.held_bytes[name] for name in STANDING)
         for rank, stage in zip(replay.ranks, stages, strict=True)
     )
     return ReplayedPlan(
@@ -168,10 +166,6 @@ def _costs(
         saved_bytes=int(stage.saved_bytes / d.virtual_stages) + saved,
         for_weights_bytes=int(blocks * later.held_bytes), need_bytes=need + later.held_bytes,
     )  # fmt: skip
-
-
-def _states_bytes(stage: StagePlan) -> int:
-    return sum(stage.held_bytes[name] for name in STANDING)
 
 
 def replay_of(plan: ClusterFile, name: str = "the plan") -> PipelineReplay:

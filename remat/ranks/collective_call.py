@@ -47,7 +47,7 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
 
     def require_same_step(self, graph_hash: str) -> None:
         """Raise `AgreementError` on every rank where ranks have another step than the first."""
-        hashes = self._exchanged("step", graph_hash)
+        hashes = self.gathered_texts("step", graph_hash)
         others = [str(rank) for rank, found in enumerate(hashes) if found != hashes[0]]
         if others:
             raise AgreementError(
@@ -58,7 +58,7 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
 
     def require_same_order(self, order: str) -> None:
         """Raise `AgreementError` on every rank where ranks run collectives in different orders."""
-        if len(set(self._exchanged("order", order))) > 1:
+        if len(set(self.gathered_texts("order", order))) > 1:
             raise AgreementError(
                 "the plans of the ranks run their collectives in different orders, or one of them "
                 "more often, and all would wait for ever: make one plan for all of them by "
@@ -76,11 +76,8 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
             return made
         return msgspec.json.decode(self._awaited("plan", 0), type=kind)
 
-    def gathered_texts(self, name: str, mine: str) -> list[str]:
-        return self._exchanged(name, mine)
-
     def all_agree(self, name: str, said: bool) -> bool:
-        return all(text == "yes" for text in self._exchanged(name, "yes" if said else "no"))
+        return all(text == "yes" for text in self.gathered_texts(name, "yes" if said else "no"))
 
     def __exit__(
         self,
@@ -101,7 +98,7 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
             # Else the thread would show life for a rank that has left.
             self._messages.close()
 
-    def _exchanged(self, name: str, mine: str) -> list[str]:
+    def gathered_texts(self, name: str, mine: str) -> list[str]:
         """The texts of all ranks, in order."""
         messages = self._messages
         if messages is None:
@@ -135,7 +132,7 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
         try:
             if error is None:
                 # A rank that left early could not be told of an error of a later one.
-                self._exchanged("end", "")
+                self.gathered_texts("end", "")
             # An error that came from another rank is known to all.
             elif error is not self._theirs:
                 self._tell(messages, error)

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from remat.cluster.apply.head_bytes import BEFORE, NO_BYTES, BlockBytes
+from remat.cluster.apply.stage_parts import BEFORE, NO_BYTES, BlockBytes
 from remat.cluster.pipeline_replay import PipelineAction, RankOrder
 from remat.cluster.replayed_plan import ONE_STAGE, torch_order
 from remat.graph_capture.distributed.dtensors import local_part
 
 if TYPE_CHECKING:
-    from remat.cluster.apply.head_bytes import RankParts
+    from remat.cluster.apply.stage_parts import RankParts
     from remat.cluster.stepping import RingStage
 
 
@@ -159,14 +159,11 @@ def peak_of_rank(parts: RankParts, of_torch: Sequence[RingStage]) -> int:
         is_first, is_last = index == 0, index == count - 1
         stages[index] = _stage_bytes(parts, one, b, is_first=is_first, is_last=is_last)
         fixed += b * inputs * (not is_first) + b * gradients * (not is_last)
-        fixed += b * _holds_a_send(asked.schedule, inputs, plan.microbatches, is_last=is_last)
+        # Torch's loop keeps a result of its warm-up, which it has sent, to the end.
+        is_warm = asked.schedule == "1F1B" and 2 <= inputs < plan.microbatches
+        fixed += b * (is_warm and not is_last)
     order = torch_order(asked.schedule, pp, plan.microbatches, plan.virtual_stages)[asked.rank]
     return fixed + _peak_of_order(order, stages)
-
-
-def _holds_a_send(name: str, in_flight: int, microbatches: int, *, is_last: bool) -> bool:
-    """Whether torch's loop keeps a result of its warm-up, which it has sent, to the end."""
-    return name == "1F1B" and 2 <= in_flight < microbatches and not is_last
 
 
 def _stage_bytes(

@@ -11,11 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from remat.cluster.capture.chain_shape import ChainShape
-from remat.cluster.capture.model_chain import ChainModel, leaf_on_meta, state_on_meta
+from remat.cluster.capture.model_chain import (
+    ChainModel,
+    ChainShape,
+    leaf_on_meta,
+    state_on_meta,
+    tied_weights,
+)
 from remat.cluster.capture.watching import watch
 from remat.cluster.model_part import beside_blocks
-from remat.cluster.opened_chain import tied_weights
 from remat.cluster.plan_file import MAKE_AGAIN, ClusterFile
 from remat.graph_capture.errors import CaptureError, PlanError
 from remat.graph_capture.torch_private.core import pytree

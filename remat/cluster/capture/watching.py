@@ -22,8 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from remat.cluster.capture.chain_shape import ChainPosition, ChainShape, SplitRole, shares_heads
-from remat.cluster.capture.model_chain import ChainModel
+from remat.cluster.capture.model_chain import ChainModel, ChainShape, SplitRole
+from remat.cluster.mesh import shares_heads
+from remat.cluster.parts import ChainPosition
 from remat.graph_capture.distributed.dtensors import is_distributed
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.torch_private.core import all_to_all_autograd, pytree
