@@ -49,7 +49,7 @@ from remat.graph_capture.graph import Floats
 
 _Counts = npt.NDArray[np.int64]
 
-STATE_BYTES, WEIGHT_BYTES, GRADIENT_BYTES = 12, 2, 4
+_STATE_BYTES, _WEIGHT_BYTES, _GRADIENT_BYTES = 12, 2, 4
 """Of one parameter: master and two moments in float32; in bfloat16; its float32 gradient."""
 
 
@@ -64,7 +64,7 @@ def least_states_bytes(job: Job, mesh: Mesh) -> float:
     all_blocks = np.array(job.layers)
     whole = stage_parameters(job, mesh.degrees.tp, all_blocks, first=True, last=True)
     split = mesh.shard if mesh.reduce_each else 1
-    of_one = STATE_BYTES / mesh.shard + WEIGHT_BYTES / mesh.keep + GRADIENT_BYTES / split
+    of_one = _STATE_BYTES / mesh.shard + _WEIGHT_BYTES / mesh.keep + _GRADIENT_BYTES / split
     # No cut gives each stage less than the mean.
     return of_one * float(whole) / mesh.degrees.pp
 
@@ -84,13 +84,13 @@ def _bytes_by_holder(
     parameters = stage_parameters(job, tp, blocks, first=first, last=last)
     one_block = job.weights["block"].on_rank(tp)
     is_whole = mesh.keep == 1 and shard == 1
-    buffers = 0 if is_whole else 2 * WEIGHT_BYTES * one_block
-    reduced = GRADIENT_BYTES * one_block if shard > 1 else 0
+    buffers = 0 if is_whole else 2 * _WEIGHT_BYTES * one_block
+    reduced = _GRADIENT_BYTES * one_block if shard > 1 else 0
     split = shard if mesh.reduce_each else 1
     return {
-        STATES: STATE_BYTES * parameters // shard,
-        PARAMETERS: WEIGHT_BYTES * parameters // mesh.keep + buffers,
-        GRADIENTS: GRADIENT_BYTES * parameters // split + reduced,
+        STATES: _STATE_BYTES * parameters // shard,
+        PARAMETERS: _WEIGHT_BYTES * parameters // mesh.keep + buffers,
+        GRADIENTS: _GRADIENT_BYTES * parameters // split + reduced,
         BORDERS: np.zeros_like(blocks)
         + _border_buffers(job, cluster, mesh, open_forwards, first=first, last=last),
     }
@@ -347,7 +347,7 @@ class _UnitTimes(msgspec.Struct, frozen=True):
 def _unit_times(cluster: Cluster, mesh: Mesh, parameters: int) -> _UnitTimes:
     """Of a unit with so many parameters on a tensor parallel rank."""
     links, tp, shard = cluster.links, mesh.degrees.tp, mesh.shard
-    weights, gradients = WEIGHT_BYTES * parameters, GRADIENT_BYTES * parameters
+    weights, gradients = _WEIGHT_BYTES * parameters, _GRADIENT_BYTES * parameters
     # hpZ: from forward to backward, shards lie over fewer ranks.
     over = mesh.keep if mesh.keep < shard else shard
     again_us = 0.0 if mesh.keep == 1 else links.us("all_gather", weights, over, tp)

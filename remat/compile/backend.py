@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from remat.compile.compile_options import read_options
 from remat.compile.given_up import refuse_given_up_frames, refuse_lstm
-from remat.compile.graph_context import GraphContext
+from remat.compile.graph_context import GraphContext, read_options
 from remat.compile.planned_subgraphs import PlannedSubgraphs, planned_subgraphs
 from remat.compile.shared_budget import forget_graphs, shared_budget, watched, whole_model
 from remat.compile.specialize import (

@@ -11,10 +11,8 @@ from typing import Any
 from torch import fx
 
 from remat.budgets import auto_bytes
-from remat.compile.compile_options import CompileOptions
-from remat.compile.graph_context import CompiledPlan, remember
-from remat.compile.plan_search import Candidate
-from remat.compile.rank_consensus import AgreedPlan, plan_key, require_within
+from remat.compile.graph_context import CompiledPlan, CompileOptions, remember
+from remat.compile.plan_search import AgreedPlan, Candidate, plan_key, require_within
 from remat.compile.shared_budget import Frame, SharedBudget
 from remat.compile.specialize import specialized, with_notes
 from remat.compile.subgraph_choice import SubgraphOption, SubgraphSearch, option_of, peak_of

@@ -162,14 +162,14 @@ class OnePlan:
         messages, leader = self._messages, self.leader
         assert messages is not None
         assert leader is not None
-        text = messages.awaited("plan", messages.ranks.index(leader), _silent_text)
+        text = messages.awaited("plan", messages.ranks.index(leader), _leader_silent_text)
         if isinstance(text, RankFailure):
             messages.leave()
             raise error_of(text, _WHAT)
         return msgspec.json.decode(text, type=kind)
 
 
-def _silent_text(leader: int, _has_come: bool) -> str:
+def _leader_silent_text(leader: int, _has_come: bool) -> str:
     return (
         f"rank {leader} has not been heard of for {SILENT_S:.0f} s while it planned "
         "the graph that this rank compiles too: its process has ended or stands still. "

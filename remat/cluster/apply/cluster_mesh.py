@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
 
-PP, REPLICATE, SHARD, CP, TP = "pp", "dp_replicate", "dp_shard", "cp", "tp"
-DIMENSIONS = (PP, REPLICATE, SHARD, CP, TP)
+PP, _REPLICATE, _SHARD, CP, TP = "pp", "dp_replicate", "dp_shard", "cp", "tp"
+DIMENSIONS = (PP, _REPLICATE, _SHARD, CP, TP)
 """Of a mesh, in torchtitan's order: neighbours in the last one are nearest."""
 
 
@@ -47,8 +47,8 @@ def degrees_of(plan: ClusterFile) -> dict[str, int]:
     """In the order of `DIMENSIONS`."""
     degrees = plan.parallelism
     return {
-        PP: degrees.pipeline_parallel_degree, REPLICATE: degrees.data_parallel_replicate_degree,
-        SHARD: degrees.data_parallel_shard_degree, CP: degrees.context_parallel_degree,
+        PP: degrees.pipeline_parallel_degree, _REPLICATE: degrees.data_parallel_replicate_degree,
+        _SHARD: degrees.data_parallel_shard_degree, CP: degrees.context_parallel_degree,
         TP: degrees.tensor_parallel_degree,
     }  # fmt: skip
 
@@ -128,13 +128,13 @@ def require_split_blocks(blocks: Mapping[str, nn.Module], ranks: int) -> None:
 
 
 def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    shard = SHARD
+    shard = _SHARD
     if mesh[CP].size() > 1:
         # Context parallel ranks have other tokens of the batch, so states are split over them too.
-        shard = f"{SHARD}_{CP}"
-        mesh[SHARD, CP]._flatten(shard)
-    is_both = mesh[REPLICATE].size() > 1
-    return mesh[REPLICATE, shard] if is_both else mesh[shard]
+        shard = f"{_SHARD}_{CP}"
+        mesh[_SHARD, CP]._flatten(shard)
+    is_both = mesh[_REPLICATE].size() > 1
+    return mesh[_REPLICATE, shard] if is_both else mesh[shard]
 
 
 def shard_over_data_ranks(
@@ -191,7 +191,7 @@ class Applied:
 
     @property
     def is_sharded(self) -> bool:
-        ranks = self.mesh[REPLICATE].size() * self.mesh[SHARD].size() * self.mesh[CP].size()
+        ranks = self.mesh[_REPLICATE].size() * self.mesh[_SHARD].size() * self.mesh[CP].size()
         # `mp_policy` needs it on one rank too: its casts are those of `fully_shard`.
         return ranks > 1 or self.mp_policy is not None
 
