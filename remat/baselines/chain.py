@@ -135,13 +135,9 @@ class _Model:
         )
 
     def _stage(
-        self,
-        forward: range,
-        ports: tuple[int, int],
-        backwards: tuple[range, range],
-        running_bytes: Sequence[int],
-        pending_bytes: int,
-    ) -> _ChainStage:
+        self, forward: range, ports: tuple[int, int], backwards: tuple[range, range],
+        running_bytes: Sequence[int], pending_bytes: int,
+    ) -> _ChainStage:  # fmt: skip
         """The stage of ops `forward`; `backwards` are its own and those of the stage before."""
         problem, (backward, before) = self.problem, backwards
         last_read = {v: op for op in backward for v in problem.inputs[op]}
@@ -161,19 +157,15 @@ class _Model:
             for op in backward
         )
         return _ChainStage(
-            entry=ports[0],
-            entry_bytes=entry_bytes,
-            saved_bytes=sum(size_bytes[v] for v in both),
-            pending_bytes=pending_bytes,
-            first_drop=self._run(first, result, is_first=True),
+            entry=ports[0], entry_bytes=entry_bytes, saved_bytes=sum(size_bytes[v] for v in both),
+            pending_bytes=pending_bytes, first_drop=self._run(first, result, is_first=True),
             first_save=self._run(first, both, is_first=True),
             again_drop=self._run(self._makers(forward, result), result),
             again_save=self._run(self._makers(forward, both), both),
-            again_leaf=self._run(self._makers(forward, saved), saved),
-            backward=tuple(backward),
+            again_leaf=self._run(self._makers(forward, saved), saved), backward=tuple(backward),
             backward_us=sum(problem.cost_us[op] for op in backward),
             backward_peak_bytes=max(peak_bytes, default=0),
-        )
+        )  # fmt: skip
 
     def _makers(self, forward: range, wanted: Iterable[int]) -> tuple[int, ...]:
         missing, found = set(wanted), list[int]()

@@ -26,12 +26,7 @@ from remat.cluster.pipeline_replay import (
     PipelineReplay,
     holders_in,
 )
-from remat.cluster.plan_file import (
-    ClusterFile,
-    Parallelism,
-    read_cluster_plan,
-    require_world,
-)
+from remat.cluster.plan_file import ClusterFile, Parallelism, read_cluster_plan, require_world
 from remat.formats import GIB, bytes_text, percent_text
 from remat.graph_capture.errors import DeviceError
 from remat.graph_capture.files import read_contents
@@ -208,8 +203,7 @@ _GpuBudget = Annotated[
     str, _given("--budget", "bytes of one GPU, such as 72GiB; auto leaves a tenth", _CLUSTER_PANEL)
 ]
 _LinksFile = Annotated[
-    Path | None,
-    _given("--links", "a profile with links between GPUs, or JSON", _CLUSTER_PANEL),
+    Path | None, _given("--links", "a profile with links between GPUs, or JSON", _CLUSTER_PANEL)
 ]
 _Blocks = Annotated[
     str, _given("--blocks", "glob over the paths of blocks, such as 'layers.*'", _CLUSTER_PANEL)
@@ -230,8 +224,7 @@ _VirtualStages = Annotated[
     int | None, _given("--virtual-stages", "of the model on each rank", _FIX_PANEL)
 ]
 _ScheduleName = Annotated[
-    str | None,
-    _given("--schedule", f"of the pipeline: {', '.join(SCHEDULES)}", _FIX_PANEL),
+    str | None, _given("--schedule", f"of the pipeline: {', '.join(SCHEDULES)}", _FIX_PANEL)
 ]
 _Shard = Annotated[int | None, _given("--shard", "ranks that states are split over", _FIX_PANEL)]
 _RunnersUp = Annotated[

@@ -101,10 +101,9 @@ class SizeTable:
         # This runs between steps, so the same is done here.
         with disable_current_modes(), torch.random.fork_rng(sorted(devices)):
             gm, inputs = numbered(self._gm, numbers, args)
-            with (
-                tracing(TracingContext(_mode_of(inputs))),
-                compile_context(CompileContext(self._compile_id)),
-            ):
+            mode: Any = next(t.fake_mode for t in inputs if isinstance(t, FakeTensor))
+            context = CompileContext(self._compile_id)
+            with tracing(TracingContext(mode)), compile_context(context):
                 return self._compile_one(gm, inputs, number, self._text(sizes))
 
     def _text(self, sizes: Sequence[float]) -> str:
@@ -143,10 +142,6 @@ class SizeTable:
 def _number(given: Any) -> float:
     # Dynamo passes a float as a tensor of no dimension.
     return given.item() if isinstance(given, Tensor) else given
-
-
-def _mode_of(inputs: Sequence[Any]) -> Any:
-    return next(value.fake_mode for value in inputs if isinstance(value, FakeTensor))
 
 
 def backend(

@@ -250,12 +250,9 @@ class PlanWithCode(Generic[_P]):
 
 
 def fastest_within(
-    limit_bytes: int,
-    generated: Callable[[int], _G | None],
-    *,
-    tries: int,
+    limit_bytes: int, generated: Callable[[int], _G | None], *, tries: int,
     is_enough: Callable[[_G], bool],
-) -> _G | None:
+) -> _G | None:  # fmt: skip
     """The fastest plan found whose code keeps to the limit; None where none does.
 
     `generated` makes a schedule for a target in bytes, and its code. Each of `tries` costs a solve
@@ -334,13 +331,9 @@ def plan_key(asked: CompileOptions, steps: Sequence[FusedStep | None]) -> str:
 
 
 def require_within(
-    one: OnePlan,
-    asked: CompileOptions,
-    device: str,
-    budget_bytes: int,
-    peak_bytes: int,
+    one: OnePlan, asked: CompileOptions, device: str, budget_bytes: int, peak_bytes: int,
     held_bytes: int,
-) -> None:
+) -> None:  # fmt: skip
     """Raise `BudgetError` for the plan of another rank that takes more than this rank may."""
     # The least peak is no limit.
     if asked.parsed.kind == "min":

@@ -24,24 +24,20 @@ _LABELS_OF_LINKS = {
 
 
 def show_step(console: Console, plan: StepPlan) -> None:
-    request, microbatch = plan.request, plan.task.microbatch
+    request, microbatch, links = plan.request, plan.task.microbatch, plan.task.links
     tokens = f" of {microbatch.n_tokens:,} tokens" if microbatch.n_tokens else ""
+    nvme = f", NVMe {bytes_text(links.nvme_bytes)}" if links.write else ""
     console.print(
         Text.assemble(
             (microbatch.name, "bold"),
             f", a step of {_count(request.microbatches, 'microbatch', 'microbatches')}{tokens}, "
             f"{request.optimizer}\nbudget {bytes_text(plan.task.budget_bytes)}, host "
-            f"{bytes_text(plan.task.links.host_bytes)}{_nvme(plan)}\n",
+            f"{bytes_text(links.host_bytes)}{nvme}\n",
         )
     )
     console.print(_systems_table(plan))
     console.print()
     console.print(_choices(plan))
-
-
-def _nvme(plan: StepPlan) -> str:
-    links = plan.task.links
-    return f", NVMe {bytes_text(links.nvme_bytes)}" if links.write else ""
 
 
 def _systems_table(plan: StepPlan) -> Table:

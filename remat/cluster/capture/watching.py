@@ -222,7 +222,8 @@ class _Watcher(OpWatcher):
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
-        read = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        leaves = pytree.tree_leaves((args, kwargs))
+        read = [t for t in leaves if isinstance(t, Tensor)]
         made = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
         self._note_reads(func, read)
         self._count(func, args, kwargs, result)
@@ -230,8 +231,10 @@ class _Watcher(OpWatcher):
         if self.is_followed and any(id(t) in self.split for t in read):
             self.split.update((id(t), t) for t in made)
         if self.inside in (None, 0):
-            leaves = pytree.tree_leaves((args, kwargs))
-            told = [_in_words(leaf) for leaf in leaves]
+            told = [
+                f"{leaf.dtype}{tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+                for leaf in leaves
+            ]
             self.hash.update(f"{self.place} {func} {told}\n".encode())
         return result
 
@@ -349,9 +352,3 @@ class _Watcher(OpWatcher):
                 self.made_by[id(result)] = path, result
 
         return note
-
-
-def _in_words(leaf: Any) -> str:
-    if isinstance(leaf, Tensor):
-        return f"{leaf.dtype}{tuple(leaf.shape)}"
-    return repr(leaf)
