@@ -67,13 +67,6 @@ def page_of(plan: ClusterFile, replay: PipelineReplay) -> str:
     )
 
 
-def _nothing_fits(gpus: int, budget_bytes: int) -> str:
-    return (
-        f"no mesh of {gpus} GPUs fits {bytes_text(budget_bytes)} each, also with everything "
-        "computed again: raise --budget or --gpus, lower --seq, or fix less"
-    )
-
-
 def _mesh_rows(plan: ClusterFile, found: str) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     mesh = mesh_text(plan.parallelism, plan.virtual_stages)
@@ -275,7 +268,11 @@ def cluster_verb(
 
     found = plan_cluster(model, request, runners_up, session.stopwatch)
     if found.file is None:
-        session.conclude(INFEASIBLE, [_nothing_fits(gpus, found.cluster.budget_bytes)])
+        why = (
+            f"no mesh of {gpus} GPUs fits {bytes_text(found.cluster.budget_bytes)} each, also with "
+            "everything computed again: raise --budget or --gpus, lower --seq, or fix less"
+        )
+        session.conclude(INFEASIBLE, [why])
         return
     if output is not None:
         session.save(output, found.file.to_json(), "plan")

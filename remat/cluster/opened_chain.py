@@ -11,7 +11,13 @@ import torch
 from torch import nn
 
 from remat import __version__
-from remat.cluster.capture.model_chain import ChainModel, ChainShape, chain_of, tied_weights
+from remat.cluster.capture.model_chain import (
+    ChainModel,
+    ChainShape,
+    chain_of,
+    refuse_tied,
+    tied_weights,
+)
 from remat.cluster.capture.rank_graph import behind_graph_on_rank, block_graph_on_rank, runs_split
 from remat.cluster.capture.watching import watch
 from remat.cluster.mesh import Cluster, Job, MeshSpec, Weights, shares_heads
@@ -92,11 +98,8 @@ def job_of(
             "an embedding: name the blocks with --blocks, so that they begin there"
         )
     tied = tied_weights(chain, shape)
-    if tied and asked.pp not in (None, 1):
-        raise CaptureError(
-            f"{' and '.join(tied)} are in two stages, which cannot share weights: untie them, or "
-            "plan without stages with --pp 1"
-        )
+    if asked.pp not in (None, 1):
+        refuse_tied(tied)
     flops = shape.products_flops
     layers = len(chain.blocks)
     blocks_flops = layers * (flops["block"] + shape.attention_flops)

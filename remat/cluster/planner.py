@@ -223,7 +223,7 @@ class ClusterSearch:
         # What is not of a block, and what is computed again, only lowers the share.
         return time_us * degrees.rounds(block.weight_us / block.time_us if block.time_us else 0.0)
 
-    def _parts(self, degrees: Degrees) -> tuple[Part, Part, Part]:
+    def parts_of(self, degrees: Degrees) -> tuple[Part, Part, Part]:
         first, block, last = (
             self.parts.part(place, degrees.tp, degrees.cp, degrees.microbatch)
             for place in CHAIN_POSITIONS
@@ -232,7 +232,7 @@ class ClusterSearch:
 
     def stage_tables(self, mesh: Mesh) -> list[StageTable]:
         d = mesh.degrees
-        parts = self._parts(d)
+        parts = self.parts_of(d)
         key = d.tp, d.cp, d.microbatch
         if key not in self.tables:
             self.tables[key] = EqualBlocks(parts[1].options, self.job.layers)
@@ -285,7 +285,7 @@ class ClusterSearch:
         return self._with_tail(mesh, pipeline_us, layers)
 
     def _with_tail(self, mesh: Mesh, pipeline_us: float, layers: tuple[int, ...]) -> ClusterPlan:
-        block = self._parts(mesh.degrees)[1]
+        block = self.parts_of(mesh.degrees)[1]
         elements = self._most_parameters(mesh, layers)
         tail_us = behind_pipeline_us(self.job, self.cluster, mesh, block, max(layers), elements)
         return ClusterPlan(mesh, pipeline_us + tail_us, pipeline_us, layers)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from remat.cluster.parts import CHAIN_POSITIONS, WeightsLater
+from remat.cluster.parts import WeightsLater
 from remat.cluster.pipeline_replay import (
     RUNNING,
     STANDING,
@@ -102,7 +102,8 @@ class ReplayedPlan(msgspec.Struct, frozen=True):
 def replayed_plan(search: ClusterSearch, plan: ClusterPlan) -> ReplayedPlan:
     stages = tuple(search.stages(plan))
     degrees = plan.mesh.degrees
-    costs = _costs_of(search, plan, stages)
+    each = range(degrees.virtual_stages)
+    costs = tuple(tuple(_costs(search, plan, stage, i) for i in each) for stage in stages)
     if degrees.pp == 1:
         peaks = tuple(stage.peak_bytes for stage in stages)
         return ReplayedPlan(
@@ -123,24 +124,12 @@ def replayed_plan(search: ClusterSearch, plan: ClusterPlan) -> ReplayedPlan:
     )  # fmt: skip
 
 
-def _costs_of(
-    search: ClusterSearch, plan: ClusterPlan, stages: tuple[StagePlan, ...]
-) -> tuple[tuple[StageCosts, ...], ...]:
-    virtual_stages = range(plan.mesh.degrees.virtual_stages)
-    return tuple(
-        tuple(_costs(search, plan, stage, virtual_stage) for virtual_stage in virtual_stages)
-        for stage in stages
-    )
-
-
 def _costs(
     search: ClusterSearch, plan: ClusterPlan, stage: StagePlan, virtual_stage: int
 ) -> StageCosts:
     """Of one virtual stage: its share of the rank's blocks, and its end of the model."""
     d = plan.mesh.degrees
-    first, block, last = (
-        search.parts.part(place, d.tp, d.cp, d.microbatch) for place in CHAIN_POSITIONS
-    )
+    first, block, last = search.parts_of(d)
     blocks = stage.blocks / d.virtual_stages
     forward, backward, saved = blocks * block.forward_us, blocks * block.backward_us, 0
     ends = (

@@ -248,19 +248,12 @@ class GraphContext:
         )
         remember(
             CompiledPlan(
-                frame="/".join(map(str, self.frame)),
-                sizes=self.sizes,
-                budget_bytes=budget_bytes,
+                frame="/".join(map(str, self.frame)), sizes=self.sizes, budget_bytes=budget_bytes,
                 peak_bytes=held_bytes + taken.chosen.peak_bytes,
-                baseline_peak_bytes=held_bytes + taken.stock.peak_bytes,
-                held_bytes=held_bytes,
-                saved_bytes=taken.chosen.saved_bytes,
-                overhead=taken.overhead,
-                gap=taken.gap,
-                recomputed=n_run_again(taken.schedule),
-                replays=taken.replays,
-                seconds=seconds,
+                baseline_peak_bytes=held_bytes + taken.stock.peak_bytes, held_bytes=held_bytes,
+                saved_bytes=taken.chosen.saved_bytes, overhead=taken.overhead, gap=taken.gap,
+                recomputed=n_run_again(taken.schedule), replays=taken.replays, seconds=seconds,
                 schedule=taken.schedule,
             ),
             verbose=self.asked.verbose,
-        )
+        )  # fmt: skip

@@ -166,20 +166,15 @@ class PlannedSubgraphs:
             CompiledPlan(
                 frame=f"{self._frame[0]}/{self._frame[1]} subgraph {self.at + 1} of "
                 f"{len(self._whole.subgraphs)}",
-                budget_bytes=self._budget_bytes,
-                peak_bytes=peak_bytes,
-                baseline_peak_bytes=self._stock_bytes,
-                held_bytes=self._held_bytes,
-                saved_bytes=replay.saved_bytes,
-                overhead=found.overhead if found else 0.0,
-                gap=found.gap if found else 0.0,
-                recomputed=found.recomputed if found else 0,
-                replays=self._search.replays_of(self.at),
-                seconds=seconds,
+                budget_bytes=self._budget_bytes, peak_bytes=peak_bytes,
+                baseline_peak_bytes=self._stock_bytes, held_bytes=self._held_bytes,
+                saved_bytes=replay.saved_bytes, overhead=found.overhead if found else 0.0,
+                gap=found.gap if found else 0.0, recomputed=found.recomputed if found else 0,
+                replays=self._search.replays_of(self.at), seconds=seconds,
                 schedule=found.schedule if found else None,
             ),
             verbose=self._search.asked.verbose,
-        )
+        )  # fmt: skip
 
 
 def _held_once(whole: Whole) -> str:

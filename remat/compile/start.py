@@ -238,23 +238,16 @@ class Start:
         result = found.result
         keep_choice(
             KeptChoice(
-                key=self._key,
-                name=self.name or secrets.token_hex(_NAME_BYTES),
-                graph=_without_lines(step.graph),
-                schedule=found.schedule,
+                key=self._key, name=self.name or secrets.token_hex(_NAME_BYTES),
+                graph=_without_lines(step.graph), schedule=found.schedule,
                 lower_bound_us=result.lower_bound_us if result and result.schedule else 0.0,
-                stock=stock.replay,
-                chosen=found.replay,
-                static_bytes=step.static_bytes,
-                dynamic_bytes=step.dynamic_bytes,
-                gradient_bytes=step.gradient_bytes,
-                calls=step.calls,
-                modules=step.modules,
-                awaited_gradient_bytes=step.awaited_gradient_bytes,
-                budget_bytes=budget_bytes,
+                stock=stock.replay, chosen=found.replay, static_bytes=step.static_bytes,
+                dynamic_bytes=step.dynamic_bytes, gradient_bytes=step.gradient_bytes,
+                calls=step.calls, modules=step.modules,
+                awaited_gradient_bytes=step.awaited_gradient_bytes, budget_bytes=budget_bytes,
                 costs=step.costs,
             )
-        )
+        )  # fmt: skip
 
     def _agreed(self, search: PlanSearch, stock: Candidate) -> tuple[int, Candidate]:
         asked, step = self.context.asked, search.step

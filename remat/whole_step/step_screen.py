@@ -12,7 +12,6 @@ from rich.text import Text
 
 from remat.analysis.plan_report import plain_table
 from remat.formats import bytes_text, gap_text, time_text
-from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulation import Simulation
 from remat.whole_step.planned_step import PlannedStep, Short
 from remat.whole_step.step_config import NAMED_SYSTEMS, Pass, StepConfig
@@ -85,7 +84,11 @@ def _choices(plan: StepPlan) -> Table:
         if not isinstance(one, PlannedStep):
             why = too_small_text(one) if isinstance(one, Short) else one
             table.add_row("no plan", Text(f"of {NAMED_SYSTEMS[name].title}: {why}"))
-    table.add_row("costs", Text(_costs_text(plan, plan.graph)))
+    costs = (
+        f"modelled for {plan.graph.device}; links {plan.task.links.source or 'as given'}; updates "
+        f"at {plan.task.update.host_gb_s:g} GB/s of host memory"
+    )
+    table.add_row("costs", Text(costs))
     table.add_row("status", f"{found.judged} plans judged; planned, not run")
     return table
 
@@ -136,14 +139,6 @@ def _gradients_text(plan: StepPlan, config: StepConfig) -> str:
         return "added on the device"
     kept = f", {len(config.kept_gradients)} groups stay there" if config.kept_gradients else ""
     return "added on the host" if config.sums == "host" else f"added on the device{kept}"
-
-
-def _costs_text(plan: StepPlan, graph: TrainingGraph) -> str:
-    links = plan.task.links
-    return (
-        f"modelled for {graph.device}; links {links.source or 'as given'}; updates at "
-        f"{plan.task.update.host_gb_s:g} GB/s of host memory"
-    )
 
 
 def _long_time_text(time_us: float) -> str:

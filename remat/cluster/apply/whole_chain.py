@@ -15,6 +15,7 @@ from remat.cluster.capture.model_chain import (
     ChainModel,
     ChainShape,
     leaf_on_meta,
+    refuse_tied,
     state_on_meta,
     tied_weights,
 )
@@ -65,12 +66,8 @@ def whole_chain(
     called: list[str] = []
     others = beside_blocks(meta, list(blocks))
     shape = _watched(chain, others, called)
-    tied = tied_weights(chain, shape)
-    if tied and plan.parallelism.pipeline_parallel_degree > 1:
-        raise CaptureError(
-            f"{' and '.join(tied)} are in two stages, which cannot share weights: untie them, or "
-            "plan without stages with --pp 1"
-        )
+    if plan.parallelism.pipeline_parallel_degree > 1:
+        refuse_tied(tied_weights(chain, shape))
     _refuse_loose(model, {*blocks, *others})
     behind = {path for path in others if path in called}
     own = beside_blocks(model, list(blocks))

@@ -6,7 +6,7 @@ And what one forward of it shows (`watching.py`): border, split layers, operatio
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -132,6 +132,14 @@ def tied_weights(chain: ChainModel, shape: ChainShape) -> tuple[str, ...]:
     count = Counter(id(p) for block in chain.blocks.values() for p in set(block.parameters()))
     names = chain.model.named_parameters()
     return tuple(name for name, p in names if name in both or count[id(p)] > 1)
+
+
+def refuse_tied(tied: Sequence[str]) -> None:
+    if tied:
+        raise CaptureError(
+            f"{' and '.join(tied)} are in two stages, which cannot share weights: untie them, or "
+            "plan without stages with --pp 1"
+        )
 
 
 def _longest_list(model: nn.Module) -> dict[str, nn.Module]:
