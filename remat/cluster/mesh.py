@@ -309,9 +309,6 @@ def all_states(degrees: Degrees, cluster: Cluster, asked: MeshSpec) -> Iterator[
 # What a person asks of the verb `cluster` is checked before anything runs.
 
 
-_BFLOAT16 = "bfloat16"
-
-
 @dataclass(frozen=True)
 class ClusterRequest:
     """A cluster and a step, as a person asks for them.
@@ -345,7 +342,7 @@ class ClusterRequest:
             if self.links is None
             else read_rank_links(self.links, self.node_size)
         )
-        peak = device.flops_per_us(_BFLOAT16)
+        peak = device.flops_per_us("bfloat16")
         return Cluster(
             self.gpus, self.device, self._budget_bytes(device.memory_bytes), peak,
             peak * table.classes["matmul"].rate,

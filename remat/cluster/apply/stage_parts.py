@@ -1,4 +1,4 @@
-"""The stages of this rank: cut out of the model, their blocks rewritten, and held in bytes.
+"""The stages of this rank: cut out of the model, their blocks rewritten, their bytes counted.
 
 Blocks run as planned; what lies before and behind them runs as eager runs it.
 """
