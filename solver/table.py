@@ -142,7 +142,7 @@ TABLE: dict[str, str] = {
     "retention": "remat.baselines.retention:Retention",
     "rotor": "remat.baselines.rotor:Rotor",
     "revolve": "remat.baselines.revolve:Revolve",
-    "chen_greedy": "remat.baselines.chen_greedy:ChenGreedy",
+    "chen_greedy": "remat.baselines.hand_written_rules:ChenGreedy",
     "chen_sqrt": "remat.solver.segments.chen_sqrt:ChenSqrt",
     "lower_set": "remat.solver.segments.lower_set:LowerSet",
     "lp_rounding": "remat.baselines.lp_rounding:LpRounding",

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from remat.cluster.cluster_request import ClusterRequest
-from remat.cluster.mesh import MeshSpec
+from remat.cluster.mesh import ClusterRequest, MeshSpec
 
 MODELS = "benchmarks.cluster_models"
 H800 = Path(__file__).parent / "links_h800.json"

@@ -9,8 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.cluster.jobs import MODELS, WHOLE_80GB
-from remat.cluster.cluster_request import ClusterRequest
-from remat.cluster.mesh import MeshSpec
+from remat.cluster.mesh import ClusterRequest, MeshSpec
 from remat.cluster.pictures import bytes_picture, stacked_pictures, timeline_picture
 from remat.cluster.planning import plan_cluster
 from remat.cluster.replayed_plan import replay_of

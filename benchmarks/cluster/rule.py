@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import msgspec
 
-from remat.cluster.communication_time import data_parallel_us
 from remat.cluster.pipeline_replay import StageCosts
 from remat.cluster.planning import ClusterOutcome
 from remat.cluster.replayed_plan import replay_of
-from remat.cluster.stages import StagePlan
+from remat.cluster.stages import StagePlan, data_parallel_us
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver.policies.template import Template, template_sequence, unavoidable
 from remat.solver.problem import Problem

@@ -46,7 +46,7 @@ class ChainRun(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ChainStage:
+class _ChainStage:
     """One stage; each `ChainRun` has the ops that run, first or again.
 
     Attributes
@@ -82,7 +82,7 @@ class Chain:
     `base_bytes` are resident or kept throughout.
     """
 
-    stages: tuple[ChainStage, ...]
+    stages: tuple[_ChainStage, ...]
     base_bytes: int
     why_not: str = ""
 
@@ -116,7 +116,7 @@ class _Model:
     kept: bytearray
     split: StageSplit
 
-    def stages(self) -> tuple[ChainStage, ...]:
+    def stages(self) -> tuple[_ChainStage, ...]:
         places, starts = self.split
         # Nothing enters the first stage, and nothing leaves the last one.
         ends = [*(place.end + 1 for place in places), self.problem.n_forward]
@@ -135,13 +135,9 @@ class _Model:
         )
 
     def _stage(
-        self,
-        forward: range,
-        ports: tuple[int, int],
-        backwards: tuple[range, range],
-        running_bytes: Sequence[int],
-        pending_bytes: int,
-    ) -> ChainStage:
+        self, forward: range, ports: tuple[int, int], backwards: tuple[range, range],
+        running_bytes: Sequence[int], pending_bytes: int,
+    ) -> _ChainStage:  # fmt: skip
         """The stage of ops `forward`; `backwards` are its own and those of the stage before."""
         problem, (backward, before) = self.problem, backwards
         last_read = {v: op for op in backward for v in problem.inputs[op]}
@@ -160,20 +156,16 @@ class _Model:
             - (entry_bytes if last_entry < op else 0)
             for op in backward
         )
-        return ChainStage(
-            entry=ports[0],
-            entry_bytes=entry_bytes,
-            saved_bytes=sum(size_bytes[v] for v in both),
-            pending_bytes=pending_bytes,
-            first_drop=self._run(first, result, is_first=True),
+        return _ChainStage(
+            entry=ports[0], entry_bytes=entry_bytes, saved_bytes=sum(size_bytes[v] for v in both),
+            pending_bytes=pending_bytes, first_drop=self._run(first, result, is_first=True),
             first_save=self._run(first, both, is_first=True),
             again_drop=self._run(self._makers(forward, result), result),
             again_save=self._run(self._makers(forward, both), both),
-            again_leaf=self._run(self._makers(forward, saved), saved),
-            backward=tuple(backward),
+            again_leaf=self._run(self._makers(forward, saved), saved), backward=tuple(backward),
             backward_us=sum(problem.cost_us[op] for op in backward),
             backward_peak_bytes=max(peak_bytes, default=0),
-        )
+        )  # fmt: skip
 
     def _makers(self, forward: range, wanted: Iterable[int]) -> tuple[int, ...]:
         missing, found = set(wanted), list[int]()
@@ -252,7 +244,7 @@ def ops_of_actions(chain: Chain, actions: Sequence[ChainAction]) -> list[tuple[i
     return runs
 
 
-def _run_again(stage: ChainStage, kind: _Kind, is_leaf: bool) -> tuple[int, ...]:
+def _run_again(stage: _ChainStage, kind: _Kind, is_leaf: bool) -> tuple[int, ...]:
     if kind == "forward":
         return stage.again_drop.ops
     # The backward of a leaf follows at once, so its result need not be made.

@@ -188,7 +188,8 @@ def rounded_state(problem: Problem, point: _Relaxed, is_carried: Callable[[float
     recomputed: list[list[int]] = [[] for _ in bits[:-1]]
     # From the last stage back: what stage t must carry depends on what t + 1 needs.
     for t in reversed(range(problem.n_ops + 1)):
-        recomputed[t] = recomputed_in(problem, bits[t], _carried_on_anew(problem, bits, t), t)
+        carried = [v for v, bit in enumerate(bits[t + 1]) if bit and problem.producer[v] < t]
+        recomputed[t] = recomputed_in(problem, bits[t], carried, t)
         _drop_unread(problem, bits, recomputed[t], t)
     return State.from_recomputed(problem, recomputed)
 
@@ -207,7 +208,3 @@ def _drop_unread(
 def _must_stay(problem: Problem, stage: int, v: int) -> bool:
     is_held = v in problem.held and stage >= problem.n_forward
     return problem.no_recompute[problem.producer[v]] or is_held
-
-
-def _carried_on_anew(problem: Problem, bits: Sequence[bytearray], t: int) -> list[int]:
-    return [v for v, bit in enumerate(bits[t + 1]) if bit and problem.producer[v] < t]

@@ -410,14 +410,10 @@ class Retention:
     def _improve(self, search: Search, computations: int) -> None:
         search.say(f"at most {computations} computations of an op")
         model = RetentionModel(
-            search.problem,
-            search.budget_bytes - search.problem.resident_bytes,
-            computations,
-            start_of(search),
-            search.bound_us - search.graph.time_us,
-            is_feasible=search.best is not None,
-            is_wide=not self.computations,
-        )
+            search.problem, search.budget_bytes - search.problem.resident_bytes, computations,
+            start_of(search), search.bound_us - search.graph.time_us,
+            is_feasible=search.best is not None, is_wide=not self.computations,
+        )  # fmt: skip
         try:
             outcome = model.solve(
                 RetentionEffort(max(search.left_s, 0.01), self.workers, self.seed)

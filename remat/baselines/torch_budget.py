@@ -116,10 +116,7 @@ def greedy_knapsack(
 
 
 def ilp_knapsack(
-    memory: Sequence[float],
-    runtime: Sequence[float],
-    max_memory: float,
-    time_limit_s: float = 60.0,
+    memory: Sequence[float], runtime: Sequence[float], max_memory: float, time_limit_s: float = 60.0
 ) -> _Selection:
     """The best items to one part in 10,000, by integer programming; none if time runs out."""
     program = MixedProgram()

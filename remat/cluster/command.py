@@ -13,8 +13,7 @@ from rich.text import Text
 from remat.analysis.plan_report import plain_table
 from remat.cli.session import INFEASIBLE, Session
 from remat.cli.verb import Output, verb
-from remat.cluster.cluster_request import ClusterRequest
-from remat.cluster.mesh import SCHEDULES, MeshSpec
+from remat.cluster.mesh import SCHEDULES, ClusterRequest, MeshSpec
 from remat.cluster.pictures import cluster_page
 from remat.cluster.pipeline_replay import (
     BORDERS,
@@ -27,13 +26,7 @@ from remat.cluster.pipeline_replay import (
     PipelineReplay,
     holders_in,
 )
-from remat.cluster.plan_file import (
-    ClusterFile,
-    Parallelism,
-    StageFacts,
-    read_cluster_plan,
-    require_world,
-)
+from remat.cluster.plan_file import ClusterFile, Parallelism, read_cluster_plan, require_world
 from remat.formats import GIB, bytes_text, percent_text
 from remat.graph_capture.errors import DeviceError
 from remat.graph_capture.files import read_contents
@@ -71,13 +64,6 @@ def _show_cluster(console: Console, plan: ClusterFile, found: str = "") -> None:
 def page_of(plan: ClusterFile, replay: PipelineReplay) -> str:
     return cluster_page(
         plan, replay, mesh_text(plan.parallelism, plan.virtual_stages), _states_text(plan)
-    )
-
-
-def _nothing_fits(gpus: int, budget_bytes: int) -> str:
-    return (
-        f"no mesh of {gpus} GPUs fits {bytes_text(budget_bytes)} each, also with everything "
-        "computed again: raise --budget or --gpus, lower --seq, or fix less"
     )
 
 
@@ -136,15 +122,12 @@ def _stages(plan: ClusterFile) -> Table:
     for number in _shown_stages(len(plan.stages)):
         stage = plan.stages[number]
         held = [f"{stage.held_bytes.get(name, 0) / GIB:.1f}" for name in shown]
+        again = f"+{percent_text(stage.overhead)}" if stage.overhead > 0 else "none"
         table.add_row(
             str(number), str(len(stage.blocks)), f"{stage.microbatches_in_flight:.3g}",
-            _recompute_text(plan, stage), *held, f"{stage.peak_bytes / GIB:.1f}",
+            again, *held, f"{stage.peak_bytes / GIB:.1f}",
         )  # fmt: skip
     return table
-
-
-def _recompute_text(plan: ClusterFile, stage: StageFacts) -> str:
-    return f"+{percent_text(stage.overhead)}" if stage.overhead > 0 else "none"
 
 
 def _shown_stages(stages: int) -> list[int]:
@@ -213,8 +196,7 @@ _GpuBudget = Annotated[
     str, _given("--budget", "bytes of one GPU, such as 72GiB; auto leaves a tenth", _CLUSTER_PANEL)
 ]
 _LinksFile = Annotated[
-    Path | None,
-    _given("--links", "a profile with links between GPUs, or JSON", _CLUSTER_PANEL),
+    Path | None, _given("--links", "a profile with links between GPUs, or JSON", _CLUSTER_PANEL)
 ]
 _Blocks = Annotated[
     str, _given("--blocks", "glob over the paths of blocks, such as 'layers.*'", _CLUSTER_PANEL)
@@ -235,8 +217,7 @@ _VirtualStages = Annotated[
     int | None, _given("--virtual-stages", "of the model on each rank", _FIX_PANEL)
 ]
 _ScheduleName = Annotated[
-    str | None,
-    _given("--schedule", f"of the pipeline: {', '.join(SCHEDULES)}", _FIX_PANEL),
+    str | None, _given("--schedule", f"of the pipeline: {', '.join(SCHEDULES)}", _FIX_PANEL)
 ]
 _Shard = Annotated[int | None, _given("--shard", "ranks that states are split over", _FIX_PANEL)]
 _RunnersUp = Annotated[
@@ -287,7 +268,11 @@ def cluster_verb(
 
     found = plan_cluster(model, request, runners_up, session.stopwatch)
     if found.file is None:
-        session.conclude(INFEASIBLE, [_nothing_fits(gpus, found.cluster.budget_bytes)])
+        why = (
+            f"no mesh of {gpus} GPUs fits {bytes_text(found.cluster.budget_bytes)} each, also with "
+            "everything computed again: raise --budget or --gpus, lower --seq, or fix less"
+        )
+        session.conclude(INFEASIBLE, [why])
         return
     if output is not None:
         session.save(output, found.file.to_json(), "plan")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from remat.cluster.capture.model_chain import leaf_on_meta, state_on_meta
-from remat.cluster.capture.rank_graph import SEQUENCE
+from remat.cluster.capture.rank_graph import SEQUENCE, Passes
 from remat.cluster.capture.watching import WAY_OUT
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.torch_private.core import OpWatcher, pytree
@@ -44,13 +44,6 @@ class _Leaves(nn.Module):
 
     def forward(self, border: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         raise Arrival(border, args, kwargs)
-
-
-class _Passes(nn.Module):
-    """In the place of a block before the last one."""
-
-    def forward(self, border: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return border
 
 
 class _Resumes(nn.Module):
@@ -97,7 +90,7 @@ class Behind:
     ) -> None:  # fmt: skip
         self._given = _Resumes()
         # What `deepcopy` finds in its memo it takes as it is.
-        memo: dict[int, Any] = {id(block): _Passes() for block in blocks}
+        memo: dict[int, Any] = {id(block): Passes() for block in blocks}
         memo |= {id(blocks[-1]): self._given} | {id(module): module for module in of_behind}
         memo |= state_on_meta(model, trains=False)
         self._shell = copy.deepcopy(model, memo)
@@ -272,3 +265,11 @@ def cut_dimension(whole: object, part: object, sequence: SequencePart, name: str
             f"{WAY_OUT}"
         )
     return found[0] if found else None
+
+
+def drawn_like(tensor: Tensor, seed: int) -> Tensor:
+    """Numbers to try a block with, in place of a border."""
+    # A stream of its own leaves the user's random numbers as they are.
+    stream = torch.Generator().manual_seed(seed)
+    made = torch.randn(tensor.shape, generator=stream)
+    return made.to(device=tensor.device, dtype=tensor.dtype)

@@ -1,26 +1,39 @@
-"""From a factory to a chain without storage, and the facts that a cluster is planned from."""
+"""From a factory to a chain without storage: the facts and parts that a cluster is planned from."""
 
 from __future__ import annotations
 
+import hashlib
 import inspect
-from collections import Counter
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
 from torch import nn
 
-from remat.cluster.capture.chain_shape import (
+from remat import __version__
+from remat.cluster.capture.model_chain import (
+    ChainModel,
+    ChainShape,
+    chain_of,
+    refuse_tied,
+    tied_weights,
+)
+from remat.cluster.capture.rank_graph import behind_graph_on_rank, block_graph_on_rank, runs_split
+from remat.cluster.capture.watching import watch
+from remat.cluster.mesh import Cluster, Job, MeshSpec, Weights, shares_heads
+from remat.cluster.parts import (
     CHAIN_POSITIONS,
     ChainPosition,
-    ChainShape,
-    shares_heads,
+    Part,
+    PartOption,
+    PartWork,
+    part_of,
+    part_work,
 )
-from remat.cluster.capture.model_chain import ChainModel, chain_of
-from remat.cluster.capture.rank_graph import runs_split
-from remat.cluster.capture.watching import watch
-from remat.cluster.mesh import Job, MeshSpec, Weights
 from remat.graph_capture.distributed.collectives import FakeGroups
 from remat.graph_capture.errors import CaptureError, FactoryError
+from remat.graph_capture.files import CacheFiles, decode_json
+from remat.graph_capture.graph import TrainingGraph
 from remat.job.factory import Loaded, NamedFunction, call, function_named
 
 _SEQ_NAMES = ("seq", "sequence", "seq_len")
@@ -84,11 +97,8 @@ def job_of(
             "an embedding: name the blocks with --blocks, so that they begin there"
         )
     tied = tied_weights(chain, shape)
-    if tied and asked.pp not in (None, 1):
-        raise CaptureError(
-            f"{' and '.join(tied)} are in two stages, which cannot share weights: untie them, or "
-            "plan without stages with --pp 1"
-        )
+    if asked.pp not in (None, 1):
+        refuse_tied(tied)
     flops = shape.products_flops
     layers = len(chain.blocks)
     blocks_flops = layers * (flops["block"] + shape.attention_flops)
@@ -101,15 +111,6 @@ def job_of(
         _tensor_degrees(chain, shape, asked, groups, most_tp), _context_degrees(shape, asked),
         tied, tuple(sorted(shape.heads)),
     )  # fmt: skip
-
-
-def tied_weights(chain: ChainModel, shape: ChainShape) -> tuple[str, ...]:
-    """Parameters that two stages would share."""
-    both = shape.parameters["first"] & shape.parameters["last"]
-    # A weight that one block uses twice is in one stage all the same.
-    count = Counter(id(p) for block in chain.blocks.values() for p in set(block.parameters()))
-    names = chain.model.named_parameters()
-    return tuple(name for name, p in names if name in both or count[id(p)] > 1)
 
 
 def _weights(chain: ChainModel, shape: ChainShape, place: ChainPosition) -> Weights:
@@ -156,3 +157,112 @@ def _context_degrees(shape: ChainShape, asked: MeshSpec) -> tuple[int, ...]:
     if why:
         return (1,)
     return _CONTEXT if asked.cp is None else (asked.cp,)
+
+
+# Parts of a job, captured and solved when first asked for, and kept on disk for the next plan.
+#
+# A file is named by all that its part depends on: the ops of one forward with their shapes and
+# numbers, the split, the device, the links, and the versions of torch and remat.
+
+
+_SCHEMA = 5
+"""Of the files; those of another one are not read."""
+_FILES = CacheFiles("parts of clusters", "each plan captures them anew", "cluster", most_files=4096)
+
+
+class _KeptPart(msgspec.Struct, frozen=True):
+    """A graph, None for what is not captured, and its part, None while no options were asked for.
+
+    `border_gradient` : of a block, the value that is the gradient of what it reads.
+    """
+
+    graph: TrainingGraph | None
+    part: Part | None = None
+    border_gradient: str = ""
+
+
+_PartKey = tuple[ChainPosition, int, int, int]
+"""Of a part: its place, tensor and context parallel ranks, and sequences of a microbatch."""
+
+
+@dataclass
+class KeptParts:
+    """The parts of one job on one cluster; some are `captured` now, and others `read` from disk."""
+
+    chains: Chains
+    job: Job
+    cluster: Cluster
+    groups: FakeGroups
+    captured: int = 0
+    read: int = 0
+    known: dict[_PartKey, _KeptPart] = field(default_factory=dict[_PartKey, _KeptPart])
+
+    def work(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> PartWork:
+        found = self._begun((place, tp, cp, microbatch))
+        if found.part is not None:
+            return found.part.work
+        assert found.graph is not None
+        # A mesh that its work alone rules out needs no options.
+        return part_work(found.graph, found.border_gradient)
+
+    def part(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> Part:
+        key = place, tp, cp, microbatch
+        found = self._begun(key)
+        if found.part is not None:
+            return found.part
+        assert found.graph is not None
+        part = part_of(found.graph, found.border_gradient)
+        self.known[key] = msgspec.structs.replace(found, part=part)
+        # Written once more, now with its options.
+        self._keep(key)
+        return part
+
+    def graph(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> TrainingGraph:
+        found = self._begun((place, tp, cp, microbatch)).graph
+        assert found is not None
+        return found
+
+    def _begun(self, key: _PartKey) -> _KeptPart:
+        if key not in self.known:
+            is_table = key[0] == "first"
+            self.known[key] = self._embedding(*key[1:]) if is_table else self._of_disk(key)
+        return self.known[key]
+
+    def _embedding(self, tp: int, cp: int, microbatch: int) -> _KeptPart:
+        """Costed by its bytes: rows read and written, a gradient filled and added."""
+        rows = microbatch * self.job.border_bytes / (tp * cp)
+        table_bytes = 2 * self.job.weights["first"].on_rank(tp)
+        rate = self.cluster.bytes_per_us
+        forward_us, backward_us = 2 * rows / rate, (table_bytes + 2 * rows) / rate
+        need = int(rows) + table_bytes
+        return _KeptPart(None, Part(forward_us, backward_us, (PartOption(0, need, 0.0),)))
+
+    def _of_disk(self, key: _PartKey) -> _KeptPart:
+        found = _FILES.read(self._name(*key), lambda data: decode_json(data, _KeptPart))
+        if found is not None:
+            self.read += 1
+            return found
+        self.captured += 1
+        self.known[key] = self._captured(*key)
+        self._keep(key)
+        return self.known[key]
+
+    def _keep(self, key: _PartKey) -> None:
+        _FILES.write(self._name(*key), msgspec.json.encode(self.known[key]))
+
+    def _captured(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> _KeptPart:
+        chain, shape = self.chains.at(microbatch, self.job.seq // cp)
+        device, links = self.cluster.device, self.cluster.links
+        if place == "block":
+            graph, gradient = block_graph_on_rank(chain, shape, tp, cp, self.groups, device, links)
+            return _KeptPart(graph, border_gradient=gradient)
+        return _KeptPart(behind_graph_on_rank(chain, shape, tp, self.groups, device, links))
+
+    def _name(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> str:
+        # The ops at microbatch 1 stand for all; the microbatch is named beside them.
+        _, shape = self.chains.at(1, self.job.seq)
+        said = (
+            _SCHEMA, shape.digest, place, tp, cp, microbatch, self.job.seq, self.cluster.device,
+            self.cluster.links, str(torch.__version__), __version__,
+        )  # fmt: skip
+        return f"{hashlib.sha256(msgspec.json.encode(said)).hexdigest()[:24]}.json"

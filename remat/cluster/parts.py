@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,6 +23,11 @@ from remat.solver.blocks.block_options import BlockOption, block_options
 from remat.solver.problem import Problem
 from remat.solver.recompute_summary import op_kind
 from remat.solver.state import State
+
+ChainPosition = Literal["first", "block", "last"]
+"""A part of the chain: what comes before the blocks, one of them, and what comes behind them."""
+CHAIN_POSITIONS: tuple[ChainPosition, ...] = ("first", "block", "last")
+
 
 # A zero-bubble schedule runs backward in two parts: I makes the gradient of the block's input,
 # which the stage before waits for, and W those of the weights, where the rank would wait (Qi et al.

@@ -151,10 +151,10 @@ def mesh_picture(plan: ClusterFile) -> _Picture:
             node = f"node {first // plan.node_size}"
             title = f"stage {stage}, data parallel rank {replica}: GPUs {first} to {last}, {node}"
             picture.boxes(cells, CYCLE[column % len(CYCLE)], title)
+    shard = mesh.data_parallel_shard_degree
     for row, replica in enumerate(rows):
-        picture.text(
-            _MESH_LEFT - 14, _TOP + row * high + _CELL - 3, _row_text(mesh, replica), "end"
-        )
+        of_states = f"replica {replica // shard}, shard {replica % shard}"
+        picture.text(_MESH_LEFT - 14, _TOP + row * high + _CELL - 3, of_states, "end")
     drawn = f"{len(stages)} of {len(plan.stages)} stages, {len(rows)} of {_data_parallel(mesh)}"
     picture.text(8, picture.height - 12, f"a cell is a GPU; drawn are {drawn} data parallel ranks")
     return picture
@@ -172,11 +172,6 @@ def shown(count: int, most: int) -> list[int]:
 
 def _data_parallel(mesh: Parallelism) -> int:
     return mesh.data_parallel_replicate_degree * mesh.data_parallel_shard_degree
-
-
-def _row_text(mesh: Parallelism, replica: int) -> str:
-    shard = mesh.data_parallel_shard_degree
-    return f"replica {replica // shard}, shard {replica % shard}"
 
 
 def _mesh_says(plan: ClusterFile) -> str:

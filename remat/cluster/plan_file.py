@@ -202,7 +202,8 @@ def _wrong(plan: ClusterFile) -> str:
 
 
 def _wrong_schedule(plan: ClusterFile) -> str:
-    named = {i for stage in plan.stages for i in (*stage.schedules, *_head_of(stage))}
+    named = {i for stage in plan.stages for i in stage.schedules}
+    named |= {stage.head for stage in plan.stages if stage.head is not None}
     if not named <= set(range(len(plan.schedules))):
         return "a stage names a schedule that is not there"
     for number, one in enumerate(plan.schedules):
@@ -213,10 +214,6 @@ def _wrong_schedule(plan: ClusterFile) -> str:
         except ScheduleError as error:
             return f"schedule {number} is none of its graph: {error}"
     return ""
-
-
-def _head_of(stage: StageFacts) -> tuple[int, ...]:
-    return () if stage.head is None else (stage.head,)
 
 
 def require_world(plan: ClusterFile, gpus: int, name: str = "the plan") -> None:

@@ -25,14 +25,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from remat.cluster.capture.chain_shape import CHAIN_POSITIONS
-from remat.cluster.communication_time import (
-    behind_pipeline_us,
-    data_parallel_us,
-    hop_us,
-    no_overlap,
-    update_us,
-)
 from remat.cluster.mesh import (
     Cluster,
     Degrees,
@@ -45,13 +37,18 @@ from remat.cluster.mesh import (
     even_layers,
     products_us,
 )
-from remat.cluster.parts import EqualBlocks, Part
+from remat.cluster.parts import CHAIN_POSITIONS, EqualBlocks, Part
 from remat.cluster.stages import (
     StagePlan,
     StageTable,
+    behind_pipeline_us,
+    data_parallel_us,
+    hop_us,
     least_states_bytes,
+    no_overlap,
     stage_parameters,
     stage_table,
+    update_us,
 )
 from remat.graph_capture.graph import Floats
 
@@ -187,7 +184,9 @@ class ClusterSearch:
 
     def _try(self, degrees: Degrees, limit_us: float) -> float:
         meshes = list(all_states(degrees, self.cluster, self.asked))
-        fitting = [mesh for mesh in meshes if not self._cannot_fit(mesh)]
+        # The others do not fit, however stages are cut.
+        room = self.cluster.budget_bytes
+        fitting = [mesh for mesh in meshes if least_states_bytes(self.job, mesh) <= room]
         self.pruned += len(meshes) - len(fitting)
         # Their work is asked for last: its parts may have to be captured.
         work_us = self._work_us(degrees) if fitting else 0.0
@@ -213,10 +212,6 @@ class ClusterSearch:
         share = degrees.microbatch / (degrees.tp * degrees.cp)
         return products_us(self.job, self.cluster, share) * degrees.rounds()
 
-    def _cannot_fit(self, mesh: Mesh) -> bool:
-        # However stages are cut.
-        return least_states_bytes(self.job, mesh) > self.cluster.budget_bytes
-
     def _work_us(self, degrees: Degrees) -> float:
         first, block, last = (
             self.parts.work(place, degrees.tp, degrees.cp, degrees.microbatch)
@@ -228,7 +223,7 @@ class ClusterSearch:
         # What is not of a block, and what is computed again, only lowers the share.
         return time_us * degrees.rounds(block.weight_us / block.time_us if block.time_us else 0.0)
 
-    def _parts(self, degrees: Degrees) -> tuple[Part, Part, Part]:
+    def parts_of(self, degrees: Degrees) -> tuple[Part, Part, Part]:
         first, block, last = (
             self.parts.part(place, degrees.tp, degrees.cp, degrees.microbatch)
             for place in CHAIN_POSITIONS
@@ -237,7 +232,7 @@ class ClusterSearch:
 
     def stage_tables(self, mesh: Mesh) -> list[StageTable]:
         d = mesh.degrees
-        parts = self._parts(d)
+        parts = self.parts_of(d)
         key = d.tp, d.cp, d.microbatch
         if key not in self.tables:
             self.tables[key] = EqualBlocks(parts[1].options, self.job.layers)
@@ -290,7 +285,7 @@ class ClusterSearch:
         return self._with_tail(mesh, pipeline_us, layers)
 
     def _with_tail(self, mesh: Mesh, pipeline_us: float, layers: tuple[int, ...]) -> ClusterPlan:
-        block = self._parts(mesh.degrees)[1]
+        block = self.parts_of(mesh.degrees)[1]
         elements = self._most_parameters(mesh, layers)
         tail_us = behind_pipeline_us(self.job, self.cluster, mesh, block, max(layers), elements)
         return ClusterPlan(mesh, pipeline_us + tail_us, pipeline_us, layers)

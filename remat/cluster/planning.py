@@ -7,13 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from remat import __version__
-from remat.cluster.capture.chain_shape import ChainPosition
-from remat.cluster.cluster_request import ClusterRequest
-from remat.cluster.communication_time import hop_us
-from remat.cluster.kept_parts import KeptParts
-from remat.cluster.mesh import Cluster, Job, Mesh, all_degrees, places_of_blocks
-from remat.cluster.opened_chain import Chains, job_of
-from remat.cluster.parts import Part, schedule_of_option
+from remat.cluster.mesh import Cluster, ClusterRequest, Job, Mesh, all_degrees, places_of_blocks
+from remat.cluster.opened_chain import Chains, KeptParts, job_of
+from remat.cluster.parts import ChainPosition, Part, schedule_of_option
 from remat.cluster.plan_file import (
     ClusterFigures,
     ClusterFile,
@@ -24,7 +20,7 @@ from remat.cluster.plan_file import (
 )
 from remat.cluster.planner import ClusterSearch
 from remat.cluster.replayed_plan import ReplayedPlan, replayed_plan
-from remat.cluster.stages import StagePlan
+from remat.cluster.stages import StagePlan, hop_us
 from remat.graph_capture.devices.known_devices import device_table
 from remat.graph_capture.distributed.collectives import fake_ranks
 from remat.graph_capture.errors import DeviceError

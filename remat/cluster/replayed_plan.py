@@ -8,8 +8,6 @@ from typing import Any
 import msgspec
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from remat.cluster.capture.chain_shape import CHAIN_POSITIONS
-from remat.cluster.communication_time import hop_us
 from remat.cluster.parts import WeightsLater
 from remat.cluster.pipeline_replay import (
     RUNNING,
@@ -24,7 +22,7 @@ from remat.cluster.pipeline_replay import (
 )
 from remat.cluster.plan_file import MAKE_AGAIN, ClusterFile
 from remat.cluster.planner import ClusterPlan, ClusterSearch
-from remat.cluster.stages import StagePlan
+from remat.cluster.stages import StagePlan, hop_us
 from remat.graph_capture.errors import PlanError, ScheduleError
 
 # Torch makes the actions of each rank in the constructors of its schedules, out of a few facts of a
@@ -104,7 +102,8 @@ class ReplayedPlan(msgspec.Struct, frozen=True):
 def replayed_plan(search: ClusterSearch, plan: ClusterPlan) -> ReplayedPlan:
     stages = tuple(search.stages(plan))
     degrees = plan.mesh.degrees
-    costs = _costs_of(search, plan, stages)
+    each = range(degrees.virtual_stages)
+    costs = tuple(tuple(_costs(search, plan, stage, i) for i in each) for stage in stages)
     if degrees.pp == 1:
         peaks = tuple(stage.peak_bytes for stage in stages)
         return ReplayedPlan(
@@ -116,7 +115,7 @@ def replayed_plan(search: ClusterSearch, plan: ClusterPlan) -> ReplayedPlan:
     # What is not the pipeline's, such as the update, stays as by the formula.
     time_us = replay.time_us + plan.time_us - plan.pipeline_us
     peaks = tuple(
-        rank.peak_bytes + _states_bytes(stage)
+        rank.peak_bytes + sum(stage.held_bytes[name] for name in STANDING)
         for rank, stage in zip(replay.ranks, stages, strict=True)
     )
     return ReplayedPlan(
@@ -125,24 +124,12 @@ def replayed_plan(search: ClusterSearch, plan: ClusterPlan) -> ReplayedPlan:
     )  # fmt: skip
 
 
-def _costs_of(
-    search: ClusterSearch, plan: ClusterPlan, stages: tuple[StagePlan, ...]
-) -> tuple[tuple[StageCosts, ...], ...]:
-    virtual_stages = range(plan.mesh.degrees.virtual_stages)
-    return tuple(
-        tuple(_costs(search, plan, stage, virtual_stage) for virtual_stage in virtual_stages)
-        for stage in stages
-    )
-
-
 def _costs(
     search: ClusterSearch, plan: ClusterPlan, stage: StagePlan, virtual_stage: int
 ) -> StageCosts:
     """Of one virtual stage: its share of the rank's blocks, and its end of the model."""
     d = plan.mesh.degrees
-    first, block, last = (
-        search.parts.part(place, d.tp, d.cp, d.microbatch) for place in CHAIN_POSITIONS
-    )
+    first, block, last = search.parts_of(d)
     blocks = stage.blocks / d.virtual_stages
     forward, backward, saved = blocks * block.forward_us, blocks * block.backward_us, 0
     ends = (
@@ -168,10 +155,6 @@ def _costs(
         saved_bytes=int(stage.saved_bytes / d.virtual_stages) + saved,
         for_weights_bytes=int(blocks * later.held_bytes), need_bytes=need + later.held_bytes,
     )  # fmt: skip
-
-
-def _states_bytes(stage: StagePlan) -> int:
-    return sum(stage.held_bytes[name] for name in STANDING)
 
 
 def replay_of(plan: ClusterFile, name: str = "the plan") -> PipelineReplay:

@@ -49,7 +49,7 @@ from remat.graph_capture.graph import Floats
 
 _Counts = npt.NDArray[np.int64]
 
-STATE_BYTES, WEIGHT_BYTES, GRADIENT_BYTES = 12, 2, 4
+_STATE_BYTES, _WEIGHT_BYTES, _GRADIENT_BYTES = 12, 2, 4
 """Of one parameter: master and two moments in float32; in bfloat16; its float32 gradient."""
 
 
@@ -64,7 +64,7 @@ def least_states_bytes(job: Job, mesh: Mesh) -> float:
     all_blocks = np.array(job.layers)
     whole = stage_parameters(job, mesh.degrees.tp, all_blocks, first=True, last=True)
     split = mesh.shard if mesh.reduce_each else 1
-    of_one = STATE_BYTES / mesh.shard + WEIGHT_BYTES / mesh.keep + GRADIENT_BYTES / split
+    of_one = _STATE_BYTES / mesh.shard + _WEIGHT_BYTES / mesh.keep + _GRADIENT_BYTES / split
     # No cut gives each stage less than the mean.
     return of_one * float(whole) / mesh.degrees.pp
 
@@ -84,13 +84,13 @@ def _bytes_by_holder(
     parameters = stage_parameters(job, tp, blocks, first=first, last=last)
     one_block = job.weights["block"].on_rank(tp)
     is_whole = mesh.keep == 1 and shard == 1
-    buffers = 0 if is_whole else 2 * WEIGHT_BYTES * one_block
-    reduced = GRADIENT_BYTES * one_block if shard > 1 else 0
+    buffers = 0 if is_whole else 2 * _WEIGHT_BYTES * one_block
+    reduced = _GRADIENT_BYTES * one_block if shard > 1 else 0
     split = shard if mesh.reduce_each else 1
     return {
-        STATES: STATE_BYTES * parameters // shard,
-        PARAMETERS: WEIGHT_BYTES * parameters // mesh.keep + buffers,
-        GRADIENTS: GRADIENT_BYTES * parameters // split + reduced,
+        STATES: _STATE_BYTES * parameters // shard,
+        PARAMETERS: _WEIGHT_BYTES * parameters // mesh.keep + buffers,
+        GRADIENTS: _GRADIENT_BYTES * parameters // split + reduced,
         BORDERS: np.zeros_like(blocks)
         + _border_buffers(job, cluster, mesh, open_forwards, first=first, last=last),
     }
@@ -318,3 +318,98 @@ def _saved_by_ends(mesh: Mesh, index: int, first: PartOption, last: PartOption) 
     of_first = min(mesh.degrees.microbatches, _forwards_in_flight(mesh, index))
     # Behind the last virtual stage backward begins at once.
     return of_first * first.saved_bytes + last.saved_bytes
+
+
+# Times of what a mesh adds to its parts: gathers, reductions, waits between stages, updates.
+#
+# FSDP2 gathers the next block beside the one that runs, and reduces beside backward. What runs
+# beside a collective is slowed (`RankLinks.both_us`). The first gather and the last reduction have
+# nothing beside them. Inside of a pipeline all reductions come at its end, in torch's own loops.
+
+
+_UPDATE_BYTES = 28
+"""Moved for a parameter's AdamW step: master and moments read and written, its gradient read."""
+
+
+class _UnitTimes(msgspec.Struct, frozen=True):
+    """Collectives of the states of one unit of FSDP2.
+
+    `again_us` : to gather for backward. `scatter_us` : within a shard group. `reduce_us` : that,
+    and over the replicas too.
+    """
+
+    gather_us: float
+    again_us: float
+    scatter_us: float
+    reduce_us: float
+
+
+def _unit_times(cluster: Cluster, mesh: Mesh, parameters: int) -> _UnitTimes:
+    """Of a unit with so many parameters on a tensor parallel rank."""
+    links, tp, shard = cluster.links, mesh.degrees.tp, mesh.shard
+    weights, gradients = _WEIGHT_BYTES * parameters, _GRADIENT_BYTES * parameters
+    # hpZ: from forward to backward, shards lie over fewer ranks.
+    over = mesh.keep if mesh.keep < shard else shard
+    again_us = 0.0 if mesh.keep == 1 else links.us("all_gather", weights, over, tp)
+    scatter_us = links.us("reduce_scatter", gradients, shard, tp)
+    over_replicas = links.us("all_reduce", gradients / shard, mesh.replicas, tp * shard)
+    gather_us = links.us("all_gather", weights, shard, tp)
+    return _UnitTimes(gather_us, again_us, scatter_us, scatter_us + over_replicas)
+
+
+def update_us(cluster: Cluster, mesh: Mesh, parameters: int) -> float:
+    return _UPDATE_BYTES * parameters / mesh.shard / cluster.bytes_per_us
+
+
+def hop_us(job: Job, cluster: Cluster, d: Degrees) -> float:
+    # Stages are the outermost dimension of the mesh: a neighbour is as many ranks away.
+    far = d.tp * d.cp * d.dp >= cluster.node_size
+    return cluster.links.send_us(border_bytes(job, d), far=far)
+
+
+def data_parallel_us(
+    job: Job, cluster: Cluster, mesh: Mesh, block: Part, block_extra_us: float, ends_us: float
+) -> float:
+    """Of all microbatches without a pipeline; `ends_us` is of one in what is beside the blocks."""
+    degrees, links = mesh.degrees, cluster.links
+    tp, last = degrees.tp, degrees.microbatches - 1
+    unit = _unit_times(cluster, mesh, job.weights["block"].on_rank(tp))
+    ends = _unit_times(
+        cluster, mesh, job.weights["first"].on_rank(tp) + job.weights["last"].on_rank(tp)
+    )
+
+    def one_us(i: int) -> float:
+        # Parameters that are kept whole are gathered once.
+        is_gathered = mesh.keep > 1 or i == 0
+
+        def back_us(of: _UnitTimes) -> float:
+            reduced = of.reduce_us if i == last else of.scatter_us * mesh.reduce_each
+            return of.again_us + reduced
+
+        forward = links.both_us(block.forward_us, unit.gather_us * is_gathered)
+        backward = links.both_us(block.backward_us + block_extra_us, back_us(unit))
+        around = links.both_us(ends_us, ends.gather_us * is_gathered + back_us(ends))
+        return job.layers * (forward + backward) + around
+
+    # Microbatches between the first and the last are alike.
+    between = max(degrees.microbatches - 2, 0)
+    total = sum(map(one_us, {0, last})) + (between * one_us(1) if between else 0.0)
+    return unit.gather_us + unit.reduce_us + total
+
+
+def behind_pipeline_us(
+    job: Job, cluster: Cluster, mesh: Mesh, block: Part, blocks: int, parameters: int
+) -> float:
+    """What a stage's states add to a pipeline: gathers before it, reductions and updates behind."""
+    unit = _unit_times(cluster, mesh, job.weights["block"].on_rank(mesh.degrees.tp))
+    # The first forward has gathers beside it; FSDP2 then keeps parameters whole to the end.
+    waits = max(cluster.links.both_us(block.forward_us, unit.gather_us) - block.forward_us, 0.0)
+    share = parameters / max(job.weights["block"].on_rank(mesh.degrees.tp), 1)
+    return blocks * waits + share * unit.reduce_us + update_us(cluster, mesh, parameters)
+
+
+def no_overlap(cluster: Cluster) -> Cluster:
+    # As if all that runs beside a collective stood still.
+    return msgspec.structs.replace(
+        cluster, links=msgspec.structs.replace(cluster.links, beside=math.inf)
+    )

@@ -1,4 +1,4 @@
-"""One call that runs a step of all microbatches, with or without a pipeline."""
+"""What runs a rank's step of all microbatches, with or without a pipeline."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from remat.cluster.model_part import TARGET, ModelPart
+from remat.cluster.pipeline_replay import StageCosts, replay_pipeline
+from remat.cluster.replayed_plan import torch_order
 from remat.rewriter.graphs.backward_parts import SplitBytes
 from remat.rewriter.user_module.module import RematModule
 
@@ -58,24 +60,12 @@ class RingStage(PipelineStage):
             if isinstance(module, RematModule):
                 module._remat_guards.unsharded_parameters.note_sharded()
 
-    @property
-    def received_bytes(self) -> int:
-        infos = (self.args_recv_info, self.grad_recv_info)
-        found = [_buffer(one) for of in infos for each in of.values() for one in each]
-        # Microbatches share buffers: each counts once.
-        buffers = {buffer.data_ptr(): buffer.nbytes for buffer in found if buffer is not None}
-        return sum(buffers.values())
-
-
-def _buffer(info: Any) -> Tensor | None:
-    # What a batch gives has no buffer; in torch 2.11 no name for it.
-    return getattr(info, "buffer", None)
-
 
 def _share(infos: _ReceiveInfos, size: int) -> None:
     for microbatch in range(size, len(infos) if size else 0):
         for info, shared in zip(infos[microbatch], infos[microbatch % size], strict=True):
-            if _buffer(info) is not None:
+            # What a batch gives has no buffer; in torch 2.11 no name for it.
+            if getattr(info, "buffer", None) is not None:
                 info.buffer = shared.buffer
 
 
@@ -88,6 +78,66 @@ def ring_size(spans: Iterable[tuple[int, int]]) -> int:
         if all(one[1] < other[0] or other[1] < one[0] for one, other in pairs):
             return size
     return max(len(used), 1)
+
+
+# Which stages a rank has under a schedule of torch's, and what that does with microbatches.
+
+
+_V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+"""The first rank has the first stage and the last one, and so on inwards."""
+ZERO_BUBBLE = ("InterleavedZeroBubble", *_V_SHAPED)
+"""Gradients of weights are made apart from those of inputs."""
+_LEAST_GRADIENTS = 2
+"""Receive buffers: a gradient may still be on its way while the next one arrives."""
+
+
+def stages_of_rank(name: str, rank: int, ranks: int, virtual_stages: int) -> tuple[int, ...]:
+    """In the order of the model."""
+    if name in _V_SHAPED:
+        return rank, 2 * ranks - 1 - rank
+    return tuple(rank + virtual_stage * ranks for virtual_stage in range(virtual_stages))
+
+
+def forwards_open(name: str, ranks: int, microbatches: int, virtual_stages: int) -> tuple[int, ...]:
+    order = torch_order(name, ranks, microbatches, virtual_stages)
+    # A rank's own order decides how many are open, so any times do.
+    replay = replay_pipeline(order, [StageCosts(1.0, 1.0, 1.0)] * (ranks * virtual_stages))
+    return tuple(rank.most_open for rank in replay.ranks)
+
+
+def one_stage_rings(name: str, stage: int, stages: int, microbatches: int) -> tuple[int, int]:
+    """Receive buffers for inputs and for gradients, of a schedule with one stage a rank."""
+    # GPipe runs all forwards first; under 1F1B as many are open as stages are left to the end.
+    in_flight = microbatches if name == "GPipe" else min(microbatches, stages - stage)
+    return in_flight, min(microbatches, _LEAST_GRADIENTS)
+
+
+def rings_of(
+    actions: Sequence[Any], stage: int, microbatches: int, *, keeps_inputs: bool
+) -> tuple[int, int]:
+    """The same of a rank's actions, transfers included (torch's `pipeline_order_with_comms`)."""
+    flat = [action for one in actions for action in (one.sub_actions or (one,))]
+    inputs = _spans(flat, stage, microbatches, ("RECV_F", "F"))
+    gradients = _spans(flat, stage, microbatches, ("RECV_B", "B", "I"))
+    sizes = ring_size(inputs), max(ring_size(gradients), _LEAST_GRADIENTS)
+    # Where torch makes a gradient of inputs apart, it adds it to what is there, so inputs stay with
+    # their microbatch.
+    return (microbatches if keeps_inputs else sizes[0]), min(sizes[1], microbatches)
+
+
+def _spans(
+    actions: Sequence[Any], stage: int, microbatches: int, begins: tuple[str, ...]
+) -> Iterable[tuple[int, int]]:
+    """From what first touches a microbatch's buffer to the last action that may read it."""
+    for microbatch in range(microbatches):
+        at = {
+            action.computation_type.value: i
+            for i, action in enumerate(actions)
+            if (action.stage_index, action.microbatch_index) == (stage, microbatch)
+        }
+        first = min(at[kind] for kind in begins if kind in at)
+        last = max(at[kind] for kind in ("B", "I", "W", "SEND_B") if kind in at)
+        yield first, last
 
 
 class StepRunner(Protocol):

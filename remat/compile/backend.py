@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from remat.compile.compile_options import read_options
 from remat.compile.given_up import refuse_given_up_frames, refuse_lstm
-from remat.compile.graph_context import GraphContext
+from remat.compile.graph_context import GraphContext, read_options
 from remat.compile.planned_subgraphs import PlannedSubgraphs, planned_subgraphs
 from remat.compile.shared_budget import forget_graphs, shared_budget, watched, whole_model
 from remat.compile.specialize import (
@@ -102,10 +101,9 @@ class SizeTable:
         # This runs between steps, so the same is done here.
         with disable_current_modes(), torch.random.fork_rng(sorted(devices)):
             gm, inputs = numbered(self._gm, numbers, args)
-            with (
-                tracing(TracingContext(_mode_of(inputs))),
-                compile_context(CompileContext(self._compile_id)),
-            ):
+            mode: Any = next(t.fake_mode for t in inputs if isinstance(t, FakeTensor))
+            context = CompileContext(self._compile_id)
+            with tracing(TracingContext(mode)), compile_context(context):
                 return self._compile_one(gm, inputs, number, self._text(sizes))
 
     def _text(self, sizes: Sequence[float]) -> str:
@@ -144,10 +142,6 @@ class SizeTable:
 def _number(given: Any) -> float:
     # Dynamo passes a float as a tensor of no dimension.
     return given.item() if isinstance(given, Tensor) else given
-
-
-def _mode_of(inputs: Sequence[Any]) -> Any:
-    return next(value.fake_mode for value in inputs if isinstance(value, FakeTensor))
 
 
 def backend(

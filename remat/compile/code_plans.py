@@ -1,6 +1,6 @@
 """For `rematerialize(compile=True)`: a plan whose code by Inductor keeps to the budget.
 
-The peak of the code can be above that of the schedule, so `target_search` lowers the target until
+The peak of the code can be above that of the schedule, so `fastest_within` lowers the target until
 the code fits. (`rewrite(compile=True)` is given one schedule, so it can only warn.)
 """
 
@@ -9,14 +9,13 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
 import msgspec
 from torch import nn
 
 from remat.budgets import parse_budget
-from remat.compile.target_search import fastest_within
+from remat.compile.plan_search import PlanWithCode, fastest_within
 from remat.formats import budget_text, bytes_text
 from remat.graph_capture.errors import BudgetError, option
 from remat.graph_capture.tracing.trace import Trace
@@ -30,21 +29,6 @@ from remat.solved import Solved, facts_of
 _LOG = logging.getLogger("remat")
 _TRIES = 6
 """Most plans whose code is generated; each takes some seconds."""
-
-
-@dataclass(frozen=True)
-class _PlanWithCode:
-    solved: Solved
-    code_peak_bytes: int
-    is_least: bool = False
-
-    @property
-    def schedule_peak_bytes(self) -> int:
-        return self.solved.result.peak_bytes
-
-    @property
-    def time_us(self) -> float:
-        return self.solved.result.time_us
 
 
 def with_fitting_code(
@@ -75,20 +59,21 @@ def _plan_for_code(traced: Trace, solve: Callable[[int], Solved], first: Solved)
     limit_bytes = first.result.budget_bytes
     peaks: list[int] = []
 
-    def with_code(target_bytes: int) -> _PlanWithCode | None:
+    def with_code(target_bytes: int) -> PlanWithCode[Solved] | None:
         # No second solve for the budget that was solved for already.
         found = first if target_bytes >= limit_bytes else solve(max(1, target_bytes))
         if found.result.schedule is None:
             return None
         peaks.append(_code_peak_bytes(traced, found))
-        return _PlanWithCode(found, peaks[-1])
+        result = found.result
+        return PlanWithCode(found, result.peak_bytes, peaks[-1], result.time_us)
 
     # The first plan that fits is taken: a closer one would cost seconds for each further try.
     best = fastest_within(limit_bytes, with_code, tries=_TRIES, is_enough=lambda _: True)
     if best is not None:
         # What was asked for is what binds the code, not the target that it was reached by.
-        result = msgspec.structs.replace(best.solved.result, budget_bytes=limit_bytes)
-        return msgspec.structs.replace(best.solved, result=result)
+        result = msgspec.structs.replace(best.plan.result, budget_bytes=limit_bytes)
+        return msgspec.structs.replace(best.plan, result=result)
     raise BudgetError(
         f"compiled, no plan was found that keeps to {bytes_text(limit_bytes)}: the lowest peak of "
         f"Inductor's code for {len(peaks)} plans is {bytes_text(min(peaks))}. Give "

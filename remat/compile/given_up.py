@@ -146,7 +146,8 @@ def _refuse_if_trained(frame: Any, error: Exception) -> None:
             f"be kept here:\ndynamo gave up at: {reason}. It would run {where} eagerly, and train "
             f"{', '.join(trained[:_SHOWN])}{more} without a plan"
         )
-    if code not in _warned and any(_is_activation(value) for value in named.values()):
+    has_activations = any(isinstance(v, Tensor) and v.requires_grad for v in named.values())
+    if code not in _warned and has_activations:
         _warned.add(code)
         warnings.warn(
             f"dynamo runs {where} eagerly: what its own lines save for backward is not in the "
@@ -215,10 +216,6 @@ def _whole(code: CodeType) -> CodeType:
     """The user's code, where dynamo has made `code` of what follows a graph break in it."""
     resumed = ContinueExecutionCache.generated_code_metadata.get(code)
     return code if resumed is None else resumed.code
-
-
-def _is_activation(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _reason(error: Exception) -> str:

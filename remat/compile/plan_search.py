@@ -2,25 +2,30 @@
 
 Fusion and the order of kernels are only known once the code is generated. So the code of each
 candidate is generated, up to where the C++ or Triton compiler would start, and what it allocates
-and frees is replayed. `target_search` moves the target until the replayed peak is right below the
+and frees is replayed. `fastest_within` moves the target until the replayed peak is right below the
 limit.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
 
 import remat.solver as solvers
-from remat.budgets import UNBOUNDED_BYTES
-from remat.compile.compile_options import CompileOptions
-from remat.compile.graph_context import n_run_again
-from remat.compile.target_search import fastest_within
+from remat.budgets import UNBOUNDED_BYTES, auto_bytes
+from remat.compile.graph_context import CompileOptions, n_run_again
 from remat.formats import bytes_text
+from remat.graph_capture.errors import BudgetError
 from remat.graph_capture.graph import TrainingGraph
 from remat.progress import Stopwatch, stopwatch_of_call
+from remat.ranks.one_plan import OnePlan
 from remat.rewriter.inductor.lowering import ReplayError
 from remat.rewriter.inductor.partition import FusedStep, Pair
 from remat.rewriter.inductor.replay import ReplayedMemory
@@ -112,7 +117,9 @@ class PlanSearch:
             # Where no schedule is found for a target, the least one may still have code that fits.
             lambda target_bytes: self.solved(target_bytes) or self.solved(0),
             tries=self.options.replays,
-            is_enough=lambda found: _is_enough(found, limit_bytes),
+            is_enough=lambda found: is_good_enough(
+                found.overhead, found.code_peak_bytes, limit_bytes
+            ),
         )
         if best is not None:
             return best
@@ -179,7 +186,10 @@ class PlanSearch:
         try:
             return self.step.replay(pair)
         except ReplayError as error:
-            peak_bytes = int(_UNCERTAIN * (schedule_peak_bytes or self._store_all_bytes()))
+            if not schedule_peak_bytes:
+                everything = solvers.solve_within(self.step.graph, UNBOUNDED_BYTES, "store_all")
+                schedule_peak_bytes = everything.peak_bytes
+            peak_bytes = int(_UNCERTAIN * schedule_peak_bytes)
             warnings.warn(
                 f"{error}. Peaks of this compiled step are estimated from its graph instead, as "
                 f"{bytes_text(peak_bytes)} here, and can be a third too low: leave room",
@@ -187,14 +197,154 @@ class PlanSearch:
             )
             return ReplayedMemory(peak_bytes, peak_bytes, peak_bytes)
 
-    def _store_all_bytes(self) -> int:
-        return solvers.solve_within(self.step.graph, UNBOUNDED_BYTES, "store_all").peak_bytes
-
-
-def _is_enough(found: Candidate, limit_bytes: int) -> bool:
-    return is_good_enough(found.overhead, found.code_peak_bytes, limit_bytes)
-
 
 def is_good_enough(overhead: float, peak_bytes: int, limit_bytes: int) -> bool:
     """Whether to stop at a plan that fits: each further try costs seconds."""
     return overhead <= CHEAP or peak_bytes >= CLOSE_ENOUGH * limit_bytes
+
+
+# Moves the solver's target until the code of a plan keeps to a limit.
+#
+# The peak of Inductor's code is known once the code is generated. It differs from the peak of the
+# schedule by some per cent, either way. So a target whose code takes too much is lowered by the
+# excess, and one whose code leaves room is raised. The peak of the code alone decides what fits.
+
+
+_NARROW = 1.01
+"""Ratio of a target that does not fit to one that does, below which nothing is tried between."""
+_STEP = 0.995
+"""How far below a target that did not fit the next one is, at least."""
+
+
+class _Generated(Protocol):
+    """A schedule with the code that was made of it."""
+
+    @property
+    def schedule_peak_bytes(self) -> int: ...
+
+    @property
+    def code_peak_bytes(self) -> int: ...
+
+    @property
+    def time_us(self) -> float: ...
+
+    @property
+    def is_least(self) -> bool:
+        """Whether no schedule fits the target, so that this is the least one known."""
+        ...
+
+
+_G = TypeVar("_G", bound=_Generated)
+_P = TypeVar("_P")
+
+
+@dataclass(frozen=True)
+class PlanWithCode(Generic[_P]):
+    """A plan of another kind, as `fastest_within` looks at it."""
+
+    plan: _P
+    schedule_peak_bytes: int
+    code_peak_bytes: int
+    time_us: float
+    is_least: bool = False
+
+
+def fastest_within(
+    limit_bytes: int, generated: Callable[[int], _G | None], *, tries: int,
+    is_enough: Callable[[_G], bool],
+) -> _G | None:  # fmt: skip
+    """The fastest plan found whose code keeps to the limit; None where none does.
+
+    `generated` makes a schedule for a target in bytes, and its code. Each of `tries` costs a solve
+    and some seconds for the code.
+    """
+    best: _G | None = None
+    seen: list[_G] = []
+    fitting, failing, target = 0, UNBOUNDED_BYTES, limit_bytes
+    for _ in range(tries):
+        found = generated(target)
+        if found is None:
+            break
+        if found.code_peak_bytes <= limit_bytes:
+            if best is None or found.time_us < best.time_us:
+                best = found
+            fitting = max(fitting, target)
+            if is_enough(found):
+                break
+        else:
+            failing = min(failing, target)
+        target = _next_target(found, limit_bytes, target, fitting, failing)
+        # A lower target gives the least schedule again, so there is nothing more to find.
+        is_bottom = found.is_least and any(found is one for one in seen)
+        if failing <= _NARROW * fitting or is_bottom:
+            break
+        seen.append(found)
+    return best
+
+
+def _next_target(
+    found: _Generated, limit_bytes: int, target: int, fitting: int, failing: int
+) -> int:
+    """The target whose code would just meet the limit, between what fits and what does not."""
+    room_bytes = limit_bytes - found.code_peak_bytes
+    # The code's peak is taken to stay as far from the schedule's as it is. With several calls of a
+    # graph it moves faster, as what the others have left moves too, so the target goes no further
+    # than in proportion.
+    ratio = limit_bytes / max(1, found.code_peak_bytes)
+    if room_bytes >= 0:
+        reached = max(found.schedule_peak_bytes, int(target / _NARROW))
+        guess = min(reached + room_bytes, int(max(reached, target) * ratio))
+    else:
+        least = min(target, found.schedule_peak_bytes)
+        guess = min(max(least + room_bytes, int(least * ratio)), int(_STEP * least))
+    if fitting and failing < UNBOUNDED_BYTES and not fitting < guess < failing:
+        # The guess lies where the answer is known.
+        return (fitting + failing) // 2
+    return guess
+
+
+# What one rank has chosen for a graph, for the ranks that follow it.
+
+
+class AgreedPlan(msgspec.Struct, frozen=True):
+    """A schedule, or one for each subgraph; None is torch's own cut. A gap of None is unproved."""
+
+    budget_bytes: int
+    schedules: tuple[Schedule | None, ...]
+    gaps: tuple[float | None, ...]
+
+    @classmethod
+    def of(cls, budget_bytes: int, found: Sequence[Candidate | None]) -> AgreedPlan:
+        """None in `found` stands for a subgraph without gradients."""
+        schedules = tuple(one.schedule if one else None for one in found)
+        return cls(budget_bytes, schedules, tuple(one.gap if one else 0.0 for one in found))
+
+    def of_subgraph(self, k: int) -> tuple[Schedule | None, float | None]:
+        return self.schedules[k], self.gaps[k]
+
+
+def plan_key(asked: CompileOptions, steps: Sequence[FusedStep | None]) -> str:
+    """The same on ranks that have the same steps to plan and are asked the same."""
+    # A rank with another shape, as of the last batch of an epoch, has a plan of its own.
+    text = f"{asked} {[step and step.graph.hash for step in steps]}"
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def require_within(
+    one: OnePlan, asked: CompileOptions, device: str, budget_bytes: int, peak_bytes: int,
+    held_bytes: int,
+) -> None:  # fmt: skip
+    """Raise `BudgetError` for the plan of another rank that takes more than this rank may."""
+    # The least peak is no limit.
+    if asked.parsed.kind == "min":
+        return
+    if asked.parsed.kind == "auto":
+        # What is free here can be less than on the rank that planned.
+        budget_bytes = auto_bytes(device) + held_bytes
+    if peak_bytes <= budget_bytes:
+        return
+    raise BudgetError(
+        f"the plan that rank {one.leader} has made for all ranks takes {bytes_text(peak_bytes)} on "
+        f"this rank, above its budget of {bytes_text(budget_bytes)}: give the least that any rank "
+        f'has to all, such as options={{"budget": "{budget_bytes // 2**20}MiB"}}'
+    )

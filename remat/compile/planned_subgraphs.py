@@ -11,10 +11,8 @@ from typing import Any
 from torch import fx
 
 from remat.budgets import auto_bytes
-from remat.compile.compile_options import CompileOptions
-from remat.compile.graph_context import CompiledPlan, remember
-from remat.compile.plan_search import Candidate
-from remat.compile.rank_consensus import AgreedPlan, plan_key, require_within
+from remat.compile.graph_context import CompiledPlan, CompileOptions, remember
+from remat.compile.plan_search import AgreedPlan, Candidate, plan_key, require_within
 from remat.compile.shared_budget import Frame, SharedBudget
 from remat.compile.specialize import specialized, with_notes
 from remat.compile.subgraph_choice import SubgraphOption, SubgraphSearch, option_of, peak_of
@@ -168,20 +166,15 @@ class PlannedSubgraphs:
             CompiledPlan(
                 frame=f"{self._frame[0]}/{self._frame[1]} subgraph {self.at + 1} of "
                 f"{len(self._whole.subgraphs)}",
-                budget_bytes=self._budget_bytes,
-                peak_bytes=peak_bytes,
-                baseline_peak_bytes=self._stock_bytes,
-                held_bytes=self._held_bytes,
-                saved_bytes=replay.saved_bytes,
-                overhead=found.overhead if found else 0.0,
-                gap=found.gap if found else 0.0,
-                recomputed=found.recomputed if found else 0,
-                replays=self._search.replays_of(self.at),
-                seconds=seconds,
+                budget_bytes=self._budget_bytes, peak_bytes=peak_bytes,
+                baseline_peak_bytes=self._stock_bytes, held_bytes=self._held_bytes,
+                saved_bytes=replay.saved_bytes, overhead=found.overhead if found else 0.0,
+                gap=found.gap if found else 0.0, recomputed=found.recomputed if found else 0,
+                replays=self._search.replays_of(self.at), seconds=seconds,
                 schedule=found.schedule if found else None,
             ),
             verbose=self._search.asked.verbose,
-        )
+        )  # fmt: skip
 
 
 def _held_once(whole: Whole) -> str:

@@ -90,19 +90,17 @@ def _modules(values: Iterable[Any]) -> Iterator[nn.Module]:
 
 
 def _outermost(parts: Sequence[nn.Module]) -> nn.Module | None:
+    known = set(map(id, parts))
     found: nn.Module | None = None
     frame = sys._getframe()
     while frame is not None:
         # Every call of a module goes through this code, with the module as `self`.
         owner = frame.f_locals.get("self") if frame.f_code is module_call_code else None
-        if isinstance(owner, nn.Module) and not _inside(owner).isdisjoint(map(id, parts)):
-            found = owner
+        if isinstance(owner, nn.Module):
+            is_around = not known.isdisjoint(map(id, owner.modules()))
+            found = owner if is_around else found
         frame = frame.f_back
     return found
-
-
-def _inside(module: nn.Module) -> set[int]:
-    return set(map(id, module.modules()))
 
 
 def _bytes_held_by(modules: Iterable[nn.Module]) -> tuple[int, int]:
@@ -370,13 +368,9 @@ class SharedBudget:
 
 
 def watched(
-    call: Callable[..., Any],
-    shared: SharedBudget,
-    frame: Frame,
-    *,
-    is_first: bool = True,
+    call: Callable[..., Any], shared: SharedBudget, frame: Frame, *, is_first: bool = True,
     is_last: bool = True,
-) -> Callable[..., Any]:
+) -> Callable[..., Any]:  # fmt: skip
     """`call`, a compiled training graph, that counts as open from each run until its backward."""
 
     # Of a graph in subgraphs, the first asks for room, and the last has the results.

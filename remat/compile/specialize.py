@@ -105,11 +105,10 @@ def numbered(
     # A mode of its own: dynamo's knows the same inputs by symbols.
     mode = FakeTensorMode(shape_env=ShapeEnv())
     others = [value for i, value in enumerate(given) if i not in numbers]
-    return made, [_fake(mode, value) for value in others]
-
-
-def _fake(mode: FakeTensorMode, value: Any) -> Any:
-    return mode.from_tensor(value, static_shapes=True) if isinstance(value, Tensor) else value
+    return made, [
+        mode.from_tensor(value, static_shapes=True) if isinstance(value, Tensor) else value
+        for value in others
+    ]
 
 
 def with_notes(gm: fx.GraphModule) -> fx.GraphModule:

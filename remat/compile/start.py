@@ -23,18 +23,25 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from remat.caches.known_plans import ADDRESS, sources_key
-from remat.compile.compile_options import CompileOptions
-from remat.compile.graph_context import ChosenPlan, GraphContext
-from remat.compile.kept_choices import KeptChoice, keep_choice, kept_choice
-from remat.compile.plan_search import CLOSE_ENOUGH, Candidate, PlanSearch, is_good_enough
-from remat.compile.rank_consensus import AgreedPlan, plan_key, require_within
+from remat.compile.graph_context import ChosenPlan, CompileOptions, GraphContext
+from remat.compile.plan_search import (
+    CLOSE_ENOUGH,
+    AgreedPlan,
+    Candidate,
+    PlanSearch,
+    is_good_enough,
+    plan_key,
+    require_within,
+)
 from remat.compile.specialize import device_of_inputs
 from remat.formats import budget_text, bytes_text
+from remat.graph_capture.costs.cache import CostCache, OpCost
 from remat.graph_capture.devices.cpu import cpu_title
 from remat.graph_capture.devices.known_devices import CPU, CUDA, is_cuda
 from remat.graph_capture.devices.placement import meter_of
-from remat.graph_capture.errors import BudgetError
-from remat.graph_capture.graph import TrainingGraph
+from remat.graph_capture.errors import BudgetError, PlanError
+from remat.graph_capture.files import CacheFiles, decode_json
+from remat.graph_capture.graph import MOST_BYTES, TrainingGraph
 from remat.graph_capture.joint.nodes import storage_key
 from remat.graph_capture.torch_private.aot import dynamo_config, functorch_config
 from remat.graph_capture.torch_private.core import OpOverload, pytree
@@ -42,7 +49,9 @@ from remat.graph_capture.torch_private.inductor import inductor_config
 from remat.ranks.one_plan import is_alone, one_plan
 from remat.rewriter.inductor.fused_nodes import module_and_line
 from remat.rewriter.inductor.partition import FusedStep, Pair
-from remat.rewriter.inductor.replay import StepBytes
+from remat.rewriter.inductor.replay import ReplayedMemory, StepBytes
+from remat.schedules.schedule import Schedule
+from remat.schedules.simulate import gap_of, simulate
 from remat.solver.search import Clock
 
 # A key of all that a compiled plan depends on, made of dynamo's graph before anything of Inductor
@@ -191,8 +200,9 @@ class Start:
             return True
         step = kept.step()
         self.context.set_beside(step)
+        beside = step.calls, step.modules, step.awaited_gradient_bytes
         # Its replayed peaks count what other calls leave.
-        if _calls_beside(step) != (kept.calls, kept.modules, kept.awaited_gradient_bytes):
+        if beside != (kept.calls, kept.modules, kept.awaited_gradient_bytes):
             return False
         held_bytes = self.context.held_bytes(step)
         peak_bytes = held_bytes + kept.chosen.peak_bytes
@@ -227,23 +237,16 @@ class Start:
         result = found.result
         keep_choice(
             KeptChoice(
-                key=self._key,
-                name=self.name or secrets.token_hex(_NAME_BYTES),
-                graph=_without_lines(step.graph),
-                schedule=found.schedule,
+                key=self._key, name=self.name or secrets.token_hex(_NAME_BYTES),
+                graph=_without_lines(step.graph), schedule=found.schedule,
                 lower_bound_us=result.lower_bound_us if result and result.schedule else 0.0,
-                stock=stock.replay,
-                chosen=found.replay,
-                static_bytes=step.static_bytes,
-                dynamic_bytes=step.dynamic_bytes,
-                gradient_bytes=step.gradient_bytes,
-                calls=step.calls,
-                modules=step.modules,
-                awaited_gradient_bytes=step.awaited_gradient_bytes,
-                budget_bytes=budget_bytes,
+                stock=stock.replay, chosen=found.replay, static_bytes=step.static_bytes,
+                dynamic_bytes=step.dynamic_bytes, gradient_bytes=step.gradient_bytes,
+                calls=step.calls, modules=step.modules,
+                awaited_gradient_bytes=step.awaited_gradient_bytes, budget_bytes=budget_bytes,
                 costs=step.costs,
             )
-        )
+        )  # fmt: skip
 
     def _agreed(self, search: PlanSearch, stock: Candidate) -> tuple[int, Candidate]:
         asked, step = self.context.asked, search.step
@@ -283,10 +286,6 @@ def _is_near(kept: KeptChoice, budget_bytes: int, held_bytes: int) -> bool:
     return is_enough or kept.budget_bytes >= CLOSE_ENOUGH * budget_bytes
 
 
-def _calls_beside(step: StepBytes) -> tuple[int, int, int]:
-    return step.calls, step.modules, step.awaited_gradient_bytes
-
-
 def _without_lines(graph: TrainingGraph) -> TrainingGraph:
     """Lines of the user's files move while the step stays the same."""
     ops = (msgspec.structs.replace(op, source="") for op in graph.ops)
@@ -303,3 +302,110 @@ def _too_small(search: PlanSearch, stock: Candidate, budget_bytes: int, held_byt
         f'hold. Give options={{"budget": "{budget_text(least)}"}}, a smaller batch, '
         '"budget": "min", or a larger "replays" to look further'
     )
+
+
+# Plans of compiled steps on disk, for the processes after this one: one file for each `start_key`.
+#
+# A file is not believed (`graph_capture/cache_files.py`): its schedule is judged by `simulate`
+# on the graph in it, and its costs must be those that are measured here.
+
+
+_SCHEMA_VERSION = 1
+CHOICES_FOLDER = "compiled"
+MOST_FILES = 256
+"""Of the folder; those that were not used for longest go first."""
+MOST_ENTRY_BYTES = 1 << 24
+"""A plan for a graph of 5,000 ops takes 2 MB. What takes more is planned each time."""
+
+
+class KeptChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What was chosen for one graph of dynamo's, and all that must be known to take it again.
+
+    `name` is that under which Inductor has cached the code; `graph` and `schedule` are None where
+    there are no gradients, `schedule` also where the step is as torch compiles it. `budget_bytes`
+    has parameters in it. `costs` are by key of the `CostCache`; other bytes are as in `StepBytes`.
+    """
+
+    key: str
+    name: str
+    graph: TrainingGraph | None = None
+    schedule: Schedule | None = None
+    lower_bound_us: float = 0.0
+    stock: ReplayedMemory = ReplayedMemory(0, 0, 0)
+    chosen: ReplayedMemory = ReplayedMemory(0, 0, 0)
+    static_bytes: int = 0
+    dynamic_bytes: int = 0
+    gradient_bytes: int = 0
+    calls: int = 1
+    modules: int = 1
+    awaited_gradient_bytes: int = 0
+    budget_bytes: int = 0
+    costs: dict[str, OpCost] = msgspec.field(default_factory=dict[str, OpCost], name="prices")
+    schema_version: int = _SCHEMA_VERSION
+
+    def taken(self) -> ChosenPlan:
+        """Its figures, judged anew; raises `RematError` where the file cannot be true."""
+        if self.schedule is None or self.graph is None:
+            return ChosenPlan(self.stock, self.chosen)
+        found = simulate(self.graph, self.schedule)
+        # A bound above a time that was reached is no bound, up to rounding.
+        if self.lower_bound_us > (1 + 1e-9) * found.time_us:
+            raise PlanError("its bound is above its time")
+        gap = gap_of(found.time_us, self.lower_bound_us)
+        gap = None if gap is None else max(0.0, gap)
+        return ChosenPlan(self.stock, self.chosen, self.schedule, found.overhead, gap)
+
+    def step(self) -> StepBytes:
+        """Its bytes, with nothing beside them."""
+        return StepBytes(self.static_bytes, self.dynamic_bytes, self.gradient_bytes)
+
+
+def kept_choice(key: str) -> KeptChoice | None:
+    """None where nothing is kept, or nothing that can be taken."""
+    found = _files().read(_name(key), _whole_choice)
+    # The file's name has a part of the key only.
+    if found is None or found.key != key or found.schema_version != _SCHEMA_VERSION:
+        return None
+    return found if _has_costs(found) else None
+
+
+def keep_choice(choice: KeptChoice) -> None:
+    _files().write(_name(choice.key), msgspec.json.encode(choice))
+
+
+def _files() -> CacheFiles:
+    return CacheFiles(
+        "plans", "each process plans anew", CHOICES_FOLDER,
+        most_files=MOST_FILES, most_bytes=MOST_ENTRY_BYTES,
+    )  # fmt: skip
+
+
+def _name(key: str) -> str:
+    return f"{key[:32]}.json"
+
+
+def _whole_choice(data: bytes) -> KeptChoice:
+    """Raises `RematError` for what cannot be true."""
+    found = decode_json(data, KeptChoice)
+    if not all(0 <= size < MOST_BYTES for size in _choice_sizes(found)):
+        raise PlanError("a size cannot be")
+    # Simulates the schedule: a damaged file is found here, where it can be told as such.
+    found.taken()
+    return found
+
+
+def _choice_sizes(choice: KeptChoice) -> Iterator[int]:
+    yield from (choice.static_bytes, choice.dynamic_bytes, choice.gradient_bytes)
+    yield from (choice.awaited_gradient_bytes, choice.budget_bytes, choice.calls, choice.modules)
+    for one in (choice.stock, choice.chosen):
+        yield from (one.forward_peak_bytes, one.backward_peak_bytes)
+        yield from (one.saved_bytes, one.output_bytes)
+
+
+def _has_costs(choice: KeptChoice) -> bool:
+    """Whether the costs of the plan are those that are kept for its device here."""
+    if not choice.costs or choice.graph is None:
+        return True
+    # With other costs another plan might have been chosen.
+    known = CostCache.of(meter_of(choice.graph.device)).costs
+    return all(known.get(key) == cost for key, cost in choice.costs.items())

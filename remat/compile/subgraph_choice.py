@@ -17,10 +17,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from remat.compile.compile_options import CompileOptions
-from remat.compile.plan_search import CHEAP, Candidate, PlanSearch
+from remat.compile.graph_context import CompileOptions
+from remat.compile.plan_search import CHEAP, Candidate, PlanSearch, PlanWithCode, fastest_within
 from remat.compile.subgraphs import Subgraph, Whole
-from remat.compile.target_search import fastest_within
 from remat.graph_capture.graph import TANGENTS, TrainingGraph
 from remat.schedules.schedule import Schedule
 
@@ -162,7 +161,9 @@ class SubgraphSearch:
             if best and _extra_us(best) <= CHEAP * self._time_us:
                 break
             # The two ends alone say little of what lies between.
-            if turn >= _BETWEEN and best and _is_small(gain_us, best):
+            if turn < _BETWEEN or best is None or gain_us is None:
+                continue
+            if gain_us <= CHEAP * max(1.0, _extra_us(best)):
                 break
         return best
 
@@ -219,40 +220,22 @@ class SubgraphSearch:
         if search is None or len(search.tried) >= self.asked.replays:
             return
 
-        def generated(target_bytes: int) -> _InPlace | None:
+        def generated(target_bytes: int) -> PlanWithCode[Candidate] | None:
             graph = with_neighbours(search.step.graph, subgraph, target_bytes, saved_bytes)
             found = search.solved(target_bytes, graph) or search.solved(0, graph)
-            return found and _InPlace(found, subgraph)
+            if found is None:
+                return None
+            # With the gradients beside it.
+            peak_bytes = option_of(subgraph, found).peak_bytes
+            return PlanWithCode(
+                found, found.schedule_peak_bytes, peak_bytes, found.time_us, found.is_least
+            )
 
         fastest_within(limit_bytes, generated, tries=_TRIES, is_enough=lambda _: True)
         # Several targets may give the same candidate.
         known = {id(option.candidate) for option in self.options[k]}
         new = [found for found in search.tried.values() if id(found) not in known]
         self.options[k] += [option_of(subgraph, found) for found in new]
-
-
-@dataclass(frozen=True)
-class _InPlace:
-    """A candidate of one subgraph, with the gradients beside it."""
-
-    found: Candidate
-    subgraph: Subgraph
-
-    @property
-    def schedule_peak_bytes(self) -> int:
-        return self.found.schedule_peak_bytes
-
-    @property
-    def code_peak_bytes(self) -> int:
-        return option_of(self.subgraph, self.found).peak_bytes
-
-    @property
-    def time_us(self) -> float:
-        return self.found.time_us
-
-    @property
-    def is_least(self) -> bool:
-        return self.found.is_least
 
 
 def with_neighbours(
@@ -302,7 +285,3 @@ def option_of(subgraph: Subgraph, found: Candidate | None) -> SubgraphOption:
 
 def _extra_us(chosen: tuple[SubgraphOption, ...]) -> float:
     return sum(option.extra_us for option in chosen)
-
-
-def _is_small(gain_us: float | None, best: tuple[SubgraphOption, ...]) -> bool:
-    return gain_us is not None and gain_us <= CHEAP * max(1.0, _extra_us(best))

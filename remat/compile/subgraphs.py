@@ -103,7 +103,9 @@ class _Walk(fx.Interpreter):
         module = self.fetch_attr(str(n.target))
         step = self._traced(module, args)
         if step is not None:
-            step.holds_outputs = _is_returned(n)
+            results = [n, *filter(is_getitem, n.users)]
+            # Other results are held by what has saved them.
+            step.holds_outputs = any(map(_is_given_back, results))
         with self._mode:
             made = module(*args, **kwargs)
         # A result that is a view of an input takes nothing more.
@@ -140,7 +142,7 @@ class _Beside:
 
     def __init__(self, calls: list[fx.Node], values: dict[fx.Node, Any]) -> None:
         place = {call: k for k, call in enumerate(calls)}
-        trained = [node for node, value in values.items() if _has_gradient(value)]
+        trained = [n for n, v in values.items() if isinstance(v, Tensor) and v.requires_grad]
         self._bytes = {node: values[node].nbytes for node in trained}
         self._made = {node: _subgraph_of(node, place) for node in trained}
         self._readers = {
@@ -148,7 +150,8 @@ class _Beside:
         }
         ddp = active_ddp_module()
         self.moves_to_buckets = ddp is not None and ddp.gradient_as_bucket_view
-        exchanged = {node for node in trained if _is_exchanged(values[node])}
+        parameters = {n for n in trained if isinstance(values[n], torch.nn.Parameter)}
+        exchanged = {n for n in parameters if not getattr(values[n], "_ddp_ignored", False)}
         self._moved = exchanged if self.moves_to_buckets else set[fx.Node]()
         returned = {node for call in calls for node in [call, *call.users] if _is_given_back(node)}
         self._returned = [
@@ -177,19 +180,6 @@ class _Beside:
             return made < k
         # Of an input it stays, unless it is complete and DDP has moved it into its bucket.
         return node not in self._moved or any(reader <= k for reader in self._readers[node])
-
-
-def _has_gradient(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
-
-
-def _is_exchanged(value: Any) -> bool:
-    return isinstance(value, torch.nn.Parameter) and not getattr(value, "_ddp_ignored", False)
-
-
-def _is_returned(call: fx.Node) -> bool:
-    # Other results are held by what has saved them.
-    return any(_is_given_back(result) for result in [call, *filter(is_getitem, call.users)])
 
 
 def _is_given_back(node: fx.Node) -> bool:

@@ -6,12 +6,17 @@ the next collective. An error of any kind on one rank, a `KeyboardInterrupt` too
 
 from __future__ import annotations
 
+import functools
+import itertools
+import threading
 import time
 import traceback
-from collections.abc import Callable
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -20,8 +25,6 @@ from remat.graph_capture.errors import AgreementError, RematError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from remat.ranks.rank_messages import RankFailure, RankMessages
 
 _Plan = TypeVar("_Plan")
 
@@ -39,15 +42,12 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
 
     def __enter__(self) -> CollectiveCall:
         if self._group is not None and self._group.size() > 1:
-            # Imports torch.distributed, which one process does without.
-            from remat.ranks.rank_messages import RankMessages
-
             self._messages = RankMessages(self._group, self._what)
         return self
 
     def require_same_step(self, graph_hash: str) -> None:
         """Raise `AgreementError` on every rank where ranks have another step than the first."""
-        hashes = self._exchanged("step", graph_hash)
+        hashes = self.gathered_texts("step", graph_hash)
         others = [str(rank) for rank, found in enumerate(hashes) if found != hashes[0]]
         if others:
             raise AgreementError(
@@ -58,7 +58,7 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
 
     def require_same_order(self, order: str) -> None:
         """Raise `AgreementError` on every rank where ranks run collectives in different orders."""
-        if len(set(self._exchanged("order", order))) > 1:
+        if len(set(self.gathered_texts("order", order))) > 1:
             raise AgreementError(
                 "the plans of the ranks run their collectives in different orders, or one of them "
                 "more often, and all would wait for ever: make one plan for all of them by "
@@ -76,11 +76,8 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
             return made
         return msgspec.json.decode(self._awaited("plan", 0), type=kind)
 
-    def gathered_texts(self, name: str, mine: str) -> list[str]:
-        return self._exchanged(name, mine)
-
     def all_agree(self, name: str, said: bool) -> bool:
-        return all(text == "yes" for text in self._exchanged(name, "yes" if said else "no"))
+        return all(text == "yes" for text in self.gathered_texts(name, "yes" if said else "no"))
 
     def __exit__(
         self,
@@ -101,7 +98,7 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
             # Else the thread would show life for a rank that has left.
             self._messages.close()
 
-    def _exchanged(self, name: str, mine: str) -> list[str]:
+    def gathered_texts(self, name: str, mine: str) -> list[str]:
         """The texts of all ranks, in order."""
         messages = self._messages
         if messages is None:
@@ -115,27 +112,19 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
         return texts
 
     def _awaited(self, key: str, rank: int) -> str:
-        from remat.ranks.rank_messages import PAUSE_S, SILENT_S, RankWatch
-
         messages = self._messages
         assert messages is not None
-        watch = RankWatch(messages, rank)
-        while (text := messages.read(key)) is None:
-            if failure := messages.failure():
-                self._theirs = error_of(failure, self._what)
-                raise self._theirs
-            silent_s = watch.silent_s()
-            # A rank that has not come may still be at the user's code: it has the group's timeout.
-            if silent_s > (SILENT_S if watch.has_come else messages.timeout_s):
-                raise AgreementError(_silent_text(self._what, messages.ranks[rank], watch.has_come))
-            time.sleep(PAUSE_S)
-        return text
+        found = messages.awaited(key, rank, functools.partial(_silent_text, self._what))
+        if isinstance(found, RankFailure):
+            self._theirs = error_of(found, self._what)
+            raise self._theirs
+        return found
 
     def _end(self, messages: RankMessages, error: BaseException | None) -> None:
         try:
             if error is None:
                 # A rank that left early could not be told of an error of a later one.
-                self._exchanged("end", "")
+                self.gathered_texts("end", "")
             # An error that came from another rank is known to all.
             elif error is not self._theirs:
                 self._tell(messages, error)
@@ -145,18 +134,10 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
     def _tell(self, messages: RankMessages, error: BaseException) -> None:
         before = messages.failure()
         if before is None:
-            messages.fail(failure_of(error, messages.ranks[messages.rank]))
+            messages.fail(error)
         # The earlier error is the cause. A Ctrl-C stays one.
         elif before.rank != messages.ranks[messages.rank] and isinstance(error, Exception):
             raise error_of(before, self._what) from error
-
-
-def failure_of(error: BaseException, rank: int) -> RankFailure:
-    from remat.ranks.rank_messages import RankFailure
-
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return RankFailure(rank, type(error).__name__, str(error), place)
 
 
 def error_of(failure: RankFailure, what: str) -> Exception:
@@ -172,8 +153,6 @@ def error_of(failure: RankFailure, what: str) -> Exception:
 
 
 def _silent_text(what: str, rank: int, has_come: bool) -> str:
-    from remat.ranks.rank_messages import SILENT_S
-
     if has_come:
         return (
             f"rank {rank} has not been heard of for {SILENT_S:.0f} s in {what}: its process has "
@@ -197,3 +176,152 @@ def _gone(what: str) -> AgreementError:
         f"the ranks' store cannot be reached any more at the end of {what}: the process that holds "
         "it, most often the first rank or torchrun, has ended. See what it said last"
     )
+
+
+# What ranks of a group tell one another, beside their collectives: short texts in its store.
+#
+# A store needs no partner. A rank that has failed can say so while another waits for something
+# else, and what the user's program sends through the group stays in its order. While a rank is at
+# work, a thread of its own shows that it lives. So a long solve is told from a process that has
+# ended.
+
+
+BEAT_S = 2.0
+"""Seconds between two signs of life."""
+SILENT_S = 60.0
+"""A rank that has shown none for so long has ended, or its process stands still."""
+PAUSE_S = 0.02
+_LAST_BEAT_S = 5.0
+"""Longest wait for the last sign of life to reach the store."""
+LINGER_S = 10.0
+"""How long a rank stays for the others to read its last word: the store may end with it."""
+
+_calls: weakref.WeakKeyDictionary[Any, defaultdict[str, Iterator[int]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""By group and purpose, the numbers of its calls. All ranks of a group count alike."""
+
+
+class RankFailure(msgspec.Struct, frozen=True):
+    """The error of one rank, for the others; `rank` among all, `kind` the name of its class."""
+
+    rank: int
+    kind: str
+    text: str
+    place: str = ""
+
+
+class RankMessages:
+    """Texts of one call; the n-th calls with the same `what` on all ranks belong together."""
+
+    def __init__(self, group: ProcessGroup, what: str) -> None:
+        # Here, as one process does without torch.distributed.
+        import torch.distributed as dist
+
+        calls = _calls.setdefault(group, defaultdict(itertools.count))
+        store: Any = group.get_group_store()
+        self._store: Any = dist.PrefixStore(f"remat/{what}/{next(calls[what])}", store)
+        self.timeout_s = store.timeout.total_seconds()
+        self.rank, self.size = group.rank(), group.size()
+        self.ranks = dist.get_process_group_ranks(group)
+        self._ended = threading.Event()
+        self._beat = threading.Thread(target=self._show_life, daemon=True)
+        # Before the thread runs: others see at once that this rank has come.
+        self._store.set(f"beat/{self.rank}", "0")
+        self._beat.start()
+
+    @property
+    def others(self) -> list[int]:
+        """Numbers in the group, not among all ranks."""
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    def post(self, key: str, text: str) -> None:
+        self._store.set(key, text)
+
+    def read(self, key: str) -> str | None:
+        # Asked first, since `get` waits until somebody posts.
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def first(self, key: str) -> str:
+        """The number in the group of the first rank to ask for this key."""
+        # The store compares and sets in one request, so two ranks cannot both be first.
+        return self._store.compare_set(key, "", str(self.rank)).decode()
+
+    def fail(self, error: BaseException) -> None:
+        frames = traceback.extract_tb(error.__traceback__)
+        place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        mine = RankFailure(self.ranks[self.rank], type(error).__name__, str(error), place)
+        # The first error stays: later ones mostly follow from it.
+        self._store.compare_set("failure", "", msgspec.json.encode(mine).decode())
+
+    def awaited(
+        self, key: str, rank: int, silent_text: Callable[[int, bool], str]
+    ) -> str | RankFailure:
+        """What a rank posts, or an error of any rank; `AgreementError` where that rank is silent.
+
+        `silent_text` : of its number among all, and whether it has come to this call.
+        """
+        watch = RankWatch(self, rank)
+        while (text := self.read(key)) is None:
+            if failure := self.failure():
+                return failure
+            silent_s = watch.silent_s()
+            # A rank that has not come may still be at the user's code: it has the group's timeout.
+            if silent_s > (SILENT_S if watch.has_come else self.timeout_s):
+                raise AgreementError(silent_text(self.ranks[rank], watch.has_come))
+            time.sleep(PAUSE_S)
+        return text
+
+    def failure(self) -> RankFailure | None:
+        text = self.read("failure")
+        return None if text is None else msgspec.json.decode(text, type=RankFailure)
+
+    def leave(self) -> None:
+        """Say that this rank reads no more; wait `LINGER_S` at most for the others to say so."""
+        self.post(f"left/{self.rank}", "")
+        end = time.monotonic() + LINGER_S
+        # A rank that never came leaves nothing to read.
+        waited_for = [rank for rank in self.others if self.read(f"beat/{rank}") is not None]
+        while waited_for and time.monotonic() < end:
+            waited_for = [rank for rank in waited_for if self.read(f"left/{rank}") is None]
+            time.sleep(PAUSE_S)
+
+    def close(self) -> None:
+        self._ended.set()
+        # Python ends a thread that comes back from the store while the process ends, and torch's
+        # C++ then aborts. Not waited for longer, as the store may be out of reach.
+        self._beat.join(_LAST_BEAT_S)
+
+    def _show_life(self) -> None:
+        # A connection of its own: one serves a request at a time.
+        store = self._store.clone()
+        for number in itertools.count(1):
+            if self._ended.wait(BEAT_S):
+                return
+            try:
+                store.set(f"beat/{self.rank}", str(number))
+            except RuntimeError:
+                # The store has ended. Whoever reads from it next gets the error.
+                return
+
+
+class RankWatch:
+    """How long ago a rank has last shown that it lives."""
+
+    def __init__(self, messages: RankMessages, rank: int) -> None:
+        self._messages, self._rank = messages, rank
+        self._last: str | None = None
+        self._heard = time.monotonic()
+
+    @property
+    def has_come(self) -> bool:
+        """Whether it has come to this call at all, as far as `silent_s` has seen."""
+        return self._last is not None
+
+    def silent_s(self) -> float:
+        """Since its last sign; since the watch began, if there was none."""
+        sign = self._messages.read(f"beat/{self._rank}")
+        if sign != self._last:
+            # Signs are numbers that change: clocks of two machines need not agree.
+            self._last, self._heard = sign, time.monotonic()
+        return time.monotonic() - self._heard

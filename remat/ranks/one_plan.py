@@ -22,8 +22,14 @@ from torch import Tensor, fx
 from remat.graph_capture.distributed.collectives import collectives_in, groups_of
 from remat.graph_capture.errors import AgreementError
 from remat.graph_capture.torch_private.core import active_ddp_module
-from remat.ranks.collective_call import error_of, failure_of
-from remat.ranks.rank_messages import PAUSE_S, SILENT_S, RankMessages, RankWatch
+from remat.ranks.collective_call import (
+    PAUSE_S,
+    SILENT_S,
+    RankFailure,
+    RankMessages,
+    RankWatch,
+    error_of,
+)
 from remat.ranks.same_order import resolved
 
 if TYPE_CHECKING:
@@ -80,7 +86,7 @@ def _together(groups: Iterable[dist.ProcessGroup], what: str) -> Generator[None]
         # Ctrl-C too: the others would wait for this rank all the same.
         except BaseException as error:
             for messages in of_groups:
-                messages.fail(failure_of(error, messages.ranks[messages.rank]))
+                messages.fail(error)
                 messages.leave()
             raise
         for messages in of_groups:
@@ -156,19 +162,19 @@ class OnePlan:
         messages, leader = self._messages, self.leader
         assert messages is not None
         assert leader is not None
-        watch = RankWatch(messages, messages.ranks.index(leader))
-        while (text := messages.read("plan")) is None:
-            if failure := messages.failure():
-                messages.leave()
-                raise error_of(failure, _WHAT)
-            if watch.silent_s() > SILENT_S:
-                raise AgreementError(
-                    f"rank {leader} has not been heard of for {SILENT_S:.0f} s while it planned "
-                    "the graph that this rank compiles too: its process has ended or stands still. "
-                    "See what it said last"
-                )
-            time.sleep(PAUSE_S)
+        text = messages.awaited("plan", messages.ranks.index(leader), _leader_silent_text)
+        if isinstance(text, RankFailure):
+            messages.leave()
+            raise error_of(text, _WHAT)
         return msgspec.json.decode(text, type=kind)
+
+
+def _leader_silent_text(leader: int, _has_come: bool) -> str:
+    return (
+        f"rank {leader} has not been heard of for {SILENT_S:.0f} s while it planned "
+        "the graph that this rank compiles too: its process has ended or stands still. "
+        "See what it said last"
+    )
 
 
 @contextlib.contextmanager
@@ -185,7 +191,7 @@ def one_plan(key: str) -> Generator[OnePlan]:
     except BaseException as error:
         # Nobody waits for a rank that follows.
         if one.is_made_here:
-            messages.fail(failure_of(error, messages.ranks[messages.rank]))
+            messages.fail(error)
             messages.leave()
         raise
     finally:

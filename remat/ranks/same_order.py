@@ -35,7 +35,8 @@ def require_group(
     """`AgreementError` for a step whose collectives need ranks that do not plan with this one."""
     together = set() if group is None else set(dist.get_process_group_ranks(group))
     for node in collectives_in(joint):
-        ranks = _ranks_of(groups_of([node]))
+        groups = map(resolved, groups_of([node]))
+        ranks = sorted(set[int]().union(*map(dist.get_process_group_ranks, groups)))
         # A rank alone cannot tell the others that it has failed or runs no check, and they would
         # wait for it in the first collective.
         if len(ranks) > 1 and not together.issuperset(ranks):
@@ -54,11 +55,6 @@ def refuse_fake(group: dist.ProcessGroup | None) -> None:
             "the group is torch's fake one, whose collectives move nothing, so nothing can be "
             "trained or checked: plan there by remat.capture and remat.solve, and rewrite on ranks"
         )
-
-
-def _ranks_of(groups: tuple[Any, ...]) -> list[int]:
-    found = [dist.get_process_group_ranks(resolved(group)) for group in groups]
-    return sorted(set().union(*found))
 
 
 def resolved(group: Any) -> dist.ProcessGroup:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from remat.whole_step.step_call import training_step
+    from remat.whole_step.on_this_device import training_step
 
 __all__ = ["training_step"]
 
@@ -14,6 +14,6 @@ def __getattr__(name: str) -> Any:
     # Late, so that the command line can import what is free of torch.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from remat.whole_step.step_call import training_step
+    from remat.whole_step.on_this_device import training_step
 
     return training_step

@@ -266,10 +266,11 @@ class _Layers:
         found = [
             _layer_option(option, block, held_bytes, back_bytes, turns=turns) for option in kept
         ]
+        read_back = (name for name in reads[1] if name not in makes[1])
         return Layer(
             self._name(at), tuple(groups), tuple(given),
             sum(op.cost_us for op in halves[0]), sum(op.cost_us for op in halves[1]),
-            tuple(reads[0]), tuple(makes[0]), tuple(_not_in(reads[1], makes[1])), tuple(makes[1]),
+            tuple(reads[0]), tuple(makes[0]), tuple(read_back), tuple(makes[1]),
             tuple(_worth_having(found)), turns,
             *(tuple(op.name for op in half) for half in halves),
         )  # fmt: skip
@@ -282,7 +283,3 @@ class _Layers:
             for place, op in enumerate(block.ops)
             if not ends.isdisjoint(self.graph.ops[op].outputs)
         }
-
-
-def _not_in(names: Sequence[str], others: Sequence[str]) -> list[str]:
-    return [name for name in names if name not in others]

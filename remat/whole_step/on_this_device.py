@@ -1,10 +1,11 @@
-"""A whole optimizer step of several microbatches, planned and made ready to run on this CPU."""
+"""A whole optimizer step of several microbatches: planned, and made ready to run on a CPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import msgspec
 
@@ -13,12 +14,14 @@ from remat.graph_capture.devices.links import BYTES_PER_US_IN_GB_S
 from remat.graph_capture.errors import BudgetError, CaptureError
 from remat.graph_capture.graph import Tier, TrainingGraph
 from remat.levers.optimizer_in_backward import require_no_other_reader, require_own_storages
+from remat.progress import stopwatch_of_call
 from remat.schedules.derived import unchunked
+from remat.step_spec import StepSpec
 from remat.whole_step.layers import microbatch_of
 from remat.whole_step.microbatch import MOMENTS, Microbatch, ParameterUpdate, Update, UpdateGroup
 from remat.whole_step.op_writer import op_by_op
 from remat.whole_step.planned_step import PlannedStep, StepTask
-from remat.whole_step.step_planning import StepPlan, StepRequest
+from remat.whole_step.step_planning import StepPlan, StepRequest, plan_step, step_request
 from remat.whole_step.step_search import plan_whole_step
 
 if TYPE_CHECKING:
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
     from remat.graph_capture.tracing.trace import Trace
     from remat.rewriter.guards.forward import Guards
     from remat.whole_step.program import JointResults
-    from remat.whole_step.step import WholeStep
+    from remat.whole_step.running import WholeStep
 
 
 def _parameter_updates(
@@ -157,8 +160,7 @@ class StepHere:
         from remat.rewriter.tiers.file_tier import FileTier
         from remat.whole_step.program import actions_of
         from remat.whole_step.residents import Residents
-        from remat.whole_step.running import StepCode, codes_of
-        from remat.whole_step.step import StepFacts, WholeStep
+        from remat.whole_step.running import StepCode, StepFacts, WholeStep, codes_of
 
         step, results = op_by_op(self.graph, self.task, planned, self.updates), self.results
         found = step.simulation
@@ -182,18 +184,6 @@ class StepHere:
         trained = dict(self.parameters[name] for name in results.gradient_of)
         facts = StepFacts(step.graph, step.schedule, found)
         return WholeStep(self.guards, self.optimizer, code, residents, facts, trained)
-
-
-def step_here(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None,
-    request: StepRequest,
-    optimizer: Optimizer,
-    **given: Any,
-) -> WholeStep:
-    captured = StepHere.captured(model, args, kwargs, request, optimizer, **given)
-    return captured.ready(captured.planned())
 
 
 def _parameters_of(guards: Guards, results: JointResults) -> _Parameters:
@@ -243,3 +233,65 @@ def _task(
         # A CPU is its own host, so the device makes all updates.
         host_computes=False,
     )
+
+
+def training_step(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    optimizer: Optimizer,
+    budget: str | SupportsIndex,
+    microbatches: int | None = None,
+    host: str | SupportsIndex | None = None,
+    nvme: str | None = None,
+    device: str | None = None,
+    loss_fn: Callable[..., Any] | None = None,
+    target: Any = None,
+    profile: Profile | str | Path | None = None,
+    verbose: bool = True,
+) -> StepPlan | WholeStep:
+    """One optimizer step of so many batches like this one, over the device, the host and NVMe.
+
+    Parameters, gradients and the optimizer's state are on the device, the host or NVMe, as is best.
+
+    Parameters
+    ----------
+    optimizer : of `torch.optim`: an `SGD`, `Adam` or `AdamW` over parameters of the model.
+    budget : of the device, in bytes or ``auto``. microbatches : batches in one step.
+    host, nvme : sizes as of `remat.capture`. device : left at None, where the model is.
+    Others : as of `remat.rematerialize`.
+
+    Returns
+    -------
+    WholeStep : on a CPU; called with that many batches, it takes one step of eager's.
+    StepPlan : for a device of the table, where nothing is run; `repr` says what it takes.
+
+    Raises
+    ------
+    CaptureError : the model or the optimizer cannot be updated so. BudgetError : nothing fits, or a
+        size cannot be read; the message says what can be done instead.
+    """
+    given: dict[str, Any] = {"loss_fn": loss_fn, "target": target, "profile": profile}
+    spec = StepSpec.of(
+        {"model": model, "args": args, "kwargs": kwargs, "verbose": verbose, **given}
+    )
+    asked = step_request(
+        spec.model, optimizer, budget=budget, microbatches=microbatches, device=device, host=host,
+        nvme=nvme,
+    )  # fmt: skip
+    given["profile"] = spec.known_profile
+    stages, name = stopwatch_of_call(verbose=verbose), type(spec.model).__name__
+    with stages.stage("solve", f"planning a whole step of {name}") as shown:
+        plan: StepPlan | WholeStep
+        if asked.is_run:
+            captured = StepHere.captured(spec.model, spec.args, kwargs, asked, optimizer, **given)
+            plan = captured.ready(captured.planned())
+        else:
+            plan = plan_step(
+                spec.model, spec.args, kwargs, asked, told=lambda text: shown(text=text), **given
+            )
+    if isinstance(plan, StepPlan) and plan.shortage:
+        raise BudgetError(plan.shortage)
+    stages.say(f"remat: {plan!r}; {stages.elapsed_s:.1f} s")
+    return plan

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
-from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Links, Op, Tier, TrainingGraph
 from remat.whole_step.microbatch import Microbatch, Update
 from remat.whole_step.step_graph import GroupPlace, StepShape, optimizer_step
@@ -110,12 +108,10 @@ class StepConfig(msgspec.Struct, frozen=True):
         if not self.device_updates or self.updates == "device":
             return []
         late = [at for layer in reversed(microbatch.layers) for at in layer.gives]
-        here = [at for at in late if self.state[at] == "host" and self._adds_on_device(at)]
+        added = set(late) if self.sums == "device" else set(self.kept_gradients)
+        here = [at for at in late if self.state[at] == "host" and at in added]
         # The last ones of backward: on the host, nothing would hide their updates.
         return here[-self.device_updates :]
-
-    def _adds_on_device(self, group: int) -> bool:
-        return self.sums == "device" or group in self.kept_gradients
 
     def _own_updates(self, microbatch: Microbatch, layer: int) -> list[str]:
         gives = microbatch.layers[layer].gives
@@ -127,18 +123,6 @@ class StepConfig(msgspec.Struct, frozen=True):
         return kind == "O" and self.state[int(at)] == "nvme"
 
 
-# Systems are fixed configs of the same step. All compute a layer's inside again in backward, as
-# they advise, and give the same bits.
-_Rule = Callable[[Microbatch, int], StepConfig]
-
-
-@dataclass(frozen=True)
-class _NamedSystem:
-    title: str
-    source: str
-    config: _Rule
-
-
 def full_recompute(microbatch: Microbatch) -> tuple[int, ...]:
     return tuple(
         min(range(len(layer.options)), key=lambda i: (layer.options[i].saved_bytes, i))
@@ -146,66 +130,49 @@ def full_recompute(microbatch: Microbatch) -> tuple[int, ...]:
     )
 
 
-def _zero_offload(microbatch: Microbatch, count: int) -> StepConfig:
-    """Parameters stay; gradients go down as they are made and are added there."""
-    passes = (Pass(1, full_recompute(microbatch)),) * count
-    return StepConfig(passes, _on_host(microbatch), sums="host", keeping="stay")
+@dataclass(frozen=True)
+class _NamedSystem:
+    """A fixed config of the same step, which gives the same bits; state is on the host."""
 
+    title: str
+    source: str
+    keeping: _Keeping
+    sums: Tier = "host"
+    window: int = 0
+    is_layer_major: bool = False
 
-def _zero_infinity(microbatch: Microbatch, count: int) -> StepConfig:
-    """As ZeRO-Offload, with parameters brought for each layer, ahead of its use."""
-    passes = (Pass(1, full_recompute(microbatch)),) * count
-    return StepConfig(passes, _on_host(microbatch), sums="host", keeping="stream")
-
-
-def _l2l(microbatch: Microbatch, count: int) -> StepConfig:
-    """All microbatches through a layer before the next: its parameters come once a way."""
-    passes = (Pass(count, full_recompute(microbatch)),)
-    return StepConfig(passes, _on_host(microbatch), keeping="stream")
-
-
-def _patrick_star(microbatch: Microbatch, count: int) -> StepConfig:
-    """What a warm-up step saw used again soonest stays on the device."""
-    passes = (Pass(1, full_recompute(microbatch)),) * count
-    return StepConfig(passes, _on_host(microbatch), sums="host", keeping="near")
-
-
-def _stronghold(microbatch: Microbatch, count: int) -> StepConfig:
-    """At most a few layers on the device at once, in a window that moves."""
-    passes = (Pass(1, full_recompute(microbatch)),) * count
-    return StepConfig(passes, _on_host(microbatch), sums="host", keeping="stream", window=2)
-
-
-def _on_host(microbatch: Microbatch) -> tuple[Tier, ...]:
-    return ("host",) * len(microbatch.groups)
+    def config(self, microbatch: Microbatch, count: int) -> StepConfig:
+        # All compute a layer's inside again in backward, as they advise.
+        options = full_recompute(microbatch)
+        passes = (Pass(count, options),) if self.is_layer_major else (Pass(1, options),) * count
+        state: tuple[Tier, ...] = ("host",) * len(microbatch.groups)
+        return StepConfig(passes, state, self.sums, keeping=self.keeping, window=self.window)
 
 
 NAMED_SYSTEMS = {
+    # Parameters stay; gradients go down as they are made and are added there.
     "zero-offload": _NamedSystem(
-        "ZeRO-Offload", "Ren et al. 2021, https://arxiv.org/abs/2101.06840", _zero_offload
+        "ZeRO-Offload", "Ren et al. 2021, https://arxiv.org/abs/2101.06840", "stay"
     ),
-    "l2l": _NamedSystem("L2L", "Pudipeddi et al. 2020, https://arxiv.org/abs/2002.05645", _l2l),
+    # All microbatches through a layer before the next: its parameters come once a way.
+    "l2l": _NamedSystem(
+        "L2L", "Pudipeddi et al. 2020, https://arxiv.org/abs/2002.05645", "stream", "device",
+        is_layer_major=True,
+    ),
+    # As ZeRO-Offload, with parameters brought for each layer, ahead of its use.
     "zero-infinity": _NamedSystem(
-        "ZeRO-Infinity", "Rajbhandari et al. 2021, https://arxiv.org/abs/2104.07857", _zero_infinity
+        "ZeRO-Infinity", "Rajbhandari et al. 2021, https://arxiv.org/abs/2104.07857", "stream"
     ),
+    # What a warm-up step saw used again soonest stays on the device.
     "patrickstar": _NamedSystem(
-        "PatrickStar", "Fang et al. 2021, https://arxiv.org/abs/2108.05818", _patrick_star
+        "PatrickStar", "Fang et al. 2021, https://arxiv.org/abs/2108.05818", "near"
     ),
+    # At most a few layers on the device at once, in a window that moves.
     "stronghold": _NamedSystem(
-        "STRONGHOLD", "Sun et al. 2022, https://doi.org/10.1109/SC41404.2022.00076", _stronghold
+        "STRONGHOLD", "Sun et al. 2022, https://doi.org/10.1109/SC41404.2022.00076", "stream",
+        window=2,
     ),
-}
+}  # fmt: skip
 """By name. Elixir's choice of what stays is PatrickStar's here, and Mobius spreads a step over
-several devices, which a graph of one has not."""
-DELAYED = "zero-offload-delayed"
-
-
-def named_system(name: str) -> _NamedSystem:
-    if name == DELAYED:
-        raise SolverError(
-            "a delayed update steps with the gradients of the step before, so it trains another "
-            "run than eager's, and is not planned: zero-offload updates without delay"
-        )
-    if name not in NAMED_SYSTEMS:
-        raise SolverError(f"there is no system {name!r}: choose one of {', '.join(NAMED_SYSTEMS)}")
-    return NAMED_SYSTEMS[name]
+several devices, which a graph of one has not. An update that is delayed, as ZeRO-Offload's may be,
+steps with the gradients of the step before: it trains another run than eager's."""

@@ -196,16 +196,10 @@ class StepPlan:
 
 
 def plan_step(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None,
-    request: StepRequest,
-    *,
-    loss_fn: Callable[..., Any] | None = None,
-    target: Any = None,
-    profile: Profile | None = None,
-    told: _Told = lambda _: None,
-) -> StepPlan:
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, request: StepRequest,
+    *, loss_fn: Callable[..., Any] | None = None, target: Any = None,
+    profile: Profile | None = None, told: _Told = lambda _: None,
+) -> StepPlan:  # fmt: skip
     from remat.graph_capture.capture_api import add_costs, tiers_for
     from remat.graph_capture.tracing.trace import trace
 

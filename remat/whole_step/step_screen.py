@@ -12,7 +12,6 @@ from rich.text import Text
 
 from remat.analysis.plan_report import plain_table
 from remat.formats import bytes_text, gap_text, time_text
-from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulation import Simulation
 from remat.whole_step.planned_step import PlannedStep, Short
 from remat.whole_step.step_config import NAMED_SYSTEMS, Pass, StepConfig
@@ -24,24 +23,20 @@ _LABELS_OF_LINKS = {
 
 
 def show_step(console: Console, plan: StepPlan) -> None:
-    request, microbatch = plan.request, plan.task.microbatch
+    request, microbatch, links = plan.request, plan.task.microbatch, plan.task.links
     tokens = f" of {microbatch.n_tokens:,} tokens" if microbatch.n_tokens else ""
+    nvme = f", NVMe {bytes_text(links.nvme_bytes)}" if links.write else ""
     console.print(
         Text.assemble(
             (microbatch.name, "bold"),
             f", a step of {_count(request.microbatches, 'microbatch', 'microbatches')}{tokens}, "
             f"{request.optimizer}\nbudget {bytes_text(plan.task.budget_bytes)}, host "
-            f"{bytes_text(plan.task.links.host_bytes)}{_nvme(plan)}\n",
+            f"{bytes_text(links.host_bytes)}{nvme}\n",
         )
     )
     console.print(_systems_table(plan))
     console.print()
     console.print(_choices(plan))
-
-
-def _nvme(plan: StepPlan) -> str:
-    links = plan.task.links
-    return f", NVMe {bytes_text(links.nvme_bytes)}" if links.write else ""
 
 
 def _systems_table(plan: StepPlan) -> Table:
@@ -89,7 +84,11 @@ def _choices(plan: StepPlan) -> Table:
         if not isinstance(one, PlannedStep):
             why = too_small_text(one) if isinstance(one, Short) else one
             table.add_row("no plan", Text(f"of {NAMED_SYSTEMS[name].title}: {why}"))
-    table.add_row("costs", Text(_costs_text(plan, plan.graph)))
+    costs = (
+        f"modelled for {plan.graph.device}; links {plan.task.links.source or 'as given'}; updates "
+        f"at {plan.task.update.host_gb_s:g} GB/s of host memory"
+    )
+    table.add_row("costs", Text(costs))
     table.add_row("status", f"{found.judged} plans judged; planned, not run")
     return table
 
@@ -140,14 +139,6 @@ def _gradients_text(plan: StepPlan, config: StepConfig) -> str:
         return "added on the device"
     kept = f", {len(config.kept_gradients)} groups stay there" if config.kept_gradients else ""
     return "added on the host" if config.sums == "host" else f"added on the device{kept}"
-
-
-def _costs_text(plan: StepPlan, graph: TrainingGraph) -> str:
-    links = plan.task.links
-    return (
-        f"modelled for {graph.device}; links {links.source or 'as given'}; updates at "
-        f"{plan.task.update.host_gb_s:g} GB/s of host memory"
-    )
 
 
 def _long_time_text(time_us: float) -> str:

@@ -108,7 +108,7 @@ def test_what_takes_no_host() -> None:
 
 
 def test_the_backend_of_torch_compile_takes_no_host() -> None:
-    from remat.compile.compile_options import read_options
+    from remat.compile.graph_context import read_options
 
     for name in ("host", "nvme"):
         with pytest.raises(SolverError) as error:

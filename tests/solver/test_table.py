@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 import pytest
 
-from remat.compile.compile_options import CompileOptions
+from remat.compile.graph_context import CompileOptions
 from remat.graph_capture.errors import SolverError
 from remat.job.request import Request
 from remat.solver import TABLE, make_solver, solve_within, solver_class

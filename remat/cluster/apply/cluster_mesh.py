@@ -1,23 +1,33 @@
-"""The mesh of devices that a plan for a cluster is for."""
+"""The mesh of devices that a plan for a cluster is for, and what a rank of it has of the plan."""
 
 from __future__ import annotations
 
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from remat.cluster.apply.whole_chain import Materialize, layers_of_stages
 from remat.cluster.plan_file import ClusterFile, read_cluster_plan, require_world
+from remat.cluster.stepping import forwards_open, stages_of_rank
+from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.errors import PlanError
 from remat.graph_capture.files import read_contents
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.tensor.parallel import ParallelStyle
 
-PP, REPLICATE, SHARD, CP, TP = "pp", "dp_replicate", "dp_shard", "cp", "tp"
-DIMENSIONS = (PP, REPLICATE, SHARD, CP, TP)
+
+PP, _REPLICATE, _SHARD, CP, TP = "pp", "dp_replicate", "dp_shard", "cp", "tp"
+DIMENSIONS = (PP, _REPLICATE, _SHARD, CP, TP)
 """Of a mesh, in torchtitan's order: neighbours in the last one are nearest."""
 
 
@@ -37,8 +47,8 @@ def degrees_of(plan: ClusterFile) -> dict[str, int]:
     """In the order of `DIMENSIONS`."""
     degrees = plan.parallelism
     return {
-        PP: degrees.pipeline_parallel_degree, REPLICATE: degrees.data_parallel_replicate_degree,
-        SHARD: degrees.data_parallel_shard_degree, CP: degrees.context_parallel_degree,
+        PP: degrees.pipeline_parallel_degree, _REPLICATE: degrees.data_parallel_replicate_degree,
+        _SHARD: degrees.data_parallel_shard_degree, CP: degrees.context_parallel_degree,
         TP: degrees.tensor_parallel_degree,
     }  # fmt: skip
 
@@ -69,3 +79,149 @@ def cluster_mesh(plan: ClusterFile | str | Path, device_type: str = "") -> Devic
     require_world(plan, dist.get_world_size())
     kind = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     return init_device_mesh(kind, tuple(degrees_of(plan).values()), mesh_dim_names=DIMENSIONS)
+
+
+# What the mesh splits: modules over tensor parallel ranks, states over data parallel ones.
+
+
+TensorPlan = Mapping[str, "ParallelStyle"]
+"""Styles by path in the model; a part of a path may be a glob, as of `parallelize_module`."""
+
+
+def split_over_tensor_ranks(
+    modules: Mapping[str, nn.Module], mesh: DeviceMesh, tp_plan: TensorPlan
+) -> None:
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    for path, module in modules.items():
+        inside = _styles_for(path, tp_plan)
+        if inside:
+            parallelize_module(module, mesh, inside)
+
+
+def _styles_for(path: str, tp_plan: TensorPlan) -> Any:
+    """A style for the module at `path`, or styles by path inside of it."""
+    own = path.split(".")
+    found: dict[str, ParallelStyle] = {}
+    for key, style in tp_plan.items():
+        parts = key.split(".")
+        # Keys are paths in the model, and modules are split one by one.
+        if len(parts) < len(own) or not all(map(fnmatch.fnmatchcase, own, parts)):
+            continue
+        if len(parts) == len(own):
+            return style
+        found[".".join(parts[len(own) :])] = style
+    return found
+
+
+def require_split_blocks(blocks: Mapping[str, nn.Module], ranks: int) -> None:
+    from torch.distributed.tensor import DTensor
+
+    for path, block in blocks.items():
+        held = (p for p in block.parameters() if isinstance(p, DTensor))
+        # The plan counts a part of the block's weights and work on each rank.
+        if not any(place.is_shard() for p in held for place in p.placements):
+            raise PlanError(
+                f"tp_plan splits no parameter of block {path}, and the plan is for {ranks} tensor "
+                "parallel ranks: name its linear layers, such as 'layers.*.up': ColwiseParallel()"
+            )
+
+
+def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    shard = _SHARD
+    if mesh[CP].size() > 1:
+        # Context parallel ranks have other tokens of the batch, so states are split over them too.
+        shard = f"{_SHARD}_{CP}"
+        mesh[_SHARD, CP]._flatten(shard)
+    is_both = mesh[_REPLICATE].size() > 1
+    return mesh[_REPLICATE, shard] if is_both else mesh[shard]
+
+
+def shard_over_data_ranks(
+    part: nn.Module, blocks: Sequence[nn.Module], plan: ClusterFile, mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy | None,
+) -> None:  # fmt: skip
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    kept = plan.parallelism.fsdp_reshard_after_forward
+    how: dict[str, Any] = {
+        "mesh": _data_mesh(mesh), "mp_policy": mp_policy or MixedPrecisionPolicy(),
+        "reshard_after_forward": kept == "always" if kept in ("never", "always") else int(kept),
+    }  # fmt: skip
+    # Inside out: a module that is wrapped later leaves out what is wrapped already.
+    for block in blocks:
+        fully_shard(block, **how)
+    fully_shard(part, **how)
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A plan and what it is applied with; see `remat.parallelize`."""
+
+    plan: ClusterFile
+    mesh: DeviceMesh
+    args: tuple[Any, ...]
+    loss_fn: Callable[..., Any]
+    target: Any
+    tp_plan: TensorPlan
+    mp_policy: MixedPrecisionPolicy | None
+    schedule: str
+    materialize: Materialize | None = None
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the pipeline."""
+        return self.mesh.get_local_rank(PP)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Those of this rank, in the order of the model."""
+        return stages_of_rank(
+            self.schedule, self.rank, self.mesh[PP].size(), self.plan.virtual_stages
+        )
+
+    @property
+    def layers(self) -> list[tuple[str, ...]]:
+        """Paths of blocks by stage of the model, not of the rank."""
+        return layers_of_stages(self.plan)
+
+    @property
+    def has_last(self) -> bool:
+        return len(self.layers) - 1 in self.stages
+
+    @property
+    def is_sharded(self) -> bool:
+        ranks = self.mesh[_REPLICATE].size() * self.mesh[_SHARD].size() * self.mesh[CP].size()
+        # `mp_policy` needs it on one rank too: its casts are those of `fully_shard`.
+        return ranks > 1 or self.mp_policy is not None
+
+    @property
+    def shares_tokens(self) -> bool:
+        return self.mesh[CP].size() > 1
+
+    @property
+    def cast(self) -> Sharding:
+        dtype = None if self.mp_policy is None else self.mp_policy.param_dtype
+        if dtype is None:
+            return NO_SHARDING
+        # As plans for sharded models name the dtype of computations.
+        return Sharding("fsdp2", 2, param_dtype=str(dtype).removeprefix("torch."))
+
+    @property
+    def widening(self) -> int:
+        """How many times as large a gradient is that `fully_shard` sums over microbatches."""
+        policy = self.mp_policy
+        if policy is None or policy.param_dtype is None or policy.reduce_dtype is None:
+            return 1
+        return max(policy.reduce_dtype.itemsize // policy.param_dtype.itemsize, 1)
+
+    @property
+    def in_flight(self) -> float:
+        """Microbatches of all of this rank's blocks that are open at once."""
+        plan = self.plan
+        if self.schedule == plan.parallelism.pipeline_parallel_schedule:
+            return plan.stages[self.rank].microbatches_in_flight
+        # The user runs another schedule than the planned one.
+        pp = plan.parallelism.pipeline_parallel_degree
+        found = forwards_open(self.schedule, pp, plan.microbatches, plan.virtual_stages)
+        return found[self.rank] / plan.virtual_stages

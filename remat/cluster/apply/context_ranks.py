@@ -28,6 +28,7 @@ from remat.cluster.model_part import (
     SequencePart,
     arrival_of,
     cut_dimension,
+    drawn_like,
 )
 from remat.graph_capture.errors import CaptureError, PlanError
 from remat.graph_capture.torch_private.core import pytree
@@ -35,7 +36,7 @@ from remat.graph_capture.tracing.step_module import apply_loss
 from remat.rewriter.user_module.own_forward import shell_with
 
 if TYPE_CHECKING:
-    from remat.cluster.apply.asked import Applied
+    from remat.cluster.apply.cluster_mesh import Applied
 
 
 # Context parallel ranks run what is outside of attention on their own tokens, which begin in the
@@ -97,7 +98,7 @@ def require_token_local_block(
     path: str, block: nn.Module, given: Arrival, cut: Mapping[int, int], ranks: int
 ) -> None:
     """`CaptureError` for a block that mixes tokens; `cut` : dimensions by the id of an argument."""
-    border = _drawn(given.border, 1)
+    border = drawn_like(given.border, 1)
     places = ChangedPlaces(border.shape[SEQUENCE])
 
     def run(x: Tensor, *, turned: bool = False) -> _Parts:
@@ -126,7 +127,7 @@ def require_token_local_loss(
     has_tokens: Callable[[object], bool],
 ) -> None:  # fmt: skip
     """`CaptureError` for a loss that is no mean over tokens, each with its own target."""
-    border = _drawn(border, 1)
+    border = drawn_like(border, 1)
     places = ChangedPlaces(border.shape[SEQUENCE])
 
     def run(x: Tensor, *, turned: bool = False) -> _Parts:
@@ -167,22 +168,16 @@ def is_token_local(
     return _alike(places.of(usual, SEQUENCE), turned) and _alike(usual[:, kept], other[:, kept])
 
 
-def _drawn(like: Tensor, seed: int) -> Tensor:
-    # A stream of its own leaves the user's random numbers as they are.
-    stream = torch.Generator().manual_seed(seed)
-    made = torch.randn(like.shape, generator=stream)
-    return made.to(device=like.device, dtype=like.dtype)
-
-
 def _why_not_token_local(run: Callable[..., _Parts], x: Tensor, places: ChangedPlaces) -> str:
     usual = run(x)
     middle = x.shape[SEQUENCE] // 2
     # Both halves in turn: what looks back alone shows only in the second one.
     for own in (slice(0, middle), slice(middle, None)):
-        other = _drawn(x, 2)
+        other = drawn_like(x, 2)
         other[:, own] = x[:, own]
         for (a, dim), (b, _) in zip(usual, run(other), strict=True):
-            a, b = (_of_tokens(t, dim, places.own, own) for t in (a, b))
+            of_parts = (t.unflatten(dim, (-1, places.own)).transpose(0, dim + 1) for t in (a, b))
+            a, b = (t[own] for t in of_parts)
             if not _alike(a, b):
                 return "mixes tokens outside of attention"
     turned = run(places.of(x, SEQUENCE), turned=True)
@@ -190,10 +185,6 @@ def _why_not_token_local(run: Callable[..., _Parts], x: Tensor, places: ChangedP
         if not _alike(places.of(a, dim), b):
             return "depends on where a token stands"
     return ""
-
-
-def _of_tokens(tensor: Tensor, dim: int, own: int, kept: slice) -> Tensor:
-    return tensor.unflatten(dim, (-1, own)).transpose(0, dim + 1)[kept]
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:

@@ -17,15 +17,29 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from remat.cluster.apply.asked import Applied, TensorPlan
-from remat.cluster.apply.cluster_mesh import DIMENSIONS, PP, degrees_of, opened_plan
-from remat.cluster.apply.head_bytes import RankParts, rank_parts
-from remat.cluster.apply.rank_stages import ZERO_BUBBLE, one_stage_rings, rings_of
+from remat.cluster.apply.cluster_mesh import (
+    DIMENSIONS,
+    PP,
+    Applied,
+    TensorPlan,
+    degrees_of,
+    opened_plan,
+)
+from remat.cluster.apply.stage_parts import RankParts, rank_parts
 from remat.cluster.apply.stage_peak import peak_of_rank
 from remat.cluster.apply.whole_chain import Materialize, values_digest, whole_chain
 from remat.cluster.plan_file import MAKE_AGAIN, ClusterFile, require_world
 from remat.cluster.replayed_plan import ONE_STAGE, torch_order
-from remat.cluster.stepping import PipelineStep, PlainStep, RingStage, StepRunner, loss_itself
+from remat.cluster.stepping import (
+    ZERO_BUBBLE,
+    PipelineStep,
+    PlainStep,
+    RingStage,
+    StepRunner,
+    loss_itself,
+    one_stage_rings,
+    rings_of,
+)
 from remat.graph_capture.errors import PlanError, ScheduleError
 from remat.graph_capture.tracing.fake_tensors import has_storage
 from remat.ranks.collective_call import CollectiveCall
@@ -37,12 +51,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    from remat.cluster.apply.head_bytes import RankParts
-
 
 def _check_plan(
     plan: ClusterFile, mesh: DeviceMesh, model: nn.Module, tp_plan: TensorPlan | None,
-    schedule: str, materialize: Materialize | None,
+    name: str, materialize: Materialize | None,
 ) -> None:  # fmt: skip
     if plan.versions.torch != str(torch.__version__):
         raise PlanError(
@@ -62,15 +74,7 @@ def _check_plan(
             f"the plan is for {tp} tensor parallel ranks, and no tp_plan says which layers they "
             "share: pass tp_plan, such as {'layers.*.up': ColwiseParallel(), ...}"
         )
-    _check_schedule(plan, schedule)
-
-
-def _schedule_name(plan: ClusterFile, schedule: str) -> str:
-    return schedule or plan.parallelism.pipeline_parallel_schedule
-
-
-def _plan_digest(plan: ClusterFile, schedule: str) -> str:
-    return hashlib.sha256(plan.to_json() + schedule.encode()).hexdigest()
+    _check_schedule(plan, name)
 
 
 def _check_mesh(plan: ClusterFile, mesh: DeviceMesh) -> None:
@@ -97,7 +101,7 @@ def _check_model(model: nn.Module, *, is_materialized: bool) -> None:
         )
 
 
-def _check_schedule(plan: ClusterFile, schedule: str) -> None:
+def _check_schedule(plan: ClusterFile, name: str) -> None:
     pp = plan.parallelism.pipeline_parallel_degree
     if pp == 1:
         return
@@ -106,7 +110,6 @@ def _check_schedule(plan: ClusterFile, schedule: str) -> None:
             f"{plan.microbatches} microbatches are fewer than {pp} stages, which then wait for "
             f"each other: plan again with a larger --batch, or --pp {plan.microbatches}"
         )
-    name = _schedule_name(plan, schedule)
     if (name in ONE_STAGE) != (plan.virtual_stages == 1):
         raise PlanError(
             f"schedule {name} is not for {plan.virtual_stages} stages on each rank, as planned: "
@@ -258,11 +261,12 @@ def parallelize(
     # An error of one rank ends all of them, before any waits for it in a collective of torch's.
     with CollectiveCall(dist.group.WORLD if dist.is_initialized() else None, _WHAT) as ranks:
         plan = opened_plan(plan)
-        _check_plan(plan, mesh, model, tp_plan, schedule, materialize)
-        _require_same(ranks, "plan", _plan_digest(plan, schedule), "plan")
+        name = schedule or plan.parallelism.pipeline_parallel_schedule
+        _check_plan(plan, mesh, model, tp_plan, name, materialize)
+        digest = hashlib.sha256(plan.to_json() + schedule.encode()).hexdigest()
+        _require_same(ranks, "plan", digest, "plan")
         chain = whole_chain(model, plan, args, loss_fn, target)
         _require_same(ranks, "model", values_digest({"": model}), "model")
-        name = _schedule_name(plan, schedule)
         asked = Applied(
             plan, mesh, args, loss_fn, target, tp_plan or {}, mp_policy, name, materialize
         )

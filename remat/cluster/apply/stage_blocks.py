@@ -14,12 +14,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 from torch import nn
 
 from remat.checks import Batch, require_equal
 from remat.cluster.capture.rank_graph import border_value, planned_graph
-from remat.cluster.model_part import Arrival
+from remat.cluster.model_part import Arrival, drawn_like
 from remat.cluster.parts import EqualBlocks, Limit, Part, PartOption, part_of
 from remat.cluster.pipeline_replay import RUNNING, SAVED_ACTIVATIONS
 from remat.cluster.plan_file import ClusterFile, StageFacts
@@ -88,8 +87,8 @@ def traced_blocks(
     for path, block in blocks.items():
         # Only the first block may be without a gradient of what it reads, where nothing before it
         # trains.
-        border = _made_border(given).requires_grad_(has_input_gradient or path != first_path)
-        args = border, *given.args_
+        is_trained = has_input_gradient or path != first_path
+        args = drawn_like(given.border, 0).requires_grad_(is_trained), *given.args_
         try:
             traced = trace(block, args, given.kwargs, optimizer="none", split="none")
         except CaptureError as error:
@@ -101,13 +100,6 @@ def traced_blocks(
             path, block, traced, planned_graph(graph, name), args, given.kwargs
         )
     return StageBlocks(found)
-
-
-def _made_border(given: Arrival) -> torch.Tensor:
-    # A stream of its own leaves the user's random numbers as they are.
-    stream = torch.Generator().manual_seed(0)
-    made = torch.randn(given.border.shape, generator=stream)
-    return made.to(device=given.border.device, dtype=given.border.dtype)
 
 
 def with_own_sizes(graph: TrainingGraph, traced: Trace) -> TrainingGraph:

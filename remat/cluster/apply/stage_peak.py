@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from remat.cluster.apply.head_bytes import BEFORE, NO_BYTES, BlockBytes
-from remat.cluster.pipeline_replay import PipelineAction, RankOrder
+from remat.cluster.apply.stage_parts import BEFORE, NO_BYTES, BlockBytes
+from remat.cluster.pipeline_replay import PipelineAction
 from remat.cluster.replayed_plan import ONE_STAGE, torch_order
 from remat.graph_capture.distributed.dtensors import local_part
 
 if TYPE_CHECKING:
-    from remat.cluster.apply.head_bytes import RankParts
+    from remat.cluster.apply.stage_parts import RankParts
     from remat.cluster.stepping import RingStage
 
 
@@ -98,11 +98,6 @@ class _StageBytes:
         return peak
 
 
-def _peak_of_order(order: RankOrder, stages: dict[int, _StageBytes]) -> int:
-    live = _Live(stages)
-    return max((live.during(action) for together in order for action in together), default=0)
-
-
 @dataclass
 class _Live:
     """Where microbatches are; `finished` ones have their gradients of weights."""
@@ -159,14 +154,12 @@ def peak_of_rank(parts: RankParts, of_torch: Sequence[RingStage]) -> int:
         is_first, is_last = index == 0, index == count - 1
         stages[index] = _stage_bytes(parts, one, b, is_first=is_first, is_last=is_last)
         fixed += b * inputs * (not is_first) + b * gradients * (not is_last)
-        fixed += b * _holds_a_send(asked.schedule, inputs, plan.microbatches, is_last=is_last)
+        # Torch's loop keeps a result of its warm-up, which it has sent, to the end.
+        is_warm = asked.schedule == "1F1B" and 2 <= inputs < plan.microbatches
+        fixed += b * (is_warm and not is_last)
     order = torch_order(asked.schedule, pp, plan.microbatches, plan.virtual_stages)[asked.rank]
-    return fixed + _peak_of_order(order, stages)
-
-
-def _holds_a_send(name: str, in_flight: int, microbatches: int, *, is_last: bool) -> bool:
-    """Whether torch's loop keeps a result of its warm-up, which it has sent, to the end."""
-    return name == "1F1B" and 2 <= in_flight < microbatches and not is_last
+    live = _Live(stages)
+    return fixed + max((live.during(one) for together in order for one in together), default=0)
 
 
 def _stage_bytes(
@@ -182,7 +175,8 @@ def _stage_bytes(
     if not is_last:
         # The gradient that the last block reads is a receive buffer.
         *others, end = blocks
-        blocks = [*others, _reading_a_buffer(end, border)]
+        split = end.split and replace(end.split, inputs=end.split.inputs - border)
+        blocks = [*others, replace(end, need=end.need - border, split=split)]
     # What the first block saves of its input is a receive buffer; a result waits for backward.
     held = border * (not is_last) - border * (not is_first)
     of_first = parts.bytes.gradients[BEFORE]
@@ -194,8 +188,3 @@ def _stage_bytes(
         tuple(blocks), held, sent, keeps_all,
         first if is_first else NO_BYTES, parts.bytes.behind if is_last else NO_BYTES,
     )  # fmt: skip
-
-
-def _reading_a_buffer(end: BlockBytes, border: int) -> BlockBytes:
-    split = end.split and replace(end.split, inputs=end.split.inputs - border)
-    return replace(end, need=end.need - border, split=split)

@@ -11,11 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from remat.cluster.capture.chain_shape import ChainShape
-from remat.cluster.capture.model_chain import ChainModel, leaf_on_meta, state_on_meta
+from remat.cluster.capture.model_chain import (
+    ChainModel,
+    ChainShape,
+    leaf_on_meta,
+    refuse_tied,
+    state_on_meta,
+    tied_weights,
+)
 from remat.cluster.capture.watching import watch
 from remat.cluster.model_part import beside_blocks
-from remat.cluster.opened_chain import tied_weights
 from remat.cluster.plan_file import MAKE_AGAIN, ClusterFile
 from remat.graph_capture.errors import CaptureError, PlanError
 from remat.graph_capture.torch_private.core import pytree
@@ -61,12 +66,8 @@ def whole_chain(
     called: list[str] = []
     others = beside_blocks(meta, list(blocks))
     shape = _watched(chain, others, called)
-    tied = tied_weights(chain, shape)
-    if tied and plan.parallelism.pipeline_parallel_degree > 1:
-        raise CaptureError(
-            f"{' and '.join(tied)} are in two stages, which cannot share weights: untie them, or "
-            "plan without stages with --pp 1"
-        )
+    if plan.parallelism.pipeline_parallel_degree > 1:
+        refuse_tied(tied_weights(chain, shape))
     _refuse_loose(model, {*blocks, *others})
     behind = {path for path in others if path in called}
     own = beside_blocks(model, list(blocks))

@@ -1,15 +1,19 @@
-"""A model as a chain: an embedding, equal blocks one after another, and a head with the loss."""
+"""A model as a chain: an embedding, equal blocks one after another, and a head with the loss.
+
+And what one forward of it shows (`watching.py`): border, split layers, operations.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from remat.cluster.parts import ChainPosition
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.blocks import matching_blocks
@@ -55,6 +59,46 @@ class ChainModel:
         return apply_loss(self.loss_fn, self.model(*self.args, **self.kwargs), self.target)
 
 
+SplitRole = Literal["columns", "rows"]
+
+
+@dataclass
+class ChainShape:
+    """What one forward showed.
+
+    Attributes
+    ----------
+    block_args, block_kwargs : of the first block. border : what it returns.
+    roles : of linear layers in the first block and behind the last, by path.
+    gathered : modules whose result is read whole by layers that are split by columns, and layers
+        that read something else.
+    parameters : names by place. products_flops, attention_flops : of forward, of one block.
+    heads : of queries and of keys, of each call of fused attention. unshared : why context parallel
+        ranks cannot share one. unsplit : why tensor parallel ranks cannot share a block. Empty if
+        they can.
+    digest : of all ops with shapes and numbers.
+    """
+
+    block_args: tuple[Any, ...] = ()
+    block_kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+    border: Tensor | None = None
+    roles: dict[str, SplitRole] = field(default_factory=dict[str, SplitRole])
+    gathered: dict[str, bool] = field(default_factory=dict[str, bool])
+    parameters: dict[ChainPosition, set[str]] = field(
+        default_factory=lambda: defaultdict[ChainPosition, set[str]](set)
+    )
+    products_flops: dict[ChainPosition, int] = field(
+        default_factory=lambda: defaultdict[Any, int](int)
+    )
+    attention_flops: int = 0
+    has_fused_attention: bool = False
+    has_open_attention: bool = False
+    heads: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
+    unshared: str = ""
+    unsplit: str = ""
+    digest: str = ""
+
+
 def chain_of(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None,
     loss_fn: Callable[..., Any] | None, target: Any, pattern: str = "",
@@ -79,6 +123,23 @@ def chain_of(
     _require_equal(blocks)
     on_meta = pytree.tree_map(leaf_on_meta, (args, dict(kwargs or {}), target))
     return ChainModel(model, blocks, on_meta[0], on_meta[1], loss_fn, on_meta[2])
+
+
+def tied_weights(chain: ChainModel, shape: ChainShape) -> tuple[str, ...]:
+    """Parameters that two stages would share."""
+    both = shape.parameters["first"] & shape.parameters["last"]
+    # A weight that one block uses twice is in one stage all the same.
+    count = Counter(id(p) for block in chain.blocks.values() for p in set(block.parameters()))
+    names = chain.model.named_parameters()
+    return tuple(name for name, p in names if name in both or count[id(p)] > 1)
+
+
+def refuse_tied(tied: Sequence[str]) -> None:
+    if tied:
+        raise CaptureError(
+            f"{' and '.join(tied)} are in two stages, which cannot share weights: untie them, or "
+            "plan without stages with --pp 1"
+        )
 
 
 def _longest_list(model: nn.Module) -> dict[str, nn.Module]:

@@ -16,8 +16,7 @@ import msgspec
 import torch
 from torch import Tensor, fx, nn
 
-from remat.cluster.capture.chain_shape import ChainShape, SplitRole
-from remat.cluster.capture.model_chain import ChainModel
+from remat.cluster.capture.model_chain import ChainModel, ChainShape, SplitRole
 from remat.cluster.capture.watching import HeadsOverRanks
 from remat.graph_capture.costs.roofline import model_costs
 from remat.graph_capture.devices.links import RankLinks
@@ -117,7 +116,7 @@ class _BehindRank(nn.Module):
         return apply_loss(self.loss_fn, self.model(*args, **kwargs), target)
 
 
-class _RankPasses(nn.Module):
+class Passes(nn.Module):
     """In the place of a block: hands on what it reads."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -142,7 +141,7 @@ def _behind_on_rank(chain: ChainModel, shape: ChainShape, tp: int, tp_group: Any
     model = copy.deepcopy(chain.model, dict(shared))  # blocks go, so they are not copied
     given = _Given(_border_on_rank(shape, tp))
     for path in chain.blocks:
-        _put(model, path, given if path == chain.last_path else _RankPasses())
+        _put(model, path, given if path == chain.last_path else Passes())
     _split(model, "", shape, tp, tp_group)
     return _BehindRank(model, given, chain.loss_fn)
 
@@ -204,9 +203,7 @@ def block_graph_on_rank(
     tp_group, cp_group = groups.group(tp), groups.group(cp, apart=tp)
     module = _block_on_rank(chain, shape, tp, cp, tp_group, cp_group)
     args = (_border_on_rank(shape, tp), *shape.block_args[1:])
-    args, kwargs = _stored(
-        ((_border_on_rank(shape, tp), *shape.block_args[1:]), shape.block_kwargs)
-    )
+    args, kwargs = _stored((args, shape.block_kwargs))
     traced = trace(module, args, kwargs, device=device, optimizer="none", split="none")
     border = border_value(traced)
     return _prepared(traced, groups, links, border), _border_gradient(traced, border)

@@ -22,8 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from remat.cluster.capture.chain_shape import ChainPosition, ChainShape, SplitRole, shares_heads
-from remat.cluster.capture.model_chain import ChainModel
+from remat.cluster.capture.model_chain import ChainModel, ChainShape, SplitRole
+from remat.cluster.mesh import shares_heads
+from remat.cluster.parts import ChainPosition
 from remat.graph_capture.distributed.dtensors import is_distributed
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.torch_private.core import (
@@ -225,7 +226,8 @@ class _Watcher(OpWatcher):
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
-        read = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        leaves = pytree.tree_leaves((args, kwargs))
+        read = [t for t in leaves if isinstance(t, Tensor)]
         made = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
         self._note_reads(func, read)
         self._count(func, args, kwargs, result)
@@ -233,8 +235,10 @@ class _Watcher(OpWatcher):
         if self.is_followed and any(id(t) in self.split for t in read):
             self.split.update((id(t), t) for t in made)
         if self.inside in (None, 0):
-            leaves = pytree.tree_leaves((args, kwargs))
-            told = [_in_words(leaf) for leaf in leaves]
+            told = [
+                f"{leaf.dtype}{tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+                for leaf in leaves
+            ]
             self.hash.update(f"{self.place} {func} {told}\n".encode())
         return result
 
@@ -352,9 +356,3 @@ class _Watcher(OpWatcher):
                 self.made_by[id(result)] = path, result
 
         return note
-
-
-def _in_words(leaf: Any) -> str:
-    if isinstance(leaf, Tensor):
-        return f"{leaf.dtype}{tuple(leaf.shape)}"
-    return repr(leaf)

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from remat.cluster.cluster_request import ClusterRequest
-from remat.cluster.mesh import MeshSpec
+from remat.cluster.mesh import ClusterRequest, MeshSpec
 from remat.cluster.planning import plan_cluster
 from tests.distributed.launch import Found, ranks
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import remat
 from remat.cluster.apply import parallelize
-from remat.cluster.apply.head_bytes import rank_parts
+from remat.cluster.apply.stage_parts import rank_parts
 from remat.graph_capture.devices.memory_events import measure_regions
 from remat.graph_capture.distributed.dtensors import local_part
 

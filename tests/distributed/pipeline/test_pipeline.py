@@ -10,8 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from remat.cli.main import app
-from remat.cluster.cluster_request import ClusterRequest
-from remat.cluster.mesh import MeshSpec
+from remat.cluster.mesh import ClusterRequest, MeshSpec
 from remat.cluster.planning import plan_cluster
 from tests.distributed.launch import Found, ranks, torchrun
 

@@ -23,14 +23,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 import remat
 from remat.cluster.apply import parallelize
 from remat.cluster.apply.cluster_mesh import opened_plan
-from remat.cluster.apply.head_bytes import rank_parts
+from remat.cluster.apply.stage_parts import rank_parts
 from remat.cluster.plan_file import ClusterFile
 from remat.graph_capture.devices.memory_events import measure_regions
 from remat.schedules.plan import Versions
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from tests.distributed.launch import join, leave, refused
-from tests.distributed.optimizer_steps import alike, held_bytes, trained
+from tests.distributed.optimizer_steps import alike, held_bytes, received_bytes, trained
 from tests.distributed.pipeline.models import (
     VOCAB,
     Decoder,
@@ -110,7 +110,7 @@ def compared(
     return {
         "same": alike(expected, found), "n": len(found), "overhead": fast.overhead,
         "predicted_bytes": fast.peak_bytes,
-        "received_bytes": [stage.received_bytes for stage in fast.schedule.stages],
+        "received_bytes": [received_bytes(stage) for stage in fast.schedule.stages],
         "asked_for": asked_for,
     } | measured  # fmt: skip
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from remat.cluster.capture.chain_shape import ChainPosition
 from remat.cluster.mesh import Cluster, Job, Weights
-from remat.cluster.parts import Part, PartOption, PartWork, WeightsLater
+from remat.cluster.parts import ChainPosition, Part, PartOption, PartWork, WeightsLater
 from remat.graph_capture.devices.known_devices import datasheet_links
 
 RATE = 989.4e6 * 0.7

@@ -14,12 +14,17 @@ from typing import NamedTuple
 
 import msgspec
 
-from remat.cluster.capture.chain_shape import ChainPosition
-from remat.cluster.cluster_request import ClusterRequest
-from remat.cluster.kept_parts import KeptParts
-from remat.cluster.mesh import Cluster, Job, MeshSpec, Parts, all_degrees, all_states
-from remat.cluster.opened_chain import Chains, job_of
-from remat.cluster.parts import Part, PartWork
+from remat.cluster.mesh import (
+    Cluster,
+    ClusterRequest,
+    Job,
+    MeshSpec,
+    Parts,
+    all_degrees,
+    all_states,
+)
+from remat.cluster.opened_chain import Chains, KeptParts, job_of
+from remat.cluster.parts import ChainPosition, Part, PartWork
 from remat.cluster.planner import ClusterPlan, ClusterSearch
 from remat.graph_capture.distributed.collectives import fake_ranks
 

@@ -11,9 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from remat.cli.main import app
-from remat.cluster.cluster_request import ClusterRequest
 from remat.cluster.command import page_of
-from remat.cluster.mesh import MeshSpec
+from remat.cluster.mesh import ClusterRequest, MeshSpec
 from remat.cluster.pictures import bytes_picture, mesh_picture, rank_of, shown, timeline_picture
 from remat.cluster.plan_file import ClusterFile, read_cluster_plan
 from remat.cluster.planning import plan_cluster

@@ -10,8 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from remat.cli.main import app
-from remat.cluster.cluster_request import ClusterRequest
-from remat.cluster.mesh import Degrees, Mesh, MeshSpec
+from remat.cluster.mesh import ClusterRequest, Degrees, Mesh, MeshSpec
 from remat.cluster.pipeline_replay import FOR_WEIGHTS
 from remat.cluster.plan_file import ClusterFile, read_cluster_plan
 from remat.cluster.planning import modelled_notes, plan_cluster

@@ -7,7 +7,6 @@ import math
 import msgspec
 import pytest
 
-from remat.cluster.capture.chain_shape import ChainPosition
 from remat.cluster.mesh import (
     SCHEDULES,
     Mesh,
@@ -17,7 +16,7 @@ from remat.cluster.mesh import (
     even_layers,
     places_of_blocks,
 )
-from remat.cluster.parts import Part
+from remat.cluster.parts import ChainPosition, Part
 from remat.cluster.pipeline_replay import FOR_WEIGHTS
 from remat.cluster.planner import ClusterPlan, ClusterSearch
 from tests.remat.cluster.made_jobs import MadeParts, made_cluster, made_job

@@ -15,8 +15,8 @@ import msgspec
 import pytest
 
 from remat import solver
-from remat.compile import kept_choices
-from remat.compile.kept_choices import CHOICES_FOLDER, KeptChoice, keep_choice, kept_choice
+from remat.compile import start
+from remat.compile.start import CHOICES_FOLDER, KeptChoice, keep_choice, kept_choice
 from remat.graph_capture.costs.cache import CostCache, OpCost
 from remat.graph_capture.graph import TrainingGraph
 from remat.rewriter.inductor.replay import ReplayedMemory
@@ -151,7 +151,7 @@ def test_costs_of_a_plan_for_another_device_are_looked_for_among_its_own(
         asked.append(device)
         return SimpleNamespace(title="a card", settings="as it is set")
 
-    monkeypatch.setattr(kept_choices, "meter_of", meter_of)
+    monkeypatch.setattr(start, "meter_of", meter_of)
     keep_choice(choice(graph, costs={"mm": OpCost(3.5, 64)}))
     assert kept_choice(KEY) is not None
     assert asked == ["cuda:0"]
@@ -185,7 +185,7 @@ def test_a_folder_that_cannot_be_made_is_warned_about(
 def test_those_that_were_not_used_for_longest_go_first(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_choices, "MOST_FILES", 3)
+    monkeypatch.setattr(start, "MOST_FILES", 3)
     keys = [f"{number:x}" * 64 for number in range(4)]
     one = choice()
     for number, key in enumerate(keys[:3]):
@@ -199,7 +199,7 @@ def test_those_that_were_not_used_for_longest_go_first(
 def test_a_plan_that_is_too_large_is_not_kept(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_choices, "MOST_ENTRY_BYTES", 1000)
+    monkeypatch.setattr(start, "MOST_ENTRY_BYTES", 1000)
     keep_choice(choice())
     assert not folder.exists()
     folder.mkdir()

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch._inductor import config as inductor_config
 
 from remat.compile import start
-from remat.compile.compile_options import read_options
+from remat.compile.graph_context import read_options
 from remat.compile.start import start_key
 from tests.paths import ROOT
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from remat.compile.target_search import fastest_within
+from remat.compile.plan_search import fastest_within
 
 LEAST_BYTES = 500
 """Below this no schedule is known."""

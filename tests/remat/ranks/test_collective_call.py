@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from remat.graph_capture.errors import AgreementError, BudgetError
-from remat.ranks import rank_messages
+from remat.ranks import collective_call
 from remat.ranks.collective_call import CollectiveCall
 
 Act = Callable[[CollectiveCall, int], Any]
@@ -42,9 +42,9 @@ class Group:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: list(range(group.size())))
-    monkeypatch.setattr(rank_messages, "BEAT_S", 0.05)
-    monkeypatch.setattr(rank_messages, "SILENT_S", 2.0)
-    monkeypatch.setattr(rank_messages, "LINGER_S", 1.0)
+    monkeypatch.setattr(collective_call, "BEAT_S", 0.05)
+    monkeypatch.setattr(collective_call, "SILENT_S", 2.0)
+    monkeypatch.setattr(collective_call, "LINGER_S", 1.0)
 
 
 def outcomes(act: Act, size: int = 3, timeout_s: float = 30) -> list[Any]:
@@ -134,12 +134,12 @@ def test_who_does_not_come_is_named() -> None:
 
 @pytest.mark.slow
 def test_who_has_gone_silent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_messages, "SILENT_S", 0.5)
+    monkeypatch.setattr(collective_call, "SILENT_S", 0.5)
 
     def act(ranks: CollectiveCall, rank: int) -> Any:
         if rank == 1:
-            assert ranks._board is not None
-            ranks._board.close()  # as if its process had ended
+            assert ranks._messages is not None
+            ranks._messages.close()  # as if its process had ended
             time.sleep(2.5)
         return ranks.require_same_step("a")
 
@@ -149,7 +149,7 @@ def test_who_has_gone_silent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_long_solve_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_messages, "SILENT_S", 1.0)
+    monkeypatch.setattr(collective_call, "SILENT_S", 1.0)
 
     def slow() -> Plan:
         time.sleep(2)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from remat.ranks import rank_messages
-from remat.ranks.rank_messages import RankMessages
+from remat.ranks import collective_call
+from remat.ranks.collective_call import RankMessages
 
 
 class SlowStore:
@@ -47,7 +47,7 @@ class Group:
 
 def test_no_thread_is_in_the_store_once_a_board_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python would end it there, in torch's C++, if the process ended now."""
-    monkeypatch.setattr(rank_messages, "BEAT_S", 0.01)
+    monkeypatch.setattr(collective_call, "BEAT_S", 0.01)
     monkeypatch.setattr(dist, "PrefixStore", lambda _prefix, store: store)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _group: [0])
     group: Any = Group()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from remat.whole_step.step import WholeStep
+from remat.whole_step.running import WholeStep
 from tests.sized_models import Gpt
 
 Call = tuple[tuple[Any, ...], Any]

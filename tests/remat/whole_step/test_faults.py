@@ -15,7 +15,7 @@ import torch
 from remat.graph_capture.errors import RematError, RewriteError, TierError
 from remat.graph_capture.spill_files import HOST_FOLDER, File
 from remat.whole_step import running
-from remat.whole_step.step import WholeStep
+from remat.whole_step.running import WholeStep
 from tests.remat.whole_step.loops import Training, chain, same
 from tests.rewriter.tiers.plans import is_clean
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import remat
 from remat.graph_capture.errors import BudgetError, CaptureError, RematError, SolverError
-from remat.whole_step.step import WholeStep
+from remat.whole_step.running import WholeStep
 
 
 def chain() -> nn.Sequential:

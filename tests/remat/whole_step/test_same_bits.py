@@ -14,7 +14,7 @@ from remat.graph_capture.devices.memory_events import measure_regions
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.spill_files import HOST_FOLDER
 from remat.schedules.simulate import simulate
-from remat.whole_step.step import WholeStep
+from remat.whole_step.running import WholeStep
 from tests.remat.whole_step.loops import (
     Training,
     chain,

@@ -7,7 +7,7 @@ import pytest
 
 from remat.graph_capture.errors import SolverError
 from remat.whole_step.planned_step import PlannedStep, Short
-from remat.whole_step.step_config import DELAYED, NAMED_SYSTEMS, Pass, StepConfig, named_system
+from remat.whole_step.step_config import NAMED_SYSTEMS, Pass, StepConfig
 from remat.whole_step.step_search import least_step_us, orders, plan_whole_step
 from tests.remat.whole_step.hand_steps import layered, task_of
 
@@ -97,14 +97,8 @@ def test_an_empty_step_and_an_empty_search_are_refused() -> None:
         plan_whole_step(TIGHT, 1, most=0)
 
 
-def test_systems_have_sources_and_a_delayed_update_is_refused() -> None:
-    for name, system in NAMED_SYSTEMS.items():
-        assert named_system(name) == system
-        assert "20" in system.source
-    with pytest.raises(SolverError, match="trains another run"):
-        named_system(DELAYED)
-    with pytest.raises(SolverError, match="there is no system 'zero': choose one of zero-offload"):
-        named_system("zero")
+def test_systems_have_sources() -> None:
+    assert all("20" in system.source for system in NAMED_SYSTEMS.values())
 
 
 def test_a_setting_counts_its_microbatches() -> None:
