@@ -144,6 +144,13 @@ def buffers_of(graph: TrainingGraph, schedule: Schedule) -> Buffers:
     return _Walk(graph).run(schedule)
 
 
+def kinds_of_buffers(graph: TrainingGraph, buffers: Buffers) -> list[str]:
+    return [
+        "workspace" if kind == BufferKind.WORKSPACE else graph.value_by_name[name].kind
+        for name, kind in zip(buffers.names, buffers.kind, strict=True)
+    ]
+
+
 class _Walk:
     def __init__(self, graph: TrainingGraph) -> None:
         self.graph = graph

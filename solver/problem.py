@@ -168,3 +168,11 @@ def for_graph(graph: TrainingGraph, schedule: Schedule) -> Schedule:
         Schedule.for_graph(graph, schedule.steps),
         budget_bytes=schedule.budget_bytes, solver=schedule.solver, options=schedule.options,
     )  # fmt: skip
+
+
+def can_copy(graph: TrainingGraph) -> bool:
+    return graph.links is not None and graph.links.host_bytes > 0
+
+
+def without_links(graph: TrainingGraph) -> TrainingGraph:
+    return graph if graph.links is None else msgspec.structs.replace(graph, links=None)

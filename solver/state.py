@@ -384,6 +384,10 @@ class State:
         )
 
 
+def store_all_state(problem: Problem) -> State:
+    return State.from_recomputed(problem, [()] * (problem.n_ops + 1))
+
+
 # Schedules as sequences of ops: each op any number of times, values freed after last use.
 #
 # The form in which chains, online policies, templates and constraint programs say what runs

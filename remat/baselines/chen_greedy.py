@@ -25,7 +25,7 @@ from remat.solver.problem import Problem
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 from remat.solver.segments.chen_sqrt import articulation_points, checkpointed_state, kept_values
-from remat.solver.store_all import store_all_state
+from remat.solver.state import store_all_state
 
 _POINTS = ("auto", "articulation", "all")
 

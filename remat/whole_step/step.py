@@ -15,7 +15,7 @@ from remat.graph_capture.errors import RewriteError
 from remat.graph_capture.graph import TrainingGraph
 from remat.rewriter.guards.forward import Guards
 from remat.schedules.schedule import Schedule
-from remat.schedules.simulation import Simulation
+from remat.schedules.simulate import Simulation
 from remat.whole_step.residents import MemoryWatch, Residents, uninterrupted
 from remat.whole_step.running import StepCode, StepRun
 

@@ -15,7 +15,7 @@ from remat.graph_capture.errors import TierError
 from remat.graph_capture.graph import Links, TrainingGraph
 from remat.rewriter.tiers.file_tier import HostPlaces, host_places
 from remat.schedules.schedule import Schedule
-from remat.schedules.simulation import Simulation
+from remat.schedules.simulate import Simulation
 
 
 class TierCopies(Protocol):

@@ -11,22 +11,22 @@ import msgspec
 
 from remat.formats import NO_BOUND, bytes_text, gap_text, percent_text, proved_text, time_text
 from remat.graph_capture.graph import Floats, TrainingGraph
-from remat.schedules.plots.memory_plots import band_colours
+from remat.schedules.palette import KINDS, ROLES, cycled
+from remat.schedules.plots import band_colours
 from remat.schedules.report.page_facts import Alternative, PageFacts
 from remat.schedules.report.svg import arena_picture, copies_picture
 from remat.schedules.simulate import bound_of, gap_of, simulate
-from remat.schedules.value_report.grouping import FoldedRow, fold_rows
-from remat.schedules.value_report.rows import ValueRow, value_rows
-from remat.schedules.views.palette import KINDS, ROLES, cycled
-from remat.schedules.views.ribbon import Span, ribbon
-from remat.schedules.views.timeline import (
+from remat.schedules.timeline import (
     OUTSIDE,
     BandsBy,
+    Span,
     Timeline,
     live_bands,
     place_of,
+    ribbon,
     timeline,
 )
+from remat.schedules.value_report.rows import FoldedRow, ValueRow, fold_rows, value_rows
 
 
 class _Summary(msgspec.Struct, frozen=True):

@@ -11,10 +11,8 @@ from remat.graph_capture.graph import Op, TrainingGraph
 from remat.schedules.derived import graph_of_schedule
 from remat.schedules.kept_in_forward import live_after_forward
 from remat.schedules.schedule import Compute, Schedule, Step, fetched_value, freed_value
-from remat.schedules.simulate import simulate
-from remat.schedules.simulation import Simulation
-from remat.schedules.value_report.grouping import FoldedRow, fold_rows
-from remat.schedules.value_report.rows import value_rows
+from remat.schedules.simulate import Simulation, simulate
+from remat.schedules.value_report.rows import FoldedRow, fold_rows, value_rows
 
 
 class PeakHolders(msgspec.Struct, frozen=True):

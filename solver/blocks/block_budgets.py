@@ -22,13 +22,15 @@ from remat.solver.backends.mip import Limits
 from remat.solver.blocks.block_options import (
     GAP,
     NO_LOWER_BYTES,
+    BlockChoice,
     BlockOption,
     LowerBytes,
     Options,
     block_graph,
     block_options,
+    choices_in_place,
+    compose,
 )
-from remat.solver.blocks.knapsack import BlockChoice, choices_in_place, compose
 from remat.solver.blocks.repeated import Block, Reads, Shape, shape_of
 from remat.solver.bounds.cut_program import expand
 from remat.solver.offload.copy_placing import PlacedSchedule, in_flight_bytes, place_copies

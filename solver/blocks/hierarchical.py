@@ -25,15 +25,22 @@ from dataclasses import dataclass
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph, cached_on
-from remat.solver.blocks.block_options import BlockOption, Options, block_graph, block_options
-from remat.solver.blocks.knapsack import PlacedBlock, choices_in_place, compose, stages_of_block
+from remat.solver.blocks.block_options import (
+    BlockOption,
+    Options,
+    PlacedBlock,
+    block_graph,
+    block_options,
+    choices_in_place,
+    compose,
+    stages_of_block,
+)
 from remat.solver.blocks.repeated import Block, Reads, Shape, find_blocks, shape_of
 from remat.solver.local_search.repair import Repair, fill
 from remat.solver.problem import Problem, least_needed_bytes
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
-from remat.solver.state import State
-from remat.solver.store_all import store_all_state
+from remat.solver.state import State, store_all_state
 
 _GROUPS = (1, 2, 4)
 """How many repetitions make one block: tried in turn until something fits."""

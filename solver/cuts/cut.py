@@ -25,15 +25,14 @@ import numpy as np
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver.backends.mip import Limits
 from remat.solver.bounds.cut_program import COST_SCALE, CutProgram, expand
-from remat.solver.bounds.lazy_cuts import Climbed, LazyCuts
+from remat.solver.bounds.lazy_cuts import Climbed, LazyCuts, Windows, windows_of
 from remat.solver.bounds.least_peak import note_floor, prove_nothing_fits
-from remat.solver.bounds.windows import Windows, windows_of
 from remat.solver.cuts.initial_solutions import offer_first, offer_least_peak, offer_segments
 from remat.solver.local_search.repair import Repair, fill, offer_exchanges
 from remat.solver.problem import largest_working_set_bytes
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
-from remat.solver.state import State
+from remat.solver.state import State, store_all_state
 from remat.solver.stopping import (
     BEST_CUT,
     CUT_NODES,
@@ -46,7 +45,6 @@ from remat.solver.stopping import (
     REPAIRS_OF_A_START,
     Nodes,
 )
-from remat.solver.store_all import store_all_state
 
 TARGETS = (0.97, 0.93, 0.88, 0.8, 0.7, 0.6)
 """Parts of the room above the largest working set at which the cut is solved for more starts."""
@@ -248,7 +246,7 @@ def repair_from(search: Search, start: State, most_work: float = float("inf")) -
 # Windows of cuts instead of one cut, where memory is full in several places of the step.
 #
 # On narrow layered graphs one cut says little, and repairs of its point have most of the work still
-# to do. The windows (`remat.solver.bounds.windows`) are each solved once; they are kept if their
+# to do. The windows (`remat.solver.bounds.lazy_cuts`) are each solved once; they are kept if their
 # bound is the higher one.
 
 

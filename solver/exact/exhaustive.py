@@ -28,8 +28,7 @@ from remat.schedules.simulate import simulate
 from remat.solver.problem import Problem, predecessors
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
-from remat.solver.state import schedule_of
-from remat.solver.store_all import store_all_state
+from remat.solver.state import schedule_of, store_all_state
 
 # States of a step under way: which ops have run and which values are live, as bits.
 #

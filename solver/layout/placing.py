@@ -24,8 +24,15 @@ from remat.graph_capture.graph import MOST_BYTES, Ints
 from remat.schedules.layout import Buffers, Layout, check_alignment, check_layout
 from remat.solver.layout.boxes import IS_COMPILED, MOST_OVERLAPS, Boxes, Mask, overlaps_in
 from remat.solver.layout.canonical import FAILED, FOUND, CanonicalSearch, Preorder
-from remat.solver.layout.greedy import NO_CEILING, box_orders, greedy, place_in_order, placements_of
-from remat.solver.layout.improvement import guided_ejection, insertion_annealing
+from remat.solver.layout.heuristics import (
+    NO_CEILING,
+    box_orders,
+    greedy,
+    guided_ejection,
+    insertion_annealing,
+    place_in_order,
+    placements_of,
+)
 
 STEP_PREORDERS = tuple(map(Preorder, ("WAT", "TAW", "TsW", "WTs", "TWA", "TSW", "WTS")))
 """For training steps, where what starts together is read together."""

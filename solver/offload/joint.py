@@ -37,16 +37,14 @@ from remat.solver.backends.mip import Limits
 from remat.solver.bounds.cut_program import COST_SCALE, CutProgram, CutSolution, expand
 from remat.solver.bounds.lazy_cuts import AT_A_CUT, FAR
 from remat.solver.cuts.cut import candidate_cuts
-from remat.solver.offload.fetch_as_recompute import movable, with_fetches
+from remat.solver.offload.fetch_as_recompute import movable, require_no_homes, with_fetches
 from remat.solver.offload.joint_cut import JointCut
 from remat.solver.offload.with_copies import WEIGHINGS, Hosted, Weighing, flight_of, offer_state
-from remat.solver.problem import Problem, largest_working_set_bytes
-from remat.solver.reductions.copy_support import can_copy, require_no_homes, without_links
+from remat.solver.problem import Problem, can_copy, largest_working_set_bytes, without_links
 from remat.solver.result import INTERRUPTED, Result, renamed
 from remat.solver.search import Listener, Search
-from remat.solver.state import State, UnreachableError
+from remat.solver.state import State, UnreachableError, store_all_state
 from remat.solver.stopping import ALONE, BEST_CUT, CLIMBED, DEFAULT_GAP, JOINT_NODES, RELAXED
-from remat.solver.store_all import store_all_state
 from remat.solver.table import make_solver, options_of
 
 # A climb over the sets of hosted ops, from the best schedule known.

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from remat.graph_capture.graph import Links
 from remat.schedules.schedule import Free
-from remat.schedules.simulation import Copy
+from remat.schedules.simulate import Copy
 from remat.solver.local_search.repair import Repair, fill
 from remat.solver.offload.copy_placing import (
     PlacedSchedule,

@@ -25,9 +25,8 @@ from remat.solver.policies.eviction import Policy, ValueStatistics, links
 from remat.solver.problem import Problem, least_needed_bytes
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
-from remat.solver.state import State, recomputed_by_stage, recomputed_in
+from remat.solver.state import State, recomputed_by_stage, recomputed_in, store_all_state
 from remat.solver.stopping import LEAST_PEAK_TRIES
-from remat.solver.store_all import store_all_state
 
 _Status = Literal["unmade", "live", "evicted", "lost"]
 _THRASHING = 30

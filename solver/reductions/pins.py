@@ -28,8 +28,7 @@ import msgspec
 from remat.graph_capture.errors import option
 from remat.graph_capture.graph import KEPT, Op, TrainingGraph
 from remat.schedules.schedule import Compute, Option, Schedule
-from remat.schedules.simulate import simulate
-from remat.schedules.simulation import Simulation
+from remat.schedules.simulate import Simulation, simulate
 from remat.schedules.value_report.globs import may_run_twice
 from remat.solver.bounds.least_peak import LEAST_BOUND
 from remat.solver.problem import Problem

@@ -22,9 +22,9 @@ from remat.graph_capture.sizes.symbols import Sizes, Symbol, corner
 from remat.schedules.family import Family, FastPeak, Member, resized_schedule, sizes_text
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import overhead_of, simulate
+from remat.solver.policies.template import StoreAll
 from remat.solver.problem import Problem, least_needed_bytes
 from remat.solver.result import Result
-from remat.solver.store_all import StoreAll
 
 # How far a schedule reaches in a range of sizes: where its peak is within a budget.
 #

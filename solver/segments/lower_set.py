@@ -35,8 +35,7 @@ from remat.solver.problem import Problem
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 from remat.solver.segments.chen_sqrt import NO_SEGMENT, segmented_state
-from remat.solver.state import State, recomputed_in
-from remat.solver.store_all import store_all_state
+from remat.solver.state import State, recomputed_in, store_all_state
 
 # Lower sets of the forward graph: all of them, or the family of Kusumoto et al. 2019.
 #

@@ -24,8 +24,8 @@ from remat.schedules.plots import (
     draw_ribbon,
 )
 from remat.schedules.simulate import simulate
+from remat.schedules.timeline import timeline
 from remat.schedules.views import palette
-from remat.schedules.views.timeline import timeline
 from remat.solver import Progress, solve_within
 from tests.limits import AMPLE_S
 from tests.schedules.conftest import Planned

@@ -34,7 +34,7 @@ from remat.graph_capture.eager_step import with_eager_sizes
 from remat.graph_capture.tracing.mixed_precision import inputs_cast, parameters_cast
 from remat.graph_capture.tracing.trace import trace
 from remat.rewriter.split_backward.dependencies import SplitBytes
-from remat.solver.store_all import StoreAll
+from remat.solver.policies.template import StoreAll
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,13 @@ from remat.graph_capture.graph import Ints
 from remat.schedules.layout import Buffers
 from remat.solver.layout import greedy as greedy_placements
 from remat.solver.layout.boxes import Boxes
-from remat.solver.layout.greedy import box_orders, greedy, place_in_order
-from remat.solver.layout.improvement import insertion_annealing, stacked
+from remat.solver.layout.heuristics import (
+    box_orders,
+    greedy,
+    insertion_annealing,
+    place_in_order,
+    stacked,
+)
 from tests.solver.layout.random_boxes import cut_rectangle, overlaps, random_buffers, some_buffers
 
 HOLES = Boxes.of(Buffers.of_arrays([4, 1, 2, 1, 2], [0, 0, 0, 0, 1], [1, 2, 1, 2, 2]), 1)

@@ -29,7 +29,7 @@ from remat.solver.orders.live_curve import LiveCurve, OpFacts
 from remat.solver.orders.reorder import better_order, list_orders, lowest_order
 from remat.solver.problem import Problem, is_allowed, reordered
 from remat.solver.search import Search
-from remat.solver.store_all import store_all_state
+from remat.solver.state import store_all_state
 from tests.graphs import graph_from_nodes, peak_bytes_of, tiny_cases
 from tests.solver.exhaustive import least_time_us
 from tests.solver.graphs.random_graphs import gpt_like, random_graph, training_graphs, unet_like

@@ -12,9 +12,14 @@ from remat.schedules.levers import REDUCTIONS, attribute_at
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from remat.solver.reductions import chain
-from remat.solver.reductions.chain import fold
-from remat.solver.reductions.pairs import ASKED, LEVER_PAIRS, refuse_pairs
-from remat.solver.reductions.reduction import Question, Reduction
+from remat.solver.reductions.reduction import (
+    ASKED,
+    LEVER_PAIRS,
+    Question,
+    Reduction,
+    fold,
+    refuse_pairs,
+)
 from remat.solver.result import Result
 from tests.links import links, with_links
 from tests.solver.graphs.random_graphs import gpt_like
