@@ -1,7 +1,8 @@
 """The simulator: what a schedule needs, step by step, in bytes and in time.
 
-It is short, knows no solver, and is slow enough to be obviously right. Every peak, time, overhead and gap that `remat` prints comes from `simulate`. Solvers keep faster
-books of their own; each of their schedules is judged here once before it leaves `solver/`.
+It is short, knows no solver, and is slow enough to be obviously right. Every peak, time, overhead
+and gap that `remat` prints comes from `simulate`. Solvers keep faster books of their own; each of
+their schedules is judged here once before it leaves `solver/`.
 """
 
 from __future__ import annotations
@@ -402,17 +403,14 @@ def simulate(graph: TrainingGraph, schedule: Schedule, links: Links | None = Non
         stalls=tuple(replay.clocks.stalls),
         copies=tuple(replay.clocks.copies),
         busy_us=replay.clocks.busy,
-        moved_bytes=_moved_bytes(replay.clocks.copies),
+        moved_bytes={
+            name: sum(copy.size_bytes for copy in replay.clocks.copies if copy.link == name)
+            for name in LINK_NAMES
+        },
         host_peak_bytes=replay.peak_bytes["host"],
         nvme_peak_bytes=replay.peak_bytes["nvme"],
         below_bytes={str(tier): tuple(each) for tier, each in below.items() if any(each)},
     )
-
-
-def _moved_bytes(copies: list[Copy]) -> dict[str, int]:
-    return {
-        name: sum(copy.size_bytes for copy in copies if copy.link == name) for name in LINK_NAMES
-    }
 
 
 def require_valid(

@@ -80,12 +80,7 @@ def _touched(problem: Problem, starts: Sequence[int], t: int, order: Sequence[in
 
 
 def recomputed_in(
-    problem: Problem,
-    carried_in: _Row,
-    starts: Sequence[int],
-    t: int,
-    *,
-    own_needs: bool = True,
+    problem: Problem, carried_in: _Row, starts: Sequence[int], t: int, *, own_needs: bool = True
 ) -> list[int]:
     """The closure, each op after what it reads; UnreachableError if a pinned op is in it."""
     order: list[int] = []
@@ -372,11 +367,7 @@ class State:
         return _replay_stage(self.problem, self.rows[t], self.rows[t + 1], self.starts[t], t)
 
     def schedule(
-        self,
-        *,
-        budget_bytes: int = 0,
-        solver: str = "",
-        options: dict[str, Option] | None = None,
+        self, *, budget_bytes: int = 0, solver: str = "", options: dict[str, Option] | None = None
     ) -> Schedule:
         steps = steps_of_stages(self.problem, self.rows, self.stages)
         return Schedule.for_graph(

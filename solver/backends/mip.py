@@ -59,11 +59,7 @@ class MixedProgram:
         return len(self.lower) - 1
 
     def row(
-        self,
-        terms: list[tuple[int, float]],
-        *,
-        lower: float = -math.inf,
-        upper: float = math.inf,
+        self, terms: list[tuple[int, float]], *, lower: float = -math.inf, upper: float = math.inf
     ) -> int:
         """Add lower ≤ Σ coefficient · variable ≤ upper; return its index."""
         self.rows.append((lower, upper, terms))

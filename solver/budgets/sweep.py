@@ -265,11 +265,7 @@ def _adopting(
 
 
 def least_peak(
-    graph: TrainingGraph,
-    time_limit_s: float = 60.0,
-    *,
-    solver: str = "auto",
-    **options: Any,
+    graph: TrainingGraph, time_limit_s: float = 60.0, *, solver: str = "auto", **options: Any
 ) -> Result:
     """The outcome at the least peak that `solver` knows: the least budget to ask for.
 

@@ -167,11 +167,7 @@ def offer_climbed(search: Search, climbed: Climbed, most_work: float = float("in
 
 
 def limits_of(
-    search: Search,
-    lazy: LazyCuts | Windows,
-    gap: float,
-    open_gap: float,
-    nodes: Nodes = CUT_NODES,
+    search: Search, lazy: LazyCuts | Windows, gap: float, open_gap: float, nodes: Nodes = CUT_NODES
 ) -> Limits:
     # Much closer than the open gap is of no use, since the next cut replaces the program. An exact
     # one is the last.

@@ -70,11 +70,7 @@ def fit_into(boxes: Boxes, capacity: int, tries: int) -> _Fitted:
 
 
 def _in_turn(
-    search: CanonicalSearch,
-    capacity: int,
-    preorders: tuple[Preorder, ...],
-    share: int,
-    tries: int,
+    search: CanonicalSearch, capacity: int, preorders: tuple[Preorder, ...], share: int, tries: int
 ) -> _Fitted:
     used = 0
     for preorder in preorders:

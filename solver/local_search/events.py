@@ -239,10 +239,7 @@ class EventBuilder:
             program.implications.append((gap, sources))
 
     def _memory(
-        self,
-        program: EventProgram,
-        change: list[int],
-        starts: list[list[tuple[int, int, int]]],
+        self, program: EventProgram, change: list[int], starts: list[list[tuple[int, int, int]]]
     ) -> None:
         base_bytes = 0
         open_gaps: list[tuple[int, int, int]] = []

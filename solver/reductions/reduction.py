@@ -149,10 +149,7 @@ def solve_alone(question: Question) -> Result:
     if question.known_us < inf and "known_us" in option_names(question.solver):
         options["known_us"] = question.known_us
     made = make_solver(
-        question.solver,
-        time_limit_s=question.time_limit_s,
-        progress=question.progress,
-        **options,
+        question.solver, time_limit_s=question.time_limit_s, progress=question.progress, **options
     )
     return made.solve(question.graph, question.budget_bytes)
 

@@ -11,7 +11,7 @@ from remat.graph_capture.errors import SolverError
 from remat.schedules.levers import REDUCTIONS, attribute_at
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
-from remat.solver.reductions import chain
+from remat.solver.reductions import reduction
 from remat.solver.reductions.reduction import (
     ASKED,
     LEVER_PAIRS,
@@ -96,9 +96,9 @@ def test_a_pair_is_refused_before_anything_runs(
     solver, given, text = BOTH[pair]
     graph = with_links(gpt_like(1), links())
     question = replace(Question(graph, 1 << 60, solver), **given)
-    monkeypatch.setattr(chain, "fold", None)
+    monkeypatch.setattr(reduction, "fold", None)
     with pytest.raises(SolverError) as caught:
-        chain.solve_question(question)
+        reduction.solve_question(question)
     assert str(caught.value) == text
     refuse_pairs(replace(question, graph=gpt_like(1)))
     refuse_pairs(Question(graph, 1 << 60, solver))
