@@ -100,7 +100,10 @@ def draw_front(
     fronts : what `remat.sweep` returns; or several of these by the solver's name.
     budget_bytes : where to draw your budget, if it is not 0. plan : a result to mark.
     """
-    curves = dict(fronts) if isinstance(fronts, Mapping) else {_solver(fronts): fronts}
+    if isinstance(fronts, Mapping):
+        curves = dict(fronts)
+    else:
+        curves = {str(getattr(fronts, "solver", "plans")): fronts}
     colours = cycled(list(curves))
     largest = max((curve.unmodified_bytes for curve in curves.values()), default=0)
     scale, unit = _scale_of(largest)
@@ -127,10 +130,6 @@ def draw_front(
     ax.set_ylim(bottom=0)
     ax.legend(fontsize="small", frameon=False)
     return ax
-
-
-def _solver(curve: _DrawnFront) -> str:
-    return str(getattr(curve, "solver", "plans"))
 
 
 def _percent(time_us: float, curve: _DrawnFront) -> float:
@@ -183,7 +182,7 @@ def draw_convergence(
         bound = colours[name] if len(runs) > 1 else ROLES["bound"]
         title_of_bound = f"bound of {name}" if len(runs) > 1 else "bound"
         ax.plot(
-            [m.seconds for m in moments], [100 * max(m.bound_overhead, 0.0) for m in moments],
+            [m.seconds for m in moments], [100 * m.bound_overhead for m in moments],
             drawstyle="steps-post", ls=":", color=bound, label=title_of_bound,
         )  # fmt: skip
     ax.set(xlabel="seconds", ylabel="overhead (%)", title=title)
@@ -288,10 +287,9 @@ def draw_live_bytes(
             color=ROLES["unmodified"], label="unmodified", lw=1.2, baseline=None,
         )  # fmt: skip
     if measured is not None and len(measured[0]):
-        moments = measured[0] * (line.edges[-1] / measured[0][-1])
         ax.plot(
-            moments, measured[1] / scale, color=ROLES["measured"], label="measured", lw=1,
-            drawstyle="steps-post",
+            line.stretched(measured[0]), measured[1] / scale,
+            color=ROLES["measured"], label="measured", lw=1, drawstyle="steps-post",
         )  # fmt: skip
     limit = schedule.budget_bytes if budget_bytes is None else budget_bytes
     if limit:

@@ -6,7 +6,7 @@ Everything that draws or exports a schedule reads a `Timeline`. Bytes and times 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -63,6 +63,10 @@ class Timeline:
         if not self.is_timed:
             return np.arange(len(self) + 1, dtype=np.float64)
         return np.append(self.start_us, self.simulation.time_us) / 1e3
+
+    def stretched(self, moments: Floats) -> Floats:
+        """Moments of a real step, from 0 to its end, on the axis of `edges`."""
+        return moments * (self.edges[-1] / moments[-1])
 
     @property
     def axis_title(self) -> str:
@@ -146,16 +150,9 @@ def place_of(module: str) -> str:
 
 
 def rows_of_ops(graph: TrainingGraph) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    def module(i: int) -> str:
-        return graph.ops[i].module
-
-    ways: tuple[Callable[[int], str], ...] = (
-        lambda i: layer_of(module(i)),
-        lambda i: module(i) or OUTSIDE,
-    )
+    modules = [op.module for op in graph.ops]
     # Fall back from layers to modules, then to forward ops, if there are too few rows.
-    for way in ways:
-        names = [way(i) for i in range(len(graph.ops))]
+    for names in ([layer_of(one) for one in modules], [one or OUTSIDE for one in modules]):
         titles = list(dict.fromkeys(names))
         if len(titles) >= FEW:
             return _merged(titles, [titles.index(name) for name in names])

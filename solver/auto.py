@@ -6,10 +6,10 @@ in captured order, or in any (`order`). The parts come in order of cost:
 1. keep everything; if that fits, it is optimal;
 2. on tiny graphs, exhaustive search;
 3. one cut, which gives a bound and schedules, and segments between lower sets; windows of
-   cuts, where memory is full in several places (`windows`); where none of these fits, ways
+   cuts, where memory is full in several places (`Windows`); where none of these fits, ways
    to any schedule, the quickest first (`initial_solutions`);
 4. where the gap stays open, schedules of online policies, or on large graphs exchanges;
-5. lazy cuts and large neighbourhoods side by side (`improve`);
+5. lazy cuts and large neighbourhoods side by side (`Improvement`);
 6. on small graphs, the exact program of `checkmate`.
 
 Graphs of thousands of ops get their first schedule from `hierarchical`, before step 3. In a

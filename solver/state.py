@@ -7,7 +7,7 @@ on, through inputs that are not carried: local to the stage. So the time of a sc
 the sum of its stages, its peak their maximum, and moving one bit touches few stages.
 
 Repairs and fills live on that. What bits cannot say is that an op runs twice within a stage,
-or first runs in another order; a sequence of ops (`sequence`) can.
+or first runs in another order; a sequence of ops (`schedule_of`) can.
 
 These are Checkmate's R and S (Jain et al. 2020, arXiv:1910.02653) with R eliminated.
 """
@@ -66,8 +66,8 @@ def _plain_stage(problem: Problem, t: int) -> Stage:
     # The stage that closes the step has no op of its own.
     if t == problem.n_ops:
         return Stage((), 0.0, 0, tuple(sorted(problem.needs[t])))
-    rise_bytes = problem.output_bytes[t] + problem.workspace_bytes[t]
-    return Stage((), 0.0, rise_bytes, tuple(sorted((*problem.needs[t], *problem.outputs[t]))))
+    touched = tuple(sorted((*problem.needs[t], *problem.outputs[t])))
+    return Stage((), 0.0, problem.own_bytes[t], touched)
 
 
 def _touched(problem: Problem, starts: Sequence[int], t: int, order: Sequence[int]) -> set[int]:
@@ -113,6 +113,12 @@ def _visit(
                 break
         else:
             order.append(op)
+
+
+def mark_made(problem: Problem, available: bytearray, ops: Iterable[int]) -> None:
+    for op in ops:
+        for v in problem.outputs[op]:
+            available[v] = 1
 
 
 def closure_cost_us(
@@ -165,7 +171,7 @@ def _heights_bytes(
     now = 0
     heights: list[int] = []
     for position, op in enumerate(order):
-        heights.append(now + problem.output_bytes[op] + problem.workspace_bytes[op])
+        heights.append(now + problem.own_bytes[op])
         for v in problem.outputs[op]:
             # Outputs that are still live stay as they are; unwanted ones go at once.
             if not carried_in[v] and (carried_on[v] or last.get(v, -1) > position):
@@ -173,9 +179,7 @@ def _heights_bytes(
         for v in problem.inputs[op]:
             if last[v] == position and not carried_on[v]:
                 now -= size_bytes[v]
-    if t < problem.n_ops:
-        now += problem.output_bytes[t] + problem.workspace_bytes[t]
-    return [*heights, now]
+    return [*heights, now + problem.own_bytes[t]]
 
 
 def fullest_op(

@@ -61,8 +61,8 @@ def value_rows(graph: TrainingGraph, schedule: Schedule | None = None) -> tuple[
         return tuple(_row(op, value, "", 0, at_peak=False) for op, value in _made(graph))
     graph = graph_of_schedule(graph, schedule)
     held = set(simulate(graph, schedule).held_at_peak)
-    made, moved = _times_made(graph, schedule), _offloaded(schedule)
-    live = live_after_forward(graph, schedule)
+    made, live = _times_made(graph, schedule), live_after_forward(graph, schedule)
+    moved = {step.value for step in schedule.steps if isinstance(step, Offload)}
     rows: list[ValueRow] = []
     for op, value in _made(graph):
         again = made[value.name] - 1
@@ -72,7 +72,6 @@ def value_rows(graph: TrainingGraph, schedule: Schedule | None = None) -> tuple[
 
 
 def _times_made(graph: TrainingGraph, schedule: Schedule) -> dict[str, int]:
-    graph = graph_of_schedule(graph, schedule)
     made = {value.name: 0 for value in graph.values if value.producer}
     live: set[str] = set()
     for step in schedule.steps:
@@ -98,10 +97,6 @@ def matching(rows: Sequence[ValueRow], globs: Iterable[str]) -> tuple[ValueRow, 
 
 def _made(graph: TrainingGraph) -> Iterable[tuple[Op, Value]]:
     return ((op, graph.value_by_name[name]) for op in graph.ops for name in op.outputs)
-
-
-def _offloaded(schedule: Schedule) -> set[str]:
-    return {step.value for step in schedule.steps if isinstance(step, Offload)}
 
 
 def _verdict(op: Op, name: str, again: int, live: frozenset[str], moved: set[str]) -> str:
@@ -263,26 +258,20 @@ def group_rows(
         _add(sums.setdefault(_name(row.module, row.target, row.source, by), _Sums()), row)
     runs = schedule.computations() if schedule else Counter[str]()
     # By op, not by row: an op with several values still runs once.
-    for op in _ops_of(graph, rows):
+    for name in dict.fromkeys(row.op for row in rows):
+        op = graph.ops[graph.op_index[name]]
         one = sums[_name(op.module, op.target, op.source, by)]
         again = max(runs[op.name] - 1, 0)
         one.cost_us += op.cost_us
         one.recomputed_us += again * op.cost_us
         one.figures["runs_again"] += again
-    return tuple(sorted(_folded_groups(sums), key=_rank))
-
-
-def _rank(group: Group) -> tuple[int, int, float]:
-    return -group.at_peak_bytes, -group.size_bytes, -group.cost_us
+    return tuple(
+        sorted(_folded_groups(sums), key=lambda g: (-g.at_peak_bytes, -g.size_bytes, -g.cost_us))
+    )
 
 
 def _name(module: str, target: str, source: str, by: GroupBy) -> str:
     return {"module": module, "op": target, "line": source}[by] or _WITHOUT[by]
-
-
-def _ops_of(graph: TrainingGraph, rows: Iterable[ValueRow]) -> list[Op]:
-    # An op may make several rows: take it once.
-    return [graph.ops[graph.op_index[name]] for name in dict.fromkeys(row.op for row in rows)]
 
 
 def _add(sums: _Sums, row: ValueRow) -> None:
@@ -334,12 +323,16 @@ class FoldedRow(msgspec.Struct, frozen=True):
 
 
 def fold_rows(rows: Sequence[ValueRow]) -> tuple[FoldedRow, ...]:
-    alike: dict[Hashable, dict[Indices, ValueRow]] = {}
+    alike: dict[tuple[str, int, Hashable], dict[Indices, ValueRow]] = {}
     # The n-th value of an op in one layer folds with the n-th in the others.
     for row, ordinal in zip(rows, _ordinals(rows), strict=True):
         pattern, indices = split_indices(row.module)
-        alike.setdefault((pattern, ordinal, *_facts(row)), {})[indices] = row
-    found = [one for by_index in alike.values() for one in _folded_rows(by_index)]
+        alike.setdefault((pattern, ordinal, _facts(row)), {})[indices] = row
+    found = [
+        _folded_row(written(pattern, box), _inside(by_index, box))
+        for (pattern, _, _), by_index in alike.items()
+        for box in boxes(by_index)
+    ]
     place = {row.value: i for i, row in enumerate(rows)}
     return tuple(sorted(found, key=lambda one: place[one.first.value]))
 
@@ -360,11 +353,6 @@ def _facts(row: ValueRow) -> tuple[Hashable, ...]:
         row.target, row.phase, row.kind, row.verdict, row.again, row.size_bytes, row.dtype,
         row.shape, row.source, row.at_peak, row.cost_origin,
     )  # fmt: skip
-
-
-def _folded_rows(by_index: dict[Indices, ValueRow]) -> list[FoldedRow]:
-    pattern, _ = split_indices(next(iter(by_index.values())).module)
-    return [_folded_row(written(pattern, box), _inside(by_index, box)) for box in boxes(by_index)]
 
 
 def _folded_row(module: str, rows: Sequence[ValueRow]) -> FoldedRow:

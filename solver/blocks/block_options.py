@@ -29,7 +29,7 @@ from remat.solver.bounds.cut_program import CutProgram, expand
 from remat.solver.local_search.repair import Repair
 from remat.solver.problem import Problem, largest_working_set_bytes
 from remat.solver.search import Search
-from remat.solver.state import State, recomputed_in, store_all_state
+from remat.solver.state import State, mark_made, recomputed_in, store_all_state
 from remat.solver.stopping import BLOCK_NODES
 
 GAP = 2.0
@@ -147,9 +147,8 @@ def _keep_least(problem: Problem) -> State:
     for t in range(problem.n_ops + 1):
         again = recomputed_in(problem, available, (), t) if t > problem.n_forward else []
         recomputed.append(again)
-        for op in (*again, t) if problem.n_forward < t < problem.n_ops else again:
-            for v in problem.outputs[op]:
-                available[v] = 1
+        ran = (*again, t) if problem.n_forward < t < problem.n_ops else again
+        mark_made(problem, available, ran)
     return State.from_recomputed(problem, recomputed)
 
 
@@ -208,11 +207,7 @@ def choices_in_place(
 
 def _fixed_bytes(problem: Problem, layers: Sequence[PlacedBlock]) -> npt.NDArray[np.int64]:
     """For each stage what blocks that are done leave live: gradients, outputs."""
-    change = [0] * (problem.n_ops + 2)
-    last = [-1] * problem.n_values
-    for t, needs in enumerate(problem.needs):
-        for v in needs:
-            last[v] = t
+    change, last = [0] * (problem.n_ops + 2), problem.last_need
     for block, _ in layers:
         for op in block.ops:
             for v in problem.outputs[op]:

@@ -7,7 +7,7 @@ https://arxiv.org/abs/2307.01236; HiRemate (J. Gusak et al., ICML 2025) nests it
 Solves: the least extra time over one option for each block, where all that the blocks
 before one keep, what is live beside it, and the block itself while it runs fit together;
 bytes kept are rounded up to a grid. The options of equal blocks (`repeated`) are found once
-(`options`). Values between blocks stay, as in Rockmate's options. Rockmate's chain step may
+(`block_options`). Values between blocks stay, as in Rockmate's options. Rockmate's chain step may
 recompute whole blocks; here, if nothing fits, blocks are taken in groups, and values inside a
 group may go. The schedule is then filled with what fits.
 Optimal: for its tables, up to the grid; not for the graph, so no bound is claimed.
@@ -185,12 +185,11 @@ def _expanded(
 
 
 def _least_state(problem: Problem, layers: Sequence[PlacedBlock]) -> State:
-    least = [min(table, key=_modesty) for _, table in layers]
+    least = [
+        min(table, key=lambda one: (one.saved_bytes, int(one.live_bytes.max()), one.extra_us))
+        for _, table in layers
+    ]
     return _expanded(problem, layers, least)
-
-
-def _modesty(option: BlockOption) -> tuple[int, int, float]:
-    return option.saved_bytes, int(option.live_bytes.max()), option.extra_us
 
 
 def _repair(search: Search, state: State) -> bool:

@@ -17,15 +17,15 @@ Shortcomings: blocks are runs of forward, so one whose ops are interleaved with 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from remat.graph_capture.graph import Ints
-from remat.solver.problem import Problem
+from remat.solver.problem import Problem, bytes_across
 
 # Where a sequence repeats itself: the longest run of one period, cut into repetitions.
 #
@@ -207,7 +207,7 @@ def _runs(problem: Problem, reads: Reads) -> list[list[int]]:
     number: dict[Shape, int] = {}
     keys = (_class_key(problem, op) for op in range(problem.n_forward))
     classes = np.array([number.setdefault(key, len(number)) for key in keys], np.int64)
-    crossing = _bytes_across(problem, reads.last_forward, range(problem.n_forward))
+    crossing = bytes_across(problem, reads.last_forward, range(problem.n_forward))
     found: list[list[int]] = []
     waiting = [(0, problem.n_forward)]
     while waiting:
@@ -219,21 +219,10 @@ def _runs(problem: Problem, reads: Reads) -> list[list[int]]:
     return found
 
 
-def _bytes_across(problem: Problem, last: Sequence[int], ops: Iterable[int]) -> list[int]:
-    """Bytes made before each place by `ops` and read at it or after, `last` being last reads."""
-    change = [0] * (problem.n_ops + 2)
-    for op in ops:
-        for v in problem.outputs[op]:
-            if last[v] > op:
-                change[op + 1] += problem.size_bytes[v]
-                change[last[v] + 1] -= problem.size_bytes[v]
-    return list(accumulate(change))
-
-
 def _backward_cuts(problem: Problem, reads: Reads, ends: Sequence[int]) -> list[int]:
     """For each forward boundary the first backward op of what is before it."""
     backward = range(problem.n_forward, problem.n_ops)
-    crossing = _bytes_across(problem, reads.last_backward, backward)
+    crossing = bytes_across(problem, reads.last_backward, backward)
     gaps = list(_gaps(problem, reads, ends))
     keys = [*(_class_key(problem, op) for op in range(problem.n_ops)), ()]
     firsts = [min(range(low, high + 1), key=lambda at: (crossing[at], at)) for low, high in gaps]

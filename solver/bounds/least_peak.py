@@ -110,21 +110,18 @@ class _Regression:
 
     def _moments(self) -> Iterator[tuple[int, int, frozenset[int]]]:
         """For the first run of each op, and the end: bytes, stage, and what is live before."""
-        problem, n_ops = self.problem, self.problem.n_ops
-        last_need = {v: t for t, needed in enumerate(problem.needs) for v in needed}
+        problem, n_ops, last_need = self.problem, self.problem.n_ops, self.problem.last_need
         waiting: dict[int, None] = {}
         for t in range(n_ops + 1):
             live = {*problem.needs[t], *(v for v in waiting if last_need[v] > t)}
             # The caller has them once forward has ended.
             if t >= problem.n_forward:
                 live.update(self.held)
-            own_bytes = 0
             if t < n_ops:
-                own_bytes = problem.output_bytes[t] + problem.workspace_bytes[t]
                 # Pinned ops do not run again, so what they made waits for its last need.
                 once = problem.outputs[t] if problem.no_recompute[t] else ()
-                waiting = {v: None for v in (*waiting, *once) if last_need.get(v, -1) > t}
-            yield self._bytes(live) + own_bytes, t, frozenset(live)
+                waiting = {v: None for v in (*waiting, *once) if last_need[v] > t}
+            yield self._bytes(live) + problem.own_bytes[t], t, frozenset(live)
 
     def _bytes(self, values: Iterable[int]) -> int:
         return sum(self.problem.size_bytes[v] for v in values)
@@ -171,8 +168,7 @@ class _Regression:
             if fresh.issuperset(made):
                 continue
             total_bytes = live_bytes - self._bytes(made) + self._bytes(fresh)
-            need_bytes = total_bytes + problem.output_bytes[op] + problem.workspace_bytes[op]
-            need_bytes = max(peak_bytes, need_bytes, self.best_bytes)
+            need_bytes = max(peak_bytes, total_bytes + problem.own_bytes[op], self.best_bytes)
             self.n_opened += 1
             heapq.heappush(waiting, _Open(need_bytes, total_bytes, self.n_opened, live, op))
 

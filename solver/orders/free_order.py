@@ -3,8 +3,8 @@
 Source: the reordering of OLLA (https://arxiv.org/abs/2210.12924) before rematerialization.
 Solves: a first look at the given order and at better ones (`reorder`), by a solver that keeps
 the order; then a full solve in the best one; then, in turn, an order with more room for the
-runs of the best schedule (`refinement`) and a solve in it. An order is solved as a graph with
-its ops in that order (`ordering`), so any solver that keeps the order of its graph will do.
+runs of the best schedule (`roomier_start`) and a solve in it. An order is solved as a graph with
+its ops in that order (`reordered`), so any solver that keeps the order of its graph will do.
 A solve is needed because nothing else says how much an order must compute again.
 Optimal: where the bound for every order (`any_order_cut`) is met, as on transformers, or where
 nothing is computed again. Never worse than the given order in its share of the time, since that
@@ -27,6 +27,7 @@ import msgspec
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
+from remat.schedules.simulate import overhead_of
 from remat.solver.bounds.any_order_cut import free_bound_us, free_least_peak_bound_bytes
 from remat.solver.bounds.least_peak import LEAST_BOUND, floor_above, floor_text
 from remat.solver.orders.reorder import (
@@ -136,7 +137,10 @@ class _Attempts:
         return msgspec.structs.replace(found, floor=floor)
 
     def _without_schedule(self, said: Sequence[str], wall_s: float) -> Result:
-        given, found = self.latest[self.made[0].order], _repeatable(self.made).result
+        given = self.latest[self.made[0].order]
+        # A budget that is named must be found again when it is asked for: only orders that any
+        # other solve tries too.
+        found = min((a for a in self.made if a.is_repeatable), key=lambda a: a.rank).result
         is_cut_short = self.cut_short and not self.is_infeasible
         least = found.least_schedule
         return msgspec.structs.replace(
@@ -169,12 +173,6 @@ class _Attempts:
             *([bound] if self.least_bound_bytes else []),
             *([f"In the given order: {said}"] if said else []),
         ]
-
-
-def _repeatable(made: Sequence[_Attempt]) -> _Attempt:
-    # A budget that is named must be found again when it is asked for: only orders that any other
-    # solve tries too.
-    return min((a for a in made if a.is_repeatable), key=lambda attempt: attempt.rank)
 
 
 _AIMS = (1.0, 0.9, 0.0)
@@ -344,5 +342,5 @@ class FreeOrder:
         known = [a.result.overhead for a in self.attempts.made if a.result.schedule is not None]
         known += [] if overhead is None else [overhead]
         best = min(known) if known else None
-        bound = self.attempts.bound_us / (self.graph.time_us or 1.0) - 1
+        bound = overhead_of(self.attempts.bound_us, self.graph.time_us)
         self.progress(Progress(self.clock.elapsed_s, best, bound, doing))

@@ -18,7 +18,7 @@ from remat.schedules.schedule import Schedule
 from remat.solver.problem import Problem
 from remat.solver.result import Result, evaluate_schedule
 from remat.solver.search import Listener, Search
-from remat.solver.state import recomputed_in, store_all_state
+from remat.solver.state import mark_made, recomputed_in, store_all_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +66,11 @@ def template_sequence(problem: Problem, template: Template) -> list[int]:
             # A checkpoint runs its part of forward in forward's order.
             order = order if template.just_in_time else sorted(order)
             sequence += order
-            _mark(problem, available, order)
+            mark_made(problem, available, order)
         if t < problem.n_ops:
             sequence.append(t)
-            _mark(problem, available, (t,))
+            mark_made(problem, available, (t,))
     return sequence
-
-
-def _mark(problem: Problem, available: bytearray, ops: Iterable[int]) -> None:
-    for op in ops:
-        for v in problem.outputs[op]:
-            available[v] = 1
 
 
 def regions(problem: Problem, again: Sequence[bool], region: Sequence[int]) -> Template:

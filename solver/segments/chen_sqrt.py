@@ -23,10 +23,10 @@ from typing import NamedTuple
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
-from remat.solver.problem import Problem
+from remat.solver.problem import Problem, bytes_across
 from remat.solver.result import Result, evaluate_schedule
 from remat.solver.search import Listener
-from remat.solver.state import State, recomputed_in
+from remat.solver.state import State, mark_made, recomputed_in
 from remat.solver.table import options_of
 
 # Where a training graph can be cut into a chain: articulation points, matched by backward.
@@ -181,11 +181,12 @@ def segmented_state(problem: Problem, segment: Sequence[int], kept: bytes | byte
     for t in range(problem.n_forward, problem.n_ops + 1):
         gone = [v for v in problem.needs[t] if not available[v]]
         reached = dict.fromkeys(segment[problem.producer[v]] for v in gone)
-        wanted = dict.fromkeys(v for s in reached for v in _read_from(reads[s], t))
+        # What this stage or a later one reads of them.
+        wanted = dict.fromkeys(
+            v for s in reached for _, v in reads[s][bisect_left(reads[s], (t, -1)) :]
+        )
         recomputed.append(recomputed_in(problem, available, list(wanted), t, own_needs=False))
-        for op in recomputed[-1]:
-            for v in problem.outputs[op]:
-                available[v] = 1
+        mark_made(problem, available, recomputed[-1])
     return State.from_recomputed(problem, recomputed)
 
 
@@ -197,11 +198,6 @@ def _reads_by_segment(problem: Problem, segment: Sequence[int]) -> list[list[_Re
             if segment[problem.producer[v]] != NO_SEGMENT:
                 reads[segment[problem.producer[v]]].append((stage, v))
     return reads
-
-
-def _read_from(reads: Sequence[_Read], t: int) -> list[int]:
-    """The values of `reads` that stage t or a later one reads."""
-    return [v for _, v in reads[bisect_left(reads, (t, -1)) :]]
 
 
 @dataclass(frozen=True)
@@ -241,20 +237,9 @@ def checkpointed_state(problem: Problem, ends: Sequence[int]) -> State:
     return segmented_state(problem, segment, _checkpoints(problem, segment))
 
 
-def _checkpoint_bytes(problem: Problem) -> list[int]:
-    """For each forward op the bytes that later forward ops read from it or before."""
-    change = [0] * (problem.n_forward + 1)
-    for v, last in enumerate(_last_forward_reads(problem)):
-        made = problem.producer[v]
-        if made < last:
-            change[made] += problem.size_bytes[v]
-            change[last] -= problem.size_bytes[v]
-    return list(accumulate(change))
-
-
 def _boundaries(problem: Problem, count: int) -> list[int]:
     """Ops after which a segment ends: near equal bytes, where the fewest bytes cross."""
-    crossing = _checkpoint_bytes(problem)
+    crossing = bytes_across(problem, _last_forward_reads(problem), range(problem.n_forward))
     made = list(accumulate(problem.output_bytes[: problem.n_forward]))
     ends: list[int] = []
     for i in range(1, count):
@@ -263,7 +248,7 @@ def _boundaries(problem: Problem, count: int) -> list[int]:
         high = bisect_left(made, made[-1] * (i + 0.4) / count)
         places = range(max(low, ends[-1] + 1 if ends else 0), min(high + 1, problem.n_forward))
         if places:
-            ends.append(min(places, key=lambda op: (crossing[op], op)))
+            ends.append(min(places, key=lambda op: (crossing[op + 1], op)))
     return ends
 
 
