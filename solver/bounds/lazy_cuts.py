@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from remat.graph_capture.graph import Floats
 from remat.solver.backends.mip import Limits
 from remat.solver.bounds.cut_program import (
     COST_SCALE,
@@ -29,8 +30,8 @@ from remat.solver.state import Bytes, State, fullest_op
 
 _PLACES = 30
 """Stages over the budget that are looked at for the next cut."""
-FAR, AT_A_CUT = 4.0, 0.01
-"""Bytes over the budget count times the stages to the nearest cut, up to `FAR` of them: a cut
+_FAR, _AT_A_CUT = 4.0, 0.01
+"""Bytes over the budget count times the stages to the nearest cut, up to `_FAR` of them: a cut
 beside another says little that is new."""
 
 _FLOOR_SLACK = 1e-6
@@ -104,12 +105,10 @@ class LazyCuts:
 
     def _refine(self, state: State) -> bool:
         """Returns whether there was anything to add."""
-        n_ops = self.problem.n_ops
-        over = (state.peak_bytes[:n_ops] - self.budget_bytes).astype(float)
-        over[: self.begin] = 0.0
-        over[self.last_stage :] = 0.0
-        distance = np.abs(np.arange(n_ops)[:, None] - np.array(self.cuts)[None, :]).min(axis=1)
-        over = np.where(over > 0, over * np.clip(distance, AT_A_CUT, FAR), over)
+        over_bytes = state.peak_bytes[: self.problem.n_ops] - self.budget_bytes
+        over_bytes[: self.begin] = 0
+        over_bytes[self.last_stage :] = 0
+        over = crowding(over_bytes, self.cuts)
         for stage in np.argsort(-over, kind="stable")[:_PLACES].tolist():
             if over[stage] <= 0:
                 return False
@@ -133,6 +132,13 @@ class LazyCuts:
             return False
         self.rows = (*self.rows, (stage, op))
         return True
+
+
+def crowding(over_bytes: Bytes, cuts: Sequence[int]) -> Floats:
+    """How much each stage asks for a cut: by its bytes over the budget, and far from `cuts`."""
+    distance = np.abs(np.arange(len(over_bytes))[:, None] - np.array(cuts)[None, :]).min(axis=1)
+    over = over_bytes.astype(float)
+    return np.where(over > 0, over * np.clip(distance, _AT_A_CUT, _FAR), over)
 
 
 def _add_spans(made: CutProgram, added: Sequence[int]) -> None:
@@ -264,9 +270,10 @@ class Windows:
         if len(self.parts) > 1:
             all_settled = all(map(self._is_settled, self.parts))
             # A start takes all windows: once each was tried, and whenever two are merged.
-            start = self._start() if all_settled or is_last_untried else None
+            is_due = all_settled or is_last_untried
+            start = self._start_of(self.solutions) if is_due else None
             if all_settled:
-                self._merge(self._widest_pair())
+                self._merge_widest()
         return Climbed(replace(climbed.solution, bound_us=self.bound_us), start)
 
     def relaxed_us(self, time_limit_s: float) -> list[float]:
@@ -319,11 +326,10 @@ class Windows:
         stages = slice(part.cuts[0] + 1, part.last_stage + 1)
         return sum(self.spent_us[stages]) - self._least_us(part)
 
-    def _widest_pair(self) -> int:
+    def _merge_widest(self) -> None:
+        """Merge the neighbours of which the best schedule spends most beyond what is proved."""
         slack_us = [self._slack_us(i) for i in range(len(self.parts))]
-        return max(range(len(self.parts) - 1), key=lambda i: (slack_us[i] + slack_us[i + 1], -i))
-
-    def _merge(self, at: int) -> None:
+        at = max(range(len(self.parts) - 1), key=lambda i: (slack_us[i] + slack_us[i + 1], -i))
         left, right = self.parts[at : at + 2]
         merged = LazyCuts(
             self.problem,
@@ -344,9 +350,6 @@ class Windows:
     def _floors(self, part: LazyCuts) -> tuple[tuple[int, int, float], ...]:
         own = (part.cuts[0], part.last_stage, self._least_us(part))
         return (*part.floors, own) if own[2] > 0 else part.floors
-
-    def _start(self) -> State:
-        return self._start_of(self.solutions)
 
     def _start_of(self, solutions: Sequence[CutSolution | None]) -> State:
         """What the windows run again, each in its own stages; the rest is carried."""

@@ -17,7 +17,7 @@ weak on layered graphs and on convolutional nets below 30 % of their peak.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -98,7 +98,9 @@ class Cut:
         while lazy is not None and not lazy.is_done and len(lazy.cuts) <= self.cuts:
             if not search.is_open(self.gap):
                 break
-            _climb(search, lazy, self.gap)
+            last = search.graph.ops[lazy.cuts[-1]].name
+            search.say(f"{len(lazy.cuts)} cuts, the last at {last}")
+            offer_climbed(search, lazy.climb(limits_of(search, lazy, self.gap, search.gap)))
         if search.is_open(self.gap):
             offer_exchanges(search)
 
@@ -113,7 +115,7 @@ def begin(
 ) -> LazyCuts | None:
     """The best single cut; None where nothing fits, or time ends early on a large graph."""
     search.say("choosing where to cut")
-    place = best_cut(search, plain)
+    place = best_cut(search, plain, lambda t: CutProgram(search.problem, (t,), search.budget_bytes))
     if place is None:
         return None
     # All else takes long on such graphs.
@@ -139,18 +141,13 @@ def begin(
 
 def _offer_targets(search: Search, place: int, gap: float) -> None:
     # Cuts for lower targets make starts that differ, which was worth more than annealing a start.
-    for target_bytes in _targets(search, TARGETS):
+    for target_bytes in _targets(search):
         if search.is_open(gap) and not _has_worked(search, FIRST_REPAIRS.most):
             search.say(f"start for {target_bytes} bytes")
             program = CutProgram(search.problem, (place,), target_bytes)
             solution = program.relaxed(RELAXED.of(search.left_s))
             if solution.values is not None:
                 repair_from(search, State.from_recomputed(search.problem, expand(solution)))
-
-
-def _climb(search: Search, lazy: LazyCuts, gap: float) -> None:
-    search.say(f"{len(lazy.cuts)} cuts, the last at {search.graph.ops[lazy.cuts[-1]].name}")
-    offer_climbed(search, lazy.climb(limits_of(search, lazy, gap, search.gap)))
 
 
 def offer_climbed(search: Search, climbed: Climbed, most_work: float = float("inf")) -> bool:
@@ -179,21 +176,20 @@ def limits_of(
     )
 
 
-def _targets(search: Search, parts: tuple[float, ...]) -> Iterator[int]:
+def _targets(search: Search) -> Iterator[int]:
     problem = search.problem
     least_bytes = largest_working_set_bytes(problem) + problem.resident_bytes
-    for part in parts:
+    for part in TARGETS:
         yield least_bytes + int(part * (search.budget_bytes - least_bytes))
 
 
-def best_cut(search: Search, plain: State) -> int | None:
+def best_cut(search: Search, plain: State, program_at: Callable[[int], CutProgram]) -> int | None:
     """The op whose cut has the highest relaxed bound; None if one proves that nothing fits."""
     best: tuple[float, int] | None = None
-    for t in candidate_cuts(search, plain):
+    for t in _candidate_cuts(search, plain):
         if search.out_of_time() and best is not None:
             break
-        program = CutProgram(search.problem, (t,), search.budget_bytes)
-        bound_us = program.relaxed(BEST_CUT.of(search.left_s)).bound_us
+        bound_us = program_at(t).relaxed(BEST_CUT.of(search.left_s)).bound_us
         if bound_us == float("inf"):
             search.proved_infeasible = True
             search.message = f"what must be live while {search.graph.ops[t].name} runs is more"
@@ -204,7 +200,7 @@ def best_cut(search: Search, plain: State) -> int | None:
     return best[1] if best else None
 
 
-def candidate_cuts(search: Search, plain: State) -> list[int]:
+def _candidate_cuts(search: Search, plain: State) -> list[int]:
     problem = search.problem
     peak_bytes = plain.peak_bytes[: problem.n_ops]
     fullest = int(np.argmax(peak_bytes))
@@ -293,7 +289,7 @@ def _say_more(search: Search, windows: Windows, lazy: LazyCuts, gap: float) -> b
 
 
 def _take_relaxed(search: Search, windows: Windows, gap: float) -> None:
-    for target_bytes in _targets(search, TARGETS):
+    for target_bytes in _targets(search):
         if search.best is not None or not search.is_open(gap):
             return
         search.say(f"start of windows for {target_bytes} bytes")

@@ -116,7 +116,6 @@ def _improved(search: Search, state: State, budget_bytes: int, effort: float) ->
 
 _LEAST_TARGETS = (0.05, 0.2)
 """Parts of the room between the largest working set and the peak that cuts aim for."""
-_LEAST_POWERS = (0.6, 1.0)
 
 
 def offer_least_peak(search: Search, plain: State) -> None:
@@ -131,7 +130,7 @@ def offer_least_peak(search: Search, plain: State) -> None:
     # The ways start from the graph alone, not from the budget, so that a solve for the budget that
     # an infeasible result names finds this schedule again, in any process.
     for start in _least_peak_starts(search, plain):
-        for power in _LEAST_POWERS:
+        for power in POWERS:
             _repair_ever_lower(search, start.copy(), power)
     if search.best_state is not None:
         state = search.best_state.copy()

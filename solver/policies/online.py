@@ -340,12 +340,8 @@ def _bisect_least_peak(
             low_bytes = middle_bytes
         else:
             high_bytes = middle_bytes
-            _offer_least(search, sequence, prune)
+            search.offer_sequence(sequence, or_least=True)
+            if prune:
+                search.offer_least(_state_of(search.problem, sequence))
     if search.best is not None:
         search.message = "no room at the budget itself; this is what the policy does at another"
-
-
-def _offer_least(search: Search, sequence: Sequence[int], prune: bool) -> None:
-    search.offer_sequence(sequence, or_least=True)
-    if prune:
-        search.offer_least(_state_of(search.problem, sequence))

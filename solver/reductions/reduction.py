@@ -162,12 +162,8 @@ def within_its_limit(rest: Rest) -> Rest:
 # What no plan keeps together: one row for each pair of levers, asked before anything runs.
 
 
-def _copies(question: Question) -> bool:
-    return can_copy(question.graph) and plans_copies(question.solver)
-
-
 ASKED: dict[str, Callable[[Question], bool]] = {
-    "copies": _copies,
+    "copies": lambda question: can_copy(question.graph) and plans_copies(question.solver),
     "recompute": lambda question: bool(question.recompute),
     "free order": lambda question: question.options.get("order") == "free",
 }
@@ -190,12 +186,8 @@ def refuse_pairs(question: Question) -> None:
     """Raises SolverError, which says why they do not go together and what to do instead."""
     for one, other in LEVER_PAIRS:
         if ASKED[one](question) and ASKED[other](question):
-            raise SolverError(_text_of(one, other))
-
-
-def _text_of(one: str, other: str) -> str:
-    named = {name: option(name) for name in ("recompute", "host")}
-    return LEVER_PAIRS[one, other].format_map(named)
+            named = {name: option(name) for name in ("recompute", "host")}
+            raise SolverError(LEVER_PAIRS[one, other].format_map(named))
 
 
 # A solve: levers, in the order of `REDUCTIONS`, around a solver that knows of none of them.

@@ -85,16 +85,13 @@ class Reach:
                 lambda i, first=first: self._fits(fast, {**first, last.name: last.sizes[i]}),
             )
             one = {**first, last.name: last.sizes[i]}
-            if i >= 0 and not any(_is_below(one, other) for other in found):
+            is_covered = any(all(one[name] <= at for name, at in big.items()) for big in found)
+            if i >= 0 and not is_covered:
                 found.append(one)
         return found
 
     def _fits(self, fast: FastPeak, sizes: Sizes) -> bool:
         return fast.peak_bytes(self._bytes.of(self.part(sizes))) <= self.budget_bytes
-
-
-def _is_below(one: Sizes, other: Sizes) -> bool:
-    return all(size <= other[name] for name, size in one.items())
 
 
 def _last(count: int, holds: Callable[[int], bool]) -> int:

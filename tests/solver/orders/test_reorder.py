@@ -186,7 +186,10 @@ def test_what_crosses_an_op_is_live_in_every_order(graph: TrainingGraph) -> None
 def test_on_a_training_step_the_free_cut_equals_the_cut(graph: TrainingGraph, percent: int) -> None:
     budget_bytes = peak_bytes_of(graph) * percent // 100
     search = Search(graph, budget_bytes, "cut")
-    place = best_cut(search, store_all_state(search.problem))
+    place = best_cut(
+        search, store_all_state(search.problem),
+        lambda t: CutProgram(search.problem, (t,), search.budget_bytes),
+    )  # fmt: skip
     assert place is not None
     fixed_us = CutProgram(search.problem, (place,), budget_bytes).solve(Limits()).bound_us
     free_us = FreeCut.at(graph, place, budget_bytes).bound_us(Limits())
