@@ -32,7 +32,6 @@ from remat.schedules.timeline import Timeline, layer_of, timeline
 
 # A graph as text for Graphviz: ops in boxes of their layers, in the colours of the plots.
 
-
 _HEAD = (
     "  rankdir=TB;",
     '  node [shape=box, style="filled,rounded", fontname="sans-serif", fontsize=10];',
@@ -105,7 +104,6 @@ def _quoted(text: str) -> str:
 #
 # The format is the "Trace Event Format" of Chromium: complete events (``X``) for runs of ops, a
 # counter (``C``) for bytes. Times are in µs.
-
 
 LANES = {"forward": 1, "backward": 2, "recompute": 3}
 LINK_LANES = {name: len(LANES) + 1 + i for i, name in enumerate(LINK_NAMES)}
@@ -222,7 +220,6 @@ def _counter_events(line: Timeline) -> list[dict[str, Any]]:
 # The dictionary has the form of `torch.cuda.memory._snapshot()`. Pickled, it opens in the viewer
 # at https://pytorch.org/memory_viz and with ``python -m torch.cuda._memory_viz``. Its trace
 # allocates and frees what `simulate` counts, so its highest sum is the simulated peak.
-
 
 _BASE = 0x7F00_0000_0000
 """Where addresses begin. Any number would do."""

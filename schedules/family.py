@@ -168,7 +168,6 @@ def sizes_text(sizes: Sizes) -> str:
 # the range. Else the range is split, until what `simulate` says of the bounds of a part is no more
 # than what some size needs: branch and bound (Land and Doig 1960, https://doi.org/10.2307/1910129).
 
-
 _MOST_SIMULATED = 512
 """Sizes, or parts of a range, at which a schedule is judged where the largest do not bound all."""
 _SHAPE = re.compile(r"\[[\d, ]*\]")

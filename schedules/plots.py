@@ -235,7 +235,6 @@ def _paired_costs_us(
 
 # Live bytes through the step, places in an arena, what runs when, and what holds the peak.
 
-
 _ALPHA = 0.75
 
 

@@ -1,7 +1,7 @@
 """A schedule as it runs: when each op runs, how much is live meanwhile, which values are there.
 
-Everything that draws or exports a schedule reads a `Timeline`. Bytes and times are those of
-`simulate`, so no picture can say otherwise than the simulator.
+Everything that draws or exports a schedule reads a `Timeline`, or a `ribbon` of it. Bytes and times
+are those of `simulate`, so no picture can say otherwise than the simulator.
 """
 
 from __future__ import annotations

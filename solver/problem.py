@@ -144,7 +144,6 @@ def bytes_across(problem: Problem, last: Sequence[int], ops: Iterable[int]) -> l
 # Orders of first computations. Solvers keep the order of the graph they are given, so a free order
 # is a graph with its ops in another order.
 
-
 Order = tuple[int, ...]
 
 

@@ -23,7 +23,6 @@ from remat.solver.problem import Problem
 # scaling, masks, casts and dropout between them. Products by `mm` and `addmm` are linear layers.
 # A softmax written as exp and sum is not seen.
 
-
 NO_CORE = -1
 _SOFTMAX = frozenset({"_softmax", "_safe_softmax", "_masked_softmax", "softmax"})
 _BATCHED_PRODUCT = frozenset({"bmm", "baddbmm", "matmul"})

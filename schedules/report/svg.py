@@ -33,7 +33,6 @@ from remat.schedules.simulate import Simulation, simulate
 # A step of thousands of ops has tens of thousands of buffers, most too low to be seen. Those, and
 # what is beyond the largest few thousand, are merged into rectangles that cover them.
 
-
 ROWS, _COLUMNS = 256, 1024
 """Of the grid on which small buffers are merged; a buffer below one row is small."""
 MOST_BOXES, MOST_MERGED = 3000, 2000

@@ -1,4 +1,4 @@
-"""What a schedule does with each value: one row a value, with its size, its place and its cost.
+"""What a schedule does with each value, one row a value; and rows folded by layer, and grouped.
 
 Verdicts are of values, not of ops: an op that runs again for one of its results makes the others
 again only if they are not live.
@@ -143,7 +143,6 @@ def _no_row_text(rows: Sequence[ValueRow], glob: str) -> str:
 
 
 # Values and runs summed by module, by op or by source line, equal layers folded.
-
 
 _INDEX = "#"
 """What stands for an index in the pattern of a path."""

@@ -45,7 +45,6 @@ from remat.solver.stopping import BLOCK_NODES
 # program of one cut with copies (`offload/joint_cut`) is solved at the turn between the block's
 # forward and its backward. A value may go on from the host to NVMe.
 
-
 _LEAST_SHARE = 256
 """No value below this part of what the block keeps is copied: it would hardly free anything."""
 

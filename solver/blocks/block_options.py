@@ -1,4 +1,4 @@
-"""What one block can do: bytes kept from forward to backward against extra time.
+"""What one block can do, bytes kept against extra time; and the choice of one option a block.
 
 Source: the option tables of Rockmate (Zhao et al. 2023, https://arxiv.org/abs/2307.01236),
 which solves each block at a grid of budgets. Here the program of one cut
@@ -181,7 +181,6 @@ def _with_lower_peak(problem: Problem, option: BlockOption, left_s: float) -> St
 # coordinate more for each tier whose room binds.
 # Optimal on the grid. Cost: blocks x options x slots, in vector operations, times `_BELOW_SLOTS`
 # for each tier that binds.
-
 
 _BELOW_SLOTS = 64
 """Steps of the grid of a tier below the device."""

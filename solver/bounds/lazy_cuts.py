@@ -1,4 +1,4 @@
-"""Lazy multi-cut: cuts, and rows inside stages, added where the expanded point is too full.
+"""Lazy multi-cut, of the whole step and in windows: cuts added where the point is too full.
 
 It begins with one cut. The point of each program is expanded into a schedule, and the stage
 of that which is fullest over the budget becomes the next cut. If there is a cut already, the
@@ -214,7 +214,6 @@ def _add_span(
 # the bound is a sum of relaxations of disjoint parts, as in Lagrangian decomposition (Guignard and
 # Kim 1987, https://doi.org/10.1007/BF02592954) with all multipliers at zero. It holds for the
 # captured order and any number of recomputations.
-
 
 _SHARED = 0.5
 """Part of what is live in one full stage that must be live in the next for one window of both."""

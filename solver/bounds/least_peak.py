@@ -184,7 +184,6 @@ class _Regression:
 
 # What to say, and to prove, where a budget is below the floor.
 
-
 LEAST_BOUND = "No schedule has a peak below"
 """How the sentence begins that gives the bound on the least peak."""
 

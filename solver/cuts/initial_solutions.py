@@ -44,7 +44,6 @@ from remat.solver.table import Solver
 # about a second a step on 250 to 1,000 ops, counted by what no clock moves; the way ends after 70 %
 # of the time that is left.
 
-
 _STEP, _LEAST_STEP, _NEXT_STEP = 1 / 4, 1 / 32, 1 / 16
 """Of the way from the peak to the budget: the first step, which is halved where repair cannot
 follow; the least; and the one that comes after that, behind more improvement."""
@@ -112,7 +111,6 @@ def _improved(search: Search, state: State, budget_bytes: int, effort: float) ->
 # schedule that keeps everything, from cuts that aim near the largest working set, and on large
 # graphs from blocks that keep the least.
 # Cost: some seconds on a thousand ops. Shortcomings: the least peak found, not the least.
-
 
 _LEAST_TARGETS = (0.05, 0.2)
 """Parts of the room between the largest working set and the peak that cuts aim for."""

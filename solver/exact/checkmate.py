@@ -48,7 +48,6 @@ from remat.solver.state import State, ops_of, recomputed_by_stage
 # live_bytes[row, op] is U, freed[row, op, v] is FREE. made[row, v] has no letter. It keeps a value
 # from counting twice when its op runs again for another output.
 
-
 _Terms = list[tuple[int, float]]
 
 

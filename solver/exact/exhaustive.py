@@ -36,7 +36,6 @@ from remat.solver.state import schedule_of, store_all_state
 # only if nothing can read it any more, or to make room for the next op, and then no more values
 # than needed. An op runs again only if it makes something of use that is not live.
 
-
 OrderOption = Literal["fixed", "free"]
 
 

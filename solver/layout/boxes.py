@@ -89,7 +89,6 @@ def range_maxima(numbers: Ints, start: Ints, end: Ints) -> Ints:
 # Functions that are decorated keep to what both NumPy and Numba run, and give equal results either
 # way. Install it by ``pip install 'remat[numba]'``.
 
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 try:
@@ -116,7 +115,6 @@ def loops_or_arrays(loops: _Function, arrays: _Function) -> _Function:
 #
 # A section is a maximal set of boxes that are live together; sections follow each other in time,
 # and each box is in a range of them. Lists of overlaps are quadratic in the number of boxes.
-
 
 MOST_OVERLAPS = 4_000_000
 """Above it the lists take too much memory and their searches too much time."""

@@ -175,7 +175,6 @@ def placements_of(boxes: Boxes) -> int:
 # eject others becomes dearer to eject, so that what is hard to place is placed first in the end. A
 # step looks only at what is live during one box, so its cost is that of one greedy placement.
 
-
 _GROWTH = 1.3
 """Of the penalty of a box, each time that it ejects others."""
 MOST_PENALTY = 1e6
@@ -261,7 +260,6 @@ def _sums(numbers: Floats) -> Floats:
 # it where the stack through it is low: one sweep from below and one from above give that height at
 # all places, and noise of the temperature decides among them, as a heat bath does. A step costs two
 # sweeps, so thousands of them want compiled code.
-
 
 _CHUNK = 100
 """Steps whose random numbers are drawn together."""

@@ -90,7 +90,6 @@ def _in_turn(
 # Ejections take little and any number of boxes. Dives of the canonical search want lists of
 # overlaps, and their tries grow with the boxes, so of many boxes there are few of them or none.
 
-
 STARTS = (
     "peak by last, then crowd", "size, start", "peak by oldest, then crowd",
     "peak by oldest, then area", "size, end", "area", "peak by oldest, then length",

@@ -258,7 +258,6 @@ class EventBuilder:
 
 # Solves one neighbourhood by CP-SAT. The one file that speaks to OR-Tools CP-SAT for it.
 
-
 _LEAST_EFFORT = 0.05
 """What a try counts as at least: its program has to be built."""
 COST_UNITS = 10_000_000

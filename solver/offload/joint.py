@@ -54,7 +54,6 @@ from remat.solver.table import make_solver, options_of
 # again, or one less, or one for another, and repairs and places what comes of it. The first step
 # that is faster is taken. It ends where none is, or after so many trials.
 
-
 _ADDED, _CHANGED = 25, 6
 """Ops that are tried to be hosted as well; and of those and of the hosted, to be changed."""
 
@@ -169,7 +168,6 @@ def arrivals_and_runs(problem: Problem, schedule: Schedule) -> list[list[int]]:
 # a start; programs of less room give more starts, since one cut does not see how full the other
 # stages are. A further cut goes where the stage's peak and the bytes in flight there exceed the
 # budget most: the peak alone, of a schedule whose copies take no time, hardly ever asks for one.
-
 
 _LEAST_SHARE = 4096
 """A start copies no value below this part of the peak: 1 MiB of 4 GiB takes longer to begin than to

@@ -37,7 +37,6 @@ from remat.solver.stopping import REORDERED
 # is waited for, it goes before others that are copied while it is there, or one of them goes after
 # it. What comes of that is placed and judged, and the first that is faster is taken.
 
-
 _Order = tuple[str, ...]
 
 

@@ -45,7 +45,6 @@ from remat.solver.stopping import DROPPED_RUNS
 # the ops, plus `weight` times the most at any op.
 # Cost: some 40,000 moves a second if ops move by up to a hundred places.
 
-
 _CHECKS_EVERY = 1000
 """Moves between two looks at the clock."""
 _FULL_EVERY, _FULL_SHARE = 100, 0.7
@@ -256,7 +255,6 @@ def _moves_for(graph: TrainingGraph) -> int:
 # layer, it came to 2.9-3.0 % on 500 ops and 1.9 % on 1,000 within 90 s; the turns above come to
 # 2.85 and 1.77 %. Started from these, with moves confined to windows of 40 to 300 runs, it came to
 # 2.83 and 1.74 % in another half minute: it would be a last step, not another start.
-
 
 _MOVES_PER_RUN = 200
 _MOST_REFINEMENTS = 150_000

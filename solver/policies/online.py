@@ -248,7 +248,6 @@ class OnlineRun:
 # `prune`, the sequence also becomes retention bits, filled with what still fits. That drops the
 # needless recomputations, and the outcome is offered too.
 
-
 _MakePolicy = Callable[[Problem, int], Policy]
 """From the graph and the bytes of room beside what is resident."""
 

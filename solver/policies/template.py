@@ -3,7 +3,8 @@
 A template says which values forward keeps for backward. Forward frees the rest after its last
 use there, and backward makes it again, once, a segment at a time. A segment is a connected part
 of what runs again. It runs when backward first reads a value of it, and it makes all that
-backward reads of it. Each value is freed after its last use.
+backward reads of it. Each value is freed after its last use. `StoreAll` is the rule that makes
+nothing again.
 """
 
 from __future__ import annotations
@@ -148,7 +149,6 @@ def check_choice(option: str, found: str, allowed: Sequence[str]) -> None:
 # Blocks are found in two ways, on purpose. Templates go by module paths, since people wrap
 # modules in checkpoints. `hierarchical` goes by structure (`blocks/repeated`), since a graph
 # need not have module names.
-
 
 NO_BLOCK = -1
 NO_REPEATED_BLOCK = (

@@ -40,7 +40,6 @@ from remat.solver.table import TAKE_CHUNKS, check_number, option_names
 # Where one op of the captured graph alone exceeds the budget, the relaxed graph is solved first,
 # and the captured one only if that has not led below what the op takes.
 
-
 _SolveOne = Callable[[TrainingGraph, float, float], Result]
 """Solves one graph within so many seconds, and ends where it is proved to find nothing better than
 a schedule that takes so many microseconds."""

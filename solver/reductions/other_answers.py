@@ -27,7 +27,6 @@ from remat.solver.table import TAKE_CHUNKS, make_solver, plans_copies
 # Rules answer in the time that it takes to read the graph. One that fits is a plan to train with,
 # if not the fastest. And the least budget that a search names is never above what a rule needs.
 
-
 SIMPLE_RULES = ("selective", "keep_attention_output", "chen_sqrt", "full")
 """Rules that people write by hand, and the oldest one; each near-linear in the ops."""
 _POLICIES, _MOST_OPS, _PART = ("msps", "largest"), 1000, 1 / 10
@@ -116,7 +115,6 @@ def _naming_the_lowest(lost: Result, made: Sequence[Result]) -> Result:
 
 
 # What holds, for a graph that is planned with copies, of solvers that copy nothing.
-
 
 _ALONE = "Without copies"
 """How a proof begins that holds for recomputation alone."""

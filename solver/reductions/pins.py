@@ -46,7 +46,6 @@ from remat.solver.table import make_solver
 # backward, right before the first reader there; the clone of an op reads the clones of what it
 # reads. Any solver can plan such a graph. Back on the real graph a clone is a second run.
 
-
 CLONE = "@again"
 """Ends the name of a clone and of its values; no fx node has such a name."""
 

@@ -161,7 +161,6 @@ def within_its_limit(rest: Rest) -> Rest:
 
 # What no plan keeps together: one row for each pair of levers, asked before anything runs.
 
-
 ASKED: dict[str, Callable[[Question], bool]] = {
     "copies": lambda question: can_copy(question.graph) and plans_copies(question.solver),
     "recompute": lambda question: bool(question.recompute),

@@ -31,7 +31,6 @@ from remat.solver.result import Result
 # The set of such sizes has no holes below its border, since bytes are bounded for all sizes below a
 # corner. So the border is found by halves, in the fast books, and its corners are then judged.
 
-
 _MOST_LEVELS = 256
 """Points on the way from the smallest sizes to the largest, where several sizes vary."""
 _MOST_CORNERS = 16

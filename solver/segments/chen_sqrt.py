@@ -36,7 +36,6 @@ from remat.solver.table import options_of
 # Stages that backward reads interleaved are joined. Cost: linear in ops and reads for each sweep;
 # joins ask for a few more sweeps.
 
-
 _SMALL_PART = 0.01
 """A value that is read all along is kept if it is at most this share of what forward makes.
 

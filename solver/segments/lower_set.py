@@ -44,7 +44,6 @@ from remat.solver.state import State, recomputed_in, store_all_state
 # pinned ops, and what the caller holds, stays in any case and is left out. Lower sets are
 # integers, bit p for position p.
 
-
 _Flags = npt.NDArray[np.bool_]
 
 
@@ -188,7 +187,6 @@ def _bits_of(mask: int, count: int) -> _Flags:
 # A sequence cuts the forward ops that may run again into segments. What a segment costs
 # depends on its two ends alone, so a table over pairs of lower sets holds all of it. A label
 # at a lower set says: this much time for the segments so far, this many bytes that stay.
-
 
 _Numbers = npt.NDArray[np.float64]
 """Microseconds or bytes: whole numbers of bytes are exact up to 2⁵³."""
