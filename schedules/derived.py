@@ -122,10 +122,7 @@ def before_sharding(schedule: Schedule, graph: TrainingGraph) -> Schedule:
     steps = [step for step in schedule.steps if is_own(step)]
     # The wrapper frees gradients once it has reduced them.
     end = max(i for i, step in enumerate(steps) if isinstance(step, Compute))
-    return Schedule.for_graph(
-        graph, steps[: end + 1], budget_bytes=schedule.budget_bytes, solver=schedule.solver,
-        options=schedule.options,
-    )  # fmt: skip
+    return schedule.with_steps(graph, steps[: end + 1])
 
 
 class _Item(NamedTuple):

@@ -29,7 +29,7 @@ from remat.graph_capture.sizes.symbols import (
 )
 from remat.schedules.derived import check_are_graph_and_schedule, in_chunks
 from remat.schedules.schedule import Compute, Schedule, fetched_value, freed_value
-from remat.schedules.simulate import simulate
+from remat.schedules.simulate import Simulation, simulate
 
 _FAMILY_VERSION = 1
 _SHOWN = 2
@@ -228,6 +228,10 @@ def resized_schedule(schedule: Schedule, graph: TrainingGraph) -> Schedule:
     )  # fmt: skip
 
 
+def simulate_resized(graph: TrainingGraph, schedule: Schedule) -> Simulation:
+    return simulate(graph, resized_schedule(schedule, graph))
+
+
 def _structure(signatures: tuple[str, ...]) -> list[str]:
     return [_SHAPE.sub("[]", line) for line in signatures]
 
@@ -293,8 +297,7 @@ def _by_parts(graph: RangedGraph, schedule: Schedule, symbols: tuple[Symbol, ...
 
 
 def _bound_bytes(graph: RangedGraph, schedule: Schedule, part: tuple[Symbol, ...]) -> int:
-    bounding = graph.bounding(part)
-    return simulate(bounding, resized_schedule(schedule, bounding)).peak_bytes
+    return simulate_resized(graph.bounding(part), schedule).peak_bytes
 
 
 def _halves(part: tuple[Symbol, ...]) -> list[tuple[Symbol, ...]]:
@@ -308,8 +311,7 @@ def _halves(part: tuple[Symbol, ...]) -> list[tuple[Symbol, ...]]:
 
 
 def _peak_bytes(graph: RangedGraph, schedule: Schedule, sizes: dict[str, int]) -> int:
-    at = graph.at(**sizes)
-    return simulate(at, resized_schedule(schedule, at)).peak_bytes
+    return simulate_resized(graph.at(**sizes), schedule).peak_bytes
 
 
 class FastPeak:

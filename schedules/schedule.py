@@ -154,6 +154,12 @@ class Schedule(msgspec.Struct, frozen=True):
             options=options or {},
         )
 
+    def with_steps(self, graph: TrainingGraph, steps: Iterable[Step]) -> Schedule:
+        """Of `graph`, with other steps; the budget, the solver and its options stay."""
+        return Schedule.for_graph(
+            graph, steps, budget_bytes=self.budget_bytes, solver=self.solver, options=self.options
+        )
+
     @property
     def releases_gradients(self) -> bool:
         """Whether it was made for a graph that releases gradients as they are made."""

@@ -11,7 +11,6 @@ import msgspec
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TANGENTS, TrainingGraph, cached_on
-from remat.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -178,14 +177,6 @@ def reordered(graph: TrainingGraph, order: Sequence[int]) -> TrainingGraph:
     if not is_allowed(graph, order):
         raise SolverError(f"the ops of {graph.name} cannot run in this order")
     return msgspec.structs.replace(graph, ops=tuple(graph.ops[i] for i in order))
-
-
-def for_graph(graph: TrainingGraph, schedule: Schedule) -> Schedule:
-    """`schedule`, made for `graph` in another order, as one of `graph`."""
-    return msgspec.structs.replace(
-        Schedule.for_graph(graph, schedule.steps),
-        budget_bytes=schedule.budget_bytes, solver=schedule.solver, options=schedule.options,
-    )  # fmt: skip
 
 
 def can_copy(graph: TrainingGraph) -> bool:

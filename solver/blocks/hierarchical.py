@@ -115,7 +115,9 @@ class Hierarchical:
             return
         # The one nearest to the budget first.
         for start in sorted(starts, key=lambda state: int(state.peak_bytes.max())):
-            if _repair(search, start):
+            search.say("repairing the schedule that keeps the least")
+            if Repair(start, search.budget_bytes, 1.0, search).run():
+                _fill(search, start)
                 return
 
     def _layers(self, search: Search, group: int) -> list[PlacedBlock] | None:
@@ -190,15 +192,6 @@ def _least_state(problem: Problem, layers: Sequence[PlacedBlock]) -> State:
         for _, table in layers
     ]
     return _expanded(problem, layers, least)
-
-
-def _repair(search: Search, state: State) -> bool:
-    """Returns whether it came under the budget."""
-    search.say("repairing the schedule that keeps the least")
-    if not Repair(state, search.budget_bytes, 1.0, search).run():
-        return False
-    _fill(search, state)
-    return True
 
 
 def _fill(search: Search, state: State) -> None:

@@ -38,25 +38,22 @@ _SPECIAL_PART, _OTHER_PART = 4, 50
 other moments one in `_OTHER_PART`."""
 
 
-class _Floor(NamedTuple):
-    """The floor in bytes, resident ones included, and the name of the op that sets it."""
+def floor_of(problem: Problem) -> Holding:
+    """What any schedule in captured order needs that never computes an output of the step again.
 
-    size_bytes: int
-    op: str
-
-
-def floor_of(problem: Problem) -> _Floor:
-    """What any schedule in captured order needs that never computes an output of the step again."""
+    Resident bytes are included; the name is that of the op that sets it.
+    """
     kept = set(problem.needs[problem.n_ops])
     made_bytes = 0
-    best = _Floor(problem.resident_bytes, "")
+    best = Holding("", problem.resident_bytes)
     for t in range(problem.n_ops):
         # Outputs made so far are all live; those that op t reads are in its working set already.
         beside_bytes = sum(problem.size_bytes[v] for v in problem.needs[t] if v in kept)
         need_bytes = working_set_bytes(problem, t) + made_bytes - beside_bytes
         need_bytes += problem.resident_bytes
         if need_bytes > best.size_bytes:
-            best = _Floor(need_bytes, problem.graph.ops[t].name)
+            op = problem.graph.ops[t]
+            best = Holding(op.name, need_bytes, op.module)
         made_bytes += sum(problem.size_bytes[v] for v in problem.outputs[t] if v in kept)
     return best
 
@@ -211,10 +208,7 @@ def note_floor(search: Search) -> None:
 def floor_above(problem: Problem, budget_bytes: int) -> Holding | None:
     """The floor and the op that sets it; None where the budget is no lower."""
     floor = floor_of(problem)
-    if budget_bytes >= floor.size_bytes:
-        return None
-    module = next((op.module for op in problem.graph.ops if op.name == floor.op), "")
-    return Holding(floor.op, floor.size_bytes, module)
+    return floor if budget_bytes < floor.size_bytes else None
 
 
 def floor_text(graph: TrainingGraph, floor: Holding, schedule: Schedule | None) -> str:

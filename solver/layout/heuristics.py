@@ -189,7 +189,7 @@ class _Arena:
     """Offsets of all boxes, and when those that are placed are live."""
 
     def __init__(self, boxes: Boxes, offsets: Ints, capacity: int) -> None:
-        area = boxes.length * boxes.size.astype(np.float64)
+        area = _area(boxes)
         is_placed = offsets + boxes.size <= capacity
         self.boxes, self.capacity, self.offsets = boxes, capacity, offsets.copy()
         self.start = np.where(is_placed, boxes.start, _NEVER)

@@ -19,9 +19,9 @@ The parts of the budget below were chosen on layered graphs. Parts of the time l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -37,7 +37,7 @@ from remat.solver.orders.reorder import (
     lowest_order,
     roomier_start,
 )
-from remat.solver.problem import Order, Problem, for_graph, reordered
+from remat.solver.problem import Order, Problem, reordered
 from remat.solver.result import INTERRUPTED, KNOWN, Result, evaluate_schedule
 from remat.solver.search import Clock, Listener, Progress, note_interrupt
 from remat.solver.stopping import (
@@ -61,12 +61,8 @@ class Share(NamedTuple):
     is_look: bool = False
 
 
-class _SolveFixed(Protocol):
-    """A solver that keeps the order of the graph it is given."""
-
-    def __call__(self, graph: TrainingGraph, budget_bytes: int, share: Share, /) -> Result:
-        """The best schedule in that order, with a bound for it."""
-        ...
+_SolveFixed = Callable[[TrainingGraph, int, Share], Result]
+"""From a graph and a budget the best schedule in the order of the graph, with a bound for it."""
 
 
 class _Attempt(NamedTuple):
@@ -127,7 +123,7 @@ class _Attempts:
             said.append(floor_text(self.graph, floor, schedule))
         found = evaluate_schedule(
             self.graph,
-            for_graph(self.graph, schedule),
+            schedule.with_steps(self.graph, schedule.steps),
             budget_bytes=self.budget_bytes,
             lower_bound_us=min(self.bound_us, best.result.time_us),
             wall_s=wall_s,
@@ -145,7 +141,7 @@ class _Attempts:
         least = found.least_schedule
         return msgspec.structs.replace(
             found,
-            least_schedule=least and for_graph(self.graph, least),
+            least_schedule=least and least.with_steps(self.graph, least.steps),
             status="time limit" if is_cut_short else "infeasible",
             lower_bound_us=self.bound_us,
             least_bound_bytes=self.least_bound_bytes,
