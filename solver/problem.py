@@ -66,6 +66,15 @@ class Problem:
         return tuple(last)
 
     @cached_property
+    def last_forward_read(self) -> tuple[int, ...]:
+        """For each value the last forward op that reads it, -1 for none."""
+        last = [-1] * self.n_values
+        for op in range(self.n_forward):
+            for v in self.inputs[op]:
+                last[v] = op
+        return tuple(last)
+
+    @cached_property
     def own_bytes(self) -> tuple[int, ...]:
         """Outputs and workspace of each op; 0 for the end."""
         own = zip(self.output_bytes, self.workspace_bytes, strict=True)

@@ -120,22 +120,19 @@ class Block:
 class Reads:
     """Where each value is read: last in forward, first and last in backward (-1: nowhere)."""
 
-    last_forward: list[int]
-    first_backward: list[int]
-    last_backward: list[int]
+    last_forward: Sequence[int]
+    first_backward: Sequence[int]
+    last_backward: Sequence[int]
 
     @classmethod
     def of(cls, problem: Problem) -> Reads:
-        made = cls(*([-1] * problem.n_values for _ in range(3)))
-        for op, inputs in enumerate(problem.inputs):
-            for v in inputs:
-                if op < problem.n_forward:
-                    made.last_forward[v] = op
-                    continue
-                made.last_backward[v] = op
-                if made.first_backward[v] < 0:
-                    made.first_backward[v] = op
-        return made
+        first, last = [-1] * problem.n_values, [-1] * problem.n_values
+        for op in range(problem.n_forward, problem.n_ops):
+            for v in problem.inputs[op]:
+                last[v] = op
+                if first[v] < 0:
+                    first[v] = op
+        return cls(problem.last_forward_read, first, last)
 
     def held_by(self, problem: Problem, block: Block) -> list[int]:
         """Forward values of `block` that others read, or the caller: kept until it is done."""

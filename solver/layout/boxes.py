@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from remat.graph_capture.graph import Ints
-from remat.schedules.layout import Buffers
+from remat.schedules.layout import Buffers, live_sums
 
 Mask = NDArray[np.bool_]
 
@@ -52,10 +52,7 @@ class Boxes:
 
     @functools.cached_property
     def curve(self) -> Ints:
-        change = np.zeros(int(self.end.max(initial=0)) + 1, np.int64)
-        np.add.at(change, self.start, self.size)
-        np.add.at(change, self.end, -self.size)
-        return np.cumsum(change)[:-1]
+        return live_sums(self.size, self.start, self.end, int(self.end.max(initial=0)))
 
     @functools.cached_property
     def load(self) -> int:
@@ -146,10 +143,8 @@ class Sections(NamedTuple):
     @property
     def crossings(self) -> Ints:
         """How many boxes go from each section on into the next."""
-        change = np.zeros(len(self.member_at), np.int64)
-        np.add.at(change, self.low, 1)
-        np.add.at(change, self.high - 1, -1)
-        return np.cumsum(change)[:-1]
+        ones = np.ones(len(self.low), np.int64)
+        return live_sums(ones, self.low, self.high - 1, len(self.member_at) - 1)
 
 
 def overlaps_in(boxes: Boxes) -> int:

@@ -64,7 +64,7 @@ def kept_values(problem: Problem) -> bytearray:
     kept = bytearray(problem.n_values)
     lasting = {*problem.forward_outputs, *problem.needs[problem.n_ops]}
     small_bytes = _SMALL_PART * sum(problem.output_bytes[: problem.n_forward])
-    for v, last in enumerate(_last_forward_reads(problem)):
+    for v, last in enumerate(problem.last_forward_read):
         op = problem.producer[v]
         is_long = last - op > _LONG_PART * problem.n_forward
         is_small = problem.size_bytes[v] <= small_bytes
@@ -73,21 +73,12 @@ def kept_values(problem: Problem) -> bytearray:
     return kept
 
 
-def _last_forward_reads(problem: Problem) -> list[int]:
-    """For each value the last forward op that reads it, -1 if none does."""
-    last = [-1] * problem.n_values
-    for op in range(problem.n_forward):
-        for v in problem.inputs[op]:
-            last[v] = op
-    return last
-
-
 def articulation_points(problem: Problem, kept: bytearray) -> list[_ArticulationPoint]:
     """All places of forward. Of several that the same value crosses, only the first."""
     crossing = [0] * (problem.n_forward + 1)
     # Where one value alone crosses, the sum of marks is its number.
     marks = [0] * (problem.n_forward + 1)
-    for v, last in enumerate(_last_forward_reads(problem)):
+    for v, last in enumerate(problem.last_forward_read):
         made = problem.producer[v]
         if made < last and not kept[v]:
             for total, change in ((crossing, 1), (marks, v)):
@@ -238,7 +229,7 @@ def checkpointed_state(problem: Problem, ends: Sequence[int]) -> State:
 
 def _boundaries(problem: Problem, count: int) -> list[int]:
     """Ops after which a segment ends: near equal bytes, where the fewest bytes cross."""
-    crossing = bytes_across(problem, _last_forward_reads(problem), range(problem.n_forward))
+    crossing = bytes_across(problem, problem.last_forward_read, range(problem.n_forward))
     made = list(accumulate(problem.output_bytes[: problem.n_forward]))
     ends: list[int] = []
     for i in range(1, count):
@@ -254,7 +245,7 @@ def _boundaries(problem: Problem, count: int) -> list[int]:
 def _checkpoints(problem: Problem, segment: Sequence[int]) -> bytearray:
     """1 for values that stay: they cross, cannot be made again, or the caller holds them."""
     kept = bytearray(problem.n_values)
-    for v, last in enumerate(_last_forward_reads(problem)):
+    for v, last in enumerate(problem.last_forward_read):
         op = problem.producer[v]
         crosses = last >= 0 and segment[last] != segment[op]
         kept[v] = (
