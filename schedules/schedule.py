@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from remat.formats import bytes_text, figures_html
 from remat.graph_capture.errors import ScheduleError, ShapeError, TextError
 from remat.graph_capture.files import decode_json
 from remat.graph_capture.graph import ACCUMULATE, TIERS, UPDATE, Tier, TrainingGraph, are_figures
@@ -248,8 +249,6 @@ class Schedule(msgspec.Struct, frozen=True):
             raise ScheduleError(f"{name}: {error}") from error
 
     def _repr_html_(self) -> str:
-        from remat.formats import bytes_text, figures_html
-
         counts = self.computations()
         options = ", ".join(f"{name} {value}" for name, value in self.options.items())
         figures = [

@@ -30,6 +30,7 @@ from remat.graph_capture.graph import KEPT, Op, TrainingGraph
 from remat.schedules.schedule import Compute, Option, Schedule
 from remat.schedules.simulate import Simulation, simulate
 from remat.schedules.value_report.globs import may_run_twice
+from remat.solver.bounds.any_order_cut import free_bound_us
 from remat.solver.bounds.least_peak import LEAST_BOUND
 from remat.solver.problem import Problem
 from remat.solver.reductions.pin_globs import Pins
@@ -363,14 +364,9 @@ class _PinnedSearch:
         if limit_s <= 0:
             return 0.0
         if self.question.options.get("order") == "free":
-            from remat.solver.bounds.any_order_cut import free_bound_us
-
             return free_bound_us(self.kept, self.budget_bytes, time_limit_s=limit_s)
-        return (
-            make_solver("cut", time_limit_s=limit_s)
-            .solve(self.kept, self.budget_bytes)
-            .lower_bound_us
-        )
+        cut = make_solver("cut", time_limit_s=limit_s)
+        return cut.solve(self.kept, self.budget_bytes).lower_bound_us
 
     def _ask(self, graph: TrainingGraph, budget_bytes: int, limit_s: float) -> Result:
         limit_s = PINNED_SOLVE.of(limit_s, self.clock.time_limit_s)
