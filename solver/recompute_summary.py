@@ -1,6 +1,6 @@
 """What a schedule keeps of what backward reads, and what it computes again, by kind of op.
 
-Attention is counted apart, by cores (`attention_core`), be it one fused op or written out. Its
+Attention is counted apart, by cores (`attention_cores`), be it one fused op or written out. Its
 output is kept if the op that makes it runs once.
 """
 
