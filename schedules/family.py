@@ -28,7 +28,7 @@ from remat.graph_capture.sizes.symbols import (
     require_in_range,
 )
 from remat.schedules.derived import check_are_graph_and_schedule, in_chunks
-from remat.schedules.schedule import Compute, Schedule, fetched_value, freed_value
+from remat.schedules.schedule import Compute, Schedule, arriving_values, freed_value
 from remat.schedules.simulate import Simulation, simulate
 
 _FAMILY_VERSION = 1
@@ -331,18 +331,14 @@ class FastPeak:
         for i, step in enumerate(schedule.steps):
             if isinstance(step, Compute):
                 self.op_of_step[i] = graph.op_index[step.op]
-                outputs = graph.ops[graph.op_index[step.op]].outputs
-                made += [(i, self.index[name], 1) for name in outputs]
-                fresh = [name for name in outputs if name not in live]
-            else:
-                fresh = [fetched_value(step)] if fetched_value(step) else []
-                # A copy takes its memory as soon as it begins.
-                made += [(i, self.index[name], 1) for name in fresh]
-            changed += [(i + 1, self.index[name], 1) for name in fresh]
-            live.update(fresh)
-            if not isinstance(step, Compute) and freed_value(step):
-                changed.append((i + 1, self.index[step.value], -1))
-                live.discard(step.value)
+            # A copy takes its memory as soon as it begins.
+            came = arriving_values(graph, step)
+            made += [(i, self.index[name], 1) for name in came]
+            changed += [(i + 1, self.index[name], 1) for name in came if name not in live]
+            live.update(came)
+            if gone := freed_value(step):
+                changed.append((i + 1, self.index[gone], -1))
+                live.discard(gone)
         self.made, self.changed = _columns(made), _columns(changed)
 
     def peak_bytes(self, size: PartBytes) -> int:

@@ -276,6 +276,13 @@ def fetched_value(step: Step) -> str:
     return step.value if isinstance(step, Fetch) and step.to == "device" else ""
 
 
+def arriving_values(graph: TrainingGraph, step: Step) -> tuple[str, ...]:
+    """The values that a step makes, or brings to the device."""
+    if isinstance(step, Compute):
+        return graph.ops[graph.op_index[step.op]].outputs
+    return (step.value,) if fetched_value(step) else ()
+
+
 def freed_value(step: Step) -> str:
     """The value that a step drops from the device; empty for none."""
     return step.value if isinstance(step, Free) and step.at == "device" else ""

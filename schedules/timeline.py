@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from remat.graph_capture.graph import Floats, Ints, Op, TrainingGraph
 from remat.schedules.derived import graph_of_schedule
 from remat.schedules.kept_in_forward import end_of_forward
-from remat.schedules.schedule import Compute, Schedule, fetched_value, freed_value
+from remat.schedules.schedule import Compute, Schedule, arriving_values, freed_value
 from remat.schedules.simulate import Simulation, simulate
 
 
@@ -89,15 +89,12 @@ class Timeline:
         since: dict[str, int] = {}
         run = 0
         for step in self.schedule.steps:
-            if isinstance(step, Compute):
-                outputs = self.graph.ops[self.graph.op_index[step.op]].outputs
-                # A live value keeps its first copy.
-                since |= {name: run for name in outputs if name not in since}
-                run += 1
-            elif fetched_value(step):
-                since[step.value] = run
-            elif freed_value(step):
-                found.append(_Residence(step.value, since.pop(step.value), run))
+            # A live value keeps its first copy.
+            came = arriving_values(self.graph, step)
+            since |= {name: run for name in came if name not in since}
+            run += isinstance(step, Compute)
+            if gone := freed_value(step):
+                found.append(_Residence(gone, since.pop(gone), run))
         found += [_Residence(name, begin, run) for name, begin in since.items()]
         return tuple(found)
 

@@ -18,7 +18,7 @@ from remat.graph_capture.errors import GlobError
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.derived import graph_of_schedule
 from remat.schedules.kept_in_forward import live_after_forward
-from remat.schedules.schedule import Compute, Offload, Schedule, fetched_value, freed_value
+from remat.schedules.schedule import Compute, Offload, Schedule, arriving_values, freed_value
 from remat.schedules.simulate import simulate
 from remat.schedules.value_report.globs import EXAMPLES, modules_text, names_module
 
@@ -75,14 +75,12 @@ def _times_made(graph: TrainingGraph, schedule: Schedule) -> dict[str, int]:
     made = {value.name: 0 for value in graph.values if value.producer}
     live: set[str] = set()
     for step in schedule.steps:
-        if isinstance(step, Compute):
-            for name in graph.ops[graph.op_index[step.op]].outputs:
-                # A live output is not made again: the second copy goes when the run ends.
-                made[name] += name not in live
-                live.add(name)
-        else:
-            live.update({fetched_value(step)} - {""})
-            live.discard(freed_value(step))
+        for name in arriving_values(graph, step):
+            # A live output is not made again: the second copy goes when the run ends.
+            if isinstance(step, Compute) and name not in live:
+                made[name] += 1
+            live.add(name)
+        live.discard(freed_value(step))
     return made
 
 

@@ -51,11 +51,6 @@ class _Fitted(NamedTuple):
     is_proved: bool
 
 
-def dive(search: CanonicalSearch, capacity: int, share: int, tries: int) -> _Fitted:
-    """One search by each preorder of steps, with `share` tries each, at most `tries` in all."""
-    return _in_turn(search, capacity, STEP_PREORDERS, share, tries)
-
-
 def fit_into(boxes: Boxes, capacity: int, tries: int) -> _Fitted:
     """Search by MiniMalloc's preorders until one ends, or `tries` are used up in all."""
     search, share, used = CanonicalSearch(boxes), len(boxes), 0
@@ -63,15 +58,20 @@ def fit_into(boxes: Boxes, capacity: int, tries: int) -> _Fitted:
         # Which preorder does well differs, and one that does takes little more than one try a box.
         # So each gets few, and all of them twice as many in turn.
         share = min(2 * share, tries - used)
-        found = _in_turn(search, capacity, CHIP_PREORDERS, share, tries - used)
+        found = dive(search, capacity, share, tries - used, CHIP_PREORDERS)
         used += found.tries
         if found.offsets is not None or found.is_proved or used >= tries:
             return found._replace(tries=used)
 
 
-def _in_turn(
-    search: CanonicalSearch, capacity: int, preorders: tuple[Preorder, ...], share: int, tries: int
+def dive(
+    search: CanonicalSearch,
+    capacity: int,
+    share: int,
+    tries: int,
+    preorders: tuple[Preorder, ...] = STEP_PREORDERS,
 ) -> _Fitted:
+    """One search by each of `preorders`, with `share` tries each, at most `tries` in all."""
     used = 0
     for preorder in preorders:
         outcome, offsets, more = search.run(capacity, preorder, min(share, tries - used))
