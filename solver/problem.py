@@ -149,6 +149,14 @@ def bytes_across(problem: Problem, last: Sequence[int], ops: Iterable[int]) -> l
     return list(accumulate(change))
 
 
+def can_copy(graph: TrainingGraph) -> bool:
+    return graph.links is not None and graph.links.host_bytes > 0
+
+
+def without_links(graph: TrainingGraph) -> TrainingGraph:
+    return graph if graph.links is None else msgspec.structs.replace(graph, links=None)
+
+
 # Orders of first computations. Solvers keep the order of the graph they are given, so a free order
 # is a graph with its ops in another order.
 
@@ -186,11 +194,3 @@ def reordered(graph: TrainingGraph, order: Sequence[int]) -> TrainingGraph:
     if not is_allowed(graph, order):
         raise SolverError(f"the ops of {graph.name} cannot run in this order")
     return msgspec.structs.replace(graph, ops=tuple(graph.ops[i] for i in order))
-
-
-def can_copy(graph: TrainingGraph) -> bool:
-    return graph.links is not None and graph.links.host_bytes > 0
-
-
-def without_links(graph: TrainingGraph) -> TrainingGraph:
-    return graph if graph.links is None else msgspec.structs.replace(graph, links=None)
