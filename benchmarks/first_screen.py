@@ -21,9 +21,9 @@ from benchmarks.comparison.fronts import Row, best_within
 from remat.budgets import unmodified_step
 from remat.graph_capture.graph import TrainingGraph
 from remat.job.factory import load_model
+from remat.schedules.palette import ROLES
 from remat.schedules.schedule import Schedule
-from remat.schedules.views.palette import ROLES
-from remat.schedules.views.timeline import timeline
+from remat.schedules.timeline import timeline
 
 ROOT = Path(__file__).parents[1]
 README, PICTURES = ROOT / "README.md", ROOT / "docs" / "pictures"

@@ -23,7 +23,7 @@ from benchmarks.layered import layered_graph
 from remat.graph_capture.files import read_contents, write_contents
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.simulate import simulate
-from remat.solver.store_all import StoreAll
+from remat.solver.policies.template import StoreAll
 
 ROOT = Path(__file__).parents[1]
 BENCH = ROOT.parent / "shared" / "bench"

@@ -53,8 +53,7 @@ if TYPE_CHECKING:
     from remat.schedules.plan import Plan
     from remat.schedules.reserved import Reserved
     from remat.schedules.schedule import Schedule
-    from remat.schedules.simulate import simulate
-    from remat.schedules.simulation import Simulation
+    from remat.schedules.simulate import Simulation, simulate
     from remat.solver.budgets.front import Front
     from remat.solver.budgets.front import GibPrice as Price
     from remat.solver.budgets.sweep import least_peak, price_of_gib

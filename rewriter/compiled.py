@@ -34,8 +34,7 @@ from remat.rewriter.graphs.codegen import Boxed, compile_boxed, marks
 from remat.rewriter.graphs.emit import FloatSource, emit, recompute_inputs
 from remat.rewriter.tiers.file_tier import FileTier, TierCopies, host_places
 from remat.schedules.schedule import Schedule
-from remat.schedules.simulate import require_valid
-from remat.schedules.simulation import Simulation
+from remat.schedules.simulate import Simulation, require_valid
 
 _compiling = threading.RLock()
 

@@ -18,9 +18,9 @@ Not replayed: garbage collection (``garbage_collection_threshold``), private poo
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 
@@ -106,15 +106,12 @@ class AllocatorBlock:
     def is_whole_segment(self) -> bool:
         return self.before is None and self.after is None
 
-    def put_between(
-        self, before: AllocatorBlock | None, after: AllocatorBlock | None
-    ) -> AllocatorBlock:
+    def put_between(self, before: AllocatorBlock | None, after: AllocatorBlock | None) -> None:
         self.before, self.after = before, after
         if before is not None:
             before.after = self
         if after is not None:
             after.before = self
-        return self
 
     def cut_off(self, size: int) -> AllocatorBlock:
         """The first `size` bytes, as a block of their own; the rest stays with this one."""
@@ -198,20 +195,20 @@ class _Device:
 # longer than the device is large, into which pages of memory are mapped where they are needed.
 
 
-class _Segments(Protocol):
-    def grow(self, pool: _Pool, size: int) -> AllocatorBlock | None:
-        """A block of at least `size` in no pool; None where the device has no room for it."""
-        ...
-
-    def give_back(self, block: AllocatorBlock) -> None:
-        """Give to the device what can be given of a block that is free in its pool."""
-        ...
-
-
-class _FixedSegments:
+class _Segments(ABC):
     def __init__(self, settings: AllocatorSettings, device: _Device) -> None:
         self._settings, self._device = settings, device
 
+    @abstractmethod
+    def grow(self, pool: _Pool, size: int) -> AllocatorBlock | None:
+        """A block of at least `size` in no pool; None where the device has no room for it."""
+
+    @abstractmethod
+    def give_back(self, block: AllocatorBlock) -> None:
+        """Give to the device what can be given of a block that is free in its pool."""
+
+
+class _FixedSegments(_Segments):
     def grow(self, pool: _Pool, size: int) -> AllocatorBlock | None:
         segment = self._settings.segment_bytes(size)
         if not self._device.take(segment):
@@ -227,10 +224,7 @@ class _FixedSegments:
             self._device.give_back(block.size)
 
 
-class _ExpandableSegments:
-    def __init__(self, settings: AllocatorSettings, device: _Device) -> None:
-        self._settings, self._device = settings, device
-
+class _ExpandableSegments(_Segments):
     def grow(self, pool: _Pool, size: int) -> AllocatorBlock | None:
         first = self._room(pool, size)
         block = first if first.is_mapped else self._map(first, min(first.size, size))
@@ -318,11 +312,8 @@ class CachingAllocator:
         self._settings = settings
         self._device = _Device(settings.capacity_bytes)
         self._small, self._large = _Pool(is_small=True), _Pool(is_small=False)
-        self._segments: _Segments = (
-            _ExpandableSegments(settings, self._device)
-            if settings.expandable_segments
-            else _FixedSegments(settings, self._device)
-        )
+        segments = _ExpandableSegments if settings.expandable_segments else _FixedSegments
+        self._segments = segments(settings, self._device)
         self.allocated_bytes = self.peak_allocated_bytes = self.n_retries = 0
 
     @property
@@ -407,7 +398,10 @@ class CachingAllocator:
             return False
         wanted, gone = max(size, least), 0
         i = pool.first_of(wanted)
-        blocks = [pool.free[i][2]] if i < len(pool.free) else _largest_down_to(pool, least)
+        if i < len(pool.free):
+            blocks = [pool.free[i][2]]
+        else:
+            blocks = [block for size, _, block in reversed(pool.free) if size >= least]
         for block in blocks:
             if gone < wanted:
                 gone += block.size
@@ -423,7 +417,3 @@ def _least_reach(pool: _Pool, i: int) -> int:
     while i + 1 < len(pool.free) and reach(pool.free[i + 1][2]) < reach(pool.free[i][2]):
         i += 1
     return i
-
-
-def _largest_down_to(pool: _Pool, least: int) -> list[AllocatorBlock]:
-    return [block for size, _, block in reversed(pool.free) if size >= least]

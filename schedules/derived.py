@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -12,9 +12,6 @@ from remat.graph_capture.eager_step import with_ops_replaced
 from remat.graph_capture.errors import ScheduleError, option
 from remat.graph_capture.graph import Choice, Op, TrainingGraph, cached_on
 from remat.schedules.schedule import ChunkedRegion, Compute, Free, Schedule, Step
-
-_NONE = "none"
-"""The split in which nothing runs in chunks."""
 
 
 def graph_of_schedule(graph: TrainingGraph, schedule: Schedule) -> TrainingGraph:
@@ -73,13 +70,12 @@ def fastest_us(graph: TrainingGraph) -> float:
 def within_split(graph: TrainingGraph, split: str | None) -> TrainingGraph:
     if split in (None, "tolerance") or not graph.regions:
         return graph
-    regions = (
-        msgspec.structs.replace(
-            r, choices=tuple(c for c in r.choices if c.exact and split != _NONE)
-        )
-        for r in graph.regions
-    )
-    return msgspec.structs.replace(graph, regions=tuple(r for r in regions if r.choices))
+    # With "none" nothing runs in chunks.
+    chosen = [
+        (r, tuple(c for c in r.choices if c.exact and split != "none")) for r in graph.regions
+    ]
+    regions = tuple(msgspec.structs.replace(r, choices=choices) for r, choices in chosen if choices)
+    return msgspec.structs.replace(graph, regions=regions)
 
 
 def choice_of(graph: TrainingGraph, wanted: ChunkedRegion) -> Choice:
@@ -126,17 +122,10 @@ def before_sharding(schedule: Schedule, graph: TrainingGraph) -> Schedule:
     steps = [step for step in schedule.steps if is_own(step)]
     # The wrapper frees gradients once it has reduced them.
     end = max(i for i, step in enumerate(steps) if isinstance(step, Compute))
-    return Schedule.for_graph(
-        graph,
-        steps[: end + 1],
-        budget_bytes=schedule.budget_bytes,
-        solver=schedule.solver,
-        options=schedule.options,
-    )
+    return schedule.with_steps(graph, steps[: end + 1])
 
 
-@dataclass(frozen=True)
-class _Item:
+class _Item(NamedTuple):
     steps: tuple[Step, ...]
     is_forward: bool
 

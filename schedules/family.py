@@ -28,8 +28,8 @@ from remat.graph_capture.sizes.symbols import (
     require_in_range,
 )
 from remat.schedules.derived import check_are_graph_and_schedule, in_chunks
-from remat.schedules.schedule import Compute, Schedule, fetched_value, freed_value
-from remat.schedules.simulate import simulate
+from remat.schedules.schedule import Compute, Schedule, arriving_values, freed_value
+from remat.schedules.simulate import Simulation, simulate
 
 _FAMILY_VERSION = 1
 _SHOWN = 2
@@ -168,7 +168,6 @@ def sizes_text(sizes: Sizes) -> str:
 # the range. Else the range is split, until what `simulate` says of the bounds of a part is no more
 # than what some size needs: branch and bound (Land and Doig 1960, https://doi.org/10.2307/1910129).
 
-
 _MOST_SIMULATED = 512
 """Sizes, or parts of a range, at which a schedule is judged where the largest do not bound all."""
 _SHAPE = re.compile(r"\[[\d, ]*\]")
@@ -227,6 +226,10 @@ def resized_schedule(schedule: Schedule, graph: TrainingGraph) -> Schedule:
         schedule, graph_hash=graph.hash, inputs=graph.inputs, signatures=graph.signatures,
         captured_hash=captured_hash,
     )  # fmt: skip
+
+
+def simulate_resized(graph: TrainingGraph, schedule: Schedule) -> Simulation:
+    return simulate(graph, resized_schedule(schedule, graph))
 
 
 def _structure(signatures: tuple[str, ...]) -> list[str]:
@@ -294,8 +297,7 @@ def _by_parts(graph: RangedGraph, schedule: Schedule, symbols: tuple[Symbol, ...
 
 
 def _bound_bytes(graph: RangedGraph, schedule: Schedule, part: tuple[Symbol, ...]) -> int:
-    bounding = graph.bounding(part)
-    return simulate(bounding, resized_schedule(schedule, bounding)).peak_bytes
+    return simulate_resized(graph.bounding(part), schedule).peak_bytes
 
 
 def _halves(part: tuple[Symbol, ...]) -> list[tuple[Symbol, ...]]:
@@ -309,8 +311,7 @@ def _halves(part: tuple[Symbol, ...]) -> list[tuple[Symbol, ...]]:
 
 
 def _peak_bytes(graph: RangedGraph, schedule: Schedule, sizes: dict[str, int]) -> int:
-    at = graph.at(**sizes)
-    return simulate(at, resized_schedule(schedule, at)).peak_bytes
+    return simulate_resized(graph.at(**sizes), schedule).peak_bytes
 
 
 class FastPeak:
@@ -330,18 +331,14 @@ class FastPeak:
         for i, step in enumerate(schedule.steps):
             if isinstance(step, Compute):
                 self.op_of_step[i] = graph.op_index[step.op]
-                outputs = graph.ops[graph.op_index[step.op]].outputs
-                made += [(i, self.index[name], 1) for name in outputs]
-                fresh = [name for name in outputs if name not in live]
-            else:
-                fresh = [fetched_value(step)] if fetched_value(step) else []
-                # A copy takes its memory as soon as it begins.
-                made += [(i, self.index[name], 1) for name in fresh]
-            changed += [(i + 1, self.index[name], 1) for name in fresh]
-            live.update(fresh)
-            if not isinstance(step, Compute) and freed_value(step):
-                changed.append((i + 1, self.index[step.value], -1))
-                live.discard(step.value)
+            # A copy takes its memory as soon as it begins.
+            came = arriving_values(graph, step)
+            made += [(i, self.index[name], 1) for name in came]
+            changed += [(i + 1, self.index[name], 1) for name in came if name not in live]
+            live.update(came)
+            if gone := freed_value(step):
+                changed.append((i + 1, self.index[gone], -1))
+                live.discard(gone)
         self.made, self.changed = _columns(made), _columns(changed)
 
     def peak_bytes(self, size: PartBytes) -> int:

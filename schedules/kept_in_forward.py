@@ -15,7 +15,7 @@ from remat.schedules.schedule import (
     Offload,
     Schedule,
     Step,
-    fetched_value,
+    arriving_values,
     freed_value,
 )
 
@@ -52,11 +52,8 @@ def _end_of_leaving(steps: Sequence[Step], end: int, results: tuple[str, ...]) -
 def live_after_forward(graph: TrainingGraph, schedule: Schedule) -> frozenset[str]:
     live: set[str] = set()
     for step in schedule.steps[: end_of_forward(graph, schedule)]:
-        if isinstance(step, Compute):
-            live.update(graph.ops[graph.op_index[step.op]].outputs)
-        else:
-            live.update({fetched_value(step)} - {""})
-            live.discard(freed_value(step))
+        live.update(arriving_values(graph, step))
+        live.discard(freed_value(step))
     return frozenset(live)
 
 

@@ -35,7 +35,7 @@ from remat.schedules.simulate import simulate
 # [start, end). A run makes each of its outputs anew. The second copy of an output that was live
 # counts while the op runs, as its workspace does.
 
-Numbers = Sequence[int] | Ints
+_Numbers = Sequence[int] | Ints
 
 
 class BufferKind(IntEnum):
@@ -88,12 +88,7 @@ class Buffers:
             raise LayoutError(f"a buffer ends after the last time, {self.n_times}")
 
     @classmethod
-    def of_arrays(
-        cls,
-        size_bytes: Sequence[int] | Ints,
-        start: Sequence[int] | Ints,
-        end: Sequence[int] | Ints,
-    ) -> Buffers:
+    def of_arrays(cls, size_bytes: _Numbers, start: _Numbers, end: _Numbers) -> Buffers:
         """Buffers that no schedule stands behind, as a published instance has them."""
         sizes, starts, ends = (np.asarray(a, np.int64) for a in (size_bytes, start, end))
         n_times = int(ends.max()) if ends.size else 0
@@ -106,10 +101,7 @@ class Buffers:
     @functools.cached_property
     def live_bytes(self) -> Ints:
         """Bytes live at each time, `n_times` numbers, what is resident apart."""
-        change = np.zeros(self.n_times + 1, np.int64)
-        np.add.at(change, self.start, self.size_bytes)
-        np.add.at(change, self.end, -self.size_bytes)
-        return np.cumsum(change)[:-1]  # at `n_times` the step is over
+        return live_sums(self.size_bytes, self.start, self.end, self.n_times)
 
     @functools.cached_property
     def load_bytes(self) -> int:
@@ -129,6 +121,14 @@ class Buffers:
         return f"Buffers({len(self)} in {self.n_times} times, load {self.load_bytes} bytes)"
 
 
+def live_sums(size: Ints, start: Ints, end: Ints, n_times: int) -> Ints:
+    """At each time the sum of the sizes that are live in [start, end)."""
+    change = np.zeros(n_times + 1, np.int64)
+    np.add.at(change, start, size)
+    np.add.at(change, end, -size)
+    return np.cumsum(change)[:-1]  # at `n_times` all is over
+
+
 def buffers_of(graph: TrainingGraph, schedule: Schedule) -> Buffers:
     """Each stay of each value on the device, each second copy, and each run's workspace.
 
@@ -142,6 +142,13 @@ def buffers_of(graph: TrainingGraph, schedule: Schedule) -> Buffers:
     # The walk below relies on a valid schedule.
     simulate(graph, schedule)
     return _Walk(graph).run(schedule)
+
+
+def kinds_of_buffers(graph: TrainingGraph, buffers: Buffers) -> list[str]:
+    return [
+        "workspace" if kind == BufferKind.WORKSPACE else graph.value_by_name[name].kind
+        for name, kind in zip(buffers.names, buffers.kind, strict=True)
+    ]
 
 
 class _Walk:

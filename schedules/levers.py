@@ -38,8 +38,8 @@ REDUCTIONS: dict[str, Lever] = {
         emitter="remat.graph_capture.chunking.replace:chunk_parts",
     ),
     "updates": Lever("remat.solver.reductions.updates:UpdatePlacement"),
-    "without copies": Lever("remat.solver.reductions.copy_support:WithoutCopies"),
-    "simple rules": Lever("remat.solver.policies.fallback:SimpleRules"),
+    "without copies": Lever("remat.solver.reductions.other_answers:WithoutCopies"),
+    "simple rules": Lever("remat.solver.reductions.other_answers:SimpleRules"),
     "pins": Lever("remat.solver.reductions.pins:PinnedOps"),
 }
 """By name, outermost first. Of two levers that change which ops run, the emitter of the first runs

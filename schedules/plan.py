@@ -25,8 +25,7 @@ from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.sizes.symbols import Place, Symbol, corner
 from remat.schedules.family import Family, resized_schedule
 from remat.schedules.schedule import Schedule
-from remat.schedules.simulate import gap_of, simulate
-from remat.schedules.simulation import Simulation
+from remat.schedules.simulate import Simulation, gap_of, simulate
 
 _SCHEMA_VERSION = 1
 KIND = "remat plan"

@@ -22,7 +22,6 @@ from remat.schedules.schedule import Schedule
 # A trace is a list of integers, so that it is a small file: ``n > 0`` asks for n bytes, ``~i``
 # (below 0) frees what request i was given, 0 empties the cache. Requests count from 0.
 
-
 EMPTY_CACHE = 0
 
 

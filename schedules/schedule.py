@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from remat.formats import bytes_text, figures_html
 from remat.graph_capture.errors import ScheduleError, ShapeError, TextError
 from remat.graph_capture.files import decode_json
 from remat.graph_capture.graph import ACCUMULATE, TIERS, UPDATE, Tier, TrainingGraph, are_figures
@@ -154,6 +155,12 @@ class Schedule(msgspec.Struct, frozen=True):
             options=options or {},
         )
 
+    def with_steps(self, graph: TrainingGraph, steps: Iterable[Step]) -> Schedule:
+        """Of `graph`, with other steps; the budget, the solver and its options stay."""
+        return Schedule.for_graph(
+            graph, steps, budget_bytes=self.budget_bytes, solver=self.solver, options=self.options
+        )
+
     @property
     def releases_gradients(self) -> bool:
         """Whether it was made for a graph that releases gradients as they are made."""
@@ -242,8 +249,6 @@ class Schedule(msgspec.Struct, frozen=True):
             raise ScheduleError(f"{name}: {error}") from error
 
     def _repr_html_(self) -> str:
-        from remat.formats import bytes_text, figures_html
-
         counts = self.computations()
         options = ", ".join(f"{name} {value}" for name, value in self.options.items())
         figures = [
@@ -269,6 +274,13 @@ class Schedule(msgspec.Struct, frozen=True):
 def fetched_value(step: Step) -> str:
     """The value that a step other than `Compute` brings to the device; empty for none."""
     return step.value if isinstance(step, Fetch) and step.to == "device" else ""
+
+
+def arriving_values(graph: TrainingGraph, step: Step) -> tuple[str, ...]:
+    """The values that a step makes, or brings to the device."""
+    if isinstance(step, Compute):
+        return graph.ops[graph.op_index[step.op]].outputs
+    return (step.value,) if fetched_value(step) else ()
 
 
 def freed_value(step: Step) -> str:

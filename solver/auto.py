@@ -6,10 +6,10 @@ in captured order, or in any (`order`). The parts come in order of cost:
 1. keep everything; if that fits, it is optimal;
 2. on tiny graphs, exhaustive search;
 3. one cut, which gives a bound and schedules, and segments between lower sets; windows of
-   cuts, where memory is full in several places (`windows`); where none of these fits, ways
+   cuts, where memory is full in several places (`Windows`); where none of these fits, ways
    to any schedule, the quickest first (`initial_solutions`);
 4. where the gap stays open, schedules of online policies, or on large graphs exchanges;
-5. lazy cuts and large neighbourhoods side by side (`improve`);
+5. lazy cuts and large neighbourhoods side by side (`Improvement`);
 6. on small graphs, the exact program of `checkmate`.
 
 Graphs of thousands of ops get their first schedule from `hierarchical`, before step 3. In a
@@ -30,9 +30,8 @@ from remat.schedules.schedule import Schedule
 from remat.solver.backends.mip import Limits
 from remat.solver.backends.processes import Task
 from remat.solver.blocks.hierarchical import Hierarchical
-from remat.solver.bounds.lazy_cuts import Climbed
+from remat.solver.bounds.lazy_cuts import Climbed, Windows
 from remat.solver.bounds.least_peak import note_floor, prove_nothing_fits
-from remat.solver.bounds.windows import Windows
 from remat.solver.cuts.cut import begin, begin_window_cuts, limits_of, offer_climbed
 from remat.solver.cuts.initial_solutions import offer_least_peak, offer_policies
 from remat.solver.exact.checkmate import Checkmate
@@ -41,11 +40,11 @@ from remat.solver.local_search.events import Runs
 from remat.solver.local_search.neighbourhoods import LargeNeighbourhoods
 from remat.solver.local_search.repair import offer_exchanges
 from remat.solver.orders.free_order import FreeOrder, Share
-from remat.solver.reductions.copy_support import can_copy
+from remat.solver.problem import can_copy
 from remat.solver.result import INTERRUPTED, Result, renamed
 from remat.solver.search import Clock, Listener, Search
 from remat.solver.segments.chen_sqrt import chen_state
-from remat.solver.state import State, ops_of, recomputed_by_stage
+from remat.solver.state import State, ops_of, recomputed_by_stage, store_all_state
 from remat.solver.stopping import (
     CUTS,
     DEFAULT_GAP,
@@ -60,7 +59,6 @@ from remat.solver.stopping import (
     Seconds,
     gap_for,
 )
-from remat.solver.store_all import store_all_state
 from remat.solver.table import REAL, make_solver, options_of
 
 _CP_SAT_S = 2.5

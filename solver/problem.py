@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import msgspec
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TANGENTS, TrainingGraph, cached_on
-from remat.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,30 @@ class Problem:
                 found[self.producer[v]][stage] = None
         return tuple(tuple(stages) for stages in found)
 
+    @cached_property
+    def last_need(self) -> tuple[int, ...]:
+        """For each value the last stage that needs it, -1 for none."""
+        last = [-1] * self.n_values
+        for stage, needed in enumerate(self.needs):
+            for v in needed:
+                last[v] = stage
+        return tuple(last)
+
+    @cached_property
+    def last_forward_read(self) -> tuple[int, ...]:
+        """For each value the last forward op that reads it, -1 for none."""
+        last = [-1] * self.n_values
+        for op in range(self.n_forward):
+            for v in self.inputs[op]:
+                last[v] = op
+        return tuple(last)
+
+    @cached_property
+    def own_bytes(self) -> tuple[int, ...]:
+        """Outputs and workspace of each op; 0 for the end."""
+        own = zip(self.output_bytes, self.workspace_bytes, strict=True)
+        return (*(outputs + workspace for outputs, workspace in own), 0)
+
     @classmethod
     def of(cls, graph: TrainingGraph) -> Problem:
         # The same object each time, as several solvers look at one graph.
@@ -101,8 +124,7 @@ def _indices(names: Iterable[str], index: dict[str, int]) -> tuple[int, ...]:
 
 def working_set_bytes(problem: Problem, t: int) -> int:
     """Bytes that no schedule can avoid while op t first runs, resident ones left out."""
-    reads = sum(problem.size_bytes[v] for v in problem.needs[t])
-    return reads + problem.output_bytes[t] + problem.workspace_bytes[t]
+    return sum(problem.size_bytes[v] for v in problem.needs[t]) + problem.own_bytes[t]
 
 
 def largest_working_set_bytes(problem: Problem) -> int:
@@ -116,18 +138,35 @@ def least_needed_bytes(problem: Problem) -> int:
     return problem.resident_bytes + max(end_bytes, largest_working_set_bytes(problem))
 
 
+def bytes_across(problem: Problem, last: Sequence[int], ops: Iterable[int]) -> list[int]:
+    """Bytes made before each place by `ops` and read at it or after, `last` being last reads."""
+    change = [0] * (problem.n_ops + 2)
+    for op in ops:
+        for v in problem.outputs[op]:
+            if last[v] > op:
+                change[op + 1] += problem.size_bytes[v]
+                change[last[v] + 1] -= problem.size_bytes[v]
+    return list(accumulate(change))
+
+
+def can_copy(graph: TrainingGraph) -> bool:
+    return graph.links is not None and graph.links.host_bytes > 0
+
+
+def without_links(graph: TrainingGraph) -> TrainingGraph:
+    return graph if graph.links is None else msgspec.structs.replace(graph, links=None)
+
+
 # Orders of first computations. Solvers keep the order of the graph they are given, so a free order
 # is a graph with its ops in another order.
-
 
 Order = tuple[int, ...]
 
 
 def predecessors(graph: TrainingGraph) -> list[list[int]]:
-    before = [
-        list(dict.fromkeys(graph.op_index[p] for v in op.inputs if (p := _producer(graph, v))))
-        for op in graph.ops
-    ]
+    producers = ([graph.value_by_name[name].producer for name in op.inputs] for op in graph.ops)
+    # Resident values have none.
+    before = [list(dict.fromkeys(graph.op_index[p] for p in found if p)) for found in producers]
     # Ops that draw random numbers or have effects keep their order.
     for first, following in pairwise(graph.ordered_ops):
         before[graph.op_index[following]].append(graph.op_index[first])
@@ -138,11 +177,6 @@ def predecessors(graph: TrainingGraph) -> list[list[int]]:
         if op.phase == "backward" and i not in opening:
             before[i] += opening
     return before
-
-
-def _producer(graph: TrainingGraph, value: str) -> str:
-    """Empty where it is resident."""
-    return graph.value_by_name[value].producer
 
 
 def is_allowed(graph: TrainingGraph, order: Sequence[int]) -> bool:
@@ -160,11 +194,3 @@ def reordered(graph: TrainingGraph, order: Sequence[int]) -> TrainingGraph:
     if not is_allowed(graph, order):
         raise SolverError(f"the ops of {graph.name} cannot run in this order")
     return msgspec.structs.replace(graph, ops=tuple(graph.ops[i] for i in order))
-
-
-def for_graph(graph: TrainingGraph, schedule: Schedule) -> Schedule:
-    """`schedule`, made for `graph` in another order, as one of `graph`."""
-    return msgspec.structs.replace(
-        Schedule.for_graph(graph, schedule.steps),
-        budget_bytes=schedule.budget_bytes, solver=schedule.solver, options=schedule.options,
-    )  # fmt: skip

@@ -1,6 +1,6 @@
 """What a schedule keeps of what backward reads, and what it computes again, by kind of op.
 
-Attention is counted apart, by cores (`attention_core`), be it one fused op or written out. Its
+Attention is counted apart, by cores (`attention_cores`), be it one fused op or written out. Its
 output is kept if the op that makes it runs once.
 """
 
@@ -22,7 +22,6 @@ from remat.solver.problem import Problem
 # batched product of queries and keys before it, that of weights and values after it, and the
 # scaling, masks, casts and dropout between them. Products by `mm` and `addmm` are linear layers.
 # A softmax written as exp and sum is not seen.
-
 
 NO_CORE = -1
 _SOFTMAX = frozenset({"_softmax", "_safe_softmax", "_masked_softmax", "softmax"})

@@ -10,8 +10,7 @@ from remat.graph_capture.errors import option
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.derived import fastest_us
 from remat.schedules.schedule import Option, Schedule
-from remat.schedules.simulate import gap_of, simulate
-from remat.schedules.simulation import Simulation
+from remat.schedules.simulate import Simulation, gap_of, simulate
 from remat.solver.recompute_summary import Attention, attention_of
 
 _Status = Literal["optimal", "feasible", "infeasible", "time limit"]

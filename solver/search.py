@@ -13,8 +13,7 @@ import msgspec
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Option, Schedule
-from remat.schedules.simulate import overhead_of, simulate
-from remat.schedules.simulation import Simulation
+from remat.schedules.simulate import Simulation, overhead_of, simulate
 from remat.solver.problem import Problem, working_set_bytes
 from remat.solver.result import (
     INTERRUPTED,

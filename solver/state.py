@@ -7,7 +7,7 @@ on, through inputs that are not carried: local to the stage. So the time of a sc
 the sum of its stages, its peak their maximum, and moving one bit touches few stages.
 
 Repairs and fills live on that. What bits cannot say is that an op runs twice within a stage,
-or first runs in another order; a sequence of ops (`sequence`) can.
+or first runs in another order; a sequence of ops (`schedule_of`) can.
 
 These are Checkmate's R and S (Jain et al. 2020, arXiv:1910.02653) with R eliminated.
 """
@@ -66,8 +66,8 @@ def _plain_stage(problem: Problem, t: int) -> Stage:
     # The stage that closes the step has no op of its own.
     if t == problem.n_ops:
         return Stage((), 0.0, 0, tuple(sorted(problem.needs[t])))
-    rise_bytes = problem.output_bytes[t] + problem.workspace_bytes[t]
-    return Stage((), 0.0, rise_bytes, tuple(sorted((*problem.needs[t], *problem.outputs[t]))))
+    touched = tuple(sorted((*problem.needs[t], *problem.outputs[t])))
+    return Stage((), 0.0, problem.own_bytes[t], touched)
 
 
 def _touched(problem: Problem, starts: Sequence[int], t: int, order: Sequence[int]) -> set[int]:
@@ -80,12 +80,7 @@ def _touched(problem: Problem, starts: Sequence[int], t: int, order: Sequence[in
 
 
 def recomputed_in(
-    problem: Problem,
-    carried_in: _Row,
-    starts: Sequence[int],
-    t: int,
-    *,
-    own_needs: bool = True,
+    problem: Problem, carried_in: _Row, starts: Sequence[int], t: int, *, own_needs: bool = True
 ) -> list[int]:
     """The closure, each op after what it reads; UnreachableError if a pinned op is in it."""
     order: list[int] = []
@@ -118,6 +113,12 @@ def _visit(
                 break
         else:
             order.append(op)
+
+
+def mark_made(problem: Problem, available: bytearray, ops: Iterable[int]) -> None:
+    for op in ops:
+        for v in problem.outputs[op]:
+            available[v] = 1
 
 
 def closure_cost_us(
@@ -170,7 +171,7 @@ def _heights_bytes(
     now = 0
     heights: list[int] = []
     for position, op in enumerate(order):
-        heights.append(now + problem.output_bytes[op] + problem.workspace_bytes[op])
+        heights.append(now + problem.own_bytes[op])
         for v in problem.outputs[op]:
             # Outputs that are still live stay as they are; unwanted ones go at once.
             if not carried_in[v] and (carried_on[v] or last.get(v, -1) > position):
@@ -178,9 +179,7 @@ def _heights_bytes(
         for v in problem.inputs[op]:
             if last[v] == position and not carried_on[v]:
                 now -= size_bytes[v]
-    if t < problem.n_ops:
-        now += problem.output_bytes[t] + problem.workspace_bytes[t]
-    return [*heights, now]
+    return [*heights, now + problem.own_bytes[t]]
 
 
 def fullest_op(
@@ -372,16 +371,16 @@ class State:
         return _replay_stage(self.problem, self.rows[t], self.rows[t + 1], self.starts[t], t)
 
     def schedule(
-        self,
-        *,
-        budget_bytes: int = 0,
-        solver: str = "",
-        options: dict[str, Option] | None = None,
+        self, *, budget_bytes: int = 0, solver: str = "", options: dict[str, Option] | None = None
     ) -> Schedule:
         steps = steps_of_stages(self.problem, self.rows, self.stages)
         return Schedule.for_graph(
             self.problem.graph, steps, budget_bytes=budget_bytes, solver=solver, options=options
         )
+
+
+def store_all_state(problem: Problem) -> State:
+    return State.from_recomputed(problem, [()] * (problem.n_ops + 1))
 
 
 # Schedules as sequences of ops: each op any number of times, values freed after last use.

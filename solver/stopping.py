@@ -86,7 +86,7 @@ class SlowRound:
         return self.narrow > gap > self.part * gap_before
 
 
-# ---- programs of cuts (`cuts`, `improve`, `bounds`)
+# ---- programs of cuts (`cuts`, `auto`, `bounds`)
 
 CUT_NODES = Nodes(500)
 """A program of cuts. The next cut replaces it anyway."""

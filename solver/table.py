@@ -152,7 +152,7 @@ TABLE: dict[str, str] = {
     "msps": "remat.solver.policies.policies:Msps",
     "dte": "remat.baselines.evictions:Dte",
     "coop": "remat.baselines.evictions:Coop",
-    "store_all": "remat.solver.store_all:StoreAll",
+    "store_all": "remat.solver.policies.template:StoreAll",
     "full": "remat.baselines.hand_written_rules:Full",
     "every_n_layers": "remat.solver.policies.template:EveryNLayers",
     "selective": "remat.baselines.hand_written_rules:Selective",
@@ -183,6 +183,10 @@ def solver_class(name: str) -> type[Any]:
         raise SolverError(f"unknown solver '{name}': {hint}Solvers are {', '.join(TABLE)}")
     module, _, attribute = TABLE[name].partition(":")
     return cast("type[Any]", getattr(importlib.import_module(module), attribute))
+
+
+def plans_copies(solver: str) -> bool:
+    return getattr(solver_class(solver), "copies", False)
 
 
 def header_of(name: str) -> str:

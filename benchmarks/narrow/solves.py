@@ -23,7 +23,7 @@ from benchmarks.narrow.drawn import narrow_graph
 from benchmarks.narrow.table import RESULTS, kept, lines
 from remat.solver import Progress, make_solver
 from remat.solver.problem import Problem
-from remat.solver.store_all import store_all_state
+from remat.solver.state import store_all_state
 
 PART = 0.8
 """The budget, of the peak of the unmodified step."""

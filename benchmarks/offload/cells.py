@@ -20,7 +20,7 @@ from remat.solver import TABLE, Result, solve_within
 from remat.solver.bounds.least_peak import floor_of
 from remat.solver.problem import Problem
 from remat.solver.search import Listener, Progress
-from remat.solver.store_all import store_all_state
+from remat.solver.state import store_all_state
 from remat.solver.table import NEEDS_LINKS
 
 RECOMPUTE, JOINT = "recompute", "joint"

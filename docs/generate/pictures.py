@@ -23,7 +23,7 @@ from remat.budgets import unmodified_step
 from remat.formats import bytes_text, percent_text
 from remat.job.factory import load_model
 from remat.schedules.plots import draw_front, draw_live_bytes, draw_peak_values, draw_ribbon
-from remat.schedules.views.timeline import place_of
+from remat.schedules.timeline import place_of
 
 MODEL = "examples/gpt.py:factory"
 DEVICE, TITLE = "l4", "an L4"

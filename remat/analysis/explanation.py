@@ -26,8 +26,8 @@ from remat.analysis.solved_options import LeastBudget
 from remat.analysis.why import AgainstGreedy, Rule, Turned, Why
 from remat.formats import GIB, KIB, NO_BOUND, bytes_text, fine_time_text, gap_text, percent_text
 from remat.schedules.simulate import bound_of
-from remat.schedules.value_report.grouping import FoldedRow
 from remat.schedules.value_report.peak_holders import ForcedOps, PeakHolders
+from remat.schedules.value_report.rows import FoldedRow
 from remat.solver.budgets.front import GibPrice
 
 _SAME = 1e-4

@@ -26,10 +26,16 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.derived import graph_of_schedule
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
-from remat.schedules.value_report.grouping import FoldedRow, fold_rows, group_rows
-from remat.schedules.value_report.grouping import Group as Sums
 from remat.schedules.value_report.peak_holders import PeakHolders, peak_holders
-from remat.schedules.value_report.rows import ValueRow, matching, value_rows
+from remat.schedules.value_report.rows import (
+    FoldedRow,
+    ValueRow,
+    fold_rows,
+    group_rows,
+    matching,
+    value_rows,
+)
+from remat.schedules.value_report.rows import Group as Sums
 from remat.solver.result import Result
 
 _WIDE = 110

@@ -31,8 +31,7 @@ from remat.schedules.reserved import (
     retries_within,
 )
 from remat.schedules.schedule import Schedule
-from remat.schedules.simulate import simulate
-from remat.schedules.simulation import Simulation
+from remat.schedules.simulate import Simulation, simulate
 from remat.solved import infeasible_text
 from remat.solver.result import Result
 

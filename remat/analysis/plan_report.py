@@ -23,8 +23,8 @@ from remat.schedules.layout import Layout
 from remat.schedules.report.page import page_data, render
 from remat.schedules.report.page_facts import Alternative, MeasuredStep, PageFacts
 from remat.schedules.simulate import simulate
-from remat.schedules.value_report.grouping import DASH, FoldedRow
 from remat.schedules.value_report.peak_holders import PeakHolders
+from remat.schedules.value_report.rows import DASH, FoldedRow
 from remat.solver.budgets.front import Front
 from remat.solver.result import Result, at_least_budget
 

@@ -20,16 +20,18 @@ from remat.graph_capture.graph import Op, TrainingGraph
 from remat.schedules.derived import graph_of_schedule
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
-from remat.schedules.value_report.grouping import (
+from remat.schedules.value_report.peak_holders import counterfactual_schedule
+from remat.schedules.value_report.rows import (
     FoldedRow,
     Indices,
+    ValueRow,
     boxes,
     fold_rows,
+    matching,
     split_indices,
+    value_rows,
     written,
 )
-from remat.schedules.value_report.peak_holders import counterfactual_schedule
-from remat.schedules.value_report.rows import ValueRow, matching, value_rows
 from remat.solver.budgets.sweep import PINS
 from remat.solver.reductions.pin_globs import Pins, why_not_again
 from remat.solver.reductions.pins import PinnedOps

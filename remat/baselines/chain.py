@@ -29,8 +29,7 @@ from remat.solver.segments.chen_sqrt import (
     kept_values,
     split_by_backward,
 )
-from remat.solver.state import State, recomputed_by_stage, schedule_of
-from remat.solver.store_all import store_all_state
+from remat.solver.state import State, recomputed_by_stage, schedule_of, store_all_state
 
 _NO_SPLIT = "the graph is no chain: the backward ops do not split by stages of forward"
 

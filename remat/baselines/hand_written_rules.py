@@ -29,7 +29,7 @@ from remat.solver.recompute_summary import (
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 from remat.solver.segments.chen_sqrt import articulation_points, checkpointed_state, kept_values
-from remat.solver.store_all import store_all_state
+from remat.solver.state import store_all_state
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,7 @@ from remat.solver.local_search.repair import Repair, fill
 from remat.solver.problem import Problem
 from remat.solver.result import TOO_LARGE, Result
 from remat.solver.search import Listener, Search
-from remat.solver.state import State, recomputed_in
-from remat.solver.store_all import store_all_state
+from remat.solver.state import State, recomputed_in, store_all_state
 
 _THRESHOLDS = (0.5, 0.4, 0.6, 0.25, 0.75, 0.1, 0.9)
 """Thresholds tried in turn; the first is the paper's."""

@@ -23,12 +23,12 @@ from remat.solver.offload.copy_placing import place_copies
 from remat.solver.offload.fetch_as_recompute import (
     UntimedSchedule,
     movable,
+    require_no_homes,
     untimed_schedule,
     with_fetches,
 )
 from remat.solver.policies.template import NO_BLOCK, module_blocks, read_in_backward, unavoidable
 from remat.solver.problem import Problem
-from remat.solver.reductions.copy_support import require_no_homes
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 from remat.solver.state import State, UnreachableError, recomputed_in

@@ -30,9 +30,8 @@ from remat.solver.local_search.events import COST_UNITS
 from remat.solver.problem import Problem
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
-from remat.solver.state import ops_of, recomputed_by_stage
+from remat.solver.state import ops_of, recomputed_by_stage, store_all_state
 from remat.solver.stopping import CUT_FIRST, Seconds
-from remat.solver.store_all import store_all_state
 
 # Time is a sequence of events. In stage t any earlier op may run again, in captured order; then op
 # t has its first run. The last event is the end of the step.

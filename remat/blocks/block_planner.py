@@ -42,11 +42,11 @@ from remat.schedules.derived import assembled
 from remat.schedules.schedule import Compute, Fetch, Schedule, Step
 from remat.schedules.simulate import simulate
 from remat.solver.blocks.block_budgets import BlockBudgets
+from remat.solver.policies.template import StoreAll
 from remat.solver.problem import Problem
 from remat.solver.result import Result, evaluate_schedule
 from remat.solver.search import Clock
 from remat.solver.state import last_forward_position, schedule_of
-from remat.solver.store_all import StoreAll
 
 _Moves = Mapping[int, Sequence[Step]]
 """By the position of the op that they stand before."""

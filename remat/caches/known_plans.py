@@ -35,8 +35,8 @@ from remat.schedules.family import resized_schedule
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from remat.solved import Solved
+from remat.solver.policies.template import StoreAll
 from remat.solver.result import INTERRUPTED, Result, evaluate_schedule
-from remat.solver.store_all import StoreAll
 
 _MOST_SCHEDULES = 16
 """That are tried on a batch of other sizes; the first ones go first."""

@@ -41,9 +41,7 @@ from remat.job.request import Request
 from remat.job.screen import range_json, show_family
 from remat.progress import in_one_line
 from remat.ranges.curve import overheads_over
-from remat.schedules.exports.chrome_trace import trace_file
-from remat.schedules.exports.dot import to_dot
-from remat.schedules.exports.memory_snapshot import snapshot_file
+from remat.schedules.exports import snapshot_file, to_dot, trace_file
 from remat.schedules.layout import Layout
 from remat.solver.search import is_interrupted, note_interrupt
 

@@ -23,8 +23,7 @@ from remat.cluster.pipeline_replay import (
 )
 from remat.cluster.plan_file import ClusterFile, Parallelism, StageFacts
 from remat.formats import bytes_text, percent_text
-from remat.schedules.report.page import Figure, Table
-from remat.schedules.views.palette import (  # fmt: skip
+from remat.schedules.palette import (  # fmt: skip
     BLUE,
     CYCLE,
     DARK_GREY,
@@ -36,6 +35,7 @@ from remat.schedules.views.palette import (  # fmt: skip
     VERMILLION,
     YELLOW,
 )
+from remat.schedules.report.page import Figure, Table
 
 
 class _Picture:

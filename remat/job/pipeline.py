@@ -29,8 +29,7 @@ from remat.schedules.family import Family
 from remat.schedules.plan import Plan
 from remat.schedules.reserved import Reserved
 from remat.schedules.schedule import Schedule
-from remat.schedules.simulate import simulate
-from remat.schedules.simulation import Simulation
+from remat.schedules.simulate import Simulation, simulate
 from remat.solver.recompute_summary import OpKind, kinds_of
 from remat.solver.result import INTERRUPTED, Result
 from remat.solver.search import is_interrupted

@@ -36,8 +36,7 @@ from remat.ranges.curve import Curve
 from remat.schedules.derived import graph_of_schedule
 from remat.schedules.family import Family, sizes_text
 from remat.schedules.schedule import Schedule
-from remat.schedules.simulate import bound_of
-from remat.schedules.simulation import Simulation
+from remat.schedules.simulate import Simulation, bound_of
 from remat.solved import infeasible_text
 from remat.solver.recompute_summary import kinds_text
 from remat.solver.result import Result

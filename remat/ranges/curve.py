@@ -13,8 +13,7 @@ from remat.formats import bytes_text, percent_text, time_text
 from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
-from remat.schedules.family import Family, resized_schedule, sizes_text
-from remat.schedules.simulate import simulate
+from remat.schedules.family import Family, simulate_resized, sizes_text
 from remat.solver.reductions.sizes import Reach, plan_family
 from remat.solver.result import Result
 
@@ -83,7 +82,7 @@ def overheads_over(
     points: list[_CurvePoint] = []
     for one in asked:
         at, number = graph.at(**one), family.number_at(**one)
-        found = simulate(at, resized_schedule(family.members[number].schedule, at))
+        found = simulate_resized(at, family.members[number].schedule)
         planned = None
         if alone:
             planned = _alone(at, family.budget_bytes, solver, time_limit_s, options)

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TANGENTS, TrainingGraph
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
-from remat.schedules.simulate import simulate
-from remat.schedules.simulation import Simulation
+from remat.schedules.simulate import Simulation, simulate
 from remat.whole_step.microbatch import Layer, ParameterUpdate
 from remat.whole_step.planned_step import PlannedStep, StepTask
 from remat.whole_step.step_graph import GroupPlace, OpByOp

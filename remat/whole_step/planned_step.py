@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from remat.graph_capture.graph import Links, Op, TrainingGraph
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
-from remat.schedules.simulate import simulate
-from remat.schedules.simulation import Simulation
+from remat.schedules.simulate import Simulation, simulate
 from remat.whole_step.microbatch import Microbatch, Update
 from remat.whole_step.step_config import StepConfig
 from remat.whole_step.step_graph import GROUP_UPDATE, HOST_SUM

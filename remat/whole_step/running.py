@@ -25,7 +25,7 @@ from remat.rewriter.graphs.emitter import Demanded, as_module
 from remat.rewriter.guards.forward import Guards
 from remat.rewriter.tiers.file_tier import TierCopies
 from remat.schedules.schedule import Fetch, Offload, Schedule, Step
-from remat.schedules.simulation import Simulation
+from remat.schedules.simulate import Simulation
 from remat.whole_step.program import Add, Resume, Segment, StepAction, StepOf
 from remat.whole_step.residents import Held, MemoryWatch, Residents, moments, uninterrupted
 

@@ -20,7 +20,7 @@ from remat.graph_capture.errors import BudgetError, CaptureError, DeviceError, o
 from remat.graph_capture.graph import Link, Links, Optimizer, TrainingGraph
 from remat.schedules.derived import unchunked
 from remat.schedules.schedule import Schedule
-from remat.schedules.simulation import Simulation
+from remat.schedules.simulate import Simulation
 from remat.whole_step.layers import microbatch_of
 from remat.whole_step.microbatch import MOMENTS, StateKind, Update
 from remat.whole_step.planned_step import PlannedStep, Short, StepTask

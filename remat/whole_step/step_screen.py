@@ -12,7 +12,7 @@ from rich.text import Text
 
 from remat.analysis.plan_report import plain_table
 from remat.formats import bytes_text, gap_text, time_text
-from remat.schedules.simulation import Simulation
+from remat.schedules.simulate import Simulation
 from remat.whole_step.planned_step import PlannedStep, Short
 from remat.whole_step.step_config import NAMED_SYSTEMS, Pass, StepConfig
 from remat.whole_step.step_planning import StepPlan, too_small_text

@@ -8,25 +8,25 @@ from importlib import resources
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from remat.formats import NO_BOUND, bytes_text, gap_text, percent_text, proved_text, time_text
 from remat.graph_capture.graph import Floats, TrainingGraph
-from remat.schedules.plots.memory_plots import band_colours
+from remat.schedules.palette import KINDS, ROLES, cycled
+from remat.schedules.plots import band_colours
 from remat.schedules.report.page_facts import Alternative, PageFacts
 from remat.schedules.report.svg import arena_picture, copies_picture
-from remat.schedules.simulate import bound_of, gap_of, simulate
-from remat.schedules.value_report.grouping import FoldedRow, fold_rows
-from remat.schedules.value_report.rows import ValueRow, value_rows
-from remat.schedules.views.palette import KINDS, ROLES, cycled
-from remat.schedules.views.ribbon import Span, ribbon
-from remat.schedules.views.timeline import (
+from remat.schedules.simulate import bound_of, gap_of
+from remat.schedules.timeline import (
     OUTSIDE,
     BandsBy,
     Timeline,
     live_bands,
     place_of,
+    ribbon,
     timeline,
 )
+from remat.schedules.value_report.rows import FoldedRow, ValueRow, fold_rows, value_rows
 
 
 class _Summary(msgspec.Struct, frozen=True):
@@ -239,35 +239,26 @@ def _bands(line: Timeline, by: BandsBy) -> list[_Band]:
     bands = {name: curve for name, curve in live_bands(line, by).items() if curve.any()}
     colours = band_colours(list(bands), by)
     return [
-        _Band(name, colours.get(name, KINDS["resident"]), _changes(curve.tolist()))
+        # Changes are mostly 0, which keeps the page small: 1.9 MB for a step of 6,000 ops.
+        _Band(name, colours.get(name, KINDS["resident"]), np.diff(curve, prepend=0).tolist())
         for name, curve in bands.items()
     ]
-
-
-def _changes(curve: list[int]) -> list[int]:
-    # Mostly 0, which keeps the page small: 1.9 MB for a step of 6,000 ops.
-    return [after - before for before, after in zip([0, *curve], curve, strict=False)]
 
 
 def _measured(facts: PageFacts, line: Timeline) -> _Curve | None:
     step = facts.measured
     if step is None or not len(step.moments):
         return None
-    # Stretch the measured step to the predicted length: both curves share one axis.
-    moments = step.moments * (line.edges[-1] / step.moments[-1])
-    return _Curve(_rounded(moments), step.live_bytes.tolist())
+    return _Curve(_rounded(line.stretched(step.moments)), step.live_bytes.tolist())
 
 
 def _ribbon(line: Timeline) -> _RibbonRows:
     picture = ribbon(line)
-    kinds = ("holds", "holds_most", "forward", "backward", "recompute")
-    return _RibbonRows(
-        list(picture.titles), {kind: _flat(getattr(picture, kind)) for kind in kinds}
-    )
-
-
-def _flat(spans: tuple[Span, ...]) -> list[int]:
-    return [number for span in spans for number in (span.row, span.begin, span.end)]
+    spans: dict[str, list[int]] = {
+        kind: [n for span in getattr(picture, kind) for n in (span.row, span.begin, span.end)]
+        for kind in ("holds", "holds_most", "forward", "backward", "recompute")
+    }
+    return _RibbonRows(list(picture.titles), spans)
 
 
 _MOST_ROWS = 30
@@ -288,9 +279,12 @@ class Table:
 def _tables(facts: PageFacts, summary: _Summary) -> list[Table]:
     rows = value_rows(facts.graph, facts.schedule)
     made = (
-        _at_peak(facts, rows), _kept(rows), _to_the_host(rows), _computed_again(facts),
+        _at_peak(rows, summary),
+        _with_verdict(rows, "keep", "kept", "Kept from forward for backward"),
+        _with_verdict(rows, "offload", "host", "Copied to the host"),
+        _computed_again(facts),
         _alternatives(facts, summary),
-    )  # fmt: skip
+    )
     return [table for table in made if table.rows]
 
 
@@ -301,11 +295,7 @@ def _steps(summary: _Summary) -> Table:
         ("this plan, measured", summary.measured_peak_bytes, summary.measured_time_us, None),
     ]
     texts = tuple(
-        (
-            name,
-            bytes_text(peak),
-            *(_or_nothing(time_us, time_text), _or_nothing(more, percent_text)),
-        )
+        (name, bytes_text(peak), _or_nothing(time_us, time_text), _or_nothing(more, percent_text))
         for name, peak, time_us, more in rows
         # Skip the measured row if nothing was measured.
         if peak is not None
@@ -317,29 +307,19 @@ def _or_nothing(figure: float | None, text: Callable[[float], str]) -> str:
     return _NOTHING if figure is None else text(figure)
 
 
-def _at_peak(facts: PageFacts, rows: Sequence[ValueRow]) -> Table:
-    graph = facts.graph
-    found = simulate(graph, facts.schedule)
+def _at_peak(rows: Sequence[ValueRow], summary: _Summary) -> Table:
+    chosen = [row for row in rows if row.at_peak]
     caption = (
-        f"Live at the peak: {len(found.held_at_peak)} values beside "
-        f"{bytes_text(graph.resident.total_bytes)} resident and "
-        f"{bytes_text(found.workspace_at_peak_bytes)} of workspace"
+        f"Live at the peak: {len(chosen)} values beside {bytes_text(summary.resident_bytes)} "
+        f"resident and {bytes_text(summary.workspace_at_peak_bytes)} of workspace"
     )
-    return _of_values("peak", caption, [row for row in rows if row.at_peak])
+    return _of_values("peak", caption, chosen)
 
 
-def _to_the_host(rows: Sequence[ValueRow]) -> Table:
-    chosen = [row for row in rows if row.verdict == "offload"]
+def _with_verdict(rows: Sequence[ValueRow], verdict: str, name: str, title: str) -> Table:
+    chosen = [row for row in rows if row.verdict == verdict]
     size_bytes = sum(row.size_bytes for row in chosen)
-    caption = f"Copied to the host: {len(chosen)} values, {bytes_text(size_bytes)}"
-    return _of_values("host", caption, chosen)
-
-
-def _kept(rows: Sequence[ValueRow]) -> Table:
-    chosen = [row for row in rows if row.verdict == "keep"]
-    size_bytes = sum(row.size_bytes for row in chosen)
-    caption = f"Kept from forward for backward: {len(chosen)} values, {bytes_text(size_bytes)}"
-    return _of_values("kept", caption, chosen)
+    return _of_values(name, f"{title}: {len(chosen)} values, {bytes_text(size_bytes)}", chosen)
 
 
 def _of_values(name: str, caption: str, rows: Sequence[ValueRow]) -> Table:
@@ -355,15 +335,10 @@ def _of_values(name: str, caption: str, rows: Sequence[ValueRow]) -> Table:
 def _value_row(row: FoldedRow) -> tuple[str, ...]:
     first = row.first
     return (
-        row.module or OUTSIDE,
-        str(row.count),
-        bytes_text(first.size_bytes),
-        bytes_text(row.size_bytes),
-        first.kind,
-        f"{first.dtype}{list(first.shape)}",
-        first.target,
-        first.source,
-    )
+        row.module or OUTSIDE, str(row.count), bytes_text(first.size_bytes),
+        bytes_text(row.size_bytes), first.kind, f"{first.dtype}{list(first.shape)}",
+        first.target, first.source,
+    )  # fmt: skip
 
 
 def _computed_again(facts: PageFacts) -> Table:
@@ -378,14 +353,11 @@ def _computed_again(facts: PageFacts) -> Table:
     ranked = sorted(groups.items(), key=lambda group: -sum(us for _, us in group[1]))
     rows = [
         (
-            place,
-            target,
-            str(len(found)),
-            str(sum(more for more, _ in found)),
+            place, target, str(len(found)), str(sum(more for more, _ in found)),
             time_text(sum(us for _, us in found)),
         )
         for (place, target), found in ranked[:_MOST_ROWS]
-    ]
+    ]  # fmt: skip
     ops = sum(len(found) for found in groups.values())
     spent_us = sum(us for found in groups.values() for _, us in found)
     caption = f"Computed again: {ops} ops, {time_text(spent_us)} more than once each"
@@ -396,14 +368,11 @@ def _computed_again(facts: PageFacts) -> Table:
 def _alternatives(facts: PageFacts, summary: _Summary) -> Table:
     base_us = facts.graph.base_us
     points = [*facts.rules, *(point for _, curve in facts.fronts for point in curve)]
-    rows = [_point_row(point, summary.budget_bytes, base_us) for point in _ranked(points)]
+    points.sort(key=lambda point: (-point.peak_bytes, point.time_us))
+    rows = [_point_row(point, summary.budget_bytes, base_us) for point in points]
     headers = ("schedule", "budget", "peak", "time", "overhead", facts.bound_name, "fits yours")
     caption = "Other schedules of this step, by peak"
     return Table("others", caption, headers, tuple(rows[:_MOST_ROWS]), (1, 2, 3, 4, 5))
-
-
-def _ranked(points: Iterable[Alternative]) -> list[Alternative]:
-    return sorted(points, key=lambda point: (-point.peak_bytes, point.time_us))
 
 
 def _point_row(point: Alternative, budget_bytes: int, base_us: float) -> tuple[str, ...]:

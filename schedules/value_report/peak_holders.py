@@ -11,10 +11,8 @@ from remat.graph_capture.graph import Op, TrainingGraph
 from remat.schedules.derived import graph_of_schedule
 from remat.schedules.kept_in_forward import live_after_forward
 from remat.schedules.schedule import Compute, Schedule, Step, fetched_value, freed_value
-from remat.schedules.simulate import simulate
-from remat.schedules.simulation import Simulation
-from remat.schedules.value_report.grouping import FoldedRow, fold_rows
-from remat.schedules.value_report.rows import value_rows
+from remat.schedules.simulate import Simulation, simulate
+from remat.schedules.value_report.rows import FoldedRow, fold_rows, value_rows
 
 
 class PeakHolders(msgspec.Struct, frozen=True):
@@ -68,23 +66,13 @@ def peak_holders(
         phase=op.phase if op else "",
         module=op.module if op else "",
         source=op.source if op else "",
-        run=_runs_until(schedule, op, found.peak_step),
+        run=sum(one == step for one in schedule.steps[: found.peak_step + 1]) if op else 0,
         resident=resident,
         workspace_bytes=found.workspace_at_peak_bytes,
         # The rest is second copies, since the parts sum to the peak.
         copies_bytes=found.peak_bytes - known - found.workspace_at_peak_bytes,
-        values=tuple(sorted(fold_rows(rows), key=_smaller)),
+        values=tuple(sorted(fold_rows(rows), key=lambda row: -row.size_bytes)),
     )
-
-
-def _runs_until(schedule: Schedule, op: Op | None, step: int) -> int:
-    if op is None:
-        return 0
-    return sum(one == Compute(op.name) for one in schedule.steps[: step + 1])
-
-
-def _smaller(one: FoldedRow) -> int:
-    return -one.size_bytes
 
 
 RETURNED_TO_CALLER = "returned to the caller"

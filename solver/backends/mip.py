@@ -59,11 +59,7 @@ class MixedProgram:
         return len(self.lower) - 1
 
     def row(
-        self,
-        terms: list[tuple[int, float]],
-        *,
-        lower: float = -math.inf,
-        upper: float = math.inf,
+        self, terms: list[tuple[int, float]], *, lower: float = -math.inf, upper: float = math.inf
     ) -> int:
         """Add lower ≤ Σ coefficient · variable ≤ upper; return its index."""
         self.rows.append((lower, upper, terms))
@@ -211,7 +207,9 @@ def _run_pulp(
     found = problem.sol_status in (api.LpSolutionOptimal, api.LpSolutionIntegerFeasible)
     optimal = problem.sol_status == api.LpSolutionOptimal and not cut_short
     values = [float(variable.value() or 0.0) for variable in variables] if found else None
-    objective = _value_of(program, values) if values is not None else math.inf
+    objective = math.inf
+    if values is not None:
+        objective = sum(c * x for c, x in zip(program.objective, values, strict=True))
     # PuLP does not pass on CBC's bound: optimal means within the gap that was allowed.
     slack = max(abs(objective) * limits.relative_gap, limits.absolute_gap)
     return MipSolution(
@@ -243,10 +241,6 @@ def _pulp_model(api: Any, program: MixedProgram, relaxed: bool) -> tuple[Any, li
         if high < math.inf:
             problem += total <= high
     return problem, variables
-
-
-def _value_of(program: MixedProgram, values: Sequence[float]) -> float:
-    return sum(cost * value for cost, value in zip(program.objective, values, strict=True))
 
 
 def satisfies(program: MixedProgram, point: Sequence[float], tolerance: float = 1e-6) -> bool:

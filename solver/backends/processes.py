@@ -31,7 +31,6 @@ from remat.graph_capture.errors import SolverError
 # Solvers in C++ return to Python only when they are done. So they run in daemon threads, and the
 # caller waits in short spells: it hears Ctrl-C at once.
 
-
 _T = TypeVar("_T")
 _SPELL_S = 0.05
 STOPPING_S = 5.0

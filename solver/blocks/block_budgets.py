@@ -22,13 +22,15 @@ from remat.solver.backends.mip import Limits
 from remat.solver.blocks.block_options import (
     GAP,
     NO_LOWER_BYTES,
+    BlockChoice,
     BlockOption,
     LowerBytes,
     Options,
     block_graph,
     block_options,
+    choices_in_place,
+    compose,
 )
-from remat.solver.blocks.knapsack import BlockChoice, choices_in_place, compose
 from remat.solver.blocks.repeated import Block, Reads, Shape, shape_of
 from remat.solver.bounds.cut_program import expand
 from remat.solver.offload.copy_placing import PlacedSchedule, in_flight_bytes, place_copies
@@ -42,7 +44,6 @@ from remat.solver.stopping import BLOCK_NODES
 # Options of a block that copy what it keeps below the device. For each limit on the kept bytes, the
 # program of one cut with copies (`offload/joint_cut`) is solved at the turn between the block's
 # forward and its backward. A value may go on from the host to NVMe.
-
 
 _LEAST_SHARE = 256
 """No value below this part of what the block keeps is copied: it would hardly free anything."""
@@ -130,12 +131,12 @@ def _full_at_turn(graph: TrainingGraph, base: UntimedSchedule, room_bytes: int) 
     # A block runs as one call each way. What goes below has left when its forward ends, and comes
     # back after its backward has begun.
     live_bytes = base.live_bytes.copy()
-    live_bytes[[k for k, item in enumerate(base.items) if _is_turn(graph, item)]] = room_bytes
+    turns = {op.name for op in graph.ops if op.target == TANGENTS}
+    at_turn = [
+        k for k, (kind, name) in enumerate(base.items) if kind == "compute" and name in turns
+    ]
+    live_bytes[at_turn] = room_bytes
     return dataclasses.replace(base, live_bytes=live_bytes)
-
-
-def _is_turn(graph: TrainingGraph, item: tuple[str, str]) -> bool:
-    return item[0] == "compute" and graph.ops[graph.op_index[item[1]]].target == TANGENTS
 
 
 def _placed_option(state: State, placed: PlacedSchedule) -> BlockOption:
@@ -277,16 +278,12 @@ def _with_pieces(problem: Problem, spans: Sequence[BlockSpan]) -> tuple[list[Blo
     return blocks, is_given
 
 
-def _keeping_all(options: Options) -> Options:
-    return (min(options, key=lambda option: option.extra_us),)
-
-
 def _options(
     graph: TrainingGraph, given: bool, held: Sequence[str], links: Links | None, clock: Clock
 ) -> Options:
     plain = block_options(graph, _LIMITS if given else 0, lambda: clock.left_s)
     if not given:
-        return _keeping_all(plain)
+        return (min(plain, key=lambda option: option.extra_us),)  # keeps all
     if links is None or not links.host_bytes:
         return plain
     forward = {name for op in graph.ops[: graph.n_forward] for name in op.outputs}

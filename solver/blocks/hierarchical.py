@@ -7,7 +7,7 @@ https://arxiv.org/abs/2307.01236; HiRemate (J. Gusak et al., ICML 2025) nests it
 Solves: the least extra time over one option for each block, where all that the blocks
 before one keep, what is live beside it, and the block itself while it runs fit together;
 bytes kept are rounded up to a grid. The options of equal blocks (`repeated`) are found once
-(`options`). Values between blocks stay, as in Rockmate's options. Rockmate's chain step may
+(`block_options`). Values between blocks stay, as in Rockmate's options. Rockmate's chain step may
 recompute whole blocks; here, if nothing fits, blocks are taken in groups, and values inside a
 group may go. The schedule is then filled with what fits.
 Optimal: for its tables, up to the grid; not for the graph, so no bound is claimed.
@@ -25,15 +25,22 @@ from dataclasses import dataclass
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph, cached_on
-from remat.solver.blocks.block_options import BlockOption, Options, block_graph, block_options
-from remat.solver.blocks.knapsack import PlacedBlock, choices_in_place, compose, stages_of_block
+from remat.solver.blocks.block_options import (
+    BlockOption,
+    Options,
+    PlacedBlock,
+    block_graph,
+    block_options,
+    choices_in_place,
+    compose,
+    stages_of_block,
+)
 from remat.solver.blocks.repeated import Block, Reads, Shape, find_blocks, shape_of
 from remat.solver.local_search.repair import Repair, fill
 from remat.solver.problem import Problem, least_needed_bytes
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
-from remat.solver.state import State
-from remat.solver.store_all import store_all_state
+from remat.solver.state import State, store_all_state
 
 _GROUPS = (1, 2, 4)
 """How many repetitions make one block: tried in turn until something fits."""
@@ -108,7 +115,9 @@ class Hierarchical:
             return
         # The one nearest to the budget first.
         for start in sorted(starts, key=lambda state: int(state.peak_bytes.max())):
-            if _repair(search, start):
+            search.say("repairing the schedule that keeps the least")
+            if Repair(start, search.budget_bytes, 1.0, search).run():
+                _fill(search, start)
                 return
 
     def _layers(self, search: Search, group: int) -> list[PlacedBlock] | None:
@@ -178,21 +187,11 @@ def _expanded(
 
 
 def _least_state(problem: Problem, layers: Sequence[PlacedBlock]) -> State:
-    least = [min(table, key=_modesty) for _, table in layers]
+    least = [
+        min(table, key=lambda one: (one.saved_bytes, int(one.live_bytes.max()), one.extra_us))
+        for _, table in layers
+    ]
     return _expanded(problem, layers, least)
-
-
-def _modesty(option: BlockOption) -> tuple[int, int, float]:
-    return option.saved_bytes, int(option.live_bytes.max()), option.extra_us
-
-
-def _repair(search: Search, state: State) -> bool:
-    """Returns whether it came under the budget."""
-    search.say("repairing the schedule that keeps the least")
-    if not Repair(state, search.budget_bytes, 1.0, search).run():
-        return False
-    _fill(search, state)
-    return True
 
 
 def _fill(search: Search, state: State) -> None:

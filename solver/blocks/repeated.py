@@ -17,15 +17,15 @@ Shortcomings: blocks are runs of forward, so one whose ops are interleaved with 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from remat.graph_capture.graph import Ints
-from remat.solver.problem import Problem
+from remat.solver.problem import Problem, bytes_across
 
 # Where a sequence repeats itself: the longest run of one period, cut into repetitions.
 #
@@ -33,7 +33,6 @@ from remat.solver.problem import Problem
 # the periods with most votes are tried. Cost: a pass for each period tried, so linear.
 # Shortcomings: a period is missed if each entry in it occurs more than `_LOOK_BACK` times, or if
 # `_PERIODS` others have more votes.
-
 
 _LOOK_BACK = 3
 """So many earlier ops of an op's class vote for a period, each by its distance."""
@@ -121,22 +120,19 @@ class Block:
 class Reads:
     """Where each value is read: last in forward, first and last in backward (-1: nowhere)."""
 
-    last_forward: list[int]
-    first_backward: list[int]
-    last_backward: list[int]
+    last_forward: Sequence[int]
+    first_backward: Sequence[int]
+    last_backward: Sequence[int]
 
     @classmethod
     def of(cls, problem: Problem) -> Reads:
-        made = cls(*([-1] * problem.n_values for _ in range(3)))
-        for op, inputs in enumerate(problem.inputs):
-            for v in inputs:
-                if op < problem.n_forward:
-                    made.last_forward[v] = op
-                    continue
-                made.last_backward[v] = op
-                if made.first_backward[v] < 0:
-                    made.first_backward[v] = op
-        return made
+        first, last = [-1] * problem.n_values, [-1] * problem.n_values
+        for op in range(problem.n_forward, problem.n_ops):
+            for v in problem.inputs[op]:
+                last[v] = op
+                if first[v] < 0:
+                    first[v] = op
+        return cls(problem.last_forward_read, first, last)
 
     def held_by(self, problem: Problem, block: Block) -> list[int]:
         """Forward values of `block` that others read, or the caller: kept until it is done."""
@@ -207,7 +203,7 @@ def _runs(problem: Problem, reads: Reads) -> list[list[int]]:
     number: dict[Shape, int] = {}
     keys = (_class_key(problem, op) for op in range(problem.n_forward))
     classes = np.array([number.setdefault(key, len(number)) for key in keys], np.int64)
-    crossing = _bytes_across(problem, reads.last_forward, range(problem.n_forward))
+    crossing = bytes_across(problem, reads.last_forward, range(problem.n_forward))
     found: list[list[int]] = []
     waiting = [(0, problem.n_forward)]
     while waiting:
@@ -219,21 +215,10 @@ def _runs(problem: Problem, reads: Reads) -> list[list[int]]:
     return found
 
 
-def _bytes_across(problem: Problem, last: Sequence[int], ops: Iterable[int]) -> list[int]:
-    """Bytes made before each place by `ops` and read at it or after, `last` being last reads."""
-    change = [0] * (problem.n_ops + 2)
-    for op in ops:
-        for v in problem.outputs[op]:
-            if last[v] > op:
-                change[op + 1] += problem.size_bytes[v]
-                change[last[v] + 1] -= problem.size_bytes[v]
-    return list(accumulate(change))
-
-
 def _backward_cuts(problem: Problem, reads: Reads, ends: Sequence[int]) -> list[int]:
     """For each forward boundary the first backward op of what is before it."""
     backward = range(problem.n_forward, problem.n_ops)
-    crossing = _bytes_across(problem, reads.last_backward, backward)
+    crossing = bytes_across(problem, reads.last_backward, backward)
     gaps = list(_gaps(problem, reads, ends))
     keys = [*(_class_key(problem, op) for op in range(problem.n_ops)), ()]
     firsts = [min(range(low, high + 1), key=lambda at: (crossing[at], at)) for low, high in gaps]

@@ -3,7 +3,7 @@
 What each bound holds for:
 
 - every op once: time of every schedule;
-- `cut_program`, `lazy_cuts`, `windows`: time in captured order, with any number of recomputations;
+- `cut_program`, `lazy_cuts`: time in captured order, with any number of recomputations;
 - `any_order_cut`: time, and least peak, in any order of first computations;
 - `least_peak`: the floor is the least peak in captured order if no output of the step is computed
   twice; its bound holds in captured order for any number of recomputations.

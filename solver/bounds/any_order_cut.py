@@ -158,7 +158,7 @@ def crossing_bytes(graph: TrainingGraph, ancestry: Ancestry) -> npt.NDArray[np.i
     """For each op the bytes that are live while it first runs if every op runs only once."""
     problem = Problem.of(graph)
     n = problem.n_ops
-    load = np.array(problem.output_bytes, np.int64) + np.array(problem.workspace_bytes, np.int64)
+    load = np.array(problem.own_bytes[:n], np.int64)
     readers: list[list[int]] = [[] for _ in range(problem.n_values)]
     for op, inputs in enumerate(problem.inputs):
         for v in inputs:

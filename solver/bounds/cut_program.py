@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from remat.solver.backends.mip import Limits, MipSolution, MixedProgram, solve_program
 from remat.solver.problem import Problem, working_set_bytes
-from remat.solver.state import recomputed_in
+from remat.solver.state import mark_made, recomputed_in
 
 COST_SCALE = 1e4
 """The time of the step in the program's unit: HiGHS's tolerances are absolute."""
@@ -182,9 +182,9 @@ class CutProgram:
         if self.is_empty:
             return CutSolution(self, None, float("inf"), float("inf"))
         answer = solve_program(self.program, limits)
-        base_us = sum(self.problem.cost_us)
         if answer.proved_infeasible:
             return CutSolution(self, None, float("inf"), float("inf"))
+        base_us = sum(self.problem.cost_us)
         bound_us = base_us + max(answer.bound, 0.0) * self.cost_unit_us
         if answer.values is None:
             return CutSolution(
@@ -254,9 +254,7 @@ def expand(solution: CutSolution, problem: Problem | None = None) -> list[list[i
             free = solution.source.free_at(position[t])
             carried_on = sorted(solution.carried_past(position[t], problem) - free)
         recomputed.append(recomputed_in(problem, available, carried_on, t))
-        for op in (*recomputed[-1], t) if t < problem.n_ops else recomputed[-1]:
-            for v in problem.outputs[op]:
-                available[v] = 1
+        mark_made(problem, available, (*recomputed[-1], t) if t < problem.n_ops else recomputed[-1])
     return [*recomputed, *([] for _ in range(problem.n_ops - last))]
 
 
@@ -277,7 +275,7 @@ def add_stage_row(cuts: CutProgram, k: int, op: int) -> None:
         return
     problem = cuts.problem
     runs = cuts.again[k - 1][op]
-    terms = {runs: problem.output_bytes[op] + problem.workspace_bytes[op]}
+    terms = {runs: problem.own_bytes[op]}
     outputs = set(problem.outputs[op])
     inputs = set(problem.inputs[op])
     for v in sorted({*cuts.carried[k - 1], *cuts.free_at(k - 1)}):

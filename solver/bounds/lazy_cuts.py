@@ -1,4 +1,4 @@
-"""Lazy multi-cut: cuts, and rows inside stages, added where the expanded point is too full.
+"""Lazy multi-cut, of the whole step and in windows: cuts added where the point is too full.
 
 It begins with one cut. The point of each program is expanded into a schedule, and the stage
 of that which is fullest over the budget becomes the next cut. If there is a cut already, the
@@ -11,19 +11,27 @@ first computations, for any number of recomputations.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 
+from remat.graph_capture.graph import Floats
 from remat.solver.backends.mip import Limits
-from remat.solver.bounds.cut_program import CutProgram, CutSolution, add_stage_row, expand
+from remat.solver.bounds.cut_program import (
+    COST_SCALE,
+    CutProgram,
+    CutSolution,
+    add_stage_row,
+    expand,
+)
 from remat.solver.problem import Problem
-from remat.solver.state import State, fullest_op
+from remat.solver.state import Bytes, State, fullest_op
 
 _PLACES = 30
 """Stages over the budget that are looked at for the next cut."""
-FAR, AT_A_CUT = 4.0, 0.01
-"""Bytes over the budget count times the stages to the nearest cut, up to `FAR` of them: a cut
+_FAR, _AT_A_CUT = 4.0, 0.01
+"""Bytes over the budget count times the stages to the nearest cut, up to `_FAR` of them: a cut
 beside another says little that is new."""
 
 _FLOOR_SLACK = 1e-6
@@ -97,12 +105,10 @@ class LazyCuts:
 
     def _refine(self, state: State) -> bool:
         """Returns whether there was anything to add."""
-        n_ops = self.problem.n_ops
-        over = (state.peak_bytes[:n_ops] - self.budget_bytes).astype(float)
-        over[: self.begin] = 0.0
-        over[self.last_stage :] = 0.0
-        distance = np.abs(np.arange(n_ops)[:, None] - np.array(self.cuts)[None, :]).min(axis=1)
-        over = np.where(over > 0, over * np.clip(distance, AT_A_CUT, FAR), over)
+        over_bytes = state.peak_bytes[: self.problem.n_ops] - self.budget_bytes
+        over_bytes[: self.begin] = 0
+        over_bytes[self.last_stage :] = 0
+        over = crowding(over_bytes, self.cuts)
         for stage in np.argsort(-over, kind="stable")[:_PLACES].tolist():
             if over[stage] <= 0:
                 return False
@@ -126,6 +132,13 @@ class LazyCuts:
             return False
         self.rows = (*self.rows, (stage, op))
         return True
+
+
+def crowding(over_bytes: Bytes, cuts: Sequence[int]) -> Floats:
+    """How much each stage asks for a cut: by its bytes over the budget, and far from `cuts`."""
+    distance = np.abs(np.arange(len(over_bytes))[:, None] - np.array(cuts)[None, :]).min(axis=1)
+    over = over_bytes.astype(float)
+    return np.where(over > 0, over * np.clip(distance, _AT_A_CUT, _FAR), over)
 
 
 def _add_spans(made: CutProgram, added: Sequence[int]) -> None:
@@ -185,3 +198,206 @@ def _add_span(
     if span[1] in made.cuts:
         made.carry_what_is_there(made.cuts.index(span[1]), k, runs)
     return runs
+
+
+# Windows: cuts of separate stretches of stages, whose bounds add up, merged one by one.
+#
+# What runs again in one stretch of stages is not what runs again in another. So the least time that
+# each stretch must spend, by a program of its own cuts, may be added to that of the others: no
+# schedule spends less. Where memory is full in many places, as on narrow layered graphs, one
+# program of all cuts is too slow to solve, and those of the stretches take a moment each.
+#
+# A window is a `LazyCuts` that ends. It knows nothing of what is read after its end, so a value
+# that could be dropped in one window and run again in the next costs neither. That is why
+# neighbours are merged once they are solved: the program of both has both sets of cuts, and rows by
+# which each part costs at least what was proved of it. The last window is the whole step. Source:
+# the bound is a sum of relaxations of disjoint parts, as in Lagrangian decomposition (Guignard and
+# Kim 1987, https://doi.org/10.1007/BF02592954) with all multipliers at zero. It holds for the
+# captured order and any number of recomputations.
+
+_SHARED = 0.5
+"""Part of what is live in one full stage that must be live in the next for one window of both."""
+_Stages = npt.NDArray[np.int64]
+_NEAR = 3
+"""Stages between the first cuts of a window: nearer ones say little that is new."""
+_FIRST_CUTS = 8
+"""First cuts of a window at most; further ones come where its point is over the budget."""
+_CLOSE = 2e-4
+"""Part of the time of the step that programs of windows may leave open together, however far the
+schedule is: unlike those of one cut, they stand for good."""
+_PATIENCE = 0.5
+"""How much less a window is worth another try, each time that a limit ended its program."""
+
+
+@dataclass(slots=True)
+class Windows:
+    """Windows in the order of their stages, and their bound together."""
+
+    problem: Problem
+    parts: list[LazyCuts]
+    # What the best schedule known runs again in each stage, empty while there is none: windows in
+    # which that is far above what is proved come first.
+    spent_us: Sequence[float] = ()
+    bound_us: float = 0.0
+    solutions: list[CutSolution | None] = field(init=False)  # the last one of each
+    late: list[int] = field(init=False)  # how often limits ended each
+    base_us: float = field(init=False)  # of computing every op once
+
+    def __post_init__(self) -> None:
+        self.solutions = [None] * len(self.parts)
+        self.late = [0] * len(self.parts)
+        self.base_us = sum(self.problem.cost_us)
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.parts) == 1 and self.parts[0].is_done
+
+    @property
+    def is_exact(self) -> bool:
+        return len(self.parts) == 1 and self.parts[0].is_exact
+
+    def climb(self, limits: Limits) -> Climbed:
+        """Solve the program of one window; merge two where all are done."""
+        at = self._next()
+        is_last_untried = sum(part.bound_us == 0 for part in self.parts) == 1
+        climbed = self.parts[at].climb(self._own_limits(limits, at))
+        if climbed.solution.values is not None:
+            self.solutions[at] = climbed.solution
+        self.late[at] += not climbed.solution.finished
+        self._add_up()
+        start = climbed.start
+        if len(self.parts) > 1:
+            all_settled = all(map(self._is_settled, self.parts))
+            # A start takes all windows: once each was tried, and whenever two are merged.
+            is_due = all_settled or is_last_untried
+            start = self._start_of(self.solutions) if is_due else None
+            if all_settled:
+                self._merge_widest()
+        return Climbed(replace(climbed.solution, bound_us=self.bound_us), start)
+
+    def relaxed_us(self, time_limit_s: float) -> list[float]:
+        """By window, the least time of what it must run again."""
+        return [part.program().relaxed(time_limit_s).bound_us - self.base_us for part in self.parts]
+
+    def relaxed_start(self, budget_bytes: int, time_limit_s: float) -> State | None:
+        """A start from relaxations at another budget; None where a window has no point."""
+        solutions: list[CutSolution] = []
+        for part in self.parts:
+            program = CutProgram(self.problem, part.cuts, budget_bytes, part.end)
+            solutions.append(program.relaxed(time_limit_s))
+            if solutions[-1].values is None:
+                return None
+        return self._start_of(solutions)
+
+    def _own_limits(self, limits: Limits, at: int) -> Limits:
+        if len(self.parts) == 1:
+            return limits
+        # More nodes, each time that a limit ended it.
+        nodes = limits.node_limit and limits.node_limit << self.late[at]
+        # Bounds add up, so each has its part of the tolerance.
+        gap = min(limits.absolute_gap, _CLOSE * COST_SCALE) / len(self.parts)
+        return replace(limits, absolute_gap=gap, node_limit=nodes)
+
+    def _add_up(self) -> None:
+        if len(self.parts) == 1:
+            found_us = self.parts[0].bound_us
+        else:
+            found_us = self.base_us + sum(map(self._least_us, self.parts))
+        self.bound_us = max(self.bound_us, found_us)
+
+    def _is_settled(self, part: LazyCuts) -> bool:
+        # The last window is solved exactly too.
+        return part.is_done or (part.is_exact and len(self.parts) > 1)
+
+    def _least_us(self, part: LazyCuts) -> float:
+        return max(part.bound_us - self.base_us, 0.0)
+
+    def _next(self) -> int:
+        still_open = [i for i, part in enumerate(self.parts) if not self._is_settled(part)]
+        untried = [i for i in still_open if self.parts[i].bound_us == 0]
+        if untried or not still_open:
+            return (untried or [0])[0]
+        return max(still_open, key=lambda i: (self._slack_us(i) * _PATIENCE ** self.late[i], -i))
+
+    def _slack_us(self, at: int) -> float:
+        """What the best schedule spends in a window beyond what is proved of it."""
+        part = self.parts[at]
+        stages = slice(part.cuts[0] + 1, part.last_stage + 1)
+        return sum(self.spent_us[stages]) - self._least_us(part)
+
+    def _merge_widest(self) -> None:
+        """Merge the neighbours of which the best schedule spends most beyond what is proved."""
+        slack_us = [self._slack_us(i) for i in range(len(self.parts))]
+        at = max(range(len(self.parts) - 1), key=lambda i: (slack_us[i] + slack_us[i + 1], -i))
+        left, right = self.parts[at : at + 2]
+        merged = LazyCuts(
+            self.problem,
+            left.budget_bytes,
+            (*left.cuts, *right.cuts),
+            (*left.rows, *right.rows),
+            self.base_us + self._least_us(left) + self._least_us(right),
+            begin=left.begin,
+            end=right.end,
+            # So that the merged program begins with what was proved of its parts.
+            floors=(*self._floors(left), *self._floors(right)),
+            added=(*left.added, *right.added),
+        )
+        self.parts[at : at + 2] = [merged]
+        self.solutions[at : at + 2] = [None]
+        self.late[at : at + 2] = [0]
+
+    def _floors(self, part: LazyCuts) -> tuple[tuple[int, int, float], ...]:
+        own = (part.cuts[0], part.last_stage, self._least_us(part))
+        return (*part.floors, own) if own[2] > 0 else part.floors
+
+    def _start_of(self, solutions: Sequence[CutSolution | None]) -> State:
+        """What the windows run again, each in its own stages; the rest is carried."""
+        runs: list[list[int]] = [[] for _ in range(self.problem.n_ops + 1)]
+        for part, solution in zip(self.parts, solutions, strict=True):
+            if solution is not None:
+                own = slice(solution.source.cuts[0] + 1, part.last_stage + 1)
+                runs[own] = expand(solution)[own]
+        return State.from_recomputed(self.problem, runs)
+
+
+def windows_of(problem: Problem, budget_bytes: int, peak_bytes: Bytes) -> Windows:
+    """A window for each group of stretches of stages whose `peak_bytes` are over the budget."""
+    over = np.flatnonzero(peak_bytes[: problem.n_ops] > budget_bytes)
+    cuts = [first_cuts(peak_bytes, group) for group in _groups(problem, peak_bytes, over)]
+    begins = [0, *(min(chosen) for chosen in cuts[1:])]
+    parts = [
+        LazyCuts(
+            problem, budget_bytes, tuple(sorted(chosen)), begin=begin, end=end, added=tuple(chosen)
+        )
+        for chosen, begin, end in zip(cuts, begins, [*begins[1:], None], strict=True)
+    ]
+    return Windows(problem, parts)
+
+
+def _groups(problem: Problem, peak_bytes: Bytes, over: _Stages) -> list[list[int]]:
+    stretches = np.split(over, np.flatnonzero(np.diff(over) > 1) + 1) if over.size else []
+    produced = np.array(problem.producer)
+    last_read = np.array([max((op, *problem.readers[op])) for op in problem.producer])
+    size_bytes = np.array(problem.size_bytes)
+    groups: list[list[int]] = []
+    before = 0
+    for stretch in stretches:
+        fullest = int(stretch[np.argmax(peak_bytes[stretch])])
+        is_live = (produced <= before) & (last_read >= before)
+        total_bytes = size_bytes[is_live].sum()
+        shared_bytes = size_bytes[is_live & (last_read >= fullest)].sum()
+        # Mostly the same values are live: what is dropped for one stretch helps the other.
+        if not groups or shared_bytes < _SHARED * total_bytes:
+            groups.append([])
+        groups[-1] += stretch.tolist()
+        before = fullest
+    return groups
+
+
+def first_cuts(peak_bytes: Bytes, stages: Sequence[int]) -> list[int]:
+    """The fullest of `stages`, none near another, the fullest first."""
+    chosen: list[int] = []
+    for stage in sorted(stages, key=lambda t: (-int(peak_bytes[t]), t)):
+        if all(abs(stage - other) >= _NEAR for other in chosen):
+            chosen.append(stage)
+    return chosen[:_FIRST_CUTS]

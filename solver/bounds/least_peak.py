@@ -38,25 +38,22 @@ _SPECIAL_PART, _OTHER_PART = 4, 50
 other moments one in `_OTHER_PART`."""
 
 
-class _Floor(NamedTuple):
-    """The floor in bytes, resident ones included, and the name of the op that sets it."""
+def floor_of(problem: Problem) -> Holding:
+    """What any schedule in captured order needs that never computes an output of the step again.
 
-    size_bytes: int
-    op: str
-
-
-def floor_of(problem: Problem) -> _Floor:
-    """What any schedule in captured order needs that never computes an output of the step again."""
+    Resident bytes are included; the name is that of the op that sets it.
+    """
     kept = set(problem.needs[problem.n_ops])
     made_bytes = 0
-    best = _Floor(problem.resident_bytes, "")
+    best = Holding("", problem.resident_bytes)
     for t in range(problem.n_ops):
         # Outputs made so far are all live; those that op t reads are in its working set already.
         beside_bytes = sum(problem.size_bytes[v] for v in problem.needs[t] if v in kept)
         need_bytes = working_set_bytes(problem, t) + made_bytes - beside_bytes
         need_bytes += problem.resident_bytes
         if need_bytes > best.size_bytes:
-            best = _Floor(need_bytes, problem.graph.ops[t].name)
+            op = problem.graph.ops[t]
+            best = Holding(op.name, need_bytes, op.module)
         made_bytes += sum(problem.size_bytes[v] for v in problem.outputs[t] if v in kept)
     return best
 
@@ -110,21 +107,18 @@ class _Regression:
 
     def _moments(self) -> Iterator[tuple[int, int, frozenset[int]]]:
         """For the first run of each op, and the end: bytes, stage, and what is live before."""
-        problem, n_ops = self.problem, self.problem.n_ops
-        last_need = {v: t for t, needed in enumerate(problem.needs) for v in needed}
+        problem, n_ops, last_need = self.problem, self.problem.n_ops, self.problem.last_need
         waiting: dict[int, None] = {}
         for t in range(n_ops + 1):
             live = {*problem.needs[t], *(v for v in waiting if last_need[v] > t)}
             # The caller has them once forward has ended.
             if t >= problem.n_forward:
                 live.update(self.held)
-            own_bytes = 0
             if t < n_ops:
-                own_bytes = problem.output_bytes[t] + problem.workspace_bytes[t]
                 # Pinned ops do not run again, so what they made waits for its last need.
                 once = problem.outputs[t] if problem.no_recompute[t] else ()
-                waiting = {v: None for v in (*waiting, *once) if last_need.get(v, -1) > t}
-            yield self._bytes(live) + own_bytes, t, frozenset(live)
+                waiting = {v: None for v in (*waiting, *once) if last_need[v] > t}
+            yield self._bytes(live) + problem.own_bytes[t], t, frozenset(live)
 
     def _bytes(self, values: Iterable[int]) -> int:
         return sum(self.problem.size_bytes[v] for v in values)
@@ -171,8 +165,7 @@ class _Regression:
             if fresh.issuperset(made):
                 continue
             total_bytes = live_bytes - self._bytes(made) + self._bytes(fresh)
-            need_bytes = total_bytes + problem.output_bytes[op] + problem.workspace_bytes[op]
-            need_bytes = max(peak_bytes, need_bytes, self.best_bytes)
+            need_bytes = max(peak_bytes, total_bytes + problem.own_bytes[op], self.best_bytes)
             self.n_opened += 1
             heapq.heappush(waiting, _Open(need_bytes, total_bytes, self.n_opened, live, op))
 
@@ -187,7 +180,6 @@ class _Regression:
 
 
 # What to say, and to prove, where a budget is below the floor.
-
 
 LEAST_BOUND = "No schedule has a peak below"
 """How the sentence begins that gives the bound on the least peak."""
@@ -216,10 +208,7 @@ def note_floor(search: Search) -> None:
 def floor_above(problem: Problem, budget_bytes: int) -> Holding | None:
     """The floor and the op that sets it; None where the budget is no lower."""
     floor = floor_of(problem)
-    if budget_bytes >= floor.size_bytes:
-        return None
-    module = next((op.module for op in problem.graph.ops if op.name == floor.op), "")
-    return Holding(floor.op, floor.size_bytes, module)
+    return floor if budget_bytes < floor.size_bytes else None
 
 
 def floor_text(graph: TrainingGraph, floor: Holding, schedule: Schedule | None) -> str:

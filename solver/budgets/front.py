@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from remat.formats import GIB
+from remat.formats import GIB, NO_BOUND, bytes_text, percent_text, proved_text, table_html
 from remat.graph_capture.errors import ScheduleError, SolverError, TextError
 from remat.graph_capture.files import decode_json
 from remat.graph_capture.graph import are_figures
@@ -175,8 +175,6 @@ class Front(msgspec.Struct, frozen=True):
                 raise SolverError(f"{name} has a figure that cannot be, at one of its budgets")
 
     def _repr_html_(self) -> str:
-        from remat.formats import table_html
-
         headers = ("budget", "peak", "overhead", "gap", "seconds", "status")
         rows = [_cells(point) for point in self.points]
         return table_html(f"Front: {self.name}, by {self.solver}", headers, rows)
@@ -195,21 +193,12 @@ def _line(point: Point) -> str:
     if result.schedule is None:
         figures = f"{'-':>16} {'-':>9} {'-':>8}"
     else:
-        figures = (
-            f"{result.peak_bytes:>16} {100 * result.overhead:>7.2f} % {_gap_text(result.gap):>8}"
-        )
+        gap = NO_BOUND if result.gap is None else f"{100 * result.gap:.2f} %"
+        figures = f"{result.peak_bytes:>16} {100 * result.overhead:>7.2f} % {gap:>8}"
     return f"{point.budget_bytes:>16} {figures} {result.wall_s:>8.1f}  {result.status}"
 
 
-def _gap_text(gap: float | None) -> str:
-    from remat.formats import NO_BOUND
-
-    return NO_BOUND if gap is None else f"{100 * gap:.2f} %"
-
-
 def _cells(point: Point) -> tuple[str, ...]:
-    from remat.formats import bytes_text, percent_text, proved_text
-
     result = point.result
     figures = ("-", "-", "-")
     if result.schedule is not None:

@@ -26,11 +26,11 @@ from remat.schedules.derived import fastest_us
 from remat.schedules.simulate import simulate
 from remat.solver import solve_within
 from remat.solver.budgets.front import Front, GibPrice, Point, checked_step
+from remat.solver.policies.template import StoreAll
 from remat.solver.problem import Problem, least_needed_bytes
 from remat.solver.result import INTERRUPTED, Result, at_least_budget, evaluate_schedule
 from remat.solver.search import Clock, is_interrupted, note_interrupt, one_job
 from remat.solver.stopping import FIRST_SOLVE, NAMING, ONE_BUDGET, SECOND_SOLVE
-from remat.solver.store_all import StoreAll
 from remat.solver.table import make_solver
 
 PINS = ("keep", "recompute")
@@ -265,11 +265,7 @@ def _adopting(
 
 
 def least_peak(
-    graph: TrainingGraph,
-    time_limit_s: float = 60.0,
-    *,
-    solver: str = "auto",
-    **options: Any,
+    graph: TrainingGraph, time_limit_s: float = 60.0, *, solver: str = "auto", **options: Any
 ) -> Result:
     """The outcome at the least peak that `solver` knows: the least budget to ask for.
 

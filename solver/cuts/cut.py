@@ -17,7 +17,7 @@ weak on layered graphs and on convolutional nets below 30 % of their peak.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,15 +25,14 @@ import numpy as np
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver.backends.mip import Limits
 from remat.solver.bounds.cut_program import COST_SCALE, CutProgram, expand
-from remat.solver.bounds.lazy_cuts import Climbed, LazyCuts
+from remat.solver.bounds.lazy_cuts import Climbed, LazyCuts, Windows, windows_of
 from remat.solver.bounds.least_peak import note_floor, prove_nothing_fits
-from remat.solver.bounds.windows import Windows, windows_of
 from remat.solver.cuts.initial_solutions import offer_first, offer_least_peak, offer_segments
 from remat.solver.local_search.repair import Repair, fill, offer_exchanges
 from remat.solver.problem import largest_working_set_bytes
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
-from remat.solver.state import State
+from remat.solver.state import State, store_all_state
 from remat.solver.stopping import (
     BEST_CUT,
     CUT_NODES,
@@ -46,7 +45,6 @@ from remat.solver.stopping import (
     REPAIRS_OF_A_START,
     Nodes,
 )
-from remat.solver.store_all import store_all_state
 
 TARGETS = (0.97, 0.93, 0.88, 0.8, 0.7, 0.6)
 """Parts of the room above the largest working set at which the cut is solved for more starts."""
@@ -100,7 +98,9 @@ class Cut:
         while lazy is not None and not lazy.is_done and len(lazy.cuts) <= self.cuts:
             if not search.is_open(self.gap):
                 break
-            _climb(search, lazy, self.gap)
+            last = search.graph.ops[lazy.cuts[-1]].name
+            search.say(f"{len(lazy.cuts)} cuts, the last at {last}")
+            offer_climbed(search, lazy.climb(limits_of(search, lazy, self.gap, search.gap)))
         if search.is_open(self.gap):
             offer_exchanges(search)
 
@@ -115,7 +115,7 @@ def begin(
 ) -> LazyCuts | None:
     """The best single cut; None where nothing fits, or time ends early on a large graph."""
     search.say("choosing where to cut")
-    place = best_cut(search, plain)
+    place = best_cut(search, plain, lambda t: CutProgram(search.problem, (t,), search.budget_bytes))
     if place is None:
         return None
     # All else takes long on such graphs.
@@ -141,18 +141,13 @@ def begin(
 
 def _offer_targets(search: Search, place: int, gap: float) -> None:
     # Cuts for lower targets make starts that differ, which was worth more than annealing a start.
-    for target_bytes in _targets(search, TARGETS):
+    for target_bytes in _targets(search):
         if search.is_open(gap) and not _has_worked(search, FIRST_REPAIRS.most):
             search.say(f"start for {target_bytes} bytes")
             program = CutProgram(search.problem, (place,), target_bytes)
             solution = program.relaxed(RELAXED.of(search.left_s))
             if solution.values is not None:
                 repair_from(search, State.from_recomputed(search.problem, expand(solution)))
-
-
-def _climb(search: Search, lazy: LazyCuts, gap: float) -> None:
-    search.say(f"{len(lazy.cuts)} cuts, the last at {search.graph.ops[lazy.cuts[-1]].name}")
-    offer_climbed(search, lazy.climb(limits_of(search, lazy, gap, search.gap)))
 
 
 def offer_climbed(search: Search, climbed: Climbed, most_work: float = float("inf")) -> bool:
@@ -169,11 +164,7 @@ def offer_climbed(search: Search, climbed: Climbed, most_work: float = float("in
 
 
 def limits_of(
-    search: Search,
-    lazy: LazyCuts | Windows,
-    gap: float,
-    open_gap: float,
-    nodes: Nodes = CUT_NODES,
+    search: Search, lazy: LazyCuts | Windows, gap: float, open_gap: float, nodes: Nodes = CUT_NODES
 ) -> Limits:
     # Much closer than the open gap is of no use, since the next cut replaces the program. An exact
     # one is the last.
@@ -185,21 +176,20 @@ def limits_of(
     )
 
 
-def _targets(search: Search, parts: tuple[float, ...]) -> Iterator[int]:
+def _targets(search: Search) -> Iterator[int]:
     problem = search.problem
     least_bytes = largest_working_set_bytes(problem) + problem.resident_bytes
-    for part in parts:
+    for part in TARGETS:
         yield least_bytes + int(part * (search.budget_bytes - least_bytes))
 
 
-def best_cut(search: Search, plain: State) -> int | None:
+def best_cut(search: Search, plain: State, program_at: Callable[[int], CutProgram]) -> int | None:
     """The op whose cut has the highest relaxed bound; None if one proves that nothing fits."""
     best: tuple[float, int] | None = None
-    for t in candidate_cuts(search, plain):
+    for t in _candidate_cuts(search, plain):
         if search.out_of_time() and best is not None:
             break
-        program = CutProgram(search.problem, (t,), search.budget_bytes)
-        bound_us = program.relaxed(BEST_CUT.of(search.left_s)).bound_us
+        bound_us = program_at(t).relaxed(BEST_CUT.of(search.left_s)).bound_us
         if bound_us == float("inf"):
             search.proved_infeasible = True
             search.message = f"what must be live while {search.graph.ops[t].name} runs is more"
@@ -210,7 +200,7 @@ def best_cut(search: Search, plain: State) -> int | None:
     return best[1] if best else None
 
 
-def candidate_cuts(search: Search, plain: State) -> list[int]:
+def _candidate_cuts(search: Search, plain: State) -> list[int]:
     problem = search.problem
     peak_bytes = plain.peak_bytes[: problem.n_ops]
     fullest = int(np.argmax(peak_bytes))
@@ -248,9 +238,8 @@ def repair_from(search: Search, start: State, most_work: float = float("inf")) -
 # Windows of cuts instead of one cut, where memory is full in several places of the step.
 #
 # On narrow layered graphs one cut says little, and repairs of its point have most of the work still
-# to do. The windows (`remat.solver.bounds.windows`) are each solved once; they are kept if their
+# to do. The windows (`remat.solver.bounds.lazy_cuts`) are each solved once; they are kept if their
 # bound is the higher one.
-
 
 _NEARLY_ALL = 0.9
 """Part of what all windows say together."""
@@ -299,7 +288,7 @@ def _say_more(search: Search, windows: Windows, lazy: LazyCuts, gap: float) -> b
 
 
 def _take_relaxed(search: Search, windows: Windows, gap: float) -> None:
-    for target_bytes in _targets(search, TARGETS):
+    for target_bytes in _targets(search):
         if search.best is not None or not search.is_open(gap):
             return
         search.say(f"start of windows for {target_bytes} bytes")

@@ -44,7 +44,6 @@ from remat.solver.table import Solver
 # about a second a step on 250 to 1,000 ops, counted by what no clock moves; the way ends after 70 %
 # of the time that is left.
 
-
 _STEP, _LEAST_STEP, _NEXT_STEP = 1 / 4, 1 / 32, 1 / 16
 """Of the way from the peak to the budget: the first step, which is halved where repair cannot
 follow; the least; and the one that comes after that, behind more improvement."""
@@ -113,10 +112,8 @@ def _improved(search: Search, state: State, budget_bytes: int, effort: float) ->
 # graphs from blocks that keep the least.
 # Cost: some seconds on a thousand ops. Shortcomings: the least peak found, not the least.
 
-
 _LEAST_TARGETS = (0.05, 0.2)
 """Parts of the room between the largest working set and the peak that cuts aim for."""
-_LEAST_POWERS = (0.6, 1.0)
 
 
 def offer_least_peak(search: Search, plain: State) -> None:
@@ -131,7 +128,7 @@ def offer_least_peak(search: Search, plain: State) -> None:
     # The ways start from the graph alone, not from the budget, so that a solve for the budget that
     # an infeasible result names finds this schedule again, in any process.
     for start in _least_peak_starts(search, plain):
-        for power in _LEAST_POWERS:
+        for power in POWERS:
             _repair_ever_lower(search, start.copy(), power)
     if search.best_state is not None:
         state = search.best_state.copy()

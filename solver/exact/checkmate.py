@@ -13,7 +13,7 @@ schedules it is the best, and the bound is that of `cut`.
 Generalised to ops with several outputs, workspace, pinned ops, forward outputs and outputs.
 Optimal: among those schedules, when the solver finishes. Cost: O(passes · ops ·
 (ops + reads)) variables. Shortcomings: beyond some 60 ops open solvers rarely finish.
-The formulation is in `staged_program`.
+The formulation is in `StagedProgram`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from remat.solver.backends.mip import (
     satisfies,
     solve_program,
 )
+from remat.solver.bounds.cut_program import COST_SCALE, ROW_SCALE
 from remat.solver.cuts.cut import Cut
 from remat.solver.problem import Problem
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
-from remat.solver.state import State
+from remat.solver.state import State, ops_of, recomputed_by_stage
 
 # The R-S-U-FREE program of Checkmate, generalised.
 #
@@ -46,12 +47,6 @@ from remat.solver.state import State
 # Names here, and letters in Jain et al. 2020: runs[row, op] is R, carried[row, v] is S,
 # live_bytes[row, op] is U, freed[row, op, v] is FREE. made[row, v] has no letter. It keeps a value
 # from counting twice when its op runs again for another output.
-
-
-_COST_SCALE = 1e4
-"""The time of the step in the program's units. HiGHS's tolerances are absolute, so it is scaled."""
-_MEMORY_SCALE = 1e3
-"""The budget in the program's units, scaled for the same reason."""
 
 _Terms = list[tuple[int, float]]
 
@@ -85,8 +80,8 @@ class StagedProgram:
 
     def __post_init__(self) -> None:
         problem = self.problem
-        self.cost_unit_us = sum(problem.cost_us) / _COST_SCALE or 1.0
-        self.unit_bytes = max(self.budget_bytes - problem.resident_bytes, 1) / _MEMORY_SCALE
+        self.cost_unit_us = sum(problem.cost_us) / COST_SCALE or 1.0
+        self.unit_bytes = max(self.budget_bytes - problem.resident_bytes, 1) / ROW_SCALE
         self.users = [[] for _ in range(problem.n_values)]
         for op, inputs in enumerate(problem.inputs):
             for v in inputs:
@@ -110,8 +105,11 @@ class StagedProgram:
     def values_before(self, stage: int) -> list[int]:
         return [v for v in range(self.problem.n_values) if self.problem.producer[v] < stage]
 
-    def values_at(self, op: int) -> tuple[int, ...]:
+    def freeable(self, row: _Row, op: int) -> tuple[int, ...]:
         """Values that may be freed right after `op` ran."""
+        # The row ends with its own op: what is not carried on is gone anyway.
+        if op == row.stage:
+            return ()
         return (*self.problem.inputs[op], *self.problem.outputs[op])
 
     def hazards(self, row: _Row, op: int, v: int) -> list[int]:
@@ -133,21 +131,15 @@ class StagedProgram:
             cost = 0.0 if is_first else problem.cost_us[op] / self.cost_unit_us
             low = 1.0 if is_first else 0.0
             self.runs[row.index, op] = add(cost, lower=low, upper=upper, integer=True)
-            self.live_bytes[row.index, op] = add(upper=_MEMORY_SCALE * 2)
+            self.live_bytes[row.index, op] = add(upper=ROW_SCALE * 2)
             for v in problem.outputs[op]:
                 self.made[row.index, v] = add()
-            for v in self._freeable(row, op):
+            for v in self.freeable(row, op):
                 self.freed[row.index, op, v] = add()
         for v in self.values_before(row.stage):
             is_held = v in problem.held and row.stage >= problem.n_forward
             low = 1.0 if is_held else 0.0
             self.carried[row.index, v] = add(lower=low, integer=True)
-
-    def _freeable(self, row: _Row, op: int) -> tuple[int, ...]:
-        # The row ends with it: what is not carried on is gone anyway.
-        if op == row.stage:
-            return ()
-        return self.values_at(op)
 
     def presence(self, row: _Row, v: int) -> _Terms:
         """carried[row, v] + runs[row, producer of v]."""
@@ -188,20 +180,21 @@ class StagedProgram:
     def _freed_after_last_use(self, row: _Row) -> None:
         """freed[row, op, v] <= runs[row, op], 1 - carried[row + 1, v], 1 - runs[row, later]."""
         for op in self.slots(row):
-            for v in self._freeable(row, op):
+            for v in self.freeable(row, op):
                 index = self.freed[row.index, op, v]
                 self.program.row([(index, 1.0), (self.runs[row.index, op], -1.0)], upper=0.0)
-                for other in self._blockers(row, op, v):
+                for other in self.blockers(row, op, v):
                     self.program.row([(index, 1.0), (other, 1.0)], upper=1.0)
                 # What the step returns stays to its end.
-                if self._is_end_output(row, v):
+                if self.is_end_output(row, v):
                     self.program.upper[index] = 0.0
 
-    def _is_end_output(self, row: _Row, v: int) -> bool:
+    def is_end_output(self, row: _Row, v: int) -> bool:
         at_end = row.index + 1 == len(self.rows)
         return at_end and v in self.problem.needs[self.problem.n_ops]
 
-    def _blockers(self, row: _Row, op: int, v: int) -> list[int]:
+    def blockers(self, row: _Row, op: int, v: int) -> list[int]:
+        """Variables of which each keeps v from being freed after `op`."""
         following = self.carried.get((row.index + 1, v))
         later = [self.runs[row.index, user] for user in self.hazards(row, op, v)]
         return later if following is None else [*later, following]
@@ -218,7 +211,7 @@ class StagedProgram:
         ]
         room = size(self.budget_bytes - problem.resident_bytes)
         for op in self.slots(row):
-            own = size(problem.output_bytes[op] + problem.workspace_bytes[op])
+            own = size(problem.own_bytes[op])
             run = self.runs[row.index, op]
             self.program.row([*before, (run, own)], upper=room)
             after: _Terms = [(self.live_bytes[row.index, op], -1.0), *before]
@@ -227,7 +220,7 @@ class StagedProgram:
             ]
             after += [
                 (self.freed[row.index, op, v], -size(problem.size_bytes[v]))
-                for v in self._freeable(row, op)
+                for v in self.freeable(row, op)
             ]
             self.program.row(after, lower=0.0, upper=0.0)
             before = [(self.live_bytes[row.index, op], 1.0)]
@@ -247,10 +240,10 @@ class StagedProgram:
         )
 
 
-def _point_of(made: StagedProgram, graph: TrainingGraph, schedule: Schedule) -> list[float]:
+def _point_of(made: StagedProgram, schedule: Schedule) -> list[float]:
     """The variables' values for a schedule that runs no op twice in a stage."""
     problem = made.problem
-    recomputed = _recomputed_by_stage(graph, schedule)
+    recomputed = recomputed_by_stage(problem, ops_of(problem, schedule))
     state = State.from_recomputed(problem, recomputed)
     point = [0.0] * len(made.program.lower)
     for row in made.rows:
@@ -265,18 +258,6 @@ def _point_of(made: StagedProgram, graph: TrainingGraph, schedule: Schedule) -> 
     return point
 
 
-def _recomputed_by_stage(graph: TrainingGraph, schedule: Schedule) -> list[list[int]]:
-    stages: list[list[int]] = [[]]
-    for step in schedule.steps:
-        if isinstance(step, Compute):
-            op = graph.op_index[step.op]
-            if op == len(stages) - 1:
-                stages.append([])
-            else:
-                stages[-1].append(op)
-    return stages
-
-
 def _complete(made: StagedProgram, row: _Row, point: list[float]) -> None:
     """Fill in made, freed and live_bytes of `row` from runs and carried."""
     sizes = made.problem.size_bytes
@@ -288,18 +269,13 @@ def _complete(made: StagedProgram, row: _Row, point: list[float]) -> None:
             is_new = does_run > 0 and not (there is not None and point[there])
             point[made.made[row.index, v]] = float(is_new)
             live += sizes[v] * is_new
-        for v in made.values_at(op) if op != row.stage else ():
+        for v in made.freeable(row, op):
             index = made.freed[row.index, op, v]
-            if does_run and made.program.upper[index] and not _is_blocked(made, row, op, v, point):
+            is_blocked = any(point[i] for i in made.blockers(row, op, v))
+            if does_run and made.program.upper[index] and not is_blocked:
                 point[index] = 1.0
                 live -= sizes[v]
         point[made.live_bytes[row.index, op]] = live / made.unit_bytes
-
-
-def _is_blocked(made: StagedProgram, row: _Row, op: int, v: int, point: list[float]) -> bool:
-    later = (made.runs[row.index, user] for user in made.hazards(row, op, v))
-    following = made.carried.get((row.index + 1, v))
-    return any(point[i] for i in later) or (following is not None and point[following] > 0)
 
 
 def _steps_of_point(made: StagedProgram, values: list[float]) -> list[Step]:
@@ -325,7 +301,7 @@ def _is_needed_after(
     following = made.carried.get((row.index + 1, v))
     if following is not None and values[following] > 0.5:
         return True
-    if row.index + 1 == len(made.rows) and v in made.problem.needs[made.problem.n_ops]:
+    if made.is_end_output(row, v):
         return True
     return any(user in ran for user in made.hazards(row, op, v))
 
@@ -396,7 +372,7 @@ class Checkmate:
         upper_us = float("inf")
         if search.best is not None:
             upper_us = search.best_key[0] - graph.time_us
-            start = _point_of(made, graph, search.best)
+            start = _point_of(made, search.best)
         made.extra_time(lower_us=search.bound_us - graph.time_us, upper_us=upper_us)
         # One that runs an op twice in a stage is no point of the program.
         if start is not None and not satisfies(made.program, start):

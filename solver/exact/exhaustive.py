@@ -28,15 +28,13 @@ from remat.schedules.simulate import simulate
 from remat.solver.problem import Problem, predecessors
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
-from remat.solver.state import schedule_of
-from remat.solver.store_all import store_all_state
+from remat.solver.state import schedule_of, store_all_state
 
 # States of a step under way: which ops have run and which values are live, as bits.
 #
 # The moves are those that `simulate` allows, without those that cannot help. A value is dropped
 # only if nothing can read it any more, or to make room for the next op, and then no more values
 # than needed. An op runs again only if it makes something of use that is not live.
-
 
 OrderOption = Literal["fixed", "free"]
 
@@ -49,7 +47,6 @@ class _StateSpace:
     before: tuple[int, ...]  # by op, those that must first run before it
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    own_bytes: tuple[int, ...]  # outputs and workspace
     forward: int  # all forward ops
     returned: int  # live when forward ends
     wanted: int  # live when the step ends
@@ -64,13 +61,11 @@ class _StateSpace:
         else:
             before = [_bits(ops) for ops in predecessors(problem.graph)]
             before[problem.n_forward :] = [b | forward for b in before[problem.n_forward :]]
-        own = zip(problem.output_bytes, problem.workspace_bytes, strict=True)
         return cls(
             problem=problem,
             before=tuple(before),
             reads=tuple(_bits(values) for values in problem.inputs),
             writes=tuple(_bits(values) for values in problem.outputs),
-            own_bytes=tuple(outputs + workspace for outputs, workspace in own),
             forward=forward,
             returned=_bits(problem.forward_outputs),
             wanted=_bits(problem.needs[n]),
@@ -119,7 +114,7 @@ class _StateSpace:
         if needed & ~live:
             return
         kept = live & ~(self.writes[op] & ~held)
-        excess = self.size_bytes(kept) + self.own_bytes[op] - room_bytes
+        excess = self.size_bytes(kept) + self.problem.own_bytes[op] - room_bytes
         # Dropping an empty value makes no room.
         droppable = [v for v in _members(kept & ~(needed | held)) if self.problem.size_bytes[v]]
         droppable.sort(key=lambda v: -self.problem.size_bytes[v])

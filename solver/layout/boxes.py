@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from remat.graph_capture.graph import Ints
-from remat.schedules.layout import Buffers
+from remat.schedules.layout import Buffers, live_sums
 
 Mask = NDArray[np.bool_]
 
@@ -52,10 +52,7 @@ class Boxes:
 
     @functools.cached_property
     def curve(self) -> Ints:
-        change = np.zeros(int(self.end.max(initial=0)) + 1, np.int64)
-        np.add.at(change, self.start, self.size)
-        np.add.at(change, self.end, -self.size)
-        return np.cumsum(change)[:-1]
+        return live_sums(self.size, self.start, self.end, int(self.end.max(initial=0)))
 
     @functools.cached_property
     def load(self) -> int:
@@ -89,7 +86,6 @@ def range_maxima(numbers: Ints, start: Ints, end: Ints) -> Ints:
 # Functions that are decorated keep to what both NumPy and Numba run, and give equal results either
 # way. Install it by ``pip install 'remat[numba]'``.
 
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 try:
@@ -116,7 +112,6 @@ def loops_or_arrays(loops: _Function, arrays: _Function) -> _Function:
 #
 # A section is a maximal set of boxes that are live together; sections follow each other in time,
 # and each box is in a range of them. Lists of overlaps are quadratic in the number of boxes.
-
 
 MOST_OVERLAPS = 4_000_000
 """Above it the lists take too much memory and their searches too much time."""
@@ -148,10 +143,8 @@ class Sections(NamedTuple):
     @property
     def crossings(self) -> Ints:
         """How many boxes go from each section on into the next."""
-        change = np.zeros(len(self.member_at), np.int64)
-        np.add.at(change, self.low, 1)
-        np.add.at(change, self.high - 1, -1)
-        return np.cumsum(change)[:-1]
+        ones = np.ones(len(self.low), np.int64)
+        return live_sums(ones, self.low, self.high - 1, len(self.member_at) - 1)
 
 
 def overlaps_in(boxes: Boxes) -> int:

@@ -28,7 +28,6 @@ from remat.solver.layout.boxes import (
 # What a placement changes, and how it is undone. Written for NumPy and Numba alike; `_FLOORS` alone
 # is written twice.
 
-
 PLACED = 1 << 62
 """Above all offsets, so that a least offset among boxes is that of the unplaced ones."""
 

@@ -24,8 +24,15 @@ from remat.graph_capture.graph import MOST_BYTES, Ints
 from remat.schedules.layout import Buffers, Layout, check_alignment, check_layout
 from remat.solver.layout.boxes import IS_COMPILED, MOST_OVERLAPS, Boxes, Mask, overlaps_in
 from remat.solver.layout.canonical import FAILED, FOUND, CanonicalSearch, Preorder
-from remat.solver.layout.greedy import NO_CEILING, box_orders, greedy, place_in_order, placements_of
-from remat.solver.layout.improvement import guided_ejection, insertion_annealing
+from remat.solver.layout.heuristics import (
+    NO_CEILING,
+    box_orders,
+    greedy,
+    guided_ejection,
+    insertion_annealing,
+    place_in_order,
+    placements_of,
+)
 
 STEP_PREORDERS = tuple(map(Preorder, ("WAT", "TAW", "TsW", "WTs", "TWA", "TSW", "WTS")))
 """For training steps, where what starts together is read together."""
@@ -44,11 +51,6 @@ class _Fitted(NamedTuple):
     is_proved: bool
 
 
-def dive(search: CanonicalSearch, capacity: int, share: int, tries: int) -> _Fitted:
-    """One search by each preorder of steps, with `share` tries each, at most `tries` in all."""
-    return _in_turn(search, capacity, STEP_PREORDERS, share, tries)
-
-
 def fit_into(boxes: Boxes, capacity: int, tries: int) -> _Fitted:
     """Search by MiniMalloc's preorders until one ends, or `tries` are used up in all."""
     search, share, used = CanonicalSearch(boxes), len(boxes), 0
@@ -56,19 +58,20 @@ def fit_into(boxes: Boxes, capacity: int, tries: int) -> _Fitted:
         # Which preorder does well differs, and one that does takes little more than one try a box.
         # So each gets few, and all of them twice as many in turn.
         share = min(2 * share, tries - used)
-        found = _in_turn(search, capacity, CHIP_PREORDERS, share, tries - used)
+        found = dive(search, capacity, share, tries - used, CHIP_PREORDERS)
         used += found.tries
         if found.offsets is not None or found.is_proved or used >= tries:
             return found._replace(tries=used)
 
 
-def _in_turn(
+def dive(
     search: CanonicalSearch,
     capacity: int,
-    preorders: tuple[Preorder, ...],
     share: int,
     tries: int,
+    preorders: tuple[Preorder, ...] = STEP_PREORDERS,
 ) -> _Fitted:
+    """One search by each of `preorders`, with `share` tries each, at most `tries` in all."""
     used = 0
     for preorder in preorders:
         outcome, offsets, more = search.run(capacity, preorder, min(share, tries - used))
@@ -86,7 +89,6 @@ def _in_turn(
 #
 # Ejections take little and any number of boxes. Dives of the canonical search want lists of
 # overlaps, and their tries grow with the boxes, so of many boxes there are few of them or none.
-
 
 STARTS = (
     "peak by last, then crowd", "size, start", "peak by oldest, then crowd",

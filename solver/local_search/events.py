@@ -178,7 +178,7 @@ class EventBuilder:
     ) -> list[tuple[int, int, _Literal]]:
         """Gaps of `v` that are, or may be, kept: (event before, event after, literal)."""
         problem, maker = self.problem, self.problem.producer[v]
-        reads = [self._is_read(v, e) for e in touches]
+        reads = [v in self._reads(*self.events[e]) for e in touches]
         # No event of the set touches it: its gaps stay as they are.
         is_settled = all(self.literal[e] == _ALWAYS for e in touches)
         hints = self._present_gaps(v, touches, reads)
@@ -203,10 +203,6 @@ class EventBuilder:
                 found.append((here, following, gap))
             before = gap
         return found
-
-    def _is_read(self, v: int, e: int) -> bool:
-        stage, op = self.events[e]
-        return v in self._reads(stage, op)
 
     def _present_gaps(self, v: int, touches: list[int], reads: list[bool]) -> list[bool]:
         """Whether each gap is kept by the schedule at hand: a read follows before a making."""
@@ -239,10 +235,7 @@ class EventBuilder:
             program.implications.append((gap, sources))
 
     def _memory(
-        self,
-        program: EventProgram,
-        change: list[int],
-        starts: list[list[tuple[int, int, int]]],
+        self, program: EventProgram, change: list[int], starts: list[list[tuple[int, int, int]]]
     ) -> None:
         base_bytes = 0
         open_gaps: list[tuple[int, int, int]] = []
@@ -250,7 +243,7 @@ class EventBuilder:
             base_bytes += change[e]
             open_gaps = [gap for gap in open_gaps if gap[2] >= e] + starts[e]
             terms = [(gap, size_bytes) for gap, size_bytes, _ in open_gaps]
-            own_bytes = self._own_bytes(op)
+            own_bytes = self.problem.own_bytes[op]
             room = program.room_bytes - base_bytes
             if self.literal[e] == _ALWAYS:
                 room -= own_bytes
@@ -262,14 +255,8 @@ class EventBuilder:
             if sum(size_bytes for _, size_bytes in terms) > room:
                 program.rows.append((terms, room))
 
-    def _own_bytes(self, op: int) -> int:
-        if op == self.problem.n_ops:
-            return 0
-        return self.problem.output_bytes[op] + self.problem.workspace_bytes[op]
-
 
 # Solves one neighbourhood by CP-SAT. The one file that speaks to OR-Tools CP-SAT for it.
-
 
 _LEAST_EFFORT = 0.05
 """What a try counts as at least: its program has to be built."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -158,14 +158,20 @@ def _moves_at(state: State, worst: int) -> list[GapMove]:
             if not 0 < stage_position < len(touches):
                 continue
             before, stage = touches[stage_position - 1], touches[stage_position]
-            may_drop = not problem.no_recompute[problem.producer[v]] and not _is_held(
-                state, v, stage
-            )
+            # Once forward has ended, the caller holds some.
+            is_held = v in problem.held and stage >= problem.n_forward
+            may_drop = not problem.no_recompute[problem.producer[v]] and not is_held
             if may_drop and state.rows[stage][v]:
                 moves.append(GapMove(v, before, stage, 0))
-    for op in state.stages[worst].recomputed:
-        moves += [GapMove(v, b, worst, 1) for v, b in carriable(state, op, worst)]
-    return moves
+    return [*moves, *_carriages(state, (worst,))]
+
+
+def _carriages(state: State, stages: Iterable[int]) -> Iterator[GapMove]:
+    """Carriages into `stages` of what they make again."""
+    for stage in stages:
+        for op in state.stages[stage].recomputed:
+            for v, before in carriable(state, op, stage):
+                yield GapMove(v, before, stage, 1)
 
 
 def carriable(state: State, op: int, stage: int) -> list[tuple[int, int]]:
@@ -177,10 +183,6 @@ def carriable(state: State, op: int, stage: int) -> list[tuple[int, int]]:
         if 0 < i < len(touches) and touches[i] == stage and not state.rows[stage][v]:
             found.append((v, touches[i - 1]))
     return found
-
-
-def _is_held(state: State, v: int, stage: int) -> bool:
-    return v in state.problem.held and stage >= state.problem.n_forward
 
 
 def _drop_cost_us(state: State, move: GapMove, most_us: float = float("inf")) -> float | None:
@@ -203,10 +205,8 @@ def _try_move(state: State, move: GapMove, over: Bytes, limit_bytes: int) -> _Tr
     state.change(v, before, stage, bit)
     try:
         new_before, new_stage = state.replay(before), state.replay(stage)
-        state.rise_bytes[before], state.rise_bytes[stage] = (
-            new_before.rise_bytes,
-            new_stage.rise_bytes,
-        )
+        state.rise_bytes[before] = new_before.rise_bytes
+        state.rise_bytes[stage] = new_stage.rise_bytes
         # Outside of the gap nothing changes.
         part = slice(before, stage + 1)
         now = state.entry_bytes[part] + state.rise_bytes[part]
@@ -256,16 +256,12 @@ def fill(state: State, limit_bytes: int, search: Search) -> None:
 
 def _savings(state: State, limit_bytes: int) -> list[tuple[float, GapMove]]:
     """Gaps with room for their value all the way; the saving is an upper estimate."""
-    problem = state.problem
     room = limit_bytes - state.peak_bytes
     found: list[tuple[float, GapMove]] = []
-    for stage, replayed in enumerate(state.stages):
-        for op in replayed.recomputed:
-            for v, before in carriable(state, op, stage):
-                inner = room[before + 1 : stage]
-                if inner.size and int(inner.min()) < problem.size_bytes[v]:
-                    continue
-                found.append((replayed.cost_us, GapMove(v, before, stage, 1)))
+    for move in _carriages(state, range(len(state.stages))):
+        inner = room[move.before + 1 : move.stage]
+        if not inner.size or int(inner.min()) >= state.problem.size_bytes[move.v]:
+            found.append((state.stages[move.stage].cost_us, move))
     return found
 
 
@@ -310,15 +306,12 @@ def _worth_carrying(state: State, search: Search) -> list[tuple[float, GapMove]]
     """Gaps whose carrying saves time, as a heap by time saved for their bytes."""
     nothing = np.zeros_like(state.entry_bytes)
     found: list[tuple[float, GapMove]] = []
-    for stage, replayed in enumerate(state.stages):
-        for op in replayed.recomputed:
-            for v, before in carriable(state, op, stage):
-                move = GapMove(v, before, stage, 1)
-                # No limit: the repair sees to what does not fit.
-                trial = _try_move(state, move, nothing, 1 << 60)
-                search.work += _work_of(trial)
-                if trial is not None and trial.cost_us < 0:
-                    score = trial.cost_us / max(state.problem.size_bytes[v], 1)
-                    found.append((score, move))
+    for move in _carriages(state, range(len(state.stages))):
+        # No limit: the repair sees to what does not fit.
+        trial = _try_move(state, move, nothing, 1 << 60)
+        search.work += _work_of(trial)
+        if trial is not None and trial.cost_us < 0:
+            score = trial.cost_us / max(state.problem.size_bytes[move.v], 1)
+            found.append((score, move))
     heapq.heapify(found)
     return found

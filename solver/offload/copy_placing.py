@@ -32,8 +32,7 @@ import numpy.typing as npt
 from remat.graph_capture.errors import SolverError, option
 from remat.graph_capture.graph import Link, Links, Tier, TrainingGraph
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
-from remat.schedules.simulate import simulate
-from remat.schedules.simulation import Simulation
+from remat.schedules.simulate import Simulation, simulate
 from remat.solver.offload.fetch_as_recompute import OffDeviceSpan, UntimedSchedule
 from remat.solver.state import Bytes
 

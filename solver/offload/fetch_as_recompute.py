@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import Links, TrainingGraph
 from remat.schedules.schedule import Compute, Step
 from remat.solver.problem import Problem
@@ -78,6 +79,17 @@ def movable(problem: Problem) -> list[bool]:
     sizes = problem.size_bytes
     # Random states are on the host anyway.
     return [kind != "rng_state" and sizes[v] > 0 for v, kind in enumerate(kinds)]
+
+
+def require_no_homes(graph: TrainingGraph, solver: str) -> None:
+    """Raises SolverError: a value has a home, or an op updates values in place."""
+    moved = [value.name for value in graph.values if value.home is not None]
+    moved += [name for op in graph.ops for name in op.updates]
+    if moved:
+        raise SolverError(
+            f"solver '{solver}' sends activations alone, and {moved[0]} is to be moved too: "
+            "capture without an optimizer that is to move"
+        )
 
 
 def untimed_schedule(state: State, hosted: Collection[int]) -> UntimedSchedule:

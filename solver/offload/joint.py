@@ -10,7 +10,7 @@ Solves: least time under a budget on the device's peak and rooms below it, with 
 and copies, first runs in captured order. The program of `joint_cut` decides for each value whether
 it is kept, computed again or copied, and proves a bound on the time of any such schedule. Its point
 is expanded and repaired like that of `cut`, with hosted values that arrive in place of ops that run
-again. `placing` then places each copy, as early down and as late up as the links allow.
+again. `place_copies` then places each copy, as early down and as late up as the links allow.
 Where a gap stays, cuts follow where peak and bytes in flight exceed the budget, and a climb from
 the best schedule over the sets of hosted ops.
 Optimal: where bound and schedule meet; on transformers they are apart by .2 % or less.
@@ -35,18 +35,16 @@ from remat.graph_capture.graph import Links, TrainingGraph
 from remat.schedules.schedule import Compute, Fetch, Offload, Schedule
 from remat.solver.backends.mip import Limits
 from remat.solver.bounds.cut_program import COST_SCALE, CutProgram, CutSolution, expand
-from remat.solver.bounds.lazy_cuts import AT_A_CUT, FAR
-from remat.solver.cuts.cut import candidate_cuts
-from remat.solver.offload.fetch_as_recompute import movable, with_fetches
+from remat.solver.bounds.lazy_cuts import crowding
+from remat.solver.cuts.cut import best_cut
+from remat.solver.offload.fetch_as_recompute import movable, require_no_homes, with_fetches
 from remat.solver.offload.joint_cut import JointCut
 from remat.solver.offload.with_copies import WEIGHINGS, Hosted, Weighing, flight_of, offer_state
-from remat.solver.problem import Problem, largest_working_set_bytes
-from remat.solver.reductions.copy_support import can_copy, require_no_homes, without_links
+from remat.solver.problem import Problem, can_copy, largest_working_set_bytes, without_links
 from remat.solver.result import INTERRUPTED, Result, renamed
 from remat.solver.search import Listener, Search
-from remat.solver.state import State, UnreachableError
-from remat.solver.stopping import ALONE, BEST_CUT, CLIMBED, DEFAULT_GAP, JOINT_NODES, RELAXED
-from remat.solver.store_all import store_all_state
+from remat.solver.state import Bytes, State, UnreachableError, store_all_state
+from remat.solver.stopping import ALONE, CLIMBED, DEFAULT_GAP, JOINT_NODES, RELAXED
 from remat.solver.table import make_solver, options_of
 
 # A climb over the sets of hosted ops, from the best schedule known.
@@ -55,7 +53,6 @@ from remat.solver.table import make_solver, options_of
 # takes the runs of the best schedule as they are. It lets one more op arrive instead of running
 # again, or one less, or one for another, and repairs and places what comes of it. The first step
 # that is faster is taken. It ends where none is, or after so many trials.
-
 
 _ADDED, _CHANGED = 25, 6
 """Ops that are tried to be hosted as well; and of those and of the hosted, to be changed."""
@@ -80,7 +77,10 @@ class _Climb:
         best, before_us = self.search.best, self.search.best_key[0]
         assert best is not None
         runs = arrivals_and_runs(self.search.problem, best)
-        hosted, spilled = hosted_ops(self.search), _spilled_values(best)
+        hosted = hosted_ops(self.search)
+        spilled = frozenset(
+            step.value for step in best.steps if isinstance(step, Offload) and step.to == "nvme"
+        )
         for one, ops in product(WEIGHINGS, list(self._near(hosted, runs))):
             if self.trials >= CLIMBED.at(self.search.problem.n_ops) or self.search.out_of_time():
                 return False
@@ -137,12 +137,6 @@ def hosted_ops(search: Search) -> _Ops:
     )
 
 
-def _spilled_values(schedule: Schedule) -> frozenset[str]:
-    return frozenset(
-        step.value for step in schedule.steps if isinstance(step, Offload) and step.to == "nvme"
-    )
-
-
 def arrivals_and_runs(problem: Problem, schedule: Schedule) -> list[list[int]]:
     """By stage the ops that run again, and those whose values are first read after a fetch."""
     index = problem.graph.op_index
@@ -175,7 +169,6 @@ def arrivals_and_runs(problem: Problem, schedule: Schedule) -> list[list[int]]:
 # stages are. A further cut goes where the stage's peak and the bytes in flight there exceed the
 # budget most: the peak alone, of a schedule whose copies take no time, hardly ever asks for one.
 
-
 _LEAST_SHARE = 4096
 """A start copies no value below this part of the peak: 1 MiB of 4 GiB takes longer to begin than to
 copy, and thousands of small copies shorten no step."""
@@ -197,7 +190,7 @@ class _JointSearch:
     cuts: list[int] = field(default_factory=list[int])  # in order of addition
     # By stage, bytes over the budget, with those in flight, of the last start in all the room; None
     # before there was one.
-    crowded: np.ndarray | None = None
+    crowded: Bytes | None = None
     least_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -206,24 +199,13 @@ class _JointSearch:
     def begin(self) -> bool:
         """Choose the first cut; False where what must be live somewhere exceeds the budget."""
         self.search.say("choosing where to cut")
-        best: tuple[float, int] | None = None
-        for t in candidate_cuts(self.search, self.plain):
-            if best is not None and self.search.out_of_time():
-                break
-            found = self._program((t,)).relaxed(BEST_CUT.of(self.search.left_s))
-            if found.bound_us == float("inf"):
-                self.search.proved_infeasible = True
-                self.search.message = f"what must be live while {self._name(t)} runs is more"
-                return False
-            self.search.raise_bound(found.bound_us)
-            if best is None or found.bound_us > best[0]:
-                best = found.bound_us, t
-        assert best is not None
-        self.cuts = [best[1]]
-        return True
+        place = best_cut(self.search, self.plain, lambda t: self._program((t,)))
+        self.cuts = [] if place is None else [place]
+        return place is not None
 
     def prove(self) -> None:
-        self.search.say(f"{len(self.cuts)} cuts, the last at {self._name(self.cuts[-1])}")
+        last = self.search.graph.ops[self.cuts[-1]].name
+        self.search.say(f"{len(self.cuts)} cuts, the last at {last}")
         found = self._program(tuple(sorted(self.cuts))).solve(self._limits())
         if found.bound_us == float("inf"):
             self.search.proved_infeasible = True
@@ -242,10 +224,7 @@ class _JointSearch:
         """Cut where it is most crowded; returns whether there was such a place."""
         if self.crowded is None:
             return False
-        n_ops = self.search.problem.n_ops
-        distance = np.abs(np.arange(n_ops)[:, None] - np.array(self.cuts)[None, :]).min(axis=1)
-        over = self.crowded[:n_ops].astype(float)
-        over = np.where(over > 0, over * np.clip(distance, AT_A_CUT, FAR), over)
+        over = crowding(self.crowded[: self.search.problem.n_ops], self.cuts)
         place = int(np.argmax(over))
         if over[place] <= 0 or place in self.cuts:
             return False
@@ -345,9 +324,6 @@ class _JointSearch:
             absolute_gap=self.gap / 4 * COST_SCALE,
             node_limit=JOINT_NODES.most,
         )
-
-    def _name(self, t: int) -> str:
-        return self.search.graph.ops[t].name
 
 
 _FEW_OPS, _WIDE = 300, 5e-3

@@ -48,7 +48,6 @@ from remat.solver.problem import Problem
 # Each window adds up a prefix of the bytes. As chains of one variable a value, the matrix stays
 # sparse: written out, thousands of rows would have thousands of terms each.
 
-
 _POSITIONS = 60
 """Windows a cut and link. Each is a row; more of them moved no bound by .01 % of the step."""
 _LONGEST_COPY = 1e7

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from remat.graph_capture.graph import Links
 from remat.schedules.schedule import Free
-from remat.schedules.simulation import Copy
+from remat.schedules.simulate import Copy
 from remat.solver.local_search.repair import Repair, fill
 from remat.solver.offload.copy_placing import (
     PlacedSchedule,
@@ -36,7 +36,6 @@ from remat.solver.stopping import REORDERED
 # time is not known before all copies are placed. So the order changes step by step: where a value
 # is waited for, it goes before others that are copied while it is there, or one of them goes after
 # it. What comes of that is placed and judged, and the first that is faster is taken.
-
 
 _Order = tuple[str, ...]
 

@@ -3,8 +3,8 @@
 Source: the reordering of OLLA (https://arxiv.org/abs/2210.12924) before rematerialization.
 Solves: a first look at the given order and at better ones (`reorder`), by a solver that keeps
 the order; then a full solve in the best one; then, in turn, an order with more room for the
-runs of the best schedule (`refinement`) and a solve in it. An order is solved as a graph with
-its ops in that order (`ordering`), so any solver that keeps the order of its graph will do.
+runs of the best schedule (`roomier_start`) and a solve in it. An order is solved as a graph with
+its ops in that order (`reordered`), so any solver that keeps the order of its graph will do.
 A solve is needed because nothing else says how much an order must compute again.
 Optimal: where the bound for every order (`any_order_cut`) is met, as on transformers, or where
 nothing is computed again. Never worse than the given order in its share of the time, since that
@@ -19,14 +19,15 @@ The parts of the budget below were chosen on layered graphs. Parts of the time l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
+from remat.schedules.simulate import overhead_of
 from remat.solver.bounds.any_order_cut import free_bound_us, free_least_peak_bound_bytes
 from remat.solver.bounds.least_peak import LEAST_BOUND, floor_above, floor_text
 from remat.solver.orders.reorder import (
@@ -36,7 +37,7 @@ from remat.solver.orders.reorder import (
     lowest_order,
     roomier_start,
 )
-from remat.solver.problem import Order, Problem, for_graph, reordered
+from remat.solver.problem import Order, Problem, reordered
 from remat.solver.result import INTERRUPTED, KNOWN, Result, evaluate_schedule
 from remat.solver.search import Clock, Listener, Progress, note_interrupt
 from remat.solver.stopping import (
@@ -60,12 +61,8 @@ class Share(NamedTuple):
     is_look: bool = False
 
 
-class _SolveFixed(Protocol):
-    """A solver that keeps the order of the graph it is given."""
-
-    def __call__(self, graph: TrainingGraph, budget_bytes: int, share: Share, /) -> Result:
-        """The best schedule in that order, with a bound for it."""
-        ...
+_SolveFixed = Callable[[TrainingGraph, int, Share], Result]
+"""From a graph and a budget the best schedule in the order of the graph, with a bound for it."""
 
 
 class _Attempt(NamedTuple):
@@ -126,7 +123,7 @@ class _Attempts:
             said.append(floor_text(self.graph, floor, schedule))
         found = evaluate_schedule(
             self.graph,
-            for_graph(self.graph, schedule),
+            schedule.with_steps(self.graph, schedule.steps),
             budget_bytes=self.budget_bytes,
             lower_bound_us=min(self.bound_us, best.result.time_us),
             wall_s=wall_s,
@@ -136,12 +133,15 @@ class _Attempts:
         return msgspec.structs.replace(found, floor=floor)
 
     def _without_schedule(self, said: Sequence[str], wall_s: float) -> Result:
-        given, found = self.latest[self.made[0].order], _repeatable(self.made).result
+        given = self.latest[self.made[0].order]
+        # A budget that is named must be found again when it is asked for: only orders that any
+        # other solve tries too.
+        found = min((a for a in self.made if a.is_repeatable), key=lambda a: a.rank).result
         is_cut_short = self.cut_short and not self.is_infeasible
         least = found.least_schedule
         return msgspec.structs.replace(
             found,
-            least_schedule=least and for_graph(self.graph, least),
+            least_schedule=least and least.with_steps(self.graph, least.steps),
             status="time limit" if is_cut_short else "infeasible",
             lower_bound_us=self.bound_us,
             least_bound_bytes=self.least_bound_bytes,
@@ -169,12 +169,6 @@ class _Attempts:
             *([bound] if self.least_bound_bytes else []),
             *([f"In the given order: {said}"] if said else []),
         ]
-
-
-def _repeatable(made: Sequence[_Attempt]) -> _Attempt:
-    # A budget that is named must be found again when it is asked for: only orders that any other
-    # solve tries too.
-    return min((a for a in made if a.is_repeatable), key=lambda attempt: attempt.rank)
 
 
 _AIMS = (1.0, 0.9, 0.0)
@@ -344,5 +338,5 @@ class FreeOrder:
         known = [a.result.overhead for a in self.attempts.made if a.result.schedule is not None]
         known += [] if overhead is None else [overhead]
         best = min(known) if known else None
-        bound = self.attempts.bound_us / (self.graph.time_us or 1.0) - 1
+        bound = overhead_of(self.attempts.bound_us, self.graph.time_us)
         self.progress(Progress(self.clock.elapsed_s, best, bound, doing))

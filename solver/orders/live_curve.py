@@ -54,8 +54,7 @@ class OpFacts:
             ValueLifetime(size_bytes, problem.producer[v], tuple(readers[v]), v in wanted)
             for v, size_bytes in enumerate(problem.size_bytes)
         ]
-        own = zip(problem.output_bytes, problem.workspace_bytes, strict=True)
-        own_bytes = [*(outputs + workspace for outputs, workspace in own), 0]
+        own_bytes = list(problem.own_bytes)
         return cls.made(before, own_bytes, values, problem.n_forward, problem.resident_bytes)
 
     @classmethod

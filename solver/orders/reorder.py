@@ -3,7 +3,7 @@
 Also called: memory-aware operator reordering, topological ordering for least peak memory.
 Paper: B. Steiner et al., "OLLA: Optimizing the Lifetime and Location of Arrays to Reduce the
 Memory Usage of Neural Networks", 2022, https://arxiv.org/abs/2210.12924, orders ops for the
-least peak by a MILP; here list scheduling, then annealing (`list_order`, `annealing`).
+least peak by a MILP; here list scheduling, then annealing (`list_orders`, `_anneal`).
 Solves: an order for the step that runs every op once. `better_order` finds one in which that
 step exceeds the limit by fewer bytes; `lowest_order` one in which its peak is lower. What runs
 again in such an order is left to a solver, see `free_order`.
@@ -44,7 +44,6 @@ from remat.solver.stopping import DROPPED_RUNS
 # https://doi.org/10.1126/science.220.4598.671. The energy is the bytes over the limit, summed over
 # the ops, plus `weight` times the most at any op.
 # Cost: some 40,000 moves a second if ops move by up to a hundred places.
-
 
 _CHECKS_EVERY = 1000
 """Moves between two looks at the clock."""
@@ -257,7 +256,6 @@ def _moves_for(graph: TrainingGraph) -> int:
 # 2.85 and 1.77 %. Started from these, with moves confined to windows of 40 to 300 runs, it came to
 # 2.83 and 1.74 % in another half minute: it would be a last step, not another start.
 
-
 _MOVES_PER_RUN = 200
 _MOST_REFINEMENTS = 150_000
 _HOTTEST_REFINEMENT, _COLDEST_REFINEMENT = 4.0, 0.05
@@ -377,6 +375,6 @@ def _run_facts(problem: Problem, sequence: Sequence[int]) -> OpFacts:
         ValueLifetime(problem.size_bytes[v], run, tuple(found), (v, run) in wanted)
         for (v, run), found in readers.items()
     ]
-    own = [problem.output_bytes[op] + problem.workspace_bytes[op] for op in sequence]
+    own_bytes = [*(problem.own_bytes[op] for op in sequence), 0]
     joined = with_end_of_forward(before, n_forward)
-    return OpFacts.made(joined, [*own, 0], values, n_forward, problem.resident_bytes)
+    return OpFacts.made(joined, own_bytes, values, n_forward, problem.resident_bytes)

@@ -1,1 +1,1 @@
-"""Online policies that evict when memory is full; their runs are the plan."""
+"""Online policies that evict when memory is full, and fixed rules; their runs are the plan."""

@@ -27,7 +27,6 @@ from remat.solver.problem import Problem
 # approximation). Each output of an op counts the op's whole cost.
 # Cost: an eviction updates the values beside its class, or walks the evicted paths around.
 
-
 _Costs = npt.NDArray[np.float64]
 _Links = tuple[tuple[int, ...], ...]
 

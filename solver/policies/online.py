@@ -25,9 +25,8 @@ from remat.solver.policies.eviction import Policy, ValueStatistics, links
 from remat.solver.problem import Problem, least_needed_bytes
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
-from remat.solver.state import State, recomputed_by_stage, recomputed_in
+from remat.solver.state import State, recomputed_by_stage, recomputed_in, store_all_state
 from remat.solver.stopping import LEAST_PEAK_TRIES
-from remat.solver.store_all import store_all_state
 
 _Status = Literal["unmade", "live", "evicted", "lost"]
 _THRASHING = 30
@@ -249,7 +248,6 @@ class OnlineRun:
 # `prune`, the sequence also becomes retention bits, filled with what still fits. That drops the
 # needless recomputations, and the outcome is offered too.
 
-
 _MakePolicy = Callable[[Problem, int], Policy]
 """From the graph and the bytes of room beside what is resident."""
 
@@ -341,12 +339,8 @@ def _bisect_least_peak(
             low_bytes = middle_bytes
         else:
             high_bytes = middle_bytes
-            _offer_least(search, sequence, prune)
+            search.offer_sequence(sequence, or_least=True)
+            if prune:
+                search.offer_least(_state_of(search.problem, sequence))
     if search.best is not None:
         search.message = "no room at the budget itself; this is what the policy does at another"
-
-
-def _offer_least(search: Search, sequence: Sequence[int], prune: bool) -> None:
-    search.offer_sequence(sequence, or_least=True)
-    if prune:
-        search.offer_least(_state_of(search.problem, sequence))

@@ -37,7 +37,7 @@ class Dtr:
     cost. The neighbourhood follows paths of evicted values (full), is made of union-find classes
     with the splitting approximation (eq), or is left out (local). Values that no op reads later
     are evicted at once (the paper's eager eviction). The policy runs over the captured graph; its
-    runs are the plan, pruned by default, see `plan`.
+    runs are the plan, pruned by default, see `plan_online`.
     Optimal only where nothing need be evicted. On a chain of n equal ops the paper proves O(n)
     runs in O(sqrt n) memory for a simplified rule. Cost: for each eviction a scan of the live
     values, and for full a walk over the evicted ones around: quadratic where much is evicted.
@@ -61,11 +61,11 @@ class Dtr:
             raise SolverError(f"unknown variant '{self.variant}'; there are {', '.join(_VARIANTS)}")
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        search = Search.of(self, "dtr", graph, budget_bytes)
-        return plan_online(search, self._policy, prune=self.prune)
+        def policy(problem: Problem, room_bytes: int) -> Policy:
+            return DtrPolicy(problem, room_bytes, around=neighbourhood(problem, self.variant))
 
-    def _policy(self, problem: Problem, room_bytes: int) -> Policy:
-        return DtrPolicy(problem, room_bytes, around=neighbourhood(problem, self.variant))
+        search = Search.of(self, "dtr", graph, budget_bytes)
+        return plan_online(search, policy, prune=self.prune)
 
 
 def neighbourhood(problem: Problem, variant: _Variant) -> Neighbourhood | None:
@@ -101,7 +101,7 @@ class Largest(PolicyPlanner):
     Rematerialization", ICLR 2021, https://arxiv.org/abs/2006.09616.
     Solves: no stated problem; a rule for each moment at which memory is full. The value of least
     1 / bytes goes, of equals the one made first in the captured order. The policy runs over the
-    captured graph; its runs are the plan, pruned by default, see `plan`.
+    captured graph; its runs are the plan, pruned by default, see `plan_online`.
     Optimal only where nothing need be evicted. Cost: for each eviction a scan of the live values.
     Shortcomings: blind to costs and to recency, so it may evict again at once what it has just
     had recomputed; fewest evictions, but long recomputations; no bound.
@@ -133,7 +133,7 @@ class Msps(PolicyPlanner):
     Solves: no stated problem; a rule for each moment at which memory is full. The value of least
     (c + cost of the evicted values that it would have to be made from) / bytes goes, c being its
     op's cost. The policy runs over the captured graph; its runs are the plan, pruned by default,
-    see `plan`.
+    see `plan_online`.
     Optimal only where nothing need be evicted. Cost: for each eviction a scan of the live values
     and a walk over the evicted ones around: quadratic where much is evicted.
     Shortcomings: blind to recency, so it may evict again at once what it has just had recomputed,

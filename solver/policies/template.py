@@ -3,7 +3,8 @@
 A template says which values forward keeps for backward. Forward frees the rest after its last
 use there, and backward makes it again, once, a segment at a time. A segment is a connected part
 of what runs again. It runs when backward first reads a value of it, and it makes all that
-backward reads of it. Each value is freed after its last use.
+backward reads of it. Each value is freed after its last use. `StoreAll` is the rule that makes
+nothing again.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from typing import NamedTuple
 
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
+from remat.schedules.schedule import Schedule
 from remat.solver.problem import Problem
-from remat.solver.result import Result
+from remat.solver.result import Result, evaluate_schedule
 from remat.solver.search import Listener, Search
-from remat.solver.state import recomputed_in
+from remat.solver.state import mark_made, recomputed_in, store_all_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +67,11 @@ def template_sequence(problem: Problem, template: Template) -> list[int]:
             # A checkpoint runs its part of forward in forward's order.
             order = order if template.just_in_time else sorted(order)
             sequence += order
-            _mark(problem, available, order)
+            mark_made(problem, available, order)
         if t < problem.n_ops:
             sequence.append(t)
-            _mark(problem, available, (t,))
+            mark_made(problem, available, (t,))
     return sequence
-
-
-def _mark(problem: Problem, available: bytearray, ops: Iterable[int]) -> None:
-    for op in ops:
-        for v in problem.outputs[op]:
-            available[v] = 1
 
 
 def regions(problem: Problem, again: Sequence[bool], region: Sequence[int]) -> Template:
@@ -153,7 +149,6 @@ def check_choice(option: str, found: str, allowed: Sequence[str]) -> None:
 # Blocks are found in two ways, on purpose. Templates go by module paths, since people wrap
 # modules in checkpoints. `hierarchical` goes by structure (`blocks/repeated`), since a graph
 # need not have module names.
-
 
 NO_BLOCK = -1
 NO_REPEATED_BLOCK = (
@@ -293,3 +288,28 @@ def _uniform_blocks(problem: Problem, blocks: Blocks, n: int) -> Template:
     ]
     region = [NO_BLOCK if block == NO_BLOCK else group[block] for block in blocks.of_op]
     return regions(problem, [part != NO_BLOCK for part in region], region)
+
+
+@dataclass(frozen=True)
+class StoreAll:
+    """Keep everything: every op once, in captured order, each value freed after its last use.
+
+    Also called: no rematerialisation, save-all, the unmodified step.
+    Solves: nothing; it ignores the budget. Optimal in time whenever it fits, since every op
+    must run at least once. Cost: O(ops + reads). Shortcomings: the peak is what it is.
+    """
+
+    time_limit_s: float = 60.0
+    progress: Listener | None = None
+
+    def schedule(self, graph: TrainingGraph) -> Schedule:
+        return store_all_state(Problem.of(graph)).schedule(solver="store_all")
+
+    def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
+        made = store_all_state(Problem.of(graph))
+        return evaluate_schedule(
+            graph,
+            made.schedule(budget_bytes=budget_bytes, solver="store_all"),
+            budget_bytes=budget_bytes,
+            lower_bound_us=graph.time_us,
+        )

@@ -40,7 +40,6 @@ from remat.solver.table import TAKE_CHUNKS, check_number, option_names
 # Where one op of the captured graph alone exceeds the budget, the relaxed graph is solved first,
 # and the captured one only if that has not led below what the op takes.
 
-
 _SolveOne = Callable[[TrainingGraph, float, float], Result]
 """Solves one graph within so many seconds, and ends where it is proved to find nothing better than
 a schedule that takes so many microseconds."""
@@ -145,21 +144,14 @@ def _numbers_of_chunks(graph: TrainingGraph) -> Iterator[tuple[ChunkedRegion, ..
 
 def _relaxed(region: Region) -> Choice:
     """A choice that no real one beats: of each op the least time and the least workspace."""
-    first = region.choices[0]
     ops: list[tuple[str, Op]] = []
-    for i, (place, op) in enumerate(first.ops):
-        same = [choice.ops[i][1] for choice in region.choices]
-        ops.append(
-            (
-                place,
-                msgspec.structs.replace(
-                    op,
-                    cost_us=min(one.cost_us for one in same),
-                    workspace_bytes=min(one.workspace_bytes for one in same),
-                ),
-            )
-        )
-    return msgspec.structs.replace(first, ops=tuple(ops))
+    for same in zip(*(choice.ops for choice in region.choices), strict=False):
+        place, op = same[0]
+        cost_us = min(one.cost_us for _, one in same)
+        workspace_bytes = min(one.workspace_bytes for _, one in same)
+        op = msgspec.structs.replace(op, cost_us=cost_us, workspace_bytes=workspace_bytes)
+        ops.append((place, op))
+    return msgspec.structs.replace(region.choices[0], ops=tuple(ops))
 
 
 def _judged(
@@ -167,15 +159,13 @@ def _judged(
 ) -> list[Result]:
     """The schedule of `found`, or its least one, on the graph of each choice."""
     schedule = found.schedule or found.least_schedule
-    results: list[Result] = []
-    for chunks in choices if schedule is not None else []:
-        assert schedule is not None
-        own = named(schedule, chunks, graph)
-        real = in_chunks(graph, chunks)
-        results.append(
-            evaluate_schedule(real, own, budget_bytes=budget_bytes, lower_bound_us=real.time_us)
-        )
-    return results
+    if schedule is None:
+        return []
+    pairs = ((in_chunks(graph, chunks), named(schedule, chunks, graph)) for chunks in choices)
+    return [
+        evaluate_schedule(real, own, budget_bytes=budget_bytes, lower_bound_us=real.time_us)
+        for real, own in pairs
+    ]
 
 
 def named(schedule: Schedule, chunks: tuple[ChunkedRegion, ...], graph: TrainingGraph) -> Schedule:
@@ -219,8 +209,6 @@ def _most_of(graph: TrainingGraph, ops: Sequence[Op]) -> int:
         for op in ops
     )
 
-
-__all__ = ["ChunkedRegions", "WholeRegions", "named", "solve_in_chunks"]
 
 _SAME_TIME = 1 + 1e-9
 _FIRST_PART = 2 / 3

@@ -28,9 +28,9 @@ import msgspec
 from remat.graph_capture.errors import option
 from remat.graph_capture.graph import KEPT, Op, TrainingGraph
 from remat.schedules.schedule import Compute, Option, Schedule
-from remat.schedules.simulate import simulate
-from remat.schedules.simulation import Simulation
+from remat.schedules.simulate import Simulation, simulate
 from remat.schedules.value_report.globs import may_run_twice
+from remat.solver.bounds.any_order_cut import free_bound_us
 from remat.solver.bounds.least_peak import LEAST_BOUND
 from remat.solver.problem import Problem
 from remat.solver.reductions.pin_globs import Pins
@@ -46,7 +46,6 @@ from remat.solver.table import make_solver
 # Where backward reads a value that must not be carried out of forward, its op gets a clone in
 # backward, right before the first reader there; the clone of an op reads the clones of what it
 # reads. Any solver can plan such a graph. Back on the real graph a clone is a second run.
-
 
 CLONE = "@again"
 """Ends the name of a clone and of its values; no fx node has such a name."""
@@ -365,14 +364,9 @@ class _PinnedSearch:
         if limit_s <= 0:
             return 0.0
         if self.question.options.get("order") == "free":
-            from remat.solver.bounds.any_order_cut import free_bound_us
-
             return free_bound_us(self.kept, self.budget_bytes, time_limit_s=limit_s)
-        return (
-            make_solver("cut", time_limit_s=limit_s)
-            .solve(self.kept, self.budget_bytes)
-            .lower_bound_us
-        )
+        cut = make_solver("cut", time_limit_s=limit_s)
+        return cut.solve(self.kept, self.budget_bytes).lower_bound_us
 
     def _ask(self, graph: TrainingGraph, budget_bytes: int, limit_s: float) -> Result:
         limit_s = PINNED_SOLVE.of(limit_s, self.clock.time_limit_s)

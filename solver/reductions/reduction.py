@@ -1,25 +1,28 @@
-"""The form of a lever: it changes a question, has the rest answer it, and changes the answer back.
+"""Levers around a solver: their form, which of them no plan keeps together, and the chain of them.
 
-Such a pair of maps is called a reduction, as in cvxpy, whose chain of reductions this follows.
-`remat.solver.reductions.chain` folds a list of them around a solver, none of which knows of them.
+A lever changes a question, has the rest answer it, and changes the answer back. Such a pair of maps
+is called a reduction, as in cvxpy, whose chain of reductions this follows.
 """
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
+from remat.graph_capture.errors import SolverError, option
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.levers import AppliedLever
+from remat.schedules.levers import REDUCTIONS, AppliedLever, attribute_at
 from remat.schedules.schedule import Schedule
+from remat.solver.problem import can_copy
 from remat.solver.result import Result, evaluate_schedule, with_time_limit_message
-from remat.solver.search import Clock, Listener
-from remat.solver.table import make_solver, option_names
+from remat.solver.search import Clock, Listener, one_job
+from remat.solver.table import make_solver, option_names, plans_copies
 
 _Inverse = TypeVar("_Inverse")
 
@@ -146,10 +149,7 @@ def solve_alone(question: Question) -> Result:
     if question.known_us < inf and "known_us" in option_names(question.solver):
         options["known_us"] = question.known_us
     made = make_solver(
-        question.solver,
-        time_limit_s=question.time_limit_s,
-        progress=question.progress,
-        **options,
+        question.solver, time_limit_s=question.time_limit_s, progress=question.progress, **options
     )
     return made.solve(question.graph, question.budget_bytes)
 
@@ -157,3 +157,66 @@ def solve_alone(question: Question) -> Result:
 def within_its_limit(rest: Rest) -> Rest:
     """`rest`, which names the limit that it was given where that ends it without a schedule."""
     return lambda asked: with_time_limit_message(rest(asked), asked.time_limit_s)
+
+
+# What no plan keeps together: one row for each pair of levers, asked before anything runs.
+
+ASKED: dict[str, Callable[[Question], bool]] = {
+    "copies": lambda question: can_copy(question.graph) and plans_copies(question.solver),
+    "recompute": lambda question: bool(question.recompute),
+    "free order": lambda question: question.options.get("order") == "free",
+}
+"""Whether a question asks for a lever."""
+
+
+LEVER_PAIRS = {
+    ("copies", "recompute"): (
+        "{recompute} is not planned with copies to the host: leave it out, or leave out {host}"
+    ),
+    ("copies", "free order"): (
+        "order free is not planned with copies to the host: take order fixed, or leave out {host}"
+    ),
+}
+"""Two levers of `ASKED`, why they do not go together, and behind the colon what to do instead.
+Options in braces are written as the user has them, in Python or on the command line."""
+
+
+def refuse_pairs(question: Question) -> None:
+    """Raises SolverError, which says why they do not go together and what to do instead."""
+    for one, other in LEVER_PAIRS:
+        if ASKED[one](question) and ASKED[other](question):
+            named = {name: option(name) for name in ("recompute", "host")}
+            raise SolverError(LEVER_PAIRS[one, other].format_map(named))
+
+
+# A solve: levers, in the order of `REDUCTIONS`, around a solver that knows of none of them.
+#
+# Each lever that accepts a question changes it, asks those behind it, and changes the answer back:
+# chunks around updates, copies, simple rules and pins, and in the middle the solver.
+#
+# The order is part of what each relies on. Regions are chosen first, as each choice is another
+# graph for all others. Updates ask for several budgets, each of which all that is behind must keep.
+# What a solver without copies proves is weakened last, behind the rules that may replace its
+# schedule. Pins are next to the solver: the rules that stand in for it keep none.
+
+
+def solve_question(question: Question) -> Result:
+    """Ask the chain of levers; SolverError for two things that no plan keeps together."""
+    refuse_pairs(question)
+    # Levers ask several times: Ctrl-C in one solve leaves no time to the next.
+    with one_job():
+        levers = tuple(_reduction(lever.reduction) for lever in REDUCTIONS.values())
+        return with_time_limit_message(fold(question, levers), question.time_limit_s)
+
+
+def fold(question: Question, levers: tuple[Reduction[Any], ...]) -> Result:
+    """The answer of the first lever that accepts, with those behind it as its rest."""
+    for i, lever in enumerate(levers):
+        if lever.accepts(question):
+            return lever.solve(question, functools.partial(fold, levers=levers[i + 1 :]))
+    return solve_alone(question)
+
+
+@functools.cache
+def _reduction(path: str) -> Reduction[Any]:
+    return attribute_at(path)()

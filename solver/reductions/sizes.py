@@ -19,18 +19,17 @@ from remat.graph_capture.errors import TooLargeError
 from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.sizes.ranged_graph import BytesOver, RangedGraph
 from remat.graph_capture.sizes.symbols import Sizes, Symbol, corner
-from remat.schedules.family import Family, FastPeak, Member, resized_schedule, sizes_text
+from remat.schedules.family import Family, FastPeak, Member, simulate_resized, sizes_text
 from remat.schedules.schedule import Schedule
-from remat.schedules.simulate import overhead_of, simulate
+from remat.schedules.simulate import overhead_of
+from remat.solver.policies.template import StoreAll
 from remat.solver.problem import Problem, least_needed_bytes
 from remat.solver.result import Result
-from remat.solver.store_all import StoreAll
 
 # How far a schedule reaches in a range of sizes: where its peak is within a budget.
 #
 # The set of such sizes has no holes below its border, since bytes are bounded for all sizes below a
 # corner. So the border is found by halves, in the fast books, and its corners are then judged.
-
 
 _MOST_LEVELS = 256
 """Points on the way from the smallest sizes to the largest, where several sizes vary."""
@@ -62,8 +61,7 @@ class Reach:
         fast, peak_bytes = FastPeak(self.graph.base, schedule), 0
         found: list[dict[str, int]] = []
         for one in self._corners(fast):
-            bounding = self.graph.bounding(self.part(one))
-            judged = simulate(bounding, resized_schedule(schedule, bounding)).peak_bytes
+            judged = simulate_resized(self.graph.bounding(self.part(one)), schedule).peak_bytes
             if judged <= self.budget_bytes:
                 found.append(one)
                 peak_bytes = max(peak_bytes, judged)
@@ -85,16 +83,13 @@ class Reach:
                 lambda i, first=first: self._fits(fast, {**first, last.name: last.sizes[i]}),
             )
             one = {**first, last.name: last.sizes[i]}
-            if i >= 0 and not any(_is_below(one, other) for other in found):
+            is_covered = any(all(one[name] <= at for name, at in big.items()) for big in found)
+            if i >= 0 and not is_covered:
                 found.append(one)
         return found
 
     def _fits(self, fast: FastPeak, sizes: Sizes) -> bool:
         return fast.peak_bytes(self._bytes.of(self.part(sizes))) <= self.budget_bytes
-
-
-def _is_below(one: Sizes, other: Sizes) -> bool:
-    return all(size <= other[name] for name, size in one.items())
 
 
 def _last(count: int, holds: Callable[[int], bool]) -> int:
@@ -200,7 +195,8 @@ class _FamilySearch:
         if result.schedule is None:  # the time limit ended it: `upper` serves there
             return
         made = self._found(result, level)
-        if made.overhead < self._overhead(upper.schedule, level):
+        # `upper` serves there too, at some overhead.
+        if made.overhead < simulate_resized(self._bounding(level), upper.schedule).overhead:
             self.found.insert(self.found.index(upper), made)
             self.found = _useful(self.found)
 
@@ -212,10 +208,6 @@ class _FamilySearch:
         # Where it was solved, it fits.
         reach = max(self.reach.along(schedule), level)
         return _Found(schedule, level, reach, result.overhead, lower)
-
-    def _overhead(self, schedule: Schedule, level: int) -> float:
-        at = self._bounding(level)
-        return simulate(at, resized_schedule(schedule, at)).overhead
 
     def _bounding(self, level: int) -> TrainingGraph:
         return self.graph.bounding(self.reach.part(self.levels[level]))

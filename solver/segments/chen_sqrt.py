@@ -23,10 +23,10 @@ from typing import NamedTuple
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
-from remat.solver.problem import Problem
+from remat.solver.problem import Problem, bytes_across
 from remat.solver.result import Result, evaluate_schedule
 from remat.solver.search import Listener
-from remat.solver.state import State, recomputed_in
+from remat.solver.state import State, mark_made, recomputed_in
 from remat.solver.table import options_of
 
 # Where a training graph can be cut into a chain: articulation points, matched by backward.
@@ -35,7 +35,6 @@ from remat.solver.table import options_of
 # are kept in any case do not count. Backward must visit the stages between places last to first.
 # Stages that backward reads interleaved are joined. Cost: linear in ops and reads for each sweep;
 # joins ask for a few more sweeps.
-
 
 _SMALL_PART = 0.01
 """A value that is read all along is kept if it is at most this share of what forward makes.
@@ -65,7 +64,7 @@ def kept_values(problem: Problem) -> bytearray:
     kept = bytearray(problem.n_values)
     lasting = {*problem.forward_outputs, *problem.needs[problem.n_ops]}
     small_bytes = _SMALL_PART * sum(problem.output_bytes[: problem.n_forward])
-    for v, last in enumerate(_last_forward_reads(problem)):
+    for v, last in enumerate(problem.last_forward_read):
         op = problem.producer[v]
         is_long = last - op > _LONG_PART * problem.n_forward
         is_small = problem.size_bytes[v] <= small_bytes
@@ -74,21 +73,12 @@ def kept_values(problem: Problem) -> bytearray:
     return kept
 
 
-def _last_forward_reads(problem: Problem) -> list[int]:
-    """For each value the last forward op that reads it, -1 if none does."""
-    last = [-1] * problem.n_values
-    for op in range(problem.n_forward):
-        for v in problem.inputs[op]:
-            last[v] = op
-    return last
-
-
 def articulation_points(problem: Problem, kept: bytearray) -> list[_ArticulationPoint]:
     """All places of forward. Of several that the same value crosses, only the first."""
     crossing = [0] * (problem.n_forward + 1)
     # Where one value alone crosses, the sum of marks is its number.
     marks = [0] * (problem.n_forward + 1)
-    for v, last in enumerate(_last_forward_reads(problem)):
+    for v, last in enumerate(problem.last_forward_read):
         made = problem.producer[v]
         if made < last and not kept[v]:
             for total, change in ((crossing, 1), (marks, v)):
@@ -181,11 +171,12 @@ def segmented_state(problem: Problem, segment: Sequence[int], kept: bytes | byte
     for t in range(problem.n_forward, problem.n_ops + 1):
         gone = [v for v in problem.needs[t] if not available[v]]
         reached = dict.fromkeys(segment[problem.producer[v]] for v in gone)
-        wanted = dict.fromkeys(v for s in reached for v in _read_from(reads[s], t))
+        # What this stage or a later one reads of them.
+        wanted = dict.fromkeys(
+            v for s in reached for _, v in reads[s][bisect_left(reads[s], (t, -1)) :]
+        )
         recomputed.append(recomputed_in(problem, available, list(wanted), t, own_needs=False))
-        for op in recomputed[-1]:
-            for v in problem.outputs[op]:
-                available[v] = 1
+        mark_made(problem, available, recomputed[-1])
     return State.from_recomputed(problem, recomputed)
 
 
@@ -197,11 +188,6 @@ def _reads_by_segment(problem: Problem, segment: Sequence[int]) -> list[list[_Re
             if segment[problem.producer[v]] != NO_SEGMENT:
                 reads[segment[problem.producer[v]]].append((stage, v))
     return reads
-
-
-def _read_from(reads: Sequence[_Read], t: int) -> list[int]:
-    """The values of `reads` that stage t or a later one reads."""
-    return [v for _, v in reads[bisect_left(reads, (t, -1)) :]]
 
 
 @dataclass(frozen=True)
@@ -241,20 +227,9 @@ def checkpointed_state(problem: Problem, ends: Sequence[int]) -> State:
     return segmented_state(problem, segment, _checkpoints(problem, segment))
 
 
-def _checkpoint_bytes(problem: Problem) -> list[int]:
-    """For each forward op the bytes that later forward ops read from it or before."""
-    change = [0] * (problem.n_forward + 1)
-    for v, last in enumerate(_last_forward_reads(problem)):
-        made = problem.producer[v]
-        if made < last:
-            change[made] += problem.size_bytes[v]
-            change[last] -= problem.size_bytes[v]
-    return list(accumulate(change))
-
-
 def _boundaries(problem: Problem, count: int) -> list[int]:
     """Ops after which a segment ends: near equal bytes, where the fewest bytes cross."""
-    crossing = _checkpoint_bytes(problem)
+    crossing = bytes_across(problem, problem.last_forward_read, range(problem.n_forward))
     made = list(accumulate(problem.output_bytes[: problem.n_forward]))
     ends: list[int] = []
     for i in range(1, count):
@@ -263,14 +238,14 @@ def _boundaries(problem: Problem, count: int) -> list[int]:
         high = bisect_left(made, made[-1] * (i + 0.4) / count)
         places = range(max(low, ends[-1] + 1 if ends else 0), min(high + 1, problem.n_forward))
         if places:
-            ends.append(min(places, key=lambda op: (crossing[op], op)))
+            ends.append(min(places, key=lambda op: (crossing[op + 1], op)))
     return ends
 
 
 def _checkpoints(problem: Problem, segment: Sequence[int]) -> bytearray:
     """1 for values that stay: they cross, cannot be made again, or the caller holds them."""
     kept = bytearray(problem.n_values)
-    for v, last in enumerate(_last_forward_reads(problem)):
+    for v, last in enumerate(problem.last_forward_read):
         op = problem.producer[v]
         crosses = last >= 0 and segment[last] != segment[op]
         kept[v] = (

@@ -31,12 +31,11 @@ import numpy.typing as npt
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.solver.local_search.repair import fill
-from remat.solver.problem import Problem
+from remat.solver.problem import Problem, bytes_across
 from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 from remat.solver.segments.chen_sqrt import NO_SEGMENT, segmented_state
-from remat.solver.state import State, recomputed_in
-from remat.solver.store_all import store_all_state
+from remat.solver.state import State, recomputed_in, store_all_state
 
 # Lower sets of the forward graph: all of them, or the family of Kusumoto et al. 2019.
 #
@@ -44,7 +43,6 @@ from remat.solver.store_all import store_all_state
 # forward ops that backward may run again, by position in captured order; what comes from
 # pinned ops, and what the caller holds, stays in any case and is left out. Lower sets are
 # integers, bit p for position p.
-
 
 _Flags = npt.NDArray[np.bool_]
 
@@ -190,7 +188,6 @@ def _bits_of(mask: int, count: int) -> _Flags:
 # depends on its two ends alone, so a table over pairs of lower sets holds all of it. A label
 # at a lower set says: this much time for the segments so far, this many bytes that stay.
 
-
 _Numbers = npt.NDArray[np.float64]
 """Microseconds or bytes: whole numbers of bytes are exact up to 2⁵³."""
 _Indices = npt.NDArray[np.int64]
@@ -249,14 +246,16 @@ def _contents(graph: ForwardGraph, member: _Flags) -> tuple[_Flags, _Numbers]:
 
 def _needed_bytes(graph: ForwardGraph, member: _Flags) -> _Numbers:
     """Most bytes while backward reads a segment: what it has yet to read of it, and its own."""
-    problem, reads, last = graph.problem, list[tuple[int, int]](), dict[int, int]()
+    problem, last = graph.problem, graph.problem.last_need
     position = {v: p for p in range(len(graph.ops)) for v in graph.loose_outputs(p)}
-    for t in range(problem.n_forward, problem.n_ops + 1):
-        for v in problem.needs[t]:
-            if v in position:
-                reads.append((position[v], t))
-                last[v] = t
-    values = sorted(last, key=lambda v: (last[v], v))
+    reads = [
+        (position[v], t)
+        for t in range(problem.n_forward, problem.n_ops + 1)
+        for v in problem.needs[t]
+        if v in position
+    ]
+    read = (v for v in position if last[v] >= problem.n_forward)
+    values = sorted(read, key=lambda v: (last[v], v))
     places = np.array([position[v] for v in values], np.int64)
     sizes = np.array([problem.size_bytes[v] for v in values], np.float64)
     readers, stages = np.array(reads, np.int64).reshape(-1, 2).T
@@ -273,21 +272,9 @@ def _needed_bytes(graph: ForwardGraph, member: _Flags) -> _Numbers:
 
 def _own_bytes(problem: Problem) -> list[int]:
     """Bytes of backward's own values while each stage runs, its op's outputs included."""
-    last = [0] * problem.n_values
-    for t, needed in enumerate(problem.needs):
-        for v in needed:
-            last[v] = t
-    change = [0] * (problem.n_ops + 2)
-    for v, op in enumerate(problem.producer):
-        if problem.n_forward <= op < last[v]:
-            change[op + 1] += problem.size_bytes[v]
-            change[last[v] + 1] -= problem.size_bytes[v]
-    live, found = 0, list[int]()
-    for t in range(problem.n_ops + 1):
-        live += change[t]
-        own = problem.output_bytes[t] + problem.workspace_bytes[t] if t < problem.n_ops else 0
-        found.append(live + own)
-    return found
+    backward = range(problem.n_forward, problem.n_ops)
+    live_bytes = bytes_across(problem, problem.last_need, backward)
+    return [live + own for live, own in zip(live_bytes, problem.own_bytes, strict=False)]
 
 
 @dataclass(slots=True)
@@ -302,12 +289,7 @@ class _Labels:
 
     @classmethod
     def room_for(cls, most: int) -> _Labels:
-        return cls(
-            np.zeros(most + 1, np.int64),
-            np.zeros(most + 1, np.int64),
-            np.zeros(most + 1),
-            np.zeros(most + 1),
-        )
+        return cls(*np.zeros((2, most + 1), np.int64), *np.zeros((2, most + 1)))
 
     def add(self, owner: int, parent: _Indices, time_us: _Numbers, kept_bytes: _Numbers) -> None:
         part = slice(self.count, self.count + len(parent))
@@ -463,8 +445,8 @@ class _Sweep:
         if not self.search.is_large or self.search.best is None:
             for limit_bytes in limits:
                 self._is_over(limit_bytes)
-        if self.search.is_large:
-            self._fill_best()
+        if self.search.is_large and self.search.best_state is not None:
+            self._fill(self.search.best_state.copy())
 
     def _limits(self) -> list[float]:
         """From what one segment of all needs down to the least that a sequence needs."""
@@ -510,10 +492,6 @@ class _Sweep:
         if does_fit and not self.search.is_large:
             self._fill(state)
         return does_fit
-
-    def _fill_best(self) -> None:
-        if self.search.best_state is not None:
-            self._fill(self.search.best_state.copy())
 
     def _fill(self, state: State) -> None:
         if self.does_fill:

@@ -56,14 +56,14 @@ def test_the_top_of_a_package_has_few_files(package: str) -> None:
 
 def test_the_judge_is_short() -> None:
     """Lines of code: neither empty, nor comments, nor docstrings, nor imports."""
-    path = ROOT / "schedules/simulator.py"
+    path = ROOT / "schedules/simulate.py"
     imports = {
         line
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.Import | ast.ImportFrom)
         for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
-    assert 100 < len(code_lines(path) - imports) <= 182
+    assert 100 < len(code_lines(path) - imports) <= 267
 
 
 def code_lines(path: Path) -> set[int]:

@@ -19,7 +19,7 @@ from remat.graph_capture.graph import Links, TrainingGraph
 from remat.rewriter.tiers.file_tier import host_places
 from remat.rewriter.tiers.stream_tier import StreamTier
 from remat.schedules.schedule import Schedule
-from remat.schedules.simulation import Simulation
+from remat.schedules.simulate import Simulation
 from tests.paths import ROOT
 from tests.rewriter.tiers.lazy_streams import LazyMachine
 

@@ -17,7 +17,7 @@ from remat.schedules.schedule import Compute, Schedule
 from remat.schedules.simulate import simulate
 from remat.solver import solve_within
 from remat.solver.orders.reorder import lowest_order
-from remat.solver.problem import Order, Problem, for_graph, is_allowed, predecessors, reordered
+from remat.solver.problem import Order, Problem, is_allowed, predecessors, reordered
 from remat.solver.state import schedule_of
 from tests.limits import AMPLE_S
 from tests.models import make
@@ -55,7 +55,7 @@ def solved_in(graph: TrainingGraph, order: Order, part: float = 0.75) -> Schedul
     if result.schedule is None:
         result = solve_within(other, result.least_feasible_bytes, "cut", time_limit_s=AMPLE_S)
     assert result.schedule is not None
-    return for_graph(graph, result.schedule)
+    return result.schedule.with_steps(graph, result.schedule.steps)
 
 
 def first_runs(schedule: Schedule) -> list[str]:
@@ -123,7 +123,8 @@ def test_the_order_of_lowest_peak_is_equal_to_eager() -> None:
     start = reordered(graph, random_order(graph, 2))
     order = lowest_order(start, moves=4000)
     assert order is not None
-    schedule = for_graph(graph, solved_in(start, order))
+    schedule = solved_in(start, order)
+    schedule = schedule.with_steps(graph, schedule.steps)
     assert first_runs(schedule) != [op.name for op in graph.ops]
     found = check(model, rewrite(model, schedule), args, kwargs, loss_fn=loss_fn, steps=1)
     assert found.differences == ()

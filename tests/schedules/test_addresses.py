@@ -15,8 +15,16 @@ from remat.analysis.plan_report import page_facts, report
 from remat.formats import bytes_text
 from remat.graph_capture.errors import LayoutError
 from remat.schedules.layout import Buffers, Layout, buffers_of
-from remat.schedules.report.svg import HEIGHT, WIDTH, arena_picture
-from remat.schedules.views.addresses import MOST_BOXES, MOST_MERGED, ROWS, Addresses, addresses
+from remat.schedules.report.svg import (
+    HEIGHT,
+    MOST_BOXES,
+    MOST_MERGED,
+    ROWS,
+    WIDTH,
+    Addresses,
+    addresses,
+    arena_picture,
+)
 from remat.solver import solve_within
 from tests.schedules.conftest import Planned
 from tests.solver.graphs.random_graphs import gpt_like

@@ -13,7 +13,7 @@ import pytest
 from remat.analysis.budget_sweep import sweep
 from remat.analysis.plan_report import report
 from remat.formats import bytes_text
-from remat.schedules.views.timeline import timeline
+from remat.schedules.timeline import timeline
 from remat.solver import solve_within
 from tests.files.hostile import SCRIPT, plan_with_names
 from tests.schedules.conftest import Planned

@@ -6,8 +6,7 @@ import json
 from typing import Any
 
 from remat.analysis.plan_report import page_facts, report
-from remat.schedules.exports.chrome_trace import LINK_LANES, chrome_trace, trace_file
-from remat.schedules.exports.memory_snapshot import memory_snapshot
+from remat.schedules.exports import LINK_LANES, chrome_trace, memory_snapshot, trace_file
 from remat.schedules.report.svg import COPIES_WIDTH, LANE, copies_picture
 from remat.schedules.simulate import simulate
 from remat.solver import solve_within

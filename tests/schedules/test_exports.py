@@ -14,11 +14,9 @@ import pytest
 from hypothesis import given, settings
 
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.exports.chrome_trace import LANES, trace_file
-from remat.schedules.exports.dot import to_dot
-from remat.schedules.exports.memory_snapshot import memory_snapshot, snapshot_file
+from remat.schedules.exports import LANES, memory_snapshot, snapshot_file, to_dot, trace_file
+from remat.schedules.palette import ROLES
 from remat.schedules.simulate import simulate
-from remat.schedules.views.palette import ROLES
 from remat.solver import solve_within
 from tests.schedules.conftest import Planned
 from tests.solver.graphs.random_graphs import gpt_like, training_graphs

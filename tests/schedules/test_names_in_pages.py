@@ -13,7 +13,7 @@ import pytest
 import remat
 from remat.analysis.plan_report import report
 from remat.graph_capture.graph import TrainingGraph
-from remat.schedules.exports.dot import to_dot
+from remat.schedules.exports import to_dot
 from remat.solver import Result, solve_within
 from tests.files.hostile import SCRIPT, plan_with_names, with_names
 from tests.files.kinds import GRAPH, SOLVER

@@ -19,7 +19,7 @@ from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.report.page import page_data, script_safe
 from remat.schedules.simulate import simulate
-from remat.schedules.views.timeline import timeline
+from remat.schedules.timeline import timeline
 from remat.solver import Result, solve_within
 from tests.limits import AMPLE_S
 from tests.schedules.conftest import Planned

@@ -13,6 +13,7 @@ import pytest
 from remat.analysis.budget_sweep import sweep
 from remat.graph_capture.errors import GraphError, LayoutError
 from remat.placed import place
+from remat.schedules import palette
 from remat.schedules.layout import buffers_of
 from remat.schedules.plots import (
     draw_convergence,
@@ -24,8 +25,7 @@ from remat.schedules.plots import (
     draw_ribbon,
 )
 from remat.schedules.simulate import simulate
-from remat.schedules.views import palette
-from remat.schedules.views.timeline import timeline
+from remat.schedules.timeline import timeline
 from remat.solver import Progress, solve_within
 from tests.limits import AMPLE_S
 from tests.schedules.conftest import Planned

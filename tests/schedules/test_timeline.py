@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.schedules.schedule import Compute, Fetch
 from remat.schedules.simulate import simulate
-from remat.schedules.views.ribbon import Span, ribbon
-from remat.schedules.views.timeline import (
+from remat.schedules.timeline import (
     MANY,
+    Span,
     layer_of,
     live_bands,
     place_of,
+    ribbon,
     rows_of_ops,
     timeline,
 )

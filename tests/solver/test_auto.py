@@ -11,10 +11,10 @@ import pytest
 from remat.graph_capture.errors import SolverError
 from remat.solver import Progress, make_solver, solve_within
 from remat.solver.auto import Improvement
-from remat.solver.bounds.windows import Windows
+from remat.solver.bounds.lazy_cuts import Windows
 from remat.solver.cuts.cut import begin
 from remat.solver.search import Search
-from remat.solver.store_all import store_all_state
+from remat.solver.state import store_all_state
 from tests.limits import AMPLE_S
 from tests.solver.layered_search import (
     AROUND,

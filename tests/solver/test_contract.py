@@ -13,8 +13,8 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from remat.solver import Result, make_solver, option_names, solve_within
+from remat.solver.policies.template import StoreAll
 from remat.solver.segments.chen_sqrt import ChenSqrt
-from remat.solver.store_all import StoreAll
 from tests.limits import AMPLE_S
 from tests.rows import rows
 from tests.solver.checks import IGNORES_BUDGET, ON_THE_DEVICE, check

@@ -17,7 +17,7 @@ from remat.solver import solve_within
 from remat.solver.backends import mip
 from remat.solver.backends.processes import OverdueError
 from remat.solver.search import MANY_OPS, Search
-from remat.solver.store_all import store_all_state
+from remat.solver.state import store_all_state
 from tests.graphs import peak_bytes_of
 from tests.solver.graphs.random_graphs import chain, gpt_like
 

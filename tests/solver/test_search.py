@@ -8,7 +8,7 @@ import pytest
 
 from remat.solver import Progress, solve_within
 from remat.solver.search import Search
-from remat.solver.store_all import store_all_state
+from remat.solver.state import store_all_state
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
 from tests.rows import each_nth

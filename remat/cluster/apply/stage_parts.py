@@ -52,7 +52,7 @@ from remat.graph_capture.eager_step import with_eager_sizes
 from remat.graph_capture.errors import CaptureError, PlanError
 from remat.graph_capture.tracing.trace import trace
 from remat.rewriter.graphs.backward_parts import SplitBytes
-from remat.solver.store_all import StoreAll
+from remat.solver.policies.template import StoreAll
 
 
 class _Cutter:

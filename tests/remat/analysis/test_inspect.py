@@ -11,17 +11,18 @@ import remat
 from remat.graph_capture.errors import GlobError
 from remat.graph_capture.graph import Op, Resident, TrainingGraph, Value
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule
-from remat.schedules.value_report.grouping import (
+from remat.schedules.value_report.peak_holders import peak_holders
+from remat.schedules.value_report.rows import (
     GroupBy,
     boxes,
     fold_rows,
     group_rows,
+    matching,
     ranges_text,
     split_indices,
+    value_rows,
     written,
 )
-from remat.schedules.value_report.peak_holders import peak_holders
-from remat.schedules.value_report.rows import matching, value_rows
 from tests.links import with_links
 from tests.solver.graphs.traced_gpt import traced_gpt
 

@@ -19,7 +19,7 @@ from remat.compile.subgraph_choice import (
 )
 from remat.compile.subgraphs import Subgraph
 from remat.graph_capture.graph import TANGENTS, Op, Resident, TrainingGraph, Value
-from remat.solver.store_all import StoreAll
+from remat.solver.policies.template import StoreAll
 
 options = st.builds(
     lambda left, over, us: SubgraphOption(None, left + over, left, float(us)),

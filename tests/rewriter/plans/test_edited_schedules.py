@@ -14,8 +14,7 @@ import remat
 from remat.graph_capture.errors import PlanError, RewriteError, ScheduleError
 from remat.graph_capture.graph import TrainingGraph
 from remat.rewriter.plans.loading import load
-from remat.schedules.exports.chrome_trace import trace_file
-from remat.schedules.exports.dot import to_dot
+from remat.schedules.exports import to_dot, trace_file
 from remat.schedules.plan import Plan
 from remat.schedules.schedule import ChunkedRegion, Schedule
 from tests import models

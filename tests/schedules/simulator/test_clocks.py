@@ -9,8 +9,7 @@ import pytest
 
 from remat.graph_capture.graph import Links, TrainingGraph
 from remat.schedules.schedule import Free, Schedule, Step
-from remat.schedules.simulate import simulate
-from remat.schedules.simulation import Simulation
+from remat.schedules.simulate import Simulation, simulate
 from tests.schedules.simulator.longest_path import LongestPath
 from tests.schedules.simulator.moving_walks import MovingWalk, moving_graph
 

@@ -8,8 +8,7 @@ import pytest
 from remat.graph_capture.errors import ScheduleError
 from remat.graph_capture.graph import Link, Links, Op, TrainingGraph, Value
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
-from remat.schedules.simulate import simulate
-from remat.schedules.simulation import Simulation
+from remat.schedules.simulate import Simulation, simulate
 from tests.links import links
 
 SIZE_BYTES = 1000

@@ -10,8 +10,7 @@ import pytest
 
 from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Compute, Schedule
-from remat.schedules.simulate import simulate
-from remat.schedules.simulation import Simulation
+from remat.schedules.simulate import Simulation, simulate
 from remat.solver import option_names, solve_within
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S

@@ -12,13 +12,14 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Compute, Fetch, Offload
 from remat.solver.blocks.block_budgets import BlockBudgets, BlockSpan, with_copied
 from remat.solver.blocks.block_options import (
+    BlockChoice,
     BlockOption,
     LowerBytes,
     Options,
     block_graph,
     block_options,
+    compose,
 )
-from remat.solver.blocks.knapsack import BlockChoice, compose
 from remat.solver.blocks.repeated import Reads, find_blocks
 from remat.solver.problem import Problem
 from tests.limits import AMPLE_S

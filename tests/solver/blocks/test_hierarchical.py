@@ -15,9 +15,8 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.simulate import simulate
 from remat.solver import solve_within
 from remat.solver.blocks import hierarchical
-from remat.solver.blocks.block_options import block_graph, block_options
+from remat.solver.blocks.block_options import BlockChoice, block_graph, block_options, compose
 from remat.solver.blocks.hierarchical import Hierarchical
-from remat.solver.blocks.knapsack import BlockChoice, compose
 from remat.solver.blocks.repeated import Block, Reads, find_blocks, shape_of
 from remat.solver.problem import Problem
 from remat.solver.search import Progress

@@ -42,10 +42,10 @@ def test_below_the_floor_outputs_are_recomputed_and_the_result_says_so(solver: s
     assert result.schedule is not None
     assert simulate(graph, result.schedule).peak_bytes <= budget_bytes
     assert f"The budget is below the floor of {floor.size_bytes} bytes" in result.message
-    assert f"set by op {floor.op} (stage.{floor.op})" in result.message
+    assert f"set by op {floor.name} (stage.{floor.name})" in result.message
     assert "outputs of the step are recomputed, by " in result.message
     assert result.floor is not None
-    assert (result.floor.name, result.floor.module) == (floor.op, f"stage.{floor.op}")
+    assert (result.floor.name, result.floor.module) == (floor.name, f"stage.{floor.name}")
     runs = result.schedule.computations()
     assert any(runs[graph.value_by_name[name].producer] > 1 for name in graph.outputs)
 
@@ -71,7 +71,7 @@ def test_where_nothing_fits_the_floor_and_the_least_bound_are_named(
     floor = floor_of(Problem.of(graph))
     assert result.status == "infeasible"
     assert result.message.startswith("no schedule fits")
-    assert f"below the floor of {floor.size_bytes} bytes, set by op {floor.op}" in result.message
+    assert f"below the floor of {floor.size_bytes} bytes, set by op {floor.name}" in result.message
     assert "that computes no output of the step again" in result.message
     assert f"{LEAST_BOUND} {result.least_bound_bytes} bytes" in result.message
     assert result.budget_bytes < result.least_bound_bytes <= result.least_feasible_bytes

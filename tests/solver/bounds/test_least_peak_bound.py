@@ -85,14 +85,15 @@ def test_the_floor_is_between_working_set_and_store_all(graph: TrainingGraph) ->
     floor = floor_of(problem)
     kept_bytes = solve_within(graph, 1 << 60, "store_all").peak_bytes
     assert largest_working_set_bytes(problem) <= floor.size_bytes <= kept_bytes
-    assert floor.op == "" or floor.op in graph.op_index
+    assert floor.name == "" or floor.name in graph.op_index
 
 
 def test_the_floor_counts_outputs_made_before() -> None:
     graph = step(
         ("a", 5), ("b", 3), ("c", 20), ("d", 1), reads={"c": ("b",)}, keeps=("a", "b", "d")
     )
-    assert floor_of(Problem.of(graph)) == (100 + 5 + 3 + 20, "c")
+    floor = floor_of(Problem.of(graph))
+    assert (floor.size_bytes, floor.name) == (100 + 5 + 3 + 20, "c")
 
 
 def test_what_is_made_last_has_all_the_others_beside_it() -> None:

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from benchmarks.narrow.drawn import narrow_graph
 from remat.graph_capture.graph import Op, TrainingGraph, Value
 from remat.solver.backends.mip import Limits
-from remat.solver.bounds.lazy_cuts import LazyCuts
-from remat.solver.bounds.windows import Windows, first_cuts, windows_of
+from remat.solver.bounds.lazy_cuts import LazyCuts, Windows, first_cuts, windows_of
 from remat.solver.problem import Problem
-from remat.solver.store_all import store_all_state
+from remat.solver.state import store_all_state
 from tests.graphs import peak_bytes_of
 from tests.rows import rows
 from tests.solver.exhaustive import least_time_us

@@ -13,7 +13,7 @@ from remat.solver.cuts.initial_solutions import POWERS, offer_budget_continuatio
 from remat.solver.local_search.repair import Repair
 from remat.solver.problem import Problem
 from remat.solver.search import Search
-from remat.solver.store_all import store_all_state
+from remat.solver.state import store_all_state
 from tests.limits import AMPLE_S
 from tests.rows import rows
 from tests.solver.graphs.tight_cases import tight_cases

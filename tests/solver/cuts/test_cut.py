@@ -17,8 +17,7 @@ from remat.solver import Result, solve_within
 from remat.solver.local_search.repair import Repair, fill
 from remat.solver.problem import Problem
 from remat.solver.search import Search
-from remat.solver.state import State
-from remat.solver.store_all import store_all_state
+from remat.solver.state import State, store_all_state
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S, LateClock
 from tests.rows import rows

@@ -14,8 +14,8 @@ from remat.solver import solve_within
 from remat.solver.cuts import cut
 from remat.solver.cuts.initial_solutions import offer_segments
 from remat.solver.search import Search
+from remat.solver.state import store_all_state
 from remat.solver.stopping import WorkLimit
-from remat.solver.store_all import store_all_state
 from tests.limits import AMPLE_S
 from tests.solver.graphs.random_graphs import chain, gpt_like, resnet_like
 

@@ -9,7 +9,7 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.solver import solve_within
 from remat.solver.cuts.cut import begin_window_cuts
 from remat.solver.search import Search
-from remat.solver.store_all import store_all_state
+from remat.solver.state import store_all_state
 from tests.limits import AMPLE_S
 from tests.solver.graphs.humps import humps
 from tests.solver.layered_search import GAP, budget_bytes, layered

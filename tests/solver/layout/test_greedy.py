@@ -12,10 +12,15 @@ from hypothesis import strategies as st
 
 from remat.graph_capture.graph import Ints
 from remat.schedules.layout import Buffers
-from remat.solver.layout import greedy as greedy_placements
+from remat.solver.layout import heuristics
 from remat.solver.layout.boxes import Boxes
-from remat.solver.layout.greedy import box_orders, greedy, place_in_order
-from remat.solver.layout.improvement import insertion_annealing, stacked
+from remat.solver.layout.heuristics import (
+    box_orders,
+    greedy,
+    insertion_annealing,
+    place_in_order,
+    stacked,
+)
 from tests.solver.layout.random_boxes import cut_rectangle, overlaps, random_buffers, some_buffers
 
 HOLES = Boxes.of(Buffers.of_arrays([4, 1, 2, 1, 2], [0, 0, 0, 0, 1], [1, 2, 1, 2, 2]), 1)
@@ -79,10 +84,10 @@ def test_of_many_boxes_there_are_fewer_placements(monkeypatch: pytest.MonkeyPatc
         placed.append(1)
         return place_in_order(*args, **options)
 
-    monkeypatch.setattr(greedy_placements, "place_in_order", counted)
+    monkeypatch.setattr(heuristics, "place_in_order", counted)
     counts: list[int] = []
     for work in (100_000, 30 * 10, 0):
-        monkeypatch.setattr(greedy_placements, "GREEDY_WORK", work)
+        monkeypatch.setattr(heuristics, "GREEDY_WORK", work)
         placed.clear()
         greedy(boxes, boxes.load)
         counts.append(len(placed))

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from remat.schedules.layout import Buffers
 from remat.solver.layout.boxes import Boxes
-from remat.solver.layout.greedy import greedy
-from remat.solver.layout.improvement import MOST_PENALTY, guided_ejection
+from remat.solver.layout.heuristics import MOST_PENALTY, greedy, guided_ejection
 from tests.solver.layout.random_boxes import cut_rectangle, overlaps, some_buffers
 
 

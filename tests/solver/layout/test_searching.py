@@ -6,7 +6,7 @@ import pytest
 
 from remat.solver.layout import placing
 from remat.solver.layout.boxes import Boxes
-from remat.solver.layout.greedy import box_orders
+from remat.solver.layout.heuristics import box_orders
 from remat.solver.layout.placing import LEAST_STARTS, STARTS, Searches
 from tests.solver.layout.random_boxes import cut_rectangle, overlaps
 

@@ -11,9 +11,8 @@ from remat.solver import solve_within
 from remat.solver.local_search import repair
 from remat.solver.local_search.repair import Repair, exchange, fill, offer_exchanges
 from remat.solver.search import Search
-from remat.solver.state import State
+from remat.solver.state import State, store_all_state
 from remat.solver.stopping import WorkLimit
-from remat.solver.store_all import store_all_state
 from tests.graphs import peak_bytes_of
 from tests.limits import AMPLE_S
 from tests.rows import rows

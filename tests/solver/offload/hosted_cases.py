@@ -12,7 +12,7 @@ from remat.solver.local_search.repair import Repair
 from remat.solver.offload.fetch_as_recompute import UntimedSchedule, untimed_schedule, with_fetches
 from remat.solver.problem import Problem
 from remat.solver.search import Search
-from remat.solver.store_all import store_all_state
+from remat.solver.state import store_all_state
 from tests.graphs import peak_bytes_of
 from tests.links import with_links
 from tests.solver.graphs.random_graphs import random_graph

@@ -13,7 +13,7 @@ from remat.solver.offload.fetch_as_recompute import (
     with_fetches,
 )
 from remat.solver.problem import Problem
-from remat.solver.store_all import store_all_state
+from remat.solver.state import store_all_state
 from tests.graphs import peak_bytes_of
 from tests.links import links
 from tests.solver.graphs.random_graphs import gpt_like

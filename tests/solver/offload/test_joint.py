@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remat.graph_capture.graph import Link, Links, TrainingGraph
-from remat.schedules.simulate import simulate
-from remat.schedules.simulation import Simulation
+from remat.schedules.simulate import Simulation, simulate
 from remat.solver import Progress, Result, solve_within
 from remat.solver.auto import Auto
 from remat.solver.budgets.sweep import spread_budgets, sweep_budgets

@@ -29,7 +29,7 @@ from remat.solver.orders.live_curve import LiveCurve, OpFacts
 from remat.solver.orders.reorder import better_order, list_orders, lowest_order
 from remat.solver.problem import Problem, is_allowed, reordered
 from remat.solver.search import Search
-from remat.solver.store_all import store_all_state
+from remat.solver.state import store_all_state
 from tests.graphs import graph_from_nodes, peak_bytes_of, tiny_cases
 from tests.solver.exhaustive import least_time_us
 from tests.solver.graphs.random_graphs import gpt_like, random_graph, training_graphs, unet_like
@@ -186,7 +186,10 @@ def test_what_crosses_an_op_is_live_in_every_order(graph: TrainingGraph) -> None
 def test_on_a_training_step_the_free_cut_equals_the_cut(graph: TrainingGraph, percent: int) -> None:
     budget_bytes = peak_bytes_of(graph) * percent // 100
     search = Search(graph, budget_bytes, "cut")
-    place = best_cut(search, store_all_state(search.problem))
+    place = best_cut(
+        search, store_all_state(search.problem),
+        lambda t: CutProgram(search.problem, (t,), search.budget_bytes),
+    )  # fmt: skip
     assert place is not None
     fixed_us = CutProgram(search.problem, (place,), budget_bytes).solve(Limits()).bound_us
     free_us = FreeCut.at(graph, place, budget_bytes).bound_us(Limits())

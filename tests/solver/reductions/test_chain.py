@@ -11,10 +11,15 @@ from remat.graph_capture.errors import SolverError
 from remat.schedules.levers import REDUCTIONS, attribute_at
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
-from remat.solver.reductions import chain
-from remat.solver.reductions.chain import fold
-from remat.solver.reductions.pairs import ASKED, LEVER_PAIRS, refuse_pairs
-from remat.solver.reductions.reduction import Question, Reduction
+from remat.solver.reductions import reduction
+from remat.solver.reductions.reduction import (
+    ASKED,
+    LEVER_PAIRS,
+    Question,
+    Reduction,
+    fold,
+    refuse_pairs,
+)
 from remat.solver.result import Result
 from tests.links import links, with_links
 from tests.solver.graphs.random_graphs import gpt_like
@@ -91,9 +96,9 @@ def test_a_pair_is_refused_before_anything_runs(
     solver, given, text = BOTH[pair]
     graph = with_links(gpt_like(1), links())
     question = replace(Question(graph, 1 << 60, solver), **given)
-    monkeypatch.setattr(chain, "fold", None)
+    monkeypatch.setattr(reduction, "fold", None)
     with pytest.raises(SolverError) as caught:
-        chain.solve_question(question)
+        reduction.solve_question(question)
     assert str(caught.value) == text
     refuse_pairs(replace(question, graph=gpt_like(1)))
     refuse_pairs(Question(graph, 1 << 60, solver))

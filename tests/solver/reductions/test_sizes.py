@@ -10,7 +10,7 @@ from remat.graph_capture.errors import BudgetError, SignatureError, TooLargeErro
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.graph_capture.sizes.symbols import Symbol, points
 from remat.schedules.family import Family, resized_schedule
-from remat.schedules.simulation import Simulation
+from remat.schedules.simulate import Simulation
 from tests.ranged_graphs import chain
 
 SOLVER = "cut"

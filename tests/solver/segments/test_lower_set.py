@@ -22,7 +22,7 @@ from remat.solver.segments.lower_set import (
     lower_set_state,
     pruned_lower_sets,
 )
-from remat.solver.store_all import store_all_state
+from remat.solver.state import store_all_state
 from tests.graphs import peak_bytes_of
 from tests.solver.graphs.random_graphs import chain, gpt_like, random_graph, resnet_like, unet_like
 

@@ -1,12 +1,12 @@
 """A schedule as it runs: when each op runs, how much is live meanwhile, which values are there.
 
-Everything that draws or exports a schedule reads a `Timeline`. Bytes and times are those of
-`simulate`, so no picture can say otherwise than the simulator.
+Everything that draws or exports a schedule reads a `Timeline`, or a `ribbon` of it. Bytes and times
+are those of `simulate`, so no picture can say otherwise than the simulator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from remat.graph_capture.graph import Floats, Ints, Op, TrainingGraph
 from remat.schedules.derived import graph_of_schedule
 from remat.schedules.kept_in_forward import end_of_forward
-from remat.schedules.schedule import Compute, Schedule, fetched_value, freed_value
-from remat.schedules.simulate import simulate
-from remat.schedules.simulation import Simulation
+from remat.schedules.schedule import Compute, Schedule, arriving_values, freed_value
+from remat.schedules.simulate import Simulation, simulate
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,10 @@ class Timeline:
             return np.arange(len(self) + 1, dtype=np.float64)
         return np.append(self.start_us, self.simulation.time_us) / 1e3
 
+    def stretched(self, moments: Floats) -> Floats:
+        """Moments of a real step, from 0 to its end, on the axis of `edges`."""
+        return moments * (self.edges[-1] / moments[-1])
+
     @property
     def axis_title(self) -> str:
         return "time in the step (ms)" if self.is_timed else "runs of ops"
@@ -86,15 +89,12 @@ class Timeline:
         since: dict[str, int] = {}
         run = 0
         for step in self.schedule.steps:
-            if isinstance(step, Compute):
-                outputs = self.graph.ops[self.graph.op_index[step.op]].outputs
-                # A live value keeps its first copy.
-                since |= {name: run for name in outputs if name not in since}
-                run += 1
-            elif fetched_value(step):
-                since[step.value] = run
-            elif freed_value(step):
-                found.append(_Residence(step.value, since.pop(step.value), run))
+            # A live value keeps its first copy.
+            came = arriving_values(self.graph, step)
+            since |= {name: run for name in came if name not in since}
+            run += isinstance(step, Compute)
+            if gone := freed_value(step):
+                found.append(_Residence(gone, since.pop(gone), run))
         found += [_Residence(name, begin, run) for name, begin in since.items()]
         return tuple(found)
 
@@ -147,16 +147,9 @@ def place_of(module: str) -> str:
 
 
 def rows_of_ops(graph: TrainingGraph) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    def module(i: int) -> str:
-        return graph.ops[i].module
-
-    ways: tuple[Callable[[int], str], ...] = (
-        lambda i: layer_of(module(i)),
-        lambda i: module(i) or OUTSIDE,
-    )
+    modules = [op.module for op in graph.ops]
     # Fall back from layers to modules, then to forward ops, if there are too few rows.
-    for way in ways:
-        names = [way(i) for i in range(len(graph.ops))]
+    for names in ([layer_of(one) for one in modules], [one or OUTSIDE for one in modules]):
         titles = list(dict.fromkeys(names))
         if len(titles) >= FEW:
             return _merged(titles, [titles.index(name) for name in names])
@@ -229,3 +222,92 @@ def _curves(line: Timeline, groups: Mapping[str, str]) -> dict[str, Ints]:
         change[stay.begin] += size_bytes
         change[stay.end] -= size_bytes
     return {group: np.cumsum(change)[:-1] for group, change in changes.items()}
+
+
+# The schedule as Checkmate draws it, folded by layer: what runs when (R), what is kept when (S).
+#
+# Checkmate's R and S are matrices of op by stage. Here a row is a layer and a column is a run, so
+# that a step of thousands of ops still fits into a picture. A row is not a mean of its ops: what
+# runs in the layer is drawn run by run.
+#
+# P. Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization",
+# MLSys 2020.
+
+
+@dataclass(frozen=True)
+class Span:
+    """In row `row`, from run `begin` to before run `end`."""
+
+    row: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class _Ribbon:
+    """Spans of first runs by phase, and `recompute` of all later ones.
+
+    In `holds` a forward value of the row is live; in `holds_most` these have at least half of the
+    most bytes that the row ever holds.
+    """
+
+    titles: tuple[str, ...]
+    forward: tuple[Span, ...]
+    backward: tuple[Span, ...]
+    recompute: tuple[Span, ...]
+    holds: tuple[Span, ...]
+    holds_most: tuple[Span, ...]
+
+
+def ribbon(line: Timeline) -> _Ribbon:
+    titles, row_of_op = rows_of_ops(line.graph)
+    rows = np.array(row_of_op, dtype=np.int64)[line.ops]
+    is_forward = line.ops < line.graph.n_forward
+    held = _held_bytes(line, row_of_op, len(titles))
+    most = held.max(axis=1, keepdims=True, initial=0)
+    return _Ribbon(
+        titles=titles,
+        forward=_spans_of_runs(rows, is_forward & ~line.again),
+        backward=_spans_of_runs(rows, ~is_forward & ~line.again),
+        recompute=_spans_of_runs(rows, line.again),
+        holds=_spans_of_mask(held > 0),
+        # Leave out rows that hold nothing.
+        holds_most=_spans_of_mask((held > 0) & (2 * held >= most)),
+    )
+
+
+def _held_bytes(line: Timeline, row_of_op: tuple[int, ...], n_rows: int) -> Ints:
+    """Bytes of forward values that each row holds during each run, [rows, runs]."""
+    graph = line.graph
+    change = np.zeros((n_rows, len(line) + 1), dtype=np.int64)
+    for stay in line.residences:
+        value = graph.value_by_name[stay.value]
+        maker = graph.op_index[value.producer]
+        if maker < graph.n_forward:
+            change[row_of_op[maker], stay.begin] += value.size_bytes
+            change[row_of_op[maker], stay.end] -= value.size_bytes
+    return np.cumsum(change, axis=1)[:, :-1]
+
+
+def _spans_of_runs(
+    rows: Ints, chosen: np.ndarray[tuple[int], np.dtype[np.bool_]]
+) -> tuple[Span, ...]:
+    spans: list[Span] = []
+    for run in np.flatnonzero(chosen).tolist():
+        row = int(rows[run])
+        if spans and spans[-1].row == row and spans[-1].end == run:
+            spans[-1] = Span(row, spans[-1].begin, run + 1)
+        else:
+            spans.append(Span(row, run, run + 1))
+    return tuple(spans)
+
+
+def _spans_of_mask(mask: np.ndarray[tuple[int, int], np.dtype[np.bool_]]) -> tuple[Span, ...]:
+    # Pad, so that spans at either end have two edges too.
+    padded = np.pad(mask.astype(np.int8), ((0, 0), (1, 1)))
+    edges = np.diff(padded, axis=1)
+    spans: list[Span] = []
+    for row, edge in enumerate(edges):
+        begins, ends = np.flatnonzero(edge == 1), np.flatnonzero(edge == -1)
+        spans += [Span(row, int(b), int(e)) for b, e in zip(begins, ends, strict=True)]
+    return tuple(spans)

@@ -7,7 +7,7 @@ import pytest
 
 from remat.schedules.simulate import simulate
 from remat.solver import Result, make_solver, solve_within
-from remat.solver.policies.fallback import SIMPLE_RULES, simple_rule_fallback
+from remat.solver.reductions.other_answers import SIMPLE_RULES, simple_rule_fallback
 from remat.solver.result import at_least_budget, least_budget_message
 from tests.limits import AMPLE_S
 from tests.solver.graphs.random_graphs import gpt_like

@@ -1,8 +1,4 @@
-"""What is left to try where a search has no schedule: simple rules, and policies on small graphs.
-
-Rules answer in the time that it takes to read the graph. One that fits is a plan to train with, if
-not the fastest. And the least budget that a search names is never above what a rule needs.
-"""
+"""Levers that leave the question and change the answer: simple rules, and bounds beside copies."""
 
 from __future__ import annotations
 
@@ -13,6 +9,7 @@ import msgspec
 
 from remat.graph_capture.errors import option
 from remat.graph_capture.graph import TrainingGraph
+from remat.solver.problem import can_copy
 from remat.solver.reductions.reduction import Question, Reduction, Rest
 from remat.solver.result import (
     KNOWN,
@@ -23,7 +20,12 @@ from remat.solver.result import (
     without_least_budget,
 )
 from remat.solver.search import is_interrupted
-from remat.solver.table import TAKE_CHUNKS, make_solver
+from remat.solver.table import TAKE_CHUNKS, make_solver, plans_copies
+
+# What is left to try where a search has no schedule: simple rules, and policies on small graphs.
+#
+# Rules answer in the time that it takes to read the graph. One that fits is a plan to train with,
+# if not the fastest. And the least budget that a search names is never above what a rule needs.
 
 SIMPLE_RULES = ("selective", "keep_attention_output", "chen_sqrt", "full")
 """Rules that people write by hand, and the oldest one; each near-linear in the ops."""
@@ -109,4 +111,35 @@ def _naming_the_lowest(lost: Result, made: Sequence[Result]) -> Result:
         least_schedule=lowest.least_schedule,
         held_at_peak=lowest.held_at_peak,
         message=message,
+    )
+
+
+# What holds, for a graph that is planned with copies, of solvers that copy nothing.
+
+_ALONE = "Without copies"
+"""How a proof begins that holds for recomputation alone."""
+
+
+class WithoutCopies(Reduction[None]):
+    """Weakens what a solver proves that does not know of copies; its schedule stays."""
+
+    def accepts(self, question: Question) -> bool:
+        return can_copy(question.graph) and not plans_copies(question.solver)
+
+    def solve(self, question: Question, rest: Rest) -> Result:
+        return _for_any_copies(question.graph, rest(question))
+
+
+def _for_any_copies(graph: TrainingGraph, result: Result) -> Result:
+    if result.schedule is None:
+        # What it proves holds without copies alone: of the bound each op's time once is left, and
+        # of a proof that nothing fits its sentence.
+        text = f"{_ALONE}: {result.message}" if result.message else ""
+        return msgspec.structs.replace(
+            result, lower_bound_us=graph.time_us, least_bound_bytes=0, floor=None, message=text
+        )
+    proved = result.time_us <= graph.time_us * (1 + 1e-9)
+    status = "feasible" if result.status == "optimal" and not proved else result.status
+    return msgspec.structs.replace(
+        result, status=status, lower_bound_us=min(graph.time_us, result.time_us), floor=None
     )

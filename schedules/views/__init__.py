@@ -1,1 +1,0 @@
-"""Forms that pictures read: runs, bands, ribbons, colours."""
