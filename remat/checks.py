@@ -13,7 +13,7 @@ from remat.formats import bytes_text
 from remat.graph_capture.devices.memory import is_out_of_memory
 from remat.graph_capture.errors import (
     BudgetError,
-    DifferenceError,
+    CheckError,
     NotComparedError,
     RewriteError,
 )
@@ -203,7 +203,7 @@ def require_equal(
 
     Raises
     ------
-    DifferenceError : they differ. RewriteError : the peak exceeds the budget.
+    CheckError : they differ. RewriteError : the peak exceeds the budget.
     NotComparedError : eager's step cannot be run as `reference` says.
     """
     from remat.rewriter.checking.check import check
@@ -215,7 +215,7 @@ def require_equal(
         saved_elsewhere=reference.room_bytes if reference else None,
     )  # fmt: skip
     if found.differences:
-        raise DifferenceError(
+        raise CheckError(
             f"the rewritten {type(model).__name__} differs from eager in "
             f"{_differences_text(found)}: do not train with it. {cause_text(found)}"
         )

@@ -1,4 +1,4 @@
-"""`remat.place`: where the buffers of a planned step lie in one arena."""
+"""Where the buffers of a planned step lie in one arena."""
 
 from __future__ import annotations
 

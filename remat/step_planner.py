@@ -124,7 +124,7 @@ class StepPlanner:
 
         Raises
         ------
-        DifferenceError, RewriteError : they differ, or the peak is above the budget.
+        CheckError, RewriteError : they differ, or the peak is above the budget.
         """
         spec = self.spec
         beside_bytes = gradients_there(spec.model) if spec.accumulate else 0

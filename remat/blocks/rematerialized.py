@@ -125,20 +125,9 @@ def _require_equal_blocks(
         ) from error
 
 
-def block_plan(model: nn.Module) -> BlocksPlan:
-    """The plan that a model of blocks that were planned one by one follows.
-
-    Raises
-    ------
-    RewriteError : it was not made by it.
-    """
-    found = _plans.get(model)
-    if found is None:
-        raise RewriteError(
-            f"this {type(model).__name__} follows no plan for blocks: pass what "
-            "remat.rematerialize(..., blocks=...) returned, before it is wrapped"
-        )
-    return found
+def planned_blocks(model: nn.Module) -> BlocksPlan | None:
+    """The plan that a model of blocks that were planned one by one follows; None if none does."""
+    return _plans.get(model)
 
 
 def _refuse(model: nn.Module) -> None:

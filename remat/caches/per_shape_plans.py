@@ -42,8 +42,6 @@ from remat.rewriter.checking.audit import Audit
 from remat.rewriter.user_module.module import SharedState, original_of
 from remat.rewriter.user_module.own_forward import class_of_user
 from remat.rewriter.user_module.ranged import RangedModule
-from remat.schedules.family import Family
-from remat.schedules.schedule import Schedule
 from remat.solver.table import make_solver
 from remat.step_spec import StepSpec
 
@@ -363,12 +361,9 @@ def _make_cache(
     return kind()
 
 
-def plans_of(cache: PlanCache) -> list[Schedule | Family]:
-    """The schedules that are kept, the last used one last; of a range, a family of them."""
-    return [
-        type(plan)._remat_family if isinstance(plan, RangedModule) else type(plan)._remat_schedule
-        for plan in type(cache)._remat_plans.values()
-    ]
+def planned_modules(cache: PlanCache) -> list[Any]:
+    """The modules that follow the plans of a cache, the last used one last."""
+    return list(type(cache)._remat_plans.values())
 
 
 def _peak_bytes(plan: Any) -> int:

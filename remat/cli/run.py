@@ -56,7 +56,7 @@ from remat.job.screen import (
     show_run,
 )
 from remat.schedules.layout import Layout
-from remat.schedules.plan import Plan
+from remat.schedules.plan import PlanFile
 from remat.solved import infeasible_text
 from remat.solver.budgets.front import GibPrice
 from remat.solver.budgets.sweep import price_of_gib
@@ -221,7 +221,7 @@ def _run_over(
         raise CaptureError(f"{model} is of sizes that are fixed: --dynamic goes with a model")
     loaded, request = load_shown(model, session.stopwatch, request)
 
-    def keep(plan: Plan) -> None:
+    def keep(plan: PlanFile) -> None:
         if output is not None:
             save_plan_file(session, output, plan)
 
@@ -292,7 +292,7 @@ def check_verb(
     require_model(model)
     kept = read_kept(plan)
     loaded, request = load_shown(model, session.stopwatch, request)
-    if isinstance(kept, Plan) and kept.over is not None:
+    if isinstance(kept, PlanFile) and kept.over is not None:
         _check_over(session, loaded, kept, request)
         return
     schedule = fitting_schedule(kept, loaded, str(plan))
@@ -304,7 +304,7 @@ def check_verb(
     _conclude_check(session, found, schedule.budget_bytes)
 
 
-def _check_over(session: Session, loaded: Loaded, kept: Plan, request: Request) -> None:
+def _check_over(session: Session, loaded: Loaded, kept: PlanFile, request: Request) -> None:
     """Check a plan for a range at the sizes of the factory's batch."""
     from remat.rewriter.plans.loading import load
 

@@ -26,7 +26,7 @@ from remat.progress import Stopwatch, solver_shown
 from remat.ranges.curve import Curve, overheads_over, solve_over
 from remat.schedules.derived import unchunked
 from remat.schedules.family import Family
-from remat.schedules.plan import Plan
+from remat.schedules.plan import PlanFile
 from remat.schedules.reserved import Reserved
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
@@ -416,7 +416,7 @@ def plan_over(
     request: Request,
     dynamic: Dynamic,
     stopwatch: Stopwatch,
-    planned: Callable[[Plan], None] = lambda _: None,
+    planned: Callable[[PlanFile], None] = lambda _: None,
     *,
     check: bool | None = None,
 ) -> RangeReport:
@@ -458,7 +458,7 @@ def _ranged_graph(traced: Trace, request: Request, stopwatch: Stopwatch) -> Rang
     return ranged_graph_of(traced, costed, workspaces)
 
 
-def _plan_of(loaded: Loaded, traced: Trace, family: Family, graph: RangedGraph) -> Plan:
+def _plan_of(loaded: Loaded, traced: Trace, family: Family, graph: RangedGraph) -> PlanFile:
     from remat.graph_capture.sizes.ranged_signature import RangedSignature
     from remat.rewriter.plans.loading import plan_of_family
 

@@ -95,7 +95,7 @@ def _noting(user: type[nn.Module], name: str) -> _Forward:
 class _OfUser:
     """A name that both the user's module and a planned one have: it is the user's.
 
-    What is ours under it, as the schedule, is found by `remat.plan_of`.
+    What is ours under it, as the schedule, is found by `remat.plans`.
     """
 
     def __init__(self, name: str, user: type[nn.Module]) -> None:

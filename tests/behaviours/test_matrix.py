@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import remat
 from remat.graph_capture.errors import RewriteError
+from remat.levers.delivery import use_arena
 from remat.rewriter import RematModule
 from remat.rewriter.arena.library import arena_library
 from tests.behaviours.behaviours import BEHAVIOURS
@@ -137,7 +137,7 @@ def test_a_module_in_an_arena_behaves_as_the_eager_one(name: str, behaviour: str
     eager, module = planned(name)
     served = copy.deepcopy(module)
     expected = tried(behaviour, eager.with_module(copy.deepcopy(eager.module)))
-    with remat.use_arena(served, eager.args, eager.kwargs) as arena:
+    with use_arena(served, eager.args, eager.kwargs) as arena:
         found = tried(behaviour, eager.with_module(served))
         assert arena.counts.hits > 0
     assert differences(expected, found) == []

@@ -112,7 +112,7 @@ def test_compare_begins_no_solver_after_ctrl_c(
         return found
 
     monkeypatch.setattr(compare, "sweep_graph", ended)
-    found = remat.compare(graph, ["70%"], ["chen_sqrt", "cut", "msps"], time_limit_s=AMPLE_S)
+    found = remat.sweep(graph, ["70%"], ["chen_sqrt", "cut", "msps"], time_limit_s=AMPLE_S)
     assert asked == ["chen_sqrt", "cut"]
     rows = {row.solver: row for row in found.rows}
     assert rows["cut"].cells[0].fits

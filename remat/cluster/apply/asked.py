@@ -1,4 +1,4 @@
-"""What a user asks of `remat.parallelize`, and what follows of it for this rank."""
+"""What a user asks of `remat.cluster.parallelize`, and what follows of it for this rank."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _reshard(said: str) -> bool | int:
 
 @dataclass(frozen=True)
 class Applied:
-    """A plan and what it is applied with; see `remat.parallelize`.
+    """A plan and what it is applied with; see `remat.cluster.parallelize`.
 
     Attributes
     ----------

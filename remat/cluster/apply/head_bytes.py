@@ -174,7 +174,7 @@ def rank_parts(chain: WholeChain, asked: Applied, *, eager: bool = False) -> Ran
 
     Raises
     ------
-    PlanError, CaptureError, RewriteError : as of `remat.parallelize`.
+    PlanError, CaptureError, RewriteError : as of `remat.cluster.parallelize`.
     """
     asked = with_own_loss(asked) if asked.shares_tokens else asked
     own = {path: chain.blocks[path] for i in asked.stages for path in asked.layers[i]}

@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 import remat
 from remat.caches.per_shape_plans import PlanCache, plans_of
 from remat.graph_capture.errors import CaptureError, TooLargeError
+from remat.schedules.family import Family
 from tests.beside_eager import same_bits
 from tests.sized_models import SIZED, gpt, resnet
 
@@ -46,7 +47,7 @@ def cached(model: nn.Module, budget: Any = "100%", **options: Any) -> PlanCache:
 def planned_ranges(cache: PlanCache) -> list[str]:
     """What the plans are for, in words."""
     return [
-        ", ".join(map(str, plan.symbols)) if isinstance(plan, remat.Family) else "one size"
+        ", ".join(map(str, plan.symbols)) if isinstance(plan, Family) else "one size"
         for plan in plans_of(cache)
     ]
 

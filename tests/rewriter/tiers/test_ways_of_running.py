@@ -16,7 +16,10 @@ import remat
 from examples.gpt import GPT, Sizes
 from remat.graph_capture import capture_api, spill_files
 from remat.graph_capture.graph import TrainingGraph
+from remat.levers.delivery import use_arena
+from remat.ranks.same_order import agreed_load
 from remat.rewriter import check, rewrite
+from remat.rewriter.plans.loading import plan_of, save_plan
 from remat.rewriter.tiers import stream_tier, tier
 from remat.rewriter.tiers.file_tier import host_places
 from remat.schedules.schedule import Offload, Schedule
@@ -54,8 +57,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_a_kept_plan_with_copies_loads_and_trains(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    remat.save_plan(remat.plan_of(plan().module()), path)
-    module = remat.load(path, plan().model)
+    save_plan(plan_of(plan().module()), path)
+    module = agreed_load(path, plan().model)
     assert module.schedule == plan().schedule
     assert check(plan().model, module, plan().args, steps=1).differences == ()
 
@@ -76,7 +79,7 @@ def test_links_of_a_capture_are_known_when_its_plan_is_rewritten(
 def test_an_arena_serves_a_step_with_copies() -> None:
     module = plan().module()
     wanted = step(plan().model, plan().args)
-    with remat.use_arena(module, plan().args) as arena:
+    with use_arena(module, plan().args) as arena:
         for _ in range(3):
             assert same(step(module, plan().args), wanted)
         assert arena.counts.unplanned == arena.counts.occupied == 0
