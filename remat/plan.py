@@ -404,7 +404,7 @@ class Plan(Result, frozen=True):
 
     def overheads(
         self,
-        sizes: int | Sequence[Mapping[str, int]] = 9,
+        sizes: int | Sequence[Mapping[str, int]] = 10,
         *,
         alone: bool = False,
         time_limit_s: float = 60.0,

@@ -17,10 +17,11 @@ from remat.formats import bytes_text, percent_text, time_text
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
 from remat.placed import place as place_buffers
+from remat.plan import Plan
 from remat.schedules.derived import fastest_us
 from remat.schedules.simulate import overhead_of
 from remat.solver import solver_class
-from remat.solver.budgets.front import Front, Point
+from remat.solver.budgets.front import Front
 from remat.solver.budgets.sweep import PINS, check_jobs
 from remat.solver.reductions.pin_globs import as_globs
 from remat.solver.result import INTERRUPTED, Result
@@ -78,7 +79,7 @@ class _Bound(msgspec.Struct, frozen=True):
 class Sweep(msgspec.Struct, frozen=True):
     """Outcomes at several budgets, of one solver or several, with the bound at each budget.
 
-    Iterating goes over budgets and outcomes of the first solver, the smallest budget first.
+    Iterating goes over the plans of the first solver, that of the smallest budget first.
 
     Attributes
     ----------
@@ -105,17 +106,18 @@ class Sweep(msgspec.Struct, frozen=True):
         """What the first solver found."""
         return next(iter(self.fronts.values()))
 
-    def __iter__(self) -> Iterator[Point]:
-        return iter(self.front)
+    def __iter__(self) -> Iterator[Plan]:
+        return (Plan.from_result(point.result, step=self.step) for point in self.front)
 
     def __len__(self) -> int:
         return len(self.front)
 
-    def best_within(self, budget_bytes: int) -> Result | None:
-        """The fastest outcome of any solver whose peak is within `budget_bytes`."""
+    def best_within(self, budget_bytes: int) -> Plan | None:
+        """The fastest plan of any solver whose peak is within `budget_bytes`; None without one."""
         fit = [one.best_within(budget_bytes) for one in self.fronts.values()]
         known = [result for result in fit if result is not None]
-        return min(known, key=lambda result: (result.time_us, result.peak_bytes), default=None)
+        best = min(known, key=lambda result: (result.time_us, result.peak_bytes), default=None)
+        return None if best is None else Plan.from_result(best, step=self.step)
 
     def slider(self, time_limit_s: float = 5.0, **options: Any) -> BudgetSlider:
         """A slider over budgets for notebooks, with `time_limit_s` for each budget."""
