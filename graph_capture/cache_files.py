@@ -55,35 +55,20 @@ def _own_folder() -> tempfile.TemporaryDirectory[str]:
 
 @dataclass(frozen=True)
 class CacheFiles:
-    """The kept files of one kind.
+    """The kept files of one kind."""
 
-    Attributes
-    ----------
-    what : is kept, as ``costs``. otherwise : what happens where the folder cannot be written.
-    folder : within `cache_folder`; left empty, that one itself.
-    is_sealed : whether a file begins with a digest of what it holds, by which damage is seen.
-    most_files : those that were not used for longest go first; 0 for any number.
-    most_bytes : of one file. More is not kept, and not read.
-    """
-
-    what: str
-    otherwise: str
-    folder: str = ""
-    is_sealed: bool = True
-    most_files: int = 0
-    most_bytes: int = MOST_FILE_BYTES
+    what: str  # is kept, as ``costs``
+    otherwise: str  # what to do where the folder cannot be written, in words
+    folder: str = ""  # within `cache_folder`; left empty, that one itself
+    is_sealed: bool = True  # begins with a digest, by which damage is seen
+    most_files: int = 0  # those not used for longest go first; 0 for any number
+    most_bytes: int = MOST_FILE_BYTES  # of one file: more is neither kept nor read
 
     def path(self, name: str) -> Path:
-        """Where a file is, or would be."""
         return cache_folder() / self.folder / name
 
     def read(self, name: str, decode: Callable[[bytes], _T]) -> _T | None:
-        """What `decode` makes of a file; None if there is none. A damaged one is warned of.
-
-        Parameters
-        ----------
-        decode : raises `RematError` for what cannot be.
-        """
+        """What `decode` makes of a file; None if there is none. A damaged one is warned of."""
         path = self.path(name)
         try:
             if not path.exists():
@@ -95,6 +80,7 @@ class CacheFiles:
             )
             return None
         with contextlib.suppress(OSError):  # The folder may be read-only; then no file is removed.
+            # Its age tells when it was used last.
             os.utime(path)
         return found
 
@@ -134,9 +120,9 @@ class CacheFiles:
         return data
 
     def _remove_oldest(self, kept: Path) -> None:
-        """Remove what was not used for longest. Another process may do the same."""
         used: list[tuple[int, Path]] = []
         for path in kept.parent.glob(f"*{kept.suffix}"):
+            # Another process may remove files at the same time.
             with contextlib.suppress(FileNotFoundError):
                 used.append((path.stat().st_mtime_ns, path))
         for _, path in sorted(used)[: max(0, len(used) - self.most_files)]:

@@ -130,8 +130,10 @@ def capture(
     BudgetError : `host` or `nvme` cannot be read, or is more than there is. FileError : the folder
         of `nvme` is not there, or cannot be written.
     """
+    # Before the trace, so that a wrong option is refused at once.
     known, tiers = as_profile(profile), tiers_for(model, device, host, nvme)
     require_compatible(dynamic=dynamic, host=host is not None, nvme=nvme is not None)
+    # `fully_shard` casts what it gathers, so the plan is of the cast model.
     with parameters_cast(model, sharding):
         traced = trace(
             model, args, kwargs, loss_fn=loss_fn, target=target, optimizer=optimizer,
@@ -157,12 +159,7 @@ def tiers_for(
     host: str | SupportsIndex | None,
     nvme: str | None,
 ) -> LowerTiers | None:
-    """What may be used below the device that a step of `model` is for; None for nothing.
-
-    Raises
-    ------
-    BudgetError, FileError : as of `lower_tiers`. DeviceError : there is no such device.
-    """
+    """What may be used below the device that a step of `model` is for; None for nothing."""
     if host is None and nvme is None:
         return None
     return lower_tiers(host, nvme, resolved_device(device, model))
@@ -203,10 +200,7 @@ def add_costs(
 
 
 def workspaces_by(traced: Trace, profile: Profile | None = None) -> WorkspacesOf | None:
-    """What tells the workspaces of ops: by running them here, or by a model of the device.
-
-    None with a profile of another machine, on which nothing can be run.
-    """
+    """What tells the workspaces of ops, by running or modelling them; None if neither can be."""
     if traced.recipe.is_modelled:
         return lambda one, names: {
             op.name: op.workspace_bytes
@@ -215,5 +209,6 @@ def workspaces_by(traced: Trace, profile: Profile | None = None) -> WorkspacesOf
         }
     from remat.graph_capture.costs.op_costs import measured_workspaces
 
+    # On the machine of another's profile, nothing can be run.
     is_here = profile is None or profile.title == meter_of(traced.recipe.device).title
     return measured_workspaces if is_here else None

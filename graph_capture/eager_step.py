@@ -15,9 +15,6 @@ import msgspec
 from remat.graph_capture.distributed.sharding import element_bytes
 from remat.graph_capture.graph import TANGENTS, WRITES_FIRST, Op, TrainingGraph, Value
 
-# What checkpoints of the user's own do in eager, as ops of the graph of the unmodified step.
-
-
 _DROPOUTS = ("aten.native_dropout.default", "remat.dropout.default")
 _MASK = 1
 """The place of its mask among a dropout's results."""
@@ -30,11 +27,7 @@ def _with_own_checkpoints(graph: TrainingGraph, values: dict[str, Value]) -> Ite
     """The ops of a step, those that checkpoints cover as eager runs them there.
 
     Each checkpoint keeps the state of the random stream where it begins, from then until backward
-    is through with it. Its ops may run again, and need no states of their own.
-
-    Parameters
-    ----------
-    values : by name, which are changed with the ops.
+    is through with it. `values`, by name, are changed with the ops.
     """
     begun: set[int] = set()
     until = _last_readers(graph)
@@ -42,11 +35,12 @@ def _with_own_checkpoints(graph: TrainingGraph, values: dict[str, Value]) -> Ite
         if not op.checkpoint:
             yield op
             continue
+        # Its ops run again from the checkpoint's state, and need none of their own.
         for name in op.inputs:
             if values[name].kind == "rng_state":
                 values[name] = msgspec.structs.replace(values[name], size_bytes=0)
         op = msgspec.structs.replace(op, no_recompute="")
-        if graph.device != "cpu":
+        if graph.device != "cpu":  # eager keeps that device's state on the host
             yield op
             continue
         if op.checkpoint not in begun:
@@ -76,13 +70,11 @@ def _state_kept(checkpoint: int, until: str) -> Value:
 
 
 def _masked_apart(op: Op, values: dict[str, Value]) -> Iterator[Op]:
-    """A dropout as the two ops that it is on a CPU: a mask is drawn, then multiplied by.
-
-    Where backward wants the mask alone, a second run stops between them.
-    """
     if op.target not in _DROPOUTS or len(op.outputs) != _MASK + 1:
         yield op
         return
+    # On a CPU, a mask is drawn, then multiplied by. Where backward wants the mask alone, a second
+    # run stops between the two.
     result, mask = op.outputs
     yield msgspec.structs.replace(op, outputs=(mask,))
     name = f"{op.name}_masked"
@@ -98,12 +90,10 @@ _EAGER_SIZES = "room as eager takes it"
 
 
 def with_eager_sizes(graph: TrainingGraph) -> TrainingGraph:
-    """`graph` with the sizes of values that the unmodified module has.
-
-    On a CPU, eager dropout keeps a mask of the input's dtype, and a trace one of a byte an
-    element. Autograd adds a gradient to a view in a new tensor. No other difference is known.
-    """
+    """`graph` with the sizes of values that the unmodified module has."""
+    # On a CPU, eager dropout keeps a mask of the input's dtype; a trace has a byte an element.
     values = _with_wide_masks(graph)
+    # Autograd adds a gradient to a view in a new tensor. No other difference is known.
     ops = tuple(_summing_apart(graph, op) for op in graph.ops)
     if values == graph.values and ops == graph.ops:  # the same, with what solvers found about it
         return graph
@@ -116,13 +106,10 @@ def baseline_graph(graph: TrainingGraph) -> TrainingGraph:
 
 
 def with_eager_writes(eager: TrainingGraph) -> TrainingGraph:
-    """A graph of `with_eager_sizes`, for the step in which ops run when eager runs them.
-
-    What eager writes over another value takes no room of its own, and holds that value. What the
-    user's checkpoints cover may run again, from a state of the random stream that each keeps.
-    """
+    """A graph of `with_eager_sizes`, for the step in which ops run when eager runs them."""
     values = {value.name: value for value in eager.values}
     ops = tuple(_with_own_checkpoints(eager, values))
+    # What eager writes over another value takes no room of its own, and holds that value.
     _write_over(eager, values)
     if tuple(values.values()) == eager.values and ops == eager.ops:
         return eager
@@ -165,9 +152,9 @@ def _with_wide_masks(graph: TrainingGraph) -> tuple[Value, ...]:
 
 
 def _summing_apart(graph: TrainingGraph, op: Op) -> Op:
-    """An op that writes a sum where eager makes a new tensor takes as much room as that one."""
     if op.no_recompute != WRITES_FIRST:
         return op
+    # Eager's new tensor stands beside what the op reads and writes here.
     size_bytes = graph.value_by_name[op.inputs[0]].size_bytes
     return msgspec.structs.replace(op, workspace_bytes=op.workspace_bytes + size_bytes)
 
@@ -177,12 +164,10 @@ def _mask_bytes(graph: TrainingGraph, dropout: Op) -> int:
     return math.prod(mask.shape) * element_bytes(result.dtype)
 
 
-# The step as eager runs it while what it saves for backward is kept off the device.
-#
-# A check runs it so where the unmodified step is larger than the budget
-# (`rewriter/checking/off_device.py`). What forward makes leaves the device with its last use in
-# forward, and comes back for each node of autograd that reads it. Not predicted: variables that
-# hold it longer in forward, which a trace does not tell from autograd.
+# A check keeps what eager saves for backward off the device, where the unmodified step is larger
+# than the budget (`rewriter/checking/off_device.py`). What forward makes leaves the device with its
+# last use in forward, and comes back for each node of autograd that reads it. Not predicted:
+# variables that hold it longer in forward, which a trace does not tell from autograd.
 
 
 LEAST_BYTES = 1024
@@ -193,10 +178,7 @@ _OFTEN = 2
 
 
 def with_saved_elsewhere(graph: TrainingGraph) -> tuple[TrainingGraph, int]:
-    """`graph` with what eager saves kept elsewhere, and the bytes of that.
-
-    What the user's checkpoints cover, and what these read, stays: they keep it in Python.
-    """
+    """`graph` with what eager saves kept elsewhere, and the bytes of that."""
     moved = {value.name: value for value in _moved(graph)}
     made: list[Value] = []
     ops: list[Op] = []
@@ -211,14 +193,11 @@ def with_saved_elsewhere(graph: TrainingGraph) -> tuple[TrainingGraph, int]:
 
 
 def _nodes(graph: TrainingGraph) -> Iterator[list[Op]]:
-    """The ops in turn, those together that may be one node of autograd.
-
-    Such a node has all that it saved for as long as it runs. Which ops it consists of is not known,
-    but that they have one line in one module.
-    """
+    """The ops in turn, those together that may be one node of autograd."""
     together: list[Op] = []
     runs: Counter[str] = Counter()
     for op in graph.ops:
+        # Which ops a node consists of is not known, but that they have one line in one module.
         is_alike = together and _line_of(together[0]) == _line_of(op) and runs[op.target] < _OFTEN
         if together and not is_alike:
             yield together
@@ -236,6 +215,7 @@ def _line_of(op: Op) -> tuple[str, ...]:
 def _moved(graph: TrainingGraph) -> Iterator[Value]:
     forward = {name for op in graph.ops if op.phase == "forward" for name in op.outputs}
     read = {name for op in graph.ops if op.phase == "backward" for name in op.inputs}
+    # What the user's checkpoints cover, and what these read, stays: they keep it in Python.
     covered = (op for op in graph.ops if op.checkpoint)
     stays = {name for op in covered for name in (*op.inputs, *op.outputs)}
     stays.update(graph.outputs, graph.forward_outputs)
@@ -258,6 +238,7 @@ def _back(together: list[Op], moved: dict[str, Value]) -> dict[str, Value]:
         return {}
     return {
         name: msgspec.structs.replace(
+            # A node has all that it saved for as long as it runs.
             moved[name], name=f"{name} for {first.name}", producer=_op_name(first, name),
             held_until=together[-1].name, written_over="",
         )
@@ -266,7 +247,6 @@ def _back(together: list[Op], moved: dict[str, Value]) -> dict[str, Value]:
 
 
 def _reading_back(together: list[Op], back: dict[str, Value]) -> Iterator[Op]:
-    """The ops of a group, after those that bring back what they read."""
     for value in back.values():
         yield Op(
             name=value.producer, target=_BACK, phase="backward", inputs=(), outputs=(value.name,)

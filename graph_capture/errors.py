@@ -185,14 +185,13 @@ def for_caller(python: str, command_line: str) -> str:
 def option(name: str, value: object = None) -> str:
     """``budget='8GiB'`` for Python, and ``--budget 8GiB`` for the command line.
 
-    Parameters
-    ----------
-    name : of Python's argument. value : None where it is up to the user; True for what is only on.
+    `value` is None where it is up to the user, and True for a flag that takes none.
     """
     if not _command_lines:
         return f"{name}=" if value is None else f"{name}={value!r}"
     flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
     if value is None or value is True:
         return flag
+    # Quoted where a shell would take it apart.
     shown = f"'{value}'" if set(str(value)) & set("* ?<>") else str(value)
     return f"{flag} {shown}"

@@ -38,12 +38,7 @@ WAITS_S = (0.01, 0.05, 0.2, 0.5)
 
 
 def read_contents(path: str | Path) -> bytes:
-    """All bytes of a file, or of a pipe.
-
-    Raises
-    ------
-    FileError : it is missing, no file, not readable, or larger than `MOST_FILE_BYTES`.
-    """
+    """All bytes of a file, or of a pipe; `FileError` for what cannot be read, or is too large."""
     _require_name(path)
     parts, size_bytes = list[bytes](), 0
     try:
@@ -63,12 +58,6 @@ def read_contents(path: str | Path) -> bytes:
 
 
 def write_contents(path: str | Path, data: bytes) -> None:
-    """Write a file as `atomic_write` does.
-
-    Raises
-    ------
-    FileError : it cannot be written; the old file is as it was.
-    """
     with atomic_write(path) as out:
         out.write(data)
 
@@ -79,11 +68,7 @@ def atomic_write(path: str | Path) -> Generator[BinaryIO]:
 
     It is written beside the old one, and has its mode and owner. Symbolic links are followed. Pipes
     and devices, ``/dev/stdout`` among them, are written to as they are. Of several hard links, only
-    the one that is named gets the new file.
-
-    Raises
-    ------
-    FileError : it cannot be written; the old file is as it was.
+    the one that is named gets the new file. If it raises a `FileError`, the old file is as it was.
     """
     _require_name(path)
     try:
@@ -98,12 +83,7 @@ def atomic_write(path: str | Path) -> Generator[BinaryIO]:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a file that cannot be written, before work is done for it.
-
-    Raises
-    ------
-    FileError : its folder is not there or not writable, it is write-protected, or is a folder.
-    """
+    """Refuse a file that cannot be written, before work is done for it."""
     _require_name(path)
     try:
         if path.is_dir():
@@ -163,7 +143,7 @@ def _beside(target: Path) -> Generator[BinaryIO]:
 
 
 def _put_in_place(fresh: Path, target: Path) -> None:
-    """Replace the old file, once nobody has it open: Windows replaces no file that is read."""
+    # Windows replaces no file that somebody has open.
     for wait_s in WAITS_S:
         try:
             os.replace(fresh, target)
@@ -177,10 +157,8 @@ def _put_in_place(fresh: Path, target: Path) -> None:
 
 
 def _fresh_file(fresh: Path) -> tuple[int, bool]:
-    """A new file to write to, and whether it has its name already.
-
-    Where the system can, it has none until it is whole: nothing is left of it after a kill.
-    """
+    """A new file to write to, and whether it has its name already."""
+    # A file that has no name until it is whole leaves nothing behind after a kill.
     nameless = getattr(os, "O_TMPFILE", 0)
     if nameless and os.path.isdir(_OPEN_FILES):
         try:
@@ -192,7 +170,6 @@ def _fresh_file(fresh: Path) -> tuple[int, bool]:
 
 
 def _take_over(handle: int, old: os.stat_result) -> None:
-    """Mode and owner of the file that is replaced."""
     now = os.fstat(handle)
     if (now.st_uid, now.st_gid) != (old.st_uid, old.st_gid):
         # Only root may give a file away. The file of another, in a folder of both, becomes ours.
@@ -203,22 +180,15 @@ def _take_over(handle: int, old: os.stat_result) -> None:
 
 
 def _told(error: OSError, what: str) -> FileError:
-    """The error in one line; a `FileError` as it is."""
     return (
         error if isinstance(error, FileError) else FileError(f"{what}: {error.strerror or error}")
     )
 
 
 def _require_name(path: str | Path) -> None:
-    """Raise `FileError` for a name that no system takes, which Python says by a `ValueError`."""
+    # Python would raise a `ValueError` for it, not an `OSError`.
     if "\0" in os.fspath(path):
         raise FileError(f"{os.fspath(path)!r} is no name of a file: it has a NUL")
-
-
-# JSON of files, decoded to the kind that is wanted, or refused in one line.
-#
-# Files come from anywhere: cut short, edited, of another kind, or made to do harm. So all decoding
-# of files goes through here, and no error of the decoder goes further.
 
 
 _Kind = TypeVar("_Kind")
@@ -227,13 +197,9 @@ _MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def decode_json(data: bytes | str, kind: type[_Kind]) -> _Kind:
-    """The value in a JSON text.
-
-    Raises
-    ------
-    TextError : it is not JSON, or too deep to be read. ShapeError : it is JSON of another kind.
-    RematError : what the kind itself raises of its fields.
-    """
+    """The value in a JSON text; `TextError` for another text, `ShapeError` for other fields."""
+    # Files come from anywhere: cut short, edited, of another kind, or made to do harm. So all are
+    # decoded here, and no error of the decoder goes further.
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
@@ -256,9 +222,6 @@ def _cause(data: bytes | str, said: str) -> str:
     return said
 
 
-# One process at a time: what is read, merged and written again loses nothing of the others'.
-
-
 WAIT_S = 10.0
 """A save takes milliseconds. One that was stopped in the middle must not stop all others."""
 NO_LOCKS = errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF
@@ -269,28 +232,18 @@ NO_LOCKS = errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF
 def file_lock(path: Path) -> Generator[None]:
     """Hold a file against other processes and threads that do so too, by a lock beside it.
 
-    The system lets go of the lock of a process that dies. Where a file system has no locks, or one
-    is held for too long, the block runs without.
-
-    Raises
-    ------
-    OSError : the lock cannot be made, as in a folder that cannot be written.
+    Where a file system has no locks, or one is held for too long, the block runs without. `OSError`
+    where the lock cannot be made, as in a folder that cannot be written.
     """
     with contextlib.ExitStack() as held:
         try:
+            # The system lets go of the lock of a process that dies.
             held.enter_context(FileLock(path.with_name(f"{path.name}.lock"), timeout=WAIT_S))
         except OSError as error:
             # Of filelock's own, `Timeout` is an OSError too.
             if not isinstance(error, Timeout) and error.errno not in NO_LOCKS:
                 raise
         yield
-
-
-# One member of a zip archive, read after the whole archive was judged.
-#
-# Archives of `torch.export` come from anywhere too. So sizes and names of all members are looked at
-# in the directory of the archive, and nothing is unpacked but the one member that is wanted. No
-# code of torch is involved: its readers unpickle what they find.
 
 
 _MOST_RATIO = 100
@@ -315,6 +268,9 @@ def read_archive_member(path: Path, name: str) -> bytes | None:
     try:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
             size_bytes = file.seek(0, 2)
+            # Archives come from anywhere too. So sizes and names of all members are judged by the
+            # directory of the archive, and only the wanted one is unpacked. Torch's readers would
+            # unpickle what they find.
             members = archive.infolist()
             _check_sizes(members, size_bytes)
             root = _checked_root(members)
@@ -328,7 +284,7 @@ def read_archive_member(path: Path, name: str) -> bytes | None:
 
 
 def _check_sizes(members: list[zipfile.ZipInfo], file_bytes: int) -> None:
-    """Raise `ArchiveError` if unpacking would give more than the file can hold in earnest."""
+    # More than a file of that size can hold in earnest.
     unpacked_bytes = sum(member.file_size for member in members)
     if unpacked_bytes > _MOST_RATIO * file_bytes:
         raise ArchiveError(
@@ -338,6 +294,7 @@ def _check_sizes(members: list[zipfile.ZipInfo], file_bytes: int) -> None:
 
 def _checked_root(members: list[zipfile.ZipInfo]) -> str:
     """The folder that all members are in; raises `ArchiveError` for a name out of place."""
+    # As it stands in the file: `filename` is cut at a NUL, and may have other separators.
     names = [member.orig_filename for member in members]
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
@@ -355,7 +312,6 @@ def _checked_root(members: list[zipfile.ZipInfo]) -> str:
 
 
 def _read(archive: zipfile.ZipFile, members: list[zipfile.ZipInfo], name: str) -> bytes | None:
-    """What a member holds, up to the size that it says."""
     member = next((member for member in members if member.orig_filename == name), None)
     if member is None:
         return None

@@ -22,10 +22,6 @@ from numpy.typing import NDArray
 from remat.graph_capture.errors import GraphError, ShapeError, TextError
 from remat.graph_capture.files import decode_json
 
-# The rules that a training graph must keep for its schedules to mean anything.
-#
-# Each rule is checked in one pass over the graph. Errors name the place and the way out.
-
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 FLOAT32_BYTES = 4
@@ -75,7 +71,7 @@ def _check_ops(graph: TrainingGraph, values: dict[str, Value]) -> None:
 
 
 def _check_op(op: Op, values: dict[str, Value], present: set[str]) -> None:
-    if not 0 <= op.cost_us < math.inf or op.workspace_bytes < 0:
+    if not 0 <= op.cost_us < math.inf or op.workspace_bytes < 0:  # NaN fails too
         raise GraphError(
             f"op {op.name} has a negative or undefined cost: "
             f"{op.cost_us} us, {op.workspace_bytes} bytes of workspace; both are finite, from 0 on"
@@ -100,7 +96,6 @@ def _check_op(op: Op, values: dict[str, Value], present: set[str]) -> None:
 
 
 def _check_host(op: Op) -> None:
-    """Its cost on the host is a number, and it rewrites only what it reads."""
     if op.host_cost_us is not None and not 0 <= op.host_cost_us < math.inf:
         raise GraphError(
             f"op {op.name} has a negative or undefined cost on the host: {op.host_cost_us} us; it "
@@ -114,7 +109,6 @@ def _check_host(op: Op) -> None:
 
 
 def _check_producers(graph: TrainingGraph) -> None:
-    """Each value with a producer is an output of that op."""
     made = {name for op in graph.ops for name in op.outputs}
     for value in graph.values:
         if not value.producer or value.name in made:
@@ -131,7 +125,6 @@ def _check_producers(graph: TrainingGraph) -> None:
 
 
 def _check_outputs(graph: TrainingGraph, values: dict[str, Value]) -> None:
-    """Outputs exist, and those of forward are made in forward."""
     for name in (*graph.forward_outputs, *graph.outputs):
         if name not in values:
             raise GraphError(f"output {name} is produced by no op")
@@ -145,7 +138,6 @@ def _check_outputs(graph: TrainingGraph, values: dict[str, Value]) -> None:
 
 
 def _check_sums(graph: TrainingGraph) -> None:
-    """Resident bytes are not negative; sums of bytes and of costs are not too large."""
     resident = msgspec.structs.asdict(graph.resident)
     for category, size_bytes in resident.items():
         if size_bytes < 0:
@@ -165,8 +157,6 @@ def _check_sums(graph: TrainingGraph) -> None:
         )
 
 
-# Links between tiers of memory: how fast they copy, and how much room is below the device.
-#
 # A graph without links is planned for its device alone. A peak never depends on a link's rate: a
 # wrong rate costs time and cannot break a budget.
 
@@ -189,15 +179,10 @@ WAYS: dict[tuple[Tier, Tier], LinkName] = {
 
 
 class Link(msgspec.Struct, frozen=True):
-    """One way between two tiers.
+    """One way between two tiers."""
 
-    Attributes
-    ----------
-    bytes_per_us : sustained rate. latency_us : what each copy takes beside its bytes.
-    """
-
-    bytes_per_us: float
-    latency_us: float = 0.0
+    bytes_per_us: float  # sustained
+    latency_us: float = 0.0  # of each copy, beside its bytes
 
     def __post_init__(self) -> None:
         if not (0 < self.bytes_per_us < math.inf and 0 <= self.latency_us < math.inf):
@@ -207,28 +192,20 @@ class Link(msgspec.Struct, frozen=True):
             )
 
     def us(self, size_bytes: int) -> float:
-        """Time of one copy."""
         return self.latency_us + size_bytes / self.bytes_per_us
 
 
 class Links(msgspec.Struct, frozen=True):
-    """What lies below the device, and the ways there.
+    """What lies below the device, and the ways there."""
 
-    Attributes
-    ----------
-    d2h, h2d : device to host, and back. host_bytes : room on the host.
-    write, read : host to NVMe, and back; None without one. nvme_bytes : room there.
-    nvme_path : the folder that the files are in. source : where the rates come from, in words.
-    """
-
-    d2h: Link
+    d2h: Link  # device to host
     h2d: Link
-    host_bytes: int
-    write: Link | None = None
+    host_bytes: int  # room there
+    write: Link | None = None  # host to NVMe; None without one
     read: Link | None = None
     nvme_bytes: int = 0
-    nvme_path: str = ""
-    source: str = ""
+    nvme_path: str = ""  # the folder that the files are in
+    source: str = ""  # where the rates come from, in words
 
     def __post_init__(self) -> None:
         if self.host_bytes < 0 or self.nvme_bytes < 0:
@@ -237,16 +214,15 @@ class Links(msgspec.Struct, frozen=True):
             raise GraphError("NVMe is written and read: give both links, or none")
 
     def link(self, name: LinkName) -> Link | None:
-        """The link of that name; None where there is no NVMe."""
+        """None where there is no NVMe."""
         return getattr(self, name)
 
     def room_bytes(self, tier: Tier) -> float:
-        """Room in a tier; that of the device is a budget's matter."""
+        # The room of the device is a budget's matter.
         rooms = {"device": math.inf, "host": self.host_bytes, "nvme": self.nvme_bytes}
         return rooms[tier]
 
     def slower(self, share: float) -> Links:
-        """The same links at that share of their rates."""
         slow = {
             name: Link(link.bytes_per_us * share, link.latency_us)
             for name in LINK_NAMES
@@ -269,9 +245,9 @@ What a custom op draws or changes unseen is not known. Such a pin is no part of 
 ACCUMULATE = "remat.deliver"
 """The op that releases gradients where they are added to those of earlier batches."""
 UPDATE = "remat.update"
+"""The op that steps the optimizer with gradients. It writes to the parameters that it reads."""
 TANGENTS = "remat.tangents"
 """Target of the op that opens backward, so it runs before any other backward op."""
-"""The op that steps the optimizer with gradients. It writes to the parameters that it reads."""
 JOINED = " + "
 """Between the targets of ops that run as one: one makes a tensor, the others write to it."""
 WRITES_FIRST = "it writes in place, where eager makes a new tensor"
@@ -415,7 +391,7 @@ class Resident(msgspec.Struct, frozen=True):
         )
 
 
-class Step(msgspec.Struct, frozen=True):
+class TrainingStep(msgspec.Struct, frozen=True):
     """One training step as `remat.capture` returns it: ops over values, with their costs.
 
     For one size it is a `TrainingGraph`, for a range of sizes a `RangedGraph`. It holds no tensor,
@@ -423,7 +399,7 @@ class Step(msgspec.Struct, frozen=True):
     """
 
 
-class TrainingGraph(Step, frozen=True, dict=True, weakref=True):
+class TrainingGraph(TrainingStep, frozen=True, dict=True, weakref=True):
     """One training step as ops over values, in captured order.
 
     Attributes
@@ -464,6 +440,7 @@ class TrainingGraph(Step, frozen=True, dict=True, weakref=True):
                 f"graph file has schema version {self.schema_version}, "
                 f"this release reads {_SCHEMA_VERSION}: capture the model again"
             )
+        # An older file is written again as of this version.
         msgspec.structs.force_setattr(self, "schema_version", _SCHEMA_VERSION)
         _check_graph(self)
 
@@ -494,11 +471,9 @@ class TrainingGraph(Step, frozen=True, dict=True, weakref=True):
 
     @functools.cached_property
     def ordered_ops(self) -> tuple[str, ...]:
-        """Ops whose first runs keep their captured order: they draw, or have effects.
-
-        They share one random stream and the buffers. An op that only the user wants kept is not
-        among them, nor one that updates parameters, each of which stands for itself.
-        """
+        """Ops whose first runs keep their captured order: they draw, or have effects."""
+        # They share one random stream and the buffers. An op that only the user wants kept is not
+        # among them, nor one that updates parameters, each of which stands for itself.
         states = {value.name for value in self.values if value.kind == "rng_state"}
         return tuple(
             op.name
@@ -523,6 +498,7 @@ class TrainingGraph(Step, frozen=True, dict=True, weakref=True):
     def _signature(self, op: Op) -> str:
         values = (self.value_by_name[name] for name in op.outputs)
         results = ", ".join(f"{v.name}: {v.dtype}{list(v.shape)}" for v in values)
+        # The user may lift a custom op's pin by `recompute`, and the graph stays the same.
         pin = " pinned" if op.no_recompute and not op.no_recompute.startswith(CUSTOM) else ""
         line = f"{op.phase}{pin} {op.name} = {op.target}({', '.join(op.inputs)}) -> {results}"
         return f"{line} updates {', '.join(op.updates)}" if op.updates else line
@@ -570,18 +546,13 @@ class TrainingGraph(Step, frozen=True, dict=True, weakref=True):
         )
 
 
-# What was found out about a graph, kept with the object.
-
-
 _T = TypeVar("_T")
 PREFIX = "remat kept: "
 
 
 def cached_on(graph: TrainingGraph, name: str, make: Callable[[], _T]) -> _T:
-    """What `make` returned when it was first asked under `name` for this graph object.
-
-    It is kept as long as the object. Files, copies and other processes do not see it.
-    """
+    """What `make` returned when it was first asked under `name` for this graph object."""
+    # Kept as long as the object, and no field: files, copies and other processes do not see it.
     known = vars(graph)
     key = PREFIX + name
     if key not in known:

@@ -33,24 +33,12 @@ from remat.graph_capture.python_state.module_hooks import (
 from remat.graph_capture.torch_private.core import FakeTensor, global_hooks, has_global_hook
 from remat.graph_capture.tracing.outputs import leaves_in
 
-# Ops that no plan can replay, and the messages that refuse them.
-#
-# Each message names module, line and a way out. Two of them are also used before a trace, where the
-# module alone tells that such an op would come.
-
-
 _FUSED_LSTM = "aten.mkldnn_rnn_layer"
 _CUDNN_RNN = "aten._cudnn_rnn"
 _EFFECTS = "with_effects"
 
 
 def refuse_op(node: fx.Node, place_of: Callable[[fx.Node], tuple[str, str]]) -> None:
-    """Raise `CaptureError` if the op of `node` cannot be part of a plan.
-
-    Parameters
-    ----------
-    place_of : gives module and line of a node; called only for one that is refused.
-    """
     name = target_name(node)
     refuse_sparse(node, place_of)
     if name.startswith(_FUSED_LSTM):
@@ -73,7 +61,6 @@ def refuse_op(node: fx.Node, place_of: Callable[[fx.Node], tuple[str, str]]) -> 
 
 
 def refuse_sparse(node: fx.Node, place_of: Callable[[fx.Node], tuple[str, str]]) -> None:
-    """Raise `CaptureError` if `node` gives a sparse tensor; `place_of` as for `refuse_op`."""
     if any(t.layout != torch.strided for t in tensors_of(node) if t is not None):
         raise CaptureError(
             f"{node.name} {_where(*place_of(node))} makes a sparse tensor, which has no storage "
@@ -86,7 +73,6 @@ def _where(module: str, source: str) -> str:
 
 
 def _fused_lstm_message(place: str) -> str:
-    """The refusal of oneDNN's LSTM, whose backward needs what no graph can hold."""
     return (
         "nn.LSTM on CPU runs as one oneDNN op with a hidden workspace, which cannot be replayed "
         f"({place or 'the whole model'}). Unroll it over time, h, c = nn.LSTMCell(...)(x[t], (h, "
@@ -95,18 +81,12 @@ def _fused_lstm_message(place: str) -> str:
 
 
 def cudnn_rnn_message(place: str) -> str:
-    """The refusal of cuDNN's recurrent layers, whose backward cannot run twice."""
     return (
         f"{place or 'a recurrent layer'} runs as one cuDNN op, whose backward writes to a hidden "
         "workspace and whose dropout draws from a hidden state, so it cannot be replayed. Unroll "
         "it over time with nn.LSTMCell or nn.GRUCell, or capture and train under "
         "torch.backends.cudnn.flags(enabled=False)"
     )
-
-
-# What torch says where it cannot trace something, in words that say what to do.
-#
-# Torch's own messages speak of stand-ins for tensors, which a user has never made.
 
 
 _SAID = {
@@ -166,11 +146,11 @@ _SAID = {
 
 def _in_words(said: str) -> str:
     """What is wrong and what to do; empty where torch's own words are all there is."""
+    # Torch speaks of stand-ins for tensors, which a user has never made.
     return next((words for part, words in _SAID.items() if part in said), "")
 
 
 def refuse_subclass(what: str, tensor: Tensor) -> None:
-    """Raise `CaptureError` for a tensor of a class of its own, whose ops torch cannot trace."""
     if is_distributed(tensor):
         raise CaptureError(
             f"{what} is a DTensor, and only parameters may be: keep and pass its local part "
@@ -181,12 +161,6 @@ def refuse_subclass(what: str, tensor: Tensor) -> None:
             f"{what} is a {type(tensor).__name__}, a subclass of torch.Tensor that cannot be "
             "traced: use .as_subclass(torch.Tensor) of it, if its values are all that counts"
         )
-
-
-# Code that looks at the values of tensors is refused, with what to write in its place.
-#
-# Most looks have one usual reason, by which function of torch or which op looks: each has its way
-# out. What a graph would need there is a size or a branch that is known before the step runs.
 
 
 _DATA_DEPENDENT = (
@@ -245,17 +219,15 @@ _ANY = "replace the `if`, `.item()` or index by tensor ops such as torch.where o
 
 
 def _is_of_values(error: Exception) -> bool:
-    """Whether a trace failed since code looked at the values of a tensor."""
+    # Some of torch's errors say so in their text alone.
     return type(error).__name__ in _DATA_DEPENDENT or "data-dependent" in str(error).lower()
 
 
 def _branch_on_values(place: str, read: Sequence[str], said: str) -> CaptureError:
     """The refusal of code that looks at values.
 
-    Parameters
-    ----------
-    read : the arguments whose values were looked at, and `RANDOM`, if nothing else had a part.
-    said : the first line of what torch says, which ends in the name of the op that looks.
+    `read`: the arguments whose values were looked at, and `RANDOM`, if nothing else had a part.
+    `said`: the first line of what torch says.
     """
     named = " and ".join(name for name in read if name != RANDOM)
     what, ways = "", list[str]()
@@ -282,15 +254,17 @@ def _branch_on_values(place: str, read: Sequence[str], said: str) -> CaptureErro
 
 
 def _instead_of(said: str) -> str:
+    # Torch's line ends in the name of the op that looks, with its overload.
     op = said.rpartition(".")[0].split(" ")[-1]
     return _INSTEAD.get(op, _ANY)
 
 
 def _known_way_out(error: Exception) -> str:
-    """What the user can do where a function of torch looks at values; empty if it is not known."""
+    """Where a function of torch looks at values; empty if no way out is known."""
     frames = [] if error.__traceback__ is None else list(walk_tb(error.__traceback__))
     for frame, _ in reversed(frames):
         name = frame.f_code.co_name
+        # By its file, as many functions have the name.
         if frame.f_code.co_filename.endswith("distributions/distribution.py"):
             name = "__init__ of Distribution"
         if name in _WAYS_OUT:
@@ -308,19 +282,12 @@ Hooked = tuple[str, nn.Module, str, Any]
 
 
 def hook_tables(modules: Iterable[tuple[str, nn.Module]], tables: Iterable[str]) -> list[Hooked]:
-    """The tables of hooks of these modules."""
     return [(path, m, table, getattr(m, table)) for path, m in modules for table in tables]
 
 
 def refuse_module(model: nn.Module, device: str, loss_fn: Callable[..., Any] | None = None) -> None:
-    """Raise `CaptureError` for a module whose training step cannot be captured exactly.
-
-    Parameters
-    ----------
-    device : that the step is captured for. Ops of one that is not in the table are run.
-    """
     refuse_wrappers(model)
-    needs_storage = not is_in_table(device)
+    needs_storage = not is_in_table(device)  # as its ops are run here
     for path, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise CaptureError(
@@ -352,13 +319,11 @@ def refuse_module(model: nn.Module, device: str, loss_fn: Callable[..., Any] | N
 
 
 def is_all_frozen(model: nn.Module, batch: Any) -> bool:
-    """Whether neither a parameter nor an input requires grad, so that a step has no backward."""
     tensors = itertools.chain(model.parameters(), filter(torch.is_tensor, leaves_in(batch)))
     return not any(tensor.requires_grad for tensor in tensors)
 
 
 def refuse_all_frozen(model: nn.Module, batch: Any = ()) -> None:
-    """Refuse a step that has no backward."""
     if is_all_frozen(model, batch):
         raise CaptureError(
             f"no parameter of {type(model).__name__} requires grad, so there is no backward "
@@ -367,7 +332,7 @@ def refuse_all_frozen(model: nn.Module, batch: Any = ()) -> None:
 
 
 def _refuse_hooks_that_tell(place: ModuleHooks) -> None:
-    """Refuse a hook that prints or logs: the trace would run it, and no step would."""
+    # The trace would run it, and no step would.
     for hook in place.value:
         if name := tells_a_person(hook.function):
             raise CaptureError(
@@ -378,7 +343,6 @@ def _refuse_hooks_that_tell(place: ModuleHooks) -> None:
 
 
 def _refuse_kind(path: str, module: nn.Module, device: str) -> None:
-    """Refuse a module whose class rules out an exact graph."""
     if module._compiled_call_impl is not None:
         raise CaptureError(
             f"{path} was compiled in place by .compile(), and such code cannot be traced: leave "
@@ -411,7 +375,6 @@ def _elements_at_a_time(module: nn.Module) -> int:
 
 
 def distributed_message(path: str) -> str:
-    """The refusal of a parameter that is no longer what was planned, or a shard of FSDP2's."""
     return (
         f"parameter {path} has become a DTensor, or is a shard of FSDP2's, which gathers "
         "parameters by hooks outside of a plan: make the plan first, then call fully_shard on the "
@@ -421,12 +384,7 @@ def distributed_message(path: str) -> str:
 
 
 def unheard_hook(tables: list[Hooked]) -> str:
-    """The refusal of a hook that a rewritten step would not call; empty if there is none.
-
-    Parameters
-    ----------
-    tables : that must be empty.
-    """
+    """The refusal of a hook that a rewritten step would not call; empty if there is none."""
     if has_global_hook() and _foreign_global_hooks():
         return (
             "a global module hook is registered (register_module_forward_hook or its like): the "
@@ -445,13 +403,12 @@ def registered_hook(tables: list[Hooked]) -> str:
 
 
 def _foreign_global_hooks() -> bool:
-    """Whether a global hook is not torch's own; those of `FlopCounterMode`, say, only watch."""
+    # Torch's own, as those of `FlopCounterMode`, only watch.
     modules = (str(getattr(hook, "__module__", "")) for hook in global_hooks())
     return any(module.partition(".")[0] != "torch" for module in modules)
 
 
 def _hook_message(path: str, module: nn.Module, table: str) -> str:
-    """The refusal of a hook on a submodule."""
     kind = table.strip("_").removesuffix("s").replace("_", " ")
     is_traced = table in FORWARD_HOOKS  # by the next capture
     way_out = "capture and solve again" if is_traced else "move its work into forward"
@@ -467,16 +424,14 @@ def refusal(
 ) -> CaptureError:
     """A `CaptureError` for what the trace raised, with its place and a way out.
 
-    Parameters
-    ----------
-    read : the arguments whose values were looked at, and `RANDOM`, if nothing else had a part in
-        them.
+    `read` is as of `_branch_on_values`.
     """
     source = source_of_error(error.__traceback__)
     place = f"module {module or '(root)'} of {type(model).__name__}, {source or 'unknown line'}"
     kind = type(error).__name__
     if isinstance(error, DeviceError):
         return CaptureError(f"{error} ({place})")
+    # Before other looks at values: torch's own function has a switch.
     if way := _known_way_out(error):
         return CaptureError(f"torch looks at the values of a tensor ({place}): {way}")
     if type(error).__module__ == "torch._dynamo.exc":
@@ -497,6 +452,7 @@ def refusal(
     if "mkldnn_rnn" in str(error):
         return CaptureError(_fused_lstm_message(place))
     if words := _in_words(str(error)):
+        # An assertion of torch's says nothing to a user.
         said = "" if kind == "AssertionError" or "INTERNAL ASSERT" in str(error) else _said(error)
         return CaptureError(f"{words} ({place}){said}")
     return CaptureError(f"forward or backward failed while traced ({place}): {kind}: {error}")

@@ -26,36 +26,24 @@ from typing import Any, Generic, TypeVar
 
 from remat.graph_capture.errors import FileError, TierError, option
 
-# What is told when an object has ended, by C code alone.
-#
-# Python raises Ctrl-C between two of its bytecodes. It drops what a callback raises, so a callback
-# that is written in Python may end before it has closed or noted anything. The callbacks here are
-# methods of C: they put the fact on a queue, and another thread, where Ctrl-C is never heard, or a
-# later call does the rest.
-
-
 _Fact = TypeVar("_Fact")
 
 
 class Finalizer(weakref.ref[Any], Generic[_Fact]):
-    """Calls `hear`, a method of C, with itself when `thing` has ended; it has to live until then.
+    """Calls `hear`, a method of C, with itself when `thing` has ended; held until then."""
 
-    Attributes
-    ----------
-    fact : what it has to tell.
-    """
-
+    # Python raises Ctrl-C between two of its bytecodes, and drops what a callback raises: one
+    # written in Python may end before it has closed or noted anything. A method of C puts the fact
+    # on a queue, and another thread, where Ctrl-C is never heard, or a later call does the rest.
     fact: _Fact
 
     def __new__(cls, thing: Any, hear: Callable[[Any], Any], fact: _Fact) -> Finalizer[_Fact]:
-        """A weak reference with a fact."""
         self = super().__new__(cls, thing, hear)
         self.fact = fact
         return self
 
     def __init__(self, thing: Any, hear: Callable[[Any], Any], fact: _Fact) -> None:
-        """As `weakref.ref` takes them, which is told of no fact."""
-        super().__init__(thing, hear)  # pyright: ignore[reportCallIssue]
+        super().__init__(thing, hear)  # pyright: ignore[reportCallIssue]  # without the fact
 
 
 class FileCloser:
@@ -63,23 +51,23 @@ class FileCloser:
 
     def __init__(self) -> None:
         self._ended: queue.SimpleQueue[Finalizer[int] | None] = queue.SimpleQueue()
-        self._open: dict[int, Finalizer[int]] = {}
+        self._open: dict[int, Finalizer[int]] = {}  # a weak reference that is gone calls nothing
+        # Python joins other threads before `atexit` calls `_end`, which ends this one.
         self._thread = threading.Thread(target=self._run, name="remat-closing", daemon=True)
         self._thread.start()
 
     def watch(self, thing: Any, descriptor: int) -> None:
-        """Close `descriptor` once `thing` has ended; at the end of the process the system does."""
         ending = Finalizer(thing, self._ended.put, descriptor)
         self._open[id(ending)] = ending
 
     def end(self) -> None:
-        """Close those whose objects have ended by now, and end the thread."""
         self._ended.put(None)
         self._thread.join()
 
     def _run(self) -> None:
         while (ending := self._ended.get()) is not None:
             os.close(ending.fact)
+            # Not held while the thread waits for the next one.
             del self._open[id(ending)], ending
 
 
@@ -88,7 +76,6 @@ _starting = threading.Lock()
 
 
 def _file_closer() -> FileCloser:
-    """The one of this process."""
     with _starting:
         if not _file_closers:
             _file_closers.append(FileCloser())
@@ -96,13 +83,13 @@ def _file_closer() -> FileCloser:
 
 
 def _end() -> None:
-    """What ends later, in another function of `atexit`, the system closes."""
+    # What ends later, in another function of `atexit`, the system closes.
     for one in _file_closers:
         one.end()
 
 
 def _forget() -> None:
-    """A forked process has the thread of its parent in name only."""
+    # A forked process has its parent's thread in name only, and perhaps a held lock.
     global _starting
     _starting = threading.Lock()
     _file_closers.clear()
@@ -111,13 +98,6 @@ def _forget() -> None:
 if hasattr(os, "register_at_fork"):  # Windows has no fork
     os.register_at_fork(after_in_child=_forget)
 atexit.register(_end)
-
-
-# One open file that many values lie in: a process may have few files open, often 1,024.
-#
-# Each value has a range of whole blocks. That a value has ended is noted by a method of C
-# (`Finalizer`), and looked at when the next range is taken. The file is closed when no range of it
-# is left, so with the last value of a step.
 
 
 BLOCK_BYTES = 4096
@@ -130,29 +110,23 @@ _Range = tuple[int, int]
 
 
 class _SharedFile:
-    """An open file, closed when nothing holds this object any more.
+    """An open file that many values lie in, closed when nothing holds this object any more."""
 
-    Attributes
-    ----------
-    descriptor : of the file. is_direct : whether it goes past the page cache.
-    size_bytes : of all ranges, and of the gaps between them.
-    """
-
+    # One for many, as a process may have few files open, often 1,024.
     def __init__(self, descriptor: int, is_direct: bool) -> None:
+        # `is_direct`: it goes past the page cache.
         self.descriptor, self.is_direct = descriptor, is_direct
         _file_closer().watch(self, descriptor)
+        # Of all ranges, and of the gaps between them.
         self.size_bytes, self._gaps = 0, list[_Range]()
+        # That a value has ended is noted by a method of C, and looked at when the next range is
+        # taken.
         self._ended: queue.SimpleQueue[Finalizer[_Range]] = queue.SimpleQueue()
         self._held: dict[int, Finalizer[_Range]] = {}
         self._taking = threading.Lock()
 
     def take(self, holder: Any, size_bytes: int) -> int:
-        """Where a free range of so many bytes begins; it is free again once `holder` has ended.
-
-        Raises
-        ------
-        OSError : the disk has no room for it.
-        """
+        """Where a free range of so many bytes begins; it is free again once `holder` has ended."""
         size_bytes = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
         with self._taking:
             self._gather()
@@ -160,6 +134,7 @@ class _SharedFile:
             if not gaps:
                 self._grow(size_bytes)
                 gaps = self._gaps[-1:] if size_bytes else [(0, 0)]
+            # The smallest that fits leaves larger ones whole.
             start, end = min(gaps, key=lambda gap: gap[1] - gap[0])
             if size_bytes:
                 self._gaps.remove((start, end))
@@ -169,29 +144,28 @@ class _SharedFile:
         return start
 
     def _gather(self) -> None:
-        """Take back the ranges whose holders have ended."""
         while not self._ended.empty():
             ending = self._ended.get()
             del self._held[id(ending)]
             self._give_back(ending.fact)
 
     def _give_back(self, given: _Range) -> None:
-        """Add a gap, as one with those that it touches."""
         start, end = given
         if start == end:
             return
+        # Gaps that touch are one, so that larger ranges fit.
         for gap in [gap for gap in self._gaps if gap[1] == start or gap[0] == end]:
             self._gaps.remove(gap)
             start, end = min(start, gap[0]), max(end, gap[1])
         self._gaps.append((start, end))
 
     def _grow(self, size_bytes: int) -> None:
-        """Have a last gap of so many bytes. A full disk is an error now, not amid a copy."""
         end = self.size_bytes
         at_end = (gap[1] - gap[0] for gap in self._gaps if gap[1] == end)
         more_bytes = size_bytes - sum(at_end)
         try:
             if more_bytes:
+                # A full disk is an error now, not amid a copy.
                 os.posix_fallocate(self.descriptor, end, more_bytes)
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
@@ -218,7 +192,6 @@ def missing_calls() -> list[str]:
 
 
 def _require_calls(tier: str) -> None:
-    """Raise `TierError` on a system that cannot keep values in files."""
     if missing := missing_calls():
         raise TierError(
             f"plan without {tier}: it keeps values in files, which remat does on Linux alone "
@@ -229,19 +202,13 @@ def _require_calls(tier: str) -> None:
 class Folder:
     """A folder for nameless files, and the way in which it takes them.
 
-    Attributes
-    ----------
-    path : of the folder. is_direct : whether its files go past the page cache.
-    is_nameless : whether they never have a name.
-
-    Raises
-    ------
-    TierError : no file can be made there, or the system has no such files.
+    Raises `TierError` where no file can be made, or the system has no such files.
     """
 
     def __init__(self, path: str, tier: str) -> None:
         _require_calls(tier)
         self.path, self.tier = path, tier
+        # Whether files never have a name, and whether they go past the page cache.
         self.is_nameless, self.is_direct = bool(_NAMELESS), bool(_DIRECT)
         self._open: Callable[[], _SharedFile | None] = lambda: None
         self._opening = threading.Lock()
@@ -257,6 +224,7 @@ class Folder:
         """Take the first way in which a block can be written and read again."""
         ways = [(nameless, direct) for nameless in (True, False) for direct in (True, False)]
         for self.is_nameless, self.is_direct in ways:
+            # The system lacks a flag that this way needs.
             if self.is_nameless > bool(_NAMELESS) or self.is_direct > bool(_DIRECT):
                 continue
             try:
@@ -273,8 +241,8 @@ class Folder:
         file.read_block(block, 0)
 
     def require_room(self, size_bytes: int) -> None:
-        """Raise `TierError` if the file system has less than `size_bytes` free."""
         found = os.statvfs(self.path)
+        # As far as users other than root may take it.
         free_bytes = found.f_bavail * found.f_frsize
         if free_bytes < size_bytes:
             raise TierError(
@@ -293,13 +261,13 @@ class Folder:
         """The file that values are in now: the one that is open, or a new one."""
         with self._opening:
             found = self._open()
+            # Of another kind only while the ways are tried.
             if found is None or found.is_direct != self.is_direct:
                 found = _SharedFile(self._new(), self.is_direct)
-                self._open = weakref.ref(found)
+                self._open = weakref.ref(found)  # closed with its last value
             return found
 
     def _new(self) -> int:
-        """A new file's descriptor."""
         flags = os.O_RDWR | (_DIRECT if self.is_direct else 0)
         if self.is_nameless:
             return os.open(self.path, flags | _NAMELESS, 0o600)
@@ -310,18 +278,14 @@ class Folder:
             try:
                 return os.open(name, flags)
             finally:
+                # Opened again, as `mkstemp` takes no flags.
                 os.close(descriptor)
         finally:
             os.unlink(name)
 
 
 class File:
-    """The bytes of one value, in a file of a folder, while anything holds this object.
-
-    Raises
-    ------
-    OSError : no file can be opened, or the disk has no room for all of it.
-    """
+    """The bytes of one value, in a file of a folder, while anything holds this object."""
 
     def __init__(self, folder: Folder, size_bytes: int) -> None:
         self.shared, self.size_bytes = folder.file(), size_bytes
@@ -329,21 +293,18 @@ class File:
         self.start = self.shared.take(self, size_bytes)
 
     def write_from(self, address: int) -> None:
-        """Fill the file from memory."""
         for start, block, in_memory in self._blocks(address):
             if in_memory:
                 ctypes.memmove(in_memory, address + start, min(len(block), self.left(start)))
             self.write_block(block, start)
 
     def read_to(self, address: int) -> None:
-        """Fill memory from the file."""
         for start, block, in_memory in self._blocks(address):
             self.read_block(block, start)
             if in_memory:
                 ctypes.memmove(address + start, in_memory, min(len(block), self.left(start)))
 
     def copy_to(self, other: File) -> None:
-        """Fill another file from this one."""
         buffer = memoryview(_bounce()[0])
         for start in range(0, self.size_bytes, CHUNK_BYTES):
             size_bytes = min(CHUNK_BYTES, self.left(start))
@@ -355,7 +316,6 @@ class File:
         return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES if self.is_direct else size_bytes
 
     def left(self, start: int) -> int:
-        """Bytes from `start` to the end."""
         return self.size_bytes - start
 
     def _blocks(self, address: int) -> Iterator[tuple[int, memoryview, int]]:
@@ -375,13 +335,12 @@ class File:
                 yield start, memoryview(memory).cast("B"), 0
 
     def write_block(self, block: memoryview, start: int) -> None:
-        """Write all of `block`; the system may take a part at a time."""
+        """The system may take a part at a time."""
         while block:
             done = os.pwrite(self.descriptor, block, self.start + start)
             block, start = block[done:], start + done
 
     def read_block(self, block: memoryview, start: int) -> None:
-        """Read until `block` is full."""
         while block:
             done = os.preadv(self.descriptor, [block], self.start + start)
             if done == 0:
@@ -397,24 +356,14 @@ def _bounce() -> tuple[mmap.mmap, int]:
     return _of_thread.buffer
 
 
-# The folders that such files are in, before anything is written.
-#
-# On a CPU, whose memory is the device's, files are the tier that plans call the host.
-
-
 def host_folder() -> str:
-    """The folder that is a CPU's host: that of `HOST_FOLDER`, or the system's temporary one."""
+    """That of `HOST_FOLDER`, or the system's temporary one."""
+    # On a CPU, whose memory is the device's, files are the tier that plans call the host.
     return os.environ.get(HOST_FOLDER) or tempfile.gettempdir()
 
 
 def require_writable(folder: str, tier: str = "host") -> None:
-    """Write a block there.
-
-    Raises
-    ------
-    FileError : there is no such folder, or it cannot be written.
-    TierError : the system cannot keep values in files.
-    """
+    """Write a block there, to see that it can be."""
     _require_calls(tier)
     if not Path(folder).is_dir():
         raise FileError(f"{folder} is no folder: name one on the drive that is to be used")
@@ -426,12 +375,6 @@ def require_writable(folder: str, tier: str = "host") -> None:
 
 
 def free_on_drive_bytes(folder: str) -> int:
-    """Bytes that new files in `folder` may take.
-
-    Raises
-    ------
-    FileError : there is no such folder.
-    """
     try:
         return shutil.disk_usage(folder).free
     except OSError as error:

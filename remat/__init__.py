@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         RematError,
         SolverError,
     )
-    from remat.graph_capture.graph import Step
+    from remat.graph_capture.graph import TrainingStep as Step
     from remat.job.size_search import largest_batch
     from remat.one_call import rematerialize, solve
     from remat.plan import Plan, load, plans
@@ -62,7 +62,7 @@ _ERRORS = "remat.graph_capture.errors"
 _HOMES = {
     "Plan": "remat.plan",
     "Sharding": "remat.graph_capture.distributed.sharding",
-    "Step": "remat.graph_capture.graph",
+    "Step": "remat.graph_capture.graph:TrainingStep",
     "capture": "remat.graph_capture.capture_api",
     "check": "remat.rewriter.checking.check",
     "largest_batch": "remat.job.size_search",
@@ -81,7 +81,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"remat.{name}")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES.get(name, _ERRORS)), name)
+    module, _, inside = _HOMES.get(name, _ERRORS).partition(":")
+    return getattr(importlib.import_module(module), inside or name)
 
 
 def __dir__() -> list[str]:

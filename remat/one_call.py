@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 from remat.budgets import parse_budget
 from remat.graph_capture.distributed.sharding import NO_SHARDING, Sharding
 from remat.graph_capture.errors import SolverError
-from remat.graph_capture.graph import Optimizer, Step, TrainingGraph
+from remat.graph_capture.graph import Optimizer, TrainingGraph, TrainingStep
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.plan import Plan
 from remat.solver.reductions.pin_globs import Globs, as_globs
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def solve(
-    step: Step,
+    step: TrainingStep,
     budget: str | SupportsIndex,
     solver: str = "auto",
     time_limit_s: float = 60.0,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from remat.graph_capture.errors import BudgetError, PlanError
-from remat.graph_capture.graph import Step, TrainingGraph
+from remat.graph_capture.graph import TrainingGraph, TrainingStep
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.schedules.family import Family, RangePeak, peak_over, resized_schedule
 from remat.schedules.plan import PlanFile, evaluate_plan
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.export import ExportedProgram
 
-    from remat.analysis.compare import Sweep
     from remat.analysis.explanation import Explanation
     from remat.analysis.inspect import InspectBy, Inspection
     from remat.analysis.layer_checkpoints import EveryNth
@@ -33,10 +32,7 @@ if TYPE_CHECKING:
     from remat.schedules.layout import Layout
     from remat.schedules.report.page_facts import MeasuredStep
     from remat.schedules.reserved import Reserved
-    from remat.solver.budgets.front import GibPrice
-
-FURTHER_SOLVE_S = 10.0
-"""Seconds that each further solve of `Plan.explain` may take."""
+    from remat.solver.budgets.front import Front, GibPrice
 
 
 class Plan(Result, frozen=True):
@@ -62,7 +58,7 @@ class Plan(Result, frozen=True):
     code: Any = None
 
     @classmethod
-    def of(cls, step: Step, schedule: Schedule, budget_bytes: int = 0) -> Self:
+    def of(cls, step: TrainingStep, schedule: Schedule, budget_bytes: int = 0) -> Self:
         """The plan of a schedule at hand, such as one of a solver of yours.
 
         Parameters
@@ -208,7 +204,7 @@ class Plan(Result, frozen=True):
         self,
         *,
         why_of: str | Iterable[str] = (),
-        each_s: float = FURTHER_SOLVE_S,
+        each_s: float = 10.0,
         progress: Callable[[str], None] | None = None,
     ) -> Explanation:
         """Who holds the peak, the least budget, what memory is worth, what each lever brings.
@@ -233,7 +229,7 @@ class Plan(Result, frozen=True):
         self,
         path: str | Path | None = None,
         *,
-        sweep: Sweep | None = None,
+        fronts: Mapping[str, Front] | None = None,
         measured: MeasuredStep | None = None,
         layout: Layout | None = None,
     ) -> str:
@@ -241,8 +237,8 @@ class Plan(Result, frozen=True):
 
         Parameters
         ----------
-        sweep, measured, layout : of `remat.sweep`, of `Plan.measure` and of `Plan.layout`, to be
-            drawn beside it.
+        fronts : those of `remat.sweep`, to be drawn beside it. measured : of `Plan.measure`.
+        layout : of `Plan.layout`.
 
         Raises
         ------
@@ -251,7 +247,6 @@ class Plan(Result, frozen=True):
         """
         from remat.analysis.plan_report import report
 
-        fronts = None if sweep is None else sweep.fronts
         return report(
             self._graph(), self, path, fronts=fronts, measured=measured, layout=layout
         )  # fmt: skip
@@ -290,7 +285,7 @@ class Plan(Result, frozen=True):
         ------
         PlanError : there is no schedule; or the alignment is no power of two.
         """
-        from remat.placed import place
+        from remat.analysis.memory_figures import place
 
         return place(self._graph(), self._scheduled(), alignment_bytes=alignment_bytes)
 

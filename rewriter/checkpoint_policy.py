@@ -30,34 +30,21 @@ from remat.schedules.simulate import require_valid
 class OccurrencePolicy:
     """A policy for `create_selective_checkpoint_contexts` around one module.
 
-    It counts the runs of each op, in forward and in recomputation apart, and saves those that the
-    schedule keeps. Ops that the graph does not have, such as views, are recomputed. So are ops in
-    place, whose results later ops may change. The policy counts one forward; `contexts` begins a
-    fresh count for each.
-
-    Attributes
-    ----------
-    kept : for each op, whether each of its runs in forward is kept.
-    contexts : makes the pair for one forward: ``checkpoint(..., context_fn=policy.contexts)``. It
-        is a partial function and no method, since torch.compile takes no method there.
+    It saves the runs of ops that the schedule keeps (`kept`, for each run in forward) and counts
+    one forward. `contexts` begins a fresh count: ``checkpoint(..., context_fn=policy.contexts)``.
     """
 
     def __init__(self, kept: Mapping[str, tuple[bool, ...]], *, is_fresh: bool = False) -> None:
         self.kept = kept
-        self.contexts = functools.partial(_contexts, kept)
+        self.contexts = functools.partial(_contexts, kept)  # torch.compile takes no method here
         self._is_fresh = is_fresh
         self._runs: Counter[tuple[bool, str]] = Counter()
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        """Whether this run of `op` is saved.
-
-        Raises
-        ------
-        RewriteError : `op` has run more often than in one forward.
-        """
         del args, kwargs
         name, in_place = _functional(str(op))
         runs, i = self.kept.get(name, ()), self._runs[ctx.is_recompute, name]
+        # Recomputation runs the same ops once more, so it is counted apart.
         self._runs[ctx.is_recompute, name] += 1
         if runs and i >= len(runs) and not self._is_fresh:
             raise RewriteError(
@@ -65,6 +52,8 @@ class OccurrencePolicy:
                 "this policy counts one forward. Pass context_fn=policy.contexts to checkpoint, "
                 "which begins anew at each forward"
             )
+        # Later ops may write to the result of an op in place. What the graph lacks, such as views,
+        # is recomputed too.
         is_kept = i < len(runs) and runs[i] and not in_place
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -76,7 +65,7 @@ def _contexts(
 
 
 def _functional(op: str) -> tuple[str, bool]:
-    """The op's name in a captured graph (``aten.relu`` for ``aten.relu_``); whether it differs."""
+    # The captured graph is functional: it has aten.relu for aten.relu_.
     packet, _, overload = op.rpartition(".")
     return f"{packet.removesuffix('_')}.{overload}", packet.endswith("_")
 

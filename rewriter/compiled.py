@@ -41,11 +41,8 @@ class CompiledStep:
 
     `mutated` and `initialised` are what each step sets on modules and elsewhere,
     `duplicate_outputs` where its results repeat a tensor, `floats` the numbers that each step reads
-    anew. `by_inductor` says whether it runs Inductor's code or our own, `gradient_gates` how
-    gradients are released as they are made, `gradient_order` in which order eager's come, by place,
-    `recompute_inputs` the places of what backward reads to make values again. `memory` is where its
-    graphs get memory from, `tier` where they copy values to.
-    `graph` is what is carried out, `links` those by which values are copied.
+    anew. `gradient_order` is the order in which eager's gradients come, by place;
+    `recompute_inputs` are the places of what backward reads to make values again.
     """
 
     call: Callable[..., Any]
@@ -66,25 +63,21 @@ class CompiledStep:
     recompute_inputs: tuple[int, ...] = ()
 
     def results(self, *inputs: Any) -> Any:
-        """What a run of the step returns: the module's results, with `mutated` as a pair."""
+        """The module's results of one run, with `mutated` as a pair."""
         results = self.call(*inputs)
         return self.duplicate_outputs.tree(results) if self.duplicate_outputs else results
 
 
 def copy_to_compile(trace: Trace) -> Trace:
-    """The same trace once more, for one of several schedules.
-
-    AOTAutograd notes in its metadata what the one schedule saves for backward. All else of a trace
-    is only read.
-    """
     state = trace.descriptors._aot_state
+    # AOTAutograd notes in its metadata what one schedule saves for backward; all else of a trace is
+    # only read.
     own = dataclasses.replace(state, fw_metadata=copy.copy(state.fw_metadata))
     descriptors = dataclasses.replace(trace.descriptors, _aot_state=own)
     return dataclasses.replace(trace, descriptors=descriptors)
 
 
 def links_of(trace: Trace, costed: TrainingGraph | None = None) -> Links | None:
-    """The links of a step: of its trace, else of the graph that its plan was solved on."""
     return trace.graph.links or (costed.links if costed else None)
 
 
@@ -95,29 +88,17 @@ def compile_step(
     by_inductor: bool = False,
     links: Links | None = None,
 ) -> CompiledStep:
-    """Carry out `schedule` on a fresh trace.
-
-    A trace can be compiled only once, since AOTAutograd uses up its metadata.
-
-    Parameters
-    ----------
-    links : as of `links_of`, for a schedule that copies values.
-
-    Raises
-    ------
-    ScheduleError : the schedule was made for another graph, or breaks a rule of it.
-    RewriteError : Inductor is asked for and cannot compile the step exactly.
-    TierError : values are copied to a folder that cannot be written, or has too little room.
-    """
+    """Carry out `schedule` on a fresh trace, by our own code or Inductor's."""
     found = require_valid(trace.graph, schedule, links)
     if schedule.moves:
         refuse_copies(by_inductor=by_inductor, over_range=trace.env is not None)
     tier = tier_for(trace.graph, schedule, links or trace.graph.links, found)
-    trace.compiled = True
+    trace.compiled = True  # AOTAutograd uses up the trace's metadata
     emitted: list[fx.GraphModule] = []
     facts = gradient_facts(trace.joint)
     floats = FloatSource(trace.floats) if trace.floats else None
     make_compilers: Callable[..., Any] = _inductor if by_inductor else _boxed
+    # Filled by `partition`, which AOTAutograd calls before the compilers.
     compilers: list[Any] = []
     gates: list[GradientGates] = []
     memory = StepAllocator()
@@ -136,6 +117,7 @@ def compile_step(
             gm, num_fwd_outputs, recipe.name, recipe.resident, several, recipe.gradient_release,
             **recipe.facts(),
         )  # fmt: skip
+        # What AOTAutograd hands over must still be the graph that was planned.
         schedule.check_made_for(joint.graph)
         # Inductor's kernels are made for the strides of the trace.
         metadata = None if by_inductor else state.fw_metadata
@@ -179,7 +161,6 @@ def compile_step(
 
 
 def refuse_copies(*, by_inductor: bool = False, over_range: bool = False) -> None:
-    """Raise `RewriteError` for ways of running that carry out no copies between tiers."""
     if by_inductor:
         raise RewriteError(
             "this plan copies values to the host, and code by Inductor copies none: leave out "
@@ -218,6 +199,7 @@ def _inductor(
     backward: fx.GraphModule,
     gradient_gates: GradientGates | None,
 ) -> tuple[Any, Any]:
+    # Inductor is imported only for plans whose code it makes.
     from remat.rewriter.inductor.compiler import InductorStep
 
     step = InductorStep(joint, forward, backward)

@@ -35,34 +35,21 @@ from remat.schedules.plan import Prediction
 from remat.schedules.schedule import ChunkedRegion, Schedule
 from remat.schedules.simulate import require_valid
 
-# Traces a step with what a schedule changes in it: regions in chunks, and levers.
-#
-# Chunks that are exact are compared with eager on the device that will train, unless this process
-# has done so. The plan may have been made elsewhere, or for a device of the table.
-
 
 def trace_of_schedule(
     model: nn.Module, recipe: Recipe, schedule: Schedule, captured: Trace | None = None
 ) -> Trace:
-    """A trace of the step that `schedule` is of.
-
-    Parameters
-    ----------
-    captured : a trace with the recipe, whole and not compiled, which is used up; None to trace.
-
-    Raises
-    ------
-    RewriteError : chunks that are to be exact give other bits than eager here.
-    ScheduleError : the step has no such region, or no region runs in that many chunks; or this
-        release has no such lever.
-    """
+    """A trace of the step that `schedule` is of; `captured` is used up if it can serve."""
     _require_counts(schedule)
     facts = schedule.graph_hash, recipe.device
+    # The plan may have been made elsewhere, or for a device of the table: exact chunks are compared
+    # with eager on the device that will train, once a process.
     unknown = [
         one
         for one in schedule.chunks
         if one.exact and not is_known_to_give_them(*facts, one.region, one.chunks)
     ]
+    # Compiling uses up a trace's record, which `with_edits` takes over.
     is_usable = captured is not None and not captured.compiled and not captured.floats
     if unknown:
         whole = dataclasses.replace(recipe, edits=())
@@ -75,16 +62,12 @@ def trace_of_schedule(
 
 
 def _edits_of(schedule: Schedule) -> Iterator[JointEdit]:
-    """What the emitters of a schedule's levers do, each told what the schedule says.
-
-    Raises
-    ------
-    ScheduleError : this release has no lever of that name that changes which ops run.
-    """
+    # One region may stand for several parts that run in as many chunks.
     chunks = tuple(
         (part, one.chunks, one.exact) for one in schedule.chunks for part in one.region.split(AND)
     )
     told = [(one.lever, one.told) for one in schedule.levers]
+    # A schedule has chunks or such levers, not both (`REDUCTIONS`).
     for name, facts in [("chunks", chunks), *told] if chunks else told:
         if name not in REDUCTIONS or not REDUCTIONS[name].emitter:
             raise ScheduleError(
@@ -95,7 +78,7 @@ def _edits_of(schedule: Schedule) -> Iterator[JointEdit]:
 
 
 def _require_counts(schedule: Schedule) -> None:
-    """Refuse numbers of chunks that no plan has: the graph's hash does not cover them."""
+    # The graph's hash does not cover these, and a plan file may have been edited.
     for one in schedule.chunks:
         if one.chunks not in COUNTS:
             raise ScheduleError(
@@ -230,6 +213,8 @@ def rewrite(
         is_usable = not trace.compiled and not trace.recipe.is_modelled
         is_usable = is_usable and trace.graph.hash == schedule.graph_hash
         if not is_usable:
+            # A trace of the step as captured lacks only the plan's edits, so it need not be traced
+            # again.
             is_whole = not trace.recipe.is_modelled and trace.graph.hash == schedule.captured_hash
             again = trace if is_whole else None
             trace = _traced_again(model, trace.recipe, schedule, again)
@@ -260,7 +245,7 @@ def module_for(
     by_inductor: bool = False,
     audit: Audits = "step",
 ) -> RematModule:
-    """The module that carries out `schedule`, over a trace that has not been compiled."""
+    """The module that carries out `schedule`; `traced` has not been compiled."""
     links = links_of(traced, costed)
     step = compile_step(traced, schedule, by_inductor=by_inductor, links=links)
     known = (prediction, costed, updates)
@@ -270,11 +255,11 @@ def module_for(
 
 
 def _warn_above_budget(traced: Trace, schedule: Schedule) -> None:
-    """Warn if the code that Inductor makes of a schedule exceeds its budget."""
+    # Inductor is imported only where its code is asked for.
     from remat.rewriter.inductor.compiler import code_peak_bytes
     from remat.rewriter.inductor.lowering import ReplayError
 
-    if not schedule.budget_bytes:
+    if not schedule.budget_bytes:  # made without a budget
         return
     try:
         peak_bytes = code_peak_bytes(traced.joint, schedule)
@@ -291,7 +276,6 @@ def _warn_above_budget(traced: Trace, schedule: Schedule) -> None:
 
 
 def _require_schedule(given: Any) -> None:
-    """Raise `RewriteError` for what a solve returns around a schedule, or in place of one."""
     if isinstance(given, Schedule):
         return
     found = f"there is no schedule to rewrite to, but {given!r}"
@@ -338,7 +322,6 @@ def _trace_over(model: nn.Module, over: RangedGraph) -> Trace:
 
 
 def _trace_range(model: nn.Module, known: RangedGraph | Family) -> Trace:
-    """The trace of the range that a graph or a family is for."""
     recipe = recipe_for(model, known.traced_hash)
     if recipe is None:
         raise RewriteError(
@@ -351,10 +334,7 @@ def _trace_range(model: nn.Module, known: RangedGraph | Family) -> Trace:
 def _traced_again(
     model: nn.Module, recipe: Recipe, schedule: Schedule, captured: Trace | None = None
 ) -> Trace:
-    """A trace of the ops that run here, whatever device the recipe's plan is for.
-
-    Where they are not the plan's, the plan is refused. So a plan with attention dropout that was
-    made for a GPU cannot be trained with by mistake. `captured` is as of `trace_of_schedule`.
-    """
+    # The ops that run here, whatever device the plan is for: where they differ, its hash is
+    # refused. So no plan with attention dropout made for a GPU trains here by mistake.
     device = CPU if recipe.is_modelled else recipe.device
     return trace_of_schedule(model, dataclasses.replace(recipe, device=device), schedule, captured)

@@ -55,27 +55,18 @@ def solve_within(
 
     Parameters
     ----------
-    graph : TrainingGraph
-        One training step.
-    budget_bytes : int
-        On the peak, resident bytes included.
-    solver : str
-        A name of `TABLE`.
-    time_limit_s : float
-        The best schedule found by then is returned, with status ``time limit`` if that
+    graph : one training step.
+    budget_bytes : on the peak, resident bytes included.
+    solver : a name of `TABLE`. **options : its fields.
+    time_limit_s : the best schedule found by then is returned, with status ``time limit`` if that
         cut the search short.
-    progress : callable
-        Called with a `Progress` now and then.
-    keep, recompute : globs
-        Over module paths: forward ops there are never recomputed, or what backward reads of
-        them is not carried from forward into backward; see `remat.solver.reductions.pins`.
-    known_us : float
-        The time of a schedule that is known: a solver that proves a bound may end where none can
-        be faster by more than its gap.
-    at_hand : Result
-        The outcome for a graph with regions if all of them run whole, where it is known.
-    **options : object
-        Fields of the solver.
+    progress : called with a `Progress` now and then.
+    keep, recompute : globs over module paths: forward ops there are never recomputed, or what
+        backward reads of them is not carried from forward into backward; see
+        `remat.solver.reductions.pins`.
+    known_us : the time of a schedule that is known: a solver that proves a bound may end where
+        none can be faster by more than its gap.
+    at_hand : the outcome for a graph with regions if all of them run whole, where it is known.
 
     Raises
     ------

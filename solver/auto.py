@@ -63,14 +63,6 @@ from remat.solver.stopping import (
 from remat.solver.store_all import store_all_state
 from remat.solver.table import REAL, make_solver, options_of
 
-# Bound and schedule brought together: lazy cuts from below, neighbourhoods from above.
-#
-# A round solves the program of the cuts so far in one thread, while the others search
-# neighbourhoods of the best schedule. It waits for both before it uses either. So the outcome
-# depends on the seed and the number of workers, and not on who was first. With one worker the
-# two take turns.
-
-
 _CP_SAT_S = 2.5
 """Seconds that a unit of CP-SAT's deterministic time took, with the building of its programs."""
 _ITERATION_S = 4e-4
@@ -104,7 +96,6 @@ class Improvement:
         self.cuts_limit = LARGE_CUTS if self.search.is_large else CUTS
 
     def run(self) -> None:
-        """Rounds until there is nothing left to do."""
         is_slow = False
         while self.search.is_open(self.gap) and not is_slow:
             open_gap = self.search.gap
@@ -112,6 +103,7 @@ class Improvement:
             most_stalled = STALLED_CUTS.most * len(self.lazy.parts)
             has_cuts = not self.lazy.is_done and self.stalled < most_stalled
             is_searched = self.around is not None and self.around.is_exhausted
+            # Neighbourhoods need a schedule to search around.
             if not has_cuts and (is_searched or self.search.best is None):
                 return
             if has_cuts:
@@ -121,7 +113,6 @@ class Improvement:
             is_slow = self.search.is_large and LAST_LARGE_ROUND.is_last(self.search.gap, open_gap)
 
     def _round_of_both(self) -> None:
-        """Some programs of cuts, and neighbourhoods beside them."""
         before_us, open_gap = self.lazy.bound_us, self.search.gap
         effort = max(self.effort, self.least_effort) / _CP_SAT_S
         if self.search.best is not None:
@@ -131,6 +122,8 @@ class Improvement:
             if self.search.best is not None:
                 self._search_around(1, effort)
         else:
+            # Both are waited for before either's finds are used: the outcome then depends on the
+            # seed and the number of workers, not on who was first.
             with Task(lambda: self._programs(open_gap)) as solving:
                 self._search_around(self.workers - 1, effort)
                 found = solving.wait()
@@ -146,16 +139,13 @@ class Improvement:
         self.stalled = 0 if is_higher else self.stalled + 1
 
     def _programs(self, open_gap: float) -> list[Climbed]:
-        """Programs of cuts, each refined by the one before, until a round is filled.
-
-        Schedules that neighbourhoods find meanwhile are left aside: when they come depends on
-        the clock.
-        """
         found: list[Climbed] = []
         spent = 0.0
         while spent < self.least_effort and not self.lazy.is_done:
+            # The gap at the start of the round: when neighbourhoods narrow it depends on the clock.
             found.append(self.lazy.climb(self._limits(open_gap)))
             self.effort = _GROWTH * _ITERATION_S * found[-1].solution.iterations
+            # At least a little each, as presolve may solve a program without an iteration.
             spent += max(self.effort, FIRST_ROUND.most / 10)
             if not found[-1].solution.finished:
                 break
@@ -171,12 +161,12 @@ class Improvement:
         return [sum(problem.cost_us[op] for op in stage) for stage in again]
 
     def _search_around(self, workers: int, effort: float) -> None:
-        """Neighbourhoods of the best schedule known."""
         best_us = self.search.best_key[0] - self.search.graph.time_us
         if self.around is None:
             self.around = LargeNeighbourhoods(
                 self.search, lambda: not self.search.is_open(self.gap), self.seed
             )
+        # Cuts may have found a better schedule than the one searched around.
         elif best_us < self.around.cost_us * (1 - 1e-9):
             self.around.restart()
         self.around.workers, self.around.guide = workers, self.guide
@@ -225,7 +215,6 @@ class Auto:
             raise SolverError(f"order must be fixed or free, not '{self.order}'")
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """The best schedule found within `budget_bytes`, and the best proven bound."""
         if can_copy(graph):
             return self._solve_with_copies(graph, budget_bytes)
         if self.order == "free":
@@ -243,10 +232,10 @@ class Auto:
             "joint", gap=self.gap, seed=self.seed, workers=self.workers,
             time_limit_s=self.time_limit_s, progress=self.progress,
         )  # fmt: skip
+        # A plan names the solver and options that were asked for, so that it can be asked again.
         return renamed(made.solve(graph, budget_bytes), "auto", options_of(self))
 
     def _solve_fixed(self, graph: TrainingGraph, budget_bytes: int, share: Share) -> Result:
-        """Solve in the order of `graph`."""
         search = self._search(graph, budget_bytes, share)
         with search.until_interrupted():
             self._run(search, share)
@@ -257,12 +246,14 @@ class Auto:
         search = Search(
             graph, budget_bytes, "auto", share.time_limit_s, share.progress, options_of(self)
         )
+        # The known schedule keeps captured order; in a free order others may be faster.
         if self.order == "fixed":
             search.enough_us = self.known_us / (1 + gap_for(len(graph.ops), self.gap))
         return search
 
     def _run(self, search: Search, share: Share) -> None:
         plain = store_all_state(search.problem)
+        # No op runs twice, so nothing is faster.
         if search.offer(plain):
             return
         if share.start is not None:
@@ -279,7 +270,6 @@ class Auto:
             search.offer_least(chen_state(search.problem))
 
     def _close_gap(self, search: Search, plain: State, share: Share) -> None:
-        """All that may find a schedule or raise the bound, in turn; a look ends early."""
         # Before the cut, whose repairs are slow on thousands of ops.
         if search.is_large:
             Hierarchical().first(search, is_thorough=search.left_s > _PATIENT_S)
@@ -304,7 +294,6 @@ class Auto:
             Checkmate().run(search, EXACT.of(search.left_s))
 
     def _take_more_starts(self, search: Search) -> None:
-        """Offer what policies plan; on a large graph with a schedule, what exchanges make of it."""
         # On an unrolled LSTM of 1,091 ops at 15 % of its peak, exchanges brought 95 % of overhead
         # to 52 % in 4 s, where policies took 11 s and found nothing better.
         if search.is_large and search.best_state is not None:
@@ -313,7 +302,6 @@ class Auto:
             offer_policies(search)
 
     def _solve_free(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """Solve in any order: by exhaustive search where that ends, else order by order."""
         clock = Clock(self.time_limit_s)
         if len(graph.ops) <= _TINY_OPS:
             share = Share(self.time_limit_s, self.progress)
@@ -337,5 +325,5 @@ class Auto:
 
 
 def _is_settled(found: Result) -> bool:
-    """Whether the solve is done, or Ctrl-C ended it."""
+    # Ctrl-C ends the whole solve, not this part of it alone.
     return found.status != "time limit" or found.message.startswith(INTERRUPTED)

@@ -16,23 +16,14 @@ from remat.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class Problem:
-    """The graph in integers: ops 0..n-1 in captured order, values with a producer 0..m-1.
-
-    Attributes
-    ----------
-    inputs, outputs : values an op reads (resident ones left out) and creates.
-    needs : n + 1 tuples; values that must be live when op t first runs beside its
-        outputs: its inputs, and for the last forward op the forward outputs. Entry n
-        holds what must be live at the end.
-    producer, size_bytes : of each value. cost_us, workspace_bytes, no_recompute : of each op.
-    forward_outputs : values that must be live when forward ends.
-    held : those in the caller's hands from stage `n_forward` on.
-    resident_bytes : live throughout.
-    """
+    """The graph in integers: ops 0..n-1 in captured order, values with a producer 0..m-1."""
 
     graph: TrainingGraph
+    # Resident values are left out.
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
+    # What must be live when op t first runs beside its outputs: its inputs, and for the last
+    # forward op the forward outputs. Entry n: what must be live at the end.
     needs: tuple[tuple[int, ...], ...]
     producer: tuple[int, ...]
     size_bytes: tuple[int, ...]
@@ -40,10 +31,12 @@ class Problem:
     workspace_bytes: tuple[int, ...]
     output_bytes: tuple[int, ...]
     no_recompute: tuple[bool, ...]
+    # Live when forward ends.
     forward_outputs: tuple[int, ...]
+    # In the caller's hands from stage `n_forward` on.
     held: frozenset[int]
     n_forward: int
-    resident_bytes: int
+    resident_bytes: int  # live throughout
     names: tuple[str, ...]
 
     @property
@@ -53,7 +46,6 @@ class Problem:
 
     @property
     def n_values(self) -> int:
-        """Number of values that some op creates."""
         return len(self.producer)
 
     @cached_property
@@ -67,7 +59,7 @@ class Problem:
 
     @classmethod
     def of(cls, graph: TrainingGraph) -> Problem:
-        """Index `graph`; the same object each time."""
+        # The same object each time, as several solvers look at one graph.
         return cached_on(graph, "problem", lambda: cls._indexed(graph))
 
     @classmethod
@@ -79,6 +71,7 @@ class Problem:
         needs = [*inputs, _indices(graph.outputs, index)]
         forward_outputs = _indices(graph.forward_outputs, index)
         if graph.n_forward:
+            # Forward returns when its last op has run, so its outputs wait for that.
             last = graph.n_forward - 1
             extra = (v for v in forward_outputs if v not in outputs[last])
             needs[last] = tuple(dict.fromkeys((*needs[last], *extra)))
@@ -123,28 +116,23 @@ def least_needed_bytes(problem: Problem) -> int:
     return problem.resident_bytes + max(end_bytes, largest_working_set_bytes(problem))
 
 
-# Orders of first computations: which are allowed, and the graph in another one.
-#
-# Solvers work in the order of the graph they are given. So a free order is a graph with its
-# ops put in another order: a schedule of one is a schedule of the other.
+# Orders of first computations. Solvers keep the order of the graph they are given, so a free order
+# is a graph with its ops in another order.
 
 
 Order = tuple[int, ...]
 
 
 def predecessors(graph: TrainingGraph) -> list[list[int]]:
-    """For each op the ops that must first run before it.
-
-    The producers of what it reads; for ops that draw random numbers or have effects, the one
-    captured before; and for backward ops the one that opens backward. That all of forward
-    comes before backward is left to `is_allowed`: as edges it would be quadratic.
-    """
     before = [
         list(dict.fromkeys(graph.op_index[p] for v in op.inputs if (p := _producer(graph, v))))
         for op in graph.ops
     ]
+    # Ops that draw random numbers or have effects keep their order.
     for first, following in pairwise(graph.ordered_ops):
         before[graph.op_index[following]].append(graph.op_index[first])
+    # That all of forward comes before backward is left to `is_allowed`: as edges it would be
+    # quadratic.
     opening = [i for i, op in enumerate(graph.ops) if op.target == TANGENTS]
     for i, op in enumerate(graph.ops):
         if op.phase == "backward" and i not in opening:
@@ -153,12 +141,11 @@ def predecessors(graph: TrainingGraph) -> list[list[int]]:
 
 
 def _producer(graph: TrainingGraph, value: str) -> str:
-    """Name of the op that creates `value`, empty if it is resident."""
+    """Empty where it is resident."""
     return graph.value_by_name[value].producer
 
 
 def is_allowed(graph: TrainingGraph, order: Sequence[int]) -> bool:
-    """Whether first computations may come in `order`."""
     if sorted(order) != list(range(len(graph.ops))):
         return False
     position = {op: i for i, op in enumerate(order)}
@@ -169,12 +156,7 @@ def is_allowed(graph: TrainingGraph, order: Sequence[int]) -> bool:
 
 
 def reordered(graph: TrainingGraph, order: Sequence[int]) -> TrainingGraph:
-    """`graph` with its ops in `order`.
-
-    Raises
-    ------
-    SolverError : some op would come before one that it must follow.
-    """
+    """`graph` with its ops in `order`; SolverError where one comes before what it must follow."""
     if not is_allowed(graph, order):
         raise SolverError(f"the ops of {graph.name} cannot run in this order")
     return msgspec.structs.replace(graph, ops=tuple(graph.ops[i] for i in order))

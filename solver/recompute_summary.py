@@ -54,7 +54,6 @@ def op_kind(target: str) -> str:
 
 
 def is_fused_attention(kind: str) -> bool:
-    """Whether an op of that name computes attention by itself."""
     return "scaled_dot_product" in kind or kind in _FUSED
 
 
@@ -70,6 +69,7 @@ def attention_cores(problem: Problem) -> list[int]:
             members = (op,)
         elif kind in _SOFTMAX:
             members = _around_softmax(problem, kinds, readers, op)
+        # An op is of the first core that reaches it.
         fresh = [member for member in members if core[member] == NO_CORE]
         for member in fresh:
             core[member] = found
@@ -78,7 +78,6 @@ def attention_cores(problem: Problem) -> list[int]:
 
 
 def _forward_readers(problem: Problem) -> list[list[int]]:
-    """For each forward op the forward ops that read what it makes."""
     readers: list[list[int]] = [[] for _ in range(problem.n_forward)]
     for op in range(problem.n_forward):
         for v in problem.inputs[op]:
@@ -134,16 +133,12 @@ class Attention(msgspec.Struct, frozen=True):
 
 
 class OpKind(NamedTuple):
-    """Forward ops of one kind, and how many of them run again.
-
-    An op counts if backward reads from it, or if it runs again. `recomputed_us` is the time of
-    the further runs.
-    """
+    """Forward ops of one kind that backward reads from, or that run again."""
 
     kind: str
     ops: int
     recomputed: int
-    recomputed_us: float
+    recomputed_us: float  # of the further runs
 
 
 def attention_of(graph: TrainingGraph, schedule: Schedule) -> Attention | None:
@@ -168,6 +163,7 @@ def attention_outputs(graph: TrainingGraph) -> list[int]:
         if core == NO_CORE:
             continue
         if kind in _BATCHED_PRODUCT or is_fused_attention(kind):
+            # The last product of a core, of weights and values, makes its output.
             makers[core] = op
         if op in read:
             needed.add(core)
@@ -199,7 +195,6 @@ def kinds_text(kinds: tuple[OpKind, ...], most: int = 4) -> str:
 
 
 def _read_by_backward(problem: Problem) -> set[int]:
-    """Forward ops whose values backward reads."""
     reads = problem.inputs[problem.n_forward :]
     makers = {problem.producer[v] for values in reads for v in values}
     return {op for op in makers if op < problem.n_forward}

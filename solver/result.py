@@ -125,15 +125,12 @@ def evaluate_schedule(
     cut_short: bool = False,
     message: str = "",
 ) -> Result:
-    """The Result of a schedule, with every figure taken from `simulate`.
-
-    Infeasible, with the schedule's peak as the least budget known, if it does not fit.
-    Optimal if its time equals the bound to one part in 10⁹.
-    """
+    """Judge a schedule; if it does not fit, infeasible, with its peak as the least budget known."""
     simulation = simulate(graph, schedule)
     if simulation.peak_bytes > budget_bytes:
         return infeasible(graph, schedule, simulation, budget_bytes, wall_s, message)
     bound_us = max(lower_bound_us, fastest_us(graph))
+    # Times are sums of floats.
     proved = simulation.time_us <= bound_us * (1 + 1e-9)
     return Result(
         status="optimal" if proved else ("time limit" if cut_short else "feasible"),
@@ -143,6 +140,7 @@ def evaluate_schedule(
         peak_bytes=simulation.peak_bytes,
         time_us=simulation.time_us,
         overhead=simulation.overhead,
+        # Within rounding, the bound may be above the time.
         lower_bound_us=min(bound_us, simulation.time_us) if proved else bound_us,
         wall_s=wall_s,
         attention=attention_of(graph, schedule),
@@ -151,7 +149,6 @@ def evaluate_schedule(
 
 
 def least_budget_message(budget_bytes: int, least_bytes: int, rest: str, *, is_proved: bool) -> str:
-    """The message of a solve without a schedule that knows one of `least_bytes`."""
     proof = NONE_FITS if is_proved else "no schedule found that fits"
     text = f"{proof} {budget_bytes} bytes; {least_bytes} {KNOWN}"
     return f"{text}. {rest}" if rest else text
@@ -163,16 +160,14 @@ def without_least_budget(message: str) -> str:
 
 
 def with_time_limit_message(result: Result, time_limit_s: float) -> Result:
-    """`result`; where the clock ended the search without a schedule, its message says so first.
-
-    Such an end says nothing about the budget, so more time is what to ask for. A part of the
-    search, which had less, may have named its own limit.
-    """
+    """Where the clock ended the search without a schedule, the message says so first."""
+    # Such an end says nothing about the budget, so more time is what to ask for.
     is_late = result.schedule is None and result.status == "time limit"
     if not is_late or result.message.startswith(INTERRUPTED) or TOO_LARGE in result.message:
         return result
     ask = f"allow a longer one ({option('time_limit_s')})"
     text = f"{OUT_OF_TIME} {time_limit_s:.3g} s ended the search: {ask}"
+    # A part of the search, which had less, may have named its own limit.
     named, longer, rest = result.message.partition(ask)
     is_named = longer and named.startswith(OUT_OF_TIME)
     rest = rest.removeprefix(". ") if is_named else result.message
@@ -198,7 +193,6 @@ def infeasible(
     wall_s: float,
     message: str = "",
 ) -> Result:
-    """A Result that names the least budget known to be feasible and what holds it."""
     module = {op.name: op.module for op in graph.ops}
     held = [
         Holding(name, value.size_bytes, module.get(value.producer, ""))
@@ -218,11 +212,9 @@ def infeasible(
 
 
 def at_least_budget(graph: TrainingGraph, lost: Result) -> Result | None:
-    """The schedule behind the least budget that an infeasible result names; None without one.
-
-    Where ops are pinned, it is one of the graph with the pins, and not at hand.
-    """
+    """The schedule of the least budget that `lost` names; None where it is not at hand."""
     least = lost.least_schedule
+    # Where ops are pinned, it is one of the graph with the pins.
     if least is None or graph.hash not in (least.graph_hash, least.captured_hash):
         return None
     budget_bytes = lost.least_feasible_bytes

@@ -27,17 +27,13 @@ from remat.solver.result import (
 from remat.solver.state import State, schedule_of
 from remat.solver.table import options_of
 
-# Ctrl-C over many searches: it ends the one under way, and no other of the same job gets time.
-#
-# A search that Ctrl-C ends returns the best that it found. A job that makes several searches, such
-# as a sweep, has to know of it, or it would begin the next one. Within `one_job` each `Clock` has
-# nothing left from then on, and `is_interrupted` says so.
+# Ctrl-C over many searches: one that it ends returns its best. A job of several, such as a sweep,
+# must know of it, or it would begin the next.
 
 
 @dataclass(slots=True)
 class _Job:
-    """The job of this process; Python gives Ctrl-C to one thread alone, so there is one."""
-
+    # One a process, as Python gives Ctrl-C to one thread alone.
     depth: int = 0
     is_interrupted: bool = False
 
@@ -62,36 +58,27 @@ def _enter(step: int) -> None:
 
 
 def note_interrupt() -> None:
-    """Say that Ctrl-C came; nothing outside of a job."""
+    # Outside of a job it would end the next one.
     _job.is_interrupted = _job.depth > 0
 
 
 def is_interrupted() -> bool:
-    """Whether Ctrl-C has ended the job."""
     return _job.is_interrupted
-
-
-# The clock of a solve: when it began, and how much of its time limit is left.
 
 
 @dataclass(slots=True)
 class Clock:
-    """Seconds that a solve has taken and has left.
-
-    A clock that is monotonic: setting the machine's time moves no limit.
-    """
-
     time_limit_s: float = 60.0
+    # Monotonic: setting the machine's time moves no limit.
     began_s: float = field(default_factory=time.monotonic)
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the solve began."""
         return time.monotonic() - self.began_s
 
     @property
     def left_s(self) -> float:
-        """Seconds left of the time limit; 0 or less once it is over, or Ctrl-C ended the job."""
+        """0 or less once it is over, or Ctrl-C ended the job."""
         left_s = self.time_limit_s - self.elapsed_s
         return min(left_s, 0.0) if is_interrupted() else left_s
 
@@ -110,19 +97,12 @@ class _EnoughProvedError(Exception):
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """What a solver tells while it works.
+    """What a solver tells while it works."""
 
-    Attributes
-    ----------
-    seconds : since the solve began.
-    best_overhead : of the best schedule within the budget, None while there is none.
-    bound_overhead : no schedule has less. doing : what comes next, in words.
-    """
-
-    seconds: float
-    best_overhead: float | None
-    bound_overhead: float
-    doing: str
+    seconds: float  # since the solve began
+    best_overhead: float | None  # of the best schedule within the budget, None without one
+    bound_overhead: float  # no schedule has less
+    doing: str  # what comes next, in words
 
     @property
     def gap(self) -> float | None:
@@ -140,45 +120,37 @@ MANY_OPS = 1000
 
 @dataclass(slots=True)
 class Search:
-    """One solve of one graph at one budget.
-
-    Attributes
-    ----------
-    progress : called with every better schedule and bound at once, and with what is done next.
-    options : recorded in each schedule. clock : of the time limit.
-    best : the fastest schedule found within the budget; `best_state` its bits, if it has some.
-    best_key : its time and its peak.
-    lowest : if none fits, the schedule of least peak among those found without looking at the
-        budget, so that a solve at that peak finds it again.
-    bound_us : no schedule within the budget takes less.
-    proved_infeasible : no schedule fits. cut_short : the clock, or Ctrl-C, ended the search.
-    message : what the result will say beyond the figures. doing : what comes next, in words.
-    floor, least_bound_bytes : as in a `Result`.
-    enough_us : a schedule that takes no less is of no use: the search ends once the bound says so.
-    work : moves that repairs weighed: a measure of effort that is the same on every machine.
-    """
+    """One solve of one graph at one budget."""
 
     graph: TrainingGraph
     budget_bytes: int
     solver: str
     time_limit_s: InitVar[float] = 60.0
+    # Called with each better schedule and bound at once, and with what is done next.
     progress: Listener | None = None
     options: dict[str, Option] = field(default_factory=dict[str, Option])
     clock: Clock = field(init=False)
     problem: Problem = field(init=False)
     best: Schedule | None = field(default=None, init=False)
+    # None where `best` was offered as a schedule.
     best_state: State | None = field(default=None, init=False)
-    best_key: tuple[float, int] = field(default=(float("inf"), 0), init=False)
+    best_key: tuple[float, int] = field(default=(float("inf"), 0), init=False)  # time, peak
+    # Of least peak among those found without looking at the budget, so that a solve at that peak
+    # finds it again.
     lowest: Schedule | None = field(default=None, init=False)
     lowest_bytes: int = field(default=1 << 62, init=False)
+    # No schedule within the budget takes less.
     bound_us: float = field(init=False)
     proved_infeasible: bool = field(default=False, init=False)
+    # By the clock or Ctrl-C.
     cut_short: bool = field(default=False, init=False)
     message: str = field(default="", init=False)
     doing: str = field(default="keeping everything", init=False)
     floor: Holding | None = field(default=None, init=False)
     least_bound_bytes: int = field(default=0, init=False)
+    # A schedule that takes no less is of no use: the search ends once the bound says so.
     enough_us: float = field(default=float("inf"), init=False)
+    # Moves that repairs weighed: effort that is the same on every machine.
     work: int = field(default=0, init=False)
 
     def __post_init__(self, time_limit_s: float) -> None:
@@ -188,17 +160,13 @@ class Search:
 
     @classmethod
     def of(cls, solver: Any, name: str, graph: TrainingGraph, budget_bytes: int) -> Search:
-        """The search of one `solve` of `solver`, with its time limit, listener and options.
-
-        `solver` is a dataclass as `Solver` describes it, `name` its name in the table.
-        """
+        """`solver` is a dataclass as `Solver` describes it, `name` its name in the table."""
         return cls(
             graph, budget_bytes, name, solver.time_limit_s, solver.progress, options_of(solver)
         )
 
     @property
     def left_s(self) -> float:
-        """Seconds left of the time limit."""
         return self.clock.left_s
 
     @property
@@ -210,18 +178,13 @@ class Search:
 
     @property
     def is_large(self) -> bool:
-        """Whether the graph has so many ops that slow steps come last."""
         return self.problem.n_ops > MANY_OPS
 
     def is_open(self, gap: float) -> bool:
-        """Whether the gap is above `gap`, something may fit, and there is time."""
         return self.gap > gap and not self.proved_infeasible and not self.out_of_time()
 
     def has_room(self) -> bool:
-        """Whether each op's own working set, and what must be live at the end, is in the budget.
-
-        Where it is not, the message says what takes more.
-        """
+        """Whether each op's working set, and the end, fit; `message` says what does not."""
         need_bytes, what = self._worst_working_set()
         end_bytes = sum(self.problem.size_bytes[v] for v in self.problem.needs[self.problem.n_ops])
         room_bytes = self.budget_bytes - self.problem.resident_bytes
@@ -236,7 +199,6 @@ class Search:
         return max(need_bytes, end_bytes) <= room_bytes
 
     def _worst_working_set(self) -> tuple[int, str]:
-        """The most bytes that the first run of an op needs, and which op that is."""
         problem = self.problem
         worst = max(range(problem.n_ops), key=lambda t: working_set_bytes(problem, t))
         op = self.graph.ops[worst]
@@ -251,7 +213,7 @@ class Search:
 
     @contextmanager
     def until_interrupted(self) -> Generator[None]:
-        """On Ctrl-C, end the block and go on with the best found so far, which says so."""
+        """Ctrl-C ends the block alone, with the best found so far."""
         try:
             yield
         except _EnoughProvedError:
@@ -263,16 +225,13 @@ class Search:
             self.message = f"{INTERRUPTED}{' before there was one' if self.best is None else found}"
 
     def say(self, doing: str) -> None:
-        """Tell the listener what comes next."""
         self.doing = doing
         self.tell()
 
     def note(self, text: str) -> None:
-        """Add a sentence to what the result will say."""
         self.message = f"{self.message}. {text}" if self.message else text
 
     def tell(self) -> None:
-        """Tell the listener what is known."""
         if self.progress is None:
             return
         base_us = self.graph.base_us
@@ -281,12 +240,7 @@ class Search:
         self.progress(Progress(self.clock.elapsed_s, best, bound, self.doing))
 
     def raise_bound(self, bound_us: float) -> None:
-        """Record that no schedule of this budget takes less than `bound_us`.
-
-        Raises
-        ------
-        _EnoughProvedError : that is no less than `enough_us`, so there is nothing left to find.
-        """
+        """Record a bound; at `enough_us`, _EnoughProvedError ends the search."""
         if bound_us > self.bound_us:
             self.bound_us = bound_us
             self.tell()
@@ -294,7 +248,7 @@ class Search:
             raise _EnoughProvedError
 
     def offer(self, state: State) -> bool:
-        """Take `state`'s schedule if it is the best yet; return whether it fits."""
+        """Take `state` if it is the best yet; returns whether it fits."""
         peak_bytes = int(state.peak_bytes.max(initial=self.problem.resident_bytes))
         key = (self.graph.time_us + state.cost_us, peak_bytes)
         if peak_bytes > self.budget_bytes:
@@ -306,22 +260,17 @@ class Search:
         return True
 
     def offer_least(self, state: State) -> None:
-        """Take `state`'s schedule if it fits or has the least peak yet."""
         peak_bytes = int(state.peak_bytes.max(initial=self.problem.resident_bytes))
         if not self.offer(state) and peak_bytes < self.lowest_bytes:
             self.lowest, self.lowest_bytes = self._schedule(state), peak_bytes
 
     def offer_schedule(self, schedule: Schedule, *, or_least: bool = False) -> bool:
-        """As `offer_evaluated`, of a schedule that is still to be judged."""
         return self.offer_evaluated(schedule, simulate(self.graph, schedule), or_least=or_least)
 
     def offer_evaluated(
         self, schedule: Schedule, found: Simulation, *, or_least: bool = False
     ) -> bool:
-        """Take `schedule`, as one of this search, if it is the best yet; return whether it fits.
-
-        If it does not, and `or_least`, take it for the one of the least peak if it is that.
-        """
+        """Returns whether it fits; one that does not may be the `lowest` if `or_least`."""
         if found.peak_bytes > self.budget_bytes:
             if or_least and found.peak_bytes < self.lowest_bytes:
                 self.lowest, self.lowest_bytes = self._own(schedule), found.peak_bytes
@@ -338,14 +287,12 @@ class Search:
         )
 
     def offer_sequence(self, sequence: Sequence[int], *, or_least: bool = False) -> bool:
-        """As `offer_schedule`, of the schedule that runs `sequence`."""
         return self.offer_schedule(schedule_of(self.problem, sequence), or_least=or_least)
 
     def _schedule(self, state: State) -> Schedule:
         return self._own(state.schedule())
 
     def result(self) -> Result:
-        """The outcome so far, every figure of it from `simulate`."""
         if self.best is not None:
             return msgspec.structs.replace(self._with_schedule(self.best), floor=self.floor)
         return msgspec.structs.replace(
@@ -359,6 +306,7 @@ class Search:
             self.graph,
             best,
             budget_bytes=self.budget_bytes,
+            # Rounding may leave the bound a little above.
             lower_bound_us=min(self.bound_us, best_us),
             wall_s=self.clock.elapsed_s,
             cut_short=self.cut_short,
@@ -384,6 +332,7 @@ class Search:
         lost = infeasible(
             self.graph, self.lowest, found, self.budget_bytes, self.clock.elapsed_s, text
         )
+        # With more time a schedule might have been found: nothing is said of the budget.
         if self.cut_short and not self.proved_infeasible:
             return msgspec.structs.replace(lost, status="time limit", lower_bound_us=self.bound_us)
         return lost

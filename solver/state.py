@@ -25,12 +25,6 @@ import numpy.typing as npt
 from remat.schedules.schedule import Compute, Free, Option, Schedule, Step
 from remat.solver.problem import Problem
 
-# Replays one stage: which ops run again, in which order, and how high memory rises.
-#
-# Recomputations run just in time, depth first, or in captured order where that needs less;
-# a value that is not carried on is freed right after its last use in the stage.
-
-
 _Row = Sequence[int]
 """One entry a value, in value order: 1 where the value is carried into a stage."""
 
@@ -40,34 +34,21 @@ class UnreachableError(Exception):
 
 
 class Stage(NamedTuple):
-    """One stage, replayed.
-
-    Attributes
-    ----------
-    recomputed : ops run again before op t, in order.
-    cost_us : of those. rise_bytes : most bytes above what was carried in.
-    touched : values used, or made and needed, in the stage, ascending.
-    """
-
-    recomputed: tuple[int, ...]
+    recomputed: tuple[int, ...]  # before op t, in turn
     cost_us: float
-    rise_bytes: int
-    touched: tuple[int, ...]
+    rise_bytes: int  # most live above what was carried in
+    touched: tuple[int, ...]  # values read, or made and needed; ascending
 
 
 def _replay_stage(
     problem: Problem, carried_in: _Row, carried_on: _Row, starts: Sequence[int], t: int
 ) -> Stage:
-    """Replay stage t, given what is carried and what is recomputed to be carried on.
-
-    Raises
-    ------
-    UnreachableError : a value that is not carried comes from an op that must not run twice.
-    """
+    """Raises UnreachableError where an op that must not run twice would have to."""
     depth_first = recomputed_in(problem, carried_in, starts, t)
     if not depth_first:
         return _plain_stage(problem, t)
     order, rise_bytes = depth_first, _rise_bytes(problem, carried_in, carried_on, t, depth_first)
+    # Just in time, depth first, unless captured order needs less.
     if len(order) > 1:
         captured = sorted(order)
         other_bytes = _rise_bytes(problem, carried_in, carried_on, t, captured)
@@ -82,6 +63,7 @@ def _replay_stage(
 
 
 def _plain_stage(problem: Problem, t: int) -> Stage:
+    # The stage that closes the step has no op of its own.
     if t == problem.n_ops:
         return Stage((), 0.0, 0, tuple(sorted(problem.needs[t])))
     rise_bytes = problem.output_bytes[t] + problem.workspace_bytes[t]
@@ -105,12 +87,7 @@ def recomputed_in(
     *,
     own_needs: bool = True,
 ) -> list[int]:
-    """The closure of stage t (or of `starts` alone), depth first: each op after what it reads.
-
-    Raises
-    ------
-    UnreachableError : it contains a pinned op.
-    """
+    """The closure, each op after what it reads; UnreachableError if a pinned op is in it."""
     order: list[int] = []
     seen: set[int] = set()
     for target in (*problem.needs[t], *starts) if own_needs else starts:
@@ -122,10 +99,12 @@ def recomputed_in(
 def _visit(
     problem: Problem, carried_in: _Row, t: int, root: int, seen: set[int], order: list[int]
 ) -> None:
+    # No recursion: closures of deep graphs go beyond Python's limit.
     stack = [(root, 0)]
     seen.add(root)
     while stack:
         op, position = stack.pop()
+        # Op t and later ones have not run yet, so they cannot run again.
         if problem.no_recompute[op] or op >= t:
             raise UnreachableError
         reads = problem.inputs[op]
@@ -144,10 +123,7 @@ def _visit(
 def closure_cost_us(
     problem: Problem, carried_in: _Row, v: int, t: int, paid: Collection[int], most_us: float
 ) -> float | None:
-    """Time of the closure of `v` alone in stage t, ops that are `paid` for left out.
-
-    None if it contains a pinned op, or as soon as it is more than `most_us`.
-    """
+    """Time of v's closure; None if a pinned op is in it, or once it is above `most_us`."""
     already = frozenset(paid)
     root = problem.producer[v]
     seen = {root}
@@ -196,6 +172,7 @@ def _heights_bytes(
     for position, op in enumerate(order):
         heights.append(now + problem.output_bytes[op] + problem.workspace_bytes[op])
         for v in problem.outputs[op]:
+            # Outputs that are still live stay as they are; unwanted ones go at once.
             if not carried_in[v] and (carried_on[v] or last.get(v, -1) > position):
                 now += size_bytes[v]
         for v in problem.inputs[op]:
@@ -216,7 +193,6 @@ def fullest_op(
 
 
 def steps_of_stages(problem: Problem, kept: Sequence[_Row], stages: Sequence[Stage]) -> list[Step]:
-    """The steps of a whole schedule: each stage's recomputations, its op, and the frees."""
     steps: list[Step] = []
     for t, stage in enumerate(stages):
         _emit_stage(problem, kept[t + 1], t, stage.recomputed, steps)
@@ -231,6 +207,7 @@ def _emit_stage(
         steps.append(Compute(problem.graph.ops[op].name))
         for v in problem.outputs[op]:
             is_wanted = carried_on[v] or last.get(v, -1) > position
+            # One output of several may be wanted alone.
             if not is_wanted:
                 steps.append(Free(problem.names[v]))
         reads = problem.needs[t] if position == len(order) else problem.inputs[op]
@@ -243,36 +220,26 @@ _Bits = npt.NDArray[np.uint8]
 
 
 class State:
-    """Retention bits of every value, with each stage's replay kept up to date.
-
-    Attributes
-    ----------
-    kept : 1 where a value (column) is carried into a stage (row 0..n, one more of zeros).
-    rows : the rows of `kept`, for fast reading one by one.
-    starts : for each stage the values recomputed in it to be carried on, ascending.
-    touches : for each value the stages that touch it, ascending.
-    entry_bytes : bytes carried into each stage. peak_bytes : of each stage, resident
-        bytes included. cost_us : of all recomputations.
-    """
+    """Retention bits of every value, with each stage's replay kept up to date."""
 
     def __init__(self, problem: Problem) -> None:
         n = problem.n_ops
         self.problem = problem
+        # 1 where a value (column) is carried into a stage (row); the last row stays 0.
         self.kept: _Bits = np.zeros((n + 2, problem.n_values), np.uint8)
+        # NumPy is slow at reading single elements.
         self.rows = [memoryview(row) for row in self.kept]
+        # By stage the values that are recomputed in it to be carried on, ascending.
         self.starts: list[list[int]] = [[] for _ in range(n + 1)]
+        # By value the stages that touch it, ascending.
         self.touches: list[list[int]] = [[] for _ in range(problem.n_values)]
         self.stages: list[Stage] = [Stage((), 0.0, 0, ())] * (n + 1)
-        self.entry_bytes: Bytes = np.zeros(n + 1, np.int64)
+        self.entry_bytes: Bytes = np.zeros(n + 1, np.int64)  # carried in
         self.rise_bytes: Bytes = np.zeros(n + 1, np.int64)
 
     @classmethod
     def from_recomputed(cls, problem: Problem, recomputed: Sequence[Iterable[int]]) -> State:
-        """The state that runs ops again as listed by stage and frees after last use.
-
-        A value is carried from each computation to the last use before the next one. Listed
-        runs that nothing needs are left out, and what only they read is not carried to them.
-        """
+        """The state of these runs, without those that nothing needs and what only they read."""
         state = cls(problem)
         made: list[list[int]] = [[problem.producer[v]] for v in range(problem.n_values)]
         used: list[list[int]] = [[] for _ in range(problem.n_values)]
@@ -285,6 +252,7 @@ class State:
             for v in problem.needs[stage]:
                 used[v].append(stage)
         ends: list[tuple[int, int]] = []
+        # From each computation to the last use before the next one.
         for v in range(problem.n_values):
             ends += [(stage, v) for stage in state._carry(v, made[v], used[v])]
         state.refresh()
@@ -292,7 +260,8 @@ class State:
         return state
 
     def _carry(self, v: int, made: list[int], used: list[int]) -> Iterator[int]:
-        """Carry v from each of its runs; yields the last stage of each carriage."""
+        """Yields the last stage of each carriage."""
+        # The caller has these once forward has ended: running their op again makes no new ones.
         if v in self.problem.held:
             made = [stage for stage in made if stage < self.problem.n_forward] or made[:1]
         made = [*sorted(set(made)), self.problem.n_ops + 1]
@@ -306,11 +275,8 @@ class State:
                 yield used[last]
 
     def _drop_unread(self, ends: list[tuple[int, int]]) -> None:
-        """Carry nothing to a stage that does not touch it: nothing would free it there.
-
-        `ends` are the last stage and the value of each carriage.
-        """
         shortened: set[int] = set()
+        # Nothing would free a value in a stage that does not touch it.
         for stage, v in sorted(ends, reverse=True):
             touches = self.touches[v]
             place = bisect_left(touches, stage)
@@ -322,7 +288,6 @@ class State:
         self.settle(shortened)
 
     def copy(self) -> State:
-        """An independent copy."""
         copied = State.__new__(State)
         copied.problem = self.problem
         copied.kept = self.kept.copy()
@@ -336,16 +301,14 @@ class State:
 
     @property
     def cost_us(self) -> float:
-        """Time of all recomputations."""
         return sum(stage.cost_us for stage in self.stages)
 
     @property
     def peak_bytes(self) -> Bytes:
-        """Peak of each stage, resident bytes included."""
+        """Of each stage, resident bytes included."""
         return self.entry_bytes + self.rise_bytes + self.problem.resident_bytes
 
     def refresh(self) -> None:
-        """Replay every stage from the bits alone."""
         for touches in self.touches:
             touches.clear()
         for t in range(self.problem.n_ops + 1):
@@ -355,7 +318,6 @@ class State:
                 self.touches[v].append(t)
 
     def _set(self, v: int, first: int, last: int, bit: int) -> None:
-        """Set the bits of stages first..last and move the bytes."""
         size_bytes = self.problem.size_bytes[v]
         self.kept[first : last + 1, v] = bit
         self.entry_bytes[first : last + 1] += size_bytes if bit else -size_bytes
@@ -364,6 +326,7 @@ class State:
         """Carry v, or not, over the gap from its touch at `before` to that at `stage`."""
         self._set(v, before + 1, stage, bit)
         is_carried_on = bool(self.rows[stage + 1][v])
+        # Carried on but not in: the stage recomputes it, unless it first makes it.
         starts_before = before != self.problem.producer[v] and not self.rows[before][v]
         for at, here in ((before, starts_before and bit), (stage, is_carried_on and not bit)):
             present = v in self.starts[at]
@@ -376,6 +339,7 @@ class State:
         """Replay `stages` and drop what is carried to no use any more, to a fixed point."""
         waiting = sorted(set(stages))
         while waiting:
+            # Latest first: a carriage that is dropped changes its own stage and an earlier one.
             t = waiting.pop()
             lost = self._replace(t)
             for v in lost:
@@ -414,7 +378,6 @@ class State:
         solver: str = "",
         options: dict[str, Option] | None = None,
     ) -> Schedule:
-        """The schedule these bits stand for."""
         steps = steps_of_stages(self.problem, self.rows, self.stages)
         return Schedule.for_graph(
             self.problem.graph, steps, budget_bytes=budget_bytes, solver=solver, options=options
@@ -430,29 +393,22 @@ class State:
 def schedule_of(
     problem: Problem, sequence: Sequence[int], *, budget_bytes: int = 0, solver: str = ""
 ) -> Schedule:
-    """The schedule that runs the ops of `sequence` in turn; see `_steps_of`."""
     steps = _steps_of(problem, sequence)
     return Schedule.for_graph(problem.graph, steps, budget_bytes=budget_bytes, solver=solver)
 
 
 def ops_of(problem: Problem, schedule: Schedule) -> list[int]:
-    """The ops that `schedule` runs, in turn."""
     index = problem.graph.op_index
     return [index[step.op] for step in schedule.steps if isinstance(step, Compute)]
 
 
 def _steps_of(problem: Problem, sequence: Sequence[int]) -> list[Step]:
-    """Steps that run the ops of `sequence`, each value freed as early as can be.
-
-    A use reads the latest computation before it. A value is freed right after its last use
-    before it is made again. An op of several outputs that runs again leaves those that are
-    live as they are, and a run whose outputs are all live is left out. An input that was never
-    made is an error of `simulate`, which names it.
-    """
+    # Inputs that were never made are left to `simulate`, which names them.
     lost_after = _lost_after(problem, sequence)
     live = bytearray(problem.n_values)
     steps: list[Step] = []
     for position, op in enumerate(sequence):
+        # An op of several outputs leaves those that are live as they are.
         if not problem.outputs[op] or not all(live[v] for v in problem.outputs[op]):
             steps.append(Compute(problem.graph.ops[op].name))
         for v in problem.outputs[op]:
@@ -473,6 +429,7 @@ def _lost_after(problem: Problem, sequence: Sequence[int]) -> list[list[int]]:
     ends = last_forward_position(problem, sequence)
     for position in reversed(range(len(sequence))):
         op = sequence[position]
+        # Forward's caller reads its outputs when the last of its ops has first run.
         if position == ends:
             reads = (*problem.inputs[op], *problem.forward_outputs)
         else:
@@ -480,6 +437,7 @@ def _lost_after(problem: Problem, sequence: Sequence[int]) -> list[list[int]]:
         touched = dict.fromkeys((*problem.outputs[op], *reads))
         lost[position] = [v for v in touched if not wanted[v]]
         for v in problem.outputs[op]:
+            # In the caller's hands after forward: the first value stays, whatever runs again.
             if position <= ends or v not in problem.held:
                 wanted[v] = 0
         for v in reads:
@@ -498,10 +456,7 @@ def last_forward_position(problem: Problem, sequence: Sequence[int]) -> int:
 
 
 def recomputed_by_stage(problem: Problem, sequence: Sequence[int]) -> list[list[int]]:
-    """The repeated runs in each stage, for `State.from_recomputed`.
-
-    First runs must be in the problem's order.
-    """
+    """The repeated runs in each stage; first runs must be in the problem's order."""
     stages: list[list[int]] = [[] for _ in range(problem.n_ops + 1)]
     following = 0
     for op in sequence:

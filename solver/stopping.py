@@ -21,7 +21,6 @@ DEFAULT_GAP = 0.01
 
 
 def gap_for(n_ops: int, gap: float) -> float:
-    """The gap to which `auto` solves a graph of so many ops, where `gap` is asked for."""
     return _EXACT_GAP if n_ops <= EXACT_OPS else gap
 
 
@@ -39,51 +38,33 @@ class WorkLimit:
     most: int
 
     def from_now(self, work: int) -> int:
-        """What `Search.work` may come to if it is `work` now."""
         return work + self.most
 
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Ends a step after part of the time left.
+    """Ends a step after part of the time left."""
 
-    Attributes
-    ----------
-    most_s : and after so many seconds at the latest.
-    part : of the time left.
-    least_s : what it has in any case, unless the whole time limit is less.
-    """
-
-    most_s: float = math.inf
-    part: float = 1.0
-    least_s: float = 0.0
+    most_s: float = math.inf  # at the latest
+    part: float = 1.0  # of the time left
+    least_s: float = 0.0  # in any case, unless the whole time limit is less
 
     def of(self, left_s: float, limit_s: float = math.inf) -> float:
-        """Seconds of the step, with `left_s` left of a time limit of `limit_s`; 0 or more."""
         return max(min(self.most_s, self.part * left_s), min(self.least_s, limit_s))
 
     def longer(self, factor: float) -> Seconds:
-        """The same rule with `factor` times as many seconds at most."""
         return replace(self, most_s=factor * self.most_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Ends a loop after so many rounds, or rounds in a row that do not help.
+    """Ends a loop after so many rounds, or rounds in a row that do not help."""
 
-    Attributes
-    ----------
-    most : rounds, whatever the graph.
-    times_ops : rounds times ops of the graph, where a round takes time in proportion to them.
-    least : rounds that even the largest graph has.
-    """
-
-    most: int = _NO_LIMIT
-    times_ops: int = _NO_LIMIT
-    least: int = 0
+    most: int = _NO_LIMIT  # whatever the graph
+    times_ops: int = _NO_LIMIT  # rounds times ops, where a round takes time in proportion to them
+    least: int = 0  # that even the largest graph has
 
     def at(self, n_ops: int) -> int:
-        """Rounds for a graph of so many ops."""
         return max(min(self.most, self.times_ops // max(n_ops, 1)), self.least)
 
 
@@ -102,7 +83,6 @@ class SlowRound:
     part: float
 
     def is_last(self, gap: float, gap_before: float) -> bool:
-        """Whether a round that took `gap_before` to `gap` is the last."""
         return self.narrow > gap > self.part * gap_before
 
 

@@ -25,11 +25,9 @@ class StoreAll:
     progress: Listener | None = None
 
     def schedule(self, graph: TrainingGraph) -> Schedule:
-        """The schedule that runs every op once."""
         return store_all_state(Problem.of(graph)).schedule(solver="store_all")
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """Judge that schedule against `budget_bytes`."""
         made = store_all_state(Problem.of(graph))
         return evaluate_schedule(
             graph,
@@ -40,5 +38,4 @@ class StoreAll:
 
 
 def store_all_state(problem: Problem) -> State:
-    """The state that recomputes nothing."""
     return State.from_recomputed(problem, [()] * (problem.n_ops + 1))

@@ -19,8 +19,6 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.schedules.schedule import Option
 from remat.solver.result import Result
 
-# What every solver promises, and what it may take for granted.
-
 
 class Solver(Protocol):
     """What every class named in `TABLE` is: a frozen dataclass of options with one method.
@@ -72,22 +70,11 @@ class Solver(Protocol):
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
         """The best schedule found whose true peak is within `budget_bytes`, and a bound.
 
-        Parameters
-        ----------
-        graph : TrainingGraph
-            One training step. Its order of ops is the order of first computations.
-        budget_bytes : int
-            On the peak, resident bytes included. Any int; what is below what is resident is
-            infeasible.
-
-        Raises
-        ------
-        SolverError : the solver refuses the graph, as `exhaustive` refuses large ones.
+        The order of the graph's ops is that of first computations. The budget is on the peak,
+        resident bytes included, and may be any int. SolverError: the solver refuses the graph, as
+        `exhaustive` refuses large ones.
         """
         ...
-
-
-# The options of a solver: what a plan records of them, and rules for those that many share.
 
 
 _INTEGER = (int, np.integer)
@@ -107,7 +94,6 @@ _NUMBERS = ("gap", "time_limit_s")
 
 
 def _check_options(solver: Any) -> None:
-    """Raise `SolverError` where an option that many solvers share has no meaning."""
     for option in dataclasses.fields(solver):
         value = getattr(solver, option.name)
         if option.name in _WHOLE:
@@ -117,7 +103,6 @@ def _check_options(solver: Any) -> None:
 
 
 def options_of(solver: Any) -> dict[str, Option]:
-    """The options of `solver`, a dataclass, as a plan records them."""
     return {
         field.name: getattr(solver, field.name)
         for field in dataclasses.fields(solver)
@@ -126,19 +111,14 @@ def options_of(solver: Any) -> dict[str, Option]:
 
 
 def check_number(name: str, value: Any) -> None:
-    """Raise `SolverError` unless `value` is a finite number from 0 on."""
+    # To Python, a bool is an int.
     if isinstance(value, bool) or not isinstance(value, REAL) or not 0 <= value < math.inf:
         raise SolverError(f"{name} must be 0 or more, and finite, not {value!r}")
 
 
 def budget_as_int(budget_bytes: object) -> int:
-    """The budget as an int.
-
-    Raises
-    ------
-    SolverError : it is none.
-    """
     try:
+        # NumPy's integers pass, floats do not: which whole number was meant is not ours to say.
         return operator.index(cast("SupportsIndex", budget_bytes))
     except TypeError:
         raise SolverError(
@@ -194,12 +174,7 @@ the captured step alone, as people write them and as their papers have them."""
 
 
 def solver_class(name: str) -> type[Any]:
-    """The class behind a name of `TABLE`; its dataclass fields are the options.
-
-    Raises
-    ------
-    SolverError : there is no such solver.
-    """
+    """The dataclass behind a name of `TABLE`; SolverError if there is none."""
     if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise SolverError(f"a solver is named by a text such as 'auto', not by {name!r}")
     if name not in TABLE:
@@ -211,44 +186,25 @@ def solver_class(name: str) -> type[Any]:
 
 
 def header_of(name: str) -> str:
-    """What that solver says of itself: its paper, what it solves, at what cost, where it is weak.
-
-    It stands at the head of its file, or, where several share one, at its class.
-
-    Raises
-    ------
-    SolverError : there is no such solver.
-    """
     made = solver_class(name)
     own = inspect.cleandoc(made.__doc__ or "")
+    # Solvers that share a file say what they are at their classes.
     if "Solves:" not in own:
         return inspect.cleandoc(sys.modules[made.__module__].__doc__ or "")
     return re.split(r"\n\nAttributes\n-+\n", own)[0]
 
 
 def option_names(name: str) -> list[str]:
-    """The names of that solver's options.
-
-    Raises
-    ------
-    SolverError : no such solver.
-    """
     return [field.name for field in dataclasses.fields(solver_class(name))]
 
 
 def make_solver(name: str, **options: object) -> Solver:
-    """The solver of that name with those options.
-
-    The option `order`, of `auto` and `exhaustive`, may be ``fixed`` for every solver. A `gap`
-    allows a solver to stop early, so one that proves no bound takes any.
-
-    Raises
-    ------
-    SolverError : no such solver, or it has no such option, or not of that value.
-    """
+    """Raises SolverError: no such solver, or it has no such option, or not of that value."""
     known = option_names(name)
+    # Fixed is the order of every solver that does not choose one.
     if "order" not in known and options.get("order") == "fixed":
         del options["order"]
+    # A gap allows an early stop, so a solver that proves no bound takes any.
     if "gap" not in known and "gap" in options:
         check_number("gap", options.pop("gap"))
     for option in options:

@@ -9,7 +9,8 @@ from torch import nn
 
 from remat import solver
 from remat.graph_capture import TrainingGraph, measure_costs, trace
-from remat.rewriter import RematModule, rewrite
+from remat.rewriter.rewriting import rewrite
+from remat.rewriter.user_module.module import RematModule
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from tests.models import make

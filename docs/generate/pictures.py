@@ -136,7 +136,7 @@ def on_files(files: Files, config: Any) -> Files:
     for name in PICTURES:
         picture, _ = drawn(name)
         files.append(File.generated(config, f"pictures/{name}.svg", content=picture))
-    page = plan().report(sweep=fronts())
+    page = plan().report(fronts=fronts().fronts)
     files.append(File.generated(config, REPORT, content=page))
     return files
 

@@ -12,13 +12,13 @@ from remat.graph_capture.graph import Op, TrainingGraph, Value
 def changes_between(
     before: TrainingGraph, after: TrainingGraph
 ) -> tuple[tuple[str, ...], tuple[tuple[str, Op], ...]]:
-    """What to drop from `before` and what to add so that it becomes `after`."""
     index, last = before.op_index, -1
     added: list[tuple[str, Op]] = []
     waiting: list[Op] = []
     same: set[str] = set()
     for op in after.ops:
         at = index.get(op.name, -1)
+        # What stays keeps its order: an op that moved ahead is dropped and added.
         if at > last and before.ops[at] == op:
             added += [(op.name, one) for one in waiting]
             waiting, last = [], at
@@ -35,12 +35,9 @@ def with_ops_replaced(
     added: Iterable[tuple[str, Op]],
     made: Iterable[Value],
 ) -> TrainingGraph:
-    """`graph` without the ops of `dropped`, with others in their places; no region is left.
+    """`graph` without the ops of `dropped`; `added` ops, which make `made`, stand in their places.
 
-    Parameters
-    ----------
-    added : each op after the name of the op before which it stands; empty for the end.
-    made : the values that these ops make.
+    Each comes with the name of the op that follows it, "" at the end. No region is left.
     """
     gone, own = set(dropped), {value.name: value for value in made}
     at: dict[str, list[Op]] = {}
@@ -54,5 +51,6 @@ def with_ops_replaced(
         ops=ops,
         values=(*values, *own.values()),
         regions=(),
+        # Overheads go on being stated over the captured step.
         captured_us=graph.base_us,
     )

@@ -35,11 +35,10 @@ class Head:
 
     Attributes
     ----------
-    softmax : its `_log_softmax`. product : the node of all logits.
-    x, weight, bias : what that reads; weight is (classes, d). loss : `nll_loss_forward`.
+    softmax : its `_log_softmax`. product : the node of all logits. loss : `nll_loss_forward`.
+    weight : (classes, d).
     grid, start, stop : the logits' rows that the loss takes; empty for all.
     gradient : what backward hands to the loss.
-    smoothing : of labels, if any.
     of_x, of_weight, of_bias : nodes that make the gradients, None where nobody needs one.
     forward, backward : nodes that only serve these, each before those that read it.
     """
@@ -64,12 +63,10 @@ class Head:
 
     @property
     def name(self) -> str:
-        """The name of its softmax."""
         return self.softmax.name
 
     @property
     def ends(self) -> list[fx.Node]:
-        """The nodes whose results others read."""
         row_sum = self.smoothing.row_sum if self.smoothing else None
         ends = [self.of_x, self.of_weight, self.of_bias, row_sum, *self.loss.users]
         return [node for node in ends if node is not None]
@@ -93,6 +90,7 @@ def _head_of(softmax: fx.Node) -> Head:
         raise _NoHeadError("its softmax is not over the last of two dimensions: flatten the logits")
     chain = list(_up_to_product(softmax))
     product = chain[-1]
+    # `mm` has no bias; `addmm` has it first.
     bias, x, weight = (None, *product.args) if len(product.args) == 2 else product.args[:3]
     if product.kwargs or not isinstance(x, fx.Node) or not isinstance(weight, fx.Node):
         raise _NoHeadError(f"{product.name} scales its terms")
@@ -108,7 +106,6 @@ def _head_of(softmax: fx.Node) -> Head:
 
 
 def _up_to_product(softmax: fx.Node) -> Iterator[fx.Node]:
-    """From the softmax up to the product, nodes that read one another alone."""
     node = softmax
     while node.target not in PRODUCTS:
         yield node
@@ -126,12 +123,10 @@ def _up_to_product(softmax: fx.Node) -> Iterator[fx.Node]:
 
 
 def _reading(node: fx.Node) -> list[fx.Node]:
-    """Nodes that read `node`, also through names of it."""
     return [user for name in (node, *_names_of(node)) for user in name.users if not _is_name(user)]
 
 
 def _names_of(node: fx.Node) -> list[fx.Node]:
-    """Nodes that stand for `node`."""
     own = [user for user in node.users if _is_name(user)]
     return [name for user in own for name in (user, *_names_of(user))]
 
@@ -148,7 +143,6 @@ def _only(found: list[fx.Node], of: fx.Node) -> fx.Node:
 
 
 def _transposed(weight: fx.Node) -> fx.Node:
-    """The node whose transpose a product reads."""
     if weight.target is not aten.t.default:
         raise _NoHeadError(f"{weight.name} is no transposed weight")
     source = weight.args[0]
@@ -157,7 +151,6 @@ def _transposed(weight: fx.Node) -> fx.Node:
 
 
 def _take_rows(head: Head, chain: list[fx.Node]) -> None:
-    """Which rows of the logits the loss takes, from the nodes between product and softmax."""
     n_classes = head.softmax.meta["val"].shape[1]
     before = head.product.meta["val"]
     for node in chain[1:-1]:
@@ -173,6 +166,7 @@ def _slice(head: Head, node: fx.Node, before: Tensor) -> None:
     dim, size = int(node.args[1]) % before.dim(), node.meta["val"].shape  # pyright: ignore
     if len(node.args) > 4 and node.args[4] != 1:
         raise _NoHeadError(f"{node.name} skips rows")
+    # The first slice sets the grid; later ones cut it further.
     if not head.grid:
         rows = list(before.shape[:-1])
         head.grid, head.start, head.stop = rows, [0] * len(rows), list(rows)
@@ -185,7 +179,6 @@ def _slice(head: Head, node: fx.Node, before: Tensor) -> None:
 
 
 def _find_backward(head: Head) -> None:
-    """The nodes from the loss's backward down to the gradients of x, weight and bias."""
     readers = [user for user in _reading(head.softmax) if user is not head.loss]
     losses = [user for user in readers if user.target is aten.nll_loss_backward.default]
     of_loss = _only(losses, head.softmax)
@@ -199,9 +192,11 @@ def _find_backward(head: Head) -> None:
         raise _NoHeadError(
             f"the logarithms of its probabilities are read by {others[0].name} as well"
         )
+    # By what they are: each reader of a constant may have a node of its own for it.
     if list(map(identity_of, head.loss.args[1:5])) != list(map(identity_of, of_loss.args[2:6])):
         raise _NoHeadError(f"{of_loss.name} reads something else than {head.loss.name}")
     reader = smoothing.total if smoothing else of_softmax
+    # Ours would leave out any other term of the gradient.
     if of_loss not in reader.args or list(of_loss.users) != [reader]:
         raise _NoHeadError(f"the gradient of {head.softmax.name} has other terms than the loss's")
     head.gradient, head.total_weight = of_loss.args[0], of_loss.args[6]  # pyright: ignore
@@ -221,7 +216,6 @@ def _find_backward(head: Head) -> None:
 
 
 def _down(node: fx.Node) -> Iterator[fx.Node]:
-    """Nodes that bring the gradient of the loss's logits to the shape of all of them."""
     while len(node.users) == 1 and next(iter(node.users)).target in _BACK:
         node = next(iter(node.users))
         yield node
@@ -232,6 +226,7 @@ def _add_gradient(head: Head, of_logits: fx.Node, user: fx.Node) -> None:
         if behind_transposes(user.args[1]) is not head.weight:
             raise _NoHeadError(f"{user.name} multiplies the logits' gradient by something else")
         head.of_x = user
+    # As autograd sums a bias of `addmm`.
     elif user.target is aten.sum.dim_IntList and list(user.args[1:]) == [[0], True]:
         head.of_bias = user
     elif user.target is aten.t.default and len(user.users) == 1:

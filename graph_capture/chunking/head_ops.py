@@ -37,8 +37,7 @@ class _HeadLoss:
 
     Attributes
     ----------
-    x : (n, d). weight : (classes, d). bias : (classes,) or None. target : (m,).
-    class_weight : (classes,) or None.
+    x : (n, d). weight : (classes, d). bias, class_weight : (classes,) or None. target : (m,).
     grid : where the loss takes a part of the logits' rows, these as a grid, which is sliced from
         `start` to `stop`; empty where it takes all. dtype : of the loss.
     """
@@ -58,17 +57,14 @@ class _HeadLoss:
 
     @property
     def n_classes(self) -> int:
-        """Rows of the weight."""
         return self.weight.shape[0]
 
     @functools.cached_property
     def chosen(self) -> Tensor | None:
-        """The rows of the logits that the loss takes, ascending; None for all.
-
-        On the CPU whatever the device is, so that nothing waits for a GPU.
-        """
+        """The rows of the logits that the loss takes, ascending; None for all."""
         if not self.grid:
             return None
+        # On the CPU whatever the device is, so that nothing waits for a GPU.
         rows = torch.arange(self.x.shape[0]).view(*self.grid)
         for dim, (a, b) in enumerate(zip(self.start, self.stop, strict=True)):
             rows = rows.narrow(dim, a, b - a)
@@ -76,11 +72,9 @@ class _HeadLoss:
 
     @functools.cached_property
     def chosen_here(self) -> Tensor | None:
-        """`chosen` on the device of the head."""
         return None if self.chosen is None else self.chosen.to(self.x.device)
 
     def row_blocks(self) -> Iterator[_Rows]:
-        """Blocks of rows of the logits, with the rows of the loss among them."""
         for a, b in blocks(self.x.shape[0], self.chunks):
             if self.chosen is None:
                 yield _Rows(a, b, a, b, None)
@@ -90,12 +84,12 @@ class _HeadLoss:
                 yield _Rows(a, b, low, high, inside)
 
     def logits(self, rows: _Rows) -> Tensor:
-        """Logits of those of the block's rows that the loss takes, in the dtype of the loss."""
+        """Of those of the block's rows that the loss takes, in the dtype of the loss."""
         x = self.x[rows.a : rows.b]
         return self._taken(_product(x, self.weight, self.bias), rows.inside)
 
     def class_logits(self, a: int, b: int) -> Tensor:
-        """Logits of all rows that the loss takes, for the classes from `a` to `b`."""
+        """Of all rows that the loss takes, for the classes from `a` to `b`."""
         bias = None if self.bias is None else self.bias[a:b]
         return self._taken(_product(self.x, self.weight[a:b], bias), self.chosen_here)
 
@@ -109,13 +103,11 @@ class _HeadLoss:
         return of_rows if self.class_weight is None else of_rows * self.class_weight.view(1, -1)
 
     def whole_rows(self, gradient: Tensor, a: int, b: int, chosen: Tensor | None) -> Tensor:
-        """`gradient` of the logits that the loss takes, as one of rows a..b - 1, in x's dtype.
-
-        Rows that the loss leaves out have none.
-        """
+        """`gradient` of the logits that the loss takes, as one of rows a..b - 1, in x's dtype."""
         gradient = gradient.to(self.x.dtype)
         if chosen is None:
             return gradient
+        # As autograd has it: rows that the loss leaves out have zeros.
         whole = gradient.new_zeros(b - a, gradient.shape[1])
         return whole.index_copy_(0, chosen, gradient)
 
@@ -132,7 +124,6 @@ class _Rows:
 
     @property
     def of_loss(self) -> slice:
-        """Where the block's rows are among those of the loss."""
         return slice(self.low, self.high)
 
 
@@ -150,17 +141,11 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _OfLoss(NamedTuple):
-    """What backward hands to the loss.
-
-    Attributes
-    ----------
-    gradient : of the loss. total : its total weight. row_term : with label smoothing, the gradient
-        of each row's sum of logarithms, (m, 1); None without.
-    """
+    """What backward hands to the loss."""
 
     gradient: Tensor
     total: Tensor
-    row_term: Tensor | None
+    row_term: Tensor | None  # label smoothing: of each row's sum of logarithms, (m, 1)
 
 
 def _rows_gradient(one: _HeadLoss, of: _OfLoss, rows: _Rows) -> Tensor:
@@ -170,6 +155,7 @@ def _rows_gradient(one: _HeadLoss, of: _OfLoss, rows: _Rows) -> Tensor:
     if of.row_term is not None:
         of_log_p.add_(one.weighted(of.row_term[rows.of_loss]))
     made = aten._log_softmax_backward_data(of_log_p, log_p, 1, one.dtype)
+    # `whole_rows` may make another block, and three are what is planned for.
     del log_p, of_log_p
     return one.whole_rows(made, rows.a, rows.b, rows.inside)
 
@@ -191,7 +177,8 @@ def _class_blocks(
 
 
 def cuts_classes_out_of_rows(dtype: torch.dtype, row_term: object) -> bool:
-    """Whether an exact block of classes needs whole rows: with smoothing, or a loss in 16 bits."""
+    # With smoothing a row's gradient depends on the sum of all its terms; in 16 bits the kernel's
+    # own sum is not in what it returns.
     return row_term is not None or dtype.itemsize < torch.float32.itemsize
 
 
@@ -233,12 +220,12 @@ def _row_sums(one: _HeadLoss, of: _OfLoss, like: Tensor) -> Tensor:
 def _class_gradients(
     one: _HeadLoss, a: int, b: int, of_rows: tuple[Tensor, Tensor, Tensor], every: Tensor
 ) -> Tensor:
-    """The gradient of the logits of classes a..b - 1, for all rows that the loss takes."""
     top, log_sum, row_sums = of_rows
     n_block = b - a
     # One column more holds what a row's sum has outside of this block.
     log_p = torch.zeros(len(top), n_block + 1, dtype=one.dtype, device=top.device)
     log_p[:, :n_block] = one.class_logits(a, b)
+    # One by one, as torch's softmax kernel does: to subtract their sum would round otherwise.
     log_p[:, :n_block].sub_(top).sub_(log_sum)
     at = torch.where((one.target >= a) & (one.target < b), one.target - a, n_block)
     of_log_p = torch.zeros_like(log_p)
@@ -277,7 +264,6 @@ _library.define(
 
 
 def _opened(given: tuple[Any, ...]) -> tuple[_HeadLoss, _OfLoss, Tensor, Tensor]:
-    """What an op of backward is given: the head, the loss's gradient, and what forward saved."""
     gradient, total, top, log_sum, row_term = given[0], *given[6:10]
     return _HeadLoss(*given[1:6], *given[10:]), _OfLoss(gradient, total, row_term), top, log_sum
 
@@ -290,10 +276,7 @@ def _linear_cross_entropy(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @torch.library.impl(_library, "linear_cross_entropy_smoothed", "CompositeExplicitAutograd")
 def _linear_cross_entropy_smoothed(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The same, and the sum of each row's logarithms, weighted where classes are: label smoothing.
-
-    What becomes of those sums is up to the step that the op stands in.
-    """
+    """The same, and the sum of each row's logarithms, weighted where classes are."""
     one = _HeadLoss(*given)
     row_sums = torch.empty(len(one.target), dtype=one.dtype, device=one.x.device)
     return *_losses(one, row_sums), row_sums
@@ -304,11 +287,13 @@ def _losses(one: _HeadLoss, row_sums: Tensor | None) -> tuple[Tensor, Tensor, Te
     picked = torch.empty(len(target), 1, dtype=one.dtype, device=one.x.device)
     top, log_sum = torch.empty_like(picked), torch.empty_like(picked)
     is_counted = target != one.ignore_index
+    # An ignored target, -100 by default, is no index to gather at.
     safe = torch.where(is_counted, target, 0).unsqueeze(1)
     for rows in one.row_blocks():
         logits = one.logits(rows)
         top[rows.of_loss] = logits.amax(1, keepdim=True)
         log_p = aten._log_softmax(logits, 1, False)
+        # Or it would still be there while the next block's is made.
         del logits
         picked[rows.of_loss] = log_p.gather(1, safe[rows.of_loss])
         # At the maximum, the logarithm of p is 0 less that of the sum, exactly.
@@ -320,10 +305,8 @@ def _losses(one: _HeadLoss, row_sums: Tensor | None) -> tuple[Tensor, Tensor, Te
 
 
 def _reduced(one: _HeadLoss, picked: Tensor, is_counted: Tensor) -> tuple[Tensor, Tensor]:
-    """``(loss, total weight)`` of rows with these logarithms: by eager's kernel, of one class.
-
-    That class is 0, and may be the one that the user's loss ignores.
-    """
+    """``(loss, total weight)`` of rows with these logarithms: by eager's kernel, of one class."""
+    # That class is 0, which the user's loss may ignore, so the class to ignore is another here.
     target = torch.where(is_counted, 0, _NO_CLASS)
     if one.class_weight is None:
         return aten.nll_loss_forward(picked, target, None, one.reduction, _NO_CLASS)
@@ -334,6 +317,7 @@ def _reduced(one: _HeadLoss, picked: Tensor, is_counted: Tensor) -> tuple[Tensor
 
     weighted = picked * of_row
     if one.reduction == _NONE:
+        # Without reduction, eager's total weight is 0.
         return summed(weighted, _NONE), picked.new_zeros(())
     loss, total = summed(weighted), summed(of_row.neg())
     return (loss / total if one.reduction == _MEAN else loss), total
@@ -341,11 +325,11 @@ def _reduced(one: _HeadLoss, picked: Tensor, is_counted: Tensor) -> tuple[Tensor
 
 @torch.library.impl(_library, "linear_cross_entropy_input", "CompositeExplicitAutograd")
 def _linear_cross_entropy_input(*given: Any) -> Tensor:
-    """The gradient of x, by blocks of rows."""
     one, of, _, _ = _opened(given)
     made = torch.empty_like(one.x)
     for rows in one.row_blocks():
         of_logits = _rows_gradient(one, of, rows)
+        # `out`, so that no block's product is there beside the whole.
         torch.mm(of_logits, one.weight, out=made[rows.a : rows.b])
         del of_logits
     return made
@@ -353,7 +337,7 @@ def _linear_cross_entropy_input(*given: Any) -> Tensor:
 
 @torch.library.impl(_library, "linear_cross_entropy_weight", "CompositeExplicitAutograd")
 def _linear_cross_entropy_weight(*given: Any) -> tuple[Tensor, Tensor]:
-    """The gradients of weight and bias, by blocks of classes; the second is empty without bias."""
+    """By blocks of classes; the bias's gradient is empty without a bias."""
     one, of, top, log_sum = _opened(given)
     of_weight = torch.empty_like(one.weight)
     of_bias = one.weight.new_empty((0,) if one.bias is None else (1, one.n_classes))
@@ -369,7 +353,6 @@ def _linear_cross_entropy_weight(*given: Any) -> tuple[Tensor, Tensor]:
 
 @torch.library.impl(_library, "linear_cross_entropy_both", "CompositeExplicitAutograd")
 def _linear_cross_entropy_both(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, weight and bias by blocks of rows; the last two summed over blocks."""
     one, of, _, _ = _opened(given)
     of_x, of_weight = torch.empty_like(one.x), torch.zeros_like(one.weight)
     of_bias = one.weight.new_zeros((0,) if one.bias is None else (1, one.n_classes))

@@ -13,8 +13,8 @@ from remat.graph_capture.joint.nodes import aten
 
 # Label smoothing around a head's loss: what it reads of the probabilities, and what it hands back.
 #
-# It adds the sum of each row's logarithms to the loss, weighted where classes are. That sum is made
-# by a chunk too. All else that label smoothing does has one number a row, and stays as captured.
+# It adds the sum of each row's logarithms to the loss. That sum is made by a chunk too. All else
+# that label smoothing does has one number a row, and stays as captured.
 
 
 SHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -22,31 +22,21 @@ SHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 @dataclass(frozen=True)
 class Smoothing:
-    """The nodes of label smoothing that have a number for each row and class.
+    """The nodes of label smoothing that have a number for each row and class."""
 
-    Attributes
-    ----------
-    row_sum : the node of the sums of all rows, (m,). row_term : its gradient, (m, 1).
-    total : the node that adds its part to that of the loss.
-    forward, backward : nodes that only serve these, each before those that read it.
-    """
-
-    row_sum: fx.Node
-    row_term: fx.Node
-    total: fx.Node
-    forward: tuple[fx.Node, ...]
+    row_sum: fx.Node  # sums of all rows, (m,)
+    row_term: fx.Node  # the gradient of these, (m, 1)
+    total: fx.Node  # adds its part to that of the loss
+    forward: tuple[fx.Node, ...]  # only serve these, each before those that read it
     backward: tuple[fx.Node, ...]
 
 
 def find_smoothing(
     readers: Sequence[fx.Node], of_softmax: fx.Node, of_loss: fx.Node, class_weight: Any
 ) -> Smoothing | None:
-    """The label smoothing among what reads the logarithms; None where there is none that is known.
+    """The label smoothing among `readers` of the log-probabilities; None if none is known.
 
-    Parameters
-    ----------
-    readers : of the logarithms of the probabilities. of_softmax : the node of their backward.
-    of_loss : the node of the loss's backward. class_weight : that the loss reads, or None.
+    `of_softmax` and `of_loss` are the nodes of the softmax's and of the loss's backward.
     """
     total = of_softmax.args[0]
     if not isinstance(total, fx.Node) or not _reads(total, aten.add.Tensor, of_loss):
@@ -68,7 +58,7 @@ def find_smoothing(
 
 
 def identity_of(argument: Any) -> Any:
-    """A node by its name, a constant by that of its tensor, which several nodes may read."""
+    # Several nodes may read one constant.
     if not isinstance(argument, fx.Node):
         return argument
     return str(argument.target) if argument.op == "get_attr" else argument.name
@@ -79,10 +69,7 @@ def _reads(node: fx.Node, target: Any, read: fx.Node) -> bool:
 
 
 def _unscaled(part: Any, class_weight: Any) -> tuple[fx.Node, ...] | None:
-    """What is multiplied by the weights of the classes, and that product; itself without weights.
-
-    None where it is multiplied by something else.
-    """
+    """What is multiplied by class weights, and the product; itself without; None otherwise."""
     if not isinstance(part, fx.Node):
         return None
     if class_weight is None:
@@ -118,11 +105,9 @@ class NoMlpError(Exception):
 
 
 class Linear(NamedTuple):
-    """A linear layer: the node of its product, and what that reads. weight is (out, in)."""
-
     product: fx.Node
     x: fx.Node
-    weight: fx.Node
+    weight: fx.Node  # (out, in)
     bias: fx.Node | None
 
 
@@ -136,7 +121,6 @@ def linear_above(node: Any) -> Linear:
 
 
 def linear_of(product: fx.Node) -> Linear | None:
-    """A product with a transposed weight as a layer."""
     if product.target not in PRODUCTS or product.kwargs:
         return None
     bias, x, weight = (None, *product.args) if len(product.args) == 2 else product.args[:3]
@@ -182,7 +166,6 @@ def aliases_of(node: fx.Node) -> list[fx.Node]:
 
 
 def readers_of(node: Any) -> list[fx.Node]:
-    """Nodes that read `node`, also through names and other shapes of it."""
     if not isinstance(node, fx.Node):
         raise NoMlpError
     names = aliases_of(node)
@@ -190,7 +173,6 @@ def readers_of(node: Any) -> list[fx.Node]:
 
 
 def the_only(found: Iterator[fx.Node]) -> fx.Node:
-    """The one node that was found; raises `NoMlpError` for none or several."""
     nodes = list(dict.fromkeys(found))
     if len(nodes) != 1:
         raise NoMlpError
@@ -205,13 +187,7 @@ def behind_transposes(node: Any) -> fx.Node | None:
     return node if isinstance(node, fx.Node) and n_transposes % 2 == 0 else None
 
 
-# Puts nodes in the places of others in a graph.
-#
-# What other nodes read keeps its name, so that the rest of the training graph stays as it is.
-
-
 def picked(node: fx.Node, i: int, name: str, before: fx.Node | None = None) -> fx.Node:
-    """A new node that picks result `i` of `node`, right after it or before another node."""
     graph = node.graph
     with graph.inserting_before(before) if before is not None else graph.inserting_after(node):
         made = graph.create_node("call_function", operator.getitem, (node, i), {}, name)
@@ -220,17 +196,18 @@ def picked(node: fx.Node, i: int, name: str, before: fx.Node | None = None) -> f
 
 
 def replace_node(old: fx.Node, new: fx.Node) -> None:
-    """Let everyone read `new` in the place of `old`, under its name, and erase that."""
     old.replace_all_uses_with(new)
+    # Under its name, so that the rest of the training graph stays as it is.
     name, meta = old.name, old.meta
     old.graph.erase_node(old)
     new.name = name
+    # An op of ours has its own meta already.
     if new.target is operator.getitem:
         new.meta = dict(meta)
 
 
 def replace_results(node: fx.Node, old: Iterable[fx.Node | None]) -> None:
-    """Let results of `node`, in their order, take places; None where a result has none to take."""
+    """Let results of `node` take the places of `old`, in their order; None has no place."""
     last = node
     for i, one in enumerate(old):
         if one is not None:
@@ -240,7 +217,6 @@ def replace_results(node: fx.Node, old: Iterable[fx.Node | None]) -> None:
 
 
 def erase_unread_nodes(graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
-    """Erase those of `nodes` that are still there and that nobody reads, readers first."""
     left = set(graph.nodes)  # those whose places were taken are gone
     for node in nodes:
         if node in left and not node.users:

@@ -46,26 +46,18 @@ _COMPARED = 1 << 20
 
 @dataclass(frozen=True)
 class _Activation:
-    """A pointwise function and its derivative, as eager calls them.
-
-    Attributes
-    ----------
-    of_result : whether backward reads the function's result, and not what it was given.
-    more : further arguments of backward. options : keyword arguments of both.
-    """
+    """A pointwise function and its derivative, as eager calls them."""
 
     forward: Any
     backward: Any
-    of_result: bool = False
-    more: tuple[Any, ...] = ()
-    options: dict[str, Any] = field(default_factory=dict[str, Any])
+    of_result: bool = False  # backward reads the function's result, not what it was given
+    more: tuple[Any, ...] = ()  # further arguments of backward
+    options: dict[str, Any] = field(default_factory=dict[str, Any])  # of both
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Its value at x."""
         return self.forward(x, **self.options)
 
     def gradient(self, of_result: Tensor, read: Tensor) -> Tensor:
-        """The gradient of what it was given, from that of its result."""
         return self.backward(of_result, read, *self.more, **self.options)
 
 
@@ -82,7 +74,6 @@ ACTIVATIONS: dict[str, _Activation] = {
 
 
 def _activation_of(node: fx.Node) -> str | None:
-    """The name of the activation that a node is; None for any other node."""
     for name, one in ACTIVATIONS.items():
         if node.target is one.forward and len(node.args) == 1 and _options(node) == one.options:
             return name
@@ -90,7 +81,6 @@ def _activation_of(node: fx.Node) -> str | None:
 
 
 def _is_gradient_of(name: str, node: fx.Node) -> bool:
-    """Whether a node is the backward of the activation of that name."""
     one = ACTIVATIONS[name]
     return (
         node.target is one.backward
@@ -105,7 +95,7 @@ def _options(node: fx.Node) -> dict[str, Any]:
 
 
 def has_equal_blocks(name: str, like: Tensor, sizes: list[int]) -> bool:
-    """Whether no element hangs on how many there are: in tensors of these `sizes` as `like` is."""
+    """Whether no element of tensors of these `sizes` hangs on how many there are."""
     if like.device.type != "cpu" or _is_the_same_one_by_one(name, like.dtype):
         return True
     return all(_fills_vectors(size) for size in sizes)
@@ -113,10 +103,8 @@ def has_equal_blocks(name: str, like: Tensor, sizes: list[int]) -> bool:
 
 @functools.cache
 def _is_the_same_one_by_one(name: str, dtype: torch.dtype) -> bool:
-    """Whether function and derivative have the same bits by vectors and one by one, on this CPU.
-
-    A tensor with gaps is read one by one.
-    """
+    """Whether function and derivative have the same bits by vectors and one by one, on this CPU."""
+    # Every second of a tensor's elements: kernels read a tensor with gaps one by one.
     one, generator = ACTIVATIONS[name], torch.Generator().manual_seed(0)
     x, of_result = (
         torch.randn(_COMPARED, 2, generator=generator).to(dtype)[:, 0] for _ in range(2)
@@ -136,8 +124,8 @@ def _is_the_same_one_by_one(name: str, dtype: torch.dtype) -> bool:
 
 
 def _fills_vectors(size: int) -> bool:
-    """Whether each thread is given a multiple of what is taken by vectors."""
     most = torch.get_num_threads()
+    # A smaller tensor may go to fewer threads.
     counts = [most] if size >= most * _GRAIN_ELEMENTS else range(1, most + 1)
     return size % _VECTOR_ELEMENTS == 0 and all(
         -(-size // count) % _VECTOR_ELEMENTS == 0 for count in counts
@@ -161,49 +149,36 @@ class _MlpGradients:
     bias: fx.Node | None = None
 
     def all(self) -> list[fx.Node]:
-        """Those that are needed."""
         return [node for node in (self.x, self.weight, self.bias) if node is not None]
 
 
 @dataclass
 class Mlp:
-    """One MLP, and the nodes that its forward and its backward consist of.
+    """One MLP, and the nodes that its forward and its backward consist of."""
 
-    Attributes
-    ----------
-    activation : a name of `ACTIVATIONS`. gate : the layer before it. up : the one whose result it
-        is multiplied with, if any. down : the last layer.
-    gradient : what backward hands to the product of `down`, (rows, out).
-    of_gate, of_up : gradients of these layers. of_down : that of the last weight; not of what the
-        layer is given, which is hidden, nor of its bias, which reads nothing hidden.
-    forward, backward : nodes that only serve these, each before those that read it.
-    """
-
-    activation: str
-    gate: Linear
-    up: Linear | None
+    activation: str  # a name of `ACTIVATIONS`
+    gate: Linear  # the layer before it
+    up: Linear | None  # the one whose result it is multiplied with, if any
     down: Linear
-    gradient: fx.Node
+    gradient: fx.Node  # what backward hands to the product of `down`, (rows, out)
     of_gate: _MlpGradients
     of_up: _MlpGradients
-    of_down: _MlpGradients
+    of_down: _MlpGradients  # of the weight alone, as the bias's reads nothing hidden
+    # Nodes that only serve these, each before those that read it.
     forward: list[fx.Node] = field(default_factory=list[fx.Node])
     backward: list[fx.Node] = field(default_factory=list[fx.Node])
 
     @property
     def name(self) -> str:
-        """The name of the product of the last layer."""
         return self.down.product.name
 
     @property
     def ends(self) -> list[fx.Node]:
-        """The nodes whose results others read, forward first."""
         grads = (*self.of_gate.all(), *self.of_up.all(), *self.of_down.all())
         return [self.down.product, *grads]
 
     @property
     def transient_bytes(self) -> int:
-        """The most that hidden tensors take in backward, whole."""
         held = _HIDDEN if self.up is None else _HIDDEN_GATED
         value: Tensor = self.gate.product.meta["val"]
         return held * value.nbytes
@@ -257,7 +232,6 @@ def _mlp_of(function: fx.Node, activation: str, order: dict[fx.Node, int]) -> Ml
 
 
 def _gradient_of(function: fx.Node, activation: str, gate: Linear) -> fx.Node:
-    """The node of the activation's backward."""
     of_result = ACTIVATIONS[activation].of_result
     made = the_only(
         user
@@ -270,13 +244,13 @@ def _gradient_of(function: fx.Node, activation: str, gate: Linear) -> fx.Node:
 
 
 def _collect(mlp: Mlp, hidden: list[fx.Node], order: dict[fx.Node, int]) -> None:
-    """Set the nodes of forward and backward, if all that read hidden tensors are among them."""
     if mlp.of_gate.weight is None and mlp.of_down.weight is None:
         raise NoMlpError
     if _trains_a_bias_alone(mlp.of_gate) or _trains_a_bias_alone(mlp.of_up):
         raise NoMlpError
     width = mlp.gate.product.meta["val"].shape[-1]
     names = [one for node in hidden for one in aliases_of(node)]
+    # Blocks are cut along the last dimension, which must be the hidden one alone.
     if any(one.meta["val"].shape[-1] != width for one in names):
         raise NoMlpError
     turned = [u for one in names for u in one.users if u.target is aten.t.default]
@@ -294,7 +268,6 @@ def _trains_a_bias_alone(of: _MlpGradients) -> bool:
 
 
 def _gating(function: fx.Node, gate: Linear) -> tuple[fx.Node, Linear]:
-    """The product of the activation with another layer of the same input, and that layer."""
     for user in function.users:
         if user.target is not aten.mul.Tensor or user.args[0] is user.args[1]:
             continue
@@ -308,7 +281,6 @@ def _gating(function: fx.Node, gate: Linear) -> tuple[fx.Node, Linear]:
 
 
 def _is_beside(up: Linear, gate: Linear) -> bool:
-    """Whether both layers read the same rows, and have as many results."""
     same = sources_of(up.x)[-1] is sources_of(gate.x)[-1] and up.product is not gate.product
     shapes = [(one.x.meta["val"].shape, one.product.meta["val"].shape) for one in (up, gate)]
     return same and shapes[0] == shapes[1]
@@ -324,7 +296,6 @@ def _product_above(handed: fx.Node, down: Linear) -> fx.Node:
 
 
 def _require_factors(product: fx.Node, first: fx.Node, second: fx.Node) -> None:
-    """Require that a node multiplies two others."""
     if {sources_of(arg)[-1] for arg in product.args} != {first, second}:
         raise NoMlpError
 
@@ -341,7 +312,6 @@ def _other_factor(of_inner: fx.Node, handed: fx.Node, function: fx.Node) -> fx.N
 
 
 def _weight_gradient(inner: fx.Node, gradient: fx.Node) -> _MlpGradients:
-    """The gradient of the last weight, which sums over all rows."""
     for user in readers_of(inner):
         if user.target is aten.mm.default and _is_transpose_of(user.args[0], gradient):
             return _MlpGradients(weight=user)
@@ -360,7 +330,6 @@ def _is_transpose_of(node: Any, of: fx.Node) -> bool:
 
 
 def _gradients(layer: Linear, of_product: fx.Node) -> _MlpGradients:
-    """The gradients of a layer from that of its result."""
     made = _MlpGradients()
     for one in aliases_of(of_product):
         for user in one.users:

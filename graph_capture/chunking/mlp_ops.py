@@ -45,12 +45,9 @@ _Taken = Callable[[Tensor], Any]
 
 @dataclass(frozen=True)
 class _SplitMlp:
-    """One MLP.
+    """x : (n, d). weight, up_weight : (h, d); without a gate up's is None. biases : (h,) or None.
 
-    Attributes
-    ----------
-    x : (n, d). weight, up_weight : (h, d); the second is None without a gate.
-    bias, up_bias : (h,) or None. down_weight : (d_out, h). activation : a name of `ACTIVATIONS`.
+    down_weight : (d_out, h). activation : a name of `ACTIVATIONS`.
     """
 
     x: Tensor
@@ -63,16 +60,13 @@ class _SplitMlp:
     chunks: int
 
     def rows(self) -> list[slice]:
-        """Blocks of rows."""
         return [slice(a, b) for a, b in blocks(self.x.shape[0], self.chunks)]
 
     def columns(self) -> list[slice]:
-        """Blocks of the hidden dimension."""
         cut = blocks(self.weight.shape[0], self.chunks, COLUMNS_MULTIPLE)
         return [slice(a, b) for a, b in cut]
 
     def inner(self, rows: slice) -> Tensor:
-        """What the last layer is given, for some rows."""
         result = ACTIVATIONS[self.activation](self._gate(rows, _ALL))
         return result if self.up_weight is None else result * self._up(rows, _ALL)
 
@@ -87,12 +81,9 @@ class _SplitMlp:
         self, gradient: Tensor, rows: slice, columns: slice,
         use_gate: _Taken, use_up: _Taken, use_inner: _Taken | None = None,
     ) -> None:  # fmt: skip
-        """Make a block of the gradients of what gate and up return, and of what down is given.
+        """Hand on a block of the gradients of what gate and up return, from that of the output.
 
-        Parameters
-        ----------
-        gradient : of the output, (n, d_out). use_gate, use_up, use_inner : take them; the last
-            takes the activation itself, if anyone asks for it.
+        `use_inner` takes what down is given itself.
         """
         if self.up_weight is not None:
             self._gated_backward(gradient, rows, columns, use_gate, use_up, use_inner)
@@ -115,11 +106,13 @@ class _SplitMlp:
         result = function(read)
         if function.of_result:
             read = result
+        # Else it is made later, when `result` is gone: one block less at once.
         up = self._up(rows, columns) if use_inner else None
         if use_inner and up is not None:
             use_inner(result * up)
         made = torch.mm(gradient[rows], self.down_weight[:, columns])
         use_up(made * result)
+        # `_BLOCKS_GATED` of regions.py counts what is live here.
         del result
         made = made * (self._up(rows, columns) if up is None else up)
         del up
@@ -133,8 +126,8 @@ def _part_of_layer(x: Tensor, weight: Tensor, bias: Tensor | None, columns: slic
 
 @torch.library.impl(_library, "mlp", "CompositeExplicitAutograd")
 def _mlp(*given: Any) -> Tensor:
-    """The output, by blocks of rows."""
     down_bias, one = given[6], _SplitMlp(*given[:6], *given[7:])
+    # Blocks are written into it, so that none of the output is there beside it.
     made = one.x.new_empty(one.x.shape[0], one.down_weight.shape[0])
     down = one.down_weight.t()
     for rows in one.rows():
@@ -147,18 +140,18 @@ def _mlp(*given: Any) -> Tensor:
 
 @torch.library.impl(_library, "mlp_input", "CompositeExplicitAutograd")
 def _mlp_input(gradient: Tensor, *given: Any) -> Tensor:
-    """The gradient of x, by blocks of rows."""
     return _of_input(gradient, _SplitMlp(*given))[0]
 
 
 @torch.library.impl(_library, "mlp_gated_input", "CompositeExplicitAutograd")
 def _mlp_gated_input(gradient: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    """The two terms of the gradient of x, by blocks of rows: through the gate, and through up."""
+    """The two terms of x's gradient, through the gate and through up, which the step adds up."""
     return _of_input(gradient, _SplitMlp(*given))
 
 
 def _of_input(gradient: Tensor, one: _SplitMlp) -> tuple[Tensor, Tensor]:
     of_gate = torch.empty_like(one.x)
+    # Without a gate nobody writes to it.
     of_up = of_gate if one.up_weight is None else torch.empty_like(one.x)
     for rows in one.rows():
 
@@ -175,10 +168,7 @@ def _of_input(gradient: Tensor, one: _SplitMlp) -> tuple[Tensor, Tensor]:
 
 @torch.library.impl(_library, "mlp_weights", "CompositeExplicitAutograd")
 def _mlp_weights(gradient: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    """The gradients of weights and biases, by blocks of the hidden dimension.
-
-    Those that are not wanted have no elements.
-    """
+    """The gradients of weights and biases; those that are not wanted have no elements."""
     wanted, one = given[7], _SplitMlp(*given[:7], *given[8:])
     made = _Gradients(one, gradient, wanted)
     for columns in one.columns():
@@ -187,8 +177,6 @@ def _mlp_weights(gradient: Tensor, *given: Any) -> tuple[Tensor, ...]:
 
 
 class _Gradients:
-    """The gradients of weights and biases, block by block."""
-
     def __init__(self, one: _SplitMlp, gradient: Tensor, wanted: list[bool]) -> None:
         self.one, self.of_output = one, gradient
         of_weight, of_bias = one.weight.shape, (1, one.weight.shape[0])
@@ -199,8 +187,6 @@ class _Gradients:
         )
 
     def add(self, columns: slice) -> None:
-        """Make the block of these columns of the hidden dimension."""
-
         def use_gate(made: Tensor) -> None:
             self._add(made, columns, self.weight, self.bias)
 
@@ -217,6 +203,7 @@ class _Gradients:
         if weight.numel():
             torch.mm(made.t(), self.one.x, out=weight[columns])
         if bias.numel():
+            # As autograd sums a bias's gradient, whose shape is (1, h).
             bias[:, columns] = made.sum([0], True)
 
 

@@ -30,44 +30,31 @@ from remat.graph_capture.tracing.trace import Trace
 COUNTS = (2, 4, 8, 16)
 """Numbers of chunks that are costed."""
 _HELD, _LARGE_BYTES, _LARGE_PART = 3, 1 << 20, 1 / 50
-"""By default a head is taken if so many tensors of its logits' size, which its backward holds, take
-so many bytes, and so large a part of what the step keeps resident and forward makes. The part is
-low: where most is computed again, what is left of a step is a fraction of that."""
+"""Tensors of the logits' size that a head's backward holds. By default a head is taken if these are
+so many bytes, and so large a part of what is resident and forward makes. The part is low: where
+most is computed again, what is left of a step is a fraction of that."""
 AND = ", "
 """Between the names of parts, which run in the same number of chunks."""
 
 
 @dataclass(frozen=True)
 class RegionCandidate:
-    """Parts of a step, and the ops that would run in their place.
+    """Parts of a step, and the ops that would run in their place."""
 
-    Attributes
-    ----------
-    parts : in the captured joint graph. joint : a copy of it, with every part in chunks.
-    nodes : for each part, the ops of ours in that copy.
-    is_exact : whether they give eager's bits.
-    dropped : names of captured ops that the copy has not, or has otherwise.
-    added : ops of the copy that the captured graph has not, each after the name of the op before
-        which it stands; empty for the end.
-    is_asked : whether the user named the split. A head that stays whole then is warned of.
-    """
-
-    parts: tuple[HeadOrMlp, ...]
-    joint: Joint
-    nodes: tuple[tuple[fx.Node, ...], ...]
-    is_exact: bool
-    dropped: tuple[str, ...]
-    added: tuple[tuple[str, Op], ...]
-    is_asked: bool
+    parts: tuple[HeadOrMlp, ...]  # in the captured joint graph
+    joint: Joint  # a copy of it, with every part in chunks
+    nodes: tuple[tuple[fx.Node, ...], ...]  # for each part, the ops of ours in that copy
+    is_exact: bool  # the ops are to give eager's bits
+    dropped: tuple[str, ...]  # names of captured ops that the copy has not, or has otherwise
+    added: tuple[tuple[str, Op], ...]  # that only the copy has: name of the op that follows, op
+    is_asked: bool  # the user named the split, and is warned of a head that stays whole
 
     @property
     def name(self) -> str:
-        """The name of the region: those of the parts."""
         return AND.join(part.name for part in self.parts)
 
     @property
     def kinds(self) -> tuple[PartKind, ...]:
-        """Which kinds of parts there are."""
         kinds: dict[PartKind, None] = {}
         for one in self.parts:
             kinds["head" if isinstance(one, Head) else "mlp"] = None
@@ -75,28 +62,21 @@ class RegionCandidate:
 
     @property
     def chunks(self) -> int:
-        """The number of chunks that the ops are set to."""
+        # All ops of ours take it last.
         return cast("int", self.nodes[0][0].args[-1])
 
     def set_chunks(self, chunks: int) -> None:
-        """Set the number of chunks that the ops run in: their last argument."""
         for node in (node for nodes in self.nodes for node in nodes):
             node.args = (*node.args[:-1], chunks)
 
     def by_node(self) -> Iterator[tuple[HeadOrMlp, fx.Node]]:
-        """Each op of ours with the part that it serves."""
         for part, nodes in zip(self.parts, self.nodes, strict=True):
             for node in nodes:
                 yield part, node
 
 
 def requested_regions(trace: Trace) -> list[RegionCandidate]:
-    """The regions that the trace's recipe asks for, of which a plan takes one; or none.
-
-    They are its heads, its MLPs and both together. Only MLPs that set the peak are taken. Of heads,
-    all are if the user named the split, and only large ones if not. Losses that cannot run in
-    chunks are then warned of, with the reason.
-    """
+    """The regions that the recipe asks for, of which a plan takes one: heads, MLPs, or both."""
     asked = trace.recipe.split
     if asked == "none" or trace.recipe.edits:
         return []
@@ -105,12 +85,14 @@ def requested_regions(trace: Trace) -> list[RegionCandidate]:
     mlps = [one for one in parts if isinstance(one, Mlp)]
     least_bytes = 0
     if asked is None:
+        # Nobody asked, so only what pays is measured, and nobody is warned of the rest.
         heads, least_bytes = _large(trace, heads), _LARGE_BYTES
     else:
         _warn_of_whole_heads(trace)
     mlps = [one for one in _that_set_the_peak(trace, parts) if one.transient_bytes >= least_bytes]
     taken = [group for group in (heads, mlps, [*heads, *mlps]) if group]
     if not (heads and mlps):
+        # Both together would be the same parts once more.
         taken = taken[:1]
     return [_found(trace, asked != "tolerance", group) for group in taken]
 
@@ -127,7 +109,6 @@ def _warn_of_whole_heads(trace: Trace) -> None:
 
 
 def _large(trace: Trace, heads: Iterable[Head]) -> list[Head]:
-    """Heads whose backward holds a large part of the bytes of the step."""
     graph = trace.graph
     at = graph.op_index
     of_forward = [v for v in graph.values if at.get(v.producer, -1) < graph.n_forward]
@@ -141,7 +122,7 @@ def _large(trace: Trace, heads: Iterable[Head]) -> list[Head]:
 
 
 def _that_set_the_peak(trace: Trace, parts: Sequence[HeadOrMlp]) -> list[Mlp]:
-    """MLPs that hold as much as any op beside them and the heads: chunks lower no other peak."""
+    """MLPs that hold as much as any op beside them and the heads."""
     graph = trace.graph
     mlps = [one for one in parts if isinstance(one, Mlp)]
     own = {node.name for one in parts for node in (*one.forward, *one.backward)}
@@ -151,6 +132,7 @@ def _that_set_the_peak(trace: Trace, parts: Sequence[HeadOrMlp]) -> list[Mlp]:
         for op in graph.ops
         if op.name not in own
     )
+    # Where another op holds more, chunks of an MLP lower no peak.
     most_bytes = max(held, default=0) if mlps else 0
     return [one for one in mlps if one.transient_bytes >= most_bytes]
 
@@ -158,12 +140,7 @@ def _that_set_the_peak(trace: Trace, parts: Sequence[HeadOrMlp]) -> list[Mlp]:
 def find_regions(
     trace: Trace, is_exact: bool, names: Container[str] | None = None
 ) -> list[RegionCandidate]:
-    """The parts of a trace as one region, with the ops that would run in their place.
-
-    Parameters
-    ----------
-    names : of the parts that are taken; None for all.
-    """
+    """The parts of a trace of these names, None for all, as one region."""
     parts = find_parts(trace.joint.module.graph, names)
     return [_found(trace, is_exact, parts)] if parts else []
 
@@ -173,6 +150,7 @@ def _found(trace: Trace, is_exact: bool, parts: Sequence[HeadOrMlp]) -> RegionCa
     names = frozenset(part.name for part in parts)
 
     def edit(graph: fx.Graph) -> None:
+        # Found again, as `parts` name nodes of the captured graph, and this is a copy.
         ours = [replace_part(part, COUNTS[0], is_exact) for part in find_parts(graph, names)]
         made.extend([node.name for node in nodes] for nodes in ours)
 
@@ -200,7 +178,7 @@ _BLOCKS_GATED: dict[Any, int] = {MLP: 3, MLP_GATED_INPUT: 4, MLP_WEIGHTS: 5}
 
 
 def _captured_ops(part: HeadOrMlp, node: fx.Node, chunks: int) -> list[fx.Node]:
-    """The nodes whose work an op of ours does: backward makes what is hidden again."""
+    """The nodes whose work an op of ours does; backward makes what is hidden again."""
     if isinstance(part, Head):
         return _nodes_of_head(part, node, chunks)
     if node.target is MLP:
@@ -211,7 +189,6 @@ def _captured_ops(part: HeadOrMlp, node: fx.Node, chunks: int) -> list[fx.Node]:
 
 
 def _workspace_bytes(part: HeadOrMlp, node: fx.Node, chunks: int) -> int:
-    """The most bytes that one chunk has live."""
     if isinstance(part, Head):
         return _head_workspace_bytes(part, node, chunks)
     value: Tensor = part.gate.product.meta["val"]
@@ -220,10 +197,6 @@ def _workspace_bytes(part: HeadOrMlp, node: fx.Node, chunks: int) -> int:
 
 
 def _nodes_of_head(head: Head, node: fx.Node, chunks: int) -> list[fx.Node]:
-    """The nodes whose work an op of ours does: backward makes the logits again.
-
-    Where blocks of classes are cut out of rows, it makes them again for each.
-    """
     if node.target in (FORWARD, SMOOTHED):
         return head.forward
     ends = (head.of_x, head.of_weight, head.of_bias)
@@ -231,6 +204,7 @@ def _nodes_of_head(head: Head, node: fx.Node, chunks: int) -> list[fx.Node]:
     own = [one for one in ends if one is not None and one.name in made]
     logits = [one for one in head.forward if one is not head.loss]
     shared = [one for one in head.backward if one not in ends]
+    # Blocks of classes that are cut out of rows make the logits anew for each.
     return [*(logits + shared) * (chunks if _is_cut_out_of_rows(head, node) else 1), *own]
 
 
@@ -240,11 +214,8 @@ def _is_cut_out_of_rows(head: Head, node: fx.Node) -> bool:
 
 
 def _head_workspace_bytes(head: Head, node: fx.Node, chunks: int) -> int:
-    """The most bytes that one chunk has live: three blocks in the dtype of the loss.
-
-    They are, in backward, the logarithms of the probabilities, their gradient and that of the
-    logits; in forward it is less. A block of classes that is cut out of rows is one more.
-    """
+    # In backward, three blocks in the dtype of the loss: the logarithms of the probabilities, their
+    # gradient and that of the logits. A block of classes that is cut out of rows is one more.
     value, of_x = head.softmax.meta["val"], head.product.meta["val"]
     blocks_bytes = 3 * (-(-value.numel() // chunks)) * value.element_size()
     if not _is_cut_out_of_rows(head, node):
@@ -268,11 +239,7 @@ def with_regions(
     chunk_costs: ChunkCosts,
     is_exact: IsExact,
 ) -> TrainingGraph:
-    """`graph` with the regions found, each with its choices.
-
-    Where eager's bits are asked for, numbers of chunks that do not give them are left out. A region
-    without any is none; that is said of heads if the user has asked for it.
-    """
+    """`graph` with the regions found and their choices; without choices a region is none."""
     regions = [_region(graph, one, chunk_costs, is_exact) for one in found]
     for one, region in zip(found, regions, strict=True):
         if one.is_asked and not region.choices and one.kinds == _HEADS:
@@ -290,6 +257,7 @@ def _region(
     choices: list[Choice] = []
     for chunks in COUNTS:
         found.set_chunks(chunks)
+        # Where eager's bits are asked for, numbers of chunks that do not give them are left out.
         if not found.is_exact or is_exact(found):
             ops, values = chunk_costs(found)
             choices.append(_choice(graph, found, ops, values))
@@ -310,23 +278,18 @@ def _choice(
 def _no_cheaper(
     graph: TrainingGraph, found: RegionCandidate, ours: Mapping[str, Op]
 ) -> Mapping[str, Op]:
-    """`ours` at the time of the captured ops at least: they do the same work, and some of it twice.
-
-    Where blocks fit into caches, or a clock was off, they would cost less. A step that fits as it
-    was captured stays so.
-    """
+    # They do the same work, and some of it twice. They seem quicker where blocks fit into caches or
+    # a clock was off, and a step that fits as it was captured would not stay so.
     us = sum(op.cost_us for op in ours.values())
     return ours if us >= _whole_us(graph, found) else _taking(_whole_us(graph, found), ours)
 
 
 def _whole_us(graph: TrainingGraph, found: RegionCandidate) -> float:
-    """What the ops take that the chunks replace."""
     dropped = set(found.dropped)
     return sum(op.cost_us for op in graph.ops if op.name in dropped)
 
 
 def _taking(all_us: float, ours: Mapping[str, Op]) -> Mapping[str, Op]:
-    """`ours`, which take as long as that together."""
     factor = all_us / sum(op.cost_us for op in ours.values())
     return {
         name: msgspec.structs.replace(op, cost_us=factor * op.cost_us) for name, op in ours.items()
@@ -336,6 +299,7 @@ def _taking(all_us: float, ours: Mapping[str, Op]) -> Mapping[str, Op]:
 def _as_captured(graph: TrainingGraph, op: Op) -> Op:
     """An op that reads other values than before, such as an update, at its captured cost."""
     same = [one for one in graph.ops if one.target == op.target]
+    # An update is named by the gradient that it waits for.
     before = next((one for one in same if one.name == op.name), same[0])
     return msgspec.structs.replace(op, cost_us=before.cost_us, cost_origin=before.cost_origin)
 
@@ -343,7 +307,6 @@ def _as_captured(graph: TrainingGraph, op: Op) -> Op:
 def modelled(
     captured: TrainingGraph, launch_us: float, rounded: Callable[[int], int]
 ) -> ChunkCosts:
-    """Costs from those of the ops that the chunks replace, for a device that is not here."""
     costs = {op.name: op.cost_us for op in captured.ops}
 
     def chunk_costs(found: RegionCandidate) -> tuple[Mapping[str, Op], Sequence[Value]]:
@@ -381,5 +344,6 @@ def hoped(captured: TrainingGraph, rounded: Callable[[int], int]) -> ChunkCosts:
 
 def _cost_us(nodes: Sequence[fx.Node], costs: Mapping[str, float], more_us: float) -> float:
     """Time of captured nodes, and of the launches of each beyond one."""
+    # Views and names among them run nothing.
     ran = [node for node in nodes if node.name in costs]
     return sum(costs[node.name] for node in ran) + more_us * len(ran)

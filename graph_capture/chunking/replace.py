@@ -24,7 +24,6 @@ from remat.graph_capture.errors import ScheduleError
 
 
 def _replace_head(head: Head, chunks: int, is_exact: bool) -> list[fx.Node]:
-    """Put ops that run in `chunks` in the place of `head`; returns them, forward first."""
     target, class_weight, reduction, ignore_index = head.loss.args[1:5]
     read = (head.x, head.weight, head.bias, target, class_weight)
     facts = (
@@ -49,9 +48,9 @@ _Gradients = tuple[fx.Node | None, ...]
 
 
 def _backward_ops(head: Head, is_exact: bool) -> list[tuple[Any, str, _Gradients]]:
-    """Each op of backward: its name, and the nodes whose places its results take."""
     if not is_exact and head.of_x is not None and head.of_weight is not None:
         results = (head.of_x, head.of_weight, head.of_bias)
+        # Its sum has another order, for which the logits are made once less.
         return [(INPUT_AND_WEIGHT, "gradients", results)]
     ops: list[tuple[Any, str, _Gradients]] = []
     if head.of_x is not None:
@@ -79,6 +78,7 @@ def _forward(head: Head, args: tuple[Any, ...]) -> fx.Node:
     for i, old in results.items():
         replace_node(old, picked(node, i, old.name, before=head.loss))
     if head.total_weight in results.values():
+        # Its node is erased, and the ops of backward still have to read it.
         head.total_weight = next(user for user in node.users if user.args[1] == 1)
     return node
 
@@ -114,7 +114,6 @@ def _value_of(head: Head, gradient: fx.Node | None) -> Tensor:
 
 
 def _replace_mlp(mlp: Mlp, chunks: int) -> list[fx.Node]:
-    """Put ops that run in `chunks` in the place of `mlp`; returns them, forward first."""
     up_weight, up_bias = (mlp.up.weight, mlp.up.bias) if mlp.up else (None, None)
     gate, down = mlp.gate, mlp.down
     read = gate.x, gate.weight, gate.bias, up_weight, up_bias, down.weight
@@ -142,7 +141,7 @@ def _replace_mlp(mlp: Mlp, chunks: int) -> list[fx.Node]:
 
 
 def results_of(mlp: Mlp, op: Any) -> list[fx.Node | None]:
-    """The nodes whose places the results of an op take; for a number that there is none, None."""
+    """The nodes whose places the results of an op take; None where a result is not needed."""
     if op is MLP_WEIGHTS:
         gate, up = mlp.of_gate, mlp.of_up
         return [gate.weight, gate.bias, up.weight, up.bias, mlp.of_down.weight]
@@ -178,11 +177,7 @@ def _take_places(mlp: Mlp, node: fx.Node) -> None:
 
 
 def _values(mlp: Mlp, op: Any, old: Sequence[fx.Node | None]) -> list[Tensor]:
-    """The traced values of results: those in whose place they are.
-
-    A gradient that nobody needs has no elements if it is of a weight, and those of x if it is one
-    of its terms.
-    """
+    # A weight's gradient that nobody needs is left out (`wanted`); a term of x's is made anyway.
     like: Tensor = mlp.gate.weight.meta["val"] if op is MLP_WEIGHTS else mlp.gate.x.meta["val"]
     with like.fake_mode:  # pyright: ignore
         none = torch.empty(
@@ -192,7 +187,7 @@ def _values(mlp: Mlp, op: Any, old: Sequence[fx.Node | None]) -> list[Tensor]:
 
 
 HeadOrMlp = Head | Mlp
-"""What runs in chunks by itself. A region has one or more, which run in the same number."""
+"""A part of a region, all of which run in the same number of chunks."""
 
 
 def find_parts(graph: fx.Graph, names: Container[str] | None = None) -> list[HeadOrMlp]:
@@ -211,12 +206,7 @@ def replace_part(part: HeadOrMlp, chunks: int, is_exact: bool) -> list[fx.Node]:
 
 
 def chunk_parts(graph: fx.Graph, told: Iterable[tuple[str, int, bool]]) -> None:
-    """Let parts run in chunks: those of these names, how many, and whether exactly.
-
-    Raises
-    ------
-    ScheduleError : the step has no part of such a name.
-    """
+    """Let the named parts run in so many chunks, exactly or not. Raises ScheduleError."""
     wanted = {name: (count, is_exact) for name, count, is_exact in told}
     for part in find_parts(graph, frozenset(wanted)) if wanted else []:
         replace_part(part, *wanted.pop(part.name))

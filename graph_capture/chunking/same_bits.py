@@ -26,16 +26,13 @@ from remat.graph_capture.costs.cache import CostCache
 from remat.graph_capture.costs.op_times import cost_key
 from remat.graph_capture.devices.meter import Meter
 
-# Random data for what a part reads, to compare it whole and in chunks.
-
-
 _IGNORED_PART = 0.1
 """Of the made targets: rows that the loss ignores."""
 
 
 def _made_inputs(part: HeadOrMlp, seed: int) -> dict[fx.Node, Tensor]:
-    """Random data for what `part` reads. The user's random stream stays where it is."""
     at: Tensor = part.ends[0].meta["val"]
+    # The user's random stream stays where it is.
     with torch.random.fork_rng([at.device] if at.is_cuda else []):
         torch.manual_seed(seed)
         return _of_head(part) if isinstance(part, Head) else _of_mlp(part)
@@ -70,6 +67,7 @@ def _of_head(head: Head) -> dict[fx.Node, Tensor]:
     if isinstance(class_weight, fx.Node):
         # Several nodes of the head read the same constant by nodes of their own.
         same = [class_weight, *_constants_alike(head, class_weight)]
+        # No weight of a class is negative.
         made |= dict.fromkeys(same, _normal(class_weight).abs())
     return made
 
@@ -82,6 +80,7 @@ def _constants_alike(head: Head, constant: fx.Node) -> list[fx.Node]:
 
 def _normal(node: fx.Node) -> Tensor:
     like: Tensor = node.meta["val"]
+    # Strides have a part in which kernel runs.
     made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
     return made.normal_()
 
@@ -95,11 +94,11 @@ _known: dict[_Key, bool] = {}
 
 
 def matches_eager_bitwise(found: RegionCandidate) -> bool | None:
-    """Whether parts in the chunks that they are set to give the same bits as their own nodes.
+    """Whether parts in their chunks give the same bits as their own nodes; None: memory ran out.
 
-    It takes the memory of four times the logits, or what an MLP holds. Where that runs out, the
-    answer is None. Of parts that are alike, one is compared.
+    It takes the memory of four times the logits, or what an MLP holds.
     """
+    # Equal kernels on equal shapes: of parts that are alike, one is compared.
     alike = {_likeness(*pair): pair for pair in zip(found.parts, found.nodes, strict=True)}
     try:
         return all(_are_same_bits(*pair) for pair in alike.values())
@@ -121,36 +120,34 @@ def _likeness(part: HeadOrMlp, nodes: Sequence[fx.Node]) -> str:
 
 
 def _note_bits(found: RegionCandidate, is_same: bool) -> None:
-    """Keep in this process whether a region in the chunks that it is set to gives eager's bits."""
     device = str(found.parts[0].ends[0].meta["val"].device)
     facts = found.joint.graph.hash, device, found.name, found.chunks, found.is_exact
     _known[_fact(*facts)] = is_same
 
 
 def is_known_to_give_them(graph_hash: str, device: str, region: str, chunks: int) -> bool:
-    """Whether this process has found that a region in exact chunks gives eager's bits.
-
-    `graph_hash` is that of the graph in chunks, which a plan is held to. It names no other graph,
-    so a plan that was edited is compared too.
-    """
+    """Whether this process has found that a region in exact chunks gives eager's bits."""
+    # The hash is of the graph in chunks, so that a plan that was edited is compared too.
     return _known.get(_fact(graph_hash, device, region, chunks, True), False)
 
 
 def _fact(graph_hash: str, device: str, region: str, chunks: int, is_exact: bool) -> _Key:
+    # Threads share a sum, so bits may change with their number.
     return graph_hash, device, region, chunks, is_exact, torch.get_num_threads()
 
 
 def _are_same_bits(part: HeadOrMlp, nodes: Sequence[fx.Node]) -> bool:
+    # Made data might not show the few elements that differ.
     if isinstance(part, Mlp) and not _has_equal_blocks(part, cast("int", nodes[0].args[-1])):
         return False
     return all(_are_same_once(part, nodes, seed) for seed in range(_draws(part)))
 
 
 def _draws(part: HeadOrMlp) -> int:
-    """How often to compare: another order of sums seldom shows in 16 bits of few numbers."""
     like: Tensor = (part.gate.product if isinstance(part, Mlp) else part.product).meta["val"]
     if like.dtype.itemsize >= torch.float32.itemsize:
         return 1
+    # Another order of sums seldom shows in 16 bits of few numbers.
     return min(max(_SEEN_NUMBERS // max(like.numel(), 1), 1), _MOST_DRAWS)
 
 
@@ -162,7 +159,6 @@ def _are_same_once(part: HeadOrMlp, nodes: Sequence[fx.Node], seed: int) -> bool
 
 
 def _has_equal_blocks(mlp: Mlp, chunks: int) -> bool:
-    """Whether no element of the hidden activation hangs on how large its block is."""
     like: Tensor = mlp.gate.product.meta["val"]
     rows, columns = like.shape
     sizes = {(b - a) * columns for a, b in blocks(rows, chunks)}
@@ -173,20 +169,19 @@ def _has_equal_blocks(mlp: Mlp, chunks: int) -> bool:
 def _run_captured(
     part: HeadOrMlp, nodes: Sequence[fx.Node], known: dict[fx.Node, Tensor]
 ) -> dict[str, Tensor]:
-    """Run nodes of the captured graph with what they read; their results by name."""
     results = _Results(known)
     order = {node: i for i, node in enumerate(nodes[0].graph.nodes)}
+    # In graph order, so that no result asks for a long chain of others.
     for node in sorted(nodes, key=order.__getitem__):
         results[node]
     return {node.name: results[node] for node in part.ends}
 
 
 class _Results(dict[fx.Node, Any]):
-    """By node, each computed when first asked for.
+    """By node, each computed when first asked for."""
 
-    No function that calls itself: one refers to itself, so that what it has seen would live on
-    until Python collects garbage.
-    """
+    # A nested function that calls itself would refer to itself, and so hold these tensors until
+    # Python collects garbage.
 
     def __missing__(self, node: fx.Node) -> Any:
         target: Any = node.target
@@ -196,7 +191,6 @@ class _Results(dict[fx.Node, Any]):
 
 
 def _run_chunks(nodes: Sequence[fx.Node], known: dict[fx.Node, Tensor]) -> dict[str, Tensor]:
-    """Run the ops of ours on the same data; their results by name."""
     data = {node.name: tensor for node, tensor in known.items()}
     for node in nodes:
         target: Any = node.target
@@ -209,26 +203,19 @@ def _run_chunks(nodes: Sequence[fx.Node], known: dict[fx.Node, Tensor]) -> dict[
     return data
 
 
-# Whether chunks give eager's bits, kept on disk beside costs.
-#
-# To compare them takes as long as a few runs of the region. The answer hangs on the device, its
-# settings and torch's version, by which the file is named, and on shapes and dtypes.
+# Whether chunks give eager's bits, kept on disk beside costs: to compare takes as long as a few
+# runs of the region. The file is named by the device, its settings and torch's version.
 
 
 def kept_bits(meter: Meter, cache: CostCache | None = None) -> IsExact:
-    """`matches_eager_bitwise` on the device of `meter`, asked once for each region and number of
-    chunks.
-
-    Parameters
-    ----------
-    cache : of the device; None for the one on disk.
-    """
+    """`matches_eager_bitwise`, asked once for each region and number of chunks."""
     kept = cache or CostCache.of(meter)
 
     def has_them(found: RegionCandidate) -> bool:
         key = _digest_of(found)
         if key not in kept.bits:
             answer = matches_eager_bitwise(found)
+            # Not kept: another time there may be room.
             if answer is None:
                 return False
             kept.bits[key] = answer
@@ -240,13 +227,13 @@ def kept_bits(meter: Meter, cache: CostCache | None = None) -> IsExact:
 
 
 def _digest_of(found: RegionCandidate) -> str:
-    """A digest of what decides which kernels run, whole and in chunks."""
     parts = [
         f"{_SEEN_NUMBERS} logits in {_MOST_DRAWS} draws",
         torch.backends.cpu.get_cpu_capability(),
         torch.get_float32_matmul_precision(),
         str(torch.are_deterministic_algorithms_enabled()),
         str(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled),
+        # Chooses the branch of MKL's code.
         os.environ.get("MKL_CBWR", ""),
     ]
     alike = (_likeness(*pair) for pair in zip(found.parts, found.nodes, strict=True))

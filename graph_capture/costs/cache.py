@@ -32,44 +32,26 @@ machine is quiet."""
 
 
 class OpCost(msgspec.Struct, frozen=True, array_like=True):
-    """What one run of an op takes.
-
-    Attributes
-    ----------
-    cost_us : its time. workspace_bytes : beyond inputs and outputs, while it runs.
-    kept_bytes : what its results keep beyond the storages that the trace gives them.
-    is_estimate : the op did not run on made data, so its time is guessed from its bytes.
-    away : the part of the time in which others had the core while it was measured.
-    """
-
     cost_us: float
-    workspace_bytes: int = 0
-    kept_bytes: int = 0
-    is_estimate: bool = False
-    away: float = 0.0
+    workspace_bytes: int = 0  # beyond inputs and outputs, while it runs
+    kept_bytes: int = 0  # by results, beyond the storages that the trace gives them
+    is_estimate: bool = False  # the op did not run on made data: a guess from its bytes
+    away: float = 0.0  # the part of the time in which others had the core
 
 
 class WholeStepTimes(msgspec.Struct, frozen=True):
-    """Times of a step that was run as a whole (`step_time.py`).
+    """Times of a step that was run as a whole (`step_time.py`)."""
 
-    Attributes
-    ----------
-    step_us : the step with every op run once.
-    keeping_us : how much less forward alone takes if it keeps nothing for backward.
-    again_us : how much longer the step takes with its forward computed again in segments.
-    expected_us : what `again_us` should be by the costs of the ops; 0 if that step was not run.
-    away : the part of the time in which others had the core.
-    """
-
-    step_us: float
-    keeping_us: float = 0.0
-    again_us: float = 0.0
+    step_us: float  # with every op run once
+    keeping_us: float = 0.0  # forward alone takes so much less if it keeps nothing for backward
+    again_us: float = 0.0  # the step takes so much longer with forward computed again in segments
+    # What `again_us` should be by the costs of the ops; 0 if that step was not run.
     expected_us: float = msgspec.field(default=0.0, name="priced_us")
-    away: float = 0.0
+    away: float = 0.0  # the part of the time in which others had the core
 
 
 def is_valid_cost(cost: OpCost) -> bool:
-    """Whether an op can take that; a file that was edited may say anything."""
+    # A file that was edited may say anything.
     sizes = cost.workspace_bytes, cost.kept_bytes
     return (
         0 <= cost.cost_us <= MOST_US
@@ -79,13 +61,11 @@ def is_valid_cost(cost: OpCost) -> bool:
 
 
 def are_times(step: WholeStepTimes) -> bool:
-    """Whether a step can take these."""
     return all(0 <= time_us <= MOST_US for time_us in msgspec.structs.astuple(step))
 
 
 def _truer(known: OpCost | WholeStepTimes, anew: OpCost | WholeStepTimes, *, is_less: bool) -> bool:
-    """Whether `anew` takes the place of `known`: it is of a quieter time, or of one as busy, and
-    says less."""
+    # Times only grow by what others do: quiet ones say more, and of two busy ones the lesser.
     if (known.away > BUSY) != (anew.away > BUSY):
         return known.away > BUSY
     return known.away > BUSY and is_less
@@ -102,12 +82,7 @@ class _File(msgspec.Struct):
 
 
 def _known(data: bytes) -> _File | None:
-    """What a file of costs holds; None of another version.
-
-    Raises
-    ------
-    TextError : it is no such file, or says what cannot be.
-    """
+    """What a file of costs holds; None of another version. Raises TextError if it cannot be."""
     file = decode_json(data, _File)
     if file.schema_version != _SCHEMA_VERSION:
         return None
@@ -123,7 +98,6 @@ def _known(data: bytes) -> _File | None:
 
 
 def file_name(which: str) -> str:
-    """The file of the costs of a device with its settings, by this torch."""
     slug = "".join(c if c.isalnum() else "-" for c in f"{which}-torch-{torch.__version__}")
     return f"prices-{slug}.json"
 
@@ -131,14 +105,7 @@ def file_name(which: str) -> str:
 class CostCache:
     """What is known of a device and a torch version; `save` merges what is new into the file.
 
-    Two processes may measure one op at once. The cost that is saved first stays, and `save` gives
-    it to the other process too: a plan that is kept rests on costs that the next process finds.
-    Only what was measured while the machine was busy gives way, to what a quieter one says.
-
-    Parameters
-    ----------
-    title : of the device, as its meter has it; left at None, this machine's CPU.
-    settings : of the device, by which costs differ.
+    Without a title it is of this machine's CPU. Costs differ by the device's `settings`.
 
     Attributes
     ----------
@@ -158,40 +125,37 @@ class CostCache:
 
     @classmethod
     def of(cls, meter: Meter) -> CostCache:
-        """What is known of the device of a meter, as it is set."""
         return cls(meter.title, meter.settings)
 
     def settled(self, keys: Iterable[str], meter: Meter) -> set[str]:
-        """Those of `keys` that need not be measured: their costs are kept, and not in doubt."""
         kept = {key for key in keys if key in self.costs}
         doubted = {key for key in kept if self.costs[key].away > BUSY}
         return kept - doubted if doubted and meter.is_quiet() else kept
 
     def has_step(self, key: str, meter: Meter) -> bool:
-        """Whether the times of that step are kept, and need not be taken again."""
         kept = self.steps.get(key)
         return kept is not None and not (kept.away > BUSY and meter.is_quiet())
 
     def keep_costs(self, found: Mapping[str, OpCost]) -> None:
-        """Keep what was measured, unless what is kept is truer."""
         for key, cost in found.items():
             known = self.costs.get(key)
             if known is None:
                 self.costs[key] = cost
             elif _truer(known, cost, is_less=cost.cost_us < known.cost_us):
                 self.costs[key] = cost
+                # Or `_merged` would put the file's in its place.
                 self._own.add(key)
         self.save()
 
     def keep_step(self, key: str, step: WholeStepTimes) -> None:
-        """Keep the times of a step, unless what is kept is truer."""
         known = self.steps.get(key)
         if known is None or _truer(known, step, is_less=step.step_us < known.step_us):
             self.steps[key] = step
         self.save()
 
     def doubt(self, keys: Collection[str], step_key: str) -> None:
-        """Keep that steps are quicker than these costs say: they were taken in a busy time."""
+        """Steps are quicker than these costs say: they were taken in a busy time."""
+        # As busy as can be, so that `settled` asks for them again once the machine is quiet.
         for key in self.costs.keys() & set(keys):
             self.costs[key] = msgspec.structs.replace(self.costs[key], away=1.0)
             self._own.add(key)
@@ -200,7 +164,7 @@ class CostCache:
         self.save()
 
     def forget(self) -> None:
-        """Start from nothing: what is found anew takes the place of what the file has."""
+        """What is found anew takes the place of what the file has."""
         self.costs, self.steps, self.begun = {}, {}, {}
         self._is_anew = True
 
@@ -208,7 +172,6 @@ class CostCache:
         return _FILES.read(self._name, _known) or _File(_SCHEMA_VERSION, self.title)
 
     def keep_begun(self, times: Mapping[str, list[float]]) -> None:
-        """Keep the times of ops that are being timed."""
         self.begun |= {key: list(each) for key, each in times.items() if each}
         self.save()
 
@@ -217,10 +180,11 @@ class CostCache:
         _FILES.merge(self._name, lambda: msgspec.json.encode(self._merged()))
 
     def _merged(self) -> _File:
-        """What is known here, and what other processes have saved since."""
         known = self._read()
         costs, steps = {**known.costs, **self.costs}, {**known.steps, **self.steps}
         if not self._is_anew:
+            # Two processes may measure one op at once. The cost saved first stays, and goes to the
+            # other too: a kept plan rests on costs that the next process finds.
             theirs = {k: v for k, v in known.costs.items() if k not in self._own}
             costs |= theirs
             self.costs |= {k: v for k, v in theirs.items() if k not in self._saved}

@@ -26,39 +26,26 @@ PINNED_MEMORY = "pinned memory"
 
 
 class LinkSpeed(msgspec.Struct, frozen=True):
-    """One way between two tiers.
+    """One way between two tiers."""
 
-    Attributes
-    ----------
-    gb_s, both_gb_s : 10⁹ bytes a second, alone and with the other way busy.
-    latency_us : what each copy takes beside its bytes.
-    """
-
-    gb_s: float
-    both_gb_s: float
-    latency_us: float
+    gb_s: float  # 10⁹ bytes a second, alone
+    both_gb_s: float  # with the other way busy
+    latency_us: float  # of each copy, beside its bytes
 
     @property
     def planned(self) -> Link:
-        """The link that plans are made with."""
+        # A step copies both ways at once.
         return Link(PLANNED_SHARE * self.both_gb_s * BYTES_PER_US_IN_GB_S, self.latency_us)
 
 
 class LinkPair(msgspec.Struct, frozen=True):
-    """Both ways between a tier and the one below.
+    """Both ways between a tier and the one below."""
 
-    Attributes
-    ----------
-    down, up : to the lower tier, and back. place : what that is, such as ``pinned memory``, or the
-        folder that its files are in. pageable_gb_s : of a copy down to memory that is not pinned;
-        0 where there is no such. threads_gb_s : there and back, by more threads a copy.
-    """
-
-    down: LinkSpeed
+    down: LinkSpeed  # to the lower tier
     up: LinkSpeed
-    place: str
-    pageable_gb_s: float = 0.0
-    threads_gb_s: dict[int, float] = {}
+    place: str  # the lower tier: ``pinned memory``, or the folder of its files
+    pageable_gb_s: float = 0.0  # down to memory that is not pinned; 0 where there is none
+    threads_gb_s: dict[int, float] = {}  # there and back, by more threads a copy
 
     def __str__(self) -> str:
         text = (
@@ -72,14 +59,13 @@ class LinkPair(msgspec.Struct, frozen=True):
 
 
 class LinkSpeeds(msgspec.Struct, frozen=True):
-    """All links of a machine that were measured: between device and host, and host and NVMe."""
+    """Those that were measured between device and host, and host and NVMe."""
 
     host: LinkPair
     nvme: LinkPair | None = None
 
 
 def are_speeds(pair: LinkPair) -> bool:
-    """Whether a link can be so; a file that was edited may say anything."""
     ways = pair.down, pair.up
     others = (pair.pageable_gb_s, *pair.threads_gb_s.values())
     return all(0 <= gb_s <= MOST_GB_S for gb_s in others) and all(
@@ -91,13 +77,8 @@ def are_speeds(pair: LinkPair) -> bool:
 
 
 def fitted(times_us: Mapping[int, float]) -> tuple[float, float]:
-    """Rate in GB/s and latency in µs, by least squares over relative errors.
-
-    Parameters
-    ----------
-    times_us : of one copy, by its size in bytes; of two sizes or more.
-    """
-    # latency + size / rate = time, each equation divided by its time.
+    """Rate in GB/s and latency in µs, from times of a copy by its bytes; of two sizes or more."""
+    # latency + size / rate = time, each equation divided by its time, so that small copies count.
     rows = np.array([(1 / time_us, size / time_us) for size, time_us in times_us.items()])
     latency_us, us_per_byte = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0].tolist()
     if latency_us < 0 or us_per_byte <= 0:  # noise: all of the time is of the bytes
@@ -109,4 +90,5 @@ def speed_of(alone_us: Mapping[int, float], both_us: Mapping[int, float]) -> Lin
     """One way, from the times of its copies by size: alone, and with the other way busy."""
     gb_s, latency_us = fitted(alone_us)
     both_gb_s, both_latency_us = fitted(both_us)
+    # By noise alone a fit can say that a busy link is faster.
     return LinkSpeed(gb_s, min(gb_s, both_gb_s), max(latency_us, both_latency_us))

@@ -48,11 +48,9 @@ if TYPE_CHECKING:
 
 
 class _PlannedPair(NamedTuple):
-    """Both ways between two tiers as plans take them, and where the rates come from, in words."""
-
     down: Link
     up: Link
-    source: str
+    source: str  # of the rates, in words
 
 
 def links_below(
@@ -62,15 +60,10 @@ def links_below(
     *,
     measure_again: bool = False,
 ) -> Links:
-    """The links of `device`, with as much room as `tiers` has.
+    """The links of `device`, with as much room as `tiers` has: of the profile, or table, or here.
 
-    Those that `profile` has are taken. Others of a device of the table are modelled; others of one
-    that is here are taken from what is kept on disk, or else are measured now.
-
-    Raises
-    ------
-    ProfileError : the profile is of another machine, and has no such links.
-    FileError : a folder cannot be written.
+    Those of this machine are taken from disk, or else measured now. Raises ProfileError where the
+    profile is of another machine and lacks them, FileError where a folder cannot be written.
     """
 
     def pair(nvme_path: str) -> _PlannedPair:
@@ -80,6 +73,7 @@ def links_below(
         if is_in_table(device):
             return _modelled_drive() if nvme_path else _modelled(device)
         title = meter_of(device).title
+        # Links of this machine would say nothing of the one whose ops are planned with.
         if profile is not None and profile.title != title:
             raise ProfileError(_missing_text(profile.title, nvme_path))
         return _planned(measured_pair(device, nvme_path, measure_again=measure_again), title)
@@ -97,9 +91,7 @@ def links_below(
 def relinked(graph: TrainingGraph, tiers: LowerTiers) -> TrainingGraph:
     """A graph of a file, with links to `tiers`: its own with that room, if it has them.
 
-    Raises
-    ------
-    ProfileError : its ops were measured on another machine, whose links are not known.
+    Raises ProfileError if it was measured on another machine, whose links are not known.
     """
     own = graph.links
     if own is not None and tiers.nvme_path in ("", own.nvme_path):
@@ -119,22 +111,13 @@ def is_of_here(graph: TrainingGraph) -> bool:
 
 
 def _measured_speeds(device: str, nvme_path: str = "") -> LinkSpeeds:
-    """The links of a device of this machine, measured now; those to NVMe where a folder is given.
-
-    Raises
-    ------
-    FileError : a folder cannot be written.
-    """
     host = measured_pair(device, measure_again=True)
     drive = measured_pair(device, nvme_path, measure_again=True) if nvme_path else None
     return LinkSpeeds(host, drive)
 
 
 def measured_pair(device: str, nvme_path: str = "", *, measure_again: bool = False) -> LinkPair:
-    """Both ways between a device of this machine and its host, or the host and a folder.
-
-    They are measured once, and kept beside the costs of ops.
-    """
+    """Both ways between a device of this machine and its host, or the host and a folder; kept."""
     meter = meter_of(device)
     cache = CostCache.of(meter)
     place = nvme_path or (PINNED_MEMORY if is_cuda(device) else host_folder())
@@ -155,17 +138,16 @@ def _pair_now(device: str, nvme_path: str) -> LinkPair:
         from remat.graph_capture.devices.cuda import pinned_pair
 
         return pinned_pair(device)
+    # Below a CPU's memory there are only files.
     return file_pair(host_folder())
 
 
 def kept_links(device: str) -> dict[str, LinkPair]:
-    """The links of a device of this machine that were measured before, by their names."""
     meter = meter_of(device)
     return dict(CostCache.of(meter).links)
 
 
 def _profiled(profile: Profile, nvme_path: str) -> LinkPair | None:
-    """What a profile has measured of a folder, or of the host."""
     if profile.links is None or not nvme_path:
         return profile.links and profile.links.host
     drive = profile.links.nvme
@@ -256,7 +238,6 @@ def _rank_links(group: ProcessGroup, device: str) -> RankLinks:
 def measure(
     traced: Trace, *, nvme_path: str = "", progress: ProgressCallback | None = None
 ) -> Profile:
-    """The measured ops of a trace, the links of its device, and on a CPU the time of its step."""
     meter, node_of = meter_of(traced.recipe.device), examples(traced.joint)
     cache = CostCache.of(meter)
     costs = measure_costs_with(traced, meter, cache, progress)[1]

@@ -51,9 +51,6 @@ from remat.graph_capture.tracing.fake_tensors import require_layout
 from remat.graph_capture.tracing.trace import ProgressCallback, Trace
 
 # The cost of each distinct op, measured by running it alone on made data.
-#
-# The time is that of `op_times.py`, the workspace that of one run under the meter. An op that does
-# not run on made data has an estimate in place of both.
 
 
 ESTIMATED_BYTES_PER_US = 5_000
@@ -72,18 +69,13 @@ def time_ops(
 ) -> tuple[dict[str, OpCost], frozenset[str]]:
     """Costs of the `missing` ops and of saving a random state, and which ops had no room to run.
 
-    Parameters
-    ----------
-    missing : a node of each distinct op, by its key.
-    progress : called with (ops timed, ops to time, and what they are called).
-    between : called after each pass over the ops.
-    cache : keeps times meanwhile, and has those that a process took that was ended.
+    `between` is called after each pass over the ops. `cache` keeps times meanwhile, and has those
+    that a process took that was ended.
 
-    Raises
-    ------
-    CaptureError : memory ran out that ops had when they were timed.
+    Raises CaptureError if memory runs out that ops had when they were timed.
     """
     meter.settle()
+    # `median_us` takes what has run before.
     meter.rng_state()
     op_costs = {SAVE_RNG_KEY: OpCost(meter.median_us(meter.rng_state))}
 
@@ -137,7 +129,7 @@ def _said_if_short() -> Generator[None]:
 
 
 def _refuse_broken_device(node: fx.Node, error: Exception) -> None:
-    """Raise `CaptureError` where `error` says that the device runs no other op in this process."""
+    # After such an error the device runs no other op in this process.
     if "device-side assert" in str(error) or "illegal memory access" in str(error):
         raise CaptureError(
             f"{target_name(node)} cannot run on made data and has left the CUDA device unusable in "
@@ -147,7 +139,6 @@ def _refuse_broken_device(node: fx.Node, error: Exception) -> None:
 
 
 def _estimated(node: fx.Node, error: KernelError) -> OpCost:
-    """The time to move the bytes of an op that does not run on made data; warns."""
     said = (str(error).splitlines() or [type(error).__name__])[0]
     why = "cannot be timed on made data"
     if is_out_of_memory(error):
@@ -161,13 +152,12 @@ def _estimated(node: fx.Node, error: KernelError) -> OpCost:
 
 
 def _workspace_of(node: fx.Node, region: RegionMemory) -> int:
-    """Bytes of a region that ran `node`, beyond what it has made by then."""
     kept_bytes = max(sum(fresh_storages(node)), region.final_bytes)
     return max(0, region.peak_bytes - kept_bytes)
 
 
 def _runner_of(joint: Joint, node: fx.Node) -> Callable[[], Any]:
-    """A run of an op on made data, alone on its rank."""
+    # Outside of `run`, so that making data is not timed.
     args, kwargs = sample_arguments(node, joint.module)
     target = local_runner(node)
 
@@ -178,7 +168,6 @@ def _runner_of(joint: Joint, node: fx.Node) -> Callable[[], Any]:
 
 
 def _place(joint: Joint, node: fx.Node) -> str:
-    """Where the op stands in the user's code."""
     name = next(name for name, other in joint.node_of_op.items() if other is node)
     op = joint.graph.ops[joint.graph.op_index[name]]
     return " ".join(part for part in (op.module and f"of module {op.module}", op.source) if part)
@@ -186,15 +175,8 @@ def _place(joint: Joint, node: fx.Node) -> str:
 
 @dataclass(frozen=True)
 class _GraphCosts:
-    """The costs that a graph was given.
-
-    Attributes
-    ----------
-    of_key : cost of each distinct op, by `cost_key`. step : None where nobody ran it.
-    """
-
-    of_key: Mapping[str, OpCost]
-    step: WholeStepTimes | None
+    of_key: Mapping[str, OpCost]  # by `cost_key`
+    step: WholeStepTimes | None  # None where nobody ran it
 
 
 def measure_costs(
@@ -208,9 +190,8 @@ def measure_costs(
 ) -> TrainingGraph:
     """The trace's graph with measured costs and workspaces.
 
-    Each distinct (op, shapes, strides, dtypes, scalars) is run on made data.
-    On a CPU the step is run as a whole too, for what it takes beyond its ops (`step_time.py`).
-    Both are kept on disk (`cache.py`).
+    Each distinct op is run on made data. On a CPU the step is run as a whole too, for what it takes
+    beyond its ops (`step_time.py`). Both are kept on disk (`cache.py`).
 
     Parameters
     ----------
@@ -243,12 +224,7 @@ def with_measured_chunks(
     *,
     measure_again: bool = False,
 ) -> TrainingGraph:
-    """`graph` with its costs, and regions that may run in chunks, measured and compared for bits.
-
-    Parameters
-    ----------
-    progress, measure_again : as of `measure_costs`.
-    """
+    """`graph`, and regions that may run in chunks, measured and compared for bits."""
     found = requested_regions(trace)
     if not found:
         return graph
@@ -262,10 +238,8 @@ def with_measured_chunks(
 
 
 def with_optimistic_chunks(trace: Trace, graph: TrainingGraph) -> TrainingGraph:
-    """`graph` with its costs, and regions that may run in chunks, as if they took no more time.
-
-    Nothing is run. No measured region is faster, as chunks do the work of the captured ops.
-    """
+    """`graph` with its costs, and regions that may run in chunks, as if they took no more time."""
+    # No measured region is faster, as chunks do the work of the captured ops.
     in_chunks = hoped(graph, allocator_rounding(graph.device))
     return with_regions(graph, requested_regions(trace), in_chunks, lambda _: True)
 
@@ -296,8 +270,10 @@ def _measured(
     nodes = _first_nodes(joint, keys)
     known: Mapping[str, OpCost] = {} if profile is None else costs_of_profile(nodes, profile, meter)
     rounds = step_rounds(joint, graph, meter, cache, profile, most_bytes)
+    # Whole steps are timed between the passes over ops, so that a slow spell is one of both.
     between = rounds.some if rounds else None
     costs = _known_or_measured(joint, nodes, meter, cache, known, told, between)
+    # These have no node, and so no key of their own.
     keys |= {op.name: SAVE_RNG_KEY for op in graph.ops if op.target == SAVE_RNG}
     of_op = {name: costs[key] for name, key in keys.items()}
     costed = msgspec.structs.replace(
@@ -333,8 +309,6 @@ def doubt_costs(trace: Trace) -> None:
 
 
 def _measured_chunks(meter: Meter, cache: CostCache, told: ProgressCallback) -> ChunkCosts:
-    """Measured costs of the ops that run in chunks."""
-
     def chunk_costs(found: RegionCandidate) -> tuple[Mapping[str, Op], tuple[Value, ...]]:
         own_nodes = [node for _, node in found.by_node()]
         keys = {node.name: cost_key(node) for node in own_nodes}
@@ -349,12 +323,10 @@ def _measured_chunks(meter: Meter, cache: CostCache, told: ProgressCallback) -> 
 
 
 def _keys(joint: Joint) -> dict[str, str]:
-    """The `cost_key` of each op that has a node."""
     return {name: cost_key(node) for name, node in joint.node_of_op.items()}
 
 
 def examples(joint: Joint) -> dict[str, fx.Node]:
-    """The first node of each key."""
     return _first_nodes(joint, _keys(joint))
 
 
@@ -372,10 +344,7 @@ def _known_or_measured(
     progress: ProgressCallback,
     between: Callable[[], None] | None,
 ) -> dict[str, OpCost]:
-    """Costs of `nodes` and of saving a random state: those `known`, else kept, else measured.
-
-    `between` is called after each pass over the ops that are measured.
-    """
+    """Costs of `nodes` and of saving a random state: those `known`, else kept, else measured."""
     wanted = (*nodes, SAVE_RNG_KEY)
     missing = {key for key in wanted if key not in known} - cache.settled(wanted, meter)
     found: dict[str, OpCost] = {}
@@ -391,12 +360,9 @@ def _known_or_measured(
 
 
 def _values_as_allocated(joint: Joint, costs: dict[str, OpCost]) -> tuple[Value, ...]:
-    """The values with the bytes that the device's allocator gives them.
-
-    What a step on a CUDA device has on the host takes nothing on the device.
-    """
     graph = joint.graph
     allocated = allocator_rounding(graph.device)
+    # What a step on a CUDA device has on the host takes nothing on the device.
     host = _on_the_host(joint) if is_cuda(graph.device) else frozenset()
     # Some results are larger than a trace says: mse_loss returns a scalar in the storage of all
     # its terms. So the first result of an op grows by what the op was seen to keep. A graph's hash
@@ -417,7 +383,6 @@ def _values_as_allocated(joint: Joint, costs: dict[str, OpCost]) -> tuple[Value,
 
 
 def _on_the_host(joint: Joint) -> frozenset[str]:
-    """Values whose tensors are on the CPU."""
     bases = ((name, tensors_of(node)[0]) for name, node in joint.base_of_value.items())
     return frozenset(name for name, t in bases if t is not None and t.device.type == CPU)
 
@@ -441,10 +406,7 @@ def _costed(op: Op, cost: OpCost | None) -> Op:
 
 
 def measured_workspaces(trace: Trace, names: Collection[str]) -> dict[str, int]:
-    """Bytes that each named op takes beyond its results while it runs, on the trace's device.
-
-    Ops that do not run on made data are left out.
-    """
+    """Bytes beyond results, by op. Left out are ops that do not run on made data."""
     meter = meter_of(trace.recipe.device)
     nodes = {name: node for name in names if (node := trace.joint.node_of_op.get(name))}
     own = {op.name: op.workspace_bytes for op in trace.graph.ops}
@@ -460,8 +422,8 @@ def measured_workspaces(trace: Trace, names: Collection[str]) -> dict[str, int]:
 class Sized:
     """The graph of a trace with the bytes that its ops take, and without times.
 
-    Those of ops with known costs are taken; the others run once. So a schedule is judged at
-    the sizes of a batch for which nothing was timed.
+    So a schedule is judged at the sizes of a batch for which nothing was timed. Ops without known
+    costs run once.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -477,8 +439,7 @@ class Sized:
     def with_region(self, region: str, chunks: int, *, is_exact: bool) -> TrainingGraph:
         """The graph with a region that may run in so many chunks.
 
-        It has none where the step has other parts, or where these chunks give other bits than
-        eager and `is_exact` asks for those.
+        Without one where the step has other parts, or where `is_exact` and bits are not eager's.
         """
         has_them = kept_bits(self._meter, self._cache)
 
@@ -521,23 +482,21 @@ class Sized:
 
 
 def _regions(joint: Joint, nodes: Mapping[str, fx.Node], meter: Meter) -> dict[str, RegionMemory]:
-    """What each op allocates in a run, by its key, without those that do not run on made data."""
     ran: list[str] = []
     with meter.quiet():
         regions = meter.regions(_warm(joint, nodes, ran))
+    # `ran` is complete only once the regions are measured.
     return dict(zip(ran, regions, strict=True))
 
 
 def _warm(
     joint: Joint, nodes: Mapping[str, fx.Node], ran: list[str]
 ) -> Iterator[Callable[[], Any]]:
-    """Runs of ops that have run once: what libraries allocate at first use is then no op's.
-
-    The keys of those that run are added to `ran`.
-    """
+    """Runs of ops that have run once; the keys of those that do run are added to `ran`."""
     for key, node in nodes.items():
         try:
             run = _runner_of(joint, node)
+            # What libraries allocate at their first use is then no op's.
             run_locally(run)
         except (RuntimeError, IndexError, ValueError, MemoryError):
             continue

@@ -33,10 +33,8 @@ MORE_PASSES = 2
 
 
 class _OpTime(NamedTuple):
-    """The time of an op, and how much of it went to other programs where that was least."""
-
     cost_us: float
-    away: float
+    away: float  # the least part of a time that went to other programs
 
 
 KEEP_S = 2.0
@@ -59,14 +57,11 @@ def times_us(
 
     Parameters
     ----------
-    made : makes the run of an op, with its inputs. They are dropped before the next op.
-    moved_bytes : of the inputs and outputs of each op.
+    made : makes the run of an op, with its inputs.
     failed : called with an op that cannot be run, and the error. The op is not tried again.
     first : called with an op and its run before the op is timed. It must run it.
-    after : called with the number of ops timed so far, over all passes.
-    between : called after each pass.
-    begun : times that an earlier process took before it was ended: so many are left out here. How
-        busy the machine was then is not known.
+    after : called with the number of ops timed so far, over all passes. between : after each pass.
+    begun : times that an earlier process took before it was ended: so many are left out here.
     keep : called now and then with all times so far, and where Ctrl-C or an error ends it.
     """
     found: _Times = {key: list((begun or {}).get(key, ()))[: meter.passes] for key in made}
@@ -74,6 +69,7 @@ def times_us(
     try:
         _take(found, away, made, moved_bytes, meter, failed, first, after, between, keep)
     except BaseException:
+        # Ctrl-C too: what was timed so far is not lost.
         keep(found)
         raise
     return {key: _OpTime(least_agreed(each), away.get(key, 0.0)) for key, each in found.items()}
@@ -91,18 +87,20 @@ def _take(
     between: Callable[[], None] | None,
     keep: Callable[[_Times], None],
 ) -> None:
-    """Add to `found` the times of each op until they agree; ops that fail leave it."""
     kept_s = time.monotonic()
     # While another device runs, this thread waits.
     is_here = meter.device == CPU
     more = MORE_PASSES if meter.passes > 1 else 0
     for number in range(meter.passes + more):
         for at, key in enumerate(made):
+            # Further passes are only for ops whose two least times differ.
             if key in found and not (number >= meter.passes and have_agreed(found[key])):
                 try:
                     run = made[key]()
+                    # `first` also looks at layouts, so ops whose times were kept run too.
                     if number == 0:
                         first(key, run)
+                    # Times that an earlier process took stand for its passes.
                     if len(found[key]) <= number:
                         watch = LoadAwareTimer()
                         found[key].append(meter.median_us(run, moved_bytes[key]))
@@ -178,18 +176,14 @@ def _described(tensor: Tensor) -> str:
 
 
 def sample_arguments(node: fx.Node, constants: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments like the node's, filled with made data.
-
-    Parameters
-    ----------
-    constants : the module that holds the tensors of ``get_attr`` nodes.
-    """
+    """Arguments like the node's, of made data. `constants` holds the tensors of ``get_attr``."""
     indices = node.args[1] if node.target in _BOUND else None
 
     def made(leaf: Any) -> Any:
         if not isinstance(leaf, fx.Node):
             return leaf
         if leaf.op == "get_attr":
+            # Real values, so kernels may trust them.
             return getattr(constants, str(leaf.target))
         value = leaf.meta.get("val")
         if not isinstance(value, Tensor):
@@ -206,7 +200,7 @@ def sample_arguments(node: fx.Node, constants: Any) -> tuple[tuple[Any, ...], di
 
 
 def _is_checked(node: fx.Node, indices: fx.Node) -> bool:
-    """Whether all that reads `indices` of what the node runs raises where one is out of range."""
+    # All steps of a joined op that read them must check.
     calls = zip(joined_op_names(node), calls_of(node), strict=True)
     readers = (op for op, call in calls if indices in pytree.tree_leaves(call))
     return all(op.startswith(_CHECKED) for op in readers)
@@ -218,16 +212,13 @@ def _is_integer(value: Tensor) -> bool:
 
 
 def _dtype_of_kernel(leaf: fx.Node, value: Tensor) -> torch.dtype:
-    """The dtype that the kernel behind `leaf` gives.
-
-    A CPU has mean and deviation of a norm as precise as its weight, where a trace has them in the
-    16 bits of its input. Backward takes them in no other dtype.
-    """
     while is_alias_of_input(leaf):
         leaf = leaf.all_input_nodes[0]
     source = leaf.args[0] if is_getitem(leaf) else None
     if not isinstance(source, fx.Node) or source.target not in _NORMS or leaf.args[1] not in (1, 2):
         return value.dtype
+    # A CPU has mean and deviation of a norm as precise as its weight, where a trace has them in the
+    # 16 bits of its input. Backward takes them in no other dtype.
     weight = source.args[_NORMS[source.target]]
     if value.device.type != CPU or not isinstance(weight, fx.Node):
         return value.dtype
@@ -250,7 +241,6 @@ def _made_by(source: fx.Node, leaf: fx.Node, constants: Any) -> Any:
 
 
 def _index_bound(node: fx.Node) -> int:
-    """A bound below which integers are valid indices into every tensor argument."""
     if node.target in _BOUND:
         return max(1, int(_BOUND[node.target](node)))
     # An op that also makes what it writes to reads no tensor as large as that.
@@ -284,10 +274,8 @@ def _as(like: Tensor, flat: Tensor) -> Tensor:
 
 
 def _fill(flat: Tensor, bound: int) -> None:
-    """Fill with a random pattern, repeated.
-
-    Every number is between 0.1 and 0.9: a probability, and no denormal, which would be slow.
-    """
+    # Between 0.1 and 0.9: probabilities, as some kernels ask for, and no denormals, which are slow.
+    # A block repeated is far quicker to make than random numbers for all.
     if flat.dtype == torch.bool:
         block = torch.rand(_BLOCK, device=flat.device) < 0.9
     elif flat.is_floating_point() or flat.is_complex():

@@ -46,23 +46,15 @@ _WorkKind = Literal["matmul", "convolution", "attention", "other"]
 
 
 class OpWork(msgspec.Struct, frozen=True):
-    """What one run of an op takes.
-
-    Attributes
-    ----------
-    kind : class of ops, as efficiencies are stated for them. dtype : of its first tensor in
-        floating point, else ``float32``. flops : 0 where torch does not count them.
-    moved_bytes : of its arguments and results.
-    """
+    """What one run of an op takes."""
 
     kind: _WorkKind = "other"
-    dtype: str = "float32"
-    flops: int = 0
-    moved_bytes: int = 0
+    dtype: str = "float32"  # of the first tensor in floating point
+    flops: int = 0  # where torch does not count them
+    moved_bytes: int = 0  # of arguments and results
 
 
 def work_of(node: fx.Node) -> OpWork:
-    """The work of a traced node."""
     kind = _kind_of(target_name(node))
     flops = flops_of(node)
     # torch counts all of causal attention; its kernels skip the half above the diagonal.
@@ -87,17 +79,14 @@ def _dtype_of(node: fx.Node) -> str:
 
 
 def moved_bytes(node: fx.Node) -> int:
-    """Bytes of the node's arguments and results; of an expanded tensor, those of its storage.
-
-    What it makes and then changes in place, number by number, is read and written once more.
-    """
+    """Bytes of the node's arguments and results; of an expanded tensor, those of its storage."""
     tensors = [t for n in (*node.all_input_nodes, node) for t in tensors_of(n) if t is not None]
+    # What a joined op changes in place, number by number, is read and written once more.
     tensors += 2 * [meta["val"] for meta in _changed_in_place(node)]
     return sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors)
 
 
 def _changed_in_place(node: fx.Node) -> list[dict[str, Any]]:
-    """The metas of those of the ops that run as one which do so."""
     if not isinstance(node.target, JoinedTarget):
         return []
     steps = zip(node.target.steps, node.meta[STEP_METAS], strict=True)
@@ -105,7 +94,7 @@ def _changed_in_place(node: fx.Node) -> list[dict[str, Any]]:
 
 
 def flops_of(node: fx.Node) -> int:
-    """Floating-point operations of one run; 0 where torch does not count them."""
+    """Of one run; 0 where torch does not count them."""
     args: list[Any] = [_traced_value(arg) for arg in node.args]
     name = target_name(node)
     if name.startswith(FUSED_ATTENTION):
@@ -118,12 +107,10 @@ def flops_of(node: fx.Node) -> int:
 
 
 def _flops_of_attention(args: list[Any], *, is_backward: bool) -> int:
-    """Torch's formula for CUDA's ops, for all: each head of keys is read by all its queries.
-
-    Torch 2.11's takes as many heads of keys as of queries alone.
-    """
+    """Torch's formula for CUDA's ops, for all fused attention."""
     shapes = [tuple(t.shape) for t in args[: 4 if is_backward else 3]]
     *first, query, key, value = shapes
+    # Keys may have fewer heads than queries; torch 2.11's formula takes as many only.
     key, value = ((*query[:-2], *of_all[-2:]) for of_all in (key, value))
     if is_backward:
         return _COUNTS.sdpa_backward_flop_count(*first, query, key, value)
@@ -142,8 +129,6 @@ _SCHEMA_VERSION = 1
 
 
 class ProfiledOp(OpCost, frozen=True, array_like=False):
-    """The cost of an op, with its work: arithmetic and traffic."""
-
     work: OpWork = OpWork()
 
 
@@ -212,12 +197,7 @@ def _is_sound(one: ProfiledOp) -> bool:
 
 
 def as_profile(profile: Profile | str | Path | None) -> Profile | None:
-    """`profile` itself, or the one in the file of that name.
-
-    Raises
-    ------
-    ProfileError : it is no profile. FileError : it cannot be read.
-    """
+    """`profile` itself, or the one in the file of that name. Raises ProfileError or FileError."""
     if profile is None or isinstance(profile, Profile):
         return profile
     return Profile.from_json(read_contents(profile), str(profile))
@@ -228,9 +208,7 @@ def costs_of_profile(
 ) -> Mapping[str, OpCost]:
     """The costs of `profile`, by `cost_key`.
 
-    Raises
-    ------
-    ProfileError : it is of another kind of device; or of another machine, and lacks `needed` ops.
+    Raises ProfileError if it is of another kind of device; or of another machine, and lacks ops.
     """
     kind, shown = (CUDA, "a CUDA device") if is_cuda(meter.device) else (CPU, "a CPU")
     if profile.device != kind:
@@ -239,6 +217,7 @@ def costs_of_profile(
             f"plan for {option('device', profile.device)}"
         )
     missing = [node for key, node in needed.items() if key not in profile.ops]
+    # On its own machine, what it lacks can be measured.
     if missing and profile.title != meter.title:
         raise ProfileError(
             f"the profile of {profile.title} lacks {len(missing)} of {len(needed)} distinct ops, "
@@ -249,7 +228,6 @@ def costs_of_profile(
 
 
 def note_of(profile: Profile) -> str:
-    """What a graph notes on the origin of its costs; warns where torch's version differs."""
     note = f"measured on {profile.title} with torch {profile.torch}"
     if profile.torch == str(torch.__version__):
         return note

@@ -53,38 +53,28 @@ _LEAST_WORK = 0.5
 
 @dataclass(frozen=True)
 class Roofline:
-    """The model of one device.
-
-    Attributes
-    ----------
-    device : its peaks. launch_us : least time of any op.
-    shares : of the peaks, by target and by class of ops. A class serves targets without own shares.
-    """
+    """The model of one device."""
 
     device: Device
-    shares: dict[str, Efficiency]
-    launch_us: float
+    shares: dict[str, Efficiency]  # by target, and by class for targets without own shares
+    launch_us: float  # least time of any op
 
     @classmethod
     def assumed(cls, device: Device) -> Roofline:
-        """With the shares of the table."""
         table = device_table()
         return cls(device, dict(table.classes), table.launch_us)
 
     def cost_us(self, target: str, work: OpWork) -> float:
-        """Time of one run of an op with that work."""
         share = self.shares.get(target) or self.shares[work.kind]
         return self.launch_us + self._work_us(work, share)
 
     def fitted(self, profile: Profile) -> Roofline:
-        """With the shares and the launch that the ops of `profile` show."""
         return _Fit(self, profile).roofline()
 
     def errors(self, profile: Profile) -> list[float]:
-        """How far the model fitted to `profile` is off on each of its ops, ascending.
+        """How far the model fitted to the others is off on each op of `profile`, ascending.
 
-        Each error is a part of the measured time. Each op is left out of its own fit: a target
-        that was measured once would otherwise be modelled without error.
+        Each error is a part of the measured time.
         """
         return _Fit(self, profile).errors()
 
@@ -93,12 +83,11 @@ class Roofline:
         return max(arithmetic_us / share.rate, traffic_us / share.bandwidth)
 
     def _peak_us(self, work: OpWork) -> tuple[float, float]:
-        """Time of the arithmetic and of the traffic at the device's peaks."""
         flops_per_us = self.device.flops_per_us(self._rate(work))
         return work.flops / flops_per_us, work.moved_bytes / self.device.bytes_per_us
 
     def _rate(self, work: OpWork) -> str:
-        """The dtype whose peak counts: TF32 where torch lets tensor cores round float32."""
+        # torch lets tensor cores round float32 to TF32 by a switch for each kind of op.
         if work.dtype != "float32" or "tf32" not in self.device.tflops:
             return work.dtype
         is_rounded = work.kind == "convolution" and torch.backends.cudnn.allow_tf32
@@ -108,17 +97,12 @@ class Roofline:
 
 @dataclass
 class _Fit:
-    """How the ops of a profile compare with what is assumed of their classes.
-
-    Attributes
-    ----------
-    factors : by target and by class: for each op of enough work, its time over the assumed
-        time, both without a launch.
-    """
+    """How the ops of a profile compare with what is assumed of their classes."""
 
     assumed: Roofline
     profile: Profile
     launch_us: float = field(init=False)
+    # By target and by class, the time of each op over the assumed time, both without a launch.
     factors: dict[str, dict[str, float]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -134,7 +118,6 @@ class _Fit:
                     self.factors[group][key] = (one.cost_us - self.launch_us) / work_us
 
     def _seen(self) -> Iterator[tuple[str, ProfiledOp, float]]:
-        """Each measured op, with the time that its work is assumed to take."""
         for key, one in self.profile.ops.items():
             if one.cost_us > 0 and not one.is_estimate:
                 share = self.assumed.shares[one.work.kind]
@@ -144,6 +127,7 @@ class _Fit:
         shares = dict(self.assumed.shares)
         for group, found in self.factors.items():
             kind = self.profile.ops[next(iter(found))].work.kind
+            # The time does not tell whether arithmetic or traffic was slow, so both shares change.
             factor, share = statistics.median(found.values()), self.assumed.shares[kind]
             shares[group] = Efficiency(share.rate / factor, share.bandwidth / factor)
         return Roofline(self.assumed.device, shares, self.launch_us)
@@ -158,6 +142,7 @@ class _Fit:
         """The median factor of the other ops of its target, else of its class; 1 without any."""
         for group in _groups(key, one):
             found = self.factors.get(group, {})
+            # An op measured once would otherwise be modelled without error.
             others = [factor for other, factor in found.items() if other != key]
             if others:
                 return statistics.median(others)
@@ -171,15 +156,9 @@ def _groups(key: str, one: ProfiledOp) -> Iterable[str]:
 # Costs for a device that is not here: from a profile of it, else from its `Roofline`.
 #
 # The graph is captured on the CPU, as fake CUDA tensors abort a process whose torch is built for
-# the CPU alone. The CPU's fused attention stands for the device's flash form: its results have the
-# same sizes. It keeps its name, and gets the flash form's cost and float32 sums here.
-#
-# Where there is a profile, ops that it lacks are modelled by a fit to it. The graph's notes say how
-# far off that model is on what was measured.
-#
-# Sizes are rounded up to 512 bytes, resident ones too, as the CUDA caching allocator does. Not
-# counted: workspaces of cuBLAS and cuDNN, the context, fragmentation. Budget ``auto`` leaves a
-# tenth of the memory for these.
+# the CPU alone. Sizes are rounded up to 512 bytes, resident ones too, as the CUDA caching allocator
+# does. Not counted: workspaces of cuBLAS and cuDNN, the context, fragmentation. Budget ``auto``
+# leaves a tenth of the memory for these.
 
 
 _RNG_STATE_BYTES = 16
@@ -195,9 +174,7 @@ def model_costs(
 ) -> TrainingGraph:
     """The trace's graph with the costs, workspaces and sizes of a device of the table.
 
-    Parameters
-    ----------
-    ranks : links between ranks; left out, those of the profile, or of the table.
+    `ranks` left out are those of the profile, or of the table.
 
     Raises
     ------
@@ -238,8 +215,6 @@ def _name_of(profile: Profile) -> str:
 
 @dataclass(frozen=True)
 class _OpCosts:
-    """Costs op by op: `known` ones by their keys, else those of the model."""
-
     roofline: Roofline
     known: Mapping[str, OpCost]
 
@@ -257,6 +232,7 @@ class _OpCosts:
         cost_us = self.roofline.launch_us
         if node is not None:
             cost_us = self.roofline.cost_us(op.target, work_of(node))
+            # It stands for the device's flash form, which keeps sums beside its results.
             if op.target == ATTENTION_BACKWARD:
                 base_bytes += _attention_sums_bytes(node)
         return msgspec.structs.replace(
@@ -265,7 +241,6 @@ class _OpCosts:
 
 
 def _notes(ops: tuple[Op, ...], assumed: Roofline, profile: Profile) -> tuple[str, ...]:
-    """How much of the step was measured, on which machine, and how far off the model is."""
     total_us = sum(op.cost_us for op in ops)
     measured = [op for op in ops if op.cost_origin == "measured"]
     part = sum(op.cost_us for op in measured) / total_us if total_us else 0.0
@@ -303,10 +278,10 @@ def _rounded_value(value: Value) -> Value:
 
 
 def _resident(graph: TrainingGraph) -> Resident:
-    """Resident bytes with each parameter, buffer and input of the step rounded up."""
     extra = dict.fromkeys(("parameter", "buffer", "constant", "input"), 0)
     for value in graph.values:
         if not value.producer and value.kind in extra:
+            # Only what the step reads is known tensor by tensor.
             extra[value.kind] += rounded(value.size_bytes) - value.size_bytes
     known = graph.resident
     if not known.parameters_bytes:  # a sharding keeps them on the host

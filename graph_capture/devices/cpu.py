@@ -32,7 +32,7 @@ _SHIFTS = {"K": 10, "M": 20}
 
 
 def cpu_title() -> str:
-    """The title of this machine's CPU: its model and its thread count, by which costs differ."""
+    """Model and thread count, by which costs differ."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -43,8 +43,6 @@ def cpu_title() -> str:
 
 
 class CpuMeter:
-    """The CPU."""
-
     def __init__(self) -> None:
         self.passes = PASSES
         self.device, self.title = CPU, cpu_title()
@@ -52,22 +50,18 @@ class CpuMeter:
 
     @functools.cached_property
     def _others(self) -> Tensor:
-        """Data that fills the cache."""
         return torch.zeros(2 * self.cache_bytes, dtype=torch.uint8)
 
     @property
     def settings(self) -> str:
-        """None that is known."""
         return ""
 
     @property
     def versions(self) -> dict[str, str]:
-        """None beside torch's."""
         return {}
 
     @contextlib.contextmanager
     def quiet(self) -> Generator[None]:
-        """No gradients, no autocast, the random stream kept."""
         with torch.no_grad(), torch.autocast(CPU, enabled=False), torch.random.fork_rng([]):
             yield
 
@@ -94,10 +88,8 @@ class CpuMeter:
         return median_of(timed_us, self.passes)
 
     def often_us(self, *runs: Run) -> list[float]:
-        """The median of many `median_us` of each, for numbers that later costs are made of.
-
-        They are measured in turn, so that a slow spell is one of all.
-        """
+        """The median of many `median_us` of each, for numbers that later costs are made of."""
+        # In turn, so that a slow spell is one of all.
         found: list[list[float]] = []
         for _ in range(_OFTEN):
             found.append([self.median_us(run) for run in runs])
@@ -105,7 +97,6 @@ class CpuMeter:
         return [statistics.median(times) for times in zip(*found, strict=True)]
 
     def regions(self, regions: Iterable[Run]) -> list[RegionMemory]:
-        """As `measure_regions`."""
         return measure_regions(regions)
 
     def step_us(self, run: Run) -> float:
@@ -117,20 +108,16 @@ class CpuMeter:
         return taken_us
 
     def step_memory(self, run: Run) -> StepMemory:
-        """As `measure_peak`."""
         return StepMemory(measure_peak(run))
 
     def library_bytes(self) -> int:
-        """None that is known."""
         return 0
 
     def rng_state(self) -> Tensor:
-        """As `torch.get_rng_state`."""
         return torch.get_rng_state()
 
 
 def _cache_bytes() -> int:
-    """Size of the second-level cache of a core."""
     try:
         text = _CACHE_SIZE.read_text(encoding="utf-8").strip()
     except OSError:

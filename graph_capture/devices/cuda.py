@@ -44,12 +44,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class CudaMeter:
-    """One CUDA device.
-
-    Parameters
-    ----------
-    device : with its index, such as ``cuda:0``.
-    """
+    """One CUDA device, such as ``cuda:0``."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -70,7 +65,6 @@ class CudaMeter:
 
     @property
     def versions(self) -> dict[str, str]:
-        """Of CUDA's runtime, cuDNN and the driver."""
         return {
             "cuda": str(torch.version.cuda),
             "cudnn": str(torch.backends.cudnn.version()),
@@ -79,7 +73,6 @@ class CudaMeter:
 
     @contextlib.contextmanager
     def quiet(self) -> Generator[None]:
-        """No gradients, no autocast, the random streams of the CPU and of the device kept."""
         index = torch.device(self.device).index
         with (
             torch.no_grad(),
@@ -94,17 +87,15 @@ class CudaMeter:
         return False
 
     def settle(self) -> None:
-        """Write to the device's cache over and over, until its clocks have risen."""
         end = time.perf_counter() + SETTLE_S
+        # Its clocks rise only under load.
         while time.perf_counter() < end:
             self._flush()
             torch.cuda.synchronize(self.device)
 
     def median_us(self, run: Run, moved_bytes: int = 0) -> float:
-        """The longer of the medians of what the device and what the host take.
-
-        An op whose inputs and outputs would fit into the L2 cache finds it full of other data.
-        """
+        """The longer of the medians of what the device and what the host take."""
+        # What fits into the L2 cache would otherwise still be there from the run before.
         is_flushed = moved_bytes < self.cache_bytes
         with torch.cuda.device(self.device):
             host_us = median_of(lambda: self._host_us(run))
@@ -112,15 +103,13 @@ class CudaMeter:
             return max(host_us, median_of(lambda: self._device_us(run, is_flushed, host_us)))
 
     def often_us(self, *runs: Run) -> list[float]:
-        """As `median_us` of each, with caches that are full of other data."""
+        # `moved_bytes` left at 0 has the cache flushed.
         return [self.median_us(run) for run in runs]
 
     def regions(self, regions: Iterable[Run]) -> list[RegionMemory]:
-        """By the bytes asked of the allocator.
-
-        The blocks that it gives depend on what was freed before. The callables have run before,
-        so that what cuBLAS and cuDNN keep is there already.
-        """
+        """By the bytes asked of the allocator. The callables must have run before."""
+        # Asked, as the blocks that it gives depend on what was freed before. What cuBLAS and
+        # cuDNN keep from the first run on is no op's.
         found: list[RegionMemory] = []
         with without_garbage():
             for region in regions:
@@ -135,16 +124,12 @@ class CudaMeter:
         return found
 
     def step_us(self, run: Run) -> float:
-        """Between two events on the current stream."""
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()
             return self._between_events_us(run)
 
     def step_memory(self, run: Run) -> StepMemory:
-        """By ``max_memory_allocated``, from an allocator that holds nothing in reserve.
-
-        Its blocks may be larger than what was asked for: that is told as ``rounding_bytes``.
-        """
+        """By ``max_memory_allocated``, from an allocator that holds nothing in reserve."""
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -156,35 +141,32 @@ class CudaMeter:
         peak_bytes = torch.cuda.max_memory_allocated(self.device) - before_bytes
         asked_bytes = self._requested_bytes("peak") - before_asked_bytes
         reserved_bytes = torch.cuda.max_memory_reserved(self.device) - before_bytes
+        # Blocks may be larger than what was asked for.
         return StepMemory(
             peak_bytes, max(0, peak_bytes - asked_bytes), max(0, reserved_bytes - peak_bytes)
         )
 
     def library_bytes(self) -> int:
-        """What cuBLAS and cuBLASLt keep: for the thread of forward, and for that of backward.
-
-        Products with a bias are cuBLASLt's. The checkpoint has the first of them run in both
-        threads; it would stop before the last.
-        """
+        """What cuBLAS and cuBLASLt keep: for the thread of forward, and for that of backward."""
         with torch.cuda.device(self.device), torch.enable_grad():
             torch.cuda.synchronize()
             clear_cublas_workspaces()
             before_bytes = torch.cuda.memory_allocated()
             probe = torch.ones(PROBE, PROBE, device=self.device, requires_grad=True)
+            # Products with a bias are cuBLASLt's.
             bias = torch.ones(PROBE, device=self.device)
+            # Recomputation, in backward's thread, runs the first product and stops before the last.
             checkpoint(_products, probe, bias, use_reentrant=False).sum().backward()
             del probe, bias
             return torch.cuda.memory_allocated() - before_bytes
 
     def rng_state(self) -> Tensor:
-        """As `torch.cuda.get_rng_state`: a tensor on the CPU."""
         return torch.cuda.get_rng_state(self.device)
 
     def _requested_bytes(self, which: str) -> int:
         return int(torch.cuda.memory_stats(self.device)[f"requested_bytes.all.{which}"])
 
     def _host_us(self, run: Run) -> float:
-        """What the host takes to queue `run` on an idle device."""
         torch.cuda.synchronize()
         start = time.perf_counter()
         result = run()
@@ -203,6 +185,7 @@ class CudaMeter:
     def _device_us(self, run: Run, is_flushed: bool, host_us: float) -> float:
         if is_flushed:
             self._flush()
+        # The device sleeps until all is queued, so that no gap of the host counts.
         cuda_sleep(int(CYCLES_PER_US * min(2 * host_us, MOST_SLEEP_US)))
         return self._between_events_us(run)
 
@@ -216,7 +199,6 @@ class CudaMeter:
         return 1e3 * start.elapsed_time(end)
 
     def _flush(self) -> None:
-        """Fill the L2 cache with data that no op reads."""
         if self._cache is None:
             size_bytes = max(self.cache_bytes, 1)
             self._cache = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
@@ -228,7 +210,7 @@ def _products(x: Tensor, bias: Tensor) -> Tensor:
 
 
 def _driver_version() -> str:
-    """What the driver's own file says; ``unknown`` where there is none."""
+    """``unknown`` where the driver has no file here."""
     if not DRIVER.exists():
         return "unknown"
     found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", DRIVER.read_text(encoding="utf-8"))
@@ -236,8 +218,6 @@ def _driver_version() -> str:
 
 
 # How fast a CUDA device copies to and from pinned memory of its host, and to memory that is not.
-#
-# Copies go over two streams, one each way, and are timed by events of these.
 
 
 SIZES = tuple(1 << shift for shift in (16, 20, 24, 26, 28))
@@ -246,8 +226,6 @@ REPEATS = 10
 
 
 class _Copying(NamedTuple):
-    """Copies of `source` to `target` on a stream."""
-
     stream: torch.cuda.Stream
     target: Tensor
     source: Tensor
@@ -264,7 +242,6 @@ class _Row(NamedTuple):
 
 
 def pinned_pair(device: str) -> LinkPair:
-    """Both ways between a CUDA device and pinned memory."""
     with torch.cuda.device(device):
         rows = {size: copies_us(device, size) for size in SIZES}
     by_size = {
@@ -280,7 +257,7 @@ def pinned_pair(device: str) -> LinkPair:
 
 
 def copies_us(device: str, size_bytes: int) -> _Row:
-    """Copies of one size, each way alone and both at once."""
+    # A stream each way: in one, copies would wait for each other.
     below, above = torch.cuda.Stream(), torch.cuda.Stream()
     on_device = [torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
     pinned = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
@@ -297,6 +274,7 @@ def copies_us(device: str, size_bytes: int) -> _Row:
 
 def _copy_us(jobs: Sequence[_Copying]) -> list[float]:
     """Microseconds of one copy of each job, all jobs at once."""
+    # An idle device: with a full queue the host would wait.
     torch.cuda.synchronize()
     spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     for job in jobs:

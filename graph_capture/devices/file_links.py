@@ -35,21 +35,15 @@ _MOST_BESIDE = 24
 
 
 class FileMeter:
-    """Copies between memory and files of a folder, of their own for each way.
+    """Copies between memory and files of a folder; `threads` share each copy.
 
-    Parameters
-    ----------
-    threads : that share each copy.
-
-    Raises
-    ------
-    FileError : the folder is not there, or cannot be written.
-    OSError : it has no room.
+    Raises FileError if the folder is not there or cannot be written, OSError if it has no room.
     """
 
     def __init__(self, folder: str, threads: int = 1) -> None:
         require_writable(folder)
         self.folder, self.threads = Folder(folder, "host"), threads
+        # Threads, files and memory of their own for each way, as both may copy at once.
         self.pools = {is_down: ThreadPoolExecutor(threads) for is_down in (True, False)}
         self.files = {
             (is_down, size): self._parts(size) for is_down in (True, False) for size in SIZES
@@ -59,35 +53,31 @@ class FileMeter:
         self.moved_bytes = 0
 
     def _parts(self, size_bytes: int) -> list[File]:
-        """One file a thread, together of that size."""
         ends = [size_bytes * i // self.threads for i in range(self.threads + 1)]
         return [File(self.folder, end - start) for start, end in pairwise(ends)]
 
     def fill(self) -> None:
-        """Write to all files: what is read then holds no holes."""
+        # Files without holes: reading a hole does not touch the drive.
         for is_down, size_bytes in self.files:
             self._share(True, is_down, size_bytes)
 
     def close(self) -> None:
-        """Give the files and the threads back."""
         for pool in self.pools.values():
             pool.shutdown()
         self.files.clear()
 
     def speed(self, is_down: bool) -> LinkSpeed:
-        """One way."""
         return speed_of(self.times_us(is_down), self._times_beside_us(is_down))
 
     def times_us(self, is_down: bool, sizes: tuple[int, ...] = SIZES) -> dict[int, float]:
-        """The fastest of a few copies of each size, by size."""
         return {size: self._best_us(is_down, size) for size in sizes}
 
     def _times_beside_us(self, is_down: bool) -> dict[int, float]:
-        """As `times_us`, while the other way copies all the time."""
         ended = threading.Event()
 
         def other() -> None:
             copies = 0
+            # Not for ever: a drive's cache must not be exhausted.
             while copies < _MOST_BESIDE and not ended.is_set():
                 self._share(not is_down, not is_down, max(SIZES))
                 copies += 1
@@ -125,13 +115,7 @@ class FileMeter:
 def file_pair(folder: str, threads: Sequence[int] = ()) -> LinkPair:
     """Both ways between memory and files in `folder`, by one thread each, as a step copies.
 
-    Parameters
-    ----------
-    threads : further numbers of threads a copy, tried for a look at what they would reach.
-
-    Raises
-    ------
-    FileError : the folder is not there, cannot be written, or has no room.
+    `threads` are tried only for a look at what they would reach. Raises FileError.
     """
     try:
         with contextlib.closing(FileMeter(folder)) as meter:
@@ -149,7 +133,6 @@ def file_pair(folder: str, threads: Sequence[int] = ()) -> LinkPair:
 
 
 def _threads_gb_s(folder: str, threads: int) -> float:
-    """The rate of the largest copy by that many threads, there and back."""
     size_bytes = SIZES[-1]
     with contextlib.closing(FileMeter(folder, threads)) as meter:
         meter.fill()

@@ -44,36 +44,24 @@ class Efficiency(msgspec.Struct, frozen=True):
 
 
 class Device(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One device, as its maker states it.
-
-    Attributes
-    ----------
-    title : in full. source : of its figures.
-    memory_gb, bandwidth_gb_s : of its memory. link_gb_s : of the link to the host, one way.
-    tflops : peak arithmetic by dtype. ``tf32`` is float32 as tensor cores may round it.
-    peer_gb_s : of the links to others of a node, one way; 0 where they go by the host's.
-    network_gb_s : of its own card to other nodes, one way; 0 where none is stated.
-    ranks_source : of both.
-    """
+    """One device, as its maker states it."""
 
     title: str
     memory_gb: float
     bandwidth_gb_s: float
-    link_gb_s: float
-    tflops: dict[str, float]
+    link_gb_s: float  # to the host, one way
+    tflops: dict[str, float]  # peak by dtype; ``tf32`` is float32 as tensor cores may round it
     source: str
-    peer_gb_s: float = 0.0
-    network_gb_s: float = 0.0
-    ranks_source: str = ""
+    peer_gb_s: float = 0.0  # to others of a node, one way; 0 where they go by the host's link
+    network_gb_s: float = 0.0  # of its own card to other nodes, one way; 0 where none is stated
+    ranks_source: str = ""  # of these two
 
     @property
     def memory_bytes(self) -> int:
-        """All of its memory."""
         return int(self.memory_gb * GB)
 
     @property
     def bytes_per_us(self) -> float:
-        """Peak bandwidth of its memory."""
         return self.bandwidth_gb_s * GB / 1e6
 
     def flops_per_us(self, dtype: str) -> float:
@@ -92,15 +80,9 @@ class _Drive(msgspec.Struct, frozen=True):
 
 
 class _BetweenRanks(msgspec.Struct, frozen=True):
-    """What collectives reach between GPUs, whatever the GPU: see `RankLinks`.
+    """What collectives reach between GPUs, whatever the GPU: see `RankLinks`."""
 
-    Attributes
-    ----------
-    inside_share, between_share : of the rates that makers state. node_size : GPUs of a node.
-    share_reason, beside_reason : how that is known.
-    """
-
-    inside_share: float
+    inside_share: float  # of the rates that makers state
     between_share: float
     inside_us: float
     between_us: float
@@ -112,45 +94,30 @@ class _BetweenRanks(msgspec.Struct, frozen=True):
 
 
 class _DeviceTable(msgspec.Struct, frozen=True):
-    """All devices, and what holds for each of them.
-
-    Attributes
-    ----------
-    classes : efficiency by class of ops. launch_us : least time of any op.
-    link_share, link_reason : share of a stated rate that copies reach, and how that is known.
-    link_latency_us : of a copy to the host or back. nvme : the drive in a machine that is not here.
-    between_ranks : what collectives reach. loopback : between processes of one CPU, over gloo.
-    """
+    """All devices, and what holds for each of them."""
 
     classes: dict[str, Efficiency]
-    launch_us: float
-    link_share: float
-    link_latency_us: float
+    launch_us: float  # least time of any op
+    link_share: float  # of a stated rate, that copies reach
+    link_latency_us: float  # of a copy to the host or back
     link_reason: str
-    nvme: _Drive
+    nvme: _Drive  # in a machine that is not here
     between_ranks: _BetweenRanks
-    loopback: RankLinks
+    loopback: RankLinks  # between processes of one CPU, over gloo
     devices: dict[str, Device]
 
 
 @functools.cache
 def device_table() -> _DeviceTable:
-    """The table of this release."""
     return msgspec.json.decode(DEVICES_FILE.read_bytes(), type=_DeviceTable)
 
 
 def is_in_table(name: str) -> bool:
-    """Whether a device of that name is planned for from the table."""
     return name in device_table().devices
 
 
 def modelled_device(name: str) -> Device:
-    """The device of that name.
-
-    Raises
-    ------
-    DeviceError : there is none; names those that are near, or all.
-    """
+    """The device of that name. Raises DeviceError, which names those that are near, or all."""
     known = device_table().devices
     if name in known:
         return known[name]
@@ -160,13 +127,11 @@ def modelled_device(name: str) -> Device:
 
 
 def table_name(title: str) -> str:
-    """The name in the table of a device that its driver calls `title`; empty if it is not there.
-
-    A driver says ``NVIDIA A100-SXM4-40GB`` or ``NVIDIA GeForce RTX 4090``. The longest name counts
-    whose parts all stand there in their order.
-    """
+    """The name in the table of a device that its driver calls `title`; empty if it is not there."""
+    # A driver says ``NVIDIA A100-SXM4-40GB`` or ``NVIDIA GeForce RTX 4090``.
     words = re.split(r"[^a-z0-9]+", title.lower())
     shown = f" {' '.join(words)} ".replace(" rtx ", " rtx")
+    # The longest first, as a100 is in the title of an a100-40gb too.
     names = sorted(device_table().devices, key=len, reverse=True)
     return next((name for name in names if _is_named(shown, name)), "")
 
@@ -181,12 +146,11 @@ def is_cuda(name: str) -> bool:
 
 
 def has_cuda_allocator(name: str) -> bool:
-    """Whether torch's CUDA caching allocator serves the device: all of the table are NVIDIA's."""
+    # All of the table are NVIDIA's.
     return is_cuda(name) or is_in_table(name)
 
 
 def check_device(name: str) -> None:
-    """Raise `DeviceError` if `name` cannot be planned for."""
     if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise DeviceError(f"a device is named by a text such as 'cpu' or 'h100', not {name!r}")
     if is_cuda(name):
@@ -196,7 +160,6 @@ def check_device(name: str) -> None:
 
 
 def check_measured(device: str) -> None:
-    """Raise `DeviceError` for a device whose ops cannot be measured here."""
     check_device(device)
     if is_in_table(device):
         raise DeviceError(
@@ -220,7 +183,6 @@ def _check_cuda(name: str) -> None:
 
 
 def rounded(size_bytes: int) -> int:
-    """Bytes that the CUDA caching allocator takes where `size_bytes` are asked for."""
     # Blocks above 1 MiB may be larger, by up to 1 MiB each. `predict_reserved` counts
     # that, and a plan's peak does not.
     return -(-size_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
@@ -254,16 +216,11 @@ NUMBER = r"([+-]?\d+(?:\.\d*)?|[+-]?\.\d+)"
 
 
 def checked_bytes(given: SupportsIndex, what: str, forms: str) -> int:
-    """An int as bytes.
+    """An int as bytes. `what` is its name in errors, `forms` how it may be written.
 
-    Parameters
-    ----------
-    what : the name of what is given, such as ``budget``. forms : how it may be written.
-
-    Raises
-    ------
-    BudgetError : it is no int.
+    Raises BudgetError if it is no int.
     """
+    # A bool has an index too, and is no size.
     if isinstance(given, bool):
         raise BudgetError(f"{what} {given!r} is no size: give bytes as an int, or {forms}")
     try:
@@ -276,15 +233,9 @@ def checked_bytes(given: SupportsIndex, what: str, forms: str) -> int:
 
 
 def parse_bytes(text: str, what: str, forms: str, unless: str = "") -> int:
-    """A text with a unit as bytes.
+    """A text with a unit as bytes. `unless` is what it could have meant without one, such as ``%``.
 
-    Parameters
-    ----------
-    unless : what the number could have meant without a unit, such as ``%``; else empty.
-
-    Raises
-    ------
-    BudgetError : it is no number, or has no unit or an unknown one.
+    Raises BudgetError if it is no number, or has no unit or an unknown one.
     """
     match = re.fullmatch(rf"{NUMBER}\s*([a-z]*)", text.lower())
     if match is None:
@@ -304,9 +255,6 @@ def parse_bytes(text: str, what: str, forms: str, unless: str = "") -> int:
 
 
 # Links between ranks with a device of the table or of this machine, and those of a file. No torch.
-#
-# The table has what makers state, and the shares of it that collectives reach. A file has what was
-# measured: the fields of `RankLinks`, or a profile that `remat.profile` measured over a group.
 
 
 class _OfProfile(msgspec.Struct):
@@ -316,12 +264,7 @@ class _OfProfile(msgspec.Struct):
 
 
 def links_between_ranks(device: str, title: str = "") -> RankLinks:
-    """Links of any device; where the table has none of it, the slowest that it has.
-
-    Parameters
-    ----------
-    device : of the table, or of this machine. title : of the machine, where it is here.
-    """
+    """Links of any device; where the table has none of it, the slowest that it has."""
     table = device_table()
     if device == CPU:
         return table.loopback
@@ -344,12 +287,7 @@ def links_between_ranks(device: str, title: str = "") -> RankLinks:
 
 
 def datasheet_links(device: str, node_size: int) -> RankLinks:
-    """Links of a device for which makers state both, in nodes of that size.
-
-    Raises
-    ------
-    DeviceError : the table has none of it.
-    """
+    """Links of a device for which makers state both. Raises DeviceError if the table has none."""
     known = [name for name, one in device_table().devices.items() if one.network_gb_s]
     if device not in known:
         raise DeviceError(
@@ -370,9 +308,7 @@ def _as_reached(device: Device, source: str) -> RankLinks:
 def read_rank_links(path: Path, node_size: int) -> RankLinks:
     """Links from a file of the fields of `RankLinks`, or from a profile that has some.
 
-    Raises
-    ------
-    DeviceError : it is no such file, or a figure cannot be. FileError : it cannot be read.
+    Raises DeviceError if it is no such file or a figure cannot be, FileError if it is not readable.
     """
     contents = read_contents(path)
     try:

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 
 def meter_of(device: str) -> Meter:
-    """The meter of a device of this machine."""
     if is_cuda(device):
         from remat.graph_capture.devices.cuda import CudaMeter
 

@@ -42,14 +42,9 @@ _SHORT = (
 
 
 def free_bytes(device: str = CPU) -> int:
-    """Bytes that new work may take on a device of this machine.
+    """Bytes that new work may take on a device of this machine; on a CPU, without swapping.
 
-    On a CPU, without swapping, within the limits of each control group that the process is in and
-    within its own. On a CUDA device, what torch's allocator holds unused counts as free.
-
-    Raises
-    ------
-    BudgetError : the device is not here, or the system does not say what is free.
+    Raises BudgetError if the device is not here, or the system does not say what is free.
     """
     if is_cuda(device):
         return _free_on_cuda(device)
@@ -57,7 +52,7 @@ def free_bytes(device: str = CPU) -> int:
 
 
 def _free_within_limits() -> list[int]:
-    """What each limit on this process leaves, in bytes; endless if there is none."""
+    # More than any machine has: endless where there is no limit.
     return [1 << 62, *_free_in_cgroups(), *_free_of_the_process()]
 
 
@@ -88,6 +83,7 @@ class _WindowsMemory(ctypes.Structure):
 def _free_on_windows() -> int | None:
     if sys.platform != "win32":
         return None
+    # Windows refuses a structure that does not say its own length.
     found = _WindowsMemory(length=ctypes.sizeof(_WindowsMemory))
     if not ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(found)):
         return None
@@ -95,7 +91,6 @@ def _free_on_windows() -> int | None:
 
 
 def _free_on_macos() -> int | None:
-    """Pages that are free, or are taken back from files before anything is swapped out."""
     if sys.platform != "darwin":
         return None
     try:
@@ -103,6 +98,7 @@ def _free_on_macos() -> int | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     size = re.search(r"page size of (\d+) bytes", told)
+    # Inactive and speculative pages are taken back before anything is swapped out.
     pages = re.findall(r"^Pages (?:free|inactive|speculative): +(\d+)\.", told, re.MULTILINE)
     return sum(map(int, pages)) * int(size[1]) if size and pages else None
 
@@ -135,6 +131,7 @@ def _free_in_cgroups() -> Iterator[int]:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
+        # Version 2 has one line without names of controllers.
         if not controllers:
             yield from _left_in(CGROUPS, path, "memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
@@ -143,7 +140,8 @@ def _free_in_cgroups() -> Iterator[int]:
 
 
 def _left_in(root: Path, path: str, limit: str, usage: str, cached: str) -> Iterator[int]:
-    """Within a container the root shows its own group, whatever path it has outside."""
+    # Within a container the root shows its own group, whatever path it has outside. So the root
+    # counts, and of the path what is there.
     group = root / path.lstrip("/")
     for folder in (root, *(root / part for part in _parts_of(group, root))):
         most_bytes, used_bytes = _number(folder / limit), _number(folder / usage)
@@ -183,21 +181,22 @@ def _field(path: Path, name: str) -> int | None:
 
 
 def _free_on_cuda(device: str) -> int:
-    """The least of what the device has, and of what torch lets this process take of it."""
     import torch
 
     if not torch.cuda.is_available():
         raise BudgetError(f"budget 'auto': {device} is not here to say what is free; give a size")
     reserved_bytes = torch.cuda.memory_reserved(device)
+    # torch's allocator gives new work what it holds unused.
     unused_bytes = reserved_bytes - torch.cuda.memory_allocated(device)
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     part = torch.cuda.get_per_process_memory_fraction(device)
+    # `set_per_process_memory_fraction` may let this process take less.
     own_bytes = int(part * total_bytes) - reserved_bytes
     return max(0, min(free_bytes, own_bytes)) + unused_bytes
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, in Python, in torch, on a device or in the system."""
+    # torch's class by its name, as this file is read without torch.
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     if isinstance(error, OSError):
@@ -206,9 +205,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 # How much memory below the device a plan may use: `host="120GiB"`, `nvme="/mnt/nvme:200GiB"`.
-#
-# What is asked of a device of this machine must be there: memory that is free, a folder that can be
-# written. A device of the table may be in any machine.
 
 
 AUTO, AUTO_SHARE = "auto", 0.9
@@ -230,10 +226,6 @@ def lower_tiers(
 ) -> LowerTiers | None:
     """What is asked for in bytes, looked at on this machine; None where nothing is asked for.
 
-    Parameters
-    ----------
-    is_here : whether `device` is of this machine; None for any that the table does not have.
-
     Raises
     ------
     BudgetError : a size cannot be read, is 0 or less, or is more than there is.
@@ -247,6 +239,7 @@ def lower_tiers(
             f"{option('nvme', nvme)} lies below the host, and what goes there passes through it: "
             f"give {option('host', '16GiB')} too"
         )
+    # A device of the table may be in any machine, whose memory cannot be looked at.
     is_here = not is_in_table(device) if is_here is None else is_here
     if is_here and device == CPU:
         require_writable(host_folder())
@@ -264,6 +257,7 @@ def _folder_and_size(nvme: str) -> tuple[str, str]:
     """Both parts of ``/mnt/nvme:200GiB``."""
     if not isinstance(nvme, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BudgetError(f"nvme {nvme!r} names no folder: write it like {_NVME_FORM}")
+    # The last colon, as a folder's name may have one too.
     folder, parted, size = nvme.rpartition(":")
     if not parted and nvme[:1] in "/.~":
         raise BudgetError(f"nvme {nvme!r} names no size: write it like {_NVME_FORM}")
@@ -273,13 +267,10 @@ def _folder_and_size(nvme: str) -> tuple[str, str]:
 
 
 class _Machine(NamedTuple):
-    """The machine that a device is in."""
-
     device: str
     is_here: bool
 
     def size_bytes(self, given: str | SupportsIndex, what: str, forms: str, folder: str) -> int:
-        """A size in bytes, no more than the machine has if it is this one."""
         if isinstance(given, str) and given.strip().lower() == AUTO:
             return self._auto_bytes(what, forms, folder)
         if isinstance(given, str):
@@ -308,7 +299,7 @@ class _Machine(NamedTuple):
         return int(self._free_bytes(what, folder) * AUTO_SHARE)
 
     def _free_bytes(self, what: str, folder: str) -> int:
-        """Bytes that are free in a tier."""
+        # On a CPU the host's tier is files.
         is_memory = what == "host" and is_cuda(self.device)
         return free_bytes(CPU) if is_memory else free_on_drive_bytes(folder)
 

@@ -34,11 +34,10 @@ class RegionMemory:
 
 
 def measure_regions(regions: Iterable[Callable[[], Any]]) -> list[RegionMemory]:
-    """Run each callable once under one profiler, and account for its allocations alone.
+    """Run each callable once under one profiler, and account for its allocations alone; CPU only.
 
-    What a callable returns is kept until its region has ended, so `final_bytes` counts it. What
-    the iterable allocates between two callables counts for neither. CPU only: kineto's
-    ``[memory]`` events are summed in the order of their time.
+    `final_bytes` counts what a callable returns. What the iterable allocates between two callables
+    counts for neither.
     """
     deltas, spans = _watched(regions)
     times = [time for time, _ in deltas]
@@ -46,11 +45,7 @@ def measure_regions(regions: Iterable[Callable[[], Any]]) -> list[RegionMemory]:
 
 
 def measure_live(run: Callable[[], Any]) -> tuple[list[int], list[int]]:
-    """Moments of `run`, in ns since it began, and the bytes live from each moment on.
-
-    Bytes count above what was live at the start. The first moment is 0, the last the end of the
-    run.
-    """
+    """Moments of `run`, in ns from 0 to its end; and from each on, bytes live above its start."""
     deltas, ((start_ns, end_ns),) = _watched([run])
     moments, live = [0], [0]
     for time, size in deltas:
@@ -69,6 +64,7 @@ def _watched(
     with without_garbage(), _without_its_log(), _ops_profiled() as found:
         for i, region in enumerate(regions):
             with RecordFunctionFast(f"{_MARK}{i}"):
+                # Kept until the mark has ended: what it returns is live at the end of its region.
                 kept = region()
             del kept, region
             count = i + 1
@@ -89,16 +85,14 @@ def _watched(
 
 @contextmanager
 def _ops_profiled() -> Generator[list[Any]]:
-    """Profile this thread; the list has the profiler's results once the block has ended.
-
-    Ops are recorded. Collectives of gloo are not, which are marked by hand (``USER_SCOPE``): torch
-    wakes whoever waits for one before gloo's thread ends its record. By then the profiler may have
-    ended and freed the record, and the thread writes to memory that is no longer its own. Seen with
-    torch alone, 2.11 to 2.14, where ``profile`` records all.
-    """
+    """Profile this thread; the list has the profiler's results once the block has ended."""
     asked: Any = profile(use_cpu=True, use_kineto=True, profile_memory=True)
     activities = asked.kineto_activities
     prepare_profiler(asked.config(create_trace_id=True), activities)
+    # Ops alone, where ``profile`` also records gloo's collectives (``USER_SCOPE``): torch wakes
+    # whoever waits for one before gloo's thread ends its record. By then the profiler may have
+    # freed it, and the thread writes to memory that is no longer its own. Seen with torch alone,
+    # 2.11 to 2.14.
     enable_profiler(asked.config(), activities, {RecordScope.FUNCTION})
     found: list[Any] = []
     try:
@@ -109,13 +103,11 @@ def _ops_profiled() -> Generator[list[Any]]:
 
 @contextmanager
 def _without_its_log() -> Generator[None]:
-    """Keep the profiler from writing each start and stop to standard error.
-
-    It reads the variable once, when it starts for the first time in a process.
-    """
+    """Keep the profiler from writing each start and stop to standard error."""
     if "KINETO_LOG_LEVEL" in os.environ:
         yield
         return
+    # Read once, when the profiler starts for the first time in a process.
     os.environ["KINETO_LOG_LEVEL"] = "99"
     try:
         yield
@@ -125,7 +117,6 @@ def _without_its_log() -> Generator[None]:
 
 @contextmanager
 def without_garbage() -> Generator[None]:
-    """Turn Python's garbage collector off meanwhile."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -146,23 +137,18 @@ def _account(
 
 
 def measure_peak(run: Callable[[], Any]) -> int:
-    """The most bytes that `run` has live above what was live when it began."""
     return measure_regions([run])[0].peak_bytes
 
 
 def measure_rank_peak(run: Callable[[], Any], reset: Callable[[], Any], runs: int = RUNS) -> int:
-    """As `measure_peak`, for a step that communicates through gloo.
+    """As `measure_peak`, for a step that communicates through gloo, on every rank.
 
-    The profiler does not watch gloo's own threads. Where one of these frees a buffer, it looks
-    as if nobody did, and later peaks look higher. So the step runs `runs` times, on every rank,
-    and the lowest peak counts.
-
-    Parameters
-    ----------
-    reset : called before each step, unmeasured. It has to drop the gradients.
+    `reset` is called before each of `runs` steps, unmeasured. It has to drop the gradients.
     """
     seen: list[RegionMemory] = []
     for _ in range(runs):
         reset()
         seen.extend(measure_regions([run]))
+    # The profiler does not watch gloo's own threads. Where one of these frees a buffer, it looks as
+    # if nobody did, and later peaks look higher.
     return min(memory.peak_bytes for memory in seen)

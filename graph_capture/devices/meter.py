@@ -31,18 +31,11 @@ _AGREE, _ABOUT_US = 0.02, 10.0
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Memory of one step.
+    """Memory of one step."""
 
-    Attributes
-    ----------
-    peak_bytes : the most that it has live above what was live when it began.
-    rounding_bytes : of these, what the allocator gave beyond what was asked of it.
-    slack_bytes : held by the allocator at the peak and not given out; None if it holds none.
-    """
-
-    peak_bytes: int
-    rounding_bytes: int = 0
-    slack_bytes: int | None = None
+    peak_bytes: int  # the most live above what was live when it began
+    rounding_bytes: int = 0  # of these, what the allocator gave beyond what was asked of it
+    slack_bytes: int | None = None  # held by the allocator at the peak; None if it holds none
 
 
 class Meter(Protocol):
@@ -116,11 +109,9 @@ def have_agreed(times: Sequence[float]) -> bool:
 
 
 def least_agreed(times: Sequence[float]) -> float:
-    """The least time that another confirms; the median where all differ.
-
-    What else runs on a machine makes a run slower and never faster, for seconds on end. So the
-    least is what the run takes, unless it alone was cut short by the clock.
-    """
+    """The least time that another confirms; the median where all differ."""
+    # What else runs on a machine makes a run slower and never faster, for seconds on end. So the
+    # least is what the run takes, unless it alone was cut short by the clock.
     rising = sorted(times)
     agreed = (one for one, following in pairwise(rising) if have_agreed((one, following)))
     return next(agreed, statistics.median(rising))
@@ -136,10 +127,6 @@ def median_of(timed_us: Callable[[], float], passes: int = 1) -> float:
 
 
 # How long something took of this thread's time, and how much of that others had the core.
-#
-# A thread that computes takes as much of a core as passes on the clock, unless others are given the
-# core: it is then switched off without having asked for it. Time that it waits of its own accord,
-# for threads that work for it, is time that the work takes.
 
 
 if sys.platform == "linux":
@@ -158,8 +145,6 @@ else:
 
 
 class LoadAwareTimer:
-    """Started as it is made."""
-
     def __init__(self) -> None:
         self._switches = _switches()
         self._wall_s, self._own_s = time.perf_counter(), time.thread_time()
@@ -174,6 +159,8 @@ class LoadAwareTimer:
     def taken_us(self) -> float:
         """The time since the start, without what others had, where the two can be told apart."""
         wall_s, own_s, by_others, by_itself = self._spans()
+        # Switched off without having asked, the thread lost the core to others. Time that it waits
+        # of its own accord, for threads that work for it, is time that the work takes.
         return 1e6 * (own_s if by_others and not by_itself else wall_s)
 
     @property

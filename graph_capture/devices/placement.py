@@ -23,9 +23,7 @@ _HOST = (CPU, "meta")
 def resolved_device(name: str | None, model: nn.Module) -> str:
     """`name`, with its index if it is ``cuda``; if it is None, the device that the model is on.
 
-    Raises
-    ------
-    CaptureError : this is no module. DeviceError : the device is unknown, or is not here.
+    Raises CaptureError for what is no module, DeviceError for a device that is not here.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise CaptureError(
@@ -42,13 +40,12 @@ def resolved_device(name: str | None, model: nn.Module) -> str:
 
 
 def device_holding(tensors: Iterable[Any]) -> str:
-    """The first CUDA device that holds one of these, else the CPU; what is no tensor is nowhere."""
+    """The first CUDA device that holds one of these, else the CPU."""
     devices = (str(one.device) for one in tensors if isinstance(one, Tensor))
     return next(filter(is_cuda, devices), CPU)
 
 
 def check_placement(what: str, found: torch.device, device: str) -> None:
-    """Raise `DeviceError` for a tensor that is not where the step for `device` is captured."""
     if found.type not in _HOST and not torch.get_device_module(found).is_available():
         raise DeviceError(
             f"{what} is on {found}, which this torch cannot run: move the model and the batch to "
@@ -72,6 +69,7 @@ def refuse_other_devices(mode: FakeTensorMode, device: str) -> None:
     dispatch = mode.dispatch
     allowed = {*_HOST, torch.device(device).type} if is_cuda(device) else set(_HOST)
 
+    # As soon as it is made: a fake CUDA tensor ends the process in autograd.
     def watched(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = dispatch(func, types, args, kwargs or {})
         for leaf in pytree.tree_leaves(found):

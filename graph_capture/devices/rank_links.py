@@ -31,22 +31,13 @@ _MOST_BESIDE = 10
 
 
 class Traffic(msgspec.Struct, frozen=True):
-    """One collective.
-
-    Attributes
-    ----------
-    whole_bytes : of the whole tensor, on the side where it is whole: all shards together.
-    ranks : that take part. here : the most of them that one node has.
-    """
-
     kind: Collective
-    whole_bytes: float
-    ranks: int
-    here: int
+    whole_bytes: float  # of the whole tensor: all shards together
+    ranks: int  # that take part
+    here: int  # the most of them that one node has
 
     @property
     def nodes(self) -> int:
-        """How many nodes take part."""
         return -(-self.ranks // self.here)
 
     @property
@@ -63,9 +54,7 @@ class Traffic(msgspec.Struct, frozen=True):
 class CollectiveTimes(msgspec.Struct, frozen=True):
     """Times of one collective over so many ranks, by its whole bytes, ascending.
 
-    Attributes
-    ----------
-    ranks : of the group. apart : how many ranks lie between two neighbours of it.
+    `apart` is how many ranks lie between two neighbours of the group.
     """
 
     kind: Collective
@@ -76,7 +65,6 @@ class CollectiveTimes(msgspec.Struct, frozen=True):
 
     @property
     def is_sound(self) -> bool:
-        """Whether there are as many times as sizes, all above 0, the sizes ascending."""
         pairs = zip(self.size_bytes, self.size_bytes[1:], strict=False)
         return (
             0 < len(self.size_bytes) == len(self.time_us)
@@ -88,33 +76,24 @@ class CollectiveTimes(msgspec.Struct, frozen=True):
 
     def us(self, size_bytes: float) -> float:
         """Between two sizes, and in proportion above the largest."""
+        # Beyond the largest size only the bytes count, and no start any more.
         if size_bytes > self.size_bytes[-1]:
             return self.time_us[-1] * size_bytes / self.size_bytes[-1]
         return float(np.interp(size_bytes, self.size_bytes, self.time_us))
 
 
 class RankLinks(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Links of one rank, which has a GPU of its own, one way, and what collectives reach over them.
+    """Links of one rank with a GPU of its own, one way, and what collectives reach over them."""
 
-    Attributes
-    ----------
-    inside_gb_s, between_gb_s : to the ranks of its node, and to those of others.
-    inside_us, between_us : start of a collective in a node, and over several. hop_us : of each
-        further node of a ring.
-    beside : how much longer what is computed beside a collective takes.
-    source : of the figures. node_size : ranks of a node.
-    measured : collectives whose times were measured; they go before the model.
-    """
-
-    inside_gb_s: float
-    between_gb_s: float
-    inside_us: float
-    between_us: float
-    hop_us: float
-    beside: float
+    inside_gb_s: float  # to the ranks of its node
+    between_gb_s: float  # to those of others
+    inside_us: float  # start of a collective in a node
+    between_us: float  # start of one over several
+    hop_us: float  # of each further node of a ring
+    beside: float  # what is computed beside a collective takes so many times as long
     source: str
-    node_size: int = 8
-    measured: tuple[CollectiveTimes, ...] = ()
+    node_size: int = 8  # ranks
+    measured: tuple[CollectiveTimes, ...] = ()  # these go before the model
 
     def __str__(self) -> str:
         return (
@@ -123,17 +102,14 @@ class RankLinks(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
     def us(self, kind: Collective, size_bytes: float, ranks: int, apart: int = 1) -> float:
-        """Time of a collective over ranks that lie evenly.
+        """Time of a collective over ranks that lie evenly, `apart` between two neighbours.
 
-        Parameters
-        ----------
-        size_bytes : of the whole, all shards together. apart : how many ranks lie between two
-            neighbours of the group, as all of a tensor parallel group do.
+        `size_bytes` are of the whole, all shards together.
         """
         return self.collective_us(Traffic(kind, size_bytes, ranks, self._in_node(ranks, apart)))
 
     def collective_us(self, traffic: Traffic) -> float:
-        """Time of a collective that waits for none of its ranks."""
+        """Of a collective that waits for none of its ranks."""
         if traffic.ranks <= 1:
             return 0.0
         for one in self.measured:
@@ -145,15 +121,16 @@ class RankLinks(msgspec.Struct, frozen=True, omit_defaults=True):
             traffic.whole_bytes * inside / (self.inside_gb_s * BYTES_PER_US_IN_GB_S),
             traffic.whole_bytes * between / (self.between_gb_s * BYTES_PER_US_IN_GB_S),
         )
+        # A sum that all get is reduced in shards, and these are then gathered.
         passes = 2 if traffic.kind == "all_reduce" else 1
         return passes * (self._start_us(traffic) + moving_us)
 
     def send_us(self, size_bytes: float, *, far: bool) -> float:
-        """Time to send to a neighbour: `far` is one of another node."""
         return self.collective_us(Traffic("send", size_bytes, 2, 1 if far else 2))
 
     def both_us(self, compute_us: float, collective_us: float) -> float:
         """Time until both are done, where one goes on beside the other."""
+        # Of the computation's speed, to the multiprocessors that the collective takes.
         lost = 1 - 1 / self.beside
         return max(collective_us, compute_us + collective_us * lost)
 
@@ -163,12 +140,13 @@ class RankLinks(msgspec.Struct, frozen=True, omit_defaults=True):
     def _start_us(self, traffic: Traffic) -> float:
         if traffic.nodes == 1:
             return self.inside_us
+        # A ring takes one hop for each further node.
         hops = 0 if traffic.kind == "send" else traffic.nodes - 1
         return self.between_us + self.hop_us * hops
 
 
 def wrong_in(links: RankLinks) -> str:
-    """What of links cannot be, in words, as a file that was edited may say anything; or empty."""
+    """What of links cannot be, in words, or empty: a file that was edited may say anything."""
     rates = links.inside_gb_s, links.between_gb_s
     starts = links.inside_us, links.between_us, links.hop_us
     if not all(0 < rate <= MOST_GB_S for rate in rates) or not all(

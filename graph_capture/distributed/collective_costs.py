@@ -25,9 +25,6 @@ from remat.graph_capture.distributed.collectives import groups_of, is_collective
 from remat.graph_capture.graph import Op, TrainingGraph
 from remat.graph_capture.joint.nodes import tensors_of
 
-# What a collective moves: its kind, its bytes, and the ranks and nodes that take part.
-
-
 _KINDS: dict[str, Collective] = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
@@ -39,15 +36,11 @@ _KINDS: dict[str, Collective] = {
 
 
 def traffic_of(node: fx.Node, node_size: int) -> Traffic:
-    """What a node of a graph moves that is a collective.
-
-    Parameters
-    ----------
-    node_size : ranks of a node of the cluster.
-    """
+    """What a collective moves; `node_size`: ranks of a node of the cluster."""
     ranks = members_of(node)
-    here = max(Counter(rank // node_size for rank in ranks).values())
+    here = max(Counter(rank // node_size for rank in ranks).values())  # the most in one node
     read_bytes = sum(_tensor_bytes(source) for source in node.all_input_nodes)
+    # Gathers return the whole, scatters read it.
     whole_bytes = max(read_bytes, _tensor_bytes(node))
     return Traffic(_collective_of(node), whole_bytes, len(ranks), here)
 
@@ -85,7 +78,6 @@ RANKS_OF_NODE = "LOCAL_WORLD_SIZE"
 def with_collective_costs(
     graph: TrainingGraph, node_of_op: Mapping[str, fx.Node], links: RankLinks
 ) -> TrainingGraph:
-    """`graph` with the modelled cost of each collective over those links."""
     nodes = {name: node for name, node in node_of_op.items() if is_collective(node)}
     if not nodes:
         return graph
@@ -105,20 +97,13 @@ def with_collective_costs(
 
 
 def links_of_step(device: str, title: str, profile: Profile | None = None) -> RankLinks:
-    """The links between the ranks of a step, in nodes as torchrun says.
-
-    Parameters
-    ----------
-    device : of the step, which may be one of the table. title : of the machine, where it is here.
-    """
+    """In nodes as torchrun says; `device` may be of the table, `title` is of this machine."""
     found = profile.ranks if profile is not None else None
     found = found or links_between_ranks(device, title)
     node_size = int(os.environ.get(RANKS_OF_NODE, found.node_size))
     return msgspec.structs.replace(found, node_size=node_size)
 
 
-# Measuring the links between ranks: all ranks of a group gather together, in one order.
-#
 # This is the only place where a collective is timed.
 
 
@@ -130,17 +115,12 @@ _WARM = 2
 
 
 def measured_rank_links(group: dist.ProcessGroup, device: str, title: str) -> RankLinks:
-    """The links between the ranks of a group, which must all call; the slowest rank counts.
-
-    They are taken to be inside of one node, and those between nodes as the table has them.
-
-    Parameters
-    ----------
-    device : that the ranks compute on. title : of the machine.
-    """
+    """The links between the ranks of a group, which must all call."""
     n = group.size()
+    # A rank receives all parts but its own.
     moved_us = {size * (n - 1) // n: _gather_us(group, device, size) for size in _SIZES}
     gb_s, latency_us = fitted(moved_us)
+    # Ranks are taken to be in one node; the links between nodes stay the table's.
     return msgspec.structs.replace(
         links_between_ranks(device, title),
         inside_gb_s=gb_s,
@@ -155,11 +135,13 @@ def _gather_us(group: dist.ProcessGroup, device: str, size_bytes: int) -> float:
     whole = torch.empty(len(own) * group.size(), dtype=torch.uint8, device=device)
     times = [_timed_us(group, whole, own) for _ in range(_WARM + _RUNS)][_WARM:]
     median = torch.tensor([statistics.median(times)], dtype=torch.float32, device=device)
+    # The slowest rank counts.
     dist.all_reduce(median, dist.ReduceOp.MAX, group)
     return float(median)
 
 
 def _timed_us(group: dist.ProcessGroup, whole: Tensor, own: Tensor) -> float:
+    # Together, or a rank would time its wait for another that comes later.
     dist.barrier(group)
     _settle(own)
     start = time.perf_counter()

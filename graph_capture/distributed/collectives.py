@@ -43,7 +43,6 @@ _Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Whether the node waits for the result of a collective, and returns it."""
     return _namespace(node) in NAMESPACES and op_name(node) == _WAIT
 
 
@@ -53,23 +52,19 @@ def is_collective(node: fx.Node) -> bool:
 
 
 def wait_nodes(node: fx.Node) -> list[fx.Node]:
-    """The nodes that wait for what `node` returns, a collective or one of its results.
-
-    Code that waits for what torch has waited for already does so twice: in the order of the waits.
-    """
+    """The nodes that wait for what `node` returns, in the order of the waits."""
     waits = [user for user in node.users if is_wait(user)]
+    # Code that waits for what torch has waited for already does so twice.
     return [one for wait in waits for one in (wait, *wait_nodes(wait))]
 
 
 def skip_wait(node: fx.Node) -> fx.Node:
-    """What a node waits for; any other node itself."""
     while is_wait(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def collectives_in(gm: fx.GraphModule) -> list[fx.Node]:
-    """The collectives of a graph, in their order."""
     return [node for node in gm.graph.nodes if is_collective(node)]
 
 
@@ -150,8 +145,8 @@ def _namespace(node: fx.Node) -> str:
 
 
 def _overload(node: fx.Node) -> Any:
-    """The op itself: dynamo's graphs call the packet of its overloads."""
     target = node.target
+    # Dynamo's graphs call the packet of an op's overloads.
     return getattr(target, "default", target) if isinstance(target, OpOverloadPacket) else target
 
 
@@ -166,11 +161,11 @@ def _layout(tensor: Tensor) -> _Layout:
 
 
 def _copied_bytes(node: fx.Node) -> int:
-    """What gloo copies meanwhile, on a CPU: it gathers, scatters and coalesces in one buffer."""
     made = [t for t in tensors_of(node) if t is not None]
     if any(t.device.type != "cpu" for t in made):
         return 0
     read = [t for source in node.all_input_nodes for t in tensors_of(source) if t is not None]
+    # gloo, on a CPU, gathers, scatters and coalesces in one buffer.
     name = op_name(node)
     whole = read if name.startswith("reduce_scatter") else made
     is_copied = name.startswith(_THROUGH_A_BUFFER) or name.endswith("coalesced")
@@ -178,8 +173,9 @@ def _copied_bytes(node: fx.Node) -> int:
 
 
 def _made_up(layouts: Any, copied_bytes: int) -> Any:
-    """Zeros of the given layouts; meanwhile a buffer is there too."""
+    """Zeros of the given layouts."""
     made = [_zeros(*one) for one in layouts] if isinstance(layouts, list) else _zeros(*layouts)
+    # As gloo has its buffer, so that the measured peak is that of the collective.
     buffer = torch.empty(copied_bytes, dtype=torch.uint8)
     del buffer
     return made
@@ -189,11 +185,8 @@ def _zeros(shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) ->
     return torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
 
 
-# Collectives that write to their arguments, as `dist.all_reduce` does, in functional form.
-#
-# They write beside autograd, which does not differentiate them. So does the form here, a functional
-# collective and a copy, as it runs where autograd is over. The work that they return is done
-# already.
+# Collectives that write to their arguments, as `dist.all_reduce` does, in functional form. Autograd
+# does not differentiate them, nor the form here, which runs where autograd is over.
 
 
 NAMESPACE = "c10d"
@@ -274,13 +267,7 @@ def _reduction(boxed: Any) -> str:
 
 
 def _done() -> Any:
-    return Work.boxed(FakeWork())
-
-
-# Tensors that a collective still sends, as tensor parallel layers return: they are waited for.
-#
-# Eager waits where the first op reads one. A step that is traced or compiled takes plain tensors:
-# torch 2.11 fails at others, and later releases wait op by op.
+    return Work.boxed(FakeWork())  # `_write` has waited
 
 
 _SENT = "AsyncCollectiveTensor"
@@ -307,4 +294,6 @@ def is_in_flight(leaf: object) -> bool:
 
 def wait_all(tree: Any) -> Any:
     """The tree with each such tensor as a plain one, once it has arrived."""
+    # Eager waits where the first op reads one. A step that is traced or compiled takes plain
+    # tensors: torch 2.11 fails at others, and later releases wait op by op.
     return pytree.tree_map(lambda leaf: _Arrived.apply(leaf) if is_in_flight(leaf) else leaf, tree)

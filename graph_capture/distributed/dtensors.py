@@ -19,7 +19,6 @@ _FSDP = "FSDPModule"
 
 
 def is_distributed(tensor: object) -> bool:
-    """Whether it is a DTensor."""
     # Told by the name, as importing the class takes long.
     return type(tensor).__name__ == "DTensor"
 
@@ -35,25 +34,17 @@ def dtensor_layout(tensor: Any) -> Any:
 
 
 def has_dtensors(model: nn.Module) -> bool:
-    """Whether a parameter of the model is a DTensor."""
     return any(map(is_distributed, model.parameters()))
 
 
 def is_sharded_by_fsdp(model: nn.Module) -> bool:
-    """Whether a module in `model` was given to `fully_shard`."""
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     return _FSDP in kinds
 
 
 def describe_parts(gm: fx.GraphModule) -> None:
-    """Let AOTAutograd's descriptions name the DTensors of whose local parts a joint graph is made.
-
-    An input or a result that is a mesh keeps the description of a part.
-
-    Raises
-    ------
-    CaptureError : forward writes to a parameter that is a DTensor.
-    """
+    """Describe local parts in a joint graph as the DTensors that they are of."""
+    # A mesh keeps the description of a part: `is_beside_local_part` knows it by that.
     for node in gm.graph.find_nodes(op="placeholder"):
         node.meta["desc"] = _of_whole(node.meta.get("desc"))
     end = gm.graph.output_node()
@@ -67,12 +58,12 @@ def describe_parts(gm: fx.GraphModule) -> None:
 
 
 def is_beside_local_part(description: object) -> bool:
-    """Whether an input or a result is that of a DTensor which is no tensor, its mesh."""
+    """Whether it is of the mesh that an input or a result has beside its local part."""
     return hasattr(description, "base") and getattr(description, "attr", _LOCAL) != _LOCAL
 
 
 def is_mesh(node: fx.Node) -> bool:
-    """Whether the node stands for a mesh, as one that is cut out of another: it runs no op."""
+    """As one that is cut out of another: no op runs for it."""
     value: Any = node.meta.get("val")
     real = getattr(value, "real_obj", value)
     return type(real).__name__ == "DeviceMesh"

@@ -43,18 +43,13 @@ class FakeGroups:
         return self._known[key]
 
     def has(self, named: tuple[Any, ...]) -> bool:
-        """Whether groups were made here, given as a graph names them."""
+        """Whether groups, as a graph names them, were made here."""
         return {group.group_name for group in self._known.values()}.issuperset(named)
 
 
 @contextlib.contextmanager
 def fake_ranks(world_size: int = _WORLD) -> Generator[FakeGroups]:
-    """In the block this process is rank 0 of so many.
-
-    Raises
-    ------
-    CaptureError : this process has a process group already.
-    """
+    """In the block this process is rank 0 of so many."""
     if dist.is_initialized():
         raise CaptureError(
             "a cluster is planned over a fake process group, and this process has a real one: "
@@ -68,11 +63,7 @@ def fake_ranks(world_size: int = _WORLD) -> Generator[FakeGroups]:
 
 
 def is_fake(group: dist.ProcessGroup) -> bool:
-    """Whether a group is torch's fake one, in which there are no other ranks."""
     return dist.get_backend(group) == _BACKEND
-
-
-# One rank that runs ops by itself, where no other would answer a collective.
 
 
 _ALIASES = ("CompositeExplicitAutograd", "CompositeImplicitAutograd")
@@ -88,7 +79,6 @@ class _LocalExecution(OpWatcher):
     """Fails where a collective would wait for other ranks, also inside of an op of somebody's."""
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `func` unless it is a collective."""
         if is_collective_target(str(func)):
             raise NeedsOtherRanksError(
                 f"{func} waits for other ranks, and ops are timed on one alone"
@@ -102,15 +92,13 @@ class _LocalExecution(OpWatcher):
 
 
 def _kernel_of(func: Any, read: list[Any]) -> DispatchKey | None:
-    """Where the kernel of an op is that is not torch's; None of torch's, and of one without.
-
-    An op of `torch.library.custom_op` has one for all devices under an alias. To call another key
-    than that of the registration ends the process.
-    """
+    """Where the kernel of an op is that is not torch's; None of torch's, and of one without."""
     tensors = [leaf for leaf in read if isinstance(leaf, Tensor)]
     if not isinstance(func, OpOverload) or func.namespace in TORCHS_NAMESPACES or not tensors:
         return None
     own = "CUDA" if any(tensor.is_cuda for tensor in tensors) else "CPU"
+    # `custom_op` has one for all devices under an alias. To call another key than that of the
+    # registration ends the process.
     for key in (own, *_ALIASES):
         if has_kernel(func.name(), key):
             return getattr(DispatchKey, key)
@@ -118,11 +106,6 @@ def _kernel_of(func: Any, read: list[Any]) -> DispatchKey | None:
 
 
 def run_locally(run: Callable[[], _Result]) -> _Result:
-    """What `run` returns, which is run on one rank: whatever is timed ran so once before.
-
-    Raises
-    ------
-    NeedsOtherRanksError : it holds a collective. The rank would have waited for ever.
-    """
+    """What `run` returns on one rank; a collective raises, where it would wait for ever."""
     with _LocalExecution():
         return run()

@@ -37,26 +37,13 @@ def modes_among_ranks(kind: str) -> tuple[AbstractContextManager[Any], ...]:
 
 
 class _AmongRanks(TraceObserver):
-    """While forward is traced: `dist.all_reduce` and its like become ops, or are refused.
-
-    On a CUDA device a DTensor draws by offsets that torch keeps outside of the graph, so draws are
-    refused there.
-
-    Parameters
-    ----------
-    kind : the class of the model.
-
-    Raises
-    ------
-    CaptureError : names the op, its line, and a way out.
-    """
+    """While forward is traced: `dist.all_reduce` and its like become ops, or are refused."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Trace `func`, its functional form in its place, or refuse it."""
         if getattr(func, "namespace", "") == NAMESPACE:
             # A trace would lose what is written to a tensor that autograd has saved.
             is_differentiated = torch.is_grad_enabled() and _requires_grad((args, kwargs))
@@ -65,13 +52,14 @@ class _AmongRanks(TraceObserver):
             if found is None:
                 raise CaptureError(_in_place_text(self.kind, func._opname))
             return found
+        # On a CUDA device a DTensor draws by offsets that torch keeps outside of the graph.
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             refuse_draw(self.kind, str(func), pytree.tree_leaves((args, kwargs)))
         return func(*args, **kwargs)
 
 
 def refuse_range_of_dtensors(model: nn.Module) -> None:
-    """Raise `CaptureError` for a range of sizes: a part's sizes hang on those of the whole."""
+    # The sizes of a part depend on those of the whole.
     if has_dtensors(model):
         raise CaptureError(
             f"{type(model).__name__} has parameters that are DTensors, whose plans are for one "
@@ -80,10 +68,7 @@ def refuse_range_of_dtensors(model: nn.Module) -> None:
 
 
 def refuse_range_over_ranks(joint: fx.GraphModule) -> None:
-    """Raise `CaptureError` for a family of schedules of a step with collectives.
-
-    Each rank picks a schedule by the size of its own batch, and others might pick another.
-    """
+    # Each rank picks a schedule by the size of its own batch, and others might pick another.
     if any(len(members_of(node)) > 1 for node in collectives_in(joint)):
         raise CaptureError(
             "the step has collectives, and a plan over a range of sizes may run them in one order "
@@ -92,7 +77,6 @@ def refuse_range_over_ranks(joint: fx.GraphModule) -> None:
 
 
 def refuse_draw(kind: str, op: str, read: Iterable[Any]) -> None:
-    """Raise `CaptureError` for an op that draws for a DTensor elsewhere than on a CPU."""
     if any(is_distributed(leaf) and leaf.device.type != CPU for leaf in read):
         raise CaptureError(
             f"forward of {kind} draws random numbers for a DTensor by {op}{line_of_user()}. On a "
@@ -103,10 +87,8 @@ def refuse_draw(kind: str, op: str, read: Iterable[Any]) -> None:
 
 
 def refuse_compiled_writes(gm: fx.GraphModule) -> None:
-    """Raise `CaptureError` for a collective in place on what is differentiated, in dynamo's graph.
-
-    Dynamo has a functional one and a copy in its place, and so differentiates what eager does not.
-    """
+    """Refuse, in dynamo's graph, a collective in place on what is differentiated."""
+    # Dynamo has a functional one and a copy in its place, so it differentiates what eager does not.
     for node in gm.graph.find_nodes(op="call_method", target="copy_"):
         written, source = node.args[:2]
         made = skip_wait(source) if isinstance(source, fx.Node) else None
@@ -117,7 +99,6 @@ def refuse_compiled_writes(gm: fx.GraphModule) -> None:
 
 
 def _in_place_text(kind: str, name: str) -> str:
-    """The refusal of a collective that writes to its argument."""
     called = NAMES.get(name, name.strip("_"))
     return (
         f"forward of {kind} calls torch.distributed.{called}{line_of_user()}, which writes to its "
@@ -129,11 +110,6 @@ def _in_place_text(kind: str, name: str) -> str:
 
 def _requires_grad(tree: Any) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(tree))
-
-
-# Modules around a model that do more than its forward, which no graph of a step can hold.
-#
-# They are told by their names, since their classes take long to load, or are not installed.
 
 
 _AFTER = "plan the model that it was made of, {inside}, and wrap what you get: {wrapped}"
@@ -178,7 +154,7 @@ _WAYS_OUT = {
 
 
 def refuse_wrappers(model: nn.Module) -> None:
-    """Raise `CaptureError` for a model that is wrapped already, or a part of it is."""
+    """Refuse a model that is wrapped already, or of which a part is."""
     for path, module in model.named_modules():
         place = path or "the model"
         if hasattr(type(module), "_remat_original_module"):
@@ -187,6 +163,7 @@ def refuse_wrappers(model: nn.Module) -> None:
                 "(.original_module of it) and plan the whole"
             )
         for kind in type(module).__mro__:
+            # By name: their classes take long to load, or are not installed.
             if kind.__name__ in _WAYS_OUT:
                 way_out, why = _WAYS_OUT[kind.__name__]
                 by = "torch.compile" if kind.__name__ == "OptimizedModule" else kind.__name__

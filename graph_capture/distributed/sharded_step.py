@@ -22,12 +22,10 @@ from remat.graph_capture.distributed.sharding import (
 )
 from remat.graph_capture.graph import Op, Phase, TrainingGraph, Value
 
-# Ops that stand for what wrappers of data parallelism do, and the buffers that they make.
-#
-# When a wrapper communicates is fixed, so it is part of the graph, not of the schedule. Each is an
-# op, pinned where it stands. Its buffer is a value, read by the op that lets go of it. As
-# workspaces of the ops beside them, buffers were wrong wherever an op of forward runs again in
-# backward. Solvers see these as any op; the knapsack over blocks is told what they hold live.
+# When a wrapper of data parallelism communicates is fixed, so it is part of the graph, not of the
+# schedule: each communication is an op, pinned where it stands. Its buffer is a value, read by the
+# op that lets go of it. As workspaces of the ops beside them, buffers were wrong wherever an op of
+# forward runs again in backward.
 
 
 GATHER, UNSHARD, RESHARD = "remat.all_gather", "remat.unshard", "remat.reshard"
@@ -41,7 +39,6 @@ _GLOO_COPIES = 1
 
 
 def _copies_on(device: str) -> int:
-    """Copies of a buffer that a collective makes on a device."""
     return _GLOO_COPIES if device == "cpu" else 0
 
 
@@ -54,12 +51,7 @@ def _communication_op(
     workspace_bytes: int = 0,
     place: str | None = None,
 ) -> tuple[Op, tuple[Value, ...]]:
-    """An op of its own name, and the values that it makes.
-
-    Parameters
-    ----------
-    module : where it runs. place : what it is for, which its name tells; None for the module.
-    """
+    """With the values that it makes. `place`: what it is for, which names it; None: `module`."""
     name = f"{target.removeprefix('remat.')}_{phase}_{module if place is None else place}"
     values = tuple(msgspec.structs.replace(value, producer=name) for value in made)
     op = Op(
@@ -70,8 +62,7 @@ def _communication_op(
     return op, values
 
 
-# The step under DDP whose gradients are views of its buckets (``gradient_as_bucket_view=True``).
-#
+# DDP whose gradients are views of its buckets (``gradient_as_bucket_view=True``):
 # A gradient is copied into its bucket as soon as autograd has it, and freed. Buckets are resident.
 #
 # Source: `torch.nn.parallel.DistributedDataParallel` of torch 2.13, read and measured. Li et al.,
@@ -79,12 +70,7 @@ def _communication_op(
 
 
 def _into_buckets(graph: TrainingGraph, nodes: Sequence[Unit]) -> TrainingGraph:
-    """`graph` with gradients that go into buckets.
-
-    Parameters
-    ----------
-    nodes : blocks that are one autograd node each, which holds its gradients until it ends.
-    """
+    """`graph` with gradients in buckets; `nodes` are blocks of one autograd node each."""
     gradients = {
         name
         for name in graph.outputs
@@ -105,6 +91,7 @@ def _with_copies(graph: TrainingGraph, nodes: Sequence[Unit], gradients: set[str
         yield op
         made.extend(name for name in op.outputs if name in gradients)
         k = node_of.get(i, -1)
+        # An autograd node holds its gradients until it ends.
         is_inside = k >= 0 and i != nodes[k].back_stop - 1
         if made and not is_inside:
             module = "" if k < 0 else nodes[k].path
@@ -132,8 +119,6 @@ _Kept = Literal["whole", "part", "none"]
 
 
 class _FsdpStep:
-    """A step with what FSDP2 adds to it."""
-
     def __init__(self, graph: TrainingGraph, units: Sequence[Unit], sharding: Sharding) -> None:
         self.given, self.units, self.sharding = graph, units, sharding
         self.unit_of = unit_of_op(units)
@@ -165,12 +150,12 @@ class _FsdpStep:
         return "none" if how in (None, True, self.sharding.shard_ranks) else "part"
 
     def _forward(self) -> Iterator[Op]:
-        """A gathered buffer outlives its block until the next one has been gathered."""
         yield from self._whole(self.root, "")
         last = self.root
         for i, op in enumerate(self.given.ops[: self.given.n_forward]):
             k = self.unit_of.get(i, -1)
             if k >= 0 and i == self.units[k].start:
+                # A gathered buffer outlives its block until the next one has been gathered.
                 yield from self._whole(self.groups[k], f"gathered_forward_{last.path}")
                 last = self.groups[k]
             yield op
@@ -201,7 +186,6 @@ class _FsdpStep:
         yield self._op(RESHARD, "forward", group.path, freed, *part)
 
     def _backward(self) -> Iterator[Op]:
-        """Each block's parameters are gathered when the backward before it begins."""
         reduced: tuple[str, ...] = ()
         yield self.given.ops[self.given.n_forward]
         if self._kept(self.root) != "whole":
@@ -213,6 +197,7 @@ class _FsdpStep:
             k = self.unit_of.get(i, -1)
             if is_gathered_again and k >= 0 and i == self.units[k].back_start:
                 yield self._unshard(self.groups[k], "backward")
+                # The next block's parameters are gathered as soon as this one's backward begins.
                 if k:
                     yield self._gather(self.groups[k - 1], "backward", module=self.groups[k].path)
             yield self.given.ops[i]
@@ -222,36 +207,33 @@ class _FsdpStep:
         yield from self._after_backward(self.root, reduced)
 
     def _after_backward(self, group: ParameterGroup, reduced: tuple[str, ...]) -> Iterator[Op]:
-        """Parameters go back to shards, then the buffer of the reduction before, then this one's.
-
-        Gradients are copied into one buffer, then freed, then summed over the ranks.
-        """
         phase = "forward" if self._kept(group) == "whole" else "backward"
         freed = (f"unsharded_{phase}_{group.path}", *reduced)
+        # Parameters go back to shards, and the last buffer goes, before this one's is made.
         yield self._op(RESHARD, "backward", group.path, freed)
         if not group.gradients:
             return
         input_bytes, held_bytes = group.reduced_bytes(self.sharding)
+        # Gradients are copied into one buffer, then freed, then summed over the ranks.
         names = tuple(value.name for value in group.gradients)
         (buffer,) = self._buffer_of(group)
         yield self._op(COPY_IN, "backward", group.path, names, Value(buffer, input_bytes))
         yield self._reduce(group, input_bytes, held_bytes)
 
     def _reduce(self, group: ParameterGroup, input_bytes: int, held_bytes: int) -> Op:
-        """Sum over the ranks, then put this rank's part into the dtype that is held.
-
-        Where replicas sum it again in another dtype, torch keeps that part until backward ends.
-        """
+        """Sum over the ranks, then put this rank's part into the dtype that is held."""
         part_bytes = input_bytes // self.sharding.shard_ranks
         copies_bytes = self.copies * input_bytes if self.sharding.shard_ranks > 1 else 0
         is_cast = part_bytes != held_bytes
         shards = Value(f"gradient_shards_{group.path}", held_bytes, kind="gradient")
         made, beside_bytes = (shards,), copies_bytes
+        # Where replicas sum the part again in another dtype, torch keeps it until backward ends.
         if is_cast and (self.sharding.replicas > 1 or self.is_copy):
             made = (shards, Value(f"reduced_part_{group.path}", part_bytes))
             beside_bytes = max(copies_bytes - held_bytes, 0)
         elif is_cast:
             beside_bytes = max(copies_bytes + part_bytes - held_bytes, part_bytes)
+        # The shards of gradients go to the host.
         if self.is_offloaded:
             made, beside_bytes = made[1:], beside_bytes + held_bytes
         self.lasting.extend(value.name for value in made)
@@ -261,17 +243,13 @@ class _FsdpStep:
     def _gather(
         self, group: ParameterGroup, phase: Phase, freed: str = "", module: str | None = None
     ) -> Op:
-        """Gather the parameters of `group` into one buffer.
-
-        Parameters
-        ----------
-        freed : a buffer that is let go of then. module : where it runs; None for the group's.
-        """
+        """`freed`: a buffer that is let go of then; `module`: where it runs, if not the group's."""
         beside_bytes = self.copies * group.gathered_bytes
         if self.sharding.param_dtype:  # what is sent is cast first
             is_part = phase == "backward" and self._kept(group) == "part"
             members = self._members if is_part else self.sharding.shard_ranks
             beside_bytes += group.gathered_bytes // members
+        # The shard comes from the host first.
         if self.is_offloaded:
             beside_bytes += group.shard_bytes
         return self._op(
@@ -316,11 +294,8 @@ def sharded(
 ) -> TrainingGraph:
     """`graph` as it runs on one rank, where each unit is wrapped by itself, then the model.
 
-    Parameters
-    ----------
-    graph : with `resident` counted for the sharding already, see `resident_bytes`.
-    units : as of `with_units`, in the order of forward.
-    is_eager : whether units run op by op, so that each gradient leaves backward by itself.
+    `graph` has `resident` counted for the sharding already. `is_eager`: units run op by op, so that
+    each gradient leaves backward on its own.
     """
     if sharding.kind in ("fsdp2", "replicate"):
         return _FsdpStep(graph, units, sharding).graph()
@@ -334,17 +309,11 @@ def local_step(
 ) -> TrainingGraph:
     """The step of one rank, with blocks found by the module paths of ops.
 
-    Parameters
-    ----------
-    is_rewritten : whether the whole step is to be one autograd node, which hands all its gradients
-        over at its end. DDP's buckets then stand beside all of them, views or not.
-
-    Raises
-    ------
-    CaptureError : the glob of blocks matches no module, or they cannot run as units.
+    `is_rewritten`: the whole step is to be one autograd node, whose gradients come at its end.
     """
     if sharding.kind == "none":
         return graph
+    # One node hands over all gradients at its end: buckets stand beside them, views or not.
     if sharding.has_buckets and (is_rewritten or not sharding.bucket_views):
         return msgspec.structs.replace(graph, notes=(*graph.notes, UNTIMED))
     if not sharding.blocks:

@@ -104,7 +104,6 @@ class Sharding:
         self._require_dtypes()
 
     def _require_even_groups(self) -> None:
-        """Raise for groups of ranks that the others do not divide into."""
         if self.replicas < 1 or self.world_size % self.replicas:
             raise DeviceError(
                 f"{self.replicas} replicas do not divide {self.world_size} ranks: choose a number "
@@ -151,10 +150,7 @@ class Sharding:
         return self.kind in ("ddp", "zero1")
 
     def shard_elements(self, shape: Sequence[int]) -> int:
-        """Elements of one rank's part of a parameter: an equal part of the first dimension.
-
-        It is rounded up, as FSDP2 pads.
-        """
+        """Elements of one rank's part: of the first dimension, rounded up as FSDP2 pads."""
         if self.shard_ranks == 1:
             return math.prod(shape)
         first = shape[0] if shape else 1
@@ -182,11 +178,6 @@ def _listed(words: Sequence[str], link: str) -> str:
     return f"{', '.join(words[:-1])} {link} {words[-1]}" if len(words) > 1 else words[0]
 
 
-# The whole step with each block as one unit: its ops stand together, in forward and in backward.
-#
-# Blocks are solved and chosen on this graph, so that the measure stays the whole step.
-
-
 _Item = tuple[Op, ...]
 """Ops that run as one: those of a block in one phase, or one op alone."""
 
@@ -205,16 +196,8 @@ class Unit:
 def with_units(
     graph: TrainingGraph, ops_of: Mapping[str, Sequence[str]]
 ) -> tuple[TrainingGraph, list[Unit]]:
-    """`graph` with its ops in an order in which each block runs as one, and the place of each.
-
-    Parameters
-    ----------
-    ops_of : names of the ops of each block, by its path.
-
-    Raises
-    ------
-    CaptureError : the blocks do not run one after the other and back.
-    """
+    """`graph` with its ops in an order in which each block runs as one, and the place of each."""
+    # Blocks are chosen on this graph of the whole step, so that the measure stays the whole step.
     path_of = {op: path for path, names in ops_of.items() for op in names}
     n = graph.n_forward
     phases = [_items(graph.ops[:n], path_of), _items(graph.ops[n:], path_of)]
@@ -225,6 +208,7 @@ def with_units(
             places[path_of[op.name]].append(i)
     units = [_unit(path, found, n) for path, found in places.items()]
     units.sort(key=lambda unit: unit.start)
+    # Backward runs a chain in reverse.
     for before, after in pairwise(units):
         if after.back_start > before.back_start:
             raise CaptureError(
@@ -261,6 +245,7 @@ def _in_order(items: Sequence[_Item]) -> list[_Item]:
         for other in reads:
             readers[other].append(i)
     ready = [i for i, count in enumerate(waits_for) if not count]
+    # By their places: the order changes no more than it must.
     done: list[_Item] = []
     while ready:
         i = heapq.heappop(ready)
@@ -279,14 +264,7 @@ def _in_order(items: Sequence[_Item]) -> list[_Item]:
 
 
 def ops_by_block(graph: TrainingGraph, pattern: str) -> dict[str, list[str]]:
-    """Names of the ops of each module whose path matches a glob, by their module paths.
-
-    A backward op without a module, such as a sum of gradients, goes with the op before it.
-
-    Raises
-    ------
-    CaptureError : the glob matches no module of a forward op.
-    """
+    """Names of the ops of each module whose path matches a glob, by their module paths."""
     n = graph.n_forward
     found: dict[str, list[str]] = {}
     for op in graph.ops[:n]:
@@ -301,6 +279,7 @@ def ops_by_block(graph: TrainingGraph, pattern: str) -> dict[str, list[str]]:
         )
     path = ""
     for op in graph.ops[n:]:
+        # A backward op without a module, such as a sum of gradients, goes with the op before it.
         path = _matching(op.module, pattern) if op.module else path
         if path in found:
             found[path].append(op.name)
@@ -314,47 +293,34 @@ def _matching(module: str, pattern: str) -> str:
     return next((path for path in paths if path and fnmatchcase(path, pattern)), "")
 
 
-# Parameters that a wrapper gathers together, and gradients that it reduces together.
-
-
 @dataclass
 class ParameterGroup:
-    """Parameters that are gathered together.
+    """Parameters that are gathered together."""
 
-    Attributes
-    ----------
-    path : of the module that is wrapped; empty for the model, the root.
-    parameters_bytes, gathered_bytes : without and with FSDP2's padding, in the dtype of the step.
-    shard_bytes : of one rank's part, as it is held between steps.
-    gradients : in the order of the step's outputs.
-    """
-
-    path: str
-    parameters_bytes: int = 0
-    gathered_bytes: int = 0
-    shard_bytes: int = 0
+    path: str  # of the module that is wrapped; empty for the model, the root
+    parameters_bytes: int = 0  # in the dtype of the step
+    gathered_bytes: int = 0  # with FSDP2's padding
+    shard_bytes: int = 0  # of one rank's part, as it is held between steps
+    # in the order of the step's outputs
     gradients: list[Value] = field(default_factory=list[Value])
 
     def add(self, value: Value, sharding: Sharding) -> None:
-        """Count a parameter."""
         elements, size = sharding.shard_elements(value.shape), element_bytes(value.dtype)
         self.gathered_bytes += sharding.shard_ranks * elements * size
         self.shard_bytes += elements * (MASTER_BYTES if sharding.param_dtype else size)
         self.parameters_bytes += math.prod(value.shape) * size
 
     def reduced_bytes(self, sharding: Sharding) -> tuple[int, int]:
-        """Bytes of the buffer that gradients are reduced in, and of this rank's part as it is held.
-
-        The buffer is padded as parameters are, if each of them has a gradient. It has
-        `reduce_dtype`; the part is put into the dtype that parameters are held in.
-        """
+        """Bytes of the buffer that gradients are reduced in, and of this rank's held part."""
         size_bytes, n = sum(value.size_bytes for value in self.gradients), sharding.shard_ranks
+        # The buffer is padded as parameters are, if each of them has a gradient.
         if size_bytes == self.parameters_bytes:
             size_bytes = self.gathered_bytes
         size_bytes = -(-size_bytes // n) * n
         own = element_bytes(self.gradients[0].dtype)
         elements = size_bytes // own
         reduced = element_bytes(sharding.reduce_dtype) if sharding.reduce_dtype else own
+        # Gradients are put into the dtype that parameters are held in.
         held = MASTER_BYTES if sharding.param_dtype else own
         return elements * reduced, elements // n * held
 
@@ -372,6 +338,7 @@ def wrapped_groups(
     for value in graph.values:
         if value.kind == "parameter":
             own = readers.get(value.name, set())
+            # What several units read is gathered with the root.
             k = own.pop() if len(own) == 1 else -1
             (root if k < 0 else groups[k]).add(value, sharding)
     for name in dict.fromkeys(graph.outputs):

@@ -37,10 +37,8 @@ _SPECIAL = (0.0, 1.0)
 
 @dataclass(frozen=True)
 class _Argument:
-    """A number that ops take: a rule, applied to a step of the program."""
-
-    step: int
-    rule: Callable[[float], float]
+    step: int  # of the program
+    rule: Callable[[float], float]  # from its result to the number that ops take
 
 
 class FloatArgument(float):
@@ -51,22 +49,12 @@ class FloatArgument(float):
 
 @dataclass(frozen=True)
 class FloatInputs:
-    """Which numbers a step reads, and what it makes of them.
-
-    Attributes
-    ----------
-    places : where they are, with their values in the trace. steps : the program, which starts with
-        them. answers : what steps must give, by index. arguments : what ops take.
-    own : the arguments in the trace.
-    at : the argument's index, by the name of a node and the index of a leaf of its arguments.
-    """
-
-    places: tuple[FloatPlace, ...]
-    steps: tuple[FloatStep, ...]
-    answers: tuple[tuple[int, Any], ...]
-    arguments: tuple[_Argument, ...]
-    own: tuple[float, ...]
-    at: dict[tuple[str, int], int]
+    places: tuple[FloatPlace, ...]  # where they are, with their values in the trace
+    steps: tuple[FloatStep, ...]  # the program, which starts with them
+    answers: tuple[tuple[int, Any], ...]  # what steps must give, by index
+    arguments: tuple[_Argument, ...]  # what ops take
+    own: tuple[float, ...]  # the arguments in the trace
+    at: dict[tuple[str, int], int]  # an argument's index, by node and leaf of its arguments
 
     def given(self, values: Sequence[float]) -> list[float] | str:
         """The arguments for some values of the inputs; or why the trace does not hold for them."""
@@ -76,16 +64,17 @@ class FloatInputs:
         except (ArithmeticError, ValueError) as error:
             return str(error)
         for index, answer in self.answers:
+            # Code branched on it while it was traced.
             if found[index] != answer:
                 return f"{self.steps[index].name} of it is {found[index]} instead of {answer}"
         before = [*(place.value for place in self.places), *self.own]
         for now, was in zip([*values, *given], before, strict=True):
+            # Where torch leaves out an op for 0 or 1, the trace has none to give the number to.
             if not math.isfinite(now) or (now in _SPECIAL and now != was):
                 return "torch may run other ops for it"
         return given
 
     def mark(self, gm: fx.GraphModule) -> None:
-        """Put a `FloatArgument` in each place of the joint graph that takes one."""
         by_name: dict[str, list[tuple[int, int]]] = {name: [] for name, _ in self.at}
         for (name, leaf), index in self.at.items():
             by_name[name].append((leaf, index))
@@ -99,13 +88,7 @@ class FloatInputs:
 
 
 def named_places(state: PythonState, names: Sequence[str]) -> list[FloatPlace]:
-    """The places of these names, as refusals print them.
-
-    Raises
-    ------
-    FloatInputError : there is none of that name, or it holds no float now, or one for which torch
-        may leave out ops.
-    """
+    """The places of these names, as refusals print them. Raises FloatInputError."""
     known = {place.text: place for place in state.places if isinstance(place, FloatPlace)}
     unfit = {name: why for name in names if (why := _why_unfit(known.get(name)))}
     if not unfit:
@@ -152,22 +135,13 @@ _RULES: tuple[Callable[[float], float], ...] = (
 
 @dataclass(frozen=True)
 class Probe:
-    """One trace: its joint graph, what it leaves behind, and what became of the numbers.
-
-    Attributes
-    ----------
-    looked_at : values of tensors that code has looked at, and those that they come from.
-    """
-
     gm: fx.GraphModule
     left: Any
-    looked_at: bytes
+    looked_at: bytes  # a digest of what tensors held that code has looked at
     log: Log
 
 
 class _Arguments:
-    """Matches constants of the joint graphs with what the program computes."""
-
     def __init__(self, steps: Sequence[FloatStep], results: Sequence[Sequence[Any]]) -> None:
         self.arguments: list[_Argument] = []
         self.at: dict[tuple[str, int], int] = {}
@@ -185,6 +159,7 @@ class _Arguments:
                 return why
         if any(not _are_equal(probe.left, probes[0].left) for probe in probes):
             return "a result or an attribute that forward sets depends on it"
+        # What code does with a tensor's values is not followed as a float's way is.
         if any(probe.looked_at != probes[0].looked_at for probe in probes):
             return "forward looks at the values of a tensor that is made of it"
         return ""
@@ -208,6 +183,7 @@ class _Arguments:
         return ""
 
     def _argument(self, constants: Sequence[float]) -> int | None:
+        # One argument serves every op that takes the same number.
         key = tuple(map(repr, constants))
         if key not in self._known:
             found = self._rule(constants)
@@ -220,6 +196,7 @@ class _Arguments:
     def _rule(self, constants: Sequence[float]) -> _Argument | None:
         for step in self._numbers:
             values = [results[step] for results in self._results]
+            # All three traces must agree, or a rule could fit by chance.
             for rule in (*_RULES, *_scaled(values[0], constants[0])):
                 if _fits(rule, values, constants):
                     return _Argument(step, rule)
@@ -241,6 +218,7 @@ def _swapped(scale: Callable[[float, int], float], whole: int, x: float) -> floa
 
 def _fits(rule: Callable[[float], float], values: Sequence[float], found: Sequence[float]) -> bool:
     try:
+        # By their text, which tells -0.0 from 0.0 and takes NaN for NaN.
         return all(repr(rule(x)) == repr(y) for x, y in zip(values, found, strict=True))
     except (ArithmeticError, ValueError):
         return False
@@ -283,7 +261,6 @@ _PROBES = ((0.0070682, 0.00137), (0.0148291, 0.00211))
 
 @contextlib.contextmanager
 def holding(places: Sequence[FloatPlace], values: Sequence[float]) -> Generator[None]:
-    """Let places hold other values meanwhile."""
     kept = [place.now() for place in places]
     try:
         for place, value in zip(places, values, strict=True):
@@ -299,14 +276,12 @@ def probed(
 ) -> FloatInputs | str:
     """Where the numbers go, by two further traces; or why they cannot be inputs.
 
-    Parameters
-    ----------
-    places : of the numbers. state : all that forward reads. base : the trace with their values.
-    trace : traces the model as it then is.
+    `base` is the trace with their own values, `state` all that forward reads.
     """
     others: list[Probe] = []
     for first, more in _PROBES:
         log = Log()
+        # Each by a part of its own, so that equal numbers are told apart.
         values = [place.value * (1 - first - more * i) for i, place in enumerate(places)]
         traced = [log.input(place.text, v) for place, v in zip(places, values, strict=True)]
         with holding(places, traced), traced_by_math():
@@ -321,6 +296,7 @@ def _matched(
         return why
     log = others[0].log
     answers = [(i, log.values[i]) for i, step in enumerate(log.steps) if step.is_asked]
+    # The base trace had plain floats, so its results are computed from the program.
     own = run_float_steps(log.steps, [place.value for place in places])
     for i, answer in answers:
         if own[i] != answer:
@@ -335,7 +311,6 @@ def _matched(
 
 
 def _unfollowed(state: PythonState, others: Sequence[Probe]) -> str:
-    """Why what is computed from the numbers is not known; empty if it is."""
     for place in state.places:
         if _reads_past_methods(place.value):
             return f"{place.text} may read it, which cannot be followed"
@@ -351,7 +326,8 @@ def _unfollowed(state: PythonState, others: Sequence[Probe]) -> str:
 
 
 def _reads_past_methods(value: Any) -> bool:
-    """Whether it may read a float without calling a method of it, and is not watched."""
+    # Functions in C read a float's value past its methods. Those of `math` are watched as long as
+    # code calls them as attributes of the module (`traced_by_math`).
     if isinstance(value, ModuleType):
         return value is np
     home = str(getattr(value, "__module__", "")).partition(".")[0]

@@ -18,43 +18,27 @@ from unittest.mock import patch
 
 @dataclass(frozen=True)
 class _Ref:
-    """The result of an earlier step of a program."""
-
     index: int
 
 
 @dataclass(frozen=True)
 class FloatStep:
-    """A function of numbers: earlier results, and constants.
-
-    Attributes
-    ----------
-    name : of the function. is_asked : whether its result must be what it was in the trace.
-    """
-
     name: str
     operands: tuple[_Ref | int | float, ...]
     function: Callable[..., Any] = field(compare=False)
-    is_asked: bool = False
+    is_asked: bool = False  # its result must be what it was in the trace
 
 
 @dataclass
 class Log:
-    """What happened to the inputs in one trace: a program that computes all of it again.
-
-    Attributes
-    ----------
-    values : the result of each step; the first ones are the inputs.
-    lost : where a number went out of sight; empty if none did.
-    """
+    """What happened to the inputs in one trace: a program that computes all of it again."""
 
     steps: list[FloatStep] = field(default_factory=list[FloatStep])
-    values: list[Any] = field(default_factory=list[Any])
-    lost: str = ""
+    values: list[Any] = field(default_factory=list[Any])  # of each step; first the inputs
+    lost: str = ""  # where a number went out of sight; empty if none did
     _known: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
 
     def input(self, name: str, value: float) -> _TracedFloat:
-        """A number that the program takes."""
         return self.note(FloatStep(name, (), float), value)
 
     def note(self, step: FloatStep, value: Any) -> Any:
@@ -68,7 +52,6 @@ class Log:
         return value if step.is_asked else _TracedFloat(value, _Ref(index), self)
 
     def lose(self, why: str) -> None:
-        """Note that a number went out of sight."""
         self.lost = self.lost or why
 
 
@@ -89,12 +72,12 @@ class _TracedFloat(float):
     log: Log
 
     def __new__(cls, value: float, ref: _Ref, log: Log) -> _TracedFloat:
-        """Make one; `Log.note` does."""
         made = super().__new__(cls, value)
         made.ref, made.log = ref, log
         return made
 
     def __deepcopy__(self, memo: Any) -> _TracedFloat:
+        # Copied with what holds it, it is still the user's number.
         return self
 
 
@@ -106,6 +89,7 @@ def _applied(name: str, function: Callable[..., Any], *operands: Any) -> Any:
     # Of plain floats, so that nothing is noted twice.
     value = function(*(_as_float(operand) for operand in operands))
     taken = tuple(one.ref if isinstance(one, _TracedFloat) else one for one in operands)
+    # A result that is no float, as of `<`, is followed no further, so it must stay as it was.
     return log.note(FloatStep(name, taken, function, is_asked=type(value) is not float), value)
 
 
@@ -144,6 +128,7 @@ def _asked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     def ask(self: _TracedFloat, other: Any) -> Any:
         is_number = isinstance(other, (int, float))
+        # A comparison with what is no number says the same for any value.
         return _applied(name, function, self, other) if is_number else own(self, other)
 
     return ask
@@ -173,7 +158,8 @@ _TracedFloat.__round__ = _operation("round", round)
 
 @contextlib.contextmanager
 def traced_by_math() -> Generator[None]:
-    """Let the functions of `math` follow such floats meanwhile: they read them past all methods."""
+    """Let the functions of `math` follow such floats meanwhile."""
+    # In C, they read a float's value past all of its methods.
     own = {name: value for name, value in vars(math).items() if callable(value)}
     with contextlib.ExitStack() as stack:
         for name, function in own.items():
@@ -197,6 +183,5 @@ def _following(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _inside(value: Any) -> list[_TracedFloat]:
-    """Traced numbers in an argument."""
     items = value if isinstance(value, (list, tuple)) else (value,)
     return [one for one in items if isinstance(one, _TracedFloat)]

@@ -27,10 +27,8 @@ _KEPT_BY_AUTOCAST = ("ParamAOTInput", "PlainAOTInput")
 def cast_weights_once(gm: fx.GraphModule) -> None:
     """Let all uses of a weight in one region of autocast share a cast.
 
-    Raises
-    ------
-    CaptureError : the order in which eager adds up a gradient cannot be told; or it is that of an
-        input of the step, which eager casts once only if it is a leaf.
+    Raises CaptureError if the order in which eager adds up a gradient cannot be told; or if it is
+    that of an input of the step, which eager casts once only if it is a leaf.
     """
     weights = gm.graph.find_nodes(op="placeholder")
     repeated = [(weight, casts) for weight in weights for casts in _repeated(weight)]
@@ -80,6 +78,7 @@ def _is_cast_of_weight(node: fx.Node) -> bool:
     if node.target is not aten._to_copy.default or not isinstance(source, fx.Node):
         return False
     kind = type(source.meta.get("desc")).__name__
+    # `cached_cast` in torch's autocast_mode.cpp keeps casts of float32 leaves only.
     is_float = getattr(source.meta.get("val"), "dtype", None) == torch.float32
     is_explicit = _custom(node).get(FUNCTION_KEY) in _EXPLICIT_CASTS
     is_kept = kind in _KEPT_BY_AUTOCAST and is_float and not is_explicit
@@ -101,11 +100,8 @@ def _share(
     back: Mapping[Any, list[fx.Node]],
     order: Mapping[fx.Node, int],
 ) -> None:
-    """Put the first of `casts` in the place of all, and one cast behind the sum of gradients.
-
-    Autocast keeps only casts of what is trained, so without a gradient all stay.
-    """
     ends = dict.fromkeys(end for cast in casts for end in back.get(_made_as(cast), ()))
+    # Autocast keeps only casts of what is trained.
     if not ends:
         return
     if len(ends) > 1:
@@ -122,7 +118,7 @@ def _share(
 
 
 def _let_views_share(node: fx.Node) -> None:
-    """Let the views of `node` have its storage: those of another cast had that one's."""
+    # Views of the other casts had the storage of those, which are gone now.
     for view in node.users:
         if is_view(view):
             args, kwargs = fx.map_arg((view.args, view.kwargs), lambda n: n.meta["val"])
@@ -146,12 +142,10 @@ def _made_as(cast: fx.Node) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class _Chain:
-    """A gradient as autograd adds it up: `terms` in order, and the addition that each joins.
-
-    The first two terms join the same one.
-    """
+    """A gradient as autograd adds it up: `terms` in order, and the addition that each joins."""
 
     terms: tuple[fx.Node, ...]
+    # The first two terms join the same one.
     joins: tuple[fx.Node, ...]
 
 
@@ -178,7 +172,6 @@ def _chain_of(ends: Collection[fx.Node]) -> _Chain | None:
 
 
 def _only_addition(node: fx.Node) -> fx.Node | None:
-    """The addition of two nodes that is the only one to read `node`."""
     users = list(node.users)
     if len(users) != 1 or users[0].target is not aten.add.Tensor or users[0].kwargs:
         return None
@@ -191,11 +184,9 @@ def _is_eagers_order(
     of_first: Collection[fx.Node],
     order: Mapping[fx.Node, int],
 ) -> bool:
-    """Whether eager adds the gradients of the one cast in this order, and casts their sum last.
-
-    Autograd runs what was made last first. The one cast was made before the first use, so that its
-    backward runs where that of the first of many casts runs: after all others, as a rule.
-    """
+    """Whether eager adds the gradients of the one cast in this order, and casts their sum last."""
+    # Autograd runs what was made last first. The one cast was made before the first use, so that
+    # its backward runs where that of the first of many casts runs: after all others, as a rule.
     own = [order[_gradient(term)] for term in chain.terms if term in ends]
     is_alone = len(ends) == len(chain.terms)
     last = next(term for term in reversed(chain.terms) if term in ends)
@@ -203,7 +194,6 @@ def _is_eagers_order(
 
 
 def _gradient(end: fx.Node) -> fx.Node:
-    """What a cast is of."""
     source = end.args[0]
     assert isinstance(source, fx.Node)
     return source

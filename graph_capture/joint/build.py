@@ -62,35 +62,21 @@ SAVE_RNG, STATISTICS = "remat.save_rng_state", "remat.statistics"
 
 @dataclass
 class Joint:
-    """A training graph together with the fx nodes that its names stand for.
-
-    Attributes
-    ----------
-    module : the joint GraphModule. num_forward_outputs : of its outputs, the forward's.
-    graph : torch-free facts, without costs.
-    node_of_op : fx node behind each op, but for the ops that are ours.
-    value_of_node : name of the value that a tensor node belongs to.
-    base_of_value : the node that first returns a value; absent if nothing reads it.
-    in_place : the writes that stay in place.
-    accumulations : for each op that releases gradients, their places among backward's results.
-    timed_hash : of the graph whose gradients come together, as the step is when it is timed.
-    """
+    """A training graph, still without costs, and the fx nodes that its names stand for."""
 
     module: fx.GraphModule
     num_forward_outputs: int
     graph: TrainingGraph
-    node_of_op: dict[str, fx.Node]
+    node_of_op: dict[str, fx.Node]  # absent are the ops that are ours
     value_of_node: dict[fx.Node, str]
-    base_of_value: dict[str, fx.Node]
+    base_of_value: dict[str, fx.Node]  # the first to return a value; absent if nothing reads it
     in_place: InPlace
-    accumulations: dict[str, tuple[int, ...]]
-    timed_hash: str
+    accumulations: dict[str, tuple[int, ...]]  # places among backward's results, by releasing op
+    timed_hash: str  # of the graph whose gradients are returned together
 
 
 @dataclass
 class _Builder:
-    """Goes through the nodes once, in their order, and adds the value or the op of each."""
-
     gm: fx.GraphModule
     num_forward_outputs: int
     several_gradients: Mapping[int, int]
@@ -101,6 +87,7 @@ class _Builder:
     backward: list[Op] = field(default_factory=list[Op])
 
     def __post_init__(self) -> None:
+        # It changes what nodes read, so it comes before all that follows from reads.
         read_past_copies(self.gm.graph)
         self.nodes = list(self.gm.graph.nodes)
         self.values = ValueTable(self.gm)
@@ -115,7 +102,7 @@ class _Builder:
         self.in_forward = forward_nodes(self.nodes, self.forward_results)
         self.in_place = writes_in_place(self.nodes, self.in_forward)
         join_writes(self.gm.graph, self.in_forward, self.in_place)
-        self.nodes = list(self.gm.graph.nodes)
+        self.nodes = list(self.gm.graph.nodes)  # joining erased some
         self.overwritten = overwritten_values(self.nodes, self.overwritten_inputs)
 
     def build(self, name: str, resident: Resident, **facts: Any) -> Joint:
@@ -127,6 +114,7 @@ class _Builder:
             if node.op == "call_function":
                 self._add_call(node)
         backward = self.accumulations.added_to(self.backward, self.values)
+        # Only now, as `added_to` settles which gradients are released before the end.
         given, ends = self._ends(tangents, self.accumulations.returned())
         ops = (*with_checkpoints(self.forward, self.node_of_op), *backward)
         ops = with_returned_run_once(ops, self.node_of_op, (*given, *ends))
@@ -154,7 +142,9 @@ class _Builder:
 
     def _timed_hash(self, graph: TrainingGraph, tangents: tuple[str, ...]) -> str:
         if not self.accumulations.of_op:
+            # Nothing is released, so the step is timed as it is.
             return graph.hash
+        # A step is timed with its gradients returned together: its time is kept under that graph.
         given, ends = self._ends(tangents, self.accumulations.gradients)
         ops = (*self.forward, *self.backward)
         ops = with_returned_run_once(ops, self.node_of_op, (*given, *ends))
@@ -163,7 +153,6 @@ class _Builder:
     def _ends(
         self, tangents: tuple[str, ...], returned: Sequence[Any]
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Values that must be live when forward ends, and when the step ends."""
         given = self.values.made_by_ops(self.forward_results)
         # AOTAutograd copies new values of buffers into the buffers when forward ends, so they need
         # not be live any longer. All else that forward returns is in the caller's hands.
@@ -177,6 +166,7 @@ class _Builder:
         for name in kept:
             self.values.changed(name, kind="output")
         gradients = self.values.made_by_ops(returned)
+        # A gradient that is written in place is done only with its last write.
         gradients += self.values.writes_before(gradients, "backward")
         # Autograd's engine holds the tangents to the end.
         ends = (*kept, *gradients, *tangents)
@@ -189,7 +179,6 @@ class _Builder:
         return names
 
     def _add_call(self, node: fx.Node) -> None:
-        """Add the op of a call, or, if it runs nothing, the value that it stands for."""
         if is_mesh(node):
             return
         refuse_op(node, self.places.of)
@@ -207,7 +196,7 @@ class _Builder:
             self._add_op(node)
 
     def _add_write(self, node: fx.Node) -> None:
-        """Add the op of a write in place; what a trace makes of it beside that is no op."""
+        # Scatters that put a written part back: in place, there is nothing to put back.
         if node not in self.in_place.targets:
             return
         module, source = self.places.of(node)
@@ -224,12 +213,12 @@ class _Builder:
         )  # fmt: skip
 
     def _add_name(self, node: fx.Node) -> None:
-        """Note what a node stands for that picks a result of another, or repeats its input."""
         values = self.values
         tensors = [t for t in tensors_of(node) if t is not None]
         source = node.args[0]
         assert isinstance(source, fx.Node)
         repeats = is_alias_of_input(node) or is_wait(node)
+        # A getitem's source may return several storages, so its own storage tells which.
         known = values.of(source) if repeats else ""
         if not known and tensors:
             known = values.of_storage[storage_key(tensors[0])]
@@ -258,9 +247,12 @@ class _Builder:
         statistics: Op | None = None
         if makes_statistics(node):
             inputs, outputs, statistics = self._split_batch_norm(node, outputs, module, source)
+            # Only the update of the statistics must not run twice, and it is an op of its own now.
             no_recompute = ""
         if node in self.in_place.begins:
+            # Tensors after the writes are laid out as this view, so it stands for the value.
             self.values.base_of[outputs[0]] = self.in_place.begins[node]
+        # Made again, it would lack what was written to it since.
         if any(made in self.in_place.begins for made in (node, *filter(is_getitem, node.users))):
             no_recompute = no_recompute or BEGUN
         self.node_of_op[node.name] = node
@@ -275,7 +267,6 @@ class _Builder:
             ops.append(statistics)
 
     def _phase_of(self, node: fx.Node) -> tuple[Phase, list[Op]]:
-        """The phase of the op of `node`, and the ops of that phase so far."""
         is_forward = node in self.in_forward
         return ("forward", self.forward) if is_forward else ("backward", self.backward)
 
@@ -295,10 +286,7 @@ class _Builder:
     def _split_batch_norm(
         self, node: fx.Node, outputs: tuple[str, ...], module: str, source: str
     ) -> tuple[tuple[str, ...], tuple[str, ...], Op]:
-        """What the normalisation reads and returns, and the update of the statistics as its own op.
-
-        The normalisation may then run again.
-        """
+        # The running statistics are left to the update: training normalises by those of the batch.
         read = [a for a in node.args[:3] if isinstance(a, fx.Node)]
         running = [a for a in node.args[3:5] if isinstance(a, fx.Node)]
         name = f"{node.name}_statistics"
@@ -323,10 +311,7 @@ def _deliveries(
 
 
 def rng_state_bytes(device: torch.device) -> int:
-    """Bytes that a saved state of the default generator takes on its device.
-
-    The state of a CUDA generator is kept on the host: 16 bytes, which count for nothing.
-    """
+    # A CUDA generator's state is 16 bytes on the host, so it takes nothing on the device.
     return 0 if device.type == CUDA else torch.get_rng_state().nbytes
 
 
@@ -346,22 +331,19 @@ def build_joint(
 ) -> Joint:
     """Analyse a joint graph: storages become values, nodes become ops, views become nothing.
 
-    The nodes of `gm` that run other ops than eager are changed first.
-
-    Parameters
-    ----------
-    several_gradients : as `DuplicateOutputs.gradients` gives it.
-    gradient_release : how gradients of parameters are released, if they are.
+    `gm` is changed to run eager's ops. `several_gradients` is of `DuplicateOutputs.gradients`.
 
     Raises
     ------
     CaptureError : the graph mutates a tensor, or uses one whose gradient would be lost.
     """
+    # A trace decomposes these otherwise than eager runs them; the results differ in the last bits.
     make_dropout_exact(gm)
     make_class_weights_exact(gm)
     make_products_exact(gm)
     run_by_kernels_of_eager(gm)
     released = of_parameters(gm, num_forward_outputs) if gradient_release else {}
+    # Autograd copies no gradient that it adds to what .grad holds.
     lay_out_gradients(
         gm, num_forward_outputs, released if gradient_release and gradient_release.is_added else ()
     )

@@ -42,16 +42,11 @@ _UNFILLED = ("empty", "new_empty")
 _CLONE = torch.ops.aten.clone.default
 _LIFTED = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 _LOOKS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-_MODEL = ""
-"""The source of what parameters and buffers have a part in."""
+_MODEL = ""  # the source of what parameters and buffers have a part in
 
 
 class ConstantFolder(TraceObserver):
     """Runs ops on known values too, beside the trace, and answers code that looks at them.
-
-    Parameters
-    ----------
-    batch : names of its leaves, each with its leaf. over : the sizes that vary, if there are any.
 
     Attributes
     ----------
@@ -77,7 +72,6 @@ class ConstantFolder(TraceObserver):
                 self._sources[leaf] = frozenset([name])
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Trace `func`, and compute its result where all that it reads is known."""
         if not isinstance(func, OpOverload):
             return func(*args, **kwargs)
         inputs = _tensors_in((args, kwargs))
@@ -87,6 +81,7 @@ class ConstantFolder(TraceObserver):
         if not _repeats(func) or not all(map(self._is_known, inputs)):
             return self._unknown(func, args, kwargs, inputs)
         has_symbols = any(isinstance(n, torch.SymInt) for n in pytree.tree_leaves((args, kwargs)))
+        # Sizes of a range have no value yet: a formula stands for what is made of them.
         if has_symbols or any(one in self._formulas for one in inputs):
             return self._over_sizes(func, args, kwargs, inputs)
         real_args, real_kwargs = pytree.tree_map_only(Tensor, self._values.get, (args, kwargs))
@@ -102,16 +97,13 @@ class ConstantFolder(TraceObserver):
 
     @property
     def looked_at(self) -> bytes:
-        """The same for two runs whose code looked at the same values; empty if it did not look.
-
-        All known values count, as code may look at one that comes from another.
-        """
+        """The same for two runs whose code looked at the same values; empty if it did not look."""
+        # All known values count, as code may look at one that comes from another.
         return self._digest.digest() if self._has_looked else b""
 
     def _over_sizes(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor]
     ) -> Any:
-        """Trace `func`, whose results depend on sizes; or answer code that looks at them."""
         is_view = any(one.alias_info is not None for one in func._schema.returns)
         of_values = any(one not in self._formulas for one in inputs)
         if self._over is None or func._schema.is_mutable or (is_view and of_values):
@@ -132,14 +124,13 @@ class ConstantFolder(TraceObserver):
         return traced
 
     def _as_known(self, tensor: Tensor) -> Any:
-        """Its formula; or its values, in a copy, since later ops may write to them."""
         formula = self._formulas.get(tensor)
+        # A formula is worked out later, and ops may write to the values by then.
         return self._values[tensor].clone() if formula is None else formula
 
     def _unknown(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor]
     ) -> Any:
-        """Trace `func`, and note which arguments its results come from."""
         sources = self._sources_of(func, inputs)
         self._forget_written(func, args, kwargs, sources)
         try:
@@ -190,7 +181,6 @@ class ConstantFolder(TraceObserver):
         kwargs: dict[str, Any],
         sources: frozenset[str],
     ) -> None:
-        """Forget all views of what an op writes to with values that are not known."""
         if func.namespace in NAMESPACES:  # whose schemas do not say what they write to
             self._lose(_tensors_in((args, kwargs)), sources)
         if not func._schema.is_mutable:
@@ -203,13 +193,13 @@ class ConstantFolder(TraceObserver):
     def _lose(self, tensors: Iterable[Tensor], sources: frozenset[str]) -> None:
         for tensor in tensors:
             if (real := self._values.get(tensor)) is not None:
+                # By storage, as a write reaches every view.
                 self._lost[_storage(real)] = sources
             if (formula := self._formulas.get(tensor)) is not None:
                 formula.root.lost = sources
 
 
 def _repeats(func: OpOverload) -> bool:
-    """Whether the same arguments give the same values, each time."""
     name = func._schema.name.partition("::")[2]
     if func.namespace in NAMESPACES:  # by itself, a rank would wait for the others
         return False
@@ -226,6 +216,7 @@ def _can_be_kept(traced: Tensor) -> bool:
 
 def _bits_of(tensor: Tensor) -> bytes:
     with disable_current_modes(), torch.no_grad():
+        # Only strided tensors have their numbers in one storage.
         if tensor.layout is not torch.strided:
             return repr(tensor).encode()
         return bits_of(tensor).cpu().numpy().tobytes()

@@ -68,15 +68,16 @@ class EagerMemory(TraceObserver):
         self._collects = False
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `func`, and note what it writes to and makes."""
         mode = get_proxy_mode()
         if mode is None:
             return func(*args, **kwargs)
         self._tracer = mode.tracer
         if torch.is_inference_mode_enabled():
             _let_bases_go()
+        # Before the call, which gives what it writes to other nodes.
         written = [(one, self._node_of(one)) for one in _written(func, args, kwargs)]
         key = RECORDED_KEY if torch.is_grad_enabled() else WRITTEN_KEY
+        # Noted even if nothing is written: the key itself says whether autograd records.
         with fx_traceback.annotate({key: str(func) if _writes(func) else ""}):
             results = func(*args, **kwargs)
         for tensor, before in written:
@@ -87,13 +88,13 @@ class EagerMemory(TraceObserver):
         return results
 
     def __enter__(self) -> Any:
-        """What only the garbage collector frees would go at another time in each trace."""
+        # What only the garbage collector frees would go at another time in each trace.
         self._collects = gc.isenabled()
         gc.disable()
         return super().__enter__()
 
     def __exit__(self, *what: Any) -> None:
-        """The trace is over: what goes from now on goes for other reasons."""
+        # What dies from now on, dies for other reasons than in eager.
         self._held.clear()
         self._tracer = None
         if self._collects:
@@ -115,7 +116,6 @@ class EagerMemory(TraceObserver):
         weakref.finalize(tensor, self._let_go, id(tensor), key, held).atexit = False
 
     def _note_over(self, tensor: FunctionalTensor, before: fx.Node | None) -> None:
-        """Note on the node of a tensor that was written to what stood for it `before`."""
         node = self._node_of(tensor)
         if node is not None and before is not None and node is not before:
             node.meta[_OVER] = before.name
@@ -128,6 +128,7 @@ class EagerMemory(TraceObserver):
     def _let_go(self, tensor: int, key: int, held: _Held) -> None:
         self._alive.discard(tensor)
         held.alive -= 1
+        # Views count too: a storage goes with the last tensor that shows it.
         if held.alive == 0 and self._tracer is not None:
             self._held.pop(key, None)
             n_nodes = self._numbered()
@@ -137,6 +138,7 @@ class EagerMemory(TraceObserver):
     def _numbered(self) -> int:
         """Number the nodes that have none yet; how many there are."""
         nodes: list[fx.Node] = []
+        # A trace only appends, so all before the first numbered node are numbered.
         for node in reversed(self._tracer.graph.nodes):
             if MADE_AS in node.meta:
                 break
@@ -148,8 +150,6 @@ class EagerMemory(TraceObserver):
 
 
 class _WeakBases:
-    """What inference tensors are views of, by their storages, none of which it holds."""
-
     def __init__(self) -> None:
         self._bases: Any = weakref.WeakKeyDictionary()
 
@@ -162,7 +162,7 @@ class _WeakBases:
 
 
 def _let_bases_go() -> None:
-    """Keep functionalization from holding all that inference mode makes to the end of the trace."""
+    # Functionalization would hold all that inference mode makes to the end of the trace.
     mode = functional_mode()
     held = getattr(mode, "_storage_to_base", None)
     if held is not None and not isinstance(held, _WeakBases):
@@ -170,7 +170,6 @@ def _let_bases_go() -> None:
 
 
 def _writes(func: Any) -> bool:
-    """Whether `func` writes to an argument; an operator of higher order does not say."""
     schema = getattr(func, "_schema", None)
     return schema is not None and schema.is_mutable
 
@@ -178,7 +177,6 @@ def _writes(func: Any) -> bool:
 def _written(
     func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[FunctionalTensor]:
-    """Tensors that `func` writes to."""
     for i, argument in enumerate(func._schema.arguments if _writes(func) else ()):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[i] if i < len(args) else kwargs.get(argument.name)
@@ -186,7 +184,7 @@ def _written(
 
 
 def _with_sources(node: fx.Node) -> Iterator[fx.Node]:
-    """The node, and what it is a view of: views are made anew after a write through one of them."""
+    # Functionalization makes views anew after a write through one of them.
     yield node
     while is_view(node):
         source = node.args[0]
@@ -201,11 +199,7 @@ def held_until(
     value_of_node: Mapping[fx.Node, str],
     casts: Sequence[CachedCast],
 ) -> dict[str, str]:
-    """For values that eager holds after their last use: the op that is the last to find them.
-
-    A gradient that is released as it is made goes with that. A weight that autocast has cast
-    stays in its cache to the end of the region.
-    """
+    """For values that eager holds after their last use: the op that is the last to find them."""
     ends: dict[str, int] = {}
     for node, value in value_of_node.items():
         if _DIED_AS in node.meta:
@@ -215,10 +209,12 @@ def held_until(
     # A later phase comes later, whatever the order of the trace is.
     made = list(accumulate((_number_of(node_of_op.get(op.name)) for op in ops), max))
     ends = {value: bisect_left(made, n_nodes) - 1 for value, n_nodes in ends.items()}
+    # Autocast keeps the cast of a weight to the end of the region, whoever lets it go.
     for (value, *_), last in casts:
         ends[value] = max(ends.get(value, 0), last)
     found: dict[str, str] = {}
     for value, last in ends.items():
+        # A released gradient goes with the op that releases it.
         if last > last_use.get(value, len(ops)) and value not in released:
             found[value] = ops[last].name
     return found
@@ -227,12 +223,7 @@ def held_until(
 def written_over(
     value_of_node: Mapping[fx.Node, str], casts: Sequence[CachedCast], made_as: Mapping[str, int]
 ) -> dict[str, str]:
-    """For values that eager writes over an older one, or finds in autocast's cache: that one.
-
-    Parameters
-    ----------
-    made_as : the number of each value, by age.
-    """
+    """For values that eager writes over an older one, or finds in autocast's cache: that one."""
     value_named = {node.name: value for node, value in value_of_node.items()}
     found = {value: first for (first, *others), _ in casts for value in others}
     for node, value in value_of_node.items():
@@ -255,7 +246,6 @@ def with_checkpoints(ops: Iterable[Op], node_of_op: Mapping[str, fx.Node]) -> It
 
 
 def is_held_past(node: fx.Node, later: fx.Node) -> bool:
-    """Whether eager is known to hold what `node` gives when it runs `later`."""
     return node.op == "placeholder" or node.meta.get(_DIED_AS, 0) > _number_of(later)
 
 

@@ -9,14 +9,10 @@ from dataclasses import dataclass
 class GradientRelease:
     """Gradients of parameters leave backward one by one; see `gradients.py`.
 
-    Attributes
-    ----------
-    is_added : whether ``.grad`` is there before the step, and gradients are added to it.
-    updates : parameters that the optimizer updates in backward: their names, and the bytes that it
-        takes meanwhile. Other gradients then stay to the end. Empty if gradients are only released.
-    state_bytes : of the optimizer, between steps.
+    `updates` are of the parameters that the optimizer updates in backward, with the bytes that each
+    takes. Other gradients then stay to the end. Empty: gradients are only released.
     """
 
-    is_added: bool = True
+    is_added: bool = True  # to a ``.grad`` that is there before the step
     updates: tuple[tuple[str, int], ...] = ()
-    state_bytes: int = 0
+    state_bytes: int = 0  # of the optimizer, between steps

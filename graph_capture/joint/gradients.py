@@ -25,21 +25,14 @@ from remat.graph_capture.joint.values import ValueTable
 from remat.graph_capture.torch_private.aot import OutputType, ViewAndMutationMeta
 
 _PARTS = 256
-"""Updates wait for others until their gradients are this part of all: each place costs a call.
-
-Gradients that are only added wait for none, so that no step needs more than eager, which adds each
-as soon as it is made.
-"""
+"""Updates wait until their gradients are this part of all: each place costs a call."""
 
 _ALIASES_OF_INPUTS = (OutputType.alias_of_input, OutputType.is_input)
 
 
 def can_release_gradients(metadata: ViewAndMutationMeta) -> bool:
-    """Whether a step's gradients can be released one by one.
-
-    The step is then given views of what it differentiates. That cannot be where it writes to one of
-    them, or returns a part of one.
-    """
+    # A step that releases gradients is given views of what it differentiates. It can then neither
+    # write to one of them nor return a part of one.
     inputs = metadata.input_info
     written = any(
         one.requires_grad and (one.mutates_data or one.mutates_metadata) for one in inputs
@@ -54,10 +47,7 @@ def can_release_gradients(metadata: ViewAndMutationMeta) -> bool:
 
 
 def of_parameters(gm: fx.GraphModule, num_forward_outputs: int) -> dict[int, fx.Node]:
-    """The gradients of parameters in a joint graph: by place, the node of the parameter.
-
-    A place is the index among the results of backward.
-    """
+    """By place, the index among the results of backward: the parameter whose gradient is there."""
     nodes = gm.graph.find_nodes(op="placeholder")
     parameters = {
         node.meta["desc"]: node
@@ -73,30 +63,24 @@ def of_parameters(gm: fx.GraphModule, num_forward_outputs: int) -> dict[int, fx.
 class GradientAccumulation:
     """Adds the ops that release gradients, or that update parameters.
 
-    Attributes
-    ----------
-    gradients : the results of backward.
-    parameters : by place, the parameters of those that may be released.
-    updated : bytes that an update of each parameter takes, by its name, if they are updated in
-        backward. Then only their gradients are released.
-    is_added : whether they are added to what ``.grad`` holds; autograd then copies none.
-    of_op : for each op that releases some, the places of its gradients.
+    `updated` has the bytes of each update in backward, by name. If there are some, only the
+    gradients of these parameters are released.
     """
 
     gradients: Sequence[Any]
-    parameters: Mapping[int, fx.Node]
+    parameters: Mapping[int, fx.Node]  # by place, those whose gradients may be released
     updated: Mapping[str, int] = field(default_factory=dict[str, int])
-    is_added: bool = True
+    is_added: bool = True  # to what ``.grad`` holds; autograd then copies none
+    # The places that each op releases.
     of_op: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
 
     def returned(self) -> list[Any]:
-        """The gradients that are not released but returned at the end."""
         released = {place for places in self.of_op.values() for place in places}
         return [g for place, g in enumerate(self.gradients) if place not in released]
 
     def added_to(self, ops: Sequence[Op], values: ValueTable) -> list[Op]:
-        """`ops` of backward, and behind them the ops that release what they make."""
         made = self._made_by_ops(values)
+        # Gradients that are only added wait for none, so that no step needs more than eager.
         least_bytes = _sum_bytes(values, made.values()) / _PARTS if self.updated else 0
         last_read = {name: i for i, op in enumerate(ops) for name in op.inputs}
         final = self._final_at(ops, values, made, last_read)
@@ -106,6 +90,7 @@ class GradientAccumulation:
             found.append(op)
             waiting += final.get(i, ())
             held = tuple(dict.fromkeys(made[place] for place in waiting))
+            # The last op takes what still waits.
             is_large = i in final and _sum_bytes(values, held) >= least_bytes
             if waiting and (is_large or i == len(ops) - 1):
                 shared = [name for name in held if last_read.get(name, 0) > i]
@@ -114,7 +99,7 @@ class GradientAccumulation:
         return found
 
     def _made_by_ops(self, values: ValueTable) -> dict[int, str]:
-        """By place: the value of each gradient that an op makes."""
+        """By place: the value of each gradient that an op of the step makes."""
         found: dict[int, str] = {}
         for place, parameter in self.parameters.items():
             if self.updated and _parameter_name(parameter) not in self.updated:
@@ -128,17 +113,15 @@ class GradientAccumulation:
     def _final_at(
         self, ops: Sequence[Op], values: ValueTable, made: dict[int, str], last_read: dict[str, int]
     ) -> dict[int, list[int]]:
-        """For the index of each op: places that are final behind it.
-
-        What forward has made is final as backward begins. A parameter is updated when all of
-        backward has read it.
-        """
+        """For the index of each op: places that are final behind it."""
         index = {op.name: i for i, op in enumerate(ops)}
         final: dict[int, list[int]] = {}
         for place, name in made.items():
             written = values.written["backward"].get(name, name)
+            # What forward has made is final as backward begins.
             at = index.get(values.by_name[written].producer, 0)
             if self.updated:
+                # An update writes to the parameter, which backward may still have to read.
                 at = max(at, last_read.get(values.of(self.parameters[place]), 0))
             final.setdefault(at, []).append(place)
         return final
@@ -151,7 +134,6 @@ class GradientAccumulation:
         places: Sequence[int],
         shared: Sequence[str],
     ) -> Op:
-        """An op behind another; ops behind it read the gradients `shared`, too."""
         target, no_recompute = ACCUMULATE, "it adds to what .grad holds"
         read = (*held, *values.writes_before(held, "backward"))
         workspace_bytes = 0
@@ -170,16 +152,14 @@ class GradientAccumulation:
     def _update_bytes(
         self, values: ValueTable, places: Sequence[int], shared: Sequence[str]
     ) -> int:
-        """What the updates take beside the gradients, at most: they come one after another.
-
-        Autograd copies a gradient that others read, unless it adds it to what is there. Once it is
-        added, it is let go of, before its parameter is updated.
-        """
+        """What the updates take beside the gradients, at most: they come one after another."""
         took = {place: self.updated[_parameter_name(self.parameters[place])] for place in places}
+        # Autograd copies a gradient that others read, unless it adds it to what is there.
         if not self.is_added:
             return _sum_bytes(values, shared) + max(took.values())
         name_of = {place: values.of(self.gradients[place]) for place in places}
         n_places = Counter(name_of.values())
+        # Once a gradient is added, autograd lets it go before the parameter is updated.
         let_go = {
             place: _sum_bytes(values, [name])
             for place, name in name_of.items()
@@ -198,12 +178,9 @@ def _sum_bytes(values: ValueTable, names: Iterable[str]) -> int:
 
 # Gradients that autograd would copy are copied inside the step.
 #
-# Autograd keeps a gradient only if nothing else holds it, as where two parameters are added up and
-# so have the same, and if it is laid out as the parameter is (`AccumulateGrad`, the "gradient
-# layout contract"). It copies it otherwise. Eager copies each as soon as backward has made it. A
-# compiled step returns all gradients at its end, so that copies would come on top of the peak.
-# Here the copy is an op of the step, right after the gradient. What a copy does not free is copied
-# where eager copies it: after all that the formula of one op of forward makes.
+# Autograd keeps a gradient only if nothing else holds it and it is laid out as its parameter
+# (`AccumulateGrad`, the "gradient layout contract"). Eager copies any other as soon as it is made.
+# A compiled step returns all gradients at its end, so that copies would come on top of the peak.
 
 
 _library = torch.library.Library("remat", "FRAGMENT")
@@ -212,7 +189,6 @@ _library.define("laid_out(Tensor x, int[] strides) -> Tensor")
 
 @torch.library.impl(_library, "laid_out", "CompositeExplicitAutograd")
 def laid_out(x: Tensor, strides: Sequence[int]) -> Tensor:
-    """A copy of `x` with those strides."""
     return x.new_empty_strided(x.shape, strides).copy_(x)
 
 
@@ -222,12 +198,7 @@ _LAID_OUT = torch.ops.remat.laid_out.default
 def lay_out_gradients(
     gm: fx.GraphModule, num_forward_outputs: int, released: Collection[int] = ()
 ) -> None:
-    """Copy the gradients of parameters in a joint graph that autograd would copy.
-
-    Parameters
-    ----------
-    released : places of gradients that autograd adds to others, and copies itself if it must.
-    """
+    """Copy the gradients of parameters that autograd would copy, but for those at `released`."""
     end = gm.graph.output_node()
     given: Any = end.args[0]
     results = list(given)
@@ -237,6 +208,7 @@ def lay_out_gradients(
         for node in inputs
         if type(node.meta.get("desc")).__name__ == "ParamAOTInput"
     }
+    # The caller holds the inputs, so autograd would copy a gradient that aliases one.
     taken = {
         storage_key(node.meta["val"])
         for node in inputs
@@ -245,12 +217,14 @@ def lay_out_gradients(
     for i in range(num_forward_outputs, len(results)):
         node, what = results[i], end.meta["desc"][i]
         like = parameter.get(getattr(what, "grad_of", None))
+        # Autograd adds released gradients to others at once, and copies itself if it must.
         is_own = i - num_forward_outputs not in released and isinstance(node, fx.Node)
         if not is_own or like is None or not _is_strided(node.meta["val"]):
             continue  # others are refused elsewhere
         key = storage_key(node.meta["val"])
         if key in taken or not _autograd_keeps(node.meta["val"], like.meta["val"]):
             results[i] = _laid_out_copy(gm, node, like)
+        # Of two parameters with one gradient, as where they are added up, the first keeps it.
         taken.add(key)
     if results != list(given):
         end.args = (tuple(results),)
@@ -262,13 +236,13 @@ def _is_strided(value: Any) -> bool:
 
 
 def _autograd_keeps(gradient: Tensor, parameter: Tensor) -> bool:
-    """Whether autograd keeps a gradient of such strides."""
+    # As `obeys_layout_contract` of torch's grad_layout_contract.h.
     strides = zip(gradient.shape, gradient.stride(), _strides_for(parameter), strict=True)
     return all(size == 1 or own == wanted for size, own, wanted in strides)
 
 
 def _strides_for(parameter: Tensor) -> Sequence[int]:
-    """Strides that autograd keeps: the parameter's, or contiguous ones if these have gaps."""
+    """The parameter's, or contiguous ones if these overlap or have gaps."""
     if torch.ops.aten.is_non_overlapping_and_dense.default(parameter):
         return parameter.stride()
     return torch.empty(parameter.shape, device="meta").stride()
@@ -287,16 +261,14 @@ def _laid_out_copy(gm: fx.GraphModule, node: fx.Node, parameter: fx.Node) -> fx.
 
 
 def _before_copy(gradient: fx.Node, parameter: fx.Node) -> fx.Node:
-    """The node after which a gradient is copied: itself, if the copy frees what it is a copy of.
-
-    Else it is the last one that autograd makes before eager copies: right after the backward of
-    the op that reads the parameter. Ops of forward are numbered, and autograd goes down.
-    """
     source = gradient
     while is_view(source):
         source = source.all_input_nodes[0]
     if not is_tangent(source) and len(source.users) < 2:
+        # The copy frees what it is a copy of, so the sooner the better.
         return gradient
+    # Eager copies once the backward of the op that reads the parameter is over. Ops of forward are
+    # numbered, and autograd goes through them downwards.
     read_at = min(
         (n for user in parameter.users if (n := _sequence_of(user)) is not None), default=0
     )

@@ -48,11 +48,9 @@ from remat.graph_capture.joint.nodes import (
 )
 from remat.graph_capture.torch_private.core import OpOverload, pytree
 
-# Several nodes of a trace as one op: a tensor is made, and then written to in place.
-#
-# The node of such an op has one argument a step, ``(args, kwargs)``: what the step is called with.
-# A text of `_step_result` stands there for what an earlier step has made, as the code
-# that fx writes of a graph can hold it.
+# A node that runs several ops as one has one argument a step, ``(args, kwargs)``. A text of
+# `_step_result` stands there for what an earlier step has made: the code that fx writes of a
+# graph can hold that.
 
 
 _MADE = "remat.made_by_step_"
@@ -62,13 +60,9 @@ STEP_METAS = "remat_step_metas"
 
 @dataclass(frozen=True)
 class JoinedOp:
-    """One op, as the trace has it and as it runs.
+    """`op` of the trace; `in_place` runs instead, if given; or, if `is_whole`, nothing runs.
 
-    Attributes
-    ----------
-    op : of the trace, which writes to nothing.
-    in_place : what runs instead, if that writes to the first argument.
-    is_whole : nothing runs, as the first argument was written to already: it is the result.
+    Then the first argument is the result, as an earlier step has written to it.
     """
 
     op: Any
@@ -77,19 +71,15 @@ class JoinedOp:
 
     @property
     def is_view(self) -> bool:
-        """Whether it only shows its first argument."""
         schema = getattr(self.op, "_schema", None)  # one of a list of views is picked without
         return schema is None or any(r.alias_info is not None for r in schema.returns)
 
 
 @dataclass(frozen=True)
 class JoinedTarget:
-    """The target of a node that runs several ops as one."""
-
     steps: tuple[JoinedOp, ...]
 
     def __call__(self, *calls: Any) -> Any:
-        """Run each step, in place where it may be; the result of the last one."""
         return self.carried_out(calls, lambda _, step, args, kwargs: _carry_out(step, args, kwargs))
 
     def carried_out(
@@ -113,7 +103,6 @@ class JoinedTarget:
 
 
 def _step_result(step: int) -> str:
-    """What stands among arguments for the result of the step of that index."""
     return f"{_MADE}{step}"
 
 
@@ -122,7 +111,7 @@ def _is_made(argument: Any) -> bool:
 
 
 def joined_op_names(node: fx.Node) -> tuple[str, ...]:
-    """The names of all ops of the node, views among them; most often it is one."""
+    """Of all ops of the node, views among them; most often it is one."""
     if isinstance(node.target, JoinedTarget):
         return tuple(str(step.op) for step in node.target.steps)
     return (target_name(node),)
@@ -138,12 +127,9 @@ def _carry_out(step: JoinedOp, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _join_members(members: Sequence[fx.Node], steps: Sequence[JoinedOp]) -> None:
-    """Let the last of `members` do what all of them do, and erase the others.
+    """Let the last of `members`, which stand in graph order, do what all of them do.
 
-    Parameters
-    ----------
-    members : in the order of the graph. Nothing else reads any of them but the last.
-    steps : what each of them does.
+    Nothing else may read any of them but the last. `steps` says what each does.
     """
     index = {node: i for i, node in enumerate(members)}
     *others, last = members
@@ -155,18 +141,18 @@ def _join_members(members: Sequence[fx.Node], steps: Sequence[JoinedOp]) -> None
         )
 
     calls = tuple(map(given, members))
+    # Copies, as `last` is one of the members and its meta would hold itself.
     last.meta[STEP_METAS] = [dict(node.meta) for node in members]
     last.target, last.args, last.kwargs = JoinedTarget(tuple(steps)), calls, {}
     for node in reversed(others):
+        # Readers first: fx erases no node that is still read.
         node.graph.erase_node(node)
 
 
 def join_writes(graph: fx.Graph, in_forward: Collection[fx.Node], sums: InPlace) -> None:
-    """Change each tensor of `graph` that is made only to be written to, and its writes, to one op.
+    """Change each tensor that is made only to be written to, and its writes, to one op.
 
-    Parameters
-    ----------
-    in_forward : the nodes of forward. sums : those that are added up in place otherwise.
+    `sums` are those that are added up in place otherwise, and stay as they are.
     """
     apart = {*sums.targets, *sums.before}
     apart.update(node for scattered in sums.scattered.values() for node in scattered)
@@ -179,14 +165,13 @@ def join_writes(graph: fx.Graph, in_forward: Collection[fx.Node], sums: InPlace)
 
 
 def _may_begin(node: fx.Node) -> bool:
-    """Whether it makes one tensor, by an op whose cost does not hang on what it computes."""
     if not _is_plain(node) or is_getitem(node) or not has_own_storage(node):
         return False
+    # Flops are looked up by what a node calls, so a joined product would count none.
     return getattr(node.target, "overloadpacket", None) not in flop_registry
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Whether it is an op of torch's that neither draws nor has effects."""
     target = node.target
     is_aten = isinstance(target, OpOverload) and target.namespace == "aten"
     return is_aten and not draws_randomness(node) and not mutates(node)
@@ -199,11 +184,14 @@ def _writes_after(
     is_empty = is_made_for_writes(node)
     before, tensor = node, as_written(node)
     members = [node]
+    # Into equal numbers or none any op may write; what has numbers only where eager does.
     form = _any_form if is_empty else written_by_eager
     while (write := only_write(tensor, form, _is_eagers)) is not None:
         is_alike = _is_plain(write.node) and (write.node in in_forward) == (node in in_forward)
+        # One op has one phase, and what `sums` has taken is changed by its own rules.
         if not is_alike or not apart.isdisjoint((write.node, write.result)):
             return
+        # It reads nothing that the write does not, so made late it holds nothing for longer.
         is_free = before is node and is_empty and _reads_no_more(node, write)
         runs_on = is_free or _runs_next(before, write.node, in_forward)
         if not runs_on and not _is_held_anyway(members, write):
@@ -215,11 +203,9 @@ def _writes_after(
 
 
 def _any_form(node: fx.Node) -> Any:
-    """The op in place that does what `node` does, if it takes the same arguments.
-
-    Of an op that computes each element from those at its place, as a sum with zeros does, eager's
-    own form counts: where it makes another tensor, the unmodified step has both.
-    """
+    """The op in place that does what `node` does, if it takes the same arguments."""
+    # A pointwise op, as a sum with zeros, makes another tensor in eager, and the unmodified step
+    # then has both. So it counts only if eager has run it in place.
     if torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return written_by_eager(node)
     op = in_place_form(node)
@@ -231,12 +217,10 @@ def _any_form(node: fx.Node) -> Any:
 
 
 def _is_eagers(node: fx.Node) -> bool:
-    """Whether eager writes in place there, whatever else it reads."""
     return written_by_eager(node) is not None
 
 
 def _reads_no_more(node: fx.Node, write: Write) -> bool:
-    """Whether `node` reads nothing that the write does not read as well."""
     return _storages_read(node) <= _storages_read(write.node)
 
 
@@ -279,27 +263,24 @@ def _join(node: fx.Node, writes: list[Write]) -> None:
     members = {node, *steps}
     for tensor in (node, *(write.result for write in writes[:-1])):
         members |= reads_of(tensor)[1]
+    # Views that a trace has made again, and nothing reads now that the write is in place.
     erase_unread(*(one for one in members if not one.users))
     order = [one for one in _from(node, result) if one in members]
     _join_members(order, [steps.get(one) or JoinedOp(one.target) for one in order])
 
 
 def _from(node: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
-    """The nodes of a graph from one to another."""
     while node is not last:
         yield node
         node = node.next
     yield last
 
 
-# What a write in place reads, without the copies that a trace adds or makes others wait for.
+# What a write in place reads, without the copies that a trace adds.
 #
 # A write that autograd records goes backward in a copy of the gradient: eager copies the written
-# part of that out of it, and then writes there. A trace would copy the whole once more, as the part
-# is read in between. The part is the same in the gradient itself, which eager holds meanwhile, so
-# it is read from there, and nothing but writes reads the copy.
-#
-# And where eager copies the conjugate of a tensor into another, a trace makes that conjugate first.
+# part out of the copy, and then writes there. A trace would copy the whole once more, as the part
+# is read in between. The part is the same in the gradient itself, which eager holds meanwhile.
 
 
 _OF_ANY_LAYOUT = frozenset(
@@ -313,7 +294,7 @@ _OF_ANY_LAYOUT = frozenset(
 
 
 def read_past_copies(graph: fx.Graph) -> None:
-    """Let the nodes of `graph` read what was copied instead of the copy, where eager has both."""
+    """Let nodes read what was copied instead of the copy, where eager has both."""
     for copy in graph.find_nodes(op="call_function", target=aten.copy.default):
         _copy_conjugate_at_once(copy)
         written = copy.args[1]
@@ -328,13 +309,13 @@ def _copy_conjugate_at_once(copy: fx.Node) -> None:
         return
     (source,) = made.all_input_nodes
     value = source.meta["val"]
+    # Eager copies a conjugate into a tensor at once; a trace makes the conjugate first.
     if (value.is_conj() or value.is_neg()) and list(made.users) == [copy]:
         copy.replace_input_with(made, source)
         erase_unread(made)
 
 
 def _is_copy_of(copy: fx.Node, written: fx.Node) -> bool:
-    """Whether the two have the same numbers, and a device in common."""
     a, b = copy.meta["val"], written.meta["val"]
     same = (a.dtype, a.shape, a.device) == (b.dtype, b.shape, b.device)
     return same and not (b.is_conj() or b.is_neg())
@@ -353,11 +334,11 @@ def _reads_before_write(copy: fx.Node, written: fx.Node) -> Iterator[fx.Node]:
 
 
 def _read_from(reader: fx.Node, copy: fx.Node, written: fx.Node) -> None:
-    """Let `reader` read the view of `written` that it has of `copy`, if there is one."""
     (view,) = reader.all_input_nodes
     as_copy = _has_same_places(copy, written)
     shown: Any = view
     while shown is not copy:
+        # Other views, as as_strided, go by places in the storage.
         if not is_view(shown) or not (as_copy or shown.target in _OF_ANY_LAYOUT):
             return
         shown = shown.args[0]
@@ -372,7 +353,6 @@ def _has_same_places(copy: fx.Node, written: fx.Node) -> bool:
 
 
 def _shown_in(view: Any, copy: fx.Node, written: fx.Node) -> fx.Node:
-    """`view`, a view of `copy`, as one of `written`."""
     if view is copy:
         return written
     source, *more = view.args

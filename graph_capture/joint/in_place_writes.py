@@ -37,17 +37,14 @@ _SCATTER_OF = {
 }
 
 _InPlaceOf = Callable[[fx.Node], Any]
-"""The op that does in place what a node does; None if it may not."""
+"""Gives the op that does in place what a node does; None if it may not."""
 
 
 @dataclass(frozen=True)
 class Write:
-    """A node that writes to a tensor, or to a view of it.
+    """`node` writes to a tensor or a view of it, and `target` does so in place.
 
-    Attributes
-    ----------
-    node : what writes. target : the op that does so in place.
-    scattered : what puts the part that was written back into the whole.
+    `scattered` puts the part that was written back into the whole.
     """
 
     node: fx.Node
@@ -56,17 +53,15 @@ class Write:
 
     @property
     def result(self) -> fx.Node:
-        """The whole tensor after the write."""
         return self.scattered[-1] if self.scattered else self.node
 
 
 def _op_called(node: fx.Node) -> str:
-    """The name of the node's op without namespace and overload; empty of what is no op."""
+    """Without namespace and overload; empty of what is no op."""
     return getattr(node.target, "_opname", "")
 
 
 def in_place_form(node: fx.Node) -> Any:
-    """The op that does in place what `node` does, if there is one."""
     packet = getattr(aten, f"{_op_called(node)}_", None)
     return getattr(packet, getattr(node.target, "_overloadname", ""), None)
 
@@ -83,6 +78,7 @@ def has_own_storage(node: fx.Node) -> bool:
         return False
     if value.layout != torch.strided:
         return False
+    # A part of a storage, as a split's, may share it with what others read.
     is_full = value.untyped_storage().nbytes() == value.numel() * value.itemsize
     return is_full and not is_view(node) and not _is_of_split(node)
 
@@ -105,9 +101,7 @@ def only_write(
 ) -> Write | None:
     """The write to `tensor`, if that is all that reads it.
 
-    Parameters
-    ----------
-    may_read_it : whether a node that writes to a part may read other parts too.
+    `may_read_it` says whether a node that writes to a part may read other parts too.
     """
     readers, views = reads_of(tensor)
     writers = [node for node in readers if in_place(node) is not None]
@@ -116,6 +110,7 @@ def only_write(
     (node,) = writers
     source: Any = node.args[0] if node.args else None
     reads_it = [a for a in pytree.tree_leaves((node.args, node.kwargs)) if a in views]
+    # In place, no op can promote or broadcast its first argument.
     if source not in views or not _has_numbers_of(node, source):
         return None
     if len(reads_it) > 1 and not (may_read_it(node) and all(one in node.args for one in reads_it)):
@@ -147,19 +142,16 @@ def reads_of(tensor: fx.Node) -> tuple[dict[fx.Node, None], set[fx.Node]]:
 
 
 def _whole_of(view: fx.Node) -> Any:
-    """What `view` is a view of."""
     source = view.args[0]
     return source.args[0] if is_getitem(view) and isinstance(source, fx.Node) else source
 
 
 def is_laid_out_as(one: fx.Node, other: Any) -> bool:
-    """Whether two tensors have the same dtype, sizes and strides."""
     a, b = one.meta["val"], other.meta["val"]
     return (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
 
 
 def _has_numbers_of(one: fx.Node, other: fx.Node) -> bool:
-    """Whether two tensors have the same dtype and sizes."""
     a, b = one.meta["val"], other.meta["val"]
     return (a.dtype, a.shape) == (b.dtype, b.shape)
 
@@ -179,13 +171,11 @@ def _is_all_of(view: Any, tensor: Any) -> bool:
 
 
 def _is_split(node: fx.Node) -> bool:
-    """Whether the op returns a list of views."""
     returns = getattr(getattr(node.target, "_schema", None), "returns", ())
     return len(returns) == 1 and returns[0].alias_info is not None and not is_view(node)
 
 
 def _is_of_split(node: fx.Node) -> bool:
-    """Whether `node` picks one of a list of views."""
     return is_getitem(node) and _is_split(node.all_input_nodes[0])
 
 
@@ -205,6 +195,7 @@ def _scatter(part: fx.Node, view: fx.Node) -> fx.Node | None:
 
 def _is_put_there(scatter: fx.Node, view: fx.Node) -> bool:
     """Whether a write to a part of a split is put back where `view` is."""
+    # A trace puts a part of a split back as a slice.
     if scatter.target is not aten.slice_scatter.default or len(scatter.args) != 5:
         return False
     whole, (dim, start) = _whole_of(view).meta["val"], scatter.args[2:4]
@@ -215,15 +206,12 @@ def _is_put_there(scatter: fx.Node, view: fx.Node) -> bool:
 # Sums that eager adds up in place, without recording it.
 #
 # They are gradients that a forward makes by chunks, and the gradients of what is used several
-# times, whose terms autograd's engine adds up in the first of them.
+# times, whose terms autograd's engine adds up in the first of them. A trace makes a new tensor of
+# each addition, so that the sum is there twice while one runs.
 #
-# A trace makes a new tensor of each addition, so that the sum is there twice while one runs. Of a
-# gradient as large as the head of a language model that is more than eager has. Such a sum is one
-# value here, and what writes to it an op without a storage of its own.
-#
-# The cost is that none of these ops may run twice. So it is done where that costs nothing: where
-# what is written to was made for it, as zeros are, or is the first term of a sum; outside of what
-# autograd records; and where nothing reads the sum before it is done.
+# None of these ops may run twice. So it is done where that costs nothing: where what is written to
+# was made for it, as zeros are, or is the first term of a sum; outside of what autograd records;
+# and where nothing reads the sum before it is done.
 
 
 BEGUN = "what follows writes to its result in place"
@@ -235,35 +223,27 @@ _ADD = frozenset(
 
 @dataclass
 class InPlace:
-    """The writes of a joint graph that stay in place.
+    """The writes of a joint graph that stay in place."""
 
-    Attributes
-    ----------
-    begins : the node that makes what is written to, and the tensor before the first write: itself,
-        or a view of it. Tensors after writes are laid out as that one.
-    targets : for each node that writes: the op that does so in place.
-    before : for each tensor after a write: the tensor before it, of the same storage.
-    scattered : what a trace makes of a write to a part: after the node that writes, these put the
-        part back into the whole.
-    """
-
+    # The node that makes what is written to, and the tensor before the first write: itself, or a
+    # view of it. Tensors after writes are laid out as that one.
     begins: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
+    # For each node that writes, the op that does so in place.
     targets: dict[fx.Node, Any] = field(default_factory=dict[fx.Node, Any])
+    # For each tensor after a write, the tensor before it, of the same storage.
     before: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
+    # For each node that writes to a part, those that put it back into the whole in a trace.
     scattered: dict[fx.Node, tuple[fx.Node, ...]] = field(
         default_factory=dict[fx.Node, tuple[fx.Node, ...]]
     )
 
     def why_no_recompute(self, write: fx.Node) -> str:
-        """That it writes in place, and whether eager does so.
-
-        To a view autograd's engine does not add, as the tensor that it shows is held beside it.
-        """
+        # Eager does not write there if the term is a view: autograd's engine adds in place only to
+        # what nothing else holds, and the tensor that the view shows is held beside it.
         is_first = _is_sum_of_autograd(write) and is_view(write.all_input_nodes[0])
         return WRITES_FIRST if is_first else WRITES
 
     def last(self, first: fx.Node) -> fx.Node:
-        """The tensor after the last write to `first`."""
         after = {before: node for node, before in self.before.items()}
         while first in after:
             first = after[first]
@@ -271,12 +251,12 @@ class InPlace:
 
 
 def writes_in_place(nodes: Sequence[fx.Node], in_forward: Collection[fx.Node]) -> InPlace:
-    """Find the sums among `nodes` that forward or autograd adds up in place."""
     found = InPlace()
     known: set[fx.Node] = set()
     by_autograd = {n for n in nodes if n not in in_forward and _is_sum_of_autograd(n)}
     for node in nodes:
         if node not in known and has_own_storage(node):
+            # A picked result is itself the base of its value (`_add_name` in build.py).
             first = node if is_getitem(node) else as_written(node)
             writers = in_forward if node in in_forward else by_autograd
             for before, write in _writes_to(first, writers):
@@ -291,14 +271,12 @@ def writes_in_place(nodes: Sequence[fx.Node], in_forward: Collection[fx.Node]) -
 
 
 def _writes_to(first: fx.Node, writers: Collection[fx.Node]) -> Iterator[tuple[fx.Node, Write]]:
-    """The writes to `first` by `writers`, one after the other, each with the tensor before it."""
     while (write := only_write(first, _in_place)) is not None and write.node in writers:
         yield first, write
         first = write.result
 
 
 def _adds_to_term(node: fx.Node, write: fx.Node) -> bool:
-    """Whether `write` adds to what `node` has made, which autograd does not record."""
     # torch 2.11 tells only of the sum, and not of its terms, that backward has made it.
     is_recorded = WRITTEN_KEY not in _annotations(node)
     return _is_sum_of_autograd(write) or (not is_recorded and _op_called(write) in _ADD)
@@ -309,24 +287,20 @@ def _annotations(node: fx.Node) -> Any:
 
 
 def _in_place(node: fx.Node) -> Any:
-    """The op that does in place what `node` does, if eager has run that one."""
     if _is_sum_of_autograd(node):
         return aten.add_.Tensor
     return written_by_eager(node) if WRITTEN_KEY in _annotations(node) else None
 
 
 def written_by_eager(node: fx.Node) -> Any:
-    """The op in place that eager has run where the trace has `node`."""
     op, said = in_place_form(node), _annotations(node)
     written = said.get(WRITTEN_KEY, said.get(RECORDED_KEY))
     return op if op is not None and str(op) == written else None
 
 
 def _is_sum_of_autograd(node: fx.Node) -> bool:
-    """Whether autograd's engine adds a term there, which it does in place if it records nothing.
-
-    The first term must be held by nothing else (`can_accumulate_inplace` of torch's
-    csrc/autograd/input_buffer.cpp); here all that reads it is the sum.
-    """
+    # Autograd's engine adds in place if it records nothing and nothing else holds the first term
+    # (`can_accumulate_inplace` of torch's csrc/autograd/input_buffer.cpp). Who else reads the term
+    # is looked at in `only_write`.
     is_sum = node.meta.get("is_gradient_acc", False) and WRITTEN_KEY in _annotations(node)
     return is_sum and node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs

@@ -34,11 +34,11 @@ _CLONES_WHOLE_STORAGE = (
     aten.diagonal_scatter.default,
     aten.as_strided_scatter.default,
 )
-"""Ops that clone all of their argument's storage, even where the argument is a small view of it."""
+"""They clone all of their argument's storage, even where the argument is a small view of it."""
 
 
 def tensors_of(node: fx.Node) -> list[Tensor | None]:
-    """The tensors a node returns, one entry a result; None where there is none."""
+    """One entry a result; None where it is no tensor."""
     value = node.meta.get("val")
     if isinstance(value, (tuple, list)):
         return [item if isinstance(item, Tensor) else None for item in value]  # pyright: ignore
@@ -46,12 +46,11 @@ def tensors_of(node: fx.Node) -> list[Tensor | None]:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Identity of a tensor's storage; tensors that alias share it."""
+    # Not data_ptr(): the fake tensors of a trace have no memory to point to.
     return tensor.untyped_storage()._cdata
 
 
 def erase_unread(*nodes: fx.Node) -> None:
-    """Erase those calls that nothing reads, and what only they read."""
     for node in nodes:
         if node.op == "call_function" and not node.users:
             read = node.all_input_nodes
@@ -60,7 +59,6 @@ def erase_unread(*nodes: fx.Node) -> None:
 
 
 def result_bytes(node: fx.Node, tensor: Tensor) -> int:
-    """Bytes of the storage that running `node` gives to its result `tensor`."""
     # Whether a fake tensor says that the whole storage is cloned depends on torch's cache.
     if node.target in _CLONES_WHOLE_STORAGE:
         cloned = tensors_of(node.all_input_nodes[0])[0]
@@ -79,64 +77,55 @@ def fresh_storages(node: fx.Node) -> Iterator[int]:
 
 
 def is_getitem(node: fx.Node) -> bool:
-    """Whether the node picks one result of another."""
     return node.op == "call_function" and node.target is operator.getitem
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the op returns a view of its first argument, and no list of views."""
+    """False for an op that returns a list of views."""
     returns = getattr(getattr(node.target, "_schema", None), "returns", ())
     is_aliased = len(returns) == 1 and returns[0].alias_info is not None
     return is_aliased and isinstance(node.meta.get("val"), Tensor)
 
 
 def is_tangent(node: fx.Node) -> bool:
-    """Whether the node is a gradient that autograd hands to backward."""
     return node.op == "placeholder" and str(node.target).startswith("tangents")
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """The value of an argument by its schema name; None where it is absent."""
+    """By schema name, defaults included; None where the op has no such argument."""
     schema = getattr(node.target, "_schema", None)
     for i, parameter in enumerate(schema.arguments if schema else ()):
         if parameter.name == name:
             given = node.args[i] if i < len(node.args) else node.kwargs.get(name)
+            # fx leaves out what was not passed, as attention's dropout_p = 0.0.
             return parameter.default_value if given is None else given
     return None
 
 
 def draws_randomness(node: fx.Node) -> bool:
-    """Whether running the node moves the random stream.
-
-    Attention ops are tagged as random even if their dropout probability is zero.
-    """
     tags = getattr(node.target, "tags", ())
     if node.op != "call_function" or torch.Tag.nondeterministic_seeded not in tags:
         return False
+    # Attention ops are tagged as random even if their dropout probability is zero.
     return all(argument(node, name) != 0.0 for name in _PROBABILITY_ARGUMENTS)
 
 
 def drawn_on(node: fx.Node) -> torch.device:
-    """The device whose random stream the node moves: that of its first result."""
     return next(tensor for tensor in tensors_of(node) if tensor is not None).device
 
 
 def mutates(node: fx.Node) -> bool:
-    """Whether the node's schema says that it writes to an argument."""
     schema = getattr(node.target, "_schema", None)
     return bool(schema is not None and schema.is_mutable)
 
 
 def is_custom(node: fx.Node) -> bool:
-    """Whether the node runs an op of somebody else's, which may draw or act without a tag."""
+    # Other people's ops may draw or act without a tag.
     return isinstance(node.target, OpOverload) and node.target.namespace not in TORCHS_NAMESPACES
 
 
 def _is_dropout_of_nothing(node: fx.Node) -> bool:
-    """Whether the node is the copy that a trace makes of dropout with p = 0.
-
-    Eager returns the input itself there.
-    """
+    # Eager's dropout with p = 0 returns its input, where a trace has a copy.
     called = node.meta.get("custom", {}).get(FUNCTION_KEY, "")
     return node.target is aten.clone.default and "dropout" in called
 
@@ -156,26 +145,25 @@ def _callable_name(target: Any) -> str:
 
 
 def plain_name(target: Any) -> str:
-    """The name of an op without its overload, and without the ``_`` of one that works in place."""
+    """Without the overload, and without the ``_`` of ops that work in place."""
     packet = getattr(target, "overloadpacket", target)
     return str(getattr(packet, "__name__", packet)).rstrip("_")
 
 
 def made_by_autograd(node: fx.Node) -> bool:
-    """Whether autograd has run the op while a gradient was traced. torch 2.11 marks only phases."""
     is_marked = bool(node.meta.get("autograd_backward"))
+    # torch 2.11 marks only phases.
     return is_marked or node.meta.get("partitioner_tag") == "is_backward"
 
 
 class NodeOrigins:
-    """Module path and source line of nodes; backward nodes take their forward node's."""
-
     def __init__(self, graph: fx.Graph) -> None:
         self._by_sequence: dict[int, tuple[str, str]] = {}
         for node in graph.nodes:
             own = self._own(node)
             sequence = node.meta.get("seq_nr")
             if own and sequence is not None and not made_by_autograd(node):
+                # Autograd numbers the nodes of a backward as their op of forward.
                 self._by_sequence.setdefault(sequence, own)
 
     def of(self, node: fx.Node) -> tuple[str, str]:
@@ -194,7 +182,6 @@ class NodeOrigins:
 
 
 def node_inputs(node: fx.Node) -> list[fx.Node]:
-    """Distinct nodes among the arguments, in argument order."""
     found: dict[fx.Node, None] = {}
     for leaf in pytree.tree_leaves((node.args, node.kwargs)):
         if isinstance(leaf, fx.Node):
@@ -205,56 +192,45 @@ def node_inputs(node: fx.Node) -> list[fx.Node]:
 def copy_of(
     gm: fx.GraphModule, edit: Callable[[fx.Graph], None] = lambda _: None
 ) -> fx.GraphModule:
-    """A copy of the graph, with the same constants and the same facts about its nodes.
-
-    It takes one argument for each placeholder, whatever the calling convention of `gm` is.
-
-    Parameters
-    ----------
-    edit : changes the copy before code is made of it, which takes long for thousands of nodes.
-    """
+    """A copy with the same constants and `meta`, changed by `edit`. It takes its inputs flat."""
+    # A new graph has fx's plain calling convention, whatever that of `gm` is.
     graph = fx.Graph()
     results = graph.graph_copy(gm.graph, {})
     output = graph.output(results)
+    # `graph_copy` leaves the output node out, and with it AOTAutograd's "desc".
     output.meta = dict(gm.graph.find_nodes(op="output")[0].meta)
+    # Before code is made of the graph, which takes long for thousands of nodes.
     edit(graph)
     return fx.GraphModule(gm, graph)
 
 
 def written_inputs(graph: fx.Graph, results: int) -> tuple[Any, ...]:
-    """For each input of a joint graph that the step writes to, what it is; None for the others.
+    """For each input that the step writes to, AOTAutograd's description; None for the others.
 
-    What it is says AOTAutograd's description. A DTensor is one input, though it has two nodes.
-
-    Parameters
-    ----------
-    results : how many of the graph's outputs are forward's.
+    Of the graph's outputs, the first `results` are forward's.
     """
     said = graph.output_node().meta["desc"][:results]
     written = {what.mutated_input for what in said if hasattr(what, "mutated_input")}
     given = [node for node in graph.find_nodes(op="placeholder") if not is_tangent(node)]
     descriptions = [node.meta["desc"] for node in given]
+    # A DTensor is one input with two nodes: its local part and its mesh.
     own = [one for one in descriptions if not is_beside_local_part(one)]
     return tuple(one if one in written else None for one in own)
 
 
-# The bytes of a tensor, by which values are compared: a NaN equals a NaN of the same bits.
-
-
 def bits_of(tensor: Tensor) -> Tensor:
-    """The bytes of a strided tensor in the order of its elements, shape (bytes,), dtype uint8.
+    """The bytes of a strided tensor in the order of its elements: shape (bytes,), dtype uint8.
 
-    What is contiguous is not copied. A tensor of one element is, whatever its stride: 0 where it
-    was expanded. Only a stride of 1 can be read as bytes, so it is given that.
+    By these values are compared, since a NaN equals a NaN of the same bits. Copied only if needed.
     """
+    # One element is contiguous whatever its stride is, 0 where it was expanded. `view` to another
+    # dtype needs a stride of 1, hence `as_strided`.
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
-# Which nodes of a joint graph belong to forward.
-#
-# A trace holds forward and backward in one graph. Forward marks the nodes that it has made when it
-# ends, and most are found again by what its results need.
+# A trace holds forward and backward in one graph. Which nodes belong to forward is seen from what
+# its results need, and from the marks that it leaves when it ends.
 
 
 MADE_IN_FORWARD = "remat_made_in_forward"
@@ -262,10 +238,7 @@ MADE_IN_FORWARD = "remat_made_in_forward"
 
 
 def mark_forward() -> None:
-    """Mark the nodes of the trace that runs now: they were made by forward.
-
-    Called as forward ends. Outside of a trace it does nothing.
-    """
+    """Called as forward ends. Outside of a trace it does nothing."""
     mode = get_proxy_mode()
     if mode is not None:
         for node in mode.tracer.graph.nodes:
@@ -273,12 +246,9 @@ def mark_forward() -> None:
 
 
 def forward_nodes(nodes: Sequence[fx.Node], forward_results: Sequence[Any]) -> set[fx.Node]:
-    """The nodes of forward: ancestors of its outputs, and its ops with randomness or side effects.
-
-    A node that draws or has effects is of forward unless it descends from the tangents. What
-    forward has made stays where eager runs it: a loss that makes its gradient in forward, by
-    chunks, frees each chunk there. All else is left to backward.
-    """
+    """Ancestors of forward's outputs, and of ops without tangents that draw, act or are marked."""
+    # What forward has made stays there, though only backward reads it: a loss that makes its
+    # gradient in forward, by chunks, frees each chunk there.
     from_tangents = _descendants_of_tangents(nodes)
     effects = [
         node

@@ -26,24 +26,14 @@ _Alike = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class _UpdateCost:
-    """Bytes of the update of one parameter.
-
-    Attributes
-    ----------
-    state_bytes : kept between steps. workspace_bytes : taken meanwhile, beside the gradient.
-    """
+    """`state_bytes` are kept between steps, `workspace_bytes` taken beside the gradient in one."""
 
     state_bytes: int
     workspace_bytes: int
 
 
 def require_known(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose step cannot be taken for each parameter by itself.
-
-    Raises
-    ------
-    CaptureError : it is of another class, has hooks on its step, or is differentiable.
-    """
+    """Raises CaptureError where the step cannot be taken for each parameter by itself."""
     if type(optimizer) not in _KNOWN:
         names = ", ".join(kind.__name__ for kind in _KNOWN)
         raise CaptureError(
@@ -69,7 +59,6 @@ def parameter_groups(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
 
 
 def step_alone(optimizer: Optimizer, parameter: Tensor, group: Mapping[str, Any]) -> None:
-    """Take the optimizer's step for one parameter, which has a gradient."""
     groups = optimizer.param_groups
     optimizer.param_groups = [{**group, "params": [parameter]}]
     try:
@@ -85,10 +74,6 @@ def update_costs(
     meter: Meter,
     allocated: Allocated,
 ) -> dict[str, _UpdateCost]:
-    """What an update of each parameter takes, of those that the optimizer has.
-
-    Each distinct one is measured on made data: the second step of an optimizer of the same class.
-    """
     groups = parameter_groups(optimizer)
     keys = {
         name: (_same_update(p, groups[id(p)]), p, groups[id(p)])
@@ -98,12 +83,14 @@ def update_costs(
     found: dict[_Alike, _UpdateCost] = {}
     for key, parameter, group in keys.values():
         if key not in found:
+            # Models have many parameters alike, and each measurement runs two steps.
             found[key] = _cost_of(optimizer, parameter, group, meter, allocated)
     return {name: found[key] for name, (key, _, _) in keys.items()}
 
 
 def _same_update(parameter: Tensor, group: Mapping[str, Any]) -> _Alike:
     given = (parameter.shape, parameter.stride(), parameter.dtype, parameter.device)
+    # Whether an option is zero decides which tensors a step makes, as of momentum.
     options = ((k, v) for k, v in group.items() if k != "params")
     return *given, *(
         (name, value if isinstance(value, bool | str | type(None)) else value != 0)
@@ -124,6 +111,7 @@ def _cost_of(
     kind: Any = type(optimizer)
     other: Optimizer = kind([{**options, "params": [made]}])
     made.grad = torch.zeros_like(made)
+    # The first step makes the state, so only the second takes what all later ones take.
     other.step()
     memory = meter.step_memory(lambda: step_alone(other, made, other.param_groups[0]))
     state: Iterable[Any] = other.state[made].values()

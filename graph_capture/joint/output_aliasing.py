@@ -39,6 +39,7 @@ def views_told_apart(results: Any) -> Any:
     viewed = {storage_key(leaf) for leaf in distinct.values() if _is_view_of_result(leaf)}
     sharing = Counter(storage_key(leaf) for leaf in distinct.values())
     told = {
+        # AOTAutograd returns views from an op of several results as they are.
         key: leaf.unsqueeze(0).unbind(0)[0]
         for key, leaf in distinct.items()
         if sharing[storage_key(leaf)] > 1 and storage_key(leaf) in viewed and not _is_base(leaf)
@@ -47,12 +48,11 @@ def views_told_apart(results: Any) -> Any:
 
 
 def _is_view_of_result(leaf: Tensor) -> bool:
-    """Whether it is a view of what an op has made, and has a gradient."""
     return leaf.requires_grad and leaf._base is not None and leaf._base.grad_fn is not None
 
 
 def _is_base(leaf: Tensor) -> bool:
-    """Whether it is what others are views of. What is detached from it is a view too."""
+    # What is detached from a tensor has no base either, but does not require grad.
     return leaf.requires_grad and leaf._base is None
 
 
@@ -64,6 +64,7 @@ def take_out_of(graph: fx.Graph) -> None:
             _replace(picked[0], made.args[0])
             erase_unread(node)
     copied: set[fx.Node] = set()
+    # The backward of `unsqueeze(0).unbind(0)` is `squeeze(stack([tangent]))`.
     for node in graph.find_nodes(op="call_function", target=aten.stack.default):
         stacked: Any = node.args[0]
         for user in list(node.users) if len(stacked) == 1 and is_tangent(stacked[0]) else ():
@@ -71,6 +72,7 @@ def take_out_of(graph: fx.Graph) -> None:
                 _replace(user, stacked[0])
                 copied.add(stacked[0])
                 erase_unread(node)
+    # `stack` packed the tangent; as it is, it may have other strides, and so what is made of it.
     if copied:
         _lay_out_again(graph, copied)
 
@@ -86,7 +88,7 @@ def _replace(node: fx.Node, by: Any) -> None:
 
 
 def _lay_out_again(graph: fx.Graph, changed: set[fx.Node]) -> None:
-    """The facts of what is made of gradients that are no copies any more: their own strides."""
+    """Recompute the facts of what is made of gradients that are no copies any more."""
     for node in graph.nodes:
         if node.op != "call_function" or changed.isdisjoint(node.all_input_nodes):
             continue
@@ -99,6 +101,7 @@ def _lay_out_again(graph: fx.Graph, changed: set[fx.Node]) -> None:
                 now = node.target(*args, **kwargs)
         except RuntimeError:  # no view in these strides: backward copies there, as eager does
             continue
+        # A view shares its storage with its new source, even if its strides are the same.
         if _is_view(now, args) or not _is_alike(now, before):
             node.meta["val"] = now
             changed.add(node)
@@ -128,16 +131,9 @@ def why_no_recompute(
     overwritten: Mapping[str, str],
     place: tuple[str, str],
 ) -> str:
-    """Why the op of `node` must not run twice; empty if it may.
+    """Empty if the op of `node` may run twice. `place` is its module and its line.
 
-    Parameters
-    ----------
-    inputs : values that it reads. overwritten : as of `overwritten_values`.
-    place : its module and its line.
-
-    Raises
-    ------
-    CaptureError : it reads in backward what forward overwrites.
+    Raises CaptureError if it reads in backward what forward overwrites.
     """
     for name in inputs:
         if name in overwritten and phase == "forward":
@@ -161,10 +157,8 @@ def why_no_recompute(
 
 
 def why_custom(node: fx.Node) -> str:
-    """Why a custom op must not run twice unless the user asks for it; empty for other ops.
-
-    One that is tagged as drawing draws the same numbers again, from the state that was saved.
-    """
+    """Why a custom op must not run twice unless the user asks for it; empty for other ops."""
+    # One that is tagged as drawing draws the same numbers again, from the state that was saved.
     if not is_custom(node) or draws_randomness(node):
         return ""
     return f"{CUSTOM} may draw or act without a tag, unless recompute names its module"
@@ -175,10 +169,7 @@ def overwritten_values(
 ) -> dict[str, str]:
     """Resident values that the step overwrites, with the names that users know them by.
 
-    Parameters
-    ----------
-    overwritten_inputs : AOTAutograd's description of the input that each result of forward
-        overwrites, or None.
+    `overwritten_inputs` has for each result of forward the input that it overwrites, or None.
     """
     overwritten = {what for what in overwritten_inputs if what is not None}
     return {

@@ -29,12 +29,14 @@ def gradient_of_product(
 ) -> Tensor:
     """The gradient of the product of all of `input`, flat, or of that over `dim`."""
     zeros = input.numel() - int(torch.count_nonzero(input))
+    # With two zeros, the product of all others is zero for each factor.
     if whole and zeros > 1:
         return input.new_zeros(input.numel())
     if zeros:
         others = _products_of_all_others(input, dim, whole)
     else:
         others = (result if result.dim() == input.dim() or whole else result.unsqueeze(dim)) / input
+    # Laid out as the node in the trace, which `make_products_exact` takes only if contiguous.
     gradient = torch.empty_like(others, memory_format=torch.contiguous_format)
     torch.mul(grad, others.conj(), out=gradient)
     return gradient.view(-1) if whole else gradient
@@ -46,17 +48,15 @@ def _like_factors(grad: Tensor, input: Tensor, result: Tensor, dim: int, whole: 
 
 
 def _products_of_all_others(factors: Tensor, dim: int, whole: bool) -> Tensor:
-    """For each factor: the product of those before it times that of those after it.
-
-    Never more than two tensors as large as `factors` are there.
-    """
+    # In place where it can be, so that never more than two tensors as large as `factors` exist.
     after = _shifted(factors, dim, whole, reverse=True).cumprod_(dim).flip(dim)
     return _shifted(factors, dim, whole, reverse=False).cumprod_(dim).mul_(after)
 
 
 def _shifted(factors: Tensor, dim: int, whole: bool, *, reverse: bool) -> Tensor:
-    """One, and all factors but the last, or all but the first from behind."""
+    """One, then all factors but the last; with `reverse`, all but the first, from the end."""
     n = factors.numel() if whole else factors.shape[dim]
+    # Copied straight behind the one: `reshape` of what is not packed would be one tensor more.
     if whole and not reverse:
         one_more = factors.new_empty(n + 1)
         one_more[1:].view(factors.shape).copy_(factors)
@@ -70,7 +70,6 @@ def _shifted(factors: Tensor, dim: int, whole: bool, *, reverse: bool) -> Tensor
 
 
 def make_products_exact(gm: fx.GraphModule) -> None:
-    """Change the gradients of products in a joint graph to eager's."""
     for node in gm.graph.find_nodes(op="call_function", target=aten.mul.Tensor):
         facts = _gradient_of_product(node)
         if facts is not None and node.meta["val"].is_contiguous():
@@ -80,7 +79,7 @@ def make_products_exact(gm: fx.GraphModule) -> None:
 
 
 def _gradient_of_product(node: fx.Node) -> tuple[Any, ...] | None:
-    """The arguments of `gradient_of_product`, if the node gives the gradient of a product."""
+    # What torch's `prod_safe_zeros_backward` traces to, from the end backwards.
     grad, others = node.args
     resolved = _if_calls(others, aten.clone.default)
     conjugate = _if_calls(resolved.args[0] if resolved else others, aten._conj.default)
@@ -98,7 +97,7 @@ def _gradient_of_product(node: fx.Node) -> tuple[Any, ...] | None:
 
 
 def _behind_ones(node: Any) -> tuple[Any, Any]:
-    """What is behind ones along a dimension over which the node multiplies; and that dimension."""
+    """Factors behind ones in a `cumprod`, and its dimension; None where it is none."""
     products = _if_calls(node, aten.cumprod.default)
     joined = _if_calls(products.args[0], aten.cat.default) if products else None
     pieces: Any = joined.args[0] if joined else ()
@@ -108,12 +107,12 @@ def _behind_ones(node: Any) -> tuple[Any, Any]:
 
 
 def _as_eager(grad: Any, factors: Any, dim: Any) -> tuple[Any, ...] | None:
-    """The arguments of `gradient_of_product` where all of `factors`, or those over `dim`, go in."""
     flat = _if_calls(factors, aten.view.default)
     whole = flat is not None and flat.args[1] == [-1]
     if flat is not None and whole:
         packed = _if_calls(flat.args[0], aten.clone.default)
         factors = packed.args[0] if packed else flat.args[0]
+    # With prod(dtype=), forward and backward may each have cast the factors.
     cast = _if_calls(factors, aten._to_copy.default)
     for result in (*factors.users, *(cast.args[0].users if cast else ())):
         if result.meta["val"].dtype == factors.meta["val"].dtype and (
@@ -129,5 +128,4 @@ def _is_over(product: Any, dim: int, n_dims: int) -> bool:
 
 
 def _if_calls(node: Any, target: Any) -> Any:
-    """The node, if it calls `target`; else None."""
     return node if isinstance(node, fx.Node) and node.target is target else None

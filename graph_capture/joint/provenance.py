@@ -33,7 +33,7 @@ _MAKES_NO_NODE = frozenset({
     "__get__", "__set__", "dim", "element_size", "is_complex", "is_floating_point", "numel", "size",
     "storage_offset", "stride", "untyped_storage",
 })  # fmt: skip
-"""Functions that tell of a tensor what it is: most calls, by torch's own code above all."""
+"""Functions that read facts of a tensor: most calls are theirs, by torch's own code above all."""
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _NUMPY = os.path.dirname(np.__file__) + os.sep
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
@@ -45,8 +45,6 @@ _OWN = tuple(
 
 
 class Provenance(CallWatcher):
-    """Annotates each fx node made while it is active with module path and source line."""
-
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.path = {id(module): name for name, module in model.named_modules()}
@@ -56,7 +54,6 @@ class Provenance(CallWatcher):
         self.regions = self.checkpoint = 0
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `func` with the place that called it written on its nodes."""
         if func.__name__ in _MAKES_NO_NODE:
             return func(*args, **kwargs)
         place = {
@@ -66,6 +63,7 @@ class Provenance(CallWatcher):
         }
         if torch.is_autocast_cache_enabled():
             place[CASTS_KEY] = str(self.regions)
+        # A policy may keep some ops' results, so its checkpoint does not make all of them again.
         if self.checkpoint and not _keeps_by_policy():
             place[CHECKPOINT_KEY] = str(self.checkpoint)
         with fx_traceback.annotate(place):
@@ -73,11 +71,12 @@ class Provenance(CallWatcher):
 
     @contextlib.contextmanager
     def watching_modules(self) -> Generator[Provenance]:
-        """Keep the stack of running modules while the model's forward runs."""
         handles: list[RemovableHandle] = [
             nn.modules.module.register_module_forward_pre_hook(self._enter),
+            # `always_call`: a module that raises leaves the stack too.
             nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
         ]
+        # autocast calls it where its outermost region ends, so each call opens the next region.
         forget = torch.clear_autocast_cache
 
         def next_region() -> None:
@@ -93,14 +92,15 @@ class Provenance(CallWatcher):
                 handle.remove()
 
     def module_of(self, error: BaseException) -> str:
-        """Path in the user's model of the module that ran when `error` was raised."""
         return path_in_model(self.failed_in if error is self.failure else self.stack[-1])
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        # A module that is none of the model's, as one made in forward, counts as its caller.
         self.stack.append(self.path.get(id(module), self.stack[-1]))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         error = sys.exc_info()[1]
+        # The innermost module sees the error first; those around it see the same one.
         if error is not None and error is not self.failure:
             self.failure, self.failed_in = error, self.stack[-1]
         if len(self.stack) > 1:
@@ -108,12 +108,11 @@ class Provenance(CallWatcher):
 
 
 def _keeps_by_policy() -> bool:
-    """Whether a selective checkpoint is open, which keeps what its policy says."""
     return any(isinstance(mode, SelectiveCheckpointMode) for mode in dispatch_mode_stack())
 
 
 def path_in_model(path: str) -> str:
-    """`path` as the user knows it. The step that is traced holds the model as ``model``."""
+    # The step that is traced holds the user's model as ``model``.
     return "" if path == "model" else path.removeprefix("model.")
 
 
@@ -123,6 +122,7 @@ def source_of(frame: FrameType | None) -> str:
         filename = frame.f_code.co_filename
         if filename.startswith(_OWN):
             return ""
+        # Names in angle brackets are of generated code, as fx's.
         if not filename.startswith((_TORCH, "<")):
             return f"{_short_path(filename)}:{frame.f_lineno}"
         frame = frame.f_back
@@ -130,7 +130,6 @@ def source_of(frame: FrameType | None) -> str:
 
 
 def is_users(frame: FrameType) -> bool:
-    """Whether a frame runs code that is not of torch, NumPy, Python's library or ours."""
     name = frame.f_code.co_filename
     if name.startswith((_TORCH, _NUMPY, *_OWN, "<")):
         return False

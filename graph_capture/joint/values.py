@@ -29,38 +29,26 @@ def _none_written() -> dict[Phase, dict[str, str]]:
 
 @dataclass
 class ValueTable:
-    """Values found so far, and the nodes that stand for them.
-
-    Attributes
-    ----------
-    gm : the joint graph. by_name : each value.
-    of_storage : name of the value of each storage.
-    of_node : name of the value that a tensor node belongs to.
-    base_of : the node that first returns a value.
-    constants_bytes : size of each storage that the graph holds itself.
-    written : by phase, for each value that is written to in place: what stands for the last write
-        so far. It takes no bytes. What reads the value in that phase reads it too, so as to come
-        after.
-    """
+    """Values found so far, by name, and the nodes that stand for them."""
 
     gm: fx.GraphModule
     by_name: dict[str, Value] = field(default_factory=dict[str, Value])
-    of_storage: dict[int, str] = field(default_factory=dict[int, str])
+    of_storage: dict[int, str] = field(default_factory=dict[int, str])  # by `storage_key`
     of_node: dict[fx.Node, str] = field(default_factory=dict[fx.Node, str])
-    base_of: dict[str, fx.Node] = field(default_factory=dict[str, fx.Node])
-    constants_bytes: dict[int, int] = field(default_factory=dict[int, int])
+    base_of: dict[str, fx.Node] = field(default_factory=dict[str, fx.Node])  # first to return it
+    constants_bytes: dict[int, int] = field(default_factory=dict[int, int])  # by `storage_key`
+    # For each value that is written to in place, the token of the last write so far: a value of no
+    # bytes, which later readers of the phase read too, so as to come after.
     written: dict[Phase, dict[str, str]] = field(default_factory=_none_written)
 
     def of(self, node: fx.Node) -> str:
-        """The value of a node; empty for one that returns several or none."""
+        """Empty for a node that returns several values or none."""
         return self.of_node.get(node, "")
 
     def changed(self, name: str, **fields: Any) -> None:
-        """Give the value of that name other `fields`."""
         self.by_name[name] = msgspec.structs.replace(self.by_name[name], **fields)
 
     def register(self, name: str, node: fx.Node, tensor: Tensor, producer: str, kind: Kind) -> None:
-        """Add the value of a storage that was not seen before."""
         self.of_storage[storage_key(tensor)] = name
         self.by_name[name] = Value(
             name=name,
@@ -72,7 +60,6 @@ class ValueTable:
         )
 
     def add_resident(self, node: fx.Node) -> None:
-        """Add what an input or a constant of the graph stands for."""
         if is_tangent(node):
             return
         is_constant = node.op == "get_attr"
@@ -91,6 +78,7 @@ class ValueTable:
             # Views of a constant in the graph alias the traced tensor, not the real one.
             shown = node.meta.get("val")
             tensor = shown if isinstance(shown, Tensor) else tensor
+        # Inputs that share a storage, as views of one tensor, are one value.
         key = storage_key(tensor)
         if key not in self.of_storage:
             self.register(node.name, node, tensor, "", _kind_of_input(node))
@@ -98,11 +86,7 @@ class ValueTable:
         self.of_node[node] = self.of_storage[key]
 
     def add_tangents(self, nodes: Iterable[fx.Node], several: Mapping[int, int]) -> tuple[str, ...]:
-        """Add the gradients that autograd hands to backward; their names.
-
-        A tensor that is returned several times gets several gradients, and autograd's engine holds
-        them beside the sum that it hands on. `several` says how many, by the index of the result.
-        """
+        """`several` : how many gradients there are of a result that is returned several times."""
         names: list[str] = []
         for node in nodes:
             if is_tangent(node):
@@ -114,6 +98,8 @@ class ValueTable:
                 self.of_node[node] = node.name
                 self.base_of[node.name] = node
                 names.append(node.name)
+                # Autograd's engine holds the gradients of a tensor that is returned several times
+                # beside the sum that it hands on.
                 names += self._add_summands(node, several.get(_result_of(node), 0))
         return tuple(names)
 
@@ -124,15 +110,16 @@ class ValueTable:
         return names
 
     def add_outputs(self, node: fx.Node, phase: Phase) -> tuple[str, ...]:
-        """Add the storages that a node creates; their names."""
         several = isinstance(node.meta.get("val"), (tuple, list))
         picked = {user.args[1]: user for user in node.users if is_getitem(user)}
         names: list[str] = []
         for i, tensor in enumerate(tensors_of(node)):
+            # A result that aliases an input makes no new value.
             if tensor is None or storage_key(tensor) in self.of_storage:
                 continue
             name = node.name
             if several:
+                # Nothing picks a result that is not used, but it takes memory all the same.
                 name = picked[i].name if i in picked else f"{node.name}.{i}"
             kind: Kind = "activation" if phase == "forward" else "gradient"
             self.register(name, node, tensor, node.name, kind)
@@ -143,31 +130,26 @@ class ValueTable:
         return tuple(names)
 
     def read_by(self, node: fx.Node) -> tuple[str, ...]:
-        """Distinct values that a node reads, in argument order."""
+        """Distinct, in argument order."""
         names: dict[str, None] = {}
         for source in node_inputs(node):
             name = self.of(source)
             if name:
                 names.setdefault(name)
             elif any(t is not None for t in tensors_of(source)):
+                # A node of several tensors, read as a whole, stands for all of them.
                 for tensor in tensors_of(source):
                     if tensor is not None:
                         names.setdefault(self.of_storage[storage_key(tensor)])
         return tuple(names)
 
     def writes_before(self, names: Iterable[str], phase: Phase) -> tuple[str, ...]:
-        """What stands for the last writes so far to those that are written to in that phase.
-
-        Those of forward are over when backward begins.
-        """
+        # By phase: the writes of forward are over when backward begins.
         written = self.written[phase]
         return tuple(written[name] for name in names if name in written)
 
     def add_write(self, nodes: Sequence[fx.Node], phase: Phase) -> str:
-        """Add a write in place: the first node writes to its first argument, as do the others.
-
-        What stands for it has the first node's name.
-        """
+        """Add the token of a write in place: all of `nodes` stand for the tensor written to."""
         node = nodes[0]
         assert isinstance(node.args[0], fx.Node)
         written = self.of(node.args[0])
@@ -175,6 +157,7 @@ class ValueTable:
         self.written[phase][written] = node.name
         for one in nodes:
             self.of_node[one] = written
+            # In the trace each has a new storage, but when run it is the one that was written to.
             self.of_storage[storage_key(one.meta["val"])] = written
         return node.name
 
@@ -199,6 +182,7 @@ def _check_constant(tensor: Tensor) -> None:
 
 
 def _kind_of_input(node: fx.Node) -> Kind:
+    # By the names of classes that are private to torch.
     described: dict[str, Kind] = {"ParamAOTInput": "parameter", "BufferAOTInput": "buffer"}
     if node.op == "get_attr":
         return "constant"

@@ -34,25 +34,16 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 
 
 class LoadedNames:
-    """Names of the functions that a walk has come by.
-
-    Parameters
-    ----------
-    texts : that may name attributes.
-
-    Attributes
-    ----------
-    others : attributes of anything. global_names : of modules.
-    by_libraries : attributes of anything, by methods of objects that are looked into.
-    new, new_asking : names, and classes whose attributes code may ask for by any name (None: those
-        of anything), that were added. Who looks them up takes them out.
-    """
+    """Names loaded by the functions that a walk has come by."""
 
     def __init__(self, texts: set[str]) -> None:
-        self.texts = texts
-        self.others: set[str] = set(RUN_BY_TORCH)
+        self.texts = texts  # that may name attributes
+        self.others: set[str] = set(RUN_BY_TORCH)  # attributes of anything
+        # Attributes of anything, by methods of objects that are looked into.
         self.by_libraries: set[str] = set()
-        self.global_names: set[str] = set()
+        self.global_names: set[str] = set()  # of modules
+        # Names, and classes whose attributes code may ask for by any name (None: those of
+        # anything), that were added since. Who looks them up takes them out.
         self.new: list[str] = []
         self.new_asking: list[type | None] = []
         self._own: dict[type, set[str]] = {}
@@ -65,17 +56,17 @@ class LoadedNames:
         return len(self.others) + len(self.by_libraries) + len(self.texts) + own
 
     def add_texts(self, texts: Iterable[str]) -> None:
-        """Add texts that may name an attribute."""
         self._add_to(self.texts, texts)
 
     def add_method(self, kind: type, function: FunctionType) -> None:
-        """Add a function that is a method of a class."""
         names = names_of(function.__code__)
         if kind not in self._own:
             self._own[kind] = set()
+            # Methods of heirs read the namespaces of their bases.
             for base in kind.__mro__[1:]:
                 self._heirs.setdefault(base, []).append(kind)
         if is_looked_into(kind) and is_library(function.__module__):
+            # A data set counts only where the user's own code names it.
             self._add_to(self._own[kind], names.own - DATA)
             self._add_to(self.by_libraries, names.others - DATA)
             return
@@ -90,6 +81,7 @@ class LoadedNames:
         names = names_of(function.__code__)
         self._add_to(self.others, names.others | names.own)
         self.global_names |= names.global_names
+        # What a method asks of its own object was noted for its class.
         if names.asks_others or (names.asks_own and function not in self._methods):
             self._add_asking(None)
         return names
@@ -97,6 +89,7 @@ class LoadedNames:
     def _add_to(self, known: set[str], names: Iterable[str]) -> None:
         new = set(names) - known
         known |= new
+        # Sorted, as a set of texts has another order in each process.
         self.new += sorted(new)
 
     def _add_asking(self, kind: type | None) -> None:
@@ -124,8 +117,7 @@ class LoadedNames:
     def is_asked_of(self, kind: type) -> Callable[[str, Any], bool]:
         """Whether code may ask for a name of objects of that class that it puts together.
 
-        By a method's own first argument, or of what holds data. Of a library's objects numbers,
-        texts and the like count alone: what else they hold is seldom read so, and often changed.
+        By a method's own first argument, or of what holds data.
         """
         is_own = not self._asking.isdisjoint(self._related(kind))
         holds_data = kind.__module__ in OF_DATA or dataclasses.is_dataclass(kind)
@@ -134,6 +126,8 @@ class LoadedNames:
 
         def is_asked_for(name: str, value: Any) -> bool:
             is_out = name in _OF_MODULES or name.startswith("_remat_")
+            # Of a library's objects, only numbers, texts and the like: what else they hold is
+            # seldom read so, and often changed.
             return is_asked and not is_out and (is_any_kind or isinstance(value, PLAIN))
 
         return is_asked_for
@@ -151,13 +145,6 @@ class LoadedNames:
 def is_related(kind: type, asking: type | None) -> bool:
     """Whether methods of a class may be those of objects of `kind`; None: code of any class."""
     return asking is None or asking in kind.__mro__ or kind in asking.__mro__
-
-
-# Which code runs while a step is traced: what did not run has read nothing.
-#
-# Names alone say too much: a method of a common name makes all that it could read seem read. A step
-# whose values are as they were takes the same way through the same code, so what other code could
-# read is no concern of its plan.
 
 
 _BY_OTHER_THREADS = frozenset(
@@ -189,9 +176,12 @@ _Tracer = Callable[[FrameType, str, Any], None]
 
 
 class ExecutedCode:
-    """Code objects, by their identity: that compares faster than they do."""
+    """The code that runs while a step is traced: what did not run has read nothing."""
 
+    # Names alone say too much: a method of a common name makes all that it could read seem read. A
+    # step whose values are as they were takes the same way through the same code.
     def __init__(self) -> None:
+        # by identity, which compares faster than code objects do
         self._codes: dict[int, CodeType] = {}
         self._is_seen, self._goes_on = True, False
         self._begins: Callable[[CodeType], None] | None = None
@@ -207,12 +197,11 @@ class ExecutedCode:
 
     @property
     def can_be_seen(self) -> bool:
-        """Whether Python tells which code begins: not if a debugger or a coverage is told."""
+        # A debugger, or a test's coverage, has the only place for a tracer.
         return sys.gettrace() in (None, self._note)
 
     @property
     def count(self) -> int:
-        """How many have run so far."""
         return len(self._codes)
 
     def own_codes(self) -> list[CodeType]:
@@ -221,21 +210,14 @@ class ExecutedCode:
         return [code for code in codes if not _writes_for_others(code)]
 
     def asks_identity(self) -> bool:
-        """Whether code of the user's, or of torch's layers, asks if two objects are one.
-
-        Whether one is None, or a constant, is no such question. True where nobody knows.
-        """
+        """Whether code of the user's, or of torch's layers, may ask if two objects are one."""
         codes = list(self._codes.values())
         theirs = [code for code in codes if _is_of_layer(code)]
         return not self.is_all or any(map(_asks_identity, [*self.own_codes(), *theirs]))
 
     @contextlib.contextmanager
     def recorded(self) -> Generator[None]:
-        """Note the Python code that this thread begins to run: forward's, and what follows it.
-
-        What follows, a backward, is left out if it runs code of torch alone. A debugger, or a
-        test's coverage, has the only place for that: then nothing is known.
-        """
+        """Note the Python code that this thread begins to run: forward's, and what follows it."""
         self.stop()
         if not self.can_be_seen:
             self._is_seen = False
@@ -247,13 +229,13 @@ class ExecutedCode:
         finally:
             self._goes_on = True
             self.stop()
+            # A backward follows, which is left out if it runs code of torch alone.
             if self._is_seen and self.may_run_in_backward():
                 self._goes_on = True
                 sys.settrace(self._note)
 
     @contextlib.contextmanager
     def told_to(self, begins: Callable[[CodeType], None]) -> Generator[None]:
-        """Call this with each code that is noted, before it runs for the first time."""
         self._begins = begins
         try:
             yield
@@ -262,7 +244,6 @@ class ExecutedCode:
             self.stop()
 
     def stop(self) -> None:
-        """Note no more."""
         if sys.gettrace() is self._note:
             sys.settrace(None)
         elif self._goes_on:
@@ -271,10 +252,10 @@ class ExecutedCode:
         self._goes_on = False
 
     def may_run_in_backward(self) -> bool:
-        """Whether backward may run code of the user's: hooks, and functions of autograd."""
         forwards = (getattr(kind.forward, "__code__", None) for kind in _functions_of_autograd())
         if any(code in self for code in (*_HOOKS_ARE_SET, *forwards)):
             return True
+        # These methods are not written in Python, so that only their names tell.
         return any(
             not _HOOKS_OF_NODES.isdisjoint(code.co_names)
             and not code.co_filename.startswith(_TORCH)
@@ -310,6 +291,7 @@ def _is_of_layer(code: CodeType) -> bool:
 def _asks_identity(code: CodeType) -> bool:
     before = ""
     for one in dis.get_instructions(code):
+        # `is None`, or `is` beside another constant, does not ask about two objects.
         if one.opname == "IS_OP" and not before.startswith(("LOAD_CONST", "LOAD_GLOBAL")):
             return True
         before = one.opname if one.opname not in ("CACHE", "EXTENDED_ARG") else before
@@ -319,6 +301,7 @@ def _asks_identity(code: CodeType) -> bool:
 def _writes_for_others(code: CodeType) -> bool:
     file = code.co_filename
     is_standard = file.startswith((_STANDARD, "<frozen")) and "site-packages" not in file
+    # dataclasses make theirs from a text
     is_of_dataclass = (file, code.co_name) == ("<string>", "__init__")
     return is_standard or is_of_dataclass or file.startswith((_TORCH, _OURS))
 
@@ -332,10 +315,10 @@ def _functions_of_autograd() -> Iterator[type[torch.autograd.Function]]:
 
 
 def without_recording(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Call an op, and note no code if it is torch's: to trace it takes thousands of calls."""
     tracer = sys.gettrace()
     if not hasattr(tracer, "is_ours") or op.namespace not in _OPS_OF_TORCH:
         return op(*args, **kwargs)
+    # To trace one of torch's ops takes thousands of calls.
     sys.settrace(None)
     try:
         return op(*args, **kwargs)

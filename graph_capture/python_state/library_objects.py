@@ -39,6 +39,7 @@ _TEXTS = (io.StringIO, io.BytesIO)
 def is_looked_into(kind: type) -> bool:
     """Whether objects of a library's class hold what a user sets."""
     module: Any = kind.__module__
+    # A class may have anything under ``__module__``.
     if not isinstance(module, str) or issubclass(kind, nn.Module):
         return False
     root = module.partition(".")[0]
@@ -61,6 +62,7 @@ def memory_of(value: Any) -> bytes | str | None:
 def _beside_this_process(value: Any) -> bytes | None:
     """What processes share: a manager's object, or the count of a semaphore, as of an event."""
     kind = type(value)
+    # A lock counts to 1, and holds no number.
     if kind.__module__ == "_multiprocessing" and getattr(value, "maxvalue", 1) > 1:
         return bytes(str(value._get_value()), "ascii")
     if any((one.__module__, one.__name__) == _PROXY for one in kind.__mro__):

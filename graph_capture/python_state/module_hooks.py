@@ -23,11 +23,6 @@ from torch import Tensor, nn
 
 from remat.graph_capture.torch_private.core import FakeTensor, FunctionalTensor
 
-# Which names a function's code loads: of globals, of ``self``, and of any other object.
-#
-# A name that is only known as the code runs, as in `getattr(self, f"scale_{i}")`, may be any.
-
-
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
 _FAST = ("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW", "LOAD_DEREF")
@@ -37,23 +32,18 @@ _IDLE = frozenset({"CACHE", "NOP", "RESUME", "EXTENDED_ARG"})
 
 @dataclass
 class Names:
-    """Names that code loads.
-
-    Attributes
-    ----------
-    global_names : of its module. own : attributes of its first argument, ``self`` in a method.
-    others : attributes of anything else. stored : attributes that it sets, of anything, with
-        the line of the first.
-    modules : that it imports as it runs, each with the level of a relative import.
-    asks_own, asks_others : whether it may ask for an attribute by a name that it puts together: of
-        its first argument, of anything else.
-    """
+    """Names that code loads."""
 
     global_names: set[str] = field(default_factory=set)
+    # attributes of its first argument, ``self`` in a method
     own: set[str] = field(default_factory=set)
-    others: set[str] = field(default_factory=set)
+    others: set[str] = field(default_factory=set)  # attributes of anything else
+    # attributes that it sets, of anything, with the first line that does
     stored: dict[str, int] = field(default_factory=dict)
+    # that it imports as it runs, with the level of a relative import
     modules: set[tuple[str, int]] = field(default_factory=set)
+    # Whether it may ask for an attribute by a name that is known only as it runs, as in
+    # `getattr(self, f"scale_{i}")`: of its first argument, of anything else.
     asks_own: bool = False
     asks_others: bool = False
 
@@ -74,9 +64,9 @@ def names_of(code: CodeType) -> Names:
 
 
 def _add(found: Names, instructions: list[dis.Instruction], line: int, first: str | None) -> None:
-    """Note what is loaded and stored by name; `line` is that of the code's first."""
     for i, instruction in enumerate(instructions):
         name = instruction.opname
+        # An instruction without a line is on that of the one before.
         line = getattr(instruction.positions, "lineno", None) or line
         if name in _GLOBAL:
             found.global_names.add(str(instruction.argval))
@@ -94,7 +84,7 @@ def _add(found: Names, instructions: list[dis.Instruction], line: int, first: st
 
 
 def _level(before: list[dis.Instruction]) -> int:
-    """How many packages up an import begins: what is pushed first of its two arguments."""
+    # IMPORT_NAME takes two arguments, of which the level was pushed first.
     level = before[-2].argval if len(before) > 1 else 0
     return level if isinstance(level, int) else 0
 
@@ -122,6 +112,7 @@ def _second_argument(after: list[dis.Instruction]) -> tuple[int, bool]:
     for i, one in enumerate(after):
         before, depth = depth, depth + dis.stack_effect(one.opcode, one.arg, jump=False)
         is_load = one.opname.startswith("LOAD_") and depth > before
+        # A load only pushes; all others pop before they push.
         lowest = before if is_load else min(before, depth - 1)
         if lowest < 0:
             break
@@ -135,6 +126,7 @@ def _second_argument(after: list[dis.Instruction]) -> tuple[int, bool]:
 def _loads(instruction: dis.Instruction, first: str | None) -> bool:
     """Whether an instruction loads the first argument last."""
     value = instruction.argval
+    # Python 3.13 loads two variables by one instruction.
     if instruction.opname.startswith("LOAD_FAST_") and isinstance(value, tuple):
         value = value[-1]
     return first is not None and instruction.opname.startswith(_FAST) and value == first
@@ -165,19 +157,13 @@ _DEPTH = 5
 
 @dataclass(frozen=True)
 class Hook:
-    """One hook of a module. Two are equal if the same function is called in the same way.
-
-    Attributes
-    ----------
-    table : that it is in. key : its number there, by which its handle removes it.
-    with_kwargs, always : how it was registered.
-    """
+    """Two are equal if the same function is called in the same way."""
 
     table: str
     function: Any
     with_kwargs: bool
     always: bool
-    key: int = field(compare=False)
+    key: int = field(compare=False)  # by which its handle removes it
 
     def __repr__(self) -> str:
         return getattr(self.function, "__qualname__", type(self.function).__name__)
@@ -195,19 +181,13 @@ _Registered = tuple[Hook, ...]
 
 @dataclass(frozen=True)
 class ModuleHooks:
-    """The place of a module's forward hooks.
-
-    Attributes
-    ----------
-    text : what it is, for a person. value : the hooks that there were.
-    """
+    """The place of a module's forward hooks; `value`: those that there were."""
 
     text: str
     module: nn.Module
     value: _Registered
 
     def now(self) -> _Registered:
-        """The hooks that there are."""
         return _hooks_of(self.module)
 
     def put(self, value: _Registered) -> None:
@@ -216,12 +196,11 @@ class ModuleHooks:
             _set_hooks(self.module, value)
 
     def term(self, name: Callable[[Any], str]) -> str:
-        """An expression that is true while the very functions are registered."""
         return f"{name(_hooks_of)}({name(self.module)}) == {name(self.value)}"
 
 
 def _hooks_of(module: nn.Module) -> _Registered:
-    """The forward hooks of a module, in the order in which they run."""
+    """In the order in which they run."""
     space = vars(module)
     always = space["_forward_hooks_always_called"]
     return tuple(
@@ -232,10 +211,10 @@ def _hooks_of(module: nn.Module) -> _Registered:
 
 
 def _set_hooks(module: nn.Module, hooks: _Registered) -> None:
-    """Let a module have just these forward hooks."""
     space = vars(module)
     names = [f"{table}{end}" for table in FORWARD_HOOKS for end in ("", "_with_kwargs")]
     for name in (*names, "_forward_hooks_always_called"):
+        # In place: handles refer to these very tables.
         space[name].clear()
     for hook in hooks:
         space[hook.table][hook.key] = hook.function
@@ -246,16 +225,13 @@ def _set_hooks(module: nn.Module, hooks: _Registered) -> None:
 
 
 def are_alike(some: _Registered, others: _Registered) -> bool:
-    """Whether two modules' hooks do the same, in the same order."""
     pairs = zip(some, others, strict=False)
     return len(some) == len(others) and all(one.is_like(other) for one, other in pairs)
 
 
 def hooked_modules(model: nn.Module, loss_fn: Any = None) -> Iterator[tuple[str, nn.Module]]:
-    """Path and module of all whose hooks run inside a step.
-
-    Not the model itself: each call of a planned module runs its hooks around the step.
-    """
+    """Path and module of all whose hooks run inside a step."""
+    # Not the model itself: each call of a planned module runs its hooks around the step.
     yield from ((path, module) for path, module in model.named_modules() if path)
     if isinstance(loss_fn, nn.Module):
         for path, module in loss_fn.named_modules(prefix="loss_fn"):
@@ -264,13 +240,11 @@ def hooked_modules(model: nn.Module, loss_fn: Any = None) -> Iterator[tuple[str,
 
 
 def place_of_hooks(path: str, module: nn.Module) -> ModuleHooks:
-    """The place of a module's hooks, with those that it has now."""
     text = f"forward hook on submodule {path} ({type(module).__name__})"
     return ModuleHooks(text, module, _hooks_of(module))
 
 
 def _is_like(one: Any, other: Any, depth: int) -> bool:
-    """Whether two functions do the same: one code, and equal values around it."""
     if one is other:
         return True
     if type(one) is type(other) and isinstance(one, (*_BY_VALUE, MethodType)):

@@ -28,13 +28,7 @@ _CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
 
 
 class Namespaces:
-    """The namespaces that a walk has come by, and what of them code reads.
-
-    Parameters
-    ----------
-    names : that code loads. add : takes each place that is to be compared. read_method : takes each
-        method of a class that code may call.
-    """
+    """The namespaces that a walk has come by, and what of them code reads."""
 
     def __init__(
         self,
@@ -43,6 +37,7 @@ class Namespaces:
         read_method: Callable[[type, FunctionType], None],
     ) -> None:
         self._names = names
+        # `add` takes each place to compare, `read_method` each method that code may call.
         self._add, self._read_method = add, read_method
         self._held: list[Any] = []  # an identity is of an object that lives
         self._before: dict[int, dict[str, Any]] = {}
@@ -52,11 +47,9 @@ class Namespaces:
         self._called: set[type] = set()
 
     def add_module(self, module: ModuleType) -> None:
-        """A module, of which forward may load names."""
         self._add_space(Namespace(module.__name__, module, vars(module)))
 
     def add_class(self, kind: type) -> None:
-        """A class, and its bases."""
         for owner in kind.__mro__:
             if owner in (object, nn.Module) or owner in self._classes:
                 continue
@@ -66,31 +59,30 @@ class Namespaces:
                 self._add_space(self._classes[owner])
 
     def call(self, kind: type) -> None:
-        """Forward may run the constructor of a class that some code names."""
         for owner in kind.__mro__:
+            # Forward may run the constructor of a class that some code names.
             if owner not in self._called:
                 self._called.add(owner)
                 if owner in self._classes:
                     self._read(self._classes[owner], _CONSTRUCTORS)
 
     def add_instance(self, text: str, value: Any, space: dict[str, Any]) -> None:
-        """An object, with its ``__dict__``."""
         added = Namespace(text, value, space)
         self._instances.setdefault(type(value), []).append(added)
         self._add_space(added)
 
     def read_named(self, name: str) -> None:
-        """Read a name that some code loads, in each namespace that has it."""
         for space in self._having.get(name, ()):
             self._read(space, (name,))
 
     def read_asking(self, asking: type | None) -> None:
-        """Read what code of a class, or of any, asks for by names that it computes."""
+        """Read what code of a class (None: of any) asks for by names that it computes."""
         for kind in [one for one in self._instances if is_related(one, asking)]:
             for space in self._instances[kind]:
                 self._read(space, space.before)
 
     def _add_space(self, space: Namespace) -> None:
+        # A class makes another view of its namespace at each look.
         holder = space.value if isinstance(space.value, type) else space.space
         space.before = self.as_before(space.space, holder)
         for key in space.before:
@@ -98,15 +90,14 @@ class Namespaces:
         self._read(space, space.before)
 
     def as_before(self, space: Any, holder: Any = None) -> dict[str, Any]:
-        """What a namespace held when the walk came by it: code may write to it before it reads."""
         holder = space if holder is None else holder
         if id(holder) not in self._before:
+            # A copy, as code may write to it before it reads.
             self._before[id(holder)] = dict(space)
             self._held.append(holder)
         return self._before[id(holder)]
 
     def _read(self, space: Namespace, keys: Iterable[str]) -> None:
-        """Those of these names of a namespace that code may read."""
         keys = [key for key in keys if key in space.before and key not in space.done]
         if isinstance(space.value, type):
             self._read_class(space, space.value, keys)
@@ -116,7 +107,6 @@ class Namespaces:
             self._read_instance(space, keys)
 
     def _read_class(self, space: Namespace, kind: type, keys: Iterable[str]) -> None:
-        """The methods and attributes of a class that some code names."""
         is_named = self._names.is_loaded_of(kind)
         for key in sorted(keys):
             is_special = key.startswith("__") and key.endswith("__")
@@ -134,11 +124,13 @@ class Namespaces:
                 self._add(DictItem(text, space.space, key, value, owner=kind))
 
     def _is_run(self, kind: type, special: str) -> bool:
-        """Whether forward may run a method that no code names: a constructor, if the class is."""
+        """Whether forward may run a special method that no code names."""
+        # A constructor runs only if the class is called.
         return kind in self._called if special in _CONSTRUCTORS else special not in NOT_RUN
 
     def _read_instance(self, space: Namespace, keys: Iterable[str]) -> None:
         kind = type(space.value)
+        # Python's own code reads all of what stands around data, whatever a user's code names.
         if not isinstance(space.value, AROUND_DATA):
             is_loaded, is_asked = self._names.is_loaded_of(kind), self._names.is_asked_of(kind)
             keys = [key for key in keys if is_loaded(key) or is_asked(key, space.before[key])]
@@ -154,13 +146,11 @@ class Namespaces:
             self._add(DictItem(text, space.space, key, space.before[key]))
 
     def absent(self, reached: ReachableObjects) -> list[Absent]:
-        """Names that code loads of each instance, and that it does not have itself.
-
-        What it loads, and the instance's class, are noted in `reached`.
-        """
+        """Names that code loads of each instance and that it lacks; all are noted in `reached`."""
         found: list[Absent] = []
         for kind, instances in self._instances.items():
             named = self._names.named_for(kind)
+            # Many instances of a class have the same names, so the difference is made once.
             missing: dict[frozenset[str], set[str]] = {}
             for one in instances:
                 has = frozenset(one.before)

@@ -61,31 +61,24 @@ Absent = tuple[str, dict[str, Any], set[str]]
 
 @dataclass
 class ReachableObjects:
-    """What a walk found.
+    """What a walk found."""
 
-    Attributes
-    ----------
-    places : to be compared. caches : of `functools`, each with its counts.
-    streams : generators of random numbers that are the user's own. texts : that may name
-        attributes. functions : how many were read.
-    reads, kinds : by the identity of an instance's ``__dict__``, the names that code loads of the
-        instance, and its class.
-    stores : names of attributes that code sets, with the first ``file:line`` that does.
-    of_libraries : identities of what installed libraries hold, beside their classes and functions.
-    """
-
-    places: list[StateSlot | OpaqueState] = field(default_factory=list)
+    places: list[StateSlot | OpaqueState] = field(default_factory=list)  # to be compared
+    # of `functools`, each with its counts
     caches: list[tuple[Any, Any]] = field(default_factory=list)
-    streams: list[Stream] = field(default_factory=list)
-    texts: set[str] = field(default_factory=set)
-    functions: int = 0
+    streams: list[Stream] = field(default_factory=list)  # the user's own
+    texts: set[str] = field(default_factory=set)  # that may name attributes
+    functions: int = 0  # how many were read
+    # By the identity of an instance's ``__dict__``: names that code loads of it, and its class.
     reads: dict[int, set[str]] = field(default_factory=dict)
     kinds: dict[int, type] = field(default_factory=dict)
+    # Names of attributes that code sets, with the first ``file:line`` that does.
     stores: dict[str, str] = field(default_factory=dict)
+    # Identities of what installed libraries hold, beside their classes and functions.
     of_libraries: set[int] = field(default_factory=set)
 
     def is_of_library(self, holder: Any) -> bool:
-        """Whether an installed library holds what `holder` does: a namespace, a cell, an object."""
+        # Classes and functions say themselves where they are from.
         if isinstance(holder, (type, FunctionType)):
             return is_installed(sys.modules.get(str(holder.__module__)))
         return id(holder) in self.of_libraries
@@ -93,37 +86,27 @@ class ReachableObjects:
 
 @dataclass
 class Namespace:
-    """Names of an instance, a class or a module.
-
-    Attributes
-    ----------
-    space : its ``__dict__``. before : what that held when the walk came by it. done : names that
-        are compared already.
-    """
+    """Names of an instance, a class or a module."""
 
     text: str
     value: Any
-    space: Mapping[str, Any]
-    before: dict[str, Any] = field(default_factory=dict)
-    done: set[str] = field(default_factory=set)
+    space: Mapping[str, Any]  # its ``__dict__``
+    before: dict[str, Any] = field(default_factory=dict)  # what that held when the walk came by it
+    done: set[str] = field(default_factory=set)  # compared already
 
 
 def is_library(module: Any) -> bool:
-    """Whether code of that module is torch's, NumPy's, Python's or ours, and not followed.
-
-    A class may have anything under ``__module__``, as one of a file that defines Triton kernels.
-    """
+    """Whether code of that module is torch's, NumPy's, Python's or ours, and not followed."""
+    # A class may have anything under ``__module__``, as one of a file that defines Triton kernels.
     return isinstance(module, str) and module.partition(".")[0] in _LIBRARIES
 
 
 def distinct_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, then buffers, by their paths."""
     yield from module.named_parameters()
     yield from module.named_buffers()
 
 
 def is_installed(module: ModuleType | None) -> bool:
-    """Whether a module is of a package that was installed, and not of the user's own files."""
     return "site-packages" in (getattr(module, "__file__", None) or "")
 
 
@@ -137,6 +120,7 @@ def holds_tensors(value: Any) -> bool:
         if id(one) in seen or isinstance(one, (type, ModuleType)):
             continue
         seen.add(id(one))
+        # Better to drop what a library found out than to keep a tensor of the trace.
         if len(seen) > _MOST_HELD:
             return True
         if isinstance(one, FunctionType):  # its globals are not its own
@@ -147,7 +131,6 @@ def holds_tensors(value: Any) -> bool:
 
 
 def is_users_module(module: str) -> bool:
-    """Whether code of a module of that name is neither torch's or Python's nor installed."""
     return not (is_library(module) or is_installed(sys.modules.get(module)))
 
 
@@ -155,6 +138,7 @@ def modules_of(function: FunctionType, names: Names) -> Iterator[ModuleType]:
     """The modules that a function imports as it runs, of those that are there."""
     package = function.__globals__.get("__package__") or ""
     for name, level in sorted(names.modules):
+        # One dot means the package itself.
         below = package.split(".")[: len(package.split(".")) + 1 - level] if level else []
         parts = [*below, *filter(None, name.split("."))]
         for i in range(len(below) or 1, len(parts) + 1):

@@ -44,9 +44,6 @@ from remat.graph_capture.torch_private.aot import (
 )
 from remat.graph_capture.torch_private.core import dispatch_keys
 
-# Many small comparisons as one function, of which Python runs each in some tens of nanoseconds.
-
-
 _TERMS_PER_PART = 200
 """Terms in one expression. The compiler's stack is not made for one of 10,000."""
 
@@ -59,9 +56,9 @@ class ObjectNames:
         self._known: dict[int, str] = {}
 
     def __call__(self, value: Any) -> str:
-        """The name of that very object."""
         if id(value) not in self._known:
             self._known[id(value)] = f"v{len(self._known)}"
+            # Kept alive here, so that no other object gets its id.
             self.space[self._known[id(value)]] = value
         return self._known[id(value)]
 
@@ -71,15 +68,14 @@ def _compiled_check(terms: Iterable[str], names: ObjectNames) -> Callable[[], bo
     terms = list(terms)
     parts = [terms[i : i + _TERMS_PER_PART] for i in range(0, len(terms), _TERMS_PER_PART)]
     lines = [f"    if not ({' and '.join(part)}): return False" for part in parts]
+    # As one function, Python runs each of many small comparisons in some tens of nanoseconds.
     exec("\n".join(["def test():", *lines, "    return True"]), names.space)
     return names.space["test"]
 
 
-# Many objects compared in one call into C++, by the guards that dynamo makes for its own frames.
-#
-# A comparison takes 10 ns for a dictionary and 40 ns for a tensor; in Python, one for each entry of
-# a dictionary takes 20 ns. They are private to torch; the tests run them on each release that is
-# supported.
+# Guards that dynamo makes for its own frames compare many objects in one call into C++: 10 ns for a
+# dictionary, 40 ns for a tensor. In Python, one entry of a dictionary takes 20 ns. They are private
+# to torch; the tests run them on each release that is supported.
 
 
 _PART = 64
@@ -87,24 +83,18 @@ _PART = 64
 
 
 def unwritten(dictionaries: Sequence[dict[Any, Any]]) -> Callable[[], bool]:
-    """A function that is true while nothing is written to any of the dictionaries.
-
-    A dictionary has another version after each write that puts another object into it. So this may
-    be false where all holds what it held, but not true where something holds another thing.
-    """
+    """A check that holds while nothing is written to any of the dictionaries."""
 
     def add(node: GuardManager, dictionary: dict[Any, Any]) -> None:
         # What dynamo would print of a guard that fails: nobody reads it here.
+        # A write that puts back what was there counts too: False may be wrong, True never is.
         node.add_dict_version_guard(dictionary, [""], None)
 
     return _tree(dictionaries, add)
 
 
 def same_facts(tensors: Sequence[Tensor]) -> Callable[[], bool]:
-    """A function that is true while the tensors are as they are now.
-
-    Their type, dtype, device, shape, strides, and whether they require a gradient.
-    """
+    """A check of type, dtype, device, shape, strides, and whether they require a gradient."""
 
     def add(node: GuardManager, tensor: Tensor) -> None:
         # Lists of numbers, unlike what torch's stub says.
@@ -126,7 +116,6 @@ def _tree(objects: Sequence[Any], add: Callable[[GuardManager, Any], None]) -> C
 
 
 def _nodes_below(node: GuardManager, values: tuple[Any, ...]) -> list[tuple[Any, GuardManager]]:
-    """Each item of a tuple, and the node for it."""
     kind: Any = GuardManagerType.GUARD_MANAGER
     return [
         (value, node.tuple_getitem_manager(i, "", value, kind)) for i, value in enumerate(values)
@@ -135,15 +124,13 @@ def _nodes_below(node: GuardManager, values: tuple[Any, ...]) -> list[tuple[Any,
 
 @functools.cache
 def versions_tell() -> bool:
-    """Whether this Python tells of each write to a dictionary: tried, as it is not documented."""
+    """Whether this Python tells of each write to a dictionary."""
+    # Tried, as it is not documented.
     tried: dict[str, Any] = {"key": None}
     same = unwritten([tried])
     before = same()
     tried["key"] = same
     return before and not same()
-
-
-# Whether dictionaries hold what they held: by their versions, where these stand still.
 
 
 Watched = tuple[dict[Any, Any], list[str]]
@@ -154,16 +141,7 @@ CALLS_A_TREE = 64
 
 
 class WatchedDicts:
-    """Dictionaries that are compared with what they hold when this is made.
-
-    A write gives a dictionary another version, also where it puts back what was there: then the
-    terms decide, and the versions are taken anew. One that each step writes to, as for a loss that
-    a layer leaves in an attribute, is compared by its terms from then on.
-
-    Parameters
-    ----------
-    watched : the dictionaries and their terms. names : the objects of the terms.
-    """
+    """Dictionaries that are compared with what they hold when this is made."""
 
     def __init__(self, watched: Sequence[Watched], names: ObjectNames) -> None:
         self._names, self._watched = names, watched
@@ -172,20 +150,21 @@ class WatchedDicts:
         self._watch()
 
     def hold(self) -> bool:
-        """Whether all hold the very objects that they held."""
         self._calls += 1
         if self._are_still():
             self._is_new = False
             return self._others_hold()
+        # A write gives another version also where it puts back what was there: the terms decide.
         if not self._all():
             return False
+        # Not more often than a new tree pays.
         if self._calls >= CALLS_A_TREE * (self._trees - 1):
             self._watch_again()
         return True
 
     @functools.cached_property
     def _all(self) -> Callable[[], bool]:
-        """Made when the versions first are not enough: most models never need it."""
+        # Made when the versions first are not enough: most models never need it.
         return _compiled_check(_terms(self._watched), self._names)
 
     def _watch(self) -> None:
@@ -197,7 +176,8 @@ class WatchedDicts:
         self._trees += 1
 
     def _watch_again(self) -> None:
-        """By new versions; those that one step was enough to write to, no more."""
+        # What one step was enough to write to, as a loss that a layer leaves in an attribute, is
+        # compared by its terms from then on.
         if self._is_new:
             pairs = list(zip(self._still, self._versions, strict=True))
             moved = [one for one, version in pairs if dict_version(one[0]) != version]
@@ -223,17 +203,8 @@ class Change:
 class PythonState:
     """Python's state that forward and the loss may read, as it is when this is made.
 
-    Parameters
-    ----------
-    model : the user's. loss_fn : as captured.
-    ran : what this code may read alone, also what runs later: each state that it comes by is as it
-        was before. Left at None, what any code may read, whether it runs or not.
-
-    Attributes
-    ----------
-    ran : the code that ran since this was made, where it is noted. behind_caches : functions that
-        ran earlier, of which forward took results that a cache has kept.
-    asks_identity : whether code may ask if two objects are one, as ``query is key``.
+    `ran`: compare what this code may read, also what runs later; each state that it comes by is as
+    it was before. None: what any code may read, whether it runs or not.
     """
 
     def __init__(
@@ -248,28 +219,28 @@ class PythonState:
         self.grown: list[ContainerItems] = []
         self._gone: set[tuple[int, Any]] = set()
         self._added: list[StateSlot | OpaqueState] = []
+        # Functions that ran earlier, of which forward took results that a cache has kept.
         self.behind_caches: list[FunctionType] = []
         self._behind: list[StateWalk] = []
         self._size: tuple[int, ...] = ()
         self._test: Callable[[], bool] | None = None
-        self.ran: ExecutedCode | None = None
-        self.asks_identity = True
+        self.ran: ExecutedCode | None = None  # since this was made, where it is noted
+        self.asks_identity = True  # whether code may, as in ``query is key``
 
     def begins(self, code: CodeType) -> None:
-        """Come by what code may read that is about to run for the first time."""
         if runs_unseen(code):
+            # From now on code may run unseen, so all of it counts.
             self._walk.follow_all()
         else:
             self._walk.begins(code)
 
     @property
     def code_in_scope(self) -> ExecutedCode | None:
-        """The code that this is the state of; None: all code."""
+        """None: all code."""
         return self._walk.ran
 
     @property
     def places(self) -> list[StateSlot | OpaqueState]:
-        """The places that are compared."""
         self._take_over()
         return self._places
 
@@ -281,31 +252,28 @@ class PythonState:
 
     @property
     def of_tensors(self) -> set[str]:
-        """Names that code may load of a tensor, as it does where a user has set them."""
         self._take_over()
         return self._of_tensors
 
     @property
     def stores(self) -> dict[str, str]:
-        """Names of attributes that code sets, with the first ``file:line`` that does."""
+        """By name of an attribute, the first ``file:line`` that sets it."""
         return self._found.stores
 
     @property
     def streams(self) -> list[Stream]:
-        """The user's own generators of random numbers."""
         return self._found.streams
 
     @property
     def work(self) -> tuple[int, int]:
-        """How many functions were read, and places found."""
         return self._found.functions, len(self._found.places)
 
     def _take_over(self) -> None:
-        """All that the walk has come by, without what is left out."""
         if self._size == self._walk.size:
             return
         self._size, self._test = self._walk.size, None
         walks = self._walk, *self._behind
+        # In reverse, so that of two places that are one the first walk's stays.
         found = {_key_of(one): one for walk in reversed(walks) for one in walk.all_places()}
         self._places = [one for key, one in found.items() if key not in self._gone]
         self._places += self._added
@@ -319,15 +287,12 @@ class PythonState:
         ]
 
     def reads(self, space: dict[str, Any], name: str) -> bool:
-        """Whether code may load that name of the instance whose ``__dict__`` this is."""
         self._take_over()
         return name in self._found.reads.get(id(space), ()) or name in self._found.texts
 
     def changes(self) -> list[Change]:
-        """Places that hold something else now, by what values are and not by who they are.
-
-        Generators of random numbers too, though not in `first_change`: they may move between steps.
-        """
+        """Places that hold something else now, by value; and generators that have moved."""
+        # Not in `first_change`: generators may move between steps.
         moved = [Change(one.text, "", "", one) for one in self.streams if one.has_moved()]
         return [*self._changed_places(), *self._appeared(), *moved]
 
@@ -341,37 +306,32 @@ class PythonState:
         for text, space, names in self.watched:
             for name in sorted(space.keys() & names):
                 place = DictItem(f"{text}.{name}".lstrip("."), space, name, MISSING)
+                # Before it had a value of its own, it had its class's.
                 yield Change(place.text, self._of_class(space, name), space[name], place)
 
     def _of_class(self, space: dict[str, Any], name: str) -> Any:
-        """What an instance had from its class before it had a value of its own."""
         return getattr(self._found.kinds.get(id(space)), name, MISSING)
 
     def writer(
         self, place: StateSlot | OpaqueState | Stream, *, in_backward: bool = False
     ) -> Writer:
-        """Who has changed a place while `ran` was noted.
-
-        Parameters
-        ----------
-        in_backward : which may run hooks in a thread of its own.
-        """
+        """Who has changed a place while `ran` was noted."""
         ran = self.ran
+        # Backward may run hooks in a thread of its own.
         if ran is None or not ran.is_all or (in_backward and ran.may_run_in_backward()):
             return Writer.FORWARD
         return writer_of(place, ran)
 
     def restore(self) -> None:
-        """Put all places back, empty caches that were filled, and remove what appeared.
-
-        What another thread has written stays, and what a library has found out at its first call:
-        caches of its own, which nobody sees, may rest on it. Tensors of the trace go.
-        """
+        """Put all places back, empty caches that were filled, and remove what appeared."""
         for place in self.places:
             now = place.now()
             is_changed = not is_same(now, place.value)
+            # What another thread has written stays.
             if is_changed and self.writer(place) is not Writer.FORWARD:
                 continue
+            # So does what a library has found out at its first call: caches of its own, which
+            # nobody sees, may rest on it. Tensors of the trace go.
             if self._found.is_of_library(_holder(place)) and not (
                 is_changed and holds_tensors(now)
             ):
@@ -402,10 +362,11 @@ class PythonState:
                 one.put_back()
 
     def leave_out(self, places: Iterable[StateSlot | OpaqueState]) -> None:
-        """Compare these places no more, which forward itself sets."""
+        """Compare these no more: forward itself sets them."""
         gone = {_key_of(place) for place in places}
         if not gone <= self._gone:
             self._gone |= gone
+            # So that all is gathered anew at the next look.
             self._size = ()
 
     def compare_executed(self) -> None:
@@ -420,6 +381,7 @@ class PythonState:
 
     def _walk_behind(self, functions: list[FunctionType]) -> None:
         self.behind_caches, self._size = functions, ()
+        # An empty model: only what these functions read counts.
         self._behind = [StateWalk(nn.Module(), functions)] if functions else []
 
     def compare_items_of(self, places: Iterable[ContainerItems]) -> None:
@@ -435,6 +397,7 @@ class PythonState:
 
     def first_change(self) -> Change | None:
         """The first place that holds something else; fast where each holds the very same object."""
+        # A name or attribute that is gone raises one of these; it is looked for below.
         with contextlib.suppress(KeyError, ValueError, AttributeError):
             if self._test is not None and self._test():
                 return None
@@ -445,11 +408,11 @@ class PythonState:
         return change
 
     def _compile(self) -> None:
-        """One function that is true while every place holds the object that it holds now."""
         names = ObjectNames()
         by_space: dict[int, Watched] = {}
         others: list[str] = []
         for space, term in self._terms(names):
+            # Only a plain dictionary tells of writes by its version.
             if type(space) is dict:
                 by_space.setdefault(id(space), (space, []))[1].append(term)
             else:
@@ -462,6 +425,7 @@ class PythonState:
         for place in self.places:
             space = place.space if isinstance(place, DictItem) else None
             yield space, replace(place, value=place.now()).term(names)
+        # A name that appears makes it longer.
         for _, space, _ in self.watched:
             yield space, f"len({names(space)}) == {len(space)}"
 
@@ -485,7 +449,6 @@ def _holder(place: StateSlot | OpaqueState) -> Any:
 def python_state_kept(
     model: nn.Module, loss_fn: Callable[..., Any] | None, ran: ExecutedCode | None = None
 ) -> Generator[PythonState]:
-    """The state as it is now, which is put back on leaving."""
     state = PythonState(model, loss_fn, ran)
     try:
         yield state
@@ -493,45 +456,31 @@ def python_state_kept(
         state.restore()
 
 
-# Dictionaries of libraries that forward only adds to: what a first call finds out is kept there.
-#
-# einops keeps which backend is meant for which type of tensor. The types that tensors have while
-# they are traced come to no step.
-
-
 @dataclass(frozen=True)
 class LibraryCache:
-    """A dictionary that forward has added to.
+    """A global dictionary of a library that forward has added to at its first call."""
 
-    Attributes
-    ----------
-    place : with what it held before. value : what it holds now. added : to find at the next call.
-    """
-
-    place: ContainerItems
-    value: dict[Any, Any]
-    added: dict[Any, Any]
+    place: ContainerItems  # with what it held before
+    value: dict[Any, Any]  # what it holds now
+    added: dict[Any, Any]  # to find at the next call
 
     def put(self) -> None:
-        """Let it hold what forward has added."""
         self.place.put(self.value)
 
 
 def added_to_library(change: Change) -> LibraryCache | None:
-    """What forward has added to a global dictionary of an installed module; None if it did not.
-
-    Each is an object of a class that was installed. What is kept for types of tensors that only a
-    trace has is left out.
-    """
+    """What forward has added to a global dictionary of an installed module, or None."""
     place = change.place
     if not (isinstance(place, ContainerItems) and isinstance(change.before, dict)):
         return None
     before, now = cast("dict[Any, Any]", change.before), cast("dict[Any, Any]", change.now)
     if not all(is_same(now.get(key, MISSING), value) for key, value in before.items()):
         return None
+    # What a first call finds out: einops keeps which backend is meant for which type of tensor.
     added = {key: now[key] for key in now if key not in before}
     if not (_is_global_of_library(place.owner) and all(map(_is_of_library, added.values()))):
         return None
+    # Types of tensors that only a trace has come to no step.
     kept = {key: value for key, value in added.items() if key not in CLASSES_OF_A_TRACE}
     return LibraryCache(place, now, kept)
 
@@ -542,6 +491,5 @@ def _is_global_of_library(owner: Any) -> bool:
 
 
 def _is_of_library(value: Any) -> bool:
-    """Whether it is an object of a class that was installed, and so is not the user's."""
     module = sys.modules.get(type(value).__module__)
     return not isinstance(value, Tensor) and module is not None and is_installed(module)

@@ -39,22 +39,16 @@ PLAIN = (
 
 @dataclass(frozen=True)
 class DictItem:
-    """A name of a namespace: an instance's or a module's ``__dict__``, a class's, a dictionary.
-
-    Attributes
-    ----------
-    text : what it is, for a person. space : the mapping, of which a class's can only be read.
-    owner : whose namespace it is; of a class, the way to write it.
-    """
+    """A name of a namespace: an instance's or a module's ``__dict__``, a class's, a dictionary."""
 
     text: str
-    space: Any
+    space: Any  # of a class, it can only be read
     key: Any
     value: Any
-    owner: Any = None
+    owner: Any = None  # whose namespace it is; a class is written through it
 
     def now(self) -> Any:
-        """Its value now; `MISSING` where there is none."""
+        """`MISSING` where there is none."""
         return self.space.get(self.key, MISSING)
 
     def put(self, value: Any) -> None:
@@ -84,21 +78,18 @@ class ClosureCell:
     value: Any
 
     def now(self) -> Any:
-        """Its value now; `MISSING` where it is not set."""
         try:
             return self.cell.cell_contents
         except ValueError:
             return MISSING
 
     def put(self, value: Any) -> None:
-        """Set it, or empty it where `value` is `MISSING`."""
         if value is MISSING:
             del self.cell.cell_contents
         else:
             self.cell.cell_contents = value
 
     def term(self, name: Callable[[Any], str]) -> str:
-        """An expression that is true while the very object is there."""
         return f"{name(self.cell)}.cell_contents is {name(self.value)}"
 
 
@@ -112,18 +103,15 @@ class SlotAttr:
     value: Any
 
     def now(self) -> Any:
-        """Its value now; `MISSING` where there is none."""
         return getattr(self.owner, self.key, MISSING)
 
     def put(self, value: Any) -> None:
-        """Set it, or remove it where `value` is `MISSING`."""
         if value is MISSING:
             delattr(self.owner, self.key)
         else:
             setattr(self.owner, self.key, value)
 
     def term(self, name: Callable[[Any], str]) -> str:
-        """An expression that is true while the very object is there."""
         return f"{name(self.owner)}.{self.key} is {name(self.value)}"
 
 
@@ -136,15 +124,12 @@ class ContainerItems:
     value: Any
 
     def now(self) -> Any:
-        """A copy of what it holds now."""
         return copied(self.owner)
 
     def put(self, value: Any) -> None:
-        """Fill it with `value`, in place, unless it holds just that."""
         refill(self.owner, value)
 
     def term(self, name: Callable[[Any], str]) -> str:
-        """An expression that is true while it holds the very same items."""
         return f"{name(holds)}({name(self.owner)}, {name(self.value)})"
 
 
@@ -212,6 +197,7 @@ def holds(owner: Any, value: Any) -> bool:
         keys = all(map(operator.is_, dict.keys(owner), value))
         return keys and all(map(operator.is_, dict.values(owner), value.values()))
     if isinstance(owner, set):
+        # Sets have no order in which items could be compared by identity.
         return set.__eq__(owner, value)
     return all(map(operator.is_, base.__iter__(owner), value))
 
@@ -221,21 +207,21 @@ def _bits(numbers: Any) -> tuple[Any, bytes]:
 
 
 def is_same(now: Any, before: Any) -> bool:
-    """Whether a value is what it was: the very object, or a plain one of that type and value.
-
-    `True`, 1 and 1.0 are three values; so are 0.0 and -0.0; NaN is NaN.
-    """
+    """Whether a value is what it was: the very object, or a plain one of that type and value."""
     if now is before:
         return True
+    # True, 1 and 1.0 are three values.
     if type(now) is not type(before):
         return False
     if isinstance(now, (float, complex)):
+        # By text: NaN is NaN, and 0.0 is not -0.0.
         return repr(now) == repr(before)
     if isinstance(now, PLAIN):
         return bool(now == before)
     if isinstance(now, (tuple, list, deque)):
         return len(now) == len(before) and all(map(is_same, now, before))
     if isinstance(now, dict):
+        # In their order, in which code may go through them.
         return list(now) == list(before) and all(map(is_same, now.values(), before.values()))
     if isinstance(now, (set, frozenset)):
         return now == before
@@ -249,13 +235,12 @@ def is_same(now: Any, before: Any) -> bool:
 
 
 def is_same_function(now: Any, before: Any) -> bool:
-    """Whether two are one function: bound methods of one object, which each look-up makes anew.
-
-    While fx traces, it has a function of its own in the place of each that `torch.fx.wrap` names.
-    """
+    """Whether two are one function, or bound methods of one object."""
+    # While fx traces, it has a function of its own in the place of each that `torch.fx.wrap` names.
     now, before = _without_fx(now), _without_fx(before)
     if now is before:
         return True
+    # Each look-up makes a bound method anew.
     function = getattr(now, "__func__", None)
     return (
         function is not None
@@ -267,13 +252,6 @@ def is_same_function(now: Any, before: Any) -> bool:
 def _without_fx(value: Any) -> Any:
     is_fxs = isinstance(value, FunctionType) and value.__code__.co_filename == _FX
     return getattr(value, "__wrapped__", value) if is_fxs else value
-
-
-# State that is in no attribute and no container: how far an iterator or a generator has come.
-#
-# Taking the next item, or the next number, changes nothing that a walk sees, and a step that
-# follows a plan would take the same one each time. Context variables and the environment are asked
-# too.
 
 
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
@@ -292,27 +270,22 @@ _ENDLESS = -1
 
 @dataclass(frozen=True)
 class OpaqueState:
-    """State that only a call can read, such as an iterator's position, and its value at capture.
+    """State that only a call can read, such as an iterator's position, and its value at capture."""
 
-    Attributes
-    ----------
-    ask : from the owner to its state.
-    """
-
+    # To take the next item, or the next number, changes nothing that a walk sees, and a step that
+    # follows a plan would take the same one each time.
     text: str
     owner: Any
-    ask: Callable[[Any], Any]
+    ask: Callable[[Any], Any]  # from the owner to its state
     value: Any
 
     def now(self) -> Any:
-        """Its state now."""
         return self.ask(self.owner)
 
     def put(self, value: Any) -> None:
         """Nothing: an iterator only goes on."""
 
     def term(self, name: Callable[[Any], str]) -> str:
-        """An expression that is true while its state is the same."""
         return f"{name(is_same)}({name(self.ask)}({name(self.owner)}), {name(self.value)})"
 
 
@@ -337,15 +310,11 @@ class SettingsBefore:
     def asked(
         self, global_names: Collection[str], names: Collection[str], texts: Collection[str]
     ) -> Iterator[OpaqueState]:
-        """Those that code may ask for.
-
-        Parameters
-        ----------
-        names : of attributes. texts : of variables, which are in capitals there, as in `names`.
-        """
+        """Those that code may ask for; `names` and `texts` have variables in capitals."""
         for name in sorted(_SETTINGS.intersection(names)):
             ask = functools.partial(_said_by_torch, name)
             yield OpaqueState(f"torch.{name}()", torch, ask, self._said[name])
+        # Code that names neither reads no variable.
         if {"environ", "getenv"}.isdisjoint({*global_names, *names}):
             return
         capitals = sorted({name for name in (*names, *texts) if name.isupper()})
@@ -364,11 +333,10 @@ class Stream:
     state: Any
 
     def has_moved(self) -> bool:
-        """Whether numbers were drawn from it, or it was seeded."""
+        # States hold arrays, which compare element by element; bytes do not.
         return pickle.dumps(_state_of(self.owner)) != self.state[0]
 
     def put_back(self) -> None:
-        """Set it to where it was."""
         if self.has_moved():
             _set_state(self.owner, self.state[1])
 
@@ -422,20 +390,19 @@ def _variables(keys: tuple[Any, ...], environ: Mapping[str, str]) -> Any:
 
 
 def _progress(iterator: Any) -> Any:
-    """What differs as soon as an iterator has given an item; `MISSING` where nothing can be seen.
-
-    Counters show their number, iterators over containers how much is left, generators their frame.
-    Those that wrap others are taken apart.
-    """
+    """What differs once an iterator has given an item; `MISSING` where nothing can be seen."""
     if isinstance(iterator, GeneratorType):
         frame = iterator.gi_frame
         return None if frame is None else (frame.f_lasti, dict(frame.f_locals))
     if isinstance(iterator, itertools.count):
+        # Its repr alone shows the number.
         return repr(iterator)
     if hasattr(iterator, "__length_hint__"):
+        # Iterators over containers say how much is left.
         return operator.length_hint(iterator, _ENDLESS)
     try:
         with warnings.catch_warnings():
+            # Python 3.12 warns where one of itertools is taken apart, and 3.14 does it no more.
             warnings.simplefilter("ignore", DeprecationWarning)
             return _taken_apart(iterator.__reduce__())
     except TypeError:  # newer Pythons do not take some of them apart

@@ -78,13 +78,8 @@ _NAMES_OF_ATTRIBUTES = (operator.attrgetter, operator.methodcaller)
 class StateWalk:
     """One walk from a model and its loss, breadth first. `found` has what it has come by so far.
 
-    Each object is visited once. What is far from the model comes last, and beyond `MOST_PLACES`
-    nothing does.
-
-    Parameters
-    ----------
-    loss_fn : or other functions that are called.
-    ran : follow this code alone, and what `begins` later; left at None, all.
+    `loss_fn` may be other functions that are called. `ran`: follow this code alone, and what
+    `begins` later; None: all.
     """
 
     def __init__(
@@ -96,9 +91,11 @@ class StateWalk:
         self.found = ReachableObjects()
         self.ran = ran
         self._in_library = False  # whether what is followed now is an installed library's
+        # First in, first out: beyond `MOST_PLACES`, what is farthest from the model is missing.
         self._queue: deque[tuple[Any, str]] = deque()
-        self._seen: dict[int, Any] = {}
+        self._seen: dict[int, Any] = {}  # with the objects, whose identities stay theirs so
         self._entries: set[tuple[int, Any]] = set()
+        # Functions, by the identity of code that has not run yet.
         self._waiting: dict[int, list[tuple[FunctionType, type | None]]] = {}
         self._names = LoadedNames(self.found.texts)
         self._spaces = Namespaces(self._names, self._add_entry, self._read_method)
@@ -116,7 +113,6 @@ class StateWalk:
 
     @property
     def size(self) -> tuple[int, ...]:
-        """Another one as soon as it has come by more."""
         return len(self._seen), len(self._entries), len(self._names)
 
     def begins(self, code: CodeType) -> None:
@@ -125,12 +121,10 @@ class StateWalk:
             self._read_waiting([id(code)])
 
     def follow_executed(self) -> None:
-        """Follow all code that has run until now."""
         waiting = self._waiting.items()
         self._read_waiting([key for key, ((one, _), *_) in waiting if self._is_followed(one)])
 
     def follow_all(self) -> None:
-        """From now on, follow code that has not run as well."""
         self.ran = None
         self._read_waiting(list(self._waiting))
 
@@ -152,7 +146,7 @@ class StateWalk:
         return [one for one in functions if id(one) in waiting]
 
     def _go_on(self) -> None:
-        """Names that code loads make more code reachable, which loads more names."""
+        # Names that code loads make more code reachable, which loads more names.
         while self._queue or self._names.new or self._names.new_asking:
             if len(self.found.places) > MOST_PLACES:
                 self._end_here()
@@ -170,10 +164,10 @@ class StateWalk:
             rest.clear()
 
     def _visit(self, value: Any, text: str) -> None:
-        """Follow a value later, once."""
         if isinstance(value, str):
             self._add_name(value)
         if not self._in_library:
+            # What the user's code reaches too is not the library's alone.
             self.found.of_libraries.discard(id(value))
         if isinstance(value, PLAIN) or id(value) in self._seen:
             return
@@ -225,6 +219,7 @@ class StateWalk:
         elif isinstance(value, (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)):
             self._visit(vars(value)["data"], text)
         elif isinstance(value, _NAMES_OF_ATTRIBUTES):
+            # They show their names in no attribute.
             self._visit(value.__reduce__()[1], text)
         elif isinstance(value, GENERATORS):
             self._add_stream(text, value)
@@ -241,7 +236,7 @@ class StateWalk:
 
     @staticmethod
     def _may_hide(value: Any) -> bool:
-        """Whether it is no object of a user's class, unless that is a structure of C."""
+        # A user's class shows its state in attributes, unless it is a structure of C.
         return is_library(type(value).__module__) or isinstance(value, NUMBERS_OF_C)
 
     def _visit_method(self, method: MethodType, text: str) -> None:
@@ -282,7 +277,8 @@ class StateWalk:
                 self._add_entry(DictItem(f"{key} of the {place.text}", space, key, value))
 
     def _add_name(self, text: str) -> None:
-        """`getattr(self, self.key)` reads the attribute that a text in reach names."""
+        # `getattr(self, self.key)` reads the attribute that a text in reach names; `attrgetter`
+        # takes several, joined by dots.
         if len(text) < LONGEST_NAME:
             self._names.add_texts(text.split("."))
 
@@ -297,7 +293,7 @@ class StateWalk:
         return any(function is one for one, _ in self._waiting.get(id(function.__code__), ()))
 
     def _read_function(self, function: FunctionType, kind: type | None) -> None:
-        """Note what a function loads: as a method of a class, or all that it has at hand."""
+        """As a method of a class, or with all that it has at hand."""
         if kind is not None:
             self._names.add_method(kind, function)
             return
@@ -321,6 +317,7 @@ class StateWalk:
         for key in ("__defaults__", "__kwdefaults__"):
             if getattr(function, key):
                 self._add_slot(f"a default of {function.__qualname__}", function, key)
+        # `globals` and `eval` find what a text names: it may be any name that is read.
         by_text = names.others if names.global_names & _BY_TEXT else set[str]()
         where = function.__globals__.get("__name__", "its file")
         space = function.__globals__
@@ -337,6 +334,7 @@ class StateWalk:
     def _visit_items(self, value: Any, text: str) -> None:
         if isinstance(value, CONTAINERS):
             self.found.places.append(ContainerItems(f"an item of {text}", value, copied(value)))
+            # By the copy: a user's subclass may iterate in its own way.
             value = copied(value)
         if isinstance(value, dict):
             for key, item in value.items():
@@ -371,11 +369,9 @@ class StateWalk:
             self._waiting.setdefault(id(function.__code__), []).append((function, kind))
 
     def of_tensors(self) -> set[str]:
-        """Names that code may load of a tensor."""
         return self._names.others | self.found.texts
 
     def absent(self) -> list[Absent]:
-        """Names that code loads of each instance, and that it does not have itself."""
         return self._spaces.absent(self.found)
 
     def all_places(self) -> Iterator[StateSlot | OpaqueState]:
@@ -391,7 +387,6 @@ class StateWalk:
             self.found.streams.append(found)
 
     def _holds(self, holder: Any, of_library: bool) -> None:
-        """Note whose a namespace or a cell is."""
         (self.found.of_libraries.add if of_library else self.found.of_libraries.discard)(id(holder))
 
     def _is_new(self, holder: Any, key: Any) -> bool:
@@ -400,6 +395,7 @@ class StateWalk:
         return is_new
 
     def _add_entry(self, place: DictItem) -> None:
+        # A class makes another view of its namespace at each look.
         holder = place.space if place.owner is None else place.owner
         if self._is_new(holder, place.key):
             self.found.places.append(place)
@@ -421,6 +417,6 @@ class StateWalk:
 
 
 def _key_text(key: Any) -> str:
-    """A key of a dictionary, in a text. No method of the user's is run for it."""
+    # No method of the user's is run for a text.
     parts = key if isinstance(key, tuple) else (key,)
     return repr(key) if all(isinstance(one, PLAIN) for one in parts) else type(key).__name__

@@ -39,19 +39,13 @@ _BY_TORCH = ("_dynamo_", "_remat_", "_is_", "elem", "persistent")
 
 
 class _OfTensor:
-    """In the place of a tensor that was set on a tensor of the batch: a signature holds none.
-
-    Raises
-    ------
-    CaptureError : forward does anything with it.
-    """
+    """Stands for a tensor that was set on one of the batch; refuses what forward does with it."""
 
     def __init__(self, name: str) -> None:
         vars(self)["is_named"] = name
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse an op that is given such a tensor."""
         given = pytree.tree_leaves((args, kwargs or {}))
         raise next(one for one in given if isinstance(one, _OfTensor))._refused()
 
@@ -74,7 +68,6 @@ class _OfTensor:
 
 
 def kept_attributes(leaf: object) -> _Attributes:
-    """What a user has set on a tensor, with copies of containers."""
     given = attributes_of(leaf) if isinstance(leaf, Tensor) else {}
     own = {name: one for name, one in given.items() if not name.startswith(_BY_TORCH)}
     return {name: _for_signature(name, value) for name, value in own.items()}
@@ -82,12 +75,12 @@ def kept_attributes(leaf: object) -> _Attributes:
 
 def _for_signature(name: str, value: Any) -> Any:
     if isinstance(value, Tensor):
-        return _OfTensor(name)
+        return _OfTensor(name)  # a signature holds no tensor
+    # A copy, as the user's own may change.
     return copied(value) if isinstance(value, CONTAINERS) else value
 
 
 def with_attributes_of(tensor: Tensor, copy: _Copy) -> _Copy:
-    """`copy`, with what a user has set on `tensor`."""
     for name, value in attributes_of(tensor).items():
         setattr(copy, name, value)
     return copy
@@ -98,15 +91,14 @@ def first_other(
 ) -> tuple[str, Any, Any] | None:
     """The first attribute of a tensor that is not as it was: its name, what it was and what it is.
 
-    Parameters
-    ----------
-    names : those that code may load.
+    `names` are those that code may load.
     """
     now = attributes_of(tensor)
     for name in sorted((before.keys() | now.keys()) & set(names)):
         if name.startswith(_BY_TORCH):
             continue
         was, found = before.get(name, MISSING), now.get(name, MISSING)
+        # Had code read the tensor, it would have been refused.
         is_unread = isinstance(was, _OfTensor) and isinstance(found, Tensor)
         if not is_unread and not is_same(found, was):
             return name, was, found
@@ -116,10 +108,7 @@ def first_other(
 class StandIns:
     """Gives the tensors of a trace the attributes of those that they stand for.
 
-    Parameters
-    ----------
-    step : whose parameters and buffers are traced.
-    on_batch : the names of the batch's leaves, each with what was set on it.
+    `on_batch`: the names of the batch's leaves, each with what was set on it.
     """
 
     def __init__(self, step: nn.Module, on_batch: Sequence[tuple[str, _Attributes]]) -> None:
@@ -130,7 +119,6 @@ class StandIns:
         self._given: list[tuple[str, Tensor, _Attributes]] = []
 
     def give(self, step: nn.Module, leaves: Sequence[Any]) -> None:
-        """Let the stand-ins, in `step` and in the batch, have the attributes."""
         now = _tensors_of(step)
         pairs = [(path, tensor, self._of_state.get(path, {})) for path, tensor in now.items()]
         for (name, given), leaf in zip(self._on_batch, leaves, strict=False):
@@ -139,8 +127,8 @@ class StandIns:
         self._given = [(text, one, _set(one, given)) for text, one, given in pairs]
 
     def require_unwritten(self, kind: str) -> None:
-        """Raise `CaptureError` if forward has set an attribute of one of them."""
         for text, tensor, before in self._given:
+            # The traced module holds the user's model under that name.
             now, of = _own(tensor), text.removeprefix("model.")
             for name in before.keys() | now.keys():
                 if before.get(name, MISSING) is not now.get(name, MISSING):
@@ -169,12 +157,6 @@ def _tensors_of(step: nn.Module) -> dict[str, Tensor]:
     }
 
 
-# Who wrote to a place while forward was traced: forward, or a thread beside it.
-#
-# A library may have a thread that counts or collects at any moment. What forward itself writes,
-# code of its own thread stores: by name, or in a container or a namespace that it reaches.
-
-
 _BY_TEXT = frozenset(
     {"setattr", "delattr", "globals", "vars", "exec", "eval", "__dict__", "__setattr__"}
 )
@@ -184,16 +166,16 @@ _BY_TEXT = frozenset(
 class Writer(enum.Enum):
     """Who has changed a place."""
 
-    FORWARD = enum.auto()
-    """Or nobody knows."""
-    THREAD = enum.auto()
-    """And forward may have read it."""
+    FORWARD = enum.auto()  # or nobody knows
+    THREAD = enum.auto()  # and forward may have read it
 
 
 def writer_of(place: StateSlot | OpaqueState | Stream, ran: ExecutedCode) -> Writer:
     """Who has changed `place`, by the code that forward ran, all of it."""
     if isinstance(place, (OpaqueState, Stream, ModuleHooks)):
         return Writer.FORWARD
+    # A library may have a thread that counts or collects at any moment. What forward itself writes,
+    # code of its own thread stores: by name, or in a container or a namespace that it reaches.
     name = place.key if isinstance(place, (DictItem, SlotAttr)) else None
     own = ran.own_codes()
     if any(name in code.co_names and name in _names_stored_by(code) for code in own):
@@ -205,7 +187,6 @@ def writer_of(place: StateSlot | OpaqueState | Stream, ran: ExecutedCode) -> Wri
 
 
 def other_threads() -> str:
-    """The names of the threads that run beside this one."""
     own = threading.current_thread()
     return ", ".join(sorted(one.name for one in threading.enumerate() if one is not own))
 

@@ -22,9 +22,6 @@ from remat.graph_capture.sizes.trace_over_sizes import Environment, at_sizes
 from remat.graph_capture.tracing.resident import resident_of_batch
 from remat.graph_capture.tracing.trace import Trace, edit_traced, joint_of, num_forward_outputs
 
-# The shapes and bytes of a joint graph's values as expressions of the sizes that vary.
-
-
 _Evaluated = tuple[Sizes, TrainingGraph]
 """Sizes, and the graph that was built of the trace at these sizes."""
 
@@ -32,22 +29,12 @@ _Evaluated = tuple[Sizes, TrainingGraph]
 def _extents_of(
     gm: fx.GraphModule, env: Environment, graphs: Sequence[_Evaluated]
 ) -> dict[str, Extent]:
-    """Symbolic shape and bytes of each value whose size depends on the batch.
-
-    Parameters
-    ----------
-    gm : the traced joint graph, with symbols. graphs : at some sizes, which the expressions are
-        held against.
-
-    Raises
-    ------
-    CaptureError : the shape of a value is not known as an expression, or not what it is at one of
-        these sizes. The message names the op.
-    """
+    """Symbolic shape and bytes of each value that varies; held against `graphs`, at some sizes."""
     traced = dict(_traced_values(gm, env))
     found: dict[str, Extent] = {}
     for same in zip(*(graph.values for _, graph in graphs), strict=True):
         first = same[0]
+        # What is equal at these sizes may vary at others, so the traced texts decide too.
         if all((v.shape, v.size_bytes) == (first.shape, first.size_bytes) for v in same):
             texts = traced.get(first.name)
             is_write = not first.size_bytes and not first.shape  # stands for one, and is no tensor
@@ -100,12 +87,7 @@ _MOST_SIZES = 16
 
 
 def _trace_at(trace: Trace, sizes: Sizes) -> Trace:
-    """The trace of a range at one of its sizes. Its ops can be timed; it cannot be compiled.
-
-    Raises
-    ------
-    CaptureError : the step has other ops at these sizes.
-    """
+    """The trace of a range at one of its sizes. Its ops can be timed; it cannot be compiled."""
     env, signature = trace.env, trace.recipe.signature
     assert env is not None
     assert isinstance(signature, RangedSignature)
@@ -119,6 +101,7 @@ def _trace_at(trace: Trace, sizes: Sizes) -> Trace:
     edit_traced(gm, recipe)
     joint = joint_of(gm, num_forward_outputs(trace.descriptors), recipe, trace.duplicate_outputs)
     _require_same_structure(trace.graph, joint.graph, sizes)
+    # AOTAutograd's record is that of the range.
     return dataclasses.replace(trace, joint=joint, recipe=recipe, env=None, compiled=True)
 
 
@@ -128,16 +111,8 @@ def ranged_graph_of(
     """The graph over the range of a trace, with costs at its ends and its geometric middle.
 
     Workspaces that follow no formula are measured at up to `_MOST_SIZES` of each size, with the
-    others at their largest.
-
-    Parameters
-    ----------
-    cost_model : asked for the largest sizes first.
-    workspaces : of the named ops of a trace; left out, none are measured beside costs.
-
-    Raises
-    ------
-    CaptureError : the step has other ops at some size, or a size follows in a way not known.
+    others at their largest. `cost_model` is asked for the largest sizes first; without `workspaces`
+    none are measured beside costs.
     """
     env, signature = trace.env, trace.recipe.signature
     assert env is not None
@@ -155,6 +130,7 @@ def ranged_graph_of(
         guards=signature.guards,
         traced_hash=trace.graph.hash,
     )
+    # The formulas must give, field by field, what was traced at each of these sizes.
     for sizes, graph in graphs:
         if ranged.at(**sizes) != graph:
             raise CaptureError(
@@ -183,7 +159,6 @@ def ranged_graph_of(
 def _with_workspaces(
     trace: Trace, ranged: RangedGraph, graphs: Sequence[TrainingGraph], workspaces: WorkspacesOf
 ) -> RangedGraph:
-    """With the workspaces that follow no formula at further sizes."""
     names = dict.fromkeys(off_lines(graphs, [one.workspace_bytes for one in ranged.points]))
     if not names:
         return ranged

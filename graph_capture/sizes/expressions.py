@@ -36,25 +36,15 @@ _MOST_POWER = 8
 
 
 def evaluated(text: str, sizes: Mapping[str, int]) -> int:
-    """The value of an expression at these sizes; of a comparison, whether it holds.
-
-    Raises
-    ------
-    GraphError : the text is no such expression, or names a size that is not given.
-    """
+    """The value of an expression at these sizes; of a comparison, whether it holds."""
     return _value(parsed(text), sizes, text)
 
 
 @functools.lru_cache(maxsize=65536)
 def parsed(text: str) -> ast.expr:
-    """The text as a tree.
-
-    Raises
-    ------
-    GraphError : it is no expression.
-    """
     try:
         return ast.parse(text, mode="eval").body
+    # The last two come of texts that are nested too deep.
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise GraphError(f"{text[:80]!r} is no expression of sizes: capture again") from error
 
@@ -89,10 +79,7 @@ def _value(node: ast.expr, sizes: Mapping[str, int], text: str) -> Any:
 
 
 def never_falls(text: str, least: Mapping[str, int]) -> bool:
-    """Whether the expression never falls where a size grows, from the `least` sizes on.
-
-    It is told from the form. False where the form does not tell.
-    """
+    """Whether its form tells that it never falls where a size grows, from the `least` sizes on."""
     return _grows(parsed(text), least)
 
 
@@ -105,6 +92,7 @@ def _grows(node: ast.expr, least: Mapping[str, int]) -> bool:
         case ast.BinOp(left=left, op=ast.Sub(), right=right):
             return _grows(left, least) and not names_in(right)
         case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            # Of two that grow, the product grows only if neither is negative.
             return _grows_from_zero(left, least) and _grows_from_zero(right, least)
         case ast.BinOp(left=left, op=ast.FloorDiv(), right=right) if not names_in(right):
             return _value(right, {}, "") > 0 and _grows(left, least)
@@ -117,33 +105,22 @@ def _grows(node: ast.expr, least: Mapping[str, int]) -> bool:
 
 
 def _grows_from_zero(node: ast.expr, least: Mapping[str, int]) -> bool:
-    """Whether it never falls and is never below 0: if it grows, its least value is the first."""
+    # As it grows, its value at the least sizes is the least.
     return _grows(node, least) and _value(node, least, "") >= 0
 
 
 def names_in(node: ast.expr) -> set[str]:
-    """The sizes that an expression names."""
     names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
     return names - _CALLS.keys()
-
-
-# The least and the most that an expression of sizes can come to where each size has a range.
-#
-# Interval arithmetic (Moore 1966, Interval Analysis): what it gives bounds all values, and is exact
-# where each size is named once. So bytes are bounded for all sizes of a part at once, also where
-# they may fall as a size grows.
 
 
 _Interval = tuple[int, int]
 
 
 def bounds_of(text: str, low: Mapping[str, int], high: Mapping[str, int]) -> _Interval:
-    """Bounds of an expression where each size is from its `low` to its `high`, both included.
-
-    Raises
-    ------
-    GraphError : the text is no expression of these sizes, or divides by what may be 0.
-    """
+    """Bounds of an expression where each size is from its `low` to its `high`, both included."""
+    # Interval arithmetic (Moore 1966, Interval Analysis) bounds all values, also where they may
+    # fall as a size grows, and is exact where each size is named once.
     return _bounds(parsed(text), low, high, text)
 
 
@@ -174,7 +151,7 @@ def _bounds(
 
 
 def _ends(of: Callable[[int, int], int], a: _Interval, b: _Interval) -> _Interval:
-    """Bounds of a function that goes one way in each argument: it is at its ends at theirs."""
+    # It goes one way in each argument, so it is largest and least at their ends.
     found = [of(x, y) for x, y in itertools.product(a, b)]
     return min(found), max(found)
 
@@ -186,6 +163,7 @@ def _divided(a: _Interval, b: _Interval) -> _Interval | None:
 def _remainder(a: _Interval, b: _Interval) -> _Interval | None:
     if b[0] <= 0:
         return None
+    # Within one period the remainder rises with what is divided.
     if b[0] == b[1] and a[0] // b[0] == a[1] // b[0]:
         return a[0] % b[0], a[1] % b[0]
     return 0, b[1] - 1
@@ -195,6 +173,7 @@ def _power(a: _Interval, b: _Interval) -> _Interval | None:
     if b[0] != b[1] or not 0 <= b[0] <= _MOST_POWER:
         return None
     least, most = _ends(lambda x, y: x**y, a, b)
+    # An even power is 0 where its base is, inside of the interval.
     return (0 if a[0] < 0 < a[1] and b[0] % 2 == 0 and b[0] else least), most
 
 
@@ -208,11 +187,6 @@ _BINARY_INTERVALS: dict[type[ast.operator], Callable[[_Interval, _Interval], _In
 }
 
 
-# Numbers that ops of a trace take and that follow from the sizes of the batch.
-#
-# In a joint graph at given sizes they are plain numbers, which know how to be computed again.
-
-
 class SizeArgument(int):
     """A whole number. `text` says how it follows from the sizes, see `sizes/expressions.py`."""
 
@@ -220,25 +194,21 @@ class SizeArgument(int):
 
     # With a default, as copies are made from the number alone.
     def __new__(cls, value: int, text: str = "") -> SizeArgument:
-        """`value`, which is what `text` gives."""
         made = super().__new__(cls, value)
         made.text = text
         return made
 
 
 class FloatOfSizes(float):
-    """A float. `text` is Python of sizes and of the functions that are `bound` to its names.
+    """A float. `text` is Python of sizes and of the functions that are `bound` to its names."""
 
-    It does what the model's code did, operation by operation, so that its bits are eager's.
-    """
-
+    # It does what the model's code did, operation by operation, so that its bits are eager's.
     text: str
     bound: dict[str, Any]
 
     def __new__(
         cls, value: float, text: str = "", bound: dict[str, Any] | None = None
     ) -> FloatOfSizes:
-        """`value`, which is what `text` gives."""
         made = super().__new__(cls, value)
         made.text, made.bound = text, bound or {}
         return made

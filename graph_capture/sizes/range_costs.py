@@ -5,8 +5,6 @@ what was measured best, relative to it: the form of the roofline model (Williams
 Patterson 2009, https://doi.org/10.1145/1498765.1498785), with the two ceilings added up. What is
 left over at the sizes that were measured is interpolated between them, so that these keep the
 costs that they were measured to have.
-
-Workspaces come below.
 """
 
 from __future__ import annotations
@@ -24,8 +22,6 @@ from remat.graph_capture.devices.known_devices import plan_rounding
 from remat.graph_capture.graph import TANGENTS, Floats, Ints, Origin, TrainingGraph
 from remat.graph_capture.sizes.symbols import Sizes
 
-# Workspaces of ops at any size of a range, from those at some sizes; and what kernels keep.
-#
 # A kernel may choose by the size, so that its workspace follows no formula: then it is taken to be
 # the larger of those at the measured sizes next to it. Many are in proportion to a tensor that the
 # op reads or makes, beside a constant, from one size to another: where that gives what was measured
@@ -65,14 +61,9 @@ class _Line(NamedTuple):
 class Workspaces:
     """Workspaces between points, which go from the smallest sizes to the largest.
 
-    Parameters
-    ----------
-    sizes, graphs : of each point, without costs. measured : at each point, of each op, or
-        of whatever else `beside` is for.
-    beside : for each that was measured the values with which it may grow; left out, those that the
-        op reads or makes.
-    along : the only size that varies from point to point, in which lines then are; left out, they
-        are in bytes of values.
+    `beside`: for each that was measured the values with which it may grow; left out, those that the
+    op reads or makes. `along`: the only size that varies from point to point, in which lines then
+    are; left out, they are in bytes of values.
     """
 
     def __init__(
@@ -85,6 +76,7 @@ class Workspaces:
     ) -> None:
         self._sizes, self._along = sizes, along
         self._measured: Ints = np.array(measured, dtype=np.int64)
+        # At a point or any before it: a bound for all smaller sizes.
         self._most: Ints = np.maximum.accumulate(self._measured, axis=0)
         if along:
             lines = _lines_along([one[along] for one in sizes], self._measured)
@@ -93,14 +85,9 @@ class Workspaces:
         self._lines: Ints = np.array(lines, dtype=np.int64).reshape(-1, len(_Line._fields))
 
     def at(self, sizes: Sizes, value_bytes: Ints, *, is_bound: bool) -> Ints:
-        """Workspace of each op.
-
-        Parameters
-        ----------
-        value_bytes : of each value of the graph, in its order, as its shape says.
-        is_bound : whether it is to bound the workspaces at all smaller sizes too.
-        """
+        """Of each op; `is_bound`: no less than at any smaller size. `value_bytes`: by shape."""
         if self._along:
+            # All others were at their largest where this one was measured.
             sizes = {**self._sizes[-1], self._along: sizes[self._along]}
             value_bytes = np.array([sizes[self._along]], dtype=np.int64)
         upper = next(i for i, one in enumerate(self._sizes) if is_within(sizes, one))
@@ -114,7 +101,7 @@ class Workspaces:
         return found
 
     def varying(self) -> Ints:
-        """Indices of the ops whose workspace is not the same at all points."""
+        """Indices of ops."""
         return np.flatnonzero((self._measured != self._measured[0]).any(axis=0))
 
     def _beside(self, upper: int, sizes: Sizes, is_bound: bool) -> Ints:
@@ -123,20 +110,18 @@ class Workspaces:
             return self._most[upper].copy()
         if not upper or dict(sizes) == dict(self._sizes[upper]):
             return self._measured[upper].copy()
+        # A kernel may choose by the size, so the larger of both neighbours counts.
         return np.maximum(self._measured[upper - 1], self._measured[upper])
 
 
 def is_within(sizes: Sizes, upper: Sizes) -> bool:
-    """Whether none of the sizes is larger than its upper one."""
     return all(size <= upper[name] for name, size in sizes.items())
 
 
 def off_lines(graphs: Sequence[TrainingGraph], measured: Sequence[Sequence[int]]) -> list[str]:
-    """Ops that may have a workspace without a formula, as far as some points tell.
-
-    These are those off a line, and all others of the same kind.
-    """
+    """Ops that may have a workspace without a formula: those off a line, and all of their kind."""
     made: Ints = np.array(measured, dtype=np.int64)
+    # One line has to go through all points.
     on_line = {line.op for line in _lines(made, graphs) if line.last - line.first + 2 == len(made)}
     ops = graphs[0].ops
     varying = [i for i in range(len(ops)) if made[:, i].any() and i not in on_line]
@@ -179,32 +164,19 @@ def _lines_of(op: int, value: int, sizes: list[int], made: list[int]) -> list[_L
             end += 1
         if end - start + 1 >= _ON_LINE and step > 0 and more > 0:
             found.append(_Line(op, value, sizes[start], made[start], step, more, start + 1, end))
+        # The next line may begin where this one ends.
         start = end
     return found
 
 
 def _goes_on(sizes: list[int], made: list[int], start: int, at: int, step: int, more: int) -> bool:
-    """Whether the line through the first two points from `start` on goes through the one `at`."""
     rises = sizes[at] > sizes[at - 1]
+    # In whole numbers, so that it holds to the byte.
     return rises and (made[at] - made[start]) * step == (sizes[at] - sizes[start]) * more
 
 
-# Workspaces at any sizes of a range, where one or several sizes vary.
-#
-# With one size, all points are in a row. With several, the points at which ops are timed go from
-# the smallest sizes to the largest; beside them, each size varies by itself, with all others at
-# their largest. A workspace that varies with one size alone then follows from that one. Attention's
-# buffers are of that kind: they are those of a thread, whatever the batch.
-
-
 class WorkspacesOfRange:
-    """Workspaces between the points of a range.
-
-    Parameters
-    ----------
-    points, graphs : from the smallest sizes to the largest, and the graph at each, without costs.
-    more, more_graphs : further points: of the one size that varies, or along one size each.
-    """
+    """Workspaces between the points of a range, in which one or several sizes vary."""
 
     def __init__(
         self,
@@ -218,6 +190,8 @@ class WorkspacesOfRange:
             self._diagonal = _in_a_row([*points, *more], [*graphs, *more_graphs])
             self._along: dict[str, tuple[Workspaces, Ints]] = {}
             return
+        # Ops are timed from the smallest sizes to the largest. Beside these points, each size
+        # varies by itself, with all others at their largest.
         self._diagonal = _in_a_row(points, graphs)
         rows = {name: _row_of(name, [*more, points[-1]]) for name in names}
         along = {
@@ -225,6 +199,8 @@ class WorkspacesOfRange:
             for name, row in rows.items()
             if len(row) > 1
         }
+        # What varies with one size alone follows from that one, as attention's buffers do: they are
+        # those of a thread, whatever the batch.
         axes = Counter(i for one in along.values() for i in one.varying().tolist())
         self._along = {
             name: (one, np.array([i for i in one.varying() if axes[int(i)] == 1], dtype=np.int64))
@@ -232,13 +208,11 @@ class WorkspacesOfRange:
         }
 
     def at(self, sizes: Sizes, value_bytes: Ints, *, is_bound: bool) -> Ints:
-        """Workspace of each op; see `Workspaces.at`.
-
-        A bound is no less than what was measured at the timed points up to these sizes.
-        """
+        """Workspace of each op; see `Workspaces.at`."""
         found = self._diagonal.at(sizes, value_bytes, is_bound=is_bound)
         for one, ops in self._along.values():
             own = one.at(sizes, value_bytes, is_bound=is_bound)[ops]
+            # No less than what was measured at the timed points up to these sizes.
             found[ops] = np.maximum(own, found[ops]) if is_bound else own
         return found
 
@@ -266,36 +240,23 @@ NOT_ON_DEVICE = -1
 
 
 class CostPoint(msgspec.Struct, frozen=True):
-    """What was measured at one size.
-
-    Attributes
-    ----------
-    sizes : by symbol. cost_us, workspace_bytes, flops : of each op, in the graph's order.
-    extra_bytes : by value, what its op keeps beyond what the shapes say; `NOT_ON_DEVICE` for what
-        takes nothing on the device.
-    libraries_bytes : see `Resident`. cost_origin, origins, notes, versions : as of the graph.
-    """
+    """What was measured at one size; of each op, in the graph's order."""
 
     sizes: dict[str, int]
     cost_us: tuple[float, ...]
     workspace_bytes: tuple[int, ...]
     flops: tuple[int, ...]
+    # By value, what its op keeps beyond what its shape says; `NOT_ON_DEVICE`: nothing there.
     extra_bytes: dict[str, int] = {}
     libraries_bytes: int = 0
-    cost_origin: str = msgspec.field(default="measured", name="prices")
+    cost_origin: str = msgspec.field(default="measured", name="prices")  # the key in files
     origins: tuple[Origin, ...] = ()
     notes: tuple[str, ...] = ()
     versions: dict[str, str] = {}
 
 
 class RangeCosts:
-    """Costs between points, which go from the smallest sizes to the largest.
-
-    Parameters
-    ----------
-    graphs : the graph at each point, without costs.
-    more : further sizes of which workspaces are known. more_graphs : likewise.
-    """
+    """Costs between points, which go from the smallest sizes to the largest."""
 
     def __init__(
         self,
@@ -324,6 +285,7 @@ class RangeCosts:
         self._works = np.log(np.maximum(self._moved.sum(axis=1), 1.0))
         self._form = _fitted(self._costs, self._flops, self._moved)
         fitted = self._by_form(self._flops, self._moved)
+        # Interpolated beside the form, so that the measured sizes keep their measured costs.
         self._left = np.divide(self._costs, fitted, out=np.ones_like(fitted), where=fitted > 0)
 
     @property
@@ -337,12 +299,7 @@ class RangeCosts:
     def costed(
         self, graph: TrainingGraph, sizes: Sizes, *, is_bound: bool = False
     ) -> TrainingGraph:
-        """A graph of the range, given its costs.
-
-        Parameters
-        ----------
-        is_bound : whether workspaces are to bound those of all smaller sizes too.
-        """
+        """With its costs; `is_bound`: with workspaces that bound those of all smaller sizes too."""
         moved = _moved_bytes(graph)
         work = float(np.log(max(moved.sum(), 1.0)))
         flops = np.exp(_between(work, self._works, np.log(np.maximum(self._flops, 1e-9))))
@@ -375,7 +332,6 @@ class RangeCosts:
     def workspaces_at(
         self, sizes: Sizes, value_bytes: NDArray[np.int64], *, is_bound: bool
     ) -> NDArray[np.int64]:
-        """Workspace of each op; see `Workspaces.at`."""
         return self._workspaces.at(sizes, value_bytes, is_bound=is_bound)
 
     def libraries_at(self, sizes: Sizes) -> int:
@@ -399,7 +355,6 @@ class RangeCosts:
 
 
 def _bytes_kept(size_bytes: int, extra: Mapping[str, int], name: str) -> int:
-    """What a value takes of whose bytes a kernel keeps `extra` more, or none on the device."""
     more = extra.get(name, 0)
     return 0 if more == NOT_ON_DEVICE else size_bytes + more
 
@@ -446,7 +401,6 @@ def _between(at: float, known: Floats, rows: Floats) -> Floats:
 
 
 def _moved_bytes(graph: TrainingGraph) -> Floats:
-    """Bytes of what each op reads and makes; of one that reads and makes nothing, of all ops."""
     size = {value.name: value.size_bytes for value in graph.values}
     moved = np.array(
         [float(sum(size[name] for name in (*op.inputs, *op.outputs))) for op in graph.ops]
@@ -459,7 +413,9 @@ def _moved_bytes(graph: TrainingGraph) -> Floats:
 def _fitted(costs: Floats, flops: Floats, moved: Floats) -> tuple[Floats, Floats, Floats]:
     """Coefficients of each op, 0 or more: the best of those with some of them 0."""
     columns = np.stack([np.ones_like(costs), flops, moved], axis=-1)  # points, ops, 3
+    # Columns differ by orders of magnitude.
     scale = np.maximum(columns.max(axis=0), 1e-300)
+    # The error counts relative to the cost.
     weight = 1.0 / np.maximum(costs, 1e-9)
     table = np.swapaxes(columns / scale * weight[..., None], 0, 1)  # ops, points, 3
     wanted = np.swapaxes(costs * weight, 0, 1)[..., None]
@@ -469,6 +425,7 @@ def _fitted(costs: Floats, flops: Floats, moved: Floats) -> tuple[Floats, Floats
         found: Any = np.linalg.pinv(table[..., used]) @ wanted
         error = ((table[..., used] @ found - wanted) ** 2).sum(axis=(1, 2))
         error[(found < 0).any(axis=(1, 2))] = np.inf
+        # Of two that are as good, the first has fewer terms.
         is_better = error < least * (1 - 1e-9)
         least = np.where(is_better, error, least)
         own = np.zeros((costs.shape[1], 3))
@@ -479,5 +436,5 @@ def _fitted(costs: Floats, flops: Floats, moved: Floats) -> tuple[Floats, Floats
 
 
 def _choices() -> list[list[int]]:
-    """Which coefficients are not 0. All three would fit three points whatever they are."""
+    # All three would fit three points whatever they are.
     return [list(one) for n in (1, 2) for one in itertools.combinations(range(3), n)]

@@ -17,7 +17,14 @@ import numpy as np
 from remat.graph_capture.devices.known_devices import plan_rounding
 from remat.graph_capture.errors import GraphError, ShapeError, TextError
 from remat.graph_capture.files import decode_json
-from remat.graph_capture.graph import MOST_BYTES, Ints, Step, TrainingGraph, Value, are_figures
+from remat.graph_capture.graph import (
+    MOST_BYTES,
+    Ints,
+    TrainingGraph,
+    TrainingStep,
+    Value,
+    are_figures,
+)
 from remat.graph_capture.sizes.expressions import bounds_of, evaluated, never_falls
 from remat.graph_capture.sizes.range_costs import (
     NOT_ON_DEVICE,
@@ -28,8 +35,6 @@ from remat.graph_capture.sizes.range_costs import (
 )
 from remat.graph_capture.sizes.symbols import Guard, Sizes, Symbol, corner, require_in_range
 
-# What holds of the points at which a range was measured, also of those in a file.
-
 
 def _check_points(
     n_ops: int,
@@ -37,7 +42,6 @@ def _check_points(
     points: Sequence[CostPoint],
     workspaces: Sequence[WorkspacePoint],
 ) -> None:
-    """Raise `GraphError` unless each has a figure for each op, and the last point is at the top."""
     for one in (*points, *workspaces):
         if set(one.sizes) != {symbol.name for symbol in symbols}:
             raise GraphError(f"a range was measured at {one.sizes}, which are not its sizes")
@@ -77,7 +81,7 @@ class Extent(msgspec.Struct, frozen=True):
     size_bytes: str
 
 
-class RangedGraph(Step, frozen=True, dict=True, weakref=True):
+class RangedGraph(TrainingStep, frozen=True, dict=True, weakref=True):
     """One training step for all sizes of a range.
 
     Attributes
@@ -147,6 +151,7 @@ class RangedGraph(Step, frozen=True, dict=True, weakref=True):
         """
         low = require_in_range(self.symbols, corner(part, "low"))
         high = require_in_range(self.symbols, corner(part, "high"))
+        # Where no bytes fall as a size grows, they are most at the largest sizes.
         if self.rising:
             most = functools.cache(lambda text: evaluated(text, high))
         else:
@@ -172,6 +177,7 @@ class RangedGraph(Step, frozen=True, dict=True, weakref=True):
     @functools.cached_property
     def costs(self) -> RangeCosts:
         """The costs of ops at any size, from those at `points`."""
+        # Of graphs without costs, as these are what costs are made from.
         plain = msgspec.structs.replace(self, points=())
         # They may be out of the range, where it is a part of the one that was timed.
         graphs, more = (
@@ -268,14 +274,8 @@ def structure_of(graph: TrainingGraph) -> tuple[Any, ...]:
     return ops, values, graph.forward_outputs, graph.outputs
 
 
-# Bytes of all values and workspaces at any sizes of a range, as arrays.
-#
-# They are those of `RangedGraph.bounding`, without a graph being made. Searches over sizes ask for
-# them at hundreds of points; what they find is judged on graphs.
-
-
 class PartBytes(NamedTuple):
-    """`values` : of each value in the graph's order. `workspaces` : of each op."""
+    """Of each value and each op, in the graph's order."""
 
     values: Ints
     workspaces: Ints
@@ -286,12 +286,15 @@ class BytesOver:
     """Bytes of one graph over a range, for any part of it."""
 
     def __init__(self, graph: RangedGraph) -> None:
+        # They are those of `RangedGraph.bounding`, without a graph being made: searches over sizes
+        # ask for them at hundreds of points.
         self.graph = graph
         named = [graph.extents.get(value.name) for value in graph.base.values]
         texts = [
             str(value.size_bytes) if extent is None else extent.size_bytes
             for value, extent in zip(graph.base.values, named, strict=True)
         ]
+        # Many values have the same text, which is evaluated once.
         self._texts = list(dict.fromkeys(texts))
         place = {text: i for i, text in enumerate(self._texts)}
         self._which = np.array([place[text] for text in texts], dtype=np.int64)
@@ -300,7 +303,6 @@ class BytesOver:
         self._known: dict[tuple[Symbol, ...], PartBytes] = {}
 
     def of(self, part: Sequence[Symbol]) -> PartBytes:
-        """What bounds the bytes at all sizes of a part."""
         key = tuple(part)
         if key not in self._known:
             self._known[key] = self._of(key)

@@ -32,36 +32,28 @@ from remat.graph_capture.tracing.signature import Signature, TensorFacts
 
 
 class RangedSignature(Signature):
-    """What is alike in all batches of a range. `tensors` are those of the sizes in `hints`.
-
-    Attributes
-    ----------
-    symbols, places : the sizes that vary, and where. hints : the sizes that are traced with.
-    guards : what the trace asks of the sizes.
-    """
+    """What is alike in all batches of a range. `tensors` are those of the sizes in `hints`."""
 
     def __init__(
         self, batch: Any, symbols: Sequence[Symbol], places: Sequence[Place], hints: Sizes
     ) -> None:
         super().__init__(batch)
+        # `places`: where sizes vary; `hints`: the sizes that are traced with.
         self.symbols, self.places, self.hints = tuple(symbols), tuple(places), dict(hints)
-        self.guards: tuple[Guard, ...] = ()
+        self.guards: tuple[Guard, ...] = ()  # what the trace asks of the sizes
         self._orders = {one.leaf: self._order(one.leaf) for one in places}
         self.tensors = self._tensors(self.hints)
         self._check: Callable[[list[Any]], bool] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the compiled test, which is made again."""
-        return {**vars(self), "_check": None}
+        return {**vars(self), "_check": None}  # a function made by `exec` cannot be pickled
 
     def with_guards(self, guards: Sequence[Guard]) -> RangedSignature:
-        """The same, with what a trace asks of the sizes."""
         other = copy.copy(self)
         other.guards = tuple(guards)
         return other
 
     def within(self, symbols: Sequence[Symbol]) -> RangedSignature:
-        """The same, for a part of the range."""
         other = copy.copy(self)
         other.symbols, other._check = tuple(symbols), None
         return other
@@ -77,7 +69,6 @@ class RangedSignature(Signature):
         return all(sizes[symbol.name] in symbol.sizes for symbol in self.symbols)
 
     def at(self, sizes: Sizes) -> Signature:
-        """The signature of the batches of these sizes."""
         plain = Signature(())
         plain.names, plain.spec, plain.others = self.names, self.spec, self.others
         plain.attributes = self.attributes
@@ -90,6 +81,7 @@ class RangedSignature(Signature):
         for i, line in enumerate(self.lines()):
             facts = self.tensors[i]
             if facts is None or i not in self._orders:
+                # `RangedGraph` fills the lines by `str.format`.
                 found.append(line.replace("{", "{{").replace("}", "}}"))
                 continue
             shape = self._shape(i, {one.name: f"{{{one.name}}}" for one in self.symbols})
@@ -113,7 +105,6 @@ class RangedSignature(Signature):
         return pytree.tree_unflatten(leaves, self.spec)
 
     def example_at(self, sizes: Sizes) -> Any:
-        """A batch of these sizes, without data."""
         return self.example(FakeTensorMode(), sizes)
 
     def bytes_of_leaves(self) -> tuple[str, ...]:
@@ -126,7 +117,6 @@ class RangedSignature(Signature):
         )
 
     def require(self, leaves: list[Any], spec: Any, model: str) -> None:
-        """Raise `SignatureError`, naming the first leaf, size or guard that does not fit."""
         if self._check is None:
             self._check = self._compiled()
         if spec == self.spec and self._check(leaves):
@@ -148,12 +138,7 @@ class RangedSignature(Signature):
         raise SignatureError(f"{model} was planned for other batches than this one")
 
     def sizes_of(self, leaves: Sequence[Any]) -> dict[str, int]:
-        """The size of each symbol in a batch, from the first place that has it.
-
-        Raises
-        ------
-        SignatureError : a leaf is no tensor of as many dimensions as at capture.
-        """
+        """The size of each symbol in a batch, from the first place that has it."""
         found: dict[str, int] = {}
         for one in self.places:
             facts, leaf = self.tensors[one.leaf], leaves[one.leaf]
@@ -167,7 +152,6 @@ class RangedSignature(Signature):
         return found
 
     def _compiled(self) -> Callable[[list[Any]], bool]:
-        """The test of a batch as one function."""
         bound: dict[str, Any] = {"Tensor": Tensor, "same": is_same}
         tests = [self._test_of_leaf(i, bound) for i in range(len(self.tensors))]
         for symbol in self.symbols:
@@ -231,6 +215,7 @@ class RangedSignature(Signature):
         if facts is None:
             raise CaptureError(f"{self.names[i]} is no tensor, and has no size that varies")
         shape, stride = facts[:2]
+        # Along a size of 1, the stride says nothing: the last dimension then is the innermost.
         order = sorted(range(len(shape)), key=lambda dim: (stride[dim], -dim))
         step = 1
         for dim in order:
@@ -272,16 +257,7 @@ def _fake_of(facts: TensorFacts) -> Tensor:
 def places_in(
     batch: Any, model: nn.Module, dynamic: Dynamic
 ) -> tuple[tuple[Symbol, ...], tuple[Place, ...]]:
-    """The sizes of a batch that vary, and where they are.
-
-    Parameters
-    ----------
-    batch : (args, kwargs, target).
-
-    Raises
-    ------
-    CaptureError : an argument, a dimension or a range is not there.
-    """
+    """The sizes of a batch, (args, kwargs, target), that vary, and where they are."""
     signature = Signature(batch)
     leaf_of = {name: i for i, name in enumerate(signature.names)}
     positions = [
@@ -330,15 +306,11 @@ def _path_of(argument: str | int, positions: Sequence[str]) -> tuple[str, ...]:
 
 
 def ranged_signature(model: nn.Module, batch: Any, dynamic: Dynamic) -> RangedSignature:
-    """The signature of the batches that ``dynamic=`` asks for, from one of them.
-
-    Raises
-    ------
-    CaptureError : an argument, a dimension or a range is not there, or no size varies.
-    """
+    """The signature of the batches that ``dynamic=`` asks for, from one of them."""
     symbols, places = places_in(batch, model, dynamic)
     if not symbols:
         raise CaptureError("dynamic names no dimension: leave it out for a plan of one size")
     leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    # A traced size that is equal to one of these would look as if it were that one.
     fixed = {n for t in (*leaves, *model.parameters(), *model.buffers()) for n in t.shape}
     return RangedSignature(batch, symbols, places, generic_sizes(symbols, fixed))

@@ -35,7 +35,6 @@ class Symbol(msgspec.Struct, frozen=True):
 
     @property
     def sizes(self) -> range:
-        """All sizes that it takes."""
         return range(self.low, self.high + 1, self.multiple)
 
     @property
@@ -60,16 +59,7 @@ Sizes = Mapping[str, int]
 
 
 def as_symbol(given: Any, where: str, size: int) -> Symbol:
-    """The symbol that one entry of ``dynamic=`` asks for.
-
-    Parameters
-    ----------
-    size : of the batch at hand: the largest where no range is given.
-
-    Raises
-    ------
-    CaptureError : it is no such entry, or its range is empty or holds 0 or 1.
-    """
+    """Of one entry of ``dynamic=``; without a range, the largest is `size`, that of the batch."""
     entry: list[Any] = [*given] if isinstance(given, (tuple, list)) else [given]
     if len(entry) not in (1, 3, 4) or not isinstance(entry[0], str) or not entry[0].isidentifier():
         raise CaptureError(
@@ -77,7 +67,7 @@ def as_symbol(given: Any, where: str, size: int) -> Symbol:
             '(name, least, largest, multiple), such as ("seq", 16, 2048)'
         )
     numbers = entry[1:] if len(entry) > 1 else (2, size)
-    if not all(type(number) is int for number in numbers):
+    if not all(type(number) is int for number in numbers):  # True is an int too
         raise CaptureError(f"dynamic of {where} is {given!r}: its sizes must be whole numbers")
     symbol = Symbol(entry[0], *numbers)
     _require_range(symbol, where)
@@ -93,6 +83,7 @@ def _require_range(symbol: Symbol, where: str) -> None:
         )
     if symbol.high <= symbol.low or multiple < 1:
         raise CaptureError(f"{where} is to vary as {symbol}, which is no range of sizes")
+    # Torch's symbol counts steps, and it treats 0 and 1 of them as special too.
     if symbol.low % multiple or symbol.high % multiple or symbol.low < 2 * multiple:
         raise CaptureError(
             f"{where} is to vary as {symbol}: both ends must be multiples of {multiple}, and the "
@@ -101,12 +92,7 @@ def _require_range(symbol: Symbol, where: str) -> None:
 
 
 def require_one_range(symbols: Collection[Symbol]) -> tuple[Symbol, ...]:
-    """The distinct ones, in order of first use; a name has one range.
-
-    Raises
-    ------
-    CaptureError : a name has two.
-    """
+    """The distinct ones, in order of first use; a name has one range."""
     found: dict[str, Symbol] = {}
     for symbol in symbols:
         if found.setdefault(symbol.name, symbol) != symbol:
@@ -117,12 +103,7 @@ def require_one_range(symbols: Collection[Symbol]) -> tuple[Symbol, ...]:
 
 
 def require_in_range(symbols: Sequence[Symbol], sizes: Sizes) -> dict[str, int]:
-    """`sizes` in the order of the symbols.
-
-    Raises
-    ------
-    SignatureError : one is missing, unknown or out of its range.
-    """
+    """In the order of the symbols; refuses sizes that are missing, unknown or out of range."""
     unknown = set(sizes) - {symbol.name for symbol in symbols}
     missing = [symbol.name for symbol in symbols if symbol.name not in sizes]
     if unknown or missing:
@@ -151,23 +132,18 @@ def spread(symbol: Symbol, most: int) -> list[int]:
 
 
 def number_of_points(symbols: Sequence[Symbol]) -> int:
-    """How many combinations of sizes there are."""
     return math.prod(len(symbol.sizes) for symbol in symbols)
 
 
 def points(symbols: Sequence[Symbol]) -> Iterator[dict[str, int]]:
-    """All combinations of sizes."""
     names = [symbol.name for symbol in symbols]
     for sizes in itertools.product(*(symbol.sizes for symbol in symbols)):
         yield dict(zip(names, sizes, strict=True))
 
 
 def generic_sizes(symbols: Sequence[Symbol], fixed: Collection[int]) -> dict[str, int]:
-    """Sizes to trace with: inside the ranges, and unlike each other and the sizes in `fixed`.
-
-    Two sizes that are equal by chance look as if one followed from the other. A prime has no
-    factor in common with others either.
-    """
+    """Sizes to trace with: inside the ranges, and unlike each other and the sizes in `fixed`."""
+    # Two sizes that are equal by chance look as if one followed from the other.
     taken = set(fixed)
     found: dict[str, int] = {}
     for symbol in symbols:
@@ -180,19 +156,14 @@ def generic_sizes(symbols: Sequence[Symbol], fixed: Collection[int]) -> dict[str
 
 def _rank(size: int, symbol: Symbol, taken: Collection[int]) -> tuple[bool, bool, int, int]:
     steps = size // symbol.multiple
+    # A prime has no factor in common with others, which would look so too.
     divisors = sum(steps % n == 0 for n in range(2, math.isqrt(steps) + 1))
     is_end = size in (symbol.low, symbol.high)
     return size in taken, is_end, divisors, abs(size - symbol.middle)
 
 
-# What a trace has asked of the sizes that vary: it holds for those that answer alike.
-#
-# A guard that fails somewhere in the range would have another graph run there. Such a range is
-# refused where it is captured, with the op and the line that asked, and the parts that hold.
-
-
 _MOST_POINTS = 20_000
-"""Combinations of sizes that a guard is tried at. Of more, those of two symbols at a time."""
+"""Combinations of sizes that a guard is tried at; one with more is refused."""
 
 
 class Guard(msgspec.Struct, frozen=True):
@@ -203,26 +174,22 @@ class Guard(msgspec.Struct, frozen=True):
     line: str = ""
 
     def holds(self, sizes: Mapping[str, int]) -> bool:
-        """Whether it holds at these sizes."""
         return bool(evaluated(self.text, sizes))
 
 
 class RangeError(CaptureError):
-    """A range holds sizes at which the model runs other ops.
+    """A range holds sizes at which the model runs other ops."""
 
-    Attributes
-    ----------
-    symbol : whose range. parts : of the range, those in which the guard holds throughout, as pairs
-        of the least and the largest size.
-    """
-
-    symbol: str = ""
+    symbol: str = ""  # whose range
+    # Of the range, those in which the guard gives one answer: the least and the largest size.
     parts: tuple[tuple[int, int], ...] = ()
 
 
 def require_guards(guards: Sequence[Guard], symbols: Sequence[Symbol], model: str) -> None:
     """Raise `RangeError` for the first guard that does not hold at all sizes of the ranges."""
     for guard in guards:
+        # A guard that fails somewhere in the range would have another graph run there, so the range
+        # is refused where it is captured.
         used = [symbol for symbol in symbols if symbol.name in names_in(parsed(guard.text))]
         if number_of_points(used) > _MOST_POINTS:
             raise _range_error(guard, used[0], (), model, "cannot be tried at each size")

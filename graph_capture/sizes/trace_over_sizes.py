@@ -33,26 +33,20 @@ MOST_POINTS = 1 << 14
 
 
 class Environment:
-    """The symbols of one trace.
-
-    Attributes
-    ----------
-    shape_env : torch's. symbols : the sizes that vary. hints : the sizes that are traced with.
-    size : torch's symbolic size, by name.
-    """
+    """The symbols of one trace; `hints`: the sizes that are traced with."""
 
     def __init__(self, symbols: Sequence[Symbol], hints: Mapping[str, int]) -> None:
         # As without symbols, a size that is data, or a value that code looks at, is refused.
         self.shape_env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
         self.symbols, self.hints = tuple(symbols), dict(hints)
         self._noted = _NotedGuards()
-        self.shape_env.guards = self._noted
+        self.shape_env.guards = self._noted  # torch appends what it asks
         self._named: dict[sympy.Symbol, sympy.Expr] = {}
         self._whole: dict[sympy.Symbol, Any] = {}
         self._multiple: dict[sympy.Symbol, Symbol] = {}
         self._values: dict[tuple[Any, ...], dict[sympy.Expr, int]] = {}
         self._texts: dict[sympy.Expr, str] = {}
-        self.size: dict[str, Any] = {}
+        self.size: dict[str, Any] = {}  # torch's symbolic size, by name
         for symbol in self.symbols:
             self.size[symbol.name] = self._size_of(symbol)
 
@@ -66,11 +60,11 @@ class Environment:
         named: Any = sympy.Symbol(symbol.name, integer=True, positive=True)
         self._named[made] = named
         self._multiple[made] = symbol
+        # Torch's symbol counts steps of `multiple`.
         self._whole[made] = named / symbol.multiple
         return self.shape_env.create_symintnode(made, hint=steps, source=source) * symbol.multiple
 
     def value(self, number: Any, sizes: Mapping[str, int]) -> Any:
-        """A number of the trace at these sizes."""
         if not isinstance(number, torch.SymInt):
             return number
         expr, point = number.node.expr, tuple(sizes.items())
@@ -90,19 +84,17 @@ class Environment:
         return [{**self.hints, **sizes} for sizes in points(symbols)]
 
     def text(self, number: Any) -> str:
-        """A number of the trace as an expression of sizes, see `sizes/expressions.py`."""
         if not isinstance(number, torch.SymInt):
             return str(number)
         return self.text_of(number.node.expr)
 
     def text_of(self, expr: Any) -> str:
-        """An expression of torch's in terms of named sizes."""
         if expr not in self._texts:
             self._texts[expr] = self._printed(self._without_max(expr))
         return self._texts[expr]
 
     def _without_max(self, expr: Any) -> Any:
-        """`expr` with the larger of two in their place, where the ranges tell which one it is."""
+        # Where the ranges tell which of two is larger, the text needs no max.
         for one in expr.atoms(sympy.Max, Max):
             for arg in one.args:
                 others = [other for other in one.args if other is not arg]
@@ -115,6 +107,7 @@ class Environment:
         return bound_sympy(expr, self.shape_env.var_to_range)
 
     def _printed(self, expr: Any) -> str:
+        # If the multiples cancel out, the text needs no floor.
         whole = sympy.expand(expr.xreplace(self._whole))
         if not expr.atoms(sympy.Function) and _has_integers(whole):
             return PythonPrinter().doprint(whole)
@@ -123,7 +116,7 @@ class Environment:
         )
 
     def _with_multiples(self, printed: str) -> str:
-        """In steps of more than 1, torch's symbol is the number of steps."""
+        # In steps of more than 1, torch's symbol is the number of steps.
         for symbol in self.symbols:
             if symbol.multiple > 1:
                 steps = f"({symbol.name}//{symbol.multiple})"
@@ -131,7 +124,6 @@ class Environment:
         return printed
 
     def in_words(self, said: str) -> str:
-        """What torch says of the trace, with its symbols by the names of sizes."""
         for made, symbol in self._multiple.items():
             times = f"{symbol.multiple}*" if symbol.multiple > 1 else ""
             said = re.sub(rf"(?:{re.escape(times)})?\b{made}\b", symbol.name, said)
@@ -142,14 +134,13 @@ class Environment:
         )
 
     def guards(self) -> tuple[Guard, ...]:
-        """What the trace has asked of the sizes, each once."""
         pairs = zip(self._noted, self._noted.places, strict=True)
         found = (Guard(self.text_of(guard.expr), *place) for guard, place in pairs)
         return tuple(dict.fromkeys(found))
 
 
 def environment_of(signature: Signature) -> Environment | None:
-    """Symbols for a trace of batches of a range; None for a signature of one size."""
+    """None for a signature of one size."""
     if not isinstance(signature, RangedSignature):
         return None
     return Environment(signature.symbols, signature.hints)
@@ -173,7 +164,7 @@ class _NotedGuards(list[Any]):
 
 def _who_asks() -> tuple[str, str]:
     """The op whose kernel is traced, and the innermost line of the user's that runs."""
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)  # that called `append`
     op, line = "", ""
     while frame is not None and not line:
         func = frame.f_locals.get("func")
@@ -185,13 +176,6 @@ def _who_asks() -> tuple[str, str]:
     return op, line
 
 
-# A joint graph at given sizes, from one with symbols: the same ops, and numbers for the symbols.
-#
-# All that reads a joint graph then sees what a trace at these sizes would have: tensors of plain
-# shapes, of which those that share memory still do. The numbers that follow from the sizes are
-# `SizeArgument`s.
-
-
 SYMBOLIC = "remat_symbolic"
 """Key of a node's meta: its traced value, with symbols."""
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -199,11 +183,9 @@ _NO_NAMES: dict[str, Any] = {"__builtins__": {}, "max": max, "min": min}
 
 
 def at_sizes(gm: fx.GraphModule, env: Environment, sizes: Mapping[str, int]) -> fx.GraphModule:
-    """A copy of the joint graph `gm` with numbers in place of symbols.
+    """A copy of the joint graph with numbers for symbols, as a trace at these sizes has it.
 
-    Raises
-    ------
-    CaptureError : an op takes a number that is computed of sizes in a way that is not known here.
+    Tensors that share memory still do. Numbers that follow from the sizes are `SizeArgument`s.
     """
     return _AtSizes(gm, env, sizes).copy()
 
@@ -217,6 +199,7 @@ class _AtSizes:
     def copy(self) -> fx.GraphModule:
         graph = fx.Graph()
         for node in self.gm.graph.nodes:
+            # What only computes sizes runs no op at given ones.
             if isinstance(node.meta.get("val"), _NUMBERS) and node.op != "output":
                 continue
             args, kwargs = pytree.tree_map(self._argument, (tuple(node.args), dict(node.kwargs)))
@@ -268,7 +251,6 @@ class _AtSizes:
         return f"{name}({', '.join(self._code(arg, bound) for arg in leaf.args)})"
 
     def _tensor(self, traced: Tensor) -> Tensor:
-        """`traced` at the sizes, in the storage of those that it shares one with."""
         if traced.layout != torch.strided:
             return traced
         storage = traced.untyped_storage()
@@ -284,6 +266,7 @@ class _AtSizes:
             key = storage_key(traced)
             if key not in self.storages:
                 held = self.env.value(size_bytes, self.sizes)
+                # Tensors without symbols stay as they are, in that storage.
                 is_symbolic = isinstance(size_bytes, torch.SymInt)
                 made = torch.empty(held, dtype=torch.uint8, device=traced.device)
                 self.storages[key] = made.untyped_storage() if is_symbolic else storage

@@ -38,20 +38,16 @@ class TraceSizes(Protocol):
 
 @dataclass(eq=False)
 class Formula:
-    """An op, and what it is run on: formulas, tensors with values, and numbers of the trace.
-
-    Attributes
-    ----------
-    numbers : symbolic ones in all that it is made of. item : which of several results it is.
-    lost : where the values come from that it, or a view of it, was overwritten with.
-    """
+    """An op, and what it is run on: formulas, tensors with values, and numbers of the trace."""
 
     func: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    item: int | None = None
+    item: int | None = None  # which of several results it is
     base: Formula | None = None
+    # Where the values come from that it, or a view of it, was overwritten with.
     lost: frozenset[str] = frozenset()
+    # Symbolic ones in all that it is made of.
     numbers: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -76,6 +72,7 @@ class _Evaluation:
         self.work = 0
 
     def of(self, formula: Formula) -> Any:
+        # Formulas share parts, of which each runs once.
         key = tuple(map(id, (formula.func, *pytree.tree_leaves((formula.args, formula.kwargs)))))
         if key not in self._made:
             args, kwargs = pytree.tree_map(self._leaf, (formula.args, formula.kwargs))
@@ -90,12 +87,10 @@ class _Evaluation:
 
 
 def answer(formula: Formula, over: TraceSizes, run: _Run) -> Any:
-    """What code that looks at a value finds at all sizes of a range; None if they differ.
-
-    Also if the range is too large to try them all.
-    """
+    """What code that looks at a value finds at all sizes; None if that differs or they are many."""
     points = over.points_of(formula.numbers)
     found: Any = None
+    # The largest first: it tells how much work all sizes are at most.
     for i, sizes in enumerate(reversed(points)):
         one = _Evaluation(over, sizes, run)
         said = one.of(formula)

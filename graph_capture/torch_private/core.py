@@ -79,22 +79,19 @@ def functional_mode() -> Any:
     return _C._get_dispatch_mode(_C._TorchDispatchModeKey.FUNCTIONAL)
 
 
-# Ops that only raise an error for some values stay in the graph.
-#
-# torch 2.11 takes them for ops without an effect, as nothing reads them, and drops them. The plan
-# of a model that calls `torch.linalg.cholesky` would go on with NaN where eager raises. Later
-# releases know that they have one. With every release they are refused (`refusals.py`).
-
-
+# Ops that only raise an error for some values.
 _CHECKING_OPS = ("aten::_linalg_check_errors",)
 
 
 @contextlib.contextmanager
 def checks_kept() -> Generator[None]:
     """While tracing, let torch know that these ops have an effect."""
+    # torch 2.11 drops them, as nothing reads them: a model that calls `torch.linalg.cholesky` would
+    # go on with NaN where eager raises. In the graph, they are refused (`refusals.py`).
     torchs: Any = _effects
     with contextlib.ExitStack() as stack:
         for op in _CHECKING_OPS:
+            # Later releases know of it themselves.
             if torchs._get_effect(op) is None:
                 ordered = torchs._EffectType.ORDERED
                 stack.callback(torchs._register_effectful_op(op, ordered).destroy)
@@ -127,10 +124,8 @@ def fake_store() -> Any:
 
 
 def enabled_backends() -> tuple[bool, ...]:
-    """Of mkldnn, cuDNN, and flash, memory-efficient and plain attention.
-
-    `torch.backends` answers the same in ten times the time, 7 us, and this is asked at each step.
-    """
+    """Of mkldnn, cuDNN, and flash, memory-efficient and plain attention."""
+    # `torch.backends` answers the same in ten times the time, 7 us, and each step asks.
     return (
         _C._get_mkldnn_enabled(),
         _C._get_cudnn_enabled(),
@@ -163,7 +158,6 @@ has_global_hook: Callable[[], Any] = _modules._has_any_global_hook
 
 
 def global_hooks() -> Iterator[Callable[..., Any]]:
-    """Hooks on all modules, of each kind."""
     of_forward = (_modules._global_forward_pre_hooks, _modules._global_forward_hooks)
     of_backward = (_modules._global_backward_pre_hooks, _modules._global_backward_hooks)
     for table in (*of_forward, *of_backward):
@@ -179,21 +173,18 @@ def active_ddp_module() -> Any:
 
 
 def clear_cublas_workspaces() -> None:
-    """Free what cuBLAS keeps in any thread."""
     _C._cuda_clearCublasWorkspaces()
 
 
 def cuda_sleep(cycles: int) -> None:
-    """Keep the current stream busy."""
     torch.cuda._sleep(cycles)
 
 
 def takes_cudnn_batch_norm(*inputs: Tensor, eps: float) -> bool:
-    """Whether a batch norm in training, of input, weight, bias, mean and variance, is cuDNN's."""
+    """`inputs` : input, weight, bias, running mean and variance, in training."""
     backend = _C._select_batch_norm_backend(*inputs, True, eps)
     return backend == _C._BatchNormBackend.Cudnn
 
 
 def cudnn_batch_norm_reserve_bytes(x: Tensor) -> int:
-    """What cuDNN's batch norm in training reserves for its backward."""
     return _C._get_cudnn_batch_norm_reserve_space_size(x, True)

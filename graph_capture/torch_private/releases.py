@@ -35,28 +35,23 @@ def refused_release(version: str) -> str:
 
 def _minor(version: str) -> tuple[int, int]:
     found = re.match(r"(\d+)\.(\d+)", version)
+    # A version that cannot be read is refused, as it is before the oldest.
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def require_tested_release() -> None:
-    """Raise `RewriteError` under a release of torch that is not tested."""
     reason = refused_release(importlib.metadata.version("torch"))
     if reason:
         raise RewriteError(reason)
 
 
 def loses_gradients() -> bool:
-    """Whether dynamo leaves out the backward of an `autograd.Function` that writes to its result.
-
-    torch 2.11 does, with every backend: `y = x.clone(); y.mul_(3); return y` in its forward.
-    """
+    """Whether dynamo drops the backward of an `autograd.Function` that writes to its result."""
+    # torch 2.11 does, with every backend: `y = x.clone(); y.mul_(3); return y` in its forward.
     return _minor(torch.__version__) < (2, 12)
 
 
 def holds_tangents() -> bool:
-    """Whether torch holds the gradients that a compiled backward is given until it has ended.
-
-    torch 2.11 does. Later releases hand them over in a list, from which each is freed once it has
-    been read.
-    """
+    """Whether torch holds the gradients that a compiled backward is given until it has ended."""
+    # Later releases than 2.11 hand them over in a list, from which each goes once it was read.
     return not hasattr(torch.autograd.Function, "boxed_grads_call")

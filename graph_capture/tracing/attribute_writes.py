@@ -42,39 +42,29 @@ from remat.graph_capture.tracing.op_watcher import CallWatcher
 from remat.graph_capture.tracing.outputs import DuplicateOutputs
 from remat.graph_capture.tracing.restore import ModuleAttributes, Written
 
-# What forward writes on modules: tensors that each step sets again, or a refusal.
-#
-# A mixture of experts keeps its auxiliary loss on an attribute, attention its weights. Such tensors
-# are results of the step beside its output, and are set after each step as eager sets them. A
-# number that forward reads and changes, as a counter, would need another graph at each step.
+# A mixture of experts keeps its auxiliary loss on an attribute, attention its weights: each step
+# sets such tensors as eager does. A counter that forward reads and changes would need another graph
+# at each step, so it is refused.
 
 
 @dataclass(frozen=True)
 class MutatedAttribute:
-    """An attribute that each step sets: a tree of tensors and constants.
-
-    Attributes
-    ----------
-    path, name : of the module, and of its attribute. leaves : of the tree; None for each tensor.
-    is_read : whether forward reads the attribute too, so that it keeps something for later.
-    before : storages of the tensors that it held until now.
-    """
+    """An attribute that each step sets: a tree of tensors and constants."""
 
     path: str
     name: str
     spec: pytree.TreeSpec
+    # (is_tensor, constant) for each leaf; the constant is None where the step gives a tensor
     leaves: tuple[Any, ...]
     tensors: int
-    is_read: bool
-    before: frozenset[int] = frozenset()
+    is_read: bool  # forward reads it too, so it may keep something for later
+    before: frozenset[int] = frozenset()  # storages of the tensors that it held until now
 
     @property
     def text(self) -> str:
-        """Its path in the model."""
         return f"{self.path}.{self.name}".lstrip(".")
 
     def put(self, module: nn.Module, tensors: list[Tensor]) -> None:
-        """Set it on its module, with the tensors of a step."""
         given = iter(tensors)
         leaves = [next(given) if is_tensor else leaf for is_tensor, leaf in self.leaves]
         setattr(module, self.name, pytree.tree_unflatten(leaves, self.spec))
@@ -82,38 +72,28 @@ class MutatedAttribute:
 
 @dataclass(frozen=True)
 class InitialisedOnce:
-    """A place that forward finds empty at its first call, and then leaves at a plain value.
+    """A place that forward finds empty at its first call, and then leaves at a plain value."""
 
-    Attributes
-    ----------
-    place : with what was there. value : what each step leaves there, as eager does.
-    """
-
-    place: StateSlot | OpaqueState
-    value: Any
+    place: StateSlot | OpaqueState  # with what was there before
+    value: Any  # what each step leaves there
 
     def put(self) -> None:
-        """Set it."""
         self.place.put(self.value)
 
     def is_first(self, now: Any) -> bool:
-        """Whether the place is as it was before the first call."""
         return is_same(now, self.place.value)
 
     def is_left(self, now: Any) -> bool:
-        """Whether the place is as each step leaves it."""
         return is_same(now, self.value)
 
 
 def out_of_step(initialised: Iterable[InitialisedOnce]) -> tuple[InitialisedOnce, Any] | None:
-    """The first place that is neither as before the first call nor as after it, and its value.
-
-    Hooks are to be as after it unless everything is as before: forward sets them only once.
-    """
+    """The first place that is neither as before the first call nor as after it, and its value."""
     found = [(one, one.place.now()) for one in initialised]
     if all(one.is_first(now) for one, now in found):
         return None
     for one, now in found:
+        # Forward sets hooks at its first call alone: once any place is set, they must be there.
         may_be_first = not isinstance(one.place, ModuleHooks)
         if not one.is_left(now) and not (may_be_first and one.is_first(now)):
             return one, now
@@ -121,7 +101,6 @@ def out_of_step(initialised: Iterable[InitialisedOnce]) -> tuple[InitialisedOnce
 
 
 def short(value: Any) -> str:
-    """A value in a few words, for a message."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
     text = repr(value)
@@ -134,12 +113,7 @@ def state_guarded(
     mutated: Iterable[MutatedAttribute],
     traced: PythonState,
 ) -> PythonState:
-    """Python's state as it is now, without what each step sets.
-
-    Parameters
-    ----------
-    traced : the state of a model of the same step, as it was traced.
-    """
+    """Python's state now, without what each step sets; `traced`: that of the model as traced."""
     state = PythonState(model, loss_fn, traced.code_in_scope)
     state.compare_as(traced)
     state.asks_identity = traced.asks_identity
@@ -149,14 +123,13 @@ def state_guarded(
 
 
 def places_of(model: nn.Module, mutated: Iterable[MutatedAttribute]) -> list[DictItem]:
-    """Where these attributes are in a model."""
     held = [(vars(model.get_submodule(one.path)), one) for one in mutated]
     return [DictItem(one.text, space, one.name, space.get(one.name)) for space, one in held]
 
 
 def storages_in(leaves: Iterable[Any]) -> frozenset[int]:
-    """The storages of the tensors among these; a sparse tensor counts as its own."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    # A sparse tensor has no storage, so its identity stands for it.
     return frozenset(storage_key(t) if t.layout is torch.strided else id(t) for t in tensors)
 
 
@@ -165,14 +138,7 @@ _HELD_BY_TORCH = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 class ForwardWrites:
-    """Follows the runs of forward in one trace: each begins alike, and what it wrote is kept.
-
-    Attributes
-    ----------
-    mutated, initialised : what the last run has set.
-    library_caches : what it has added to dictionaries of libraries.
-        No step adds it.
-    """
+    """Follows the runs of forward in one trace: each begins alike, and what it wrote is kept."""
 
     def __init__(
         self, model: nn.Module, loss_fn: Callable[..., Any] | None, state: PythonState
@@ -181,31 +147,30 @@ class ForwardWrites:
         self._attributes = ModuleAttributes(model, but=_HELD_BY_TORCH)
         self._hooked = list(hooked_modules(model, loss_fn))
         self._hooks = [place_of_hooks(path, module) for path, module in self._hooked]
+        # Of the last run alone: a trace runs forward more than once.
         self.mutated: list[MutatedAttribute] = []
         self.initialised: list[InitialisedOnce] = []
+        # No later step adds to these dictionaries of libraries.
         self.library_caches: list[LibraryCache] = []
         self._in_forward: set[str] = set()
 
     def begin(self) -> None:
-        """Put back what an earlier run changed."""
         self._attributes.restore()
         self._state.restore()
         for place in self._hooks:
             place.put(place.value)
 
     def end(self) -> list[Tensor]:
-        """The tensors that forward has set on attributes of modules.
-
-        Raises
-        ------
-        CaptureError : it has changed something that no step could set again.
-        """
+        """Tensors that forward has set on attributes; `CaptureError` for what no step can set."""
         tensors: list[Tensor] = []
+        # From the run before: what is not a tensor must be the same again, unlike a clock.
         earlier = self._plain_values()
         self.mutated, self.initialised, self.library_caches = [], [], []
         for written in self._attributes.written():
             leaves, spec = pytree.tree_flatten(written.value)
             is_read = self._state.reads(vars(written.module), written.name)
+            # A flag that its first call sets. Whether the next call then does something else is
+            # looked at once the trace is done.
             if is_read and _is_first_value(written.before, written.value):
                 self.initialised.append(InitialisedOnce(written.place, written.value))
                 continue
@@ -213,6 +178,7 @@ class ForwardWrites:
                 raise self._refused(written)
             own = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             kept = [(isinstance(x, Tensor), None if isinstance(x, Tensor) else x) for x in leaves]
+            # A graph that holds one of these as a constant has read what an earlier step left.
             before = storages_in(pytree.tree_leaves(written.held))
             self.mutated.append(
                 MutatedAttribute(
@@ -226,7 +192,6 @@ class ForwardWrites:
         return tensors
 
     def _plain_values(self) -> dict[str, Any]:
-        """What is not a tensor of all that the last run has set, by what it is."""
         values = {one.place.text: one.value for one in self.initialised}
         for one in self.mutated:
             items = enumerate(leaf for is_tensor, leaf in one.leaves if not is_tensor)
@@ -234,7 +199,6 @@ class ForwardWrites:
         return {text: value for text, value in values.items() if isinstance(value, PLAIN)}
 
     def _require_as_in(self, earlier: dict[str, Any]) -> None:
-        """Refuse what is another value in each run of the same forward, as a clock's."""
         now = self._plain_values()
         for text in earlier.keys() & now.keys():
             if not is_same(now[text], earlier[text]):
@@ -245,9 +209,9 @@ class ForwardWrites:
                 )
 
     def _note_hooks(self) -> None:
-        """Hooks that forward itself has set on submodules, as a library may at its first call."""
         if registered := registered_hook(hook_tables(self._hooked, BACKWARD_HOOKS)):
             raise CaptureError(f"forward of {self._kind} sets a {registered}")
+        # A library may set hooks on submodules at its first call, as transformers does.
         for place in self._hooks:
             now = place.now()
             if are_alike(now, place.value):
@@ -260,13 +224,11 @@ class ForwardWrites:
             self.initialised.append(InitialisedOnce(place, now))
 
     def require_that_backward_writes_nothing(self) -> None:
-        """Refuse a hook that forward has set on a tensor, and that changes something in backward.
-
-        It runs while the step is traced, and never again.
-        """
+        # A hook that forward sets on a tensor runs while backward is traced, and never again.
         texts = {mutated.text for mutated in self.mutated}
         texts |= {initialised.place.text for initialised in self.initialised}
         late = [one.text for one in self._attributes.written() if one.text not in texts]
+        # What forward itself changed was judged when it ended.
         late += [
             one.text
             for one in self._state.changes()
@@ -286,12 +248,14 @@ class ForwardWrites:
         changes = self._state.changes()
         self._in_forward = {change.text for change in changes}
         for change in changes:
+            # Noted already, or inside what was: "an item of ...".
             if any(text in change.text for text in texts):
                 continue
             if isinstance(change.place, (OpaqueState, Stream)):
                 raise CaptureError(_taken_text(self._kind, change.text))
             if self._state.writer(change.place) is Writer.THREAD:
                 raise CaptureError(_beside_text(self._kind, change))
+            # Such a value is the same after each step, so each step may set it.
             if _is_first_value(change.before, change.now) or _is_mode(change.place):
                 self.initialised.append(InitialisedOnce(change.place, change.now))
             elif memo := added_to_library(change):
@@ -336,24 +300,21 @@ def _taken_text(kind: str, text: str) -> str:
 
 
 def _is_first_value(before: Any, now: Any) -> bool:
-    """Whether a place was empty and has a plain value now, as a flag that is set once has."""
+    # False and None count as empty: a flag that is set once begins as one of them.
     is_plain = isinstance(now, PLAIN) and now is not None
     return is_plain and (before is MISSING or before is None or before is False)
 
 
 def _is_mode(place: object) -> bool:
-    """Whether it is the mode of a module beside the model, such as a teacher of the loss."""
+    # The mode of a module beside the model, such as a teacher of the loss.
     return isinstance(place, DictItem) and place.key == "training" and "_modules" in place.space
 
 
 def _can_be_set(leaves: list[Any], *, is_read: bool) -> bool:
-    """Whether each step can set such a tree: tensors, or constants that forward never reads."""
     tensors = [isinstance(leaf, Tensor) for leaf in leaves]
+    # A constant that forward reads may choose another way through it at the next step.
     known = all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves)
     return known and (any(tensors) or not is_read)
-
-
-# Checks that a second call would trace the same graph, with the attributes that the first has set.
 
 
 class UnreadSentinel:
@@ -372,26 +333,22 @@ def find_loop_carried(
 ) -> list[MutatedAttribute]:
     """Attributes that forward may read from an earlier step, and sets to something else.
 
-    That is what it sets from its batch, and what the graph reads as it was before. What depends on
-    neither batch, parameters nor random numbers, as a mask that is made at the first call, is the
-    same at each step.
-
-    Parameters
-    ----------
-    constants : storages of the tensors that the graph holds itself.
-    results : how many of the joint graph's are forward's, of which the mutated tensors are last.
-    end : its output node. duplicate_outputs : where the results repeat a tensor.
+    `results` is how many of the joint graph's outputs, at `end`, are forward's; the last of them
+    are the mutated tensors. `constants` are the storages of tensors that the graph holds itself.
     """
     number = sum(one.tensors for one in mutated)
     if not number:
         return []
     described = _forward_results(end, results)
+    # Outputs for mutated inputs come first, and have no index among the results.
     plain = [(what.idx, node) for what, node in described if hasattr(what, "idx")]
     distinct = [node for _, node in sorted(plain, key=lambda pair: pair[0])]
     nodes = (duplicate_outputs.of_leaves(distinct) if duplicate_outputs else distinct)[-number:]
     found: list[MutatedAttribute] = []
     for one in mutated:
         own, nodes = nodes[: one.tensors], nodes[one.tensors :]
+        # What depends on neither batch, parameters nor random numbers, as a mask that is made at
+        # the first call, is the same at each step.
         is_another = any(_depends_on_input(node) for node in own)
         if one.is_read and (is_another or one.before & constants):
             found.append(one)
@@ -418,7 +375,6 @@ def _depends_on_input(node: Any) -> bool:
 
 
 def is_same_graph(a: fx.GraphModule, b: fx.GraphModule) -> bool:
-    """Whether two traces have the same ops on the same values, numbers and tensors of their own."""
     if len(a.graph.nodes) != len(b.graph.nodes):
         return False
     return all(_is_same_node(a, m, b, n) for m, n in zip(a.graph.nodes, b.graph.nodes, strict=True))
@@ -440,19 +396,8 @@ def _is_same_constant(one: Any, other: Any) -> bool:
     return same and one.layout is torch.strided and torch.equal(one, other)
 
 
-# Forward that gives a tensor other data, by `tensor.data = other`: refused.
-#
-# A trace loses it without a word: only the stand-in of the tensor has the new data. Torch's own
-# `vector_to_parameters` sets data so, and code that averages weights does.
-
-
 class NoSetData(CallWatcher):
-    """While forward is traced, refuse code that gives a tensor other data.
-
-    Raises
-    ------
-    CaptureError : names the line, and what works.
-    """
+    """While forward is traced, refuse code that gives a tensor other data."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -460,7 +405,8 @@ class NoSetData(CallWatcher):
         self.set_data: Any = torch.Tensor.data.__set__  # pyright: ignore
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `func`, unless it gives a tensor other data."""
+        # A trace loses new data without a word: only the tensor's stand-in has it. Torch's own
+        # `vector_to_parameters` sets data so, and code that averages weights.
         line = line_of_user() if func == self.set_data else ""  # torch does so too, beside it
         if line:
             raise CaptureError(

@@ -28,25 +28,14 @@ _SHOWN = 5
 
 @dataclass
 class _BlockCalls:
-    """What the blocks were called with in the last forward that was watched.
-
-    Attributes
-    ----------
-    blocks : by module path. signatures : of the calls of each block, in order.
-    autocast : the state at the call of each block.
-    """
+    """What the blocks, by module path, were called with in the last forward watched."""
 
     blocks: dict[str, nn.Module]
     signatures: dict[str, list[Signature]] = field(default_factory=dict[str, list[Signature]])
     autocast: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def recipes(self) -> dict[str, Recipe]:
-        """How to trace each block by itself, in the order in which they ran.
-
-        Raises
-        ------
-        CaptureError : a block is not called once a step, or under an autocast of its own.
-        """
+        """How to trace each block by itself, in the order in which they ran."""
         for path, block in self.blocks.items():
             count = len(self.signatures.get(path, ()))
             if count != 1:
@@ -68,14 +57,7 @@ class _BlockCalls:
 
 
 def matching_blocks(model: nn.Module, pattern: str, device: str) -> dict[str, nn.Module]:
-    """The submodules whose path matches a glob, by path; none lies inside another.
-
-    Of two that match, the outer one is the block. They are captured on `device`.
-
-    Raises
-    ------
-    CaptureError : the glob matches nothing; a block cannot be captured.
-    """
+    """The submodules whose path matches a glob, by path; of two nested ones the outer."""
     if not isinstance(pattern, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise CaptureError(
             f"blocks are named by a glob, such as 'model.layers.*', not by a "
@@ -83,6 +65,7 @@ def matching_blocks(model: nn.Module, pattern: str, device: str) -> dict[str, nn
         )
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
+        # Modules are listed from the outside in, so the outer one is known by now.
         inside = any(path.startswith(f"{outer}.") for outer in found)
         if path and not inside and fnmatch.fnmatchcase(path, pattern):
             found[path] = module
@@ -109,10 +92,11 @@ def _nothing_matched(model: nn.Module, pattern: str) -> str:
 
 @contextlib.contextmanager
 def watching_calls(model: nn.Module, blocks: dict[str, nn.Module]) -> Generator[_BlockCalls]:
-    """Note how forward calls `blocks` meanwhile; each call of the model starts anew."""
+    """Note how forward calls `blocks`."""
     calls = _BlockCalls(blocks)
 
     def start() -> None:
+        # A trace runs forward more than once, and the last run counts.
         calls.signatures.clear()
         calls.autocast.clear()
 
@@ -135,7 +119,6 @@ def _noting(calls: _BlockCalls, path: str) -> Callable[[Any, Any], None]:
 
 @contextlib.contextmanager
 def _told_first(module: nn.Module, tell: Callable[[Any, Any], None]) -> Generator[None]:
-    """Call `tell` with the arguments of each forward of `module`, before it runs."""
     own = vars(module).get("forward")
     run = module.forward
 
@@ -153,40 +136,23 @@ def _told_first(module: nn.Module, tell: Callable[[Any, Any], None]) -> Generato
             module.__dict__["forward"] = own
 
 
-# A block's own training graph, found inside that of the whole model, node by node.
-#
-# A block that is compiled by itself sums gradients inside itself first. If the whole step has the
-# very ops of the block, wired alike and in the block's order, the bits are the same. Else the block
-# is refused, before anything runs. Scalars, constants and views are compared too, so two blocks
-# share one compiled step only if they compute the same of their own parameters.
-
-
 @dataclass
 class BlockMatch:
-    """Where a block is in the whole graph.
+    """Where a block is in the whole graph: each by the name in the block."""
 
-    Attributes
-    ----------
-    op_of : op of the whole graph, by op of the block; without tangents.
-    value_of : value of the whole graph, by value of the block.
-    state_of : name of a parameter or buffer in the model, by its name in the block.
-    """
-
-    op_of: dict[str, str]
+    op_of: dict[str, str]  # ops, without tangents
     value_of: dict[str, str]
-    state_of: dict[str, str]
+    state_of: dict[str, str]  # parameters and buffers
 
 
 @dataclass
 class _Matcher:
-    """Nodes of the block with those of the whole graph that they were found to be.
-
-    `trail` holds what the comparison at hand has bound, to take back if it fails.
-    """
+    """Nodes of the block, with those of the whole graph that they were found to be."""
 
     block: Joint
     whole: Joint
     of_node: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
+    # What the comparison at hand has bound: taken back if it fails.
     trail: list[fx.Node] = field(default_factory=list[fx.Node])
     op_of: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -218,10 +184,12 @@ class _Matcher:
     def _same_leaf(self, a: Any, b: Any) -> bool:
         if isinstance(a, fx.Node) and isinstance(b, fx.Node):
             return self._same(a, b)
+        # Scalars count too: blocks share a compiled step only if they compute the same of their own
+        # parameters. By type, as 1 == True.
         return type(a) is type(b) and a == b
 
     def _same(self, a: fx.Node, b: fx.Node) -> bool:
-        """Whether two nodes stand for the same tensor. Views are followed to what they view."""
+        # A view is the tensor that it views.
         a, b = _behind_aliases(a), _behind_aliases(b)
         if a in self.of_node:
             return self.of_node[a] is b
@@ -229,6 +197,7 @@ class _Matcher:
             return _looks_alike(a, b) and self._bind(a, b)
         if a.op == "get_attr":
             return b.op == "get_attr" and self._same_constant(a, b) and self._bind(a, b)
+        # Ops are compared in the order of the graph, so one that is not bound by now has no match.
         if a.name in self.block.node_of_op:
             return False
         return self._same_call(a, b)
@@ -253,24 +222,18 @@ def _behind_aliases(node: fx.Node) -> fx.Node:
 
 
 def _looks_alike(a: fx.Node, b: fx.Node) -> bool:
-    """Whether an input of the block and what the model gives it look alike.
-
-    A gradient may have other strides: it is made contiguous before the block's backward.
-    """
     mine, theirs = a.meta.get("val"), b.meta.get("val")
     if not isinstance(mine, Tensor) or not isinstance(theirs, Tensor):
         return mine == theirs
     alike = mine.shape == theirs.shape and mine.dtype == theirs.dtype
+    # A gradient may have other strides: it is made contiguous before the block's backward.
     return alike and (is_tangent(a) or mine.stride() == theirs.stride())
 
 
 def match_block(block: Joint, whole: Joint, path: str) -> BlockMatch:
-    """Find the ops of `block`, traced by itself, among those of the model at `path`.
-
-    Raises
-    ------
-    CaptureError : inside the model it is not the same computation, in the same order.
-    """
+    """Find the ops of `block`, traced by itself, among those of the model at `path`."""
+    # A block that is compiled by itself sums gradients inside itself first. The bits are eager's
+    # only if the whole step has its very ops, wired alike and in its order.
     matcher = _Matcher(block, whole)
     _match_forward(matcher, path)
     _match_backward(matcher, path)
@@ -289,12 +252,11 @@ def match_block(block: Joint, whole: Joint, path: str) -> BlockMatch:
 
 
 def _state_name(node: fx.Node) -> str:
-    """Name of the parameter or buffer that a placeholder stands for; empty if it is neither."""
+    """Of the parameter or buffer that a placeholder stands for; empty if it is neither."""
     return path_in_model(str(getattr(node.meta.get("desc"), "target", "")))
 
 
 def _is_inside(module: str, path: str) -> bool:
-    """Whether a module path is that of a block or of something in it."""
     return module == path or module.startswith(f"{path}.")
 
 
@@ -318,14 +280,15 @@ def _match_forward(matcher: _Matcher, path: str) -> None:
 
 
 def _match_backward(matcher: _Matcher, path: str) -> None:
-    """Find the block's ops in the model's backward, where ops of others may stand between them."""
     own, graph = matcher.block.graph, matcher.whole.graph
+    # One iterator for all: ops of others may stand between the block's, which keep their order.
     backward = iter(graph.ops[graph.n_forward :])
     begun = False
     for mine in own.ops[own.n_forward :]:
         if mine.target == TANGENTS:
             continue
         for theirs in backward:
+            # Backward runs modules behind the block first, which may have ops that look alike.
             begun = begun or _is_inside(theirs.module, path)
             if begun and matcher.is_same_op(mine, theirs):
                 break

@@ -1,9 +1,8 @@
 """Fake tensors as the kernels of their device give them: laid out alike, statistics of their dtype.
 
-Some of torch's fake kernels state other strides than the kernels give. They were found in 2.13 and
-2.14 by comparing the calls of forward and backward of some 200 ops, on turned, sliced and
-channels-last tensors. A trace with false strides
-takes a view where eager copies, and fails when it runs.
+Some of torch's fake kernels state other strides than the kernels give: a trace with those takes a
+view where eager copies, and fails when it runs. They were found in torch 2.13 and 2.14 by comparing
+forward and backward of some 200 ops on turned, sliced and channels-last tensors.
 
 On a CPU they also give the statistics that norms save the dtype of the input. The kernels give them
 that of the weights: of bfloat16 inputs and float32 weights, as under autocast, twice the bytes.
@@ -43,13 +42,9 @@ _Rule = Callable[..., Tensor]
 
 
 def fake_with_eager_strides(shape_env: ShapeEnv | None = None) -> FakeTensorMode:
-    """A `FakeTensorMode` that gives the results of the ops in `RULES` their true strides.
-
-    Parameters
-    ----------
-    shape_env : of sizes that are symbols.
-    """
-    # No subclass: torch finds its rules of higher-order ops by the very type of the mode.
+    """With true strides and statistics. `shape_env`: of sizes that are symbols."""
+    # No subclass: torch finds its rules of higher-order ops by the very type of the mode. Real
+    # tensors are allowed, as plain ones that forward reads are constants of the graph.
     mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
     dispatch = mode.dispatch
 
@@ -71,11 +66,11 @@ def fake_with_eager_strides(shape_env: ShapeEnv | None = None) -> FakeTensorMode
 
 
 def _with_true_statistics(mode: FakeTensorMode, func: Any, args: Sequence[Any], found: Any) -> Any:
-    """The results of an op, `found`, with statistics of the dtype that its kernel gives them."""
     if func not in _WEIGHTS or not isinstance(found, tuple) or args[0].device.type != CPU:
         return found
     results = cast("tuple[Any, ...]", found)
     given = next((one for one in args[_WEIGHTS[func]] if isinstance(one, Tensor)), args[0])
+    # The first result is the output itself, whose dtype is right.
     wanted = [results[0], *(given for _ in results[1:])]
     if func is _FUNCTIONAL:
         wanted[3:] = args[3:5]  # new running statistics, as those that they replace
@@ -91,7 +86,6 @@ def _of_dtype(mode: FakeTensorMode, found: Any, like: Any) -> Any:
 
 
 def _mended(mode: FakeTensorMode, found: Any, true: Tensor) -> Any:
-    """`found`, laid out as `true` if it has its shape."""
     # Lengths first: entries of other dimensions, compared, would be taken for sizes that differ.
     if not isinstance(found, Tensor) or found.dim() != true.dim() or found.shape != true.shape:
         return found
@@ -104,7 +98,6 @@ def _mended(mode: FakeTensorMode, found: Any, true: Tensor) -> Any:
 
 
 def _holds(func: Any, found: Any) -> bool:
-    """Whether the rule of `func` is one of the device that its first result is on."""
     first = found[0] if isinstance(found, tuple) else found
     on_cpu = isinstance(first, Tensor) and first.device.type == CPU
     return on_cpu or func not in _CPU_ONLY
@@ -115,7 +108,7 @@ def _contiguous(shape: Sequence[int]) -> Tensor:
 
 
 def _like_input(x: Tensor, *_: Any) -> Tensor:
-    """Contiguous, or channels last where `x` is."""
+    # Channels last stays channels last; all else comes out contiguous.
     return _contiguous(x.shape).contiguous(memory_format=suggest_memory_format(x))
 
 
@@ -124,14 +117,14 @@ def _like_second(_grad: Tensor, x: Tensor, *_: Any) -> Tensor:
 
 
 def _rolled(x: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Tensor:
-    """Two parts of `x` joined again: laid out as `x` if neither is empty."""
+    # Eager joins two parts of `x` again, and lays them out as `x` if neither is empty.
     moves = [shift % x.shape[dim] for shift, dim in zip(shifts, dims, strict=False)]
     return _like_input(x) if moves and all(moves) else _plain(x)
 
 
 def _padded(x: Tensor, padding: Sequence[int]) -> Tensor:
-    """Wider than `x` by a pair of numbers for each of its last dimensions, the last one first."""
     shape = list(x.shape)
+    # Pairs of numbers begin with the last dimension.
     for place, (before, after) in enumerate(zip(padding[::2], padding[1::2], strict=True)):
         shape[-1 - place] += before + after
     return _contiguous(shape).contiguous(memory_format=suggest_memory_format(x))
@@ -163,11 +156,11 @@ def _noisy(grad: Tensor, _x: Tensor, noise: Tensor, *_: Any) -> Tensor:
 
 
 def _exponential(grad: Tensor, *more: Any) -> Tensor:
-    return _pointwise(grad, more[4])
+    return _pointwise(grad, more[4])  # self_or_result, of elu_backward
 
 
 def _pointwise(x: Tensor, y: Tensor, *_: Any) -> Tensor:
-    """As the iterator of pointwise ops lays out the result of these two."""
+    # As TensorIterator lays out the result of these two.
     strides = compute_elementwise_output_strides(x.to("meta"), y.to("meta"))
     return torch.empty_strided(x.shape, strides, device="meta")
 
@@ -243,12 +236,7 @@ _FUNCTIONAL = aten._native_batch_norm_legit_functional.default
 
 
 def require_layout(node: fx.Node, result: Any, place: Callable[[], str]) -> None:
-    """Raise `CaptureError` where a result is not laid out as the trace has it.
-
-    Parameters
-    ----------
-    result : what the node's op returned on made data. place : says where the op stands.
-    """
+    """Raise `CaptureError` if `result`, of the op on made data, is laid out otherwise."""
     results = result if isinstance(result, (tuple, list)) else (result,)
     for traced, real in zip(tensors_of(node), cast("Sequence[Any]", results), strict=False):
         if traced is not None and isinstance(real, Tensor) and not _same_layout(traced, real):
@@ -260,25 +248,19 @@ def require_layout(node: fx.Node, result: Any, place: Callable[[], str]) -> None
 
 
 def _same_layout(traced: Tensor, real: Tensor) -> bool:
+    # Strides of an empty tensor, or along a size of 1, address nothing.
     if traced.numel() == 0:
         return True
     pairs = zip(traced.shape, traced.stride(), real.stride(), strict=True)
     return all(size == 1 or expected == found for size, expected, found in pairs)
 
 
-# Models on the meta device: traced as if their tensors were on the CPU, without storage.
-#
-# Tracing on ``meta`` itself would take the math form of attention.
-
-
 @contextlib.contextmanager
 def as_if_on_cpu(model: nn.Module, mode: FakeTensorMode) -> Generator[None]:
-    """Replace the model's meta parameters and buffers by fake CPU tensors meanwhile.
-
-    Tied ones stay tied. Nothing is allocated, and everything is put back.
-    """
+    """Replace the model's meta parameters and buffers by fake CPU tensors, without storage."""
     made: dict[int, Tensor] = {}
     kept: list[tuple[dict[str, Any], str, Tensor]] = []
+    # On ``meta`` itself attention would be traced in its math form.
     for module in model.modules():
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():
@@ -286,6 +268,7 @@ def as_if_on_cpu(model: nn.Module, mode: FakeTensorMode) -> Generator[None]:
                     kept.append((held, name, tensor))
     try:
         for held, name, tensor in kept:
+            # Tied ones stay tied.
             if id(tensor) not in made:
                 made[id(tensor)] = _fake(tensor, mode)
             held[name] = made[id(tensor)]
@@ -306,7 +289,6 @@ def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 def _fake_dtensor(tensor: Any, mode: FakeTensorMode) -> Tensor:
-    """The same placements over a fake local part."""
     fake = type(tensor).from_local(
         _fake(tensor.to_local().detach(), mode), tensor.device_mesh, tensor.placements,
         run_check=False, shape=tensor.shape, stride=tensor.stride(),
@@ -315,20 +297,7 @@ def _fake_dtensor(tensor: Any, mode: FakeTensorMode) -> Tensor:
 
 
 def has_storage(model: nn.Module) -> bool:
-    """Whether no parameter and no buffer of the model is on the meta device."""
     return not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
-
-
-# Which kernels a trace takes where torch offers several.
-#
-# Under the Python dispatcher, which AOTAutograd turns on, torch decomposes some ops in Python where
-# eager runs compiled code: resampling, recurrent layers and a few losses. The results differ in the
-# last bits, and `rnn_tanh` and `rnn_relu` lose their dropout (seen in torch 2.13).
-# `kernels_of_eager` takes these decompositions away.
-#
-# A CPU has no fused attention with dropout, where the device that is planned for has.
-# `FusedAttention` traces the call without its dropout, as a kernel that draws inside itself keeps
-# no mask.
 
 
 _DROPOUT_POSITION = 4
@@ -343,7 +312,9 @@ _FAMILIES = (
 
 @contextlib.contextmanager
 def kernels_of_eager() -> Generator[None]:
-    """Take the Python decompositions away, and put them back on leaving."""
+    # Under the Python dispatcher, which AOTAutograd turns on, torch decomposes these in Python
+    # where eager runs compiled code: other last bits, and `rnn_tanh` and `rnn_relu` lose their
+    # dropout (torch 2.13).
     taken = [
         (op, key, op.py_kernels.pop(key))
         for op in _decomposed()
@@ -351,6 +322,7 @@ def kernels_of_eager() -> Generator[None]:
         if key in op.py_kernels
     ]
     for op, _, _ in taken:
+        # The op's cache may still hold the Python kernel.
         op._dispatch_cache.clear()
     try:
         yield
@@ -362,7 +334,6 @@ def kernels_of_eager() -> Generator[None]:
 
 @functools.cache
 def _decomposed() -> tuple[Any, ...]:
-    """The ops that this torch has in Python, and eager has compiled."""
     names = [name for name in dir(torch.ops.aten) if "upsample_" in name]
     known = [name for name in (*names, *_FAMILIES) if hasattr(torch.ops.aten, name)]
     packets = [getattr(torch.ops.aten, name) for name in known]
@@ -374,17 +345,15 @@ _DROPOUTS = frozenset({"dropout", "feature_dropout", "alpha_dropout", "feature_a
 
 
 class IdleDropout(CallWatcher):
-    """Dropout that drops nothing returns its input, as in eager; a trace would make a copy.
-
-    A write in place to the result then reaches the input too.
-    """
+    """Dropout that drops nothing returns its input, as in eager; a trace would make a copy."""
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call `func`, unless it is dropout at rest."""
         if getattr(func, "__name__", "") in _DROPOUTS:
             named = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+            # `functional.dropout` calls it `training`, `torch.dropout` calls it `train`.
             is_on = named.get("training", named.get("train", True))
             if not is_on or named.get("p", 0.5) == 0:
+                # A later write in place to the result has to reach the input too.
                 return named["input"]
         return func(*args, **kwargs)
 
@@ -393,9 +362,10 @@ class FusedAttention(CallWatcher):
     """Calls of `scaled_dot_product_attention` with their dropout left out."""
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call `func`, changed where it is attention."""
         given = dict(kwargs)
         if func is functional.scaled_dot_product_attention:
+            # A CPU has no fused attention with dropout, the device that is planned for has. Without
+            # its dropout the call is traced alike: a kernel that draws inside itself keeps no mask.
             at = _DROPOUT_POSITION
             args = (*args[:at], *(0.0 for _ in args[at : at + 1]), *args[at + 1 :])
             given.pop("dropout_p", None)

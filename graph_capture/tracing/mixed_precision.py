@@ -24,18 +24,12 @@ _MASTER = torch.float32
 
 @contextlib.contextmanager
 def parameters_cast(model: nn.Module, sharding: Sharding) -> Generator[None]:
-    """The parameters of `model` in the policy's dtype, meanwhile; afterwards the same as before.
-
-    Buffers keep their dtype, as under `fully_shard`.
-
-    Raises
-    ------
-    CaptureError : a floating point parameter is not float32, so it would not be cast from there.
-    """
+    """Within the block, parameters have the policy's dtype; afterwards they are as before."""
     if not sharding.param_dtype:
         yield
         return
     dtype = _dtype(sharding.param_dtype)
+    # Buffers keep their dtype, as under `fully_shard`.
     held = [
         (p, p.data) for p in model.parameters() if p.is_floating_point() and not is_distributed(p)
     ]
@@ -50,6 +44,7 @@ def parameters_cast(model: nn.Module, sharding: Sharding) -> Generator[None]:
     try:
         for parameter, data in held:
             parameter.data = data.to(dtype)
+        # The data of a DTensor cannot be set, so another parameter takes its place.
         for module, name, parameter in split:
             cast = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
             module._parameters[name] = cast
@@ -62,7 +57,6 @@ def parameters_cast(model: nn.Module, sharding: Sharding) -> Generator[None]:
 
 
 def _split_over_ranks(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """DTensors among the parameters, with the modules that hold them: their data cannot be set."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and is_distributed(parameter):
@@ -72,7 +66,7 @@ def _split_over_ranks(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Par
 def inputs_cast(
     args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, sharding: Sharding
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of the model as the policy casts them: tensors of floating point numbers."""
+    """Arguments of the model as the policy casts them: floating point tensors alone."""
     if not sharding.param_dtype:
         return args, dict(kwargs or {})
     dtype = _dtype(sharding.param_dtype)
@@ -85,12 +79,7 @@ def inputs_cast(
 
 
 def require_cast(path: str, dtypes: Mapping[str, torch.dtype], sharding: Sharding) -> None:
-    """Raise `CaptureError` for an argument that the policy would cast at the border of a block.
-
-    Parameters
-    ----------
-    path : of the block. dtypes : of its tensor arguments, by name.
-    """
+    """Raise `CaptureError` for an argument that the policy would cast where block `path` begins."""
     if not sharding.param_dtype:
         return
     dtype = _dtype(sharding.param_dtype)

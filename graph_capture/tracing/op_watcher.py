@@ -43,10 +43,9 @@ class TraceObserver(OpWatcher):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Under other modes torch runs what is compiled uncompiled, and it would not be refused."""
+        # Under other modes torch runs compiled code uncompiled, so that would not be refused.
         return True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """As `is_infra_mode`."""
         return True

@@ -12,12 +12,9 @@ from remat.graph_capture.errors import CaptureError, RematError, RewriteError
 
 
 class OptionPair(NamedTuple):
-    """Two options of which one call takes one.
+    """Two options of which one call takes one, spelled as in Python.
 
-    Attributes
-    ----------
-    other, one : as Python spells them; the message says that `other` is not taken with `one`.
-    why, instead : a clause each. error : what is raised.
+    The message says that `other` is not taken with `one`; `why` and `instead` are a clause each.
     """
 
     other: str
@@ -39,7 +36,6 @@ _EACH_SIZE = "Leave out one of the two, or plan for each size"
 def _with(
     one: str, error: type[RematError], **whys: str | tuple[str, str]
 ) -> tuple[OptionPair, ...]:
-    """The pairs of `one`; a reason stands alone where one of the two has to be left out."""
     usual = _EACH_SIZE if one == "dynamic" else _EITHER
     told = {name: why if isinstance(why, tuple) else (why, usual) for name, why in whys.items()}
     return tuple(OptionPair(name, one, *of_name, error) for name, of_name in told.items())
@@ -97,23 +93,14 @@ PAIRED = tuple(sorted({name for pair in PAIRS for name in (pair.one, pair.other)
 
 
 def require_compatible(**asked: object) -> None:
-    """Raise the error of the first pair of which both are asked for.
-
-    Parameters
-    ----------
-    **asked : by option, what is true where something is asked that is not the default.
-
-    Raises
-    ------
-    CaptureError, RewriteError : names both options, the reason and a way out.
-    """
+    """Raise the error of the first pair of which `asked` has something true for both."""
     for pair in PAIRS:
         if asked.get(pair.one) and asked.get(pair.other):
             raise pair.error(str(pair))
 
 
 def as_table() -> str:
-    """The pairs as a table in Markdown: by option, those that are not taken with it."""
+    """The pairs in Markdown: by option, those that are not taken with it."""
     by_one: dict[str, list[str]] = {}
     for pair in PAIRS:
         by_one.setdefault(pair.one, []).append(f"`{pair.other}`")

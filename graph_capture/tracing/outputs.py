@@ -17,23 +17,19 @@ from torch import Tensor, nn
 
 from remat.graph_capture.torch_private.core import pytree
 
-# Dataclasses in results: opened, so that torch sees their tensors, and made again for the caller.
-#
-# Torch finds no tensor in one that is not registered. To register it would change how the user's
-# other code walks through it, so ours stands in its place while a step is traced.
-
-
 _Context = tuple[Any, tuple[str, ...]]
 
 
 class _FlatDataclass:
     """A container that torch knows, with what a dataclass holds, fields or not, by name."""
 
+    # Torch finds no tensor in a dataclass that is not registered. To register it would change how
+    # the user's other code walks through it, so this stands in its place while a step is traced.
     def __init__(self, kind: type, values: dict[str, Any]) -> None:
         self.kind, self.values = kind, values
 
     def closed(self) -> Any:
-        """The dataclass, made as `copy.copy` makes one: neither `__init__` nor a check runs."""
+        # As `copy.copy` makes one: neither `__init__` nor a check runs, of frozen ones either.
         made = object.__new__(self.kind)
         for name, value in self.values.items():
             object.__setattr__(made, name, value)
@@ -59,18 +55,16 @@ pytree.register_pytree_node(_FlatDataclass, _flat, _made, flatten_with_keys_fn=_
 
 
 def _is_plain_dataclass(leaf: Any) -> bool:
-    """Whether it is a dataclass in which torch finds no tensor."""
     is_one = dataclasses.is_dataclass(leaf) and not isinstance(leaf, (type, Tensor, nn.Module))
     return is_one and type(leaf) not in pytree.SUPPORTED_NODES
 
 
 def flatten_dataclasses(tree: Any) -> Any:
-    """The tree with all dataclasses opened, those inside of others too."""
-
     def open_leaf(leaf: Any) -> Any:
         if not _is_plain_dataclass(leaf):
             return leaf
         fields = [field.name for field in dataclasses.fields(leaf)]
+        # What was set beside the fields reaches the caller too.
         others = [name for name in getattr(leaf, "__dict__", ()) if name not in fields]
         held = {
             k: flatten_dataclasses(getattr(leaf, k)) for k in (*fields, *others) if hasattr(leaf, k)
@@ -83,7 +77,6 @@ def flatten_dataclasses(tree: Any) -> Any:
 
 
 def leaves_in(tree: Any) -> list[Any]:
-    """The leaves of a tree, with those in its dataclasses."""
     leaves = pytree.tree_leaves(tree)
     return (
         pytree.tree_leaves(flatten_dataclasses(tree))
@@ -93,8 +86,6 @@ def leaves_in(tree: Any) -> list[Any]:
 
 
 def _unflatten_dataclasses(tree: Any) -> Any:
-    """The tree with its dataclasses again, as `flatten_dataclasses` has found them."""
-
     def is_opened(part: Any) -> bool:
         return isinstance(part, _FlatDataclass)
 
@@ -109,7 +100,6 @@ def _unflatten_dataclasses(tree: Any) -> Any:
 
 
 def _has_flat_dataclass(spec: pytree.TreeSpec) -> bool:
-    """Whether a tree of that structure has an opened dataclass."""
     return spec.type is _FlatDataclass or any(map(_has_flat_dataclass, spec.children()))
 
 
@@ -118,44 +108,33 @@ _Leaf = TypeVar("_Leaf")
 
 @dataclass(frozen=True)
 class DuplicateOutputs:
-    """A tree of results in which a tensor comes more than once, or a dataclass.
-
-    Attributes
-    ----------
-    spec : of the tree. which : for each of its leaves, its index among the distinct ones.
-    own : how many of the leaves are the module's results. The others are set on attributes.
-    """
+    """A tree of results in which a tensor comes more than once, or a dataclass."""
 
     spec: pytree.TreeSpec
-    which: tuple[int, ...]
-    own: int
+    which: tuple[int, ...]  # for each leaf of the tree, its index among the distinct ones
+    own: int  # leaves that are the module's results; the others are set on attributes
 
     def gradients(self) -> dict[int, int]:
-        """How many gradients come back for a result, by its index, where it is more than one."""
+        """By index of a result, how many gradients come back for it, where more than one."""
         times = Counter(self.which[: self.own])
         return {i: number for i, number in times.items() if number > 1}
 
     def of_leaves(self, distinct: Sequence[_Leaf]) -> list[_Leaf]:
-        """For each leaf of the tree, what belongs to it of a list for the distinct ones."""
         return [distinct[i] for i in self.which]
 
     def tree(self, distinct: Sequence[Any]) -> Any:
-        """The tree of results, from the distinct ones."""
         tree = pytree.tree_unflatten(self.of_leaves(distinct), self.spec)
         return _unflatten_dataclasses(tree) if _has_flat_dataclass(self.spec) else tree
 
 
 def distinct_results(results: Any, own: int) -> tuple[Any, DuplicateOutputs | None]:
-    """The results with each tensor once, and how to make the tree of them again.
-
-    Where no tensor repeats and no dataclass was opened, the results as they are, and None. `own` is
-    as of `DuplicateOutputs`.
-    """
+    """The results with each tensor once; None beside them where they can stay as they are."""
     leaves, spec = pytree.tree_flatten(results)
     seen: dict[int, int] = {}
     distinct: list[Any] = []
     which: list[int] = []
     for leaf in leaves:
+        # Equal numbers may be one object by chance, so only tensors count.
         known = seen.get(id(leaf)) if isinstance(leaf, Tensor) else None
         which.append(len(distinct) if known is None else known)
         if known is None:

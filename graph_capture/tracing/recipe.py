@@ -29,8 +29,6 @@ from remat.graph_capture.torch_private.core import fake_tensor_log
 from remat.graph_capture.tracing.signature import Signature
 from remat.graph_capture.tracing.step_module import LossFunction
 
-# What a model's code is told while it is traced, and what torch logs meanwhile.
-#
 # Libraries take another way through their models where `torch.compiler.is_compiling` or
 # `is_exporting` says so: transformers then writes out causal masks and repeats keys, which changes
 # the last bits. So a model is first traced as in eager, where both say no.
@@ -43,7 +41,7 @@ FLAGS: tuple[_Flags, ...] = (False, False), (True, False), (True, True)
 
 @contextlib.contextmanager
 def silenced_logs() -> Generator[None]:
-    """Keep torch from logging ops that it cannot trace: we raise that, or try another way."""
+    # Torch logs each op that it cannot trace: we raise that, or try another way.
     before = fake_tensor_log.disabled
     fake_tensor_log.disabled = True
     try:
@@ -61,7 +59,7 @@ and heads that cannot be chunked stay whole, without a warning.
 
 
 def require_split(given: object) -> None:
-    """Raise `CaptureError` for what is no `Split`, which would be taken for one that is."""
+    # An unknown word would be taken for one of the known ones.
     if given is not None and given not in get_args(Split):
         raise CaptureError(
             f"split={given!r} is unknown: give 'none', 'exact' (only what gives eager's bits) or "
@@ -75,37 +73,27 @@ JointEdit = Callable[[fx.Graph], None]
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that is needed to trace a model again; holds no tensor and no module.
-
-    Attributes
-    ----------
-    name : the model's class. signature : of the batch. loss_fn : part of the step, or None.
-    resident : bytes that no schedule changes. autocast : as of `autocast_state`.
-    device : ``cpu`` or ``cuda:0``, whose own ops are traced; or a name of the table, for which the
-        CPU's are.
-    flags : what the model's code is told of compiling and exporting; None before a first trace.
-    float_inputs : names of numbers that each step reads anew, with their values in the trace.
-    split : what may run in chunks. edits : of a plan: what it changes in the joint graph, in order.
-    gradient_release : how gradients are released as they are made, if they are.
-    links : the ways to memory below the device, if values may leave it.
-    """
+    """All that is needed to trace a model again; holds no tensor and no module."""
 
     name: str
     signature: Signature
     loss_fn: LossFunction | None
-    resident: Resident
+    resident: Resident  # bytes that no schedule changes
     autocast: tuple[Any, ...]
+    # ``cpu`` or ``cuda:0``, whose own ops are traced; or a name of the table, with the CPU's ops
     device: str = CPU
+    # what the model's code is told of compiling and exporting; None before a first trace
     flags: _Flags | None = None
+    # numbers that each step reads anew, by name, with their values in the trace
     float_inputs: tuple[tuple[str, float], ...] = ()
     split: Split | None = "none"
+    # what a plan changes in the joint graph, in order
     edits: tuple[JointEdit, ...] = ()
     gradient_release: GradientRelease | None = None
-    links: Links | None = None
+    links: Links | None = None  # to memory below the device, where values may leave it
 
     @property
     def title(self) -> str:
-        """The model and its batch, for one line that tells a person."""
         return f"{self.name} on {self.signature.title}"
 
     @property
@@ -114,9 +102,9 @@ class Recipe:
         return is_in_table(self.device)
 
     def facts(self) -> dict[str, Any]:
-        """What goes into every graph built from this recipe."""
         return {
             "inputs": self.signature.lines(),
+            # Nothing runs on a device of the table, so the graph has the CPU's ops.
             "device": CPU if self.is_modelled else self.device,
             "versions": {"torch": str(torch.__version__)},
             "links": self.links,
@@ -135,31 +123,20 @@ _recipes: weakref.WeakKeyDictionary[nn.Module, dict[str, Recipe]] = weakref.Weak
 
 
 def keep_recipe(model: nn.Module, graph_hash: str, recipe: Recipe) -> None:
-    """Keep the recipe of a capture for `recipe_for`, as long as `model` lives."""
     _recipes.setdefault(model, {})[graph_hash] = recipe
 
 
 def recipe_for(model: nn.Module, graph_hash: str) -> Recipe | None:
-    """The recipe of a capture of this very model in this process, if there was one."""
+    """Of a capture of this very model in this process, if there was one."""
     return _recipes.get(model, {}).get(graph_hash)
 
 
 def keep_links(model: nn.Module, graph_hash: str, links: Links) -> None:
-    """Note the links that a captured step was costed with, so that rewriting finds them."""
     recipe = _recipes[model][graph_hash]
     _recipes[model][graph_hash] = dataclasses.replace(recipe, links=links)
 
 
-# What a caller gives of a step besides the model: told at once where it has not the right form.
-
-
 def check_arguments(args: Any, kwargs: Any, loss_fn: Any = None, target: Any = None) -> None:
-    """Refuse arguments of forward, or a loss, that are none.
-
-    Raises
-    ------
-    CaptureError : names what is given, and what to give.
-    """
     if isinstance(args, Mapping):
         raise CaptureError("args is a dict: give what forward takes by name as kwargs={...}")
     if not isinstance(args, (tuple, list)):
@@ -185,13 +162,8 @@ def check_arguments(args: Any, kwargs: Any, loss_fn: Any = None, target: Any = N
 
 
 def require_switches(**given: Any) -> None:
-    """Refuse options that are neither True nor False.
-
-    Raises
-    ------
-    RewriteError : names the option, and what to give.
-    """
     for name, value in given.items():
+        # A text such as "no" would count as True.
         if not isinstance(value, bool):
             raise RewriteError(f"{option(name, value)} is unknown: give True or False")
 
@@ -215,6 +187,7 @@ def call_error(
         return f"{given}. Leave the others out"
     if loss_fn is None:
         return ""
+    # `__call__` of a module takes anything.
     called = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
     results = (None,) if target is None else (None, None)
     why = _unbound(called, results, {})

@@ -23,12 +23,6 @@ _ADAMW_STEP_BYTES = 4
 
 
 def require_optimizer(optimizer: object) -> None:
-    """Refuse what is not the name of a kind of optimizer.
-
-    Raises
-    ------
-    CaptureError : it names the kinds there are.
-    """
     if isinstance(optimizer, str) and optimizer in _STATES_PER_PARAMETER:
         return
     given = f"optimizer is a {type(optimizer).__name__}, and is asked for by a name"
@@ -52,24 +46,15 @@ def resident_bytes(
 ) -> Resident:
     """Resident bytes of one rank, by category; a storage shared by two tensors counts once.
 
-    Parameters
-    ----------
-    optimizer : whose state stays allocated between steps: ``momentum`` keeps one buffer
-        a parameter, ``adamw`` two and a step counter of 4 bytes.
-    accumulate : whether gradient buffers exist before the step, as they do when
-        gradients of several batches are summed.
-    allocated : how the device's allocator rounds.
-    sharding : how much of parameters, gradients and state is here. DDP's buckets count as
-        communication; gradients that are views of them count once. What FSDP2 gathers is added by
-        `distributed/sharded_step.py`. Of ranks that hold unlike amounts, the one that holds most
-        counts.
-    is_on_host : whether parameters, gradients and state are, as with `CPUOffloadPolicy`.
+    `accumulate`: gradient buffers exist before the step, as where several batches are summed.
+    `is_on_host`: parameters, gradients and state are, as with `CPUOffloadPolicy`.
     """
     require_optimizer(optimizer)
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     trained_bytes = sum(allocated(_own_bytes(p, sharding)) for p in trained)
     seen: set[int] = set()
+    # What FSDP2 gathers is added by `distributed/sharded_step.py`.
     is_held_otherwise = sharding.kind in ("fsdp2", "replicate")
     resident = Resident(
         parameters_bytes=(
@@ -79,6 +64,7 @@ def resident_bytes(
         ),
         buffers_bytes=storage_bytes(model.buffers(), seen, allocated),
         batch_bytes=storage_bytes(pytree.tree_leaves(batch), seen, allocated),
+        # Gradients that are views of DDP's buckets count once, as communication.
         gradients_bytes=trained_bytes if accumulate and not sharding.bucket_views else 0,
         optimizer_bytes=_state_bytes(parameters, optimizer, sharding, allocated),
         communication_bytes=trained_bytes if sharding.has_buckets else 0,
@@ -91,19 +77,17 @@ def resident_bytes(
 
 
 def resident_of_batch(resident: Resident, batch: Any, device: str) -> Resident:
-    """`resident` with the bytes of another batch."""
     batch_bytes = storage_bytes(pytree.tree_leaves(batch), allocated=allocator_rounding(device))
     return msgspec.structs.replace(resident, batch_bytes=batch_bytes)
 
 
 def _own_bytes(parameter: Tensor, sharding: Sharding) -> int:
-    """Bytes of a parameter's part on one rank."""
     elements = sharding.shard_elements(local_part(parameter).shape)
     return elements * _held_bytes(parameter, sharding)
 
 
 def _held_bytes(parameter: Tensor, sharding: Sharding) -> int:
-    """Bytes of an element as it is held between steps."""
+    # A policy casts from float32, which is what a rank holds between steps.
     is_cast = sharding.param_dtype and parameter.is_floating_point()
     return MASTER_BYTES if is_cast else parameter.element_size()
 
@@ -111,7 +95,7 @@ def _held_bytes(parameter: Tensor, sharding: Sharding) -> int:
 def _state_bytes(
     parameters: Sequence[Tensor], optimizer: Optimizer, sharding: Sharding, allocated: Allocated
 ) -> int:
-    """Bytes of the optimizer's state on the rank that has most of it."""
+    # Of ranks that hold unlike amounts, the one that holds most counts.
     n_ranks = (sharding.states_over or sharding.world_size) if sharding.kind == "zero1" else 1
     most = 0
     for own in _dealt_out(parameters, n_ranks):
@@ -125,13 +109,10 @@ def _state_bytes(
 
 
 def _dealt_out(parameters: Sequence[Tensor], n_ranks: int) -> list[list[Tensor]]:
-    """The parameters that each rank updates.
-
-    `ZeroRedundancyOptimizer` gives them out whole, the largest first, each to the first rank of
-    those with the fewest elements so far (`_partition_parameters` of torch 2.13).
-    """
     ranks: list[list[Tensor]] = [[] for _ in range(n_ranks)]
     elements = [0] * n_ranks
+    # `ZeroRedundancyOptimizer` gives parameters out whole, the largest first, each to the first
+    # rank of those with the fewest elements so far (`_partition_parameters` of torch 2.13).
     for parameter in sorted(parameters, key=lambda p: p.numel(), reverse=True):
         rank = elements.index(min(elements))
         ranks[rank].append(parameter)
@@ -142,32 +123,18 @@ def _dealt_out(parameters: Sequence[Tensor], n_ranks: int) -> list[list[Tensor]]
 def storage_bytes(
     tensors: Iterable[Any], seen: set[int] | None = None, allocated: Allocated = int
 ) -> int:
-    """Bytes of the storages of `tensors` on this rank, each counted once.
-
-    Parameters
-    ----------
-    tensors : of a DTensor the local part counts; what is no tensor counts nothing.
-    seen : storages that have been counted already. New ones are added.
-    allocated : how the device's allocator rounds.
-    """
+    """Bytes of the storages on this rank, each counted once; new ones are added to `seen`."""
     seen = set() if seen is None else seen
     total = 0
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             continue
+        # Of a DTensor, only its part is here.
         storage = local_part(tensor).untyped_storage()
         if storage._cdata not in seen:
             seen.add(storage._cdata)
             total += allocated(storage.nbytes())
     return total
-
-
-# A parameter that a model has under several names is one input of the trace.
-#
-# AOTAutograd would make an input of each name, and autograd would add their gradients after
-# backward. Eager adds them as backward makes them. Two commute; the order of three changes the last
-# bits of the sum. So all names but the first are hidden during the trace. A guard of the rewritten
-# module holds that they are still tied.
 
 
 _Slot = tuple[nn.Module, str]
@@ -193,7 +160,10 @@ class _Shared(dict[str, Any]):
 
 @contextlib.contextmanager
 def tied_as_one(model: nn.Module) -> Generator[None]:
-    """List each parameter under its first name alone. Under the others it is still found."""
+    """List each parameter under its first name alone; it is still found under the others."""
+    # AOTAutograd would make an input of each name, and autograd would add their gradients after
+    # backward. Eager adds them as backward makes them. Two commute; the order of three changes the
+    # last bits of the sum. A guard of the rewritten module holds that they are still tied.
     before = [(module, module._parameters) for module in model.modules()]
     elsewhere: dict[nn.Module, dict[str, _Slot]] = {}
     for (module, name), first in _later_slots(model).items():
@@ -208,7 +178,7 @@ def tied_as_one(model: nn.Module) -> Generator[None]:
 
 
 def _slots(model: nn.Module) -> list[_Slot]:
-    """Where each parameter is held, in the order of ``named_parameters``, shared ones each time."""
+    """In the order of ``named_parameters``; a shared parameter each time."""
     return [
         (module, name)
         for _, module in model.named_modules(remove_duplicate=False)
@@ -218,7 +188,7 @@ def _slots(model: nn.Module) -> list[_Slot]:
 
 
 def _later_slots(model: nn.Module) -> dict[_Slot, _Slot]:
-    """Every slot of a parameter but its first, and that first one."""
+    """Every slot of a parameter but its first, with that first one."""
     firsts: dict[int, _Slot] = {}
     later: dict[_Slot, _Slot] = {}
     for slot in _slots(model):
@@ -235,5 +205,6 @@ def tied_places(model: nn.Module) -> dict[int, int]:
     """
     slots = _slots(model)
     later = _later_slots(model)
+    # Reversed, so that the first place counts of a module that comes twice.
     place = {slot: i for i, slot in reversed(list(enumerate(slots)))}
     return {i: place[later[slot]] for i, slot in enumerate(slots) if slot in later}

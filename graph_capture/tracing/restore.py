@@ -28,58 +28,45 @@ _Attributes = dict[str, tuple[Any, Any]]
 
 @dataclass(frozen=True)
 class Written:
-    """An attribute of a module that forward has set, changed in place or removed.
-
-    Attributes
-    ----------
-    before : the object that was there. held : that, or a copy from then where it is a container.
-    """
+    """An attribute of a module that forward has set, changed in place or removed."""
 
     path: str
     module: nn.Module
     name: str
-    before: Any
-    held: Any
+    before: Any  # the object that was there
+    held: Any  # that, or a copy from then where it is a container
 
     @property
     def text(self) -> str:
-        """Its path in the model."""
         return f"{self.path}.{self.name}".lstrip(".")
 
     @property
     def place(self) -> DictItem:
-        """Where it is."""
         return DictItem(self.text, vars(self.module), self.name, self.before)
 
     @property
     def value(self) -> Any:
-        """What it holds now; None where it was removed."""
+        """None where it was removed."""
         return vars(self.module).get(self.name)
 
 
 class ModuleAttributes:
-    """Every attribute of every module as it is when this is made, one container deep.
-
-    Parameters
-    ----------
-    but : names to leave alone.
-    """
+    """Every attribute of every module as it is now, one container deep; not those in `but`."""
 
     def __init__(self, model: nn.Module, but: frozenset[str] = frozenset()) -> None:
         self._before = [(path, m, _snapshot(m, but)) for path, m in model.named_modules()]
         self._but = but
 
     def written(self) -> list[Written]:
-        """Plain attributes that are not as they were; not those of torch, such as hooks."""
         return [
             Written(path, module, name, *_before(module, name, attributes))
             for path, module, attributes in self._before
             for name in _changed(vars(module), attributes, self._but)
+            # Torch's tables of hooks are compared elsewhere; an LSTM's flat weights are its own.
             if name not in OF_TORCH and not _is_torchs_own(module, name)
         ]
 
     def restore(self) -> None:
-        """Put all of them back."""
         for _, module, attributes in self._before:
             _restore(vars(module), attributes, self._but)
 
@@ -89,13 +76,12 @@ OF_TORCH = frozenset(vars(nn.Module()))
 
 
 def _is_torchs_own(module: nn.Module, name: str) -> bool:
-    """Whether it is what a module of torch keeps for itself, as an LSTM its flat weights."""
     return name.startswith("_") and type(module).__module__.startswith("torch.")
 
 
 def _before(module: nn.Module, name: str, attributes: _Attributes) -> tuple[Any, Any]:
-    """What the instance held, or else its class; and a copy of it where it is a container."""
     if name not in attributes:
+        # Without one of its own, the instance had its class's.
         return (getattr(type(module), name, MISSING),) * 2
     value, kept = attributes[name]
     return value, value if kept is None else kept
@@ -103,15 +89,13 @@ def _before(module: nn.Module, name: str, attributes: _Attributes) -> tuple[Any,
 
 @contextlib.contextmanager
 def restored_after(model: nn.Module) -> Generator[ModuleAttributes]:
-    """Restore every submodule's attributes and all random streams on leaving.
-
-    Gradients are recorded meanwhile, also where the caller is under ``torch.no_grad()`` or in
-    ``torch.inference_mode()``, as a block that sets up a model often is.
-    """
+    """Restore every submodule's attributes and all random streams on leaving."""
     attributes = ModuleAttributes(model)
+    # `fork_rng` would start CUDA where nothing has used it yet.
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     python, numpy = random.getstate(), np.random.get_state()
-    # Leaving inference mode also switches gradients on.
+    # A caller may be under ``torch.no_grad()`` or ``torch.inference_mode()``, as blocks that set up
+    # a model often are. Leaving inference mode also switches gradients on.
     with torch.inference_mode(False), torch.random.fork_rng(devices=devices):
         try:
             yield attributes
@@ -122,7 +106,6 @@ def restored_after(model: nn.Module) -> Generator[ModuleAttributes]:
 
 
 def _snapshot(module: nn.Module, but: frozenset[str]) -> _Attributes:
-    """Each attribute, with a shallow copy of it where it is a plain container."""
     held = ((name, value) for name, value in vars(module).items() if name not in but)
     return {name: (value, _copy_of_container(value)) for name, value in held}
 
@@ -145,14 +128,9 @@ def _restore(now: dict[str, Any], attributes: _Attributes, but: frozenset[str]) 
             del now[name]
             continue
         now[name], kept = attributes[name]
+        # In place: others may hold the same container.
         if kept is not None:
             refill(now[name], kept)
-
-
-# Random numbers that forward draws from other streams than torch's own: seen, and refused.
-#
-# A trace holds what was drawn while it was made. Torch's default stream is part of the plan;
-# numbers of `random` and NumPy, and a seed that forward sets, would be the same at each step.
 
 
 _NUMPY = "numpy.random"
@@ -162,25 +140,16 @@ _SEEDS = ("manual_seed", "seed", "set_rng_state")
 
 
 def streams() -> dict[str, Any]:
-    """Where each stream that a trace should not move stands now."""
     _, keys, *rest = cast("tuple[str, np.ndarray, int, int, float]", np.random.get_state())
+    # Torch's default stream is not among them: it is part of the plan.
     return {
         _PYTHON: random.getstate(),
-        _NUMPY: (keys.tobytes(), *rest),
+        _NUMPY: (keys.tobytes(), *rest),  # as bytes, since arrays compare element by element
     }
 
 
 def require_unmoved(kind: str, before: dict[str, Any], again: Callable[[], Any]) -> None:
-    """Refuse a forward that has moved a stream since `before`.
-
-    Parameters
-    ----------
-    again : runs forward once more, to find the line that draws.
-
-    Raises
-    ------
-    CaptureError : names the stream and the line.
-    """
+    """Refuse a forward that has moved a stream; `again` runs it, to find the line that draws."""
     now = streams()
     moved = next((name for name in before if now[name] != before[name]), None)
     if moved is None:
@@ -202,6 +171,7 @@ def _line_that_draws(run: Callable[[], Any], moved: str) -> str:
     def look(frame: FrameType, event: str, arg: Any) -> Any:
         if not is_users(frame) or found:
             return None
+        # An event comes before its line runs, so the line before it has drawn.
         if event in ("line", "return"):
             if streams()[moved] != before:
                 found.append(last[0])
@@ -222,13 +192,6 @@ def _line_that_draws(run: Callable[[], Any], moved: str) -> str:
 
 @contextlib.contextmanager
 def no_seed(kind: str) -> Generator[None]:
-    """Refuse functions of torch that put its generator elsewhere, while forward runs.
-
-    Raises
-    ------
-    CaptureError : forward calls one; names the line.
-    """
-
     def refused(name: str) -> Callable[..., Any]:
         def refuse(*_: Any, **__: Any) -> Any:
             raise CaptureError(
@@ -249,12 +212,6 @@ def no_seed(kind: str) -> Generator[None]:
             setattr(module, name, function)
 
 
-# Forward that writes into a tensor which is no input of the step: refused, by its name.
-#
-# Parameters, buffers and arguments are inputs, and each step writes to them as eager does. A plain
-# tensor of a module, of a global or of a module that is no submodule is a constant of the graph.
-
-
 _WRITES_NO_VALUES = frozenset({"requires_grad_", "detach_", "rename_", "share_memory_"})
 _STATISTICS = frozenset({"num_batches_tracked", "running_mean", "running_var"})
 _IN_PLACE = frozenset({
@@ -265,23 +222,15 @@ _IN_PLACE = frozenset({
 
 
 class NoForeignWrites(CallWatcher):
-    """While forward is traced, refuse code that writes into a constant of the graph.
-
-    Parameters
-    ----------
-    state : where the tensors are looked for that code reaches.
-
-    Raises
-    ------
-    CaptureError : names the tensor and the line, and what works.
-    """
+    """While forward is traced, refuse code that writes into a constant of the graph."""
 
     def __init__(self, kind: str, state: PythonState) -> None:
         super().__init__()
         self.kind, self.state = kind, state
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `func`, unless it writes into such a tensor."""
+        # Parameters, buffers and arguments are inputs, which each step writes as eager does. A
+        # plain tensor of a module, of a global or of a module that is no submodule is a constant.
         for tensor in _written_by(func, args, kwargs):
             owner = _owner(tensor)
             if owner is not None and (line := line_of_user()):
@@ -291,6 +240,7 @@ class NoForeignWrites(CallWatcher):
     def _refused(self, tensor: Tensor, line: str) -> CaptureError:
         name = next(self._names_of(tensor), f"a tensor of shape {list(tensor.shape)}")
         owner, _, of = name.rpartition(".")
+        # Those of a batch norm that is not a submodule: they are buffers already.
         if of in _STATISTICS:
             way = f"call eval() on {owner}, or make it a submodule of the model"
         else:
@@ -334,22 +284,15 @@ def _owner(tensor: Tensor) -> Tensor | None:
     return owner if type(owner) in (Tensor, nn.Parameter) else None
 
 
-# In which order eager's gradients arrive: autograd's engine decides it, and a trace runs that.
-
-
 class GradientOrder:
-    """Notes the gradients of parameters as a backward makes them.
-
-    Attributes
-    ----------
-    places : of the parameters among those that were watched last, as their gradients came.
-    """
+    """The order in which a traced backward makes gradients, which autograd's engine decides."""
 
     def __init__(self) -> None:
+        # Of the parameters that were watched last, as their gradients came.
         self.places: list[int] = []
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
-        """Note the backward of these from now on."""
+        # A trace runs forward more than once.
         self.places.clear()
         for place, parameter in enumerate(parameters):
             if parameter.requires_grad:

@@ -21,12 +21,6 @@ from remat.graph_capture.python_state.tensor_attributes import kept_attributes
 from remat.graph_capture.refusals import refuse_subclass
 from remat.graph_capture.torch_private.core import FakeTensorMode, pytree
 
-# The leaves of a batch or a result, each with its path.
-#
-# Torch gives paths only through containers that were registered with names for their parts. Many
-# libraries register theirs without, such as the outputs of diffusers. Parts of those are numbered.
-
-
 _Path = tuple[Any, ...]
 
 
@@ -43,6 +37,8 @@ def _below(path: _Path, tree: Any) -> Iterator[tuple[_Path, Any]]:
     if spec.is_leaf():
         yield path, tree
         return
+    # Torch gives paths only through containers that were registered with names for their parts.
+    # Many libraries register theirs without, as diffusers its outputs: those parts are numbered.
     named = pytree.SUPPORTED_NODES[spec.type].flatten_with_keys_fn
     keys = (
         [pytree.SequenceKey(i) for i in range(len(parts))]
@@ -92,12 +88,6 @@ class Signature:
     """Shapes, strides, dtypes and devices of a batch's tensors, and its other leaves as they are.
 
     It holds no tensor of the batch.
-
-    Attributes
-    ----------
-    attributes : those that were set on its tensors.
-    firsts : for each leaf, the number of the first one that is the same tensor: it may be itself.
-    as_one : whether it is traced so, and all batches are to be so: code asks, or it counts.
     """
 
     def __init__(self, batch: Any) -> None:
@@ -107,11 +97,12 @@ class Signature:
         self.tensors = [tensor_facts(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
         self.others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.attributes = [kept_attributes(leaf) for leaf in leaves]
+        # `firsts`: for each leaf, the number of the first one that is the same tensor. `as_one`:
+        # batches are held to that, since code asks, or it makes another step.
         self.firsts, self.as_one = first_places(leaves), False
 
     @property
     def has_target(self) -> bool:
-        """Whether the batch came with a target for the loss."""
         leaves = zip(self.names, self.tensors, self.others, strict=True)
         return any(
             name.startswith("target") and (tensor is not None or other is not None)
@@ -120,11 +111,10 @@ class Signature:
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """The dtype of each tensor, by the name of its leaf."""
         return {n: facts[2] for n, facts in zip(self.names, self.tensors, strict=True) if facts}
 
     def with_attributes_of(self, names: Collection[str]) -> Self:
-        """The same, with those attributes of tensors alone that have these names."""
+        """The same, with only those attributes of tensors that have these names."""
         other = copy.copy(self)
         other.attributes = [
             {name: value for name, value in one.items() if name in names} for one in self.attributes
@@ -132,14 +122,12 @@ class Signature:
         return other
 
     def with_tensors_as_one(self) -> Self:
-        """The same for batches whose tensors are one where those of this one are."""
         other = copy.copy(self)
         other.as_one = True
         return other
 
     @property
     def title(self) -> str:
-        """Types and shapes of its tensors, the first few, for one line that tells a person."""
         shapes = [
             f"{str(one[2]).removeprefix('torch.')}{list(one[0])}" for one in self.tensors if one
         ]
@@ -155,7 +143,6 @@ class Signature:
         )
 
     def example(self, mode: FakeTensorMode) -> Any:
-        """A batch of fake tensors with this signature."""
         with mode:
             leaves = [
                 other if facts is None else _empty(facts)
@@ -204,24 +191,22 @@ TensorFacts = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool
 
 
 def tensor_facts(tensor: Tensor) -> TensorFacts:
-    """What a plan relies on of a tensor in a batch."""
     return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
 
 
 def _is_cast(planned: TensorFacts, found: TensorFacts) -> bool:
-    """Whether the one is the other in another dtype of floating-point numbers."""
     is_float = planned[2].is_floating_point and found[2].is_floating_point
     return is_float and planned[2] != found[2] and planned[0] == found[0]
 
 
 def _way_out(planned: TensorFacts, found: TensorFacts) -> str:
-    """What to do about the first fact of a tensor that is not as planned."""
     shape, stride, dtype, device, requires_grad = planned
     if len(found[0]) != len(shape):
         return _OTHER_DIMENSIONS
     if found[0] != shape:
         return _OTHER_SHAPE
     if found[2] != dtype:
+        # A float of another dtype was probably cast on the way, as FSDP's policy does.
         way = _OTHER_DTYPE if _is_cast(planned, found) else _OTHER_KIND
         return way.format(dtype=found[2] if way is _OTHER_DTYPE else dtype)
     if found[3] != device:
@@ -233,7 +218,6 @@ def _way_out(planned: TensorFacts, found: TensorFacts) -> str:
 
 
 def _others_text(planned: list[str], leaves: list[Any], spec: Any) -> str:
-    """Which arguments a call has that were not planned for, and the reverse."""
     given = pytree.tree_unflatten(leaves, spec)
     names = [argument_name(path) for path, _ in leaves_with_paths(given)]
     more = [name for name in names if name not in planned]
@@ -264,7 +248,6 @@ def argument_name(path: Any) -> str:
 
 
 def unknown_leaf_message(name: str, leaf: Any) -> str:
-    """The refusal of what is neither a tensor nor a container of tensors that torch knows."""
     kind = type(leaf)
     if dataclasses.is_dataclass(kind):
         way = f"register it once: torch.export.register_dataclass({kind.__name__})"
@@ -288,13 +271,6 @@ def unknown_leaf_message(name: str, leaf: Any) -> str:
 
 
 def check_batch(batch: Any, device: str) -> None:
-    """Refuse a batch that no static graph can hold.
-
-    Raises
-    ------
-    CaptureError : a leaf is sparse or has no storage.
-    DeviceError : a leaf is not where the step for `device` is captured.
-    """
     for path, leaf in leaves_with_paths(batch):
         name = argument_name(path)
         if isinstance(leaf, Tensor) and leaf.layout != torch.strided:

@@ -38,30 +38,19 @@ from remat.graph_capture.tracing.signature import (
     unknown_leaf_message,
 )
 
-# What forward has hooks do with the tensors that autograd saves: refused, where it is not exact.
-#
-# `torch.utils.checkpoint` is one such hook: what it covers is noted, as the unmodified step makes
-# it again. Buffers that forward writes inside of it are refused.
-#
-# Eager runs what a checkpoint covers twice, and so writes such a buffer twice: a batch norm counts
-# each batch double. A plan runs forward as it would be without the checkpoint, and writes it once.
-
 
 def is_inside_checkpoint() -> bool:
-    """Whether what runs now saves its tensors to a checkpoint, which will compute them again."""
     hooks = saved_tensor_hooks(True)
     return bool(hooks) and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 @contextlib.contextmanager
 def checkpointed_modules(path: Mapping[int, str]) -> Generator[set[str]]:
-    """The set to which the path of each module is added that a checkpoint runs.
-
-    `path` is as of `Provenance`: by the identity of modules.
-    """
+    """The set to which the path of each module is added that a checkpoint runs."""
     found: set[str] = set()
 
     def note(module: nn.Module, args: Any) -> None:
+        # `path` is by identity, as in `Provenance`; the hook sees every module of the process.
         if id(module) in path and is_inside_checkpoint():
             found.add(path[id(module)])
 
@@ -74,10 +63,7 @@ def checkpointed_modules(path: Mapping[int, str]) -> Generator[set[str]]:
 
 @contextlib.contextmanager
 def checkpoints_noted(provenance: Provenance) -> Generator[None]:
-    """Number the checkpoints that forward enters, on the nodes of what they cover.
-
-    One within another is a part of it: to make the outer one again is to make both.
-    """
+    """Number the checkpoints that forward enters, on the nodes of what they cover."""
     enter, leave = CheckpointHook.__enter__, CheckpointHook.__exit__
     own = dict(vars(CheckpointHook))
     depth = entered = 0
@@ -85,6 +71,7 @@ def checkpoints_noted(provenance: Provenance) -> Generator[None]:
     def noted_enter(hook: Any) -> Any:
         nonlocal depth, entered
         result = enter(hook)
+        # One within another is a part of it: to make the outer one again is to make both.
         depth, entered = depth + 1, entered + (depth == 0)
         provenance.checkpoint = entered
         return result
@@ -109,11 +96,10 @@ def checkpoints_noted(provenance: Provenance) -> Generator[None]:
 def refuse_checkpointed_writes(graph: fx.Graph, results: int, paths: set[str]) -> None:
     """Raise `CaptureError` if forward writes to a buffer of a module that a checkpoint covers.
 
-    Parameters
-    ----------
-    results : how many of the joint graph's outputs are forward's.
-    paths : as of `checkpointed_modules`.
+    `results` is how many of the joint graph's outputs are forward's.
     """
+    # Eager runs what a checkpoint covers twice, and so writes such a buffer twice: a batch norm
+    # counts each batch double. A plan runs forward as without the checkpoint.
     for what in graph.output_node().meta["desc"][:results]:
         buffer = str(getattr(getattr(what, "mutated_input", None), "target", ""))
         module = buffer.rpartition(".")[0]
@@ -128,19 +114,13 @@ def refuse_checkpointed_writes(graph: fx.Graph, results: int, paths: set[str]) -
 
 @contextlib.contextmanager
 def _no_packing(kind: str) -> Generator[None]:
-    """Refuse functions of the user's that pack what autograd saves, while forward runs.
-
-    Those of torch, as `save_on_cpu` and a checkpoint's, give back the bits that they were given.
-
-    Raises
-    ------
-    CaptureError : forward has autograd save by one; names the line.
-    """
+    """Refuse functions of the user's that pack what autograd saves, while forward runs."""
     kinds: Any = saved_tensors_hooks
     enter = kinds.__enter__
 
     def enter_torchs_own(hooks: saved_tensors_hooks) -> Any:
         owner = type(hooks)
+        # Torch's own, as `save_on_cpu` and a checkpoint's, give back the bits that they were given.
         if owner is saved_tensors_hooks or not owner.__module__.startswith("torch."):
             raise CaptureError(
                 f"forward of {kind} has autograd pack what it saves{line_of_user()}, and a step "
@@ -162,21 +142,8 @@ LossFunction = Callable[..., Any]
 class StepModule(nn.Module):
     """``loss_fn(model(*args, **kwargs), target)``, or the model alone.
 
-    The calling convention is that of `torch.distributed.pipelining`: `loss_fn` takes the
-    model's output, and the target where one is given.
-
-    Parameters
-    ----------
-    writes : what forward sets on attributes. Where it does, the result is a pair: with the tensors.
-    ran : notes which code runs. over : the sizes that vary, if there are any.
-    signature : of the batch, with what was set on its tensors.
-
-    Attributes
-    ----------
-    duplicate_outputs : where the results of the last run repeat a tensor. They are then the
-        distinct ones.
-    known : what the last run has known of values.
-    gradient_order : in which order its gradients come.
+    As in `torch.distributed.pipelining`, `loss_fn` takes the output, and the target where there is
+    one. Where forward sets tensors on attributes, the result is a pair: with those.
     """
 
     def __init__(
@@ -195,17 +162,13 @@ class StepModule(nn.Module):
         self._signature = signature
         on_batch = zip(signature.names, signature.attributes, strict=True) if signature else ()
         self._stand_ins = StandIns(self, list(on_batch))
+        # As the caller has it: while AOTAutograd traces, it is off.
         self._casts_once = torch.is_autocast_cache_enabled()
+        # Where results repeat a tensor; those of the last run are then the distinct ones.
         self.duplicate_outputs: DuplicateOutputs | None = None
         self.known, self.gradient_order = ConstantFolder(), GradientOrder()
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
-        """Run the model, then the loss.
-
-        Raises
-        ------
-        CaptureError : the model has put another tensor in the place of a parameter or buffer.
-        """
         # A trace runs forward more than once, and each run must find what the first one found.
         self._writes.begin()
         self.gradient_order.watch(self.parameters())
@@ -214,6 +177,7 @@ class StepModule(nn.Module):
         self.known = ConstantFolder(named, self._over)
         self._stand_ins.give(self, [leaf for _, leaf in batch])
         recorded = self._ran.recorded() if self._ran else contextlib.nullcontext()
+        # Forward may ask whether two tensors are one, so one stand-in stands for both.
         if self._signature and self._signature.as_one:
             args, kwargs, target = _as_one((args, kwargs, target), self._signature.firsts)
         with _autocast_cache(enabled=self._casts_once), self.known, recorded:
@@ -238,6 +202,7 @@ class StepModule(nn.Module):
         if self.known.failure is not None and not torch.compiler.is_compiling():
             raise self.known.failure  # the user's code has caught what eager would not raise
 
+        # Runs forward once more, to find the line that draws random numbers.
         def again() -> Any:
             return apply_loss(self.loss_fn, self.model(*args, **kwargs), target)
 
@@ -262,13 +227,11 @@ class StepModule(nn.Module):
 
 
 def _as_one(batch: Any, firsts: Sequence[int]) -> Any:
-    """The batch with one stand-in for tensors that are one."""
     leaves, spec = pytree.tree_flatten(batch)
     return pytree.tree_unflatten([leaves[i] for i in firsts], spec)
 
 
 def _require_known(kind: str, result: Any) -> None:
-    """Refuse results that a step cannot return as they are."""
     for path, leaf in leaves_with_paths(result):
         what = f"the result{pytree.keystr(path)} of {kind}"
         if not isinstance(leaf, (Tensor, *PLAIN)):
@@ -279,11 +242,8 @@ def _require_known(kind: str, result: Any) -> None:
 
 @contextlib.contextmanager
 def _autocast_cache(*, enabled: bool) -> Generator[None]:
-    """Tell forward what it is told in eager: whether autocast keeps what it has cast.
-
-    AOTAutograd traces without autocast's cache, but a region of autocast in forward has it, unless
-    it says otherwise. The cache is empty before and after: no tensor of a trace stays there.
-    """
+    """Tell forward what it is told in eager: whether autocast keeps what it has cast."""
+    # AOTAutograd traces without the cache, but a region of autocast in forward has it in eager.
     before = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()
     torch.set_autocast_cache_enabled(enabled)
@@ -291,12 +251,13 @@ def _autocast_cache(*, enabled: bool) -> Generator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
+        # No tensor of a trace stays there.
         torch.clear_autocast_cache()
 
 
 @contextlib.contextmanager
 def without_own_hooks(model: nn.Module) -> Generator[None]:
-    """Leave the hooks of the whole model out: each call of a planned module runs them around it."""
+    # Each call of a planned module runs the hooks of the whole model around it.
     before = {name: vars(model)[name] for name in ALL_HOOKS}
     try:
         vars(model).update({name: OrderedDict() for name in ALL_HOOKS})
@@ -306,7 +267,6 @@ def without_own_hooks(model: nn.Module) -> Generator[None]:
 
 
 def _state(model: nn.Module) -> dict[str, Tensor | None]:
-    """Parameters and buffers, as the modules hold them now."""
     return {
         f"{path}.{name}".lstrip("."): tensor
         for path, module in model.named_modules()
@@ -325,7 +285,6 @@ def with_loss(model: nn.Module, loss_fn: LossFunction | None) -> nn.Module:
 
 
 def apply_loss(loss_fn: LossFunction | None, output: Any, target: Any) -> Any:
-    """The loss of `output`; `output` itself where there is no loss function."""
     if loss_fn is None:
         return output
     return loss_fn(output) if target is None else loss_fn(output, target)

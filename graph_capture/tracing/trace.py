@@ -115,75 +115,54 @@ from remat.graph_capture.tracing.step_module import (
     with_loss,
 )
 
-# One run of AOTAutograd over a module and a batch, and what it finds.
-#
-# The way in is `aot_export_joint_with_descriptors`, without decompositions. It takes keyword
-# arguments, tied weights, mutated inputs and nested outputs, and keeps eager's ATen ops, so that
-# gradients stay bit-equal. No other way that we know does. `torch.export` as a first step gave
-# wrong gradients for custom autograd functions, and `make_fx` fails on tied weights.
-#
 # `torch.utils.checkpoint` in a model is transparent to the trace: a plan covers what it covers, and
 # replaces it.
 
 
 @dataclass
 class Trace:
-    """One trace of a training step.
-
-    Attributes
-    ----------
-    joint : the graph and its fx nodes. recipe : how to trace again.
-    descriptors : AOTAutograd's own record. It can be compiled once.
-    python_state : what forward and the loss read of Python's state, as it was.
-    mutated, initialised : what forward sets on modules and elsewhere. Each step sets it too.
-    library_caches : what forward adds to dictionaries of libraries, at its first call.
-    loop_carried : of what is mutated, what forward may read from an earlier step.
-    duplicate_outputs : where the results repeat a tensor.
-    looked_at : values that code has looked at, and those that they come from.
-    floats : the numbers that each step reads anew, if there are any.
-    compiled : whether the record has been compiled.
-    gradient_order : places of parameters, in the order in which eager's gradients of them come.
-    env : of a trace for a range of sizes: its symbols. `joint` is then at the sizes in its hints.
-    """
+    """One trace of a training step."""
 
     joint: Joint
     recipe: Recipe
-    descriptors: JointWithDescriptors
-    python_state: PythonState
+    descriptors: JointWithDescriptors  # AOTAutograd's own record, which can be compiled once
+    python_state: PythonState  # what forward and the loss read of Python's state, as it was
+    # What forward sets on modules and elsewhere: each step sets it too.
     mutated: tuple[MutatedAttribute, ...] = ()
     initialised: tuple[InitialisedOnce, ...] = ()
+    # What forward adds to dictionaries of libraries at its first call.
     library_caches: tuple[LibraryCache, ...] = ()
+    # Of what is mutated, what forward may read from an earlier step.
     loop_carried: tuple[MutatedAttribute, ...] = ()
     duplicate_outputs: DuplicateOutputs | None = None
+    # Values that code has looked at, and those that they come from.
     looked_at: bytes = b""
     floats: FloatInputs | None = None
-    compiled: bool = False
+    compiled: bool = False  # whether `descriptors` has been
+    # Places of parameters, in the order in which eager's gradients of them come.
     gradient_order: tuple[int, ...] = ()
+    # Symbols of a trace for a range of sizes; `joint` is then at the sizes in its hints.
     env: Environment | None = None
 
     @property
     def graph(self) -> TrainingGraph:
-        """The training graph, without costs."""
         return self.joint.graph
 
 
 def _trace_once(
     model: nn.Module, recipe: Recipe, ran: ExecutedCode | None = None, *, whole: bool = True
 ) -> Trace:
-    """Trace with the flags of the recipe, and note which code runs.
-
-    Parameters
-    ----------
-    whole : watch what any code may read of Python's state; else what runs alone.
-    """
+    """Trace with the flags of the recipe. `whole`: all code counts, whether it runs or not."""
     env = environment_of(recipe.signature)
     fake = fake_with_eager_strides(env.shape_env if env else None)
     refuse_other_devices(fake, recipe.device)
     with contextlib.ExitStack() as stack:
         stack.enter_context(silenced_logs())
+        # Entered before all that stands in for parts of the model, so that it restores last.
         stack.enter_context(restored_after(model))
         stack.enter_context(as_if_on_cpu(model, fake))
         stack.enter_context(tied_as_one(with_loss(model, recipe.loss_fn)))
+        # Under a debugger or a coverage nobody knows which code runs, so all of it counts.
         followed = None if whole or ran is None or not ran.can_be_seen else ran
         state = stack.enter_context(python_state_kept(model, recipe.loss_fn, followed))
         state.ran = ran
@@ -194,6 +173,7 @@ def _trace_once(
         provenance = Provenance(step)
         stack.enter_context(compiling_and_exporting(*(recipe.flags or FLAGS[0])))
         stack.enter_context(kernels_of_eager())
+        # Else torch 2.11 drops ops that do nothing but raise an error for some values.
         stack.enter_context(checks_kept())
         stack.enter_context(IdleDropout())
         stack.enter_context(NoSetData(recipe.name))
@@ -216,6 +196,10 @@ def _trace_once(
         # Last, so that it is called first and sees the frame of the user's code.
         stack.enter_context(provenance)
         try:
+            # Without decompositions, so that eager's ATen ops stay, and gradients are bit-equal.
+            # This way in takes keyword arguments, tied weights, mutated inputs and nested outputs.
+            # `torch.export` as a first step gave wrong gradients for custom autograd functions, and
+            # `make_fx` fails on tied weights.
             descriptors = aot_export_joint_with_descriptors(
                 stack, step, _example(recipe, fake, env), {}, decompositions={}
             )
@@ -227,6 +211,7 @@ def _trace_once(
             refused = refusal(error, model, place, step.known.read)
             raise CaptureError(env.in_words(str(refused))) if env else refused from error
     _refuse_no_backward(model, descriptors)
+    # Attributes of the batch's tensors that no code reads may differ from step to step.
     signature = recipe.signature.with_attributes_of(state.of_tensors)
     recipe = _with_gradient_release(
         dataclasses.replace(recipe, signature=signature), model, descriptors
@@ -242,6 +227,7 @@ def _trace_once(
     loop_carried = tuple(
         find_loop_carried(writes.mutated, results, end, step.duplicate_outputs, constants)
     )
+    # Each step sets these, so no guard may compare them.
     state.leave_out([*places_of(model, writes.mutated), *(one.place for one in writes.initialised)])
     state.compare_items_of(one.place for one in writes.library_caches)
     joint = joint_of(gm, results, recipe, step.duplicate_outputs)
@@ -257,7 +243,6 @@ def _trace_once(
 def _with_gradient_release(
     recipe: Recipe, model: nn.Module, descriptors: JointWithDescriptors
 ) -> Recipe:
-    """The recipe, which releases gradients as they are made only where that can be."""
     if not recipe.gradient_release:
         return recipe
     is_of_parts = has_dtensors(model)
@@ -278,7 +263,6 @@ def _with_gradient_release(
 
 
 def _with_guards(recipe: Recipe, env: Environment) -> Recipe:
-    """The recipe with what a trace has asked of the sizes, if it holds at all of them."""
     guards = env.guards()
     require_guards(guards, env.symbols, recipe.name)
     assert isinstance(recipe.signature, RangedSignature)
@@ -286,7 +270,6 @@ def _with_guards(recipe: Recipe, env: Environment) -> Recipe:
 
 
 def _example(recipe: Recipe, fake: FakeTensorMode, env: Environment | None) -> Any:
-    """A batch to trace with, of symbolic sizes where the recipe is for a range."""
     if env and isinstance(recipe.signature, RangedSignature):
         return recipe.signature.example(fake, env.size)
     return recipe.signature.example(fake)
@@ -304,7 +287,6 @@ def edit_traced(gm: fx.GraphModule, recipe: Recipe) -> None:
 def joint_of(
     gm: fx.GraphModule, results: int, recipe: Recipe, duplicate_outputs: DuplicateOutputs | None
 ) -> Joint:
-    """The joint of an edited graph, of whose outputs the forward returns `results`."""
     several = duplicate_outputs.gradients() if duplicate_outputs else None
     return build_joint(
         gm,
@@ -318,14 +300,7 @@ def joint_of(
 
 
 def with_edits(trace: Trace, edits: tuple[JointEdit, ...]) -> Trace:
-    """The trace with changes to its joint graph, as its recipe would have it with these.
-
-    It takes over the record of `trace`, which cannot be compiled any more.
-
-    Raises
-    ------
-    ScheduleError : the step has no such ops.
-    """
+    """The trace with its joint graph changed; it takes over the record of `trace`."""
     trace.compiled = True
     gm, recipe = trace.descriptors.graph_module, dataclasses.replace(trace.recipe, edits=edits)
     for edit in edits:
@@ -340,7 +315,6 @@ def _held_by(gm: fx.GraphModule) -> list[Any]:
 
 
 def num_forward_outputs(descriptors: JointWithDescriptors) -> int:
-    """How many of the joint graph's outputs the forward returns."""
     return descriptors._aot_state.fw_metadata.num_forward
 
 
@@ -379,8 +353,6 @@ def trace(
 ) -> Trace:
     """Trace one training step of `model` on a batch, without running or changing anything.
 
-    Parameters
-    ----------
     model : in training mode. args, kwargs : one batch, as forward takes it.
     loss_fn, target : where given, ``loss_fn(output, target)`` (or ``loss_fn(output)``) is
         part of the step, and the rewritten module returns its result.
@@ -393,10 +365,8 @@ def trace(
         gives them, such as ``"temperature"`` or ``"layers.0.drop.p"``. It takes two more traces.
     split : what may run in chunks: ``exact`` allows what gives eager's bits, ``tolerance`` also
         what sums in another order. None allows ``exact`` for large heads of a step on one rank.
-    gradient_release : how gradients are released as they are made. None lets them be added to
-        others where they are accumulated on one rank: wrappers for several take them in their own
-        way.
-        True always does, False never.
+    gradient_release : how gradients are released as they are made: True always, False never. None
+        lets them be added to others where they are accumulated on one rank.
     dynamic : sizes of the batch that vary; the trace is then for all sizes of their ranges.
 
     Raises
@@ -452,6 +422,7 @@ def trace(
         done = trace_recipe(model, recipe)
     except CaptureError as error:
         why = call_error(model, args, kwargs, loss_fn, target)
+        # A call that forward cannot take fails in the trace, far from the argument that is wrong.
         if isinstance(error.cause, TypeError) and why:
             raise CaptureError(why).caused_by(error) from None
         raise
@@ -462,12 +433,8 @@ def trace(
 def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
     """Trace `model` on fake tensors with the recipe's signature.
 
-    First as eager. If that fails, as if compiled, then as if exported. Models may take other code
-    then, so it warns.
-
-    Raises
-    ------
-    CaptureError : as of `trace`; a number that the recipe names cannot be an input of the step.
+    Raises `CaptureError` as `trace` does, or where a number of the recipe cannot be an input of the
+    step.
     """
     if not recipe.float_inputs:
         return _trace_recipe(model, recipe)
@@ -477,6 +444,7 @@ def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
     places = [dataclasses.replace(p, value=v) for p, v in zip(found_at, values, strict=True)]
     with holding(places, values):
         done = _trace_recipe(model, recipe)
+        # Traces with other numbers show whether the step is the same but for them.
         found = probed(
             places,
             state,
@@ -494,7 +462,6 @@ def trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
 
 
 def _probe(done: Trace, log: Log) -> Probe:
-    """What is compared between traces with different numbers."""
     left = (
         [(one.text, one.leaves) for one in done.mutated],
         [one.value for one in done.initialised],
@@ -503,10 +470,11 @@ def _probe(done: Trace, log: Log) -> Probe:
 
 
 def _traced_once(model: nn.Module, recipe: Recipe, ran: ExecutedCode, *, whole: bool) -> Trace:
-    """As `_trace_once`, whose refusals have no frames of torch: those are of their cause."""
+    """As `_trace_once`, whose refusals have no frames of torch."""
     try:
         return _trace_once(model, recipe, ran, whole=whole)
     except CaptureError as error:
+        # The frames are those of its cause, some hundred lines.
         refused = type(error)(*error.args)
         vars(refused).update(vars(error))
         cause = error.__cause__
@@ -514,7 +482,6 @@ def _traced_once(model: nn.Module, recipe: Recipe, ran: ExecutedCode, *, whole: 
 
 
 def _traced_anew(model: nn.Module, done: Trace) -> Trace:
-    """As it was traced before."""
     whole = not done.python_state.code_in_scope
     return _traced_once(model, done.recipe, ExecutedCode(), whole=whole)
 
@@ -522,10 +489,13 @@ def _traced_anew(model: nn.Module, done: Trace) -> Trace:
 def _trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
     failed: list[CaptureError] = []
     ran = ExecutedCode()
+    # First as eager. If that fails, as if compiled, then as if exported: models may take other code
+    # then, so it warns.
     for flags in FLAGS if recipe.flags is None else [recipe.flags]:
         try:
             one = dataclasses.replace(recipe, flags=flags)
             done = _traced_once(model, one, ran, whole=False)
+            # Code that ran unseen may have read anything that any code reads.
             if not ran.is_all and done.python_state.code_in_scope:
                 done = _traced_once(model, one, ran, whole=True)
         except CaptureError as error:
@@ -559,29 +529,24 @@ def _trace_recipe(model: nn.Module, recipe: Recipe) -> Trace:
 
 
 def _counts_as_one(done: Trace) -> bool:
-    """Whether tensors of the batch are one, and that makes another step than their being several.
-
-    It does where code asks, where the step writes to one, and where one has a gradient.
-    """
+    """Whether tensors of the batch are one, where that makes another step than several."""
     signature = done.recipe.signature
     if signature.as_one:
         return False
     twice = [i for i, first in enumerate(signature.firsts) if i != first]
     places = {*twice, *(signature.firsts[i] for i in twice)}
     facts = [signature.tensors[i] for i in places]
+    # Code may ask whether two are one; and one tensor has one gradient, the sum of both.
     if not twice or done.python_state.asks_identity or any(one and one[4] for one in facts):
         return bool(twice)
     written = written_inputs(done.joint.module.graph, done.joint.num_forward_outputs)
+    # Parameters and buffers come first among the inputs.
     of_batch = written[len(written) - len(signature.firsts) :]
+    # A write to one is a write to the other.
     return any(of_batch[i] is not None for i in places)
 
 
 def _require_the_same_again(model: nn.Module, done: Trace, ran: ExecutedCode) -> None:
-    """Refuse a forward that does something else at its second call, for what the first has set.
-
-    A flag that only says that it was set may be set by each step. One that stands for a first
-    call which initialises something may not, nor a result that the next call reads.
-    """
     first_only = (*done.initialised, *(memo for memo in done.library_caches if memo.added))
     if not first_only and not done.loop_carried:
         return
@@ -590,6 +555,8 @@ def _require_the_same_again(model: nn.Module, done: Trace, ran: ExecutedCode) ->
     kept = [(one.place, one.place.now()) for one in first_only]
     again: Trace | None = None
     try:
+        # A flag that only says that it was set may be set by each step. One that stands for a first
+        # call which initialises something may not, nor a result that the next call reads.
         for one in first_only:
             one.put()
         for space, name in spaces:

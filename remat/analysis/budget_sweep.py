@@ -80,7 +80,7 @@ def sweep_hosts(
     solvers: Iterable[str] = ("auto",),
     **options: Any,
 ) -> dict[str, Front]:
-    """Sweeps with several sizes of the host's memory, all over the same budgets.
+    """Fronts by solver and host, such as ``auto, host 8GiB``, all over the same budgets.
 
     Parameters
     ----------
@@ -97,6 +97,7 @@ def sweep_hosts(
     ------
     BudgetError : a host is given, and the graph has no links.
     """
+    # Budgets are spread as without a host, so that every front has the same.
     alone = msgspec.structs.replace(graph, links=None)
     pins = {name: as_globs(options[name]) for name in PINS if name in options}
     asked = in_bytes(alone, budgets, NAMING.of(options.get("time_limit_s", 60.0)), pins)[0]
@@ -125,6 +126,7 @@ def in_bytes(
         count = BUDGETS if budgets is None else budgets
         unmodified_bytes = unmodified(graph).peak_bytes
         return spread_budgets(graph, count, unmodified_bytes, time_limit_s=time_limit_s, **pins)
+    # Else each letter would be read as a budget.
     if isinstance(budgets, str):
         raise BudgetError(f"budgets is one text: give a list, such as [{budgets!r}]")
     limits: dict[str, Any] = {"time_limit_s": time_limit_s, **pins}
@@ -132,7 +134,6 @@ def in_bytes(
 
 
 def price_text(price: GibPrice) -> str:
-    """One sentence: what one step more of memory would save, and one step less would cost."""
     step = bytes_text(price.step_bytes)
     saved = f"{step} more saves {time_text(price.saved_us)} ({percent_text(price.saved)}) a step"
     if price.cost_us is None or price.cost is None:
@@ -141,7 +142,6 @@ def price_text(price: GibPrice) -> str:
 
 
 def price_json(price: GibPrice) -> dict[str, float | int | None]:
-    """The price as plain figures; None where nothing fits."""
     return {
         "budget_bytes": price.budget_bytes,
         "step_bytes": price.step_bytes,
@@ -152,11 +152,8 @@ def price_json(price: GibPrice) -> dict[str, float | int | None]:
     }
 
 
-# A slider over budgets for notebooks: each move solves again and says what it costs.
-#
-# `at` solves, and `text` and `picture` say what it found. The widget only shows these, so all but
-# the widget is tested without a notebook.
-
+# A slider over budgets for notebooks. `at` solves, `text` and `picture` say what it found, and the
+# widget only shows these, so all but the widget is tested without a notebook.
 
 _STEP_PERCENT = 5
 """What one move of the slider adds, in per cent of the unmodified peak."""
@@ -165,31 +162,25 @@ _STEP_PERCENT = 5
 class BudgetSlider:
     """A plan at each budget that is asked for, in per cent of the unmodified peak.
 
-    `at` works anywhere; `widget` needs the front end of a notebook. Each budget is solved once.
-
-    Attributes
-    ----------
-    graph : with costs. least_percent : the least budget known, rounded up; the slider begins there.
+    `at` works anywhere; `widget` needs the front end of a notebook. The slider begins at
+    `least_percent`, the least budget known, rounded up.
     """
 
     def __init__(
         self, graph: TrainingGraph, solver: str = "auto", time_limit_s: float = 5.0, **options: Any
     ) -> None:
-        """Arguments are those of `remat.solve`; the time limit is that of each budget.
-
-        Raises
-        ------
-        SolverError : an unknown solver or option.
-        """
+        """Arguments and errors are as of `remat.solve`; the time limit is that of each budget."""
         self.graph = graph
         self._asked: dict[str, Any] = {"solver": solver, "time_limit_s": time_limit_s, **options}
         self._unmodified = unmodified_step(graph)
         self._solved: dict[int, Result] = {}
         least_bytes = parse_budget("min").bytes_for(graph, **self._asked)
+        # Rounded up, so that something fits there.
         self.least_percent = min(-(-100 * least_bytes // self._unmodified.result.peak_bytes), 100)
 
     def at(self, percent: int) -> Result:
         """The outcome at that share of the unmodified peak."""
+        # Each budget once: a slider comes back to where it was.
         if percent not in self._solved:
             self._solved[percent] = parse_budget(f"{percent}%").solve(self.graph, **self._asked)
         return self._solved[percent]
@@ -212,11 +203,9 @@ class BudgetSlider:
         )
 
     def picture(self, percent: int) -> str:
-        """What is live through the step there, and through the unmodified one, as SVG.
-
-        Empty where nothing fits, and where matplotlib is not installed.
-        """
+        """What is live there and in the unmodified step, as SVG; empty where none is drawn."""
         result, before = self.at(percent), self._unmodified.result.schedule
+        # matplotlib is an extra, and the slider says enough without.
         if result.schedule is None or before is None or not find_spec("matplotlib"):
             return ""
         from matplotlib.figure import Figure
@@ -240,6 +229,7 @@ class BudgetSlider:
         widgets = _ipywidgets()
         slider = widgets.IntSlider(
             value=max(percent, self.least_percent), min=self.least_percent, max=100,
+            # Not continuous: each value that it passes would be a solve.
             step=_STEP_PERCENT, description="budget, %", continuous_update=False,
         )  # fmt: skip
         said = widgets.HTML()

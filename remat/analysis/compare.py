@@ -11,12 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from remat.analysis.budget_sweep import Budgets, BudgetSlider, in_bytes, sweep_fronts
+from remat.analysis.memory_figures import place as place_buffers
 from remat.analysis.plan_report import plain_table, rendered
 from remat.budgets import unmodified_step
 from remat.formats import bytes_text, percent_text, time_text
 from remat.graph_capture.errors import SolverError
 from remat.graph_capture.graph import TrainingGraph
-from remat.placed import place as place_buffers
 from remat.plan import Plan
 from remat.schedules.derived import fastest_us
 from remat.schedules.simulate import overhead_of
@@ -38,11 +38,7 @@ _CELL_COLUMNS = 13
 
 
 class _Cell(msgspec.Struct, frozen=True):
-    """One solver at one budget; figures are 0 where it found nothing that fits.
-
-    `over_bound` is the time over the best bound at that budget, minus one. `arena_bytes` is what
-    its buffers take in one arena beside what is resident, 0 where they were not placed.
-    """
+    """One solver at one budget; figures are 0 where it found nothing that fits."""
 
     budget_bytes: int
     fits: bool
@@ -50,21 +46,16 @@ class _Cell(msgspec.Struct, frozen=True):
     peak_bytes: int
     time_us: float
     overhead: float
-    over_bound: float
+    over_bound: float  # time over the best bound at that budget, minus one
     wall_s: float
-    arena_bytes: int = 0
+    arena_bytes: int = 0  # of its buffers, without what is resident; 0 where not placed
 
 
 class _Compared(msgspec.Struct, frozen=True):
-    """One solver at all budgets.
-
-    `refused` says why it does not take this graph, and there are no cells then.
-    """
-
     solver: str
     cells: tuple[_Cell, ...]
     wall_s: float
-    refused: str = ""
+    refused: str = ""  # why it does not take this graph; there are no cells then
 
 
 class _Bound(msgspec.Struct, frozen=True):
@@ -85,15 +76,15 @@ class Sweep(msgspec.Struct, frozen=True):
     ----------
     step : that was solved.
     base_us, unmodified_bytes : time of every op once, and peak of the unmodified step.
-    asked : the budgets as they were written. bounds : one a budget. rows : one a solver, in the
-        order asked; the unmodified step, and where there is one the plan at hand, come first.
+    asked : the budgets as they were written.
+    rows : one a solver, in the order asked; the unmodified step, and the plan at hand, come first.
     fronts : by solver, all that it found; without those that refuse this graph.
     """
 
     step: TrainingGraph
     model: str
     device: str
-    cost_origin: str = msgspec.field(name="prices")
+    cost_origin: str = msgspec.field(name="prices")  # the key of older releases
     base_us: float
     unmodified_bytes: int
     asked: tuple[str, ...]
@@ -127,6 +118,7 @@ class Sweep(msgspec.Struct, frozen=True):
         """The solvers whose plan is the fastest at the i-th budget."""
         found = [row for row in self.rows if row.cells and row.cells[i].fits]
         least_us = min((row.cells[i].time_us for row in found), default=0.0)
+        # The slack is for sums in another order: equal plans are all the best.
         return tuple(row.solver for row in found if row.cells[i].time_us <= least_us * (1 + 1e-9))
 
     def as_json(self) -> dict[str, Any]:
@@ -147,6 +139,7 @@ def comparison_screen(found: Sweep, width: int = 100) -> RenderableType:
     most = max((width - _NAME_COLUMNS) // _CELL_COLUMNS, 1)
     parts: list[RenderableType] = [_compared_line(found)]
     count = len(found.bounds)
+    # Budgets that the screen is too narrow for go into a table below.
     for first in range(0, count, most):
         parts += [Text(), _table(found, range(first, min(first + most, count)))]
     refused = [row for row in found.rows if row.refused]
@@ -181,6 +174,7 @@ def _table(found: Sweep, columns: range) -> Table:
 
 
 def _asked(text: str) -> Text:
+    # A row says already which plan that is.
     return Text("" if text == THIS_PLAN else text, style="dim")
 
 
@@ -287,8 +281,6 @@ def _compared_with(
 
 
 def _arenas(graph: TrainingGraph, is_placed: bool) -> _Arena:
-    """Bytes of the arena of a plan of `graph`; 0 where nothing is placed."""
-
     def arena_bytes(result: Result) -> int:
         if not is_placed or result.schedule is None:
             return 0
@@ -332,10 +324,7 @@ def _bound(
     fronts: Mapping[str, Front | SolverError],
     plan: Result | None,
 ) -> _Bound:
-    """The highest bound that any solver proved; the time of every op once where none did.
-
-    The plan's bound holds at its budget and at every smaller one: less memory permits no more.
-    """
+    # Where no solver proves more: no plan is faster than every op once.
     best = _Bound(budget_bytes, 0.0, fastest_us(graph), "")
     if (
         plan is not None
@@ -355,7 +344,8 @@ def _bound(
 
 
 def _is_below(budget_bytes: int, plan: Result) -> bool:
-    """Whether the plan's bound holds at a budget, for captured order as those of the other rows."""
+    # The other rows' bounds are of the captured order. A bound holds at smaller budgets too: less
+    # memory permits no more.
     is_fixed = plan.schedule is None or plan.schedule.options.get("order", "fixed") == "fixed"
     return is_fixed and budget_bytes <= plan.budget_bytes
 
@@ -381,7 +371,6 @@ def _compared(
 
 
 def _at_hand(name: str, result: Result, bounds: tuple[_Bound, ...], arena: _Arena) -> _Compared:
-    """The row of a schedule at hand: it fits each budget that its peak is within."""
     arena_bytes = arena(result)
     cells = [
         _solved_cell(result, bound, arena_bytes)
@@ -402,6 +391,7 @@ def _solved_cell(result: Result, bound: _Bound, arena_bytes: int) -> _Cell:
         peak_bytes=result.peak_bytes,
         time_us=result.time_us,
         overhead=result.overhead,
+        # Less than the bound can only be rounding.
         over_bound=max(over, 0.0),
         wall_s=result.wall_s,
         arena_bytes=arena_bytes,

@@ -30,8 +30,6 @@ _T = TypeVar("_T")
 
 
 class _Parts:
-    """Times each part, and says which one begins."""
-
     def __init__(self, progress: Callable[[str], None] | None) -> None:
         self.progress = progress
         self.seconds: dict[str, float] = {}
@@ -42,6 +40,8 @@ class _Parts:
         clock = Clock()
         made = make()
         if is_interrupted():
+            # Solves return what they have at Ctrl-C; an explanation without some parts would
+            # mislead.
             raise KeyboardInterrupt
         self.seconds[name] = round(clock.elapsed_s, 3)
         return made
@@ -71,7 +71,7 @@ def explain(
     Raises
     ------
     BudgetError : nothing fits, so there is no plan to explain. GlobError : a glob matches nothing.
-    KeyboardInterrupt : Ctrl-C came. An explanation without some of its parts would mislead.
+    KeyboardInterrupt : Ctrl-C came.
     """
     with one_job():
         return _explained(graph, result, why_of, each_s, progress)
@@ -89,6 +89,7 @@ def _explained(
     globs = (why_of,) if isinstance(why_of, str) else tuple(why_of)
     parts, schedule = _Parts(progress), required_schedule(result)
     asked = solve_arguments(schedule)
+    # First, as a glob that matches nothing is refused before the long solves.
     answers = parts.timed("why", lambda: why(graph, result, globs, each_s=each_s))
     price = parts.timed("price", lambda: price_of_gib(graph, result, time_limit_s=each_s, **asked))
     least = parts.timed("least", lambda: least_budget(graph, schedule, asked, each_s))
@@ -126,12 +127,12 @@ def _explained(
 
 
 def _levers(graph: TrainingGraph, result: Result, each_s: float) -> tuple[LeverEffect, ...]:
-    """What each lever brings, and what its solver finds without links, chunks or updates."""
     schedule = required_schedule(result)
     asked = solve_arguments(schedule)
 
     def solve_without(off: TrainingGraph) -> Result:
-        if off.links is None and graph.links is not None:  # its own solver may need them
+        # Its own solver may need the links, so `auto` is asked.
+        if off.links is None and graph.links is not None:
             pins = {name: asked[name] for name in PINS if name in asked}
             return solve_within(off, result.budget_bytes, time_limit_s=each_s, **pins)
         return solve_within(off, result.budget_bytes, time_limit_s=each_s, **asked)

@@ -30,9 +30,6 @@ from remat.schedules.value_report.grouping import FoldedRow
 from remat.schedules.value_report.peak_holders import ForcedOps, PeakHolders
 from remat.solver.budgets.front import GibPrice
 
-# Sentences of the screen of `explain`, each from one part of the answer.
-
-
 _SAME = 1e-4
 """Two steps whose times differ by less than this part are said to be equally long."""
 _SHOWN = 3
@@ -40,7 +37,6 @@ _SHOWN = 3
 
 
 def _peak_text(held: PeakHolders) -> Text:
-    """Where the step is at its peak."""
     again = f", run {held.run} of it" if held.run > 1 else ""
     return Text(
         f"The peak is reached in {held.phase or 'nothing'}, when {short_target(held.target)} of "
@@ -53,7 +49,6 @@ def _place_of_peak(held: PeakHolders) -> str:
 
 
 def _least_text(least: LeastBudget, solver: str) -> str:
-    """The least budget known, the op that sets it, and what is proved."""
     text, held = (
         f"{bytes_text(least.least_bytes)} is the least peak that {solver} knows",
         least.at_peak,
@@ -78,8 +73,8 @@ def _least_text(least: LeastBudget, solver: str) -> str:
 
 
 def _price_text(price: GibPrice, *, is_whole_gib: bool) -> str:
-    """What a step of more memory saves and of less memory costs, and why the step is that large."""
     step = "1 GiB" if is_whole_gib else bytes_text(price.step_bytes)
+    # A step that is no round number needs its reason.
     why = "" if is_whole_gib else " (5 % of the peak; 1 GiB would be more than that)"
     saved = (
         "saves nothing"
@@ -96,8 +91,8 @@ def _price_text(price: GibPrice, *, is_whole_gib: bool) -> str:
 
 
 def _forced_text(one: ForcedOps) -> str:
-    """A reason that leaves no choice, how many ops it is for, and the bytes that they keep."""
     ops = f"{one.ops} op" + ("s" if one.ops != 1 else "")
+    # Less is not worth a word.
     held = f", {bytes_text(one.kept_bytes)} kept" if one.kept_bytes >= KIB else ""
     where = f" ({', '.join(map(short_path, one.places))})" if one.places else ""
     return f"{one.reason}: {ops}{held}{where}" if one.ops else one.reason
@@ -119,7 +114,6 @@ def _rule_text(simple: Rule | None, nearest: Rule | None) -> str:
 
 
 def _greedy_text(greedy: AgainstGreedy) -> str:
-    """By how much `cut` beats the best greedy plan, and where."""
     best = greedy.best
     if not greedy.cut.fits:
         others = f"{best.solver} did" if best.fits else "no greedy solver did either"
@@ -140,7 +134,6 @@ def _greedy_text(greedy: AgainstGreedy) -> str:
 
 
 def why_text(one: Why, budget_bytes: int) -> str:
-    """Why a value is kept or recomputed, and what the other way would cost."""
     row = one.row
     place = " ".join(part for part in (row.module, short_line(row.source)) if part)
     tensor = f"{row.dtype} {list(row.shape)}" if row.dtype else ""
@@ -149,8 +142,10 @@ def why_text(one: Why, budget_bytes: int) -> str:
         bytes_text(row.size_bytes),
     )  # fmt: skip
     head = ", ".join(fact for fact in facts if fact) + ": "
+    # Before what is forced: an op that must not run again may still have its value copied.
     if row.verdict == "offload":
         return head + _offloaded_text(one, budget_bytes)
+    # No solve was made for it.
     if one.forced:
         return f"{head}{row.verdict_text}; there is no choice: {one.forced}"
     if row.verdict == "free":
@@ -168,7 +163,6 @@ def _recomputed_text(one: Why, budget_bytes: int) -> str:
 
 
 def _offloaded_text(one: Why, budget_bytes: int) -> str:
-    """What its copies cost as they stand, and what computing it again would."""
     again = f", and is made again, {fine_time_text(one.runs_us)} a step" if one.runs_us else ""
     other = f"It must not run again: {one.forced}" if one.forced else _turned_text(one.turned)
     copying, running = fine_time_text(one.copying_us), fine_time_text(one.row.cost_us)
@@ -190,7 +184,6 @@ def _kept_text(one: Why) -> str:
 
 
 def _turned_text(turned: Turned | None) -> str:
-    """What a solve with the op pinned the other way found."""
     if turned is None:
         return ""
     doing = "kept" if turned.pin == "keep" else "recomputed"
@@ -231,17 +224,15 @@ class Explanation(msgspec.Struct, frozen=True):
     status, solver, budget_bytes, peak_bytes, time_us, overhead, lower_bound_us, gap : of the plan.
     unmodified_bytes, base_us : peak of the unmodified step, and its time: every op once.
     at_peak : who holds the memory at the peak. least : what sets the least feasible budget.
-    price : what `price.step_bytes` more would save, and as many less would cost; the step is a GiB,
-        or 5 % of the peak where that is less. forced : what left no choice, and for how many ops.
-    rules : simple rules, those that fit first. greedy : `cut` beside greedy solvers.
-    why : answers to what was asked about single values. seconds : of each part.
-    chunks : what runs in chunks. levers : what each lever brings. moves : whether it copies values
-        to the host and back.
+    price : of a step of memory, which is a GiB, or 5 % of the peak where that is less.
+    forced : what left no choice, and for how many ops. rules : those that fit first.
+    greedy : `cut` beside greedy solvers. why : answers to what was asked about single values.
+    seconds : of each part. moves : whether values are copied to the host and back.
     """
 
     model: str
     device: str
-    cost_origin: str = msgspec.field(name="prices")
+    cost_origin: str = msgspec.field(name="prices")  # the key of older releases
     status: str
     solver: str
     budget_bytes: int
@@ -282,6 +273,7 @@ class Explanation(msgspec.Struct, frozen=True):
     @property
     def simple(self) -> Rule | None:
         """The fastest rule that fits and is within 1 % of the plan, if something is recomputed."""
+        # A step that computes nothing again needs no rule, however near one comes.
         if not self.is_recomputing:
             return None
         return next((rule for rule in self.rules if rule.is_close), None)
@@ -304,7 +296,6 @@ class Explanation(msgspec.Struct, frozen=True):
 
 
 def explanation_screen(found: Explanation) -> RenderableType:
-    """All that was asked, the plan's figures first."""
     parts: list[RenderableType] = [_plan_line(found), Text(), _peak_text(found.at_peak)]
     parts += [holders_table(found.at_peak), Text()]
     grid = Table.grid(padding=(0, 2, 0, 0))
@@ -317,7 +308,6 @@ def explanation_screen(found: Explanation) -> RenderableType:
 
 
 def _plan_line(found: Explanation) -> Text:
-    """Peak, budget, overhead and bound of the plan."""
     proved = ", proved" if found.status == "optimal" else ""
     bound = NO_BOUND
     if found.bound_overhead is not None:
@@ -338,6 +328,7 @@ def sentences(found: Explanation) -> Iterator[tuple[str, str]]:
     for one in found.chunks:
         yield "chunks", str(one)
     for i, one in enumerate(found.levers):
+        # Named once, at its first line.
         yield "levers" if i == 0 else "", str(one)
     for i, one in enumerate(found.forced):
         yield "forced" if i == 0 else "", _forced_text(one)
@@ -357,7 +348,6 @@ def sentences(found: Explanation) -> Iterator[tuple[str, str]]:
 
 
 def _rules_table(found: Explanation) -> Table:
-    """Each rule: what it takes, and how much slower the step is than the plan's."""
     table = plain_table("rule", "peak", "overhead", "slower")
     for rule in found.rules:
         table.add_row(Text(rule.says), *_rule_figures(rule))

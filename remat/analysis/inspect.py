@@ -32,9 +32,6 @@ from remat.schedules.value_report.peak_holders import PeakHolders, peak_holders
 from remat.schedules.value_report.rows import ValueRow, matching, value_rows
 from remat.solver.result import Result
 
-# The answer of `inspect`: what a step holds and what a plan does with it, and its screen.
-
-
 _WIDE = 110
 """Columns of the screen from which each fact has a column of its own."""
 _ROOMY = 76
@@ -52,15 +49,14 @@ class Inspection(msgspec.Struct, frozen=True):
     Attributes
     ----------
     by : how `groups` are summed; ``value`` for no groups.
-    cost_origin : how costs were obtained, as the graph says. budget_bytes : 0 without one.
-    time_us, overhead : of the schedule, from `simulate`; of every op once without one.
-    at_peak : who holds the peak, None without a schedule.
+    budget_bytes : 0 without a schedule. time_us, overhead : of every op once without one.
+    at_peak : who holds the peak; None without a schedule.
     values : one row a value, after filters. rows : the same, identical layers folded.
     """
 
     model: str
     device: str
-    cost_origin: str = msgspec.field(name="prices")
+    cost_origin: str = msgspec.field(name="prices")  # the key of older releases
     budget_bytes: int
     time_us: float
     overhead: float
@@ -86,7 +82,6 @@ class Inspection(msgspec.Struct, frozen=True):
 
 
 def inspection_screen(found: Inspection, top: int = _TOP, width: int = 100) -> RenderableType:
-    """What the step holds and what a plan does with it, the largest first."""
     parts: list[RenderableType] = [_step_line(found), Text()]
     if found.by == "value":
         parts += [_values_table(found.rows[:top], width), _marked(found)]
@@ -118,12 +113,13 @@ def _left_out(count: int, top: int) -> Text:
 
 
 def _values_table(rows: Iterable[FoldedRow], width: int) -> Table:
-    """One line for each row; in a narrow terminal up to three lines, and fewer columns."""
+    # In a narrow terminal a row takes up to three lines, so that nothing is cut.
     return _wide_values(rows) if width >= _WIDE else _narrow_values(rows)
 
 
 def _wide_values(rows: Iterable[FoldedRow]) -> Table:
     table = plain_table("op", "layers", "verdict", "bytes", "one run", "dtype", "module", "line")
+    # Columns of words; `plain_table` aligns to the right, as for figures.
     for i in (2, 5, 6, 7):
         table.columns[i].justify = "left"
     for row in rows:
@@ -156,7 +152,7 @@ def _narrow_values(rows: Iterable[FoldedRow]) -> Table:
 
 
 def _groups_table(found: Inspection, top: int, width: int) -> Table:
-    """One line a group; without a plan only sizes and costs."""
+    # Without a plan there are sizes and costs alone.
     if found.at_peak is None:
         table = plain_table(found.by, "values", "bytes", "time")
         for group in found.groups[:top]:
@@ -213,6 +209,7 @@ def inspect(
             "only values at the peak are asked for, and without a plan there is no peak: name one "
             f"({option('plan')}) or a budget ({option('budget', '8GiB')})"
         )
+    # Chunks and levers have values that the captured graph lacks.
     graph = graph_of_schedule(graph, schedule) if schedule else graph
     rows = matching(value_rows(graph, schedule), (only,) if isinstance(only, str) else only)
     if at_peak:
@@ -228,6 +225,7 @@ def inspect(
         by=by,
         at_peak=peak_holders(graph, schedule, found) if schedule else None,
         values=rows,
+        # Folding adds sizes up, so the order is another one than that of values.
         rows=tuple(sorted(fold_rows(rows), key=_smaller)),
         groups=() if by == "value" else group_rows(graph, schedule, rows, by),
     )

@@ -78,6 +78,7 @@ def candidates(graph: TrainingGraph, plan_us: float) -> Iterator[EveryNth]:
     eager = with_eager_sizes(graph)
     problem, blocks = Problem.of(eager), module_blocks(eager)
     fewest = len(blocks.names) + 1
+    # The largest n checkpoints the first layer of each list alone.
     for n in range(1, max(blocks.rank, default=-1) + 2):
         layers = _checkpointed(blocks, n)
         if len(layers) == fewest:
@@ -102,5 +103,6 @@ def _checkpointed(blocks: Blocks, n: int) -> tuple[str, ...]:
 
 
 def _ordinal(n: int) -> str:
+    # 11th, 12th and 13th are the exceptions.
     ending = "th" if n % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th")
     return f"{n}{ending}"

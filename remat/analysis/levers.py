@@ -18,11 +18,7 @@ from remat.solver.result import Result
 from remat.solver.state import schedule_of
 
 # A plan with one of its levers off: the same ops in the same order, for the simulator to compare.
-#
-# No solver is asked. What runs again, runs once; what is copied to the host stays on the device; a
-# region in chunks runs as it was captured; an optimizer in backward leaves gradients for after
-# backward. Values are freed as early as can be.
-
+# No solver is asked, and values are freed as early as can be.
 
 _Off = tuple[TrainingGraph, Schedule]
 """A graph without a lever, and the plan on it."""
@@ -31,6 +27,7 @@ _Off = tuple[TrainingGraph, Schedule]
 def without_recomputation(graph: TrainingGraph, schedule: Schedule) -> _Off:
     """Each op at its first run alone; what is copied still is."""
     planned = graph_of_schedule(graph, schedule)
+    # A plan made anew of its runs would have no copies, so runs are taken out of this one.
     if schedule.moves:
         again = [name for name, runs in schedule.computations().items() if runs > 1]
         for name in again:
@@ -40,7 +37,7 @@ def without_recomputation(graph: TrainingGraph, schedule: Schedule) -> _Off:
 
 
 def without_copies(graph: TrainingGraph, schedule: Schedule) -> _Off:
-    """Nothing leaves the device, which has no links."""
+    # Without links, so that a solver that is asked cannot copy either.
     planned = msgspec.structs.replace(graph_of_schedule(graph, schedule), links=None)
     return _in_order(planned, _runs(schedule))
 
@@ -58,6 +55,8 @@ def without_chunks(graph: TrainingGraph, schedule: Schedule) -> _Off:
             order.append(name)
             continue
         op = planned.ops[planned.op_index[name]]
+        # Chunks give their results the names of the captured ones: where such a result is made, so
+        # is it now.
         made = [maker[value] for value in op.outputs if maker.get(value, "") in dropped]
         wanted = [*made, *([name] if name in dropped else [])]
         needed = _needed(captured, maker, dropped - done, wanted)
@@ -69,7 +68,7 @@ def without_chunks(graph: TrainingGraph, schedule: Schedule) -> _Off:
 def _needed(
     graph: TrainingGraph, maker: Mapping[str, str], among: set[str], wanted: Iterable[str]
 ) -> list[str]:
-    """Ops of `among` that lead to those that are wanted, these included, in captured order."""
+    """Those of `among` that lead to the wanted ones, these included, in captured order."""
     found: set[str] = set()
     waiting = [name for name in wanted if name in among]
     while waiting:
@@ -81,22 +80,20 @@ def _needed(
 
 
 def without_updates(graph: TrainingGraph, schedule: Schedule) -> _Off:
-    """Gradients stay to the end of the step, for the optimizer to take them then.
-
-    Where they are added to those of earlier batches, each is released as it is made.
-    """
     planned = graph_of_schedule(graph, schedule)
     updates = {op.name for op in planned.ops if op.target == UPDATE}
+    # Added to those of earlier batches, each gradient is released as it is made.
     if planned.resident.gradients_bytes:
         ops = tuple(_without_update(planned, op) for op in planned.ops)
         return _in_order(msgspec.structs.replace(planned, ops=ops), _runs(schedule))
     gradients = (
         name for op in planned.ops if op.name in updates for name in _gradients(planned, op)
     )
+    # The optimizer takes gradients at the end of the step, so they stay till then.
     off = msgspec.structs.replace(
         planned,
         ops=tuple(op for op in planned.ops if op.name not in updates),
-        outputs=tuple(dict.fromkeys((*planned.outputs, *gradients))),
+        outputs=tuple(dict.fromkeys((*planned.outputs, *gradients))),  # so that none is freed
     )
     return _in_order(off, [name for name in _runs(schedule) if name not in updates])
 
@@ -110,7 +107,7 @@ def _without_update(graph: TrainingGraph, op: Op) -> Op:
 
 
 def _gradients(graph: TrainingGraph, op: Op) -> list[str]:
-    """What an update reads beside parameters."""
+    # What an update reads beside gradients, parameters, no op makes.
     return [name for name in op.inputs if graph.value_by_name[name].producer]
 
 
@@ -129,30 +126,17 @@ _SolveWithout = Callable[[TrainingGraph], Result]
 
 
 class LeverEffect(msgspec.Struct, frozen=True):
-    """One lever of a plan, beside the same plan with that lever off.
-
-    Attributes
-    ----------
-    name : what it is, such as ``head and its loss in 8 chunks``.
-    peak_bytes, off_bytes : peaks of the plan, and of the plan without the lever.
-    extra : time that the lever takes, as a part of the step with every op once.
-    solved : whether a solver was asked for a plan without the lever. off_fits, off_overhead : of
-        that one, at the budget of the plan. off_least_bytes : the least peak known without the
-        lever, where nothing fits; 0 where none is.
-    """
-
     name: str
     peak_bytes: int
-    off_bytes: int
-    extra: float
-    solved: bool = False
+    off_bytes: int  # peak of the same plan without the lever
+    extra: float  # time that the lever takes, as a part of the step with every op once
+    solved: bool = False  # a solver was asked for a plan without the lever, at this budget
     off_fits: bool = False
     off_overhead: float = 0.0
-    off_least_bytes: int = 0
+    off_least_bytes: int = 0  # where nothing fits, the least peak known; 0 where none is
 
     @property
     def saved_bytes(self) -> int:
-        """By how much the lever lowers the peak of the plan."""
         return self.off_bytes - self.peak_bytes
 
     def __str__(self) -> str:
@@ -177,20 +161,9 @@ class LeverEffect(msgspec.Struct, frozen=True):
 def levers_of(
     graph: TrainingGraph, schedule: Schedule, solve_without: _SolveWithout | None = None
 ) -> tuple[LeverEffect, ...]:
-    """The levers that `schedule` uses, each beside the same plan without it.
-
-    Parameters
-    ----------
-    graph : as captured, with the regions that may run in chunks.
-    solve_without : solves a graph for the budget of the plan; asked of each graph without links,
-        chunks or updates. None asks for none.
-
-    Returns
-    -------
-    tuple of LeverEffect : of a schedule that copies, only recomputation and the copies: chunks and
-        updates could not be taken out without them. None where parameters live below the device.
-    """
+    """The levers that a plan uses; `solve_without` solves a graph that lacks one, at its budget."""
     planned, found = graph_of_schedule(graph, schedule), list[LeverEffect]()
+    # Parameters that live below the device cannot be had without copies.
     if any(value.home for value in planned.values):
         return ()
     if max(schedule.computations().values(), default=0) > 1:
@@ -199,6 +172,7 @@ def levers_of(
     if schedule.moves:
         off = without_copies(graph, schedule)
         found.append(_beside(OFFLOAD, planned, schedule, off, solve_without))
+        # Chunks and updates could not be taken out without the copies.
         return tuple(found)
     for one in [chunks_of(graph, schedule)] if schedule.chunks else []:
         name = ", ".join(region.name for region in one)

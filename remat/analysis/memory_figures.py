@@ -1,4 +1,4 @@
-"""What a plan makes the allocator of a CUDA device reserve, predicted without one.
+"""What a plan takes of memory: what a CUDA allocator reserves, and its buffers in one arena.
 
 A budget bounds what is allocated. What runs out is what is reserved: see docs/reserved.md.
 """
@@ -6,6 +6,7 @@ A budget bounds what is allocated. What runs out is what is reserved: see docs/r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -18,10 +19,10 @@ from remat.graph_capture.devices.known_devices import (
     is_in_table,
     modelled_device,
 )
-from remat.graph_capture.errors import BudgetError, DeviceError, ScheduleError, option
+from remat.graph_capture.errors import BudgetError, DeviceError, LayoutError, ScheduleError, option
 from remat.graph_capture.graph import LINK_NAMES, Op, PartKind, TrainingGraph
 from remat.schedules.derived import choice_of, graph_of_schedule
-from remat.schedules.layout import buffers_of
+from remat.schedules.layout import Layout, alignment_on, buffers_of, check_layout
 from remat.schedules.reserved import (
     DEFAULT,
     EXPANDABLE,
@@ -34,6 +35,7 @@ from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from remat.schedules.simulation import Simulation
 from remat.solved import infeasible_text
+from remat.solver.layout.placing import place_buffers
 from remat.solver.result import Result
 
 
@@ -67,6 +69,7 @@ def predict_reserved(graph: TrainingGraph, plan: Result | Schedule | None = None
             f"capture it for one, such as {option('device', 'h100')}"
         )
     if plan is None:
+        # Eager has sizes and writes in place of its own, so its step is one of another graph.
         step = unmodified_step(graph)
         graph, plan = step.graph, step.result
     if not isinstance(plan, Result):
@@ -77,7 +80,7 @@ def predict_reserved(graph: TrainingGraph, plan: Result | Schedule | None = None
 
 
 def reserved_beside(graph: TrainingGraph, result: Result) -> Reserved | None:
-    """The same as a figure beside others; None where there is no such allocator, or no plan."""
+    """As a figure beside others; None where there is no such allocator, or no plan."""
     if result.schedule is None or not has_cuda_allocator(graph.device):
         return None
     return reserved_of(graph, result.schedule)
@@ -94,6 +97,7 @@ def shortage_text(graph: TrainingGraph, schedule: Schedule) -> str:
     retries = retries_within(buffers, DEFAULT, device_bytes)
     better = retries_within(buffers, EXPANDABLE, device_bytes)
     said = f"on the {bytes_text(device_bytes)} of {graph.device}, {_outcome_text(retries)}"
+    # Expandable segments are named only where the replay says that they help.
     if better is None or (retries is not None and better >= retries):
         return f"{said}: take a smaller budget"
     said = f"{said}: start with {EXPANDABLE_CONF}"
@@ -107,7 +111,6 @@ def _outcome_text(retries: int | None) -> str:
 
 
 def reserved_text(plan: Reserved, without: Reserved | None = None) -> str:
-    """``1.80 GiB predicted (expandable 1.40 GiB)``, and what it is without the plan, if given."""
     said = f"{bytes_text(plan.default.reserved_bytes)} predicted ({_expandable_text(plan)})"
     if without is None:
         return said
@@ -119,27 +122,14 @@ def _expandable_text(reserved: Reserved) -> str:
     return f"expandable {bytes_text(reserved.expandable.reserved_bytes)}"
 
 
-# What runs in chunks under a plan, and what that takes in place of what it took whole.
-
-
 class InChunks(msgspec.Struct, frozen=True):
-    """A region that runs in chunks.
-
-    Attributes
-    ----------
-    region : its name. module : of its first op. chunks : their number. kinds : what it consists of.
-    exact : whether they give eager's bits.
-    whole_bytes, chunks_bytes : the most that its ops hold of their own, whole and in chunks.
-    extra : time of each of its ops once, beyond that of the captured ones, as a part of the step.
-    """
-
     region: str
-    module: str
-    chunks: int = msgspec.field(name="pieces")
-    exact: bool
-    whole_bytes: int
+    module: str  # of its first op
+    chunks: int = msgspec.field(name="pieces")  # the key of older releases
+    exact: bool  # gives eager's bits
+    whole_bytes: int  # the most that its ops hold of their own
     chunks_bytes: int = msgspec.field(name="pieces_bytes")
-    extra: float
+    extra: float  # time of each of its ops once, beyond the captured ones, as a part of the step
     kinds: tuple[PartKind, ...] = ("head",)
 
     @property
@@ -190,9 +180,6 @@ def _own_bytes(graph: TrainingGraph, ops: Sequence[Op]) -> int:
     )
 
 
-# What a plan moves below the device: bytes, copies, waits, and what slower links would cost.
-
-
 SLOWER = 0.8
 """Share of the rates at which a plan is judged once more: what links may fall to beside other
 traffic."""
@@ -202,8 +189,6 @@ _WAYS = {
 
 
 class _LinkUse(msgspec.Struct, frozen=True):
-    """Copies over one link: how many, of how many bytes, at which rate, and how long in all."""
-
     link: str
     copies: int
     moved_bytes: int
@@ -212,21 +197,9 @@ class _LinkUse(msgspec.Struct, frozen=True):
 
 
 class _Offloaded(msgspec.Struct, frozen=True):
-    """What a schedule moves between tiers.
-
-    Attributes
-    ----------
-    source : of the rates, in words. links : those that are used.
-    host_bytes, nvme_bytes : most bytes that lie there at once. host_room_bytes, nvme_room_bytes :
-        of how many. nvme_path : the folder.
-    stalls, stall_us, longest_us : how often and how long the device waits for copies.
-    slower_us, slower_overhead : what the step takes more if links have `SLOWER` of their rates, and
-        its overhead then.
-    """
-
-    source: str
-    links: tuple[_LinkUse, ...]
-    host_bytes: int
+    source: str  # of the rates, in words
+    links: tuple[_LinkUse, ...]  # those that are used
+    host_bytes: int  # the most that lies there at once
     host_room_bytes: int
     nvme_bytes: int
     nvme_room_bytes: int
@@ -234,11 +207,10 @@ class _Offloaded(msgspec.Struct, frozen=True):
     stalls: int
     stall_us: float
     longest_us: float
-    slower_us: float
+    slower_us: float  # what the step takes more if links have `SLOWER` of their rates
     slower_overhead: float
 
     def rows(self) -> list[tuple[str, str]]:
-        """A name and a line for each."""
         said = [("host", self._room_text()), ("copies", self._copies_text())]
         said += [("waits", self._waits_text()), ("slower links", self._slower_text())]
         rates = ", ".join(f"{one.link} {one.gb_s:.3g} GB/s" for one in self.links)
@@ -275,13 +247,14 @@ class _Offloaded(msgspec.Struct, frozen=True):
 def offloaded(
     graph: TrainingGraph, schedule: Schedule | None, found: Simulation | None = None
 ) -> _Offloaded | None:
-    """What `schedule` moves; None where it moves nothing. `found` is its simulation, if at hand."""
+    """None where `schedule` moves nothing. `found` is its simulation, if at hand."""
     if schedule is None or not schedule.moves or graph.links is None:
         return None
     graph = graph_of_schedule(graph, schedule)
     links = graph.links
     assert links is not None
     here = found or simulate(graph, schedule)
+    # Links are shared with other traffic, of which the rates that were measured know nothing.
     slower = simulate(graph, schedule, links.slower(SLOWER))
     return _Offloaded(
         source=links.source or "not said",
@@ -309,3 +282,61 @@ def _uses(found: Simulation, graph: TrainingGraph) -> tuple[_LinkUse, ...]:
             gb_s = link.bytes_per_us / BYTES_PER_US_IN_GB_S
             uses.append(_LinkUse(name, len(copies), moved_bytes, gb_s, found.busy_us[name]))
     return tuple(uses)
+
+
+# Where the buffers of a planned step lie in one arena.
+
+
+def place(
+    graph: TrainingGraph, schedule: Schedule, *, alignment_bytes: int | None = None
+) -> Layout:
+    """Offsets for all buffers of `schedule` in one arena, near the most live bytes.
+
+    Parameters
+    ----------
+    schedule : of `graph`; that of a result, or of a plan.
+    alignment_bytes : a power of two that divides each offset; None takes that of torch's allocator
+        for the device of the graph, 512 for CUDA and 64 for a CPU.
+
+    Returns
+    -------
+    Layout : judged by `remat.schedules.layout.check_layout`. What is resident is not in its arena.
+
+    Raises
+    ------
+    ScheduleError : the schedule is of another graph, or invalid, or is none. LayoutError : the
+        alignment is no power of two.
+    """
+    buffers = buffers_of(graph, schedule)
+    if alignment_bytes is None:
+        alignment_bytes = alignment_on(graph.device)
+    return place_buffers(buffers, alignment_bytes=alignment_bytes)
+
+
+def check_kept_layout(layout: Layout, graph: TrainingGraph, schedule: Schedule, name: str) -> None:
+    """Hold a layout from a file to the buffers of `schedule`.
+
+    Raises
+    ------
+    LayoutError : it is one of another plan, or was edited; the message names the file.
+    """
+    try:
+        check_layout(buffers_of(graph, schedule), layout)
+    except LayoutError as error:
+        raise LayoutError(f"{name}: {error}") from error
+
+
+def layout_json(layout: Layout) -> dict[str, Any]:
+    """What is said of a layout with `--json`: all but its offsets."""
+    return {
+        "arena_bytes": layout.arena_bytes,
+        "load_bytes": layout.load_bytes,
+        "gap": layout.gap,
+        "alignment_bytes": layout.alignment_bytes,
+        "placed_by": layout.placed_by,
+    }
+
+
+def arena_text(layout: Layout) -> str:
+    """``1.34 GiB, 0.0 % above the most live bytes``."""
+    return f"{bytes_text(layout.arena_bytes)}, {percent_text(layout.gap)} above the most live bytes"

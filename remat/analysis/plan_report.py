@@ -30,7 +30,6 @@ from remat.solver.result import Result, at_least_budget
 
 # Parts that several screens share: tables that fit 60 columns, and words for their cells.
 
-
 _LONGEST = 36
 """Letters that a folded path may have before its ranges are cut short."""
 _HOLDERS = 8
@@ -38,7 +37,6 @@ _HOLDERS = 8
 
 
 def rendered(screen: RenderableType, width: int = 100) -> str:
-    """A screen as plain text of that many columns."""
     text = StringIO()
     # Names of a file are neither markup nor emoji.
     plain = Console(file=text, width=width, highlight=False, markup=False, emoji=False)
@@ -47,11 +45,11 @@ def rendered(screen: RenderableType, width: int = 100) -> str:
 
 
 def holders_table(held: PeakHolders, top: int = _HOLDERS) -> Table:
-    """Who holds the peak, with shares; the rows sum to it."""
     parts = [(f"resident: {name}", size) for name, size in held.resident.items()]
     parts += [(_holder_name(row), row.size_bytes) for row in held.values[:top]]
     rest = held.values[top:]
     if rest:
+        # The rest is one row, so that rows sum to the peak.
         count = sum(row.count for row in rest)
         parts.append((f"{count} more values", sum(row.size_bytes for row in rest)))
     if held.workspace_bytes:
@@ -76,7 +74,7 @@ def verdict_text(row: FoldedRow) -> str:
 
 
 def run_cost_text(row: FoldedRow) -> str:
-    """What one run of one layer's op costs; guessed costs say so."""
+    # A folded row is several layers, and one run that of one of them.
     cost_us = row.cost_us / row.count
     said = fine_time_text(cost_us)
     return said if row.first.cost_origin != "estimated" else f"{said} (guessed)"
@@ -113,7 +111,6 @@ def _short_ranges(part: str) -> str:
 
 
 def plain_table(*headers: str) -> Table:
-    """A table without lines, narrow enough for 60 columns."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for i, header in enumerate(headers):
         table.add_column(header, justify="left" if i == 0 else "right", overflow="fold")
@@ -171,18 +168,15 @@ def report(
 
 
 def fronts_in(data: bytes, name: str = "the file") -> dict[str, Front]:
-    """The fronts in a file that `remat sweep -o` kept, of one solver or of several.
-
-    Raises
-    ------
-    SolverError : the text is neither.
-    """
+    """What `remat sweep -o` kept, of one solver or of several."""
     try:
         fronts = decode_json(data, dict[str, Front])
+    # A front of one solver is kept as such; it says what is wrong if it is none.
     except (TextError, ScheduleError):
         front = Front.from_json(data, name)
         return {front.solver: front}
     for front in fronts.values():
+        # Anyone can edit the file.
         front.check_figures(name)
     return fronts
 
@@ -195,7 +189,7 @@ def page_facts(
     stated_by: str = "",
     layout: Layout | None = None,
 ) -> PageFacts:
-    """What the page says of a result; `stated_by` names the file that `fronts` are from, if any."""
+    """What the page says; `stated_by` names the file that `fronts` are from, if any."""
     if result.schedule is None:
         raise ScheduleError(
             f"there is no plan to report: nothing within {result.budget_bytes} bytes was found"
@@ -223,11 +217,11 @@ def page_facts(
 
 
 def _rules_of(graph: TrainingGraph, budget_bytes: int) -> tuple[Alternative, ...]:
-    """Schedules of the simple rules at a budget, or of their least peak where none fits."""
     found: list[Alternative] = []
     for name in _RULES:
         result = solvers.solve_within(graph, budget_bytes, name, time_limit_s=_RULE_S)
         if result.schedule is None:
+            # Where a rule does not fit, its least peak shows by how much.
             result = at_least_budget(graph, result)
         if result is not None:
             found.append(_alternative(name, result))
@@ -235,12 +229,6 @@ def _rules_of(graph: TrainingGraph, budget_bytes: int) -> tuple[Alternative, ...
 
 
 def _points_of(graph: TrainingGraph, front: Front) -> tuple[Alternative, ...]:
-    """The schedules of a front, judged anew: anyone can edit the file that a front is kept in.
-
-    Raises
-    ------
-    ScheduleError : the front is of another graph.
-    """
     if front.graph_hash != graph.hash:
         raise ScheduleError(
             f"the front of {front.name}, by {front.solver}, is of another graph than the plan of "
@@ -249,6 +237,7 @@ def _points_of(graph: TrainingGraph, front: Front) -> tuple[Alternative, ...]:
     points: list[Alternative] = []
     for budget_bytes, result in front.points:
         if result.schedule is not None:
+            # Judged anew: anyone can edit the file that a front is kept in.
             found = simulate(graph, result.schedule)
             points.append(
                 Alternative(

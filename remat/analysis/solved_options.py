@@ -16,12 +16,11 @@ from remat.solver.result import Holding, Result
 
 
 def _solver_of(schedule: Schedule) -> str:
-    """The solver of the table that made it; ``auto`` where none of the table did."""
+    # One of the user's own, or a schedule by hand, cannot be asked again.
     return schedule.solver if schedule.solver in TABLE else "auto"
 
 
 def pins_of(schedule: Schedule) -> dict[str, tuple[str, ...]]:
-    """The globs that `keep` and `recompute` were given, empty where there were none."""
     return {
         name: tuple(part for part in str(schedule.options.get(name, "")).split(", ") if part)
         for name in PINS
@@ -29,7 +28,6 @@ def pins_of(schedule: Schedule) -> dict[str, tuple[str, ...]]:
 
 
 def solve_arguments(schedule: Schedule) -> dict[str, Any]:
-    """Arguments by which `solve` solves as the schedule was: solver, its options, pins."""
     name = _solver_of(schedule)
     known = option_names(name)
     options = {key: value for key, value in schedule.options.items() if key in known}
@@ -37,40 +35,22 @@ def solve_arguments(schedule: Schedule) -> dict[str, Any]:
 
 
 def required_schedule(result: Result) -> Schedule:
-    """The schedule of a result that has one."""
     assert result.schedule is not None, "checked before: nothing fits"
     return result.schedule
 
 
-# The least budget that is known to suffice, and the op that keeps it from being smaller.
-
-
 class LeastBudget(msgspec.Struct, frozen=True):
-    """The least peak known, and the op that sets it.
-
-    Attributes
-    ----------
-    least_bytes : peak of the schedule behind it.
-    at_peak : who holds it: the op that runs then sets it.
-    floor : op and bytes below which an output of the step would have to be computed twice. None
-        where it was not looked for.
-    proved_bytes : a proved bound on the peak of any schedule; 0 where none was proved.
-    """
-
     least_bytes: int
-    at_peak: PeakHolders
-    floor: Holding | None
-    proved_bytes: int
+    at_peak: PeakHolders  # the op that runs then sets it
+    floor: Holding | None  # below it outputs would be computed twice; None if not looked for
+    proved_bytes: int  # a bound on the peak of any schedule; 0 where none was proved
 
 
 def least_budget(
     graph: TrainingGraph, plan: Schedule, asked: Mapping[str, Any], time_limit_s: float
 ) -> LeastBudget:
-    """The least peak that the solver knows for a graph, or that of `plan` if it is lower.
-
-    Nothing fits into 0 bytes, so the result of that solve names the least budget. A plan with
-    copies can be below: the search for the least knows none. `asked` : solver, options and pins.
-    """
+    """The least peak that the solver knows for a graph, or that of `plan` if it is lower."""
+    # Nothing fits into 0 bytes, so the result of that solve names the least budget.
     named = solve_within(graph, 0, time_limit_s=time_limit_s, **asked)
     schedule: Schedule | None = named.least_schedule
     # With pins the schedule is one of another graph, that with clones: look for one of this graph.
@@ -78,6 +58,7 @@ def least_budget(
         schedule = least_peak(graph, time_limit_s, **asked).schedule
     held = peak_holders(graph, schedule) if schedule is not None else None
     of_plan = peak_holders(graph, plan)
+    # A plan with copies can be below: the search for the least knows none.
     if held is None or of_plan.peak_bytes < held.peak_bytes:
         held = of_plan
     return LeastBudget(

@@ -41,57 +41,27 @@ _MOST = 3
 
 
 class Turned(msgspec.Struct, frozen=True):
-    """A real solve at the same budget, in which an op is pinned the other way.
-
-    Attributes
-    ----------
-    pin : ``keep`` or ``recompute``. fits : whether a schedule was found. extra_us : its time less
-        the plan's; below 0 where the plan was not the best. overhead : its own.
-    dropped : other values that are made again in that schedule and not in the plan, layers
-        folded, largest first. spared : the other way round.
-    """
-
-    pin: str
+    pin: str  # ``keep`` or ``recompute``
     fits: bool
-    extra_us: float
+    extra_us: float  # less the plan's time; below 0 where the plan was not the best
     overhead: float
-    dropped: tuple[FoldedRow, ...]
-    spared: tuple[FoldedRow, ...]
+    dropped: tuple[FoldedRow, ...]  # other values made again there alone, largest first
+    spared: tuple[FoldedRow, ...]  # and in the plan alone
 
 
 class Why(msgspec.Struct, frozen=True):
-    """One forward op, what the plan does with its values, and what else could be done.
-
-    Attributes
-    ----------
-    row : its largest value.
-    runs_us : time of its further runs. forced : why there is no choice; empty where there is one.
-    staying_bytes : the peak if its values stayed and nothing else changed; 0 where they do.
-    copying_us : what the step then takes less, where they are copied to the host and back.
-    turned : the solve with the pin; None where the op is forced or nothing reads its values.
-    """
-
-    row: ValueRow
-    runs_us: float
-    forced: str
-    staying_bytes: int
-    turned: Turned | None
-    copying_us: float = 0.0
+    row: ValueRow  # its largest value
+    runs_us: float  # of its further runs
+    forced: str  # why there is no choice; empty where there is one
+    staying_bytes: int  # the peak if its values stayed and nothing else changed; 0 where they do
+    turned: Turned | None  # None where the op is forced or nothing reads its values
+    copying_us: float = 0.0  # what the step takes less without its copies to the host and back
 
 
 def why(
     graph: TrainingGraph, result: Result, globs: Iterable[str], *, each_s: float = 10.0
 ) -> tuple[Why, ...]:
-    """Answers for the forward ops that the globs name, at most `_MOST`, largest values first.
-
-    Parameters
-    ----------
-    each_s : seconds for each solve, of which there is one for each op.
-
-    Raises
-    ------
-    GlobError : a glob matches nothing, or nothing in forward.
-    """
+    """Answers for the forward ops that the globs name, at most `_MOST`, largest values first."""
     schedule, asked = required_schedule(result), tuple(globs)
     if not asked:
         return ()
@@ -100,12 +70,13 @@ def why(
     rows = [row for row in value_rows(graph, schedule) if row.phase == "forward"]
     largest: dict[str, ValueRow] = {}
     for row in sorted(matching(rows, asked), key=_most_telling):
+        # An op is pinned as a whole, so it is asked about once.
         largest.setdefault(row.op, row)
     return tuple(_why(graph, result, row, pins, each_s) for row in list(largest.values())[:_MOST])
 
 
 def _most_telling(row: ValueRow) -> tuple[bool, int]:
-    """Sorts values that backward reads before the others, and large ones before small ones."""
+    # What backward does not read is freed by any plan, which explains nothing.
     return row.verdict == "free", -row.size_bytes
 
 
@@ -129,8 +100,8 @@ def _why(graph: TrainingGraph, result: Result, row: ValueRow, pins: Pins, each_s
 
 
 def _forced(graph: TrainingGraph, op: Op, runs: int, pins: Pins) -> str:
-    """Why there is no choice; empty where there is one."""
     if runs > 1:
+        # An op that does run again is forced by nothing but a pin.
         pin = pins.again.get(op.name)
         return f"pinned by {option('recompute', pin)}" if pin else ""
     if op.name in pins.kept:
@@ -139,13 +110,13 @@ def _forced(graph: TrainingGraph, op: Op, runs: int, pins: Pins) -> str:
 
 
 def _turned(graph: TrainingGraph, result: Result, op: Op, pins: Pins, each_s: float) -> Turned:
-    """Solve with the op kept where it is recomputed, and the other way round."""
     schedule = required_schedule(result)
     is_recomputed = schedule.computations()[op.name] > 1
     one = {op.name: op.name}
     turned = (
         Pins(pins.kept | one, pins.again) if is_recomputed else Pins(pins.kept, pins.again | one)
     )
+    # Globs of pins are in `pins` already, by op.
     asked = {name: given for name, given in solve_arguments(schedule).items() if name not in PINS}
     solver = asked.pop("solver")
     question = Question(graph, result.budget_bytes, solver, each_s, options=asked)
@@ -174,9 +145,6 @@ def _largest(rows: Sequence[ValueRow]) -> tuple[FoldedRow, ...]:
     return tuple(sorted(fold_rows(rows), key=lambda row: (-row.size_bytes, -row.cost_us)))
 
 
-# How much faster the plan of `cut` is than greedy plans, and in which modules.
-
-
 _GREEDY = ("msps", "dtr", "largest", "chen_greedy")
 """Solvers that decide step by step and never look back: three that evict, and one by segments."""
 _PLACES = 3
@@ -184,8 +152,6 @@ _PLACES = 3
 
 
 class _Tried(msgspec.Struct, frozen=True):
-    """One solver at the budget; `fits` is False where it found nothing."""
-
     solver: str
     fits: bool
     overhead: float
@@ -193,53 +159,34 @@ class _Tried(msgspec.Struct, frozen=True):
 
 
 class _Elsewhere(msgspec.Struct, frozen=True):
-    """A module, and how much more time the greedy plan spends on recomputing there than `cut`'s.
-
-    `extra_us` is below 0 where it spends less.
-    """
-
     module: str
-    extra_us: float
+    extra_us: float  # of recomputing by the greedy plan, beyond that of `cut`
 
 
 class AgainstGreedy(msgspec.Struct, frozen=True):
-    """`cut` and the best greedy plan at one budget.
-
-    Attributes
-    ----------
-    cut : its outcome. tried : outcomes of greedy solvers, the best first. slower : time of the
-        best greedy plan over that of `cut`, minus one; None where either found nothing.
-    places : modules, equal layers folded, where the best greedy plan spends most in excess.
-    """
-
     cut: _Tried
-    tried: tuple[_Tried, ...]
-    slower: float | None
-    places: tuple[_Elsewhere, ...]
+    tried: tuple[_Tried, ...]  # the best first
+    slower: float | None  # time of the best over that of `cut`, minus one; None if either failed
+    places: tuple[_Elsewhere, ...]  # where the best greedy plan spends most in excess
 
     @property
     def best(self) -> _Tried:
-        """The best greedy outcome."""
         return self.tried[0]
 
     @property
     def dearer(self) -> tuple[_Elsewhere, ...]:
-        """The places where the greedy plan spends more."""
         return tuple(place for place in self.places if place.extra_us > 0)
 
 
 def against_greedy(
     graph: TrainingGraph, budget_bytes: int, *, each_s: float = 10.0
 ) -> AgainstGreedy:
-    """Solve with `cut`, and with each of `_GREEDY`.
-
-    `cut` has `each_s` seconds, the greedy solvers have as many together. One that has no time
-    left is not tried; the first always is.
-    """
+    """`cut` has `each_s` seconds, the greedy solvers of `_GREEDY` as many together."""
     cut = solvers.solve_within(graph, budget_bytes, "cut", time_limit_s=each_s)
     found: list[Result] = []
     for name in _GREEDY:
         left_s = each_s - sum(one.wall_s for one in found)
+        # The first is tried even without time left, so that there is one to compare with.
         if left_s > 0 or not found:
             found.append(solvers.solve_within(graph, budget_bytes, name, time_limit_s=left_s))
     found.sort(key=lambda one: (one.schedule is None, one.time_us))
@@ -256,7 +203,6 @@ def _tried(result: Result) -> _Tried:
 
 
 def _places(graph: TrainingGraph, cut: Schedule, greedy: Schedule) -> tuple[_Elsewhere, ...]:
-    """The modules where the greedy plan recomputes most in excess, the most first."""
     ours, theirs = _spent(graph, cut), _spent(graph, greedy)
     extra_us = {name: theirs[name] - ours[name] for name in ours}
     found = [_Elsewhere(name, us) for name, us in extra_us.items() if us]
@@ -278,9 +224,6 @@ def _spent(graph: TrainingGraph, schedule: Schedule) -> dict[str, float]:
     }
 
 
-# Whether a rule that people write by hand would do as well as a plan.
-
-
 _RULES = {
     "full": "checkpoint every layer",
     "selective": "recompute the core of each attention",
@@ -291,33 +234,20 @@ _RULES = {
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """One rule on this graph; figures from `simulate`.
-
-    Attributes
-    ----------
-    name : of the solver. says : what to do. peak_bytes : of its schedule, or the lowest known
-        where none fits; 0 where that is not known. slower : than the plan, as a fraction of the
-        plan's time; below 0 where it is faster.
-    """
-
-    name: str
-    says: str
+    name: str  # of the solver
+    says: str  # what to do
     fits: bool
-    peak_bytes: int
+    peak_bytes: int  # where it does not fit, the lowest known; 0 where that is not known
     overhead: float
-    slower: float
+    slower: float  # than the plan, as a fraction of its time; below 0 where it is faster
 
     @property
     def is_close(self) -> bool:
-        """Whether it fits and is within 1 % of the plan's time."""
         return self.fits and self.slower <= SAME_SPEED
 
 
 def simple_rules(graph: TrainingGraph, result: Result) -> tuple[Rule, ...]:
-    """Each rule at the budget of a result that has a schedule: those that fit first, by time.
-
-    Peaks are those of a step that frees what it no longer reads, with masks as eager has them.
-    """
+    """Each rule at the budget of a result that has a schedule: those that fit first, by time."""
     rules = [_by_solver(graph, result, name) for name in _RULES]
     layers = _every_nth(graph, result)
     if layers is not None:
@@ -326,6 +256,7 @@ def simple_rules(graph: TrainingGraph, result: Result) -> tuple[Rule, ...]:
 
 
 def _by_solver(graph: TrainingGraph, result: Result, name: str) -> Rule:
+    # Who follows a rule runs eager's ops, with masks as eager has them.
     found = solvers.solve_within(with_eager_sizes(graph), result.budget_bytes, name)
     slower = found.time_us / result.time_us - 1 if found.schedule and result.time_us else 0.0
     return Rule(

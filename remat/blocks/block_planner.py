@@ -48,19 +48,12 @@ from remat.solver.search import Clock
 from remat.solver.state import last_forward_position, schedule_of
 from remat.solver.store_all import StoreAll
 
-# From the run of a block in the model's graph to the schedule of the block's own graph.
-
-
 _Moves = Mapping[int, Sequence[Step]]
-"""Copies and frees of what is copied, by the position of the op that they stand before."""
+"""By the position of the op that they stand before."""
 
 
 def _block_schedule(graph: TrainingGraph, match: BlockMatch, run: Sequence[Step]) -> Schedule:
-    """The schedule of a block's own `graph` that makes a run of `BlockBudgets.runs`.
-
-    Tangents, which the model's graph has no op for in the block, come as forward ends. What is
-    copied has left the device by then.
-    """
+    """`run`, one of `BlockBudgets.runs`, as a schedule of the block's own `graph`."""
     problem = Problem.of(graph)
     op_in_block = {theirs: mine for mine, theirs in match.op_of.items()}
     value_in_block = {theirs: mine for mine, theirs in match.value_of.items()}
@@ -72,6 +65,7 @@ def _block_schedule(graph: TrainingGraph, match: BlockMatch, run: Sequence[Step]
             moves.setdefault(len(ops), []).append(own)
         elif step.op in op_in_block:
             ops.append(graph.op_index[op_in_block[step.op]])
+    # The model's graph has no op of the block's tangents: they come as the block's forward ends.
     end = last_forward_position(problem, ops) + 1
     ops.insert(end, graph.n_forward)
     schedule = schedule_of(problem, ops, solver="blocks")
@@ -83,18 +77,18 @@ def _block_schedule(graph: TrainingGraph, match: BlockMatch, run: Sequence[Step]
 
 
 def _around_tangents(moves: _Moves, end: int) -> _Moves:
-    """`moves` with the op at position `end` inserted: what fetches comes after it."""
     shifted = {at + (at > end): steps for at, steps in moves.items()}
     at_turn = moves.get(end, ())
+    # Copies have left the device when forward ends; fetches come once backward has begun.
     first = next((i for i, step in enumerate(at_turn) if isinstance(step, Fetch)), len(at_turn))
     return {**shifted, end: at_turn[:first], end + 1: at_turn[first:]}
 
 
 def _with_moves(steps: Sequence[Step], names: Sequence[str], moves: _Moves) -> Iterator[Step]:
-    """`steps` with moves before the ops of their positions; a run of `names` may be left out."""
     at = 0
     for step in steps:
         if isinstance(step, Compute):
+            # `schedule_of` leaves out a run whose outputs are all live; its moves are still due.
             while True:
                 yield from moves.get(at, ())
                 at += 1
@@ -105,21 +99,14 @@ def _with_moves(steps: Sequence[Step], names: Sequence[str], moves: _Moves) -> I
         yield from moves.get(left, ())
 
 
-# Traces a model and its distinct blocks, and finds each block in the model's graph.
-#
-# A block is rewritten only where the model's own graph contains it, node by node. So a sum of
+# A block is rewritten only where the model's own graph contains it, node by node, so a sum of
 # gradients that would change its order is found before anything runs. Two blocks share one compiled
 # step only if they are the same computation of their own parameters.
 
 
 @dataclass
 class _DistinctBlock:
-    """A block that was traced by itself, and all those that are equal to it.
-
-    Attributes
-    ----------
-    at : where each of them is in the graph of the model, by path.
-    """
+    """A block that was traced by itself; `at` has it and all that are equal to it, by path."""
 
     block: nn.Module
     trace: Trace
@@ -128,8 +115,6 @@ class _DistinctBlock:
 
 @dataclass
 class TracedBlocks:
-    """The trace of a model, and those of its blocks."""
-
     pattern: str
     blocks: dict[str, nn.Module]
     whole: Trace
@@ -137,26 +122,20 @@ class TracedBlocks:
 
     @property
     def hash(self) -> str:
-        """Of the whole graph and the places of the blocks."""
         return f"{self.whole.graph.hash} {' '.join(self.blocks)}"
 
     @cached_property
     def of_path(self) -> dict[str, _DistinctBlock]:
-        """The distinct block that each path has."""
         return {path: one for one in self.distinct for path in one.at}
 
 
 def trace_blocks(
     model: nn.Module, pattern: str, args: tuple[Any, ...], kwargs: Any, **asked: Any
 ) -> TracedBlocks:
-    """Trace the whole step, and each distinct block by itself.
-
-    Raises
-    ------
-    CaptureError : a block cannot be run by itself to the same bits.
-    """
+    """Raises `CaptureError` where a block cannot be run by itself to the same bits."""
     device = resolved_device(asked.get("device"), model)
     blocks = matching_blocks(model, pattern, device)
+    # A block's own inputs are known only while the model runs.
     with watching_calls(model, blocks) as calls:
         whole = trace(model, args, kwargs, **asked)
     distinct: list[_DistinctBlock] = []
@@ -168,17 +147,19 @@ def trace_blocks(
 def _add_block(
     distinct: list[_DistinctBlock], model: nn.Module, path: str, recipe: Recipe, whole: Trace
 ) -> None:
-    """Add a block to one that is equal to it, or trace it."""
     block = model.get_submodule(path)
     for one in distinct:
+        # Cheap facts first: matching walks both graphs.
         if _looks_like(block, recipe, one):
             try:
+                # What looks alike may still compute something else, or other blocks' parameters.
                 match = match_block(one.trace.joint, whole.joint, path)
             except CaptureError:
                 continue
             if _has_own_state(model, block, match):
                 one.at[path] = match
                 return
+    # Traced as the whole was, else the nodes of both cannot be equal.
     recipe = dataclasses.replace(recipe, flags=whole.recipe.flags, device=whole.recipe.device)
     traced = trace_recipe(block, recipe)
     match = match_block(traced.joint, whole.joint, path)
@@ -186,7 +167,6 @@ def _add_block(
 
 
 def _looks_like(block: nn.Module, recipe: Recipe, one: _DistinctBlock) -> bool:
-    """Whether class, state and inputs are those of a block that was traced."""
     known = one.trace.recipe
     if type(block) is not type(one.block) or recipe.signature.lines() != known.signature.lines():
         return False
@@ -203,16 +183,16 @@ def _state_facts(block: nn.Module) -> list[Any]:
 
 
 def _has_own_state(model: nn.Module, block: nn.Module, match: BlockMatch) -> bool:
-    """Whether the graph of another block takes this block's parameters in their places."""
+    """Whether the match takes this block's parameters in the places of the other's."""
     own, of_model = dict(named_state(block)), dict(named_state(model))
     return all(own[name] is of_model[theirs] for name, theirs in match.state_of.items())
 
 
 _TRIES = 12
-"""Most sizes of the room for the blocks that are tried, to find the fastest step that fits."""
+"""Most sizes of the room for the blocks that are tried."""
 
 _Planned = tuple[dict[str, Schedule], Schedule]
-"""A schedule for each block, and that of the whole step."""
+"""By block, and of the whole step."""
 
 
 class BlocksPlan(msgspec.Struct, frozen=True):
@@ -242,7 +222,7 @@ class BlocksPlan(msgspec.Struct, frozen=True):
 
 
 class BlockPlanner:
-    """The step, with costs, of a model with blocks as units, on one rank."""
+    """The step of a model with blocks as units, with costs, on one rank."""
 
     def __init__(
         self, traced: TracedBlocks, costed: TrainingGraph, sharding: Sharding, time_limit_s: float
@@ -258,6 +238,7 @@ class BlockPlanner:
         graph = _eager_outside(_with_own_buffers(costed, self.path_of), self.path_of)
         self.alone, self.units = with_units(graph, ops_of)
         self.graph = sharded(self.alone, self.units, sharding)
+        # Per cents of a budget are of eager's peak, so its sizes are kept apart.
         self.eager = sharded(*with_units(with_eager_sizes(costed), ops_of), sharding, is_eager=True)
         for op in self.graph.ops:
             if op.target in COMMUNICATION and op.module:
@@ -271,7 +252,7 @@ class BlockPlanner:
         return BlockBudgets.of(self.alone, spans, beside_bytes, left_s, self._handed_out())
 
     def _handed_out(self) -> set[str]:
-        """What calls of blocks return: no copy takes it from the device."""
+        """What calls of blocks return, which no copy may take from the device."""
         return {
             match.value_of[name]
             for one in self.traced.distinct
@@ -281,17 +262,15 @@ class BlockPlanner:
         }
 
     def _communication_bytes(self) -> list[int]:
-        """What communication keeps live on a sharded rank, at each op of the step without it.
-
-        Solvers of whole graphs see these buffers as values. The knapsack over blocks does not,
-        so it is told.
-        """
+        """What communication keeps live on a sharded rank, by op of the step without it."""
         if self.graph is self.alone:
             return []
+        # Solvers of whole graphs see these buffers as values; the knapsack over blocks does not.
         without, sharded_bytes = _live_bytes(self.alone), _live_bytes(self.graph)
         beside: list[int] = []
         waiting_bytes = 0
         for op in self.graph.ops:
+            # Ops of communication are not in the knapsack's graph: the next op counts their peak.
             waiting_bytes = max(waiting_bytes, sharded_bytes[op.name])
             if op.name in without:
                 beside.append(waiting_bytes - without[op.name])
@@ -299,13 +278,14 @@ class BlockPlanner:
         return beside
 
     def plan(self, budget_bytes: int) -> BlocksPlan:
-        """The fastest plan found within the budget; its result is infeasible if none fits."""
+        """The fastest plan found; its result is infeasible where none fits."""
         began = Clock()
         schedules, schedule = self._fastest(budget_bytes) or self._least()
         result = evaluate_schedule(
             self.graph,
             msgspec.structs.replace(schedule, budget_bytes=budget_bytes),
             budget_bytes=budget_bytes,
+            # Nothing is proved of the share-out, so the bound is every op once.
             lower_bound_us=self.graph.time_us,
             wall_s=began.elapsed_s,
             cut_short=self.clock.left_s < 0,
@@ -320,12 +300,10 @@ class BlockPlanner:
         )  # fmt: skip
 
     def _fastest(self, budget_bytes: int) -> _Planned | None:
-        """The fastest plan tried whose whole step fits; None if none does.
-
-        The knapsack does not count all that the simulator counts. So its room is found by halving
-        between one that fits and one that does not.
-        """
+        """The fastest plan tried whose whole step fits; None if none does."""
         room_bytes = budget_bytes - self.graph.resident.total_bytes
+        # The knapsack counts bytes by a model, the simulator exactly. So the knapsack's room is
+        # bisected until what it gives fits as simulated.
         low, high = self._shared.least_room_bytes(), 2 * room_bytes
         best: _Planned | None = None
         best_us = math.inf
@@ -341,13 +319,13 @@ class BlockPlanner:
                 low = room_bytes + 1
                 if found.time_us < best_us:
                     best, best_us = tried, found.time_us
+            # Nothing runs twice: no plan is faster.
             if best_us <= self.graph.time_us * (1 + 1e-9):
                 break
             room_bytes = (low + high) // 2
         return best
 
     def least_bytes(self) -> int:
-        """The least peak known."""
         return simulate(self.graph, self._least()[1]).peak_bytes
 
     def _least(self) -> _Planned:
@@ -356,7 +334,6 @@ class BlockPlanner:
         return tried
 
     def _composed(self, room_bytes: int) -> _Planned | None:
-        """A schedule for each block, and that of the whole step, if something fits."""
         runs = self._shared.runs(room_bytes)
         if runs is None:
             return None
@@ -381,12 +358,13 @@ class BlockPlanner:
             elif step.op in match.op_of:
                 half.append(Compute(match.op_of[step.op]))
             else:
+                # The one op that the model's graph lacks is that of the tangents, where backward
+                # opens.
                 half = halves[1]
         behind = self._added(path, BEHIND_BLOCK)
         return [*halves[0], *behind[0]], [*halves[1], *behind[1]]
 
     def _added(self, path: str, targets: Sequence[str]) -> tuple[list[Step], list[Step]]:
-        """A block's communication in forward and in backward."""
         found = [op for op in self.graph.ops if op.module == path and op.target in targets]
         return (
             [Compute(op.name) for op in found if op.phase == "forward"],
@@ -395,7 +373,7 @@ class BlockPlanner:
 
 
 def _live_bytes(graph: TrainingGraph) -> dict[str, int]:
-    """What is live while each op runs, if every op runs once."""
+    """By op, if every op runs once."""
     schedule = StoreAll().schedule(graph)
     live = simulate(graph, schedule).live_bytes
     steps = zip(schedule.steps, live, strict=True)
@@ -403,8 +381,8 @@ def _live_bytes(graph: TrainingGraph) -> dict[str, int]:
 
 
 def _with_own_buffers(graph: TrainingGraph, path_of: Mapping[str, str]) -> TrainingGraph:
-    """`graph` whose blocks write their new buffers when they end, not when forward does."""
     value_of = graph.value_by_name
+    # A rewritten block writes its new buffers as its own forward ends, not as the model's does.
     kept = tuple(
         name
         for name in graph.forward_outputs
@@ -414,7 +392,7 @@ def _with_own_buffers(graph: TrainingGraph, path_of: Mapping[str, str]) -> Train
 
 
 def _eager_outside(graph: TrainingGraph, path_of: Mapping[str, str]) -> TrainingGraph:
-    """`graph` with eager's sizes for what lies outside the blocks, which runs in eager."""
+    # What lies outside the blocks is not rewritten.
     eager = with_eager_sizes(graph).value_by_name
     values = (
         value if value.producer in path_of else eager[value.name] for value in graph.values

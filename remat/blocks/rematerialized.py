@@ -43,25 +43,8 @@ _plans: weakref.WeakKeyDictionary[nn.Module, BlocksPlan] = weakref.WeakKeyDictio
 
 
 def blocks_planned(spec: StepSpec) -> nn.Module:
-    """The model that `remat.rematerialize` returns where `blocks` is given.
-
-    The budget bounds the peak of the whole step. Each distinct block is captured and solved
-    once, and a knapsack over what each block may keep shares out the budget. What
-    lies outside the blocks runs as it does in `model`. Parameters, buffers and names are those of
-    `model`, which stays as it is; a loss is applied outside, as in eager.
-
-    Raises
-    ------
-    CaptureError : the pattern matches nothing; a block is called more than once a step, or is not
-        the same computation by itself as inside the model; or a range of sizes is asked for.
-    BudgetError : nothing fits; the message names the least budget that is known to. Or `host` or
-        `nvme` cannot be read, or is more than there is.
-    FileError, TierError : the folder of `nvme`, or that of the host, cannot be written or has too
-        little room for all that blocks keep there at once.
-    AgreementError : ranks have different models or batches, one of them has failed, or the model
-        has collectives with ranks outside of the group.
-    RewriteError : the check found a difference, or a measured peak above the budget.
-    """
+    """What `remat.rematerialize` returns where `blocks` is given; its docstring has the errors."""
+    # Before ranks come together: a fake group has no others to wait for.
     refuse_fake(spec.group)
     model, budget, sharding = spec.model, spec.budget, spec.sharding
     pattern, batch = spec.blocks or "", spec.batch
@@ -90,15 +73,19 @@ def blocks_planned(spec: StepSpec) -> nn.Module:
                     BlockPlanner(traced, costed, sharding, spec.time_limit_s), budget
                 )
 
+        # Ranks of another step would decode a plan of ops that they do not have.
         ranks.require_same_step(traced.hash)
+        # Each rank times ops for itself, so plans made apart would differ.
         plan = ranks.from_first(make, BlocksPlan)
         made = _rewritten(model, traced, plan, "block" if spec.audit else "none")
         agree_on_audits(ranks, made.modules())
+        # The check runs before the user shards the model, so its peak is not that of the plan.
         is_bound = sharding.kind == "none" and not collectives_in(traced.whole.joint.module)
         budget_bytes = plan.result.budget_bytes
         beside_bytes = gradients_there(model) if spec.accumulate else 0
         beside = Reference(traced.whole.graph, budget_bytes, beside_bytes)
         checked = None
+        # A check runs the model's collectives: all ranks run it, or none.
         if ranks.all_agree("check", is_checked(traced.whole.graph, spec.check, beside)):
             most_bytes = budget_bytes if is_bound else None
             with stages.stage("check", f"comparing a step of {name} with eager"):
@@ -152,10 +139,8 @@ def _plan_within(planner: BlockPlanner, budget: str | SupportsIndex) -> BlocksPl
 
 
 def _require_room(traced: TracedBlocks, plan: BlocksPlan) -> None:
-    """Raise `TierError` where files have no room for all blocks, though they have for each.
-
-    On a CUDA device each block takes its pinned memory before its first step, and says so then.
-    """
+    # Each block's own room was looked at alone. On a CUDA device each takes its pinned memory
+    # before its first step, and says then if there is too little.
     links = plan.links
     if links is not None and plan.host_bytes and not is_cuda(traced.whole.graph.device):
         FileTier(plan.host_bytes, plan.nvme_bytes, links.nvme_path).require_room()
@@ -164,8 +149,8 @@ def _require_room(traced: TracedBlocks, plan: BlocksPlan) -> None:
 def _rewritten(
     model: nn.Module, traced: TracedBlocks, plan: BlocksPlan, audit: Audits
 ) -> nn.Module:
-    """The model with its blocks replaced; equal blocks of one schedule are compiled once."""
     _require_room(traced, plan)
+    # Equal blocks of one schedule share one compiled step.
     compiled: dict[tuple[int, Any], CompiledStep] = {}
     replaced: dict[nn.Module, nn.Module] = {}
     told = Unplanned(type(model).__name__)  # once for all blocks
@@ -176,11 +161,14 @@ def _rewritten(
         step = compiled.get(key)
         # A step that holds objects of one block is of use to no other.
         if step is None or step.initialised or constants_of(step.forward, step.backward):
+            # A trace can be compiled only once: AOTAutograd uses up its metadata.
             fresh = trace_recipe(block, recipe)
             step, state = compile_step(fresh, schedule, links=plan.links), fresh.python_state
             compiled[key] = step
         else:
             traced_as = one.trace.python_state
+            # The shared step was traced on another block: this one's own Python state is what its
+            # guards read.
             state = state_guarded(block, recipe.loss_fn, step.mutated, traced_as)
         made = make_module(block, schedule, recipe, step, state, audit=audit)
         made.__setstate__(told)

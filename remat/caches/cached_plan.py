@@ -16,12 +16,7 @@ if TYPE_CHECKING:
 
 
 def cached_plan(spec: StepSpec, known: KnownPlans) -> RematModule:
-    """The module for a batch, as `remat.rematerialize` makes it; what it solves for is kept.
-
-    Raises
-    ------
-    RematError : as of `remat.rematerialize`.
-    """
+    """The module for a batch, as `remat.rematerialize` makes it; what it solves for is kept."""
     planner = StepPlanner(spec, float_inputs=spec.float_inputs, split=spec.split)
     require_group(planner.traced.joint.module, None)
     found = known.at_hand(planner.traced, spec.parsed_budget, may_keep_all=spec.may_keep_all)
@@ -31,8 +26,8 @@ def cached_plan(spec: StepSpec, known: KnownPlans) -> RematModule:
 
 
 def _module_at_hand(planner: StepPlanner, found: AtHand, known: KnownPlans) -> RematModule:
-    """The module of a schedule at hand. Once a model, it is compared with eager as a whole."""
     spec, traced = planner.spec, planner.traced
+    # Once a model, a whole step is compared with eager's; later plans by their first outputs.
     is_compared = known.is_checked and spec.check is not False
     module = adopted(
         spec.model, traced, found.schedule, found.links, audit=spec.audit, is_compared=is_compared
@@ -51,9 +46,9 @@ def _module_at_hand(planner: StepPlanner, found: AtHand, known: KnownPlans) -> R
 
 
 def _solved(planner: StepPlanner, known: KnownPlans) -> RematModule:
-    """The module of a schedule that is kept on disk, or is solved for now."""
     spec, traced = planner.spec, planner.traced
     graph = planner.costed(traced, chunks=not planner.may_wait())
+    # Sorted, as the order in which options were given asks nothing else.
     text = repr(sorted(spec.of_solve.items()))
     kept = kept_solve(graph, spec.parsed_budget, text, planner.in_chunks)
     found = kept or planner.required(planner.found(graph=graph))

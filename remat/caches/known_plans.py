@@ -44,40 +44,26 @@ _MOST_SCHEDULES = 16
 
 
 class _Reusable(NamedTuple):
-    """A schedule that may fit. `overhead` : that it was solved with, at its own sizes."""
-
-    overhead: float
+    overhead: float  # at the sizes that it was solved for
     schedule: Schedule
     links: Links | None = None
 
 
 class AtHand(NamedTuple):
-    """A schedule for a trace that no solver was asked for.
-
-    `graph` has the bytes that ops take, and no times. `peak_bytes` is `simulate`'s, on that graph.
-    """
-
     schedule: Schedule
-    graph: TrainingGraph
-    peak_bytes: int
+    graph: TrainingGraph  # with the bytes that ops take, and no times
+    peak_bytes: int  # of `simulate` on that graph
     links: Links | None
 
 
 class KnownPlans:
-    """The schedules that a cache has at hand.
-
-    Attributes
-    ----------
-    most_bytes : the highest peak of its plans. The run has room for that.
-    is_checked : whether a whole step of the model was compared with eager's.
-    """
-
     def __init__(self) -> None:
+        # The highest peak of its plans, for which the run has room; and whether a whole step of the
+        # model was compared with eager's.
         self.most_bytes, self.is_checked = 0, False
         self._solved: list[_Reusable] = []
 
     def note(self, found: Solved) -> None:
-        """Keep a solved schedule at hand for batches of other sizes."""
         schedule = found.result.schedule
         assert schedule is not None
         self.took(found.result.peak_bytes)
@@ -90,41 +76,37 @@ class KnownPlans:
         self._solved.clear()
 
     def took(self, peak_bytes: int) -> None:
-        """Note the peak of a plan."""
         self.most_bytes = max(self.most_bytes, peak_bytes)
 
     def at_hand(self, traced: Trace, budget: Budget, *, may_keep_all: bool) -> AtHand | None:
-        """A schedule for a trace that fits, of those the one with least overhead; or None.
-
-        Parameters
-        ----------
-        may_keep_all : whether a step that runs every op once is what was asked for.
-        """
+        """A schedule that fits the trace, of those the one with least overhead; or None."""
         plain = [_Reusable(0.0, StoreAll().schedule(traced.graph))] if may_keep_all else []
         # Without what kernels take for themselves a peak is too low: most end here.
         limit_bytes = self._budget_bytes(traced.graph, budget)
         tried = [
             one
             for one in (*plain, *sorted(self._solved, key=lambda one: one.overhead))
+            # The trace has no chunks to judge by, so those wait for the sizes below.
             if one.schedule.chunks or _fitting(traced.graph, one, limit_bytes)
         ]
         if not tried:
             return None
+        # Runs ops whose costs are not known, so only where a schedule may fit.
         sized = Sized(traced)
         limit_bytes = self._budget_bytes(sized.graph, budget)
         found = (_fitting(_graph_for(sized, one.schedule), one, limit_bytes) for one in tried)
         return next((one for one in found if one), None)
 
     def _budget_bytes(self, graph: TrainingGraph, budget: Budget) -> int:
-        """The budget for a step; one that is a part of its own peak is no less than plans take."""
         if not budget.is_of_the_step:
             return budget.bytes_for(graph)
+        # A part of a small batch's peak is little, but the run has room for the plans it has made.
         own_bytes = budget.bytes_for(graph) if budget.kind == "share" else 0
         return max(own_bytes, self.most_bytes)
 
 
 def _graph_for(sized: Sized, schedule: Schedule) -> TrainingGraph:
-    """The graph to judge a schedule on: with its region in chunks, where it has one."""
+    # Judged with its region in chunks, as it runs so.
     if not schedule.chunks:
         return sized.graph
     one = schedule.chunks[0]
@@ -154,16 +136,11 @@ def adopted(
     is_compared: bool,
     **known: Any,
 ) -> RematModule:
-    """The module of a schedule that was not solved for here.
-
-    Parameters
-    ----------
-    audit : as of `remat.rematerialize`. is_compared : whether what its first step gives is compared
-        with the model's own forward. known : prediction and graph with costs, as of `rewrite`.
-    """
+    """The module of a schedule that was not solved for here; `known` are facts for `rewrite`."""
     if schedule.captured_hash:
         traced = trace_of_schedule(model, traced.recipe, schedule, traced)
     step = compile_step(traced, schedule, links=links)
+    # Where the user leaves audits out, the first step of a schedule from elsewhere is still one.
     audits = "first" if is_compared and not audit else of_steps(audit)
     module = make_module(
         model, schedule, traced.recipe, step, traced.python_state, **known, audit=audits
@@ -174,12 +151,9 @@ def adopted(
     return module
 
 
-# Which remat this is: what is kept on disk is taken by the same release alone.
-
-
 @functools.cache
 def sources_key() -> str:
-    """Of remat's own files, by their sizes and times: another release may plan otherwise."""
+    # Another release may plan otherwise, and so may an edited checkout.
     digest = hashlib.sha256()
     packages = remat, remat.graph_capture, remat.rewriter, remat.schedules, remat.solver
     for package in packages:
@@ -189,12 +163,8 @@ def sources_key() -> str:
     return digest.hexdigest()
 
 
-# Schedules of plan caches on disk, for the processes after this one: a file for each question.
-#
-# A question is a graph, with every op, size and cost in it, a budget and the options of the
-# solve. A file is not believed (`graph_capture/cache_files.py`): its schedule is judged by
-# `simulate` on the graph at hand, which holds its peak against the budget as it is now.
-
+# Schedules of plan caches on disk, for the processes after this one: a file for each question,
+# which is a graph with every op, size and cost in it, a budget and the options of the solve.
 
 _SCHEMA_VERSION = 1
 FILES = CacheFiles(
@@ -208,22 +178,15 @@ overhead."""
 
 
 class KeptSolve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A schedule, and what was proved of it.
-
-    Attributes
-    ----------
-    key : of the question. budget_bytes : what the budget was when it was solved.
-    """
-
     key: str
     schedule: Schedule
     lower_bound_us: float
-    budget_bytes: int
+    budget_bytes: int  # what the budget was when it was solved
     schema_version: int = _SCHEMA_VERSION
 
 
 def keeps_solves() -> bool:
-    """Whether plans may be kept and taken; not where the user has torch keep nothing."""
+    # Whoever has torch keep nothing wants every run to start anew.
     return not torch.compiler.config.force_disable_caches
 
 
@@ -233,12 +196,7 @@ def kept_solve(
     asked: str,
     in_chunks: Callable[[TrainingGraph], TrainingGraph],
 ) -> Solved | None:
-    """What was kept of this question, judged; None where it is to be solved.
-
-    Parameters
-    ----------
-    asked : the options of the solve, in words. in_chunks : adds what may run in chunks.
-    """
+    """What was kept, judged; None where it is to be solved. `in_chunks` adds costs of chunks."""
     key = _question_key(graph, budget, asked)
     if not key:
         return None
@@ -246,8 +204,10 @@ def kept_solve(
 
     def take(data: bytes) -> KeptSolve:
         kept = decode_json(data, KeptSolve)
+        # The name of the file is only the beginning of the key.
         if (kept.key, kept.schema_version) == (key, _SCHEMA_VERSION):
             of_kept = in_chunks(graph) if kept.schedule.chunks and not graph.regions else graph
+            # Judged inside of the read, so that an edited file is warned of as a damaged one is.
             found.append(Solved(of_kept, _judged(of_kept, kept)))
         return kept
 
@@ -257,26 +217,22 @@ def kept_solve(
 
 
 def keep_solve(graph: TrainingGraph, budget: Budget, asked: str, result: Result) -> None:
-    """Keep what was found, for `kept_solve`; not what Ctrl-C has ended."""
     key = _question_key(graph, budget, asked)
+    # What Ctrl-C has ended is not the best that a later process can have.
     if key and result.schedule is not None and not result.message.startswith(INTERRUPTED):
         kept = KeptSolve(key, result.schedule, result.lower_bound_us, result.budget_bytes)
         FILES.write(_file_of(key), msgspec.json.encode(kept))
 
 
 def _judged(graph: TrainingGraph, kept: KeptSolve) -> Result:
-    """The outcome of a kept schedule.
-
-    Raises
-    ------
-    RematError : it is none of the graph, is above its budget, or takes less than its bound.
-    """
+    # A file is not believed: `simulate` says what its schedule takes on the graph at hand.
     result = evaluate_schedule(
         graph, kept.schedule,
         budget_bytes=kept.budget_bytes, lower_bound_us=kept.lower_bound_us,
     )  # fmt: skip
     if result.schedule is None:
         raise PlanError("its peak is above its budget")
+    # The slack is for sums in another order.
     if not 0 <= kept.lower_bound_us <= (1 + 1e-9) * result.time_us:
         raise PlanError("its bound is above its time")
     return result
@@ -284,6 +240,7 @@ def _judged(graph: TrainingGraph, kept: KeptSolve) -> Result:
 
 def _suits(found: Result, budget: Budget, graph: TrainingGraph) -> bool:
     """Whether it is what would be planned now."""
+    # The least peak is an answer to the question, and the question is the same.
     if budget.kind == "min":
         return True
     now_bytes = budget.bytes_for(graph)

@@ -45,16 +45,9 @@ from remat.rewriter.user_module.ranged import RangedModule
 from remat.solver.table import make_solver
 from remat.step_spec import StepSpec
 
-# Numbers that change between steps, as a cache of plans meets them.
-
 
 class _FloatPromotion:
-    """Floats of Python's that have changed between steps: inputs of the plans that come.
-
-    Parameters
-    ----------
-    is_compiled : whether plans are compiled. Their code has its numbers written into it.
-    """
+    """Floats of Python's that have changed between steps: inputs of the plans that come."""
 
     def __init__(self, *, is_compiled: bool) -> None:
         self._names: set[str] = set()
@@ -64,8 +57,8 @@ class _FloatPromotion:
     def planned(
         self, changed: set[str], make: Callable[[Sequence[str]], fx.GraphModule]
     ) -> fx.GraphModule:
-        """A plan that reads the numbers at each step, or as many of them as can be inputs."""
         self._names |= changed - self._fixed
+        # Inductor's code has its numbers written into it.
         names = set() if self._is_compiled else set(self._names)
         while names:
             try:
@@ -82,7 +75,7 @@ class _FloatPromotion:
 
 
 _MAX_PLANS = 16
-"""Plans that are kept. More are dropped with a warning: to plan at each step is slow."""
+"""Plans that are kept. Beyond, the oldest goes with a warning: to plan at each step is slow."""
 _OFTEN = 3
 """Plans for one signature, beyond which it is said what keeps changing."""
 _numbers = itertools.count()
@@ -95,12 +88,13 @@ class PlanCache(SharedState, nn.Module):
 
     Like a rewritten module, it has the user's ``__dict__`` itself. A call in training mode with
     gradients enabled runs by the plan for its signature: structure, shapes, strides, dtypes,
-    values of what is no tensor, and autocast. A new signature makes a plan. So does a change of
+    values of what is no tensor, and autocast. A new signature makes a plan; so does a change of
     what the model's code reads, or of what is trained. A float that has changed, such as a
     dropout's p, is an input of the next plan, which serves for all its values where it can. Any
     other call runs the user's own forward.
     """
 
+    # With a prefix of ours: all other names are those of the user's class, whatever they are.
     _remat_plans: ClassVar[OrderedDict[tuple[Any, int], Any]]
     _remat_options: ClassVar[dict[str, Any]]
     _remat_max_plans: ClassVar[int]
@@ -136,16 +130,19 @@ class PlanCache(SharedState, nn.Module):
 
     @classmethod
     def _remat_step(cls, args: Any, kwargs: Any, target: Any) -> Any:
-        """Run the plan of this signature whose state is as it was made for; else make one."""
         cls._remat_unplanned.plan_runs()
         batch = (args, kwargs, target)
         signature = cls._remat_signature(batch)
         given = kwargs if target is None else {**kwargs, "target": target}
         changed: list[StateChangedError] = []
         outgrown: list[Any] = []
+        # The last used first. Several have one signature where Python's state differs, which only a
+        # plan's own guards can tell.
         for key in [key for key in reversed(cls._remat_plans) if key[0] == signature]:
             plan = cls._remat_plans[key]
             if isinstance(plan, RangedModule) and not type(plan)._remat_members.hold(batch):
+                # Dropped once a plan for a wider range is there, and not before: making it may
+                # fail.
                 outgrown.append(key)
                 continue
             try:
@@ -170,6 +167,7 @@ class PlanCache(SharedState, nn.Module):
         planned = cls._remat_over_range(batch)
         signature = cls._remat_signature(batch)  # its sizes may turn out to vary otherwise
         if planned is None:
+            # Numbers alone can become inputs; any other change needs a plan of its own.
             names = {name for error in changed for name in error.numbers}
             planned = cls._remat_numbers.planned(
                 names, functools.partial(cls._remat_planned, args, kwargs, target)
@@ -177,6 +175,7 @@ class PlanCache(SharedState, nn.Module):
         else:
             cls._remat_drop_outgrown(outgrown, planned)
         cls._remat_known.took(_peak_bytes(planned))
+        # Numbered, as one signature may have several plans.
         key = signature, next(_numbers)
         cls._remat_plans[key] = planned
         cls._remat_drop_oldest()
@@ -184,6 +183,7 @@ class PlanCache(SharedState, nn.Module):
             return planned(*args, **given)
         except AuditError:
             del cls._remat_plans[key]
+            # A schedule that gave other outputs is not to serve the next size either.
             cls._remat_known.forget()
             raise
 
@@ -214,12 +214,8 @@ class PlanCache(SharedState, nn.Module):
     def _remat_planned(
         cls, args: Any, kwargs: Any, target: Any, float_inputs: Sequence[str]
     ) -> fx.GraphModule:
-        """A plan within the budget; or, where a per cent is too little, within what others take.
-
-        A part of a small batch's own peak can be too little for its parameters, as with the last
-        batch of an epoch. The run has room for the larger ones.
-        """
         spec = cls._remat_spec(args, kwargs, target).replace(float_inputs=float_inputs)
+        # `cached_plan` knows neither Inductor's code nor ranks.
         is_planned_anew = any(spec.asked[name] for name in ("compile", "group", "sharding"))
         peak_bytes = cls._remat_known.most_bytes
         make = plan_one_size if is_planned_anew else cls._remat_cached
@@ -228,6 +224,8 @@ class PlanCache(SharedState, nn.Module):
         except BudgetError:
             if spec.parsed_budget.kind != "share" or not peak_bytes:
                 raise
+        # A per cent of a small batch's own peak can be too little for its parameters, as with the
+        # last batch of an epoch; but the run has room for the larger ones.
         return make(spec.replace(budget=peak_bytes))
 
     @classmethod
@@ -236,7 +234,6 @@ class PlanCache(SharedState, nn.Module):
 
     @classmethod
     def _remat_spec(cls, args: Any, kwargs: Any, target: Any) -> StepSpec:
-        """What is asked of a plan for a batch."""
         given = {"model": cls._remat_original_module, "loss_fn": cls._remat_loss_fn}
         of_batch = {"args": args, "kwargs": kwargs, "target": target}
         return StepSpec.of({**cls._remat_options, **given, **of_batch})
@@ -263,7 +260,6 @@ class PlanCache(SharedState, nn.Module):
 
     @classmethod
     def _remat_over(cls, model: nn.Module) -> PlanCache:
-        """A cache with the same options and no plan yet."""
         make, (_, *given) = cls._remat_recipe_to_pickle()
         return make(model, *given)
 
@@ -275,6 +271,7 @@ class PlanCache(SharedState, nn.Module):
             cls._remat_loss_fn,
             cls._remat_max_plans,
             cls._remat_options,
+            # What was asked, not what was learned: a copy learns from its own batches.
             None if sizes is None else (sizes.dynamic, sizes.upto),
         )
 
@@ -298,6 +295,7 @@ def plan_cache(
     has a plan, and a warning says why.
     """
     resolved_device(None, model)
+    # A cell of a notebook that is run twice plans the user's model again, not a plan of it.
     model = original_of(model)
     refuse_wrappers(model)
     if is_sharded_by_fsdp(model):
@@ -310,6 +308,7 @@ def plan_cache(
         require_dynamic(model, dynamic, may_be_auto=True)
         require_upto(model, upto or {}, dynamic)
         require_compatible(**spec.asked | {"dynamic": True})
+    # `True` would pass as 1.
     if type(max_plans) is not int or max_plans < 1:
         raise SolverError(f"max_plans must be 1 or more, not {max_plans!r}")
     sizes = None if dynamic is None else (dynamic, upto)
@@ -330,7 +329,7 @@ def _require_no_batch_is_needed(options: Mapping[str, Any]) -> None:
 
 
 def _require_readable(spec: StepSpec) -> None:
-    """Refuse at once what each plan would refuse only when the first batch has come."""
+    # Refused where the model is wrapped, and not only when the first batch has come.
     parse_budget(spec.budget)
     _ = spec.tiers
     make_solver(spec.solver, **spec.options)
@@ -374,9 +373,9 @@ def _peak_bytes(plan: Any) -> int:
 
 
 def _key(batch: Any) -> Hashable:
-    """The signature of a batch and the autocast it comes under."""
     leaves, spec = pytree.tree_flatten(batch)
     facts = (
+        # By type too: True, 1 and 1.0 are equal, and may make different steps.
         tensor_facts(leaf) if isinstance(leaf, Tensor) else (type(leaf), repr(leaf))
         for leaf in leaves
     )

@@ -9,25 +9,25 @@ from collections.abc import Generator
 
 
 def command() -> None:
-    """Entry point of the `remat` command."""
     with ended_by_ctrl_c():
         from remat.progress import note_start
 
         note_start()
         from remat.cli.main import main as run_verb
+    # Outside of the block: a verb has a session, which answers Ctrl-C itself.
     run_verb()
 
 
 @contextlib.contextmanager
 def ended_by_ctrl_c() -> Generator[None]:
-    """In the block, Ctrl-C ends the process without a traceback: there is nothing to keep yet.
-
-    A shell sees exit code 130, as it does later.
-    """
+    """In the block, Ctrl-C ends the process without a traceback."""
     own, is_main = signal.default_int_handler, threading.current_thread() is threading.main_thread()
+    # Only the main thread may set it; and where somebody else listens, as a job in the background
+    # that ignores it, that stays.
     if not is_main or signal.getsignal(signal.SIGINT) is not own:
         yield
         return
+    # There is nothing to keep yet. A shell sees exit code 130, as it does later.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield

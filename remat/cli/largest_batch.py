@@ -49,6 +49,7 @@ def largest_batch_verb(
     layout: LayoutFile = None,
 ) -> None:
     """Find the largest size whose plan fits; it and the next are captured and solved."""
+    # Refused before a session of captures: a kept graph has one size.
     require_model(model)
     search = FitSearch(
         model, vary, SizeRange(step, most, step), _asked_overhead(max_overhead), request,
@@ -69,17 +70,13 @@ def largest_batch_verb(
         for name, figure in moved.rows() if moved is not None else ():
             session.out.print(f"{name}  {figure}", markup=False, soft_wrap=True)
         show_layout(session, placed)
+    # Last, as what was tried is told where nothing fits, too.
     if found.answer is None:
         raise SystemExit(INFEASIBLE)
 
 
 def _asked_overhead(text: str) -> float:
-    """``10%`` or ``0.1`` as a fraction.
-
-    Raises
-    ------
-    BudgetError : neither.
-    """
+    """``10%`` or ``0.1`` as a fraction."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(%?)\s*", text)
     if match is None:
         raise BudgetError(f"overhead {text!r} cannot be read: write it like 10% or 0.1")
@@ -87,12 +84,7 @@ def _asked_overhead(text: str) -> float:
 
 
 def _asked_sizes(text: str, step: int) -> tuple[int, int]:
-    """The two sizes to capture first; 2 and 4 steps where none are named.
-
-    Raises
-    ------
-    BudgetError : not two whole numbers.
-    """
+    """The two sizes to capture first; 2 and 4 steps where none are named."""
     if not text:
         return 2 * step, 4 * step
     parts = [part.strip() for part in text.split(",")]

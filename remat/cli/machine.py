@@ -47,6 +47,7 @@ def profile_verb(
 ) -> None:
     """Measure each distinct op of MODEL and the links to the host, for use elsewhere."""
     if request.device != NAMED_BY_TORCH:
+        # A device of the table has no ops to measure.
         check_measured(request.device)
     if nvme is not None:
         require_writable(str(nvme), "nvme")
@@ -83,6 +84,7 @@ def _show_profile(session: Session, measured: Profile, top: int) -> None:
     dearest = sorted(measured.ops.items(), key=lambda item: -item[1].cost_us)
     for key, one in dearest[:top]:
         table.add_row(
+            # The key goes on with the shapes, which would fill the line.
             key.partition("(")[0],
             time_text(one.cost_us) + (" (guessed)" if one.is_estimate else ""),
             bytes_text(one.workspace_bytes),
@@ -95,9 +97,6 @@ def _show_profile(session: Session, measured: Profile, top: int) -> None:
             pair = getattr(measured.links, name)
             if pair is not None:
                 session.out.print(f"{name}: {pair}", markup=False, soft_wrap=True)
-
-
-# The verb `doctor`: what is installed here, and whether it works.
 
 
 _PACKAGES = ("torch", "numpy", "ortools", "pulp", "msgspec", "typer", "rich")
@@ -137,7 +136,7 @@ def _findings() -> dict[str, Any]:
 
 
 def _free_bytes() -> int | None:
-    """Free memory; None where the system does not say."""
+    """None where the system does not say."""
     try:
         return free_bytes()
     except BudgetError:
@@ -168,6 +167,7 @@ def _version(name: str) -> str:
 def _refused_release() -> str:
     """Why plans are not carried out under this torch; empty where they are."""
     try:
+        # Its import refuses releases of torch that it was not tested with.
         importlib.import_module("remat.rewriter")
     except RewriteError as error:
         return str(error)
@@ -183,7 +183,7 @@ def _torch_works() -> bool:
 
 
 def _ortools_works() -> bool:
-    """Solve a knapsack of one item, so that a broken native library shows here."""
+    # An import alone would not show a native library that is broken.
     from ortools.math_opt.python import mathopt
 
     model = mathopt.Model()
@@ -195,6 +195,7 @@ def _ortools_works() -> bool:
 
 def _show_findings(session: Session, found: dict[str, Any]) -> None:
     table = plain_table("what", "found")
+    # Words and not figures, which `plain_table` aligns to the right.
     table.columns[1].justify = "left"
     table.add_row("remat", found["remat"])
     table.add_row("python", found["python"])

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """`app`, with every verb: it imports them all."""
+    """`app`, with every verb: for docs and tests, as it imports them all."""
     if name == "app":
         return _app_of(VERBS)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -60,13 +60,12 @@ class _Verbs(TyperGroup):
     """Says in one line what is wrong with the words of a verb."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command of a verb; ends where the verb has another name by now."""
+        # Else typer would say that there is no such command.
         if cmd_name in FORMER:
             _end_usage(f"{cmd_name} is by another name now: remat {FORMER[cmd_name]}")
         return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the verb."""
         try:
             return super().invoke(ctx)
         except _UsageError as error:
@@ -80,7 +79,6 @@ def _end_usage(message: str) -> NoReturn:
 
 
 def _app_of(verbs: Iterable[str]) -> typer.Typer:
-    """The command line with these of its verbs."""
     made = typer.Typer(
         cls=_Verbs,
         help="The fastest PyTorch training step that fits a memory budget, exactly.",
@@ -111,7 +109,6 @@ def _before_verbs(version: _Version = False) -> None:
 
 
 def main() -> None:
-    """Run the verb that the command line names."""
     open_closed_streams()
     # A session does so too; this is for the help, which has none.
     use_simple_letters()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from remat.analysis.memory_figures import arena_text, layout_json, place
 from remat.cli.session import INFEASIBLE, Session
 from remat.graph_capture.graph import TrainingGraph
 from remat.job.plan_source import Captured, PlanSource, open_plan, plan_of_result, write_plan
 from remat.job.request import Request
-from remat.placed import arena_text, layout_json, place
 from remat.schedules.layout import Layout
 from remat.schedules.plan import PlanFile
 from remat.schedules.schedule import Schedule
@@ -21,7 +21,7 @@ from remat.solver.search import is_interrupted
 def opened_feasible(
     session: Session, source: str, request: Request, plan: Path | None
 ) -> PlanSource:
-    """A graph and the plan of it, if one is named or asked for; ends where nothing fits."""
+    """A graph and its plan, if one is named or asked for; ends where nothing fits."""
     opened = open_plan(source, request, session.stopwatch, plan)
     if opened.result is not None and opened.schedule is None:
         session.conclude(INFEASIBLE, [infeasible_text(opened.result)])
@@ -39,8 +39,8 @@ def save_result_file(session: Session, path: Path | None, of: Captured, result: 
 
 
 def save_plan_file(session: Session, path: Path, plan: PlanFile | None) -> None:
-    """Write a plan and say so; nothing where nothing fits."""
     if plan is not None:
+        # Not by `session.save`: the name may ask for an archive.
         write_plan(plan, path)
         session.err.print(f"plan written to {path}", soft_wrap=True)
 
@@ -48,7 +48,8 @@ def save_plan_file(session: Session, path: Path, plan: PlanFile | None) -> None:
 def save_layout_file(
     session: Session, path: Path | None, graph: TrainingGraph, result: Result
 ) -> Layout | None:
-    """Place the buffers of a plan and write their offsets; None where nothing is asked or fits."""
+    """None where none is asked for, or nothing fits."""
+    # Placing is one more search, and Ctrl-C has ended those.
     if path is None or result.schedule is None or is_interrupted():
         return None
     layout = place_shown(session, graph, result.schedule)
@@ -57,17 +58,14 @@ def save_layout_file(
 
 
 def place_shown(session: Session, graph: TrainingGraph, schedule: Schedule) -> Layout:
-    """Place the buffers of a plan, showing that it takes its time."""
     with session.stopwatch.stage("place", "placing buffers"):
         return place(graph, schedule)
 
 
 def layout_entry(layout: Layout | None) -> dict[str, Any]:
-    """The arena as an entry of the JSON object, if there is one."""
     return {} if layout is None else {"layout": layout_json(layout)}
 
 
 def show_layout(session: Session, layout: Layout | None) -> None:
-    """One line with the arena, if there is one."""
     if layout is not None:
         session.out.print(f"arena  {arena_text(layout)}")

@@ -9,6 +9,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from remat.analysis.memory_figures import check_kept_layout
 from remat.cli.output import layout_entry, opened_feasible, place_shown
 from remat.cli.session import Session
 from remat.cli.verb import PlaceOption, PlanOption, Source, more, verb
@@ -20,7 +21,6 @@ from remat.graph_capture.files import read_contents, write_contents
 from remat.job.pipeline import trace_loaded
 from remat.job.plan_source import PLAN_FILES, PlanSource, load_shown
 from remat.job.request import NAMED_BY_TORCH, Request
-from remat.placed import check_kept_layout
 from remat.schedules.layout import Layout
 from remat.schedules.report.page_facts import MeasuredStep
 
@@ -61,6 +61,7 @@ def report_verb(
         request = _measured_here(source, request)
     if kept_layout and place:
         raise LayoutError(f"--place makes a layout, and {kept_layout} is one: name one of the two")
+    # Read first: a bad file is told before a solve.
     known = fronts_in(read_contents(front), str(front)) if front else None
     opened = opened_feasible(session, source, request, plan)
     solved = opened.solved
@@ -78,7 +79,6 @@ def report_verb(
 
 
 def _report_cluster(session: Session, source: str, output: Path) -> None:
-    """The page of a kept plan for a cluster."""
     # It imports torch, whose order of a pipeline is replayed.
     from remat.cluster.replayed_plan import replay_of
 
@@ -89,12 +89,6 @@ def _report_cluster(session: Session, source: str, output: Path) -> None:
 
 
 def _measured_here(source: str, request: Request) -> Request:
-    """The request on this CPU, where a step is measured.
-
-    Raises
-    ------
-    DeviceError : the source is no model, or is planned for a device that is not here.
-    """
     if source.endswith(PLAN_FILES):
         raise DeviceError(
             f"--measure runs a step, and {source} has no model: name the model, and the plan with "
@@ -109,23 +103,18 @@ def _measured_here(source: str, request: Request) -> Request:
 def _layout(
     session: Session, opened: PlanSource, kept: Path | None, is_placed: bool
 ) -> Layout | None:
-    """The layout to draw, from a file or made now; None where neither is asked for.
-
-    Raises
-    ------
-    LayoutError : the file holds none, or one of another plan.
-    """
+    """From a file, or made now; None where neither is asked for."""
     schedule = opened.solved.schedule
     assert schedule is not None
     if kept is not None:
         layout = Layout.from_json(read_contents(kept), str(kept))
+        # A file may be of another plan, whose buffers would be drawn over these.
         check_kept_layout(layout, opened.graph, schedule, str(kept))
         return layout
     return place_shown(session, opened.graph, schedule) if is_placed else None
 
 
 def _measured(session: Session, source: str, opened: PlanSource, request: Request) -> MeasuredStep:
-    """A real step of the model under the plan."""
     from remat.rewriter.checking.measured_step import measured_step
     from remat.rewriter.rewriting import rewrite
 

@@ -127,6 +127,7 @@ def run_verb(
     # What each way to plan takes only beside a model, and what not beside --dynamic either.
     measured = {"--check": check is not None, "--compare": compare}
     of_one_size = {"--price-of-gib": price, "--compare": compare, "--layout": layout is not None}
+    # Options of a whole step lead there too, where they are refused without --microbatches.
     if microbatches is not None or nvme_gb_s is not None or state != "float32":
         given = {**of_one_size, **measured, "--dynamic": bool(dynamic)}
         flags = next((flag for flag, is_given in given.items() if is_given), "")
@@ -156,6 +157,7 @@ def _run(
 ) -> pipeline.Report:  # fmt: skip
     loaded, request = load_shown(model, session.stopwatch, request)
 
+    # Written before a step is run, which may end the process.
     def keep(known: pipeline.Report) -> None:
         of = Captured(known.graph, loaded, known.recipe)
         save_result_file(session, output, of, known.result)
@@ -169,7 +171,7 @@ def _solved_anew(
     session: Session, source: str, request: Request, output: Path | None,
     measured: dict[str, bool],
 ) -> pipeline.Report:  # fmt: skip
-    """The graph of a kept file, solved, where no option runs a step, which takes the model."""
+    """The graph of a kept file, solved; refuses options that run a step, which takes the model."""
     if flag := next((flag for flag, is_given in measured.items() if is_given), ""):
         raise CaptureError(f"{source} has no model to run: {flag} goes with a model")
     of = captured(source, request, session.stopwatch)
@@ -181,7 +183,6 @@ def _solved_anew(
 def _priced(
     session: Session, graph: TrainingGraph, result: Result, request: Request
 ) -> GibPrice | None:
-    """What a GiB is worth at that result, None where nothing fits."""
     if result.schedule is None or is_interrupted():
         return None
     with session.stopwatch.stage("price", "pricing a GiB"):
@@ -194,10 +195,10 @@ def _priced(
 def _conclude_run(
     session: Session, report: pipeline.Report, layout: Layout | None, price: GibPrice | None
 ) -> None:
-    """Print the screen or JSON, and end with the code that fits."""
     if session.as_json:
         worth: dict[str, Any] = {} if price is None else {"price_of_gib": price_json(price)}
         session.emit(report_json(report) | layout_entry(layout) | worth)
+    # Only after the object of --json: this ends the process.
     if report.result.schedule is None:
         session.conclude(INFEASIBLE, [infeasible_text(report.result)])
     if not session.as_json:
@@ -208,14 +209,10 @@ def _conclude_run(
     session.conclude(CHECK_FAILED, report.failures)
 
 
-# A range of sizes: `--dynamic`.
-
-
 def _run_over(
     session: Session, model: str, request: Request, dynamic: Sequence[str], output: Path | None,
     check: bool | None,
 ) -> None:  # fmt: skip
-    """Plan a model for a range of sizes, print what was found, and end with the code that fits."""
     ranges = parse_dynamic(dynamic)
     if model.endswith(PLAN_FILES):
         raise CaptureError(f"{model} is of sizes that are fixed: --dynamic goes with a model")
@@ -228,6 +225,7 @@ def _run_over(
     try:
         report = pipeline.plan_over(loaded, request, ranges, session.stopwatch, keep, check=check)
     except TooLargeError as error:
+        # As without a range, too little memory is no refusal: it ends with 3.
         session.fail(INFEASIBLE, type(error).__name__, str(error))
         raise
     report = replace(report, seconds=session.stopwatch.accounted())
@@ -238,11 +236,7 @@ def _run_over(
     session.conclude(CHECK_FAILED, report.failures)
 
 
-# A whole optimizer step: `--microbatches`.
-
-
 def _run_whole_step(session: Session, model: str, request: Request, asked: StepRequest) -> None:
-    """Plan an optimizer step of several batches, and print it beside named systems."""
     loaded, request = load_shown(model, session.stopwatch, request)
     with session.stopwatch.stage("plan", "planning the whole step") as shown:
         plan = plan_step(
@@ -260,7 +254,6 @@ def _run_whole_step(session: Session, model: str, request: Request, asked: StepR
 
 def _refuse_beside_microbatches(is_left_out: bool, kept: Path | str | bool | None,
                                 request: Request) -> None:  # fmt: skip
-    """Raise `SolverError` for options that do not go together."""
     if is_left_out:
         raise SolverError(
             "--nvme-gb-s and --optimizer-state are of a whole step: give --microbatches too"
@@ -270,15 +263,13 @@ def _refuse_beside_microbatches(is_left_out: bool, kept: Path | str | bool | Non
             f"{kept} goes with a plan that runs, and one of --microbatches is planned and not run: "
             "leave it out, --json prints what was found"
         )
+    # typer gives every option, so one that differs from its default was asked for.
     usual = Request()
     for name in _ONE_BATCH:
         if getattr(request, name) != getattr(usual, name):
             raise SolverError(
                 f"{option(name)} is of the step of one batch: leave it out, or --microbatches"
             )
-
-
-# Whether a kept plan still does what eager does: `check`.
 
 
 @verb(STEP_OPTIONS)
@@ -290,6 +281,7 @@ def check_verb(
 ) -> None:
     """Rewrite MODEL to a kept plan and compare it with eager, bit for bit."""
     require_model(model)
+    # Read first: a bad file is told before the model is built.
     kept = read_kept(plan)
     loaded, request = load_shown(model, session.stopwatch, request)
     if isinstance(kept, PlanFile) and kept.over is not None:
@@ -298,6 +290,7 @@ def check_verb(
     schedule = fitting_schedule(kept, loaded, str(plan))
     with session.stopwatch.stage("capture", "tracing the training step"):
         traced = pipeline.trace_loaded(loaded, request)
+        # Before the step is rewritten: the first op that differs is named.
         schedule.check_captured_as(traced.graph)
     with session.stopwatch.stage("check", "checking the plan against eager"):
         found = pipeline.check_schedule(loaded, traced, schedule, request, costed_graph_in(kept))
@@ -305,18 +298,16 @@ def check_verb(
 
 
 def _check_over(session: Session, loaded: Loaded, kept: PlanFile, request: Request) -> None:
-    """Check a plan for a range at the sizes of the factory's batch."""
-    from remat.rewriter.plans.loading import load
+    from remat.rewriter.plans.loading import load_plan
 
     assert kept.over is not None
     with session.stopwatch.stage("check", "checking the plan against eager"):
-        module = load(kept, loaded.model, loss_fn=loaded.loss_fn)
+        module = load_plan(kept, loaded.model, loss_fn=loaded.loss_fn)
         found = pipeline.compare_with_eager(loaded, module, request)
     _conclude_check(session, found, kept.over.family.budget_bytes)
 
 
 def _conclude_check(session: Session, found: Check, budget_bytes: int) -> None:
-    """Print what was equal, and end with the code that fits."""
     failed = failures(found, budget_bytes)
     if session.as_json:
         session.emit(checked_json(found, budget_bytes, failed))

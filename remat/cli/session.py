@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     from remat.graph_capture.tracing.trace import ProgressCallback
 
 
-# How Ctrl-C reaches a verb: noted at once, and not raised while torch is imported.
-
-
 _IN_C = ("numpy", "torch")
 """Packages whose import an exception must not end: their C++ would abort the process."""
 _SPELL_S = 0.02
@@ -50,14 +47,9 @@ _SPELL_S = 0.02
 
 @contextlib.contextmanager
 def interrupts_noted(abandon: Callable[[], None] | None = None) -> Generator[None]:
-    """Note Ctrl-C at once, and raise it again where Python lost it.
-
-    What is raised while Python lets go of an object is printed and dropped; it is not here.
-    While torch is imported, which takes many seconds the first time, `abandon` is called, if there
-    is one; it may end the process. Ctrl-C is raised once torch is there. Nothing is changed where
-    somebody else listens to the signal.
-    """
+    """While torch is imported `abandon` is called, if there is one; it may end the process."""
     own = signal.default_int_handler
+    # Only the main thread may listen, and only where nobody else does.
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not own:
         yield
@@ -65,6 +57,7 @@ def interrupts_noted(abandon: Callable[[], None] | None = None) -> Generator[Non
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         note_interrupt()
+        # The import of torch takes seconds, and many the first time: with nothing to keep, end now.
         if _is_importing():
             if abandon is not None:
                 abandon()
@@ -74,6 +67,7 @@ def interrupts_noted(abandon: Callable[[], None] | None = None) -> Generator[Non
 
     lost = sys.unraisablehook
 
+    # What is raised while Python lets go of an object, it prints and drops.
     def dropped(what: sys.UnraisableHookArgs) -> None:
         if issubclass(what.exc_type, KeyboardInterrupt):
             _interrupt_later()
@@ -108,19 +102,14 @@ def _wait_and_interrupt() -> None:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
-# Warnings amid a verb: each once, and those of remat in one line without a place in its code.
-
-
 _OURS = (PACKAGE_FOLDER, *(PACKAGE_FOLDER.parent / name for name in BESIDE))
 
 
 @contextlib.contextmanager
 def each_warning_once(tell: Callable[[str], None]) -> Generator[None]:
-    """In the block, what was warned of once is not warned of again.
-
-    A model's forward runs several times in a verb. Python would show each of its warnings once, but
-    torch resets what was shown. `tell` is given what remat itself warns of.
-    """
+    """In the block, what was warned of once is not warned of again; `tell` hears remat's own."""
+    # A model's forward runs several times in a verb. Python would show each of its warnings once,
+    # but torch resets what was shown.
     shown, show = set[tuple[str, str, int]](), warnings.showwarning
 
     def show_once(
@@ -131,6 +120,7 @@ def each_warning_once(tell: Callable[[str], None]) -> Generator[None]:
             return
         shown.add(key)
         if _is_ours(filename):
+            # A line of remat's code says nothing to whoever runs a verb.
             tell(str(message))
         else:
             show(message, category, filename, lineno, file, line)
@@ -143,7 +133,7 @@ def each_warning_once(tell: Callable[[str], None]) -> Generator[None]:
 
 
 def _is_of_ctrl_c(message: Warning | str) -> bool:
-    """Whether it is torch's, of a backward that Ctrl-C ended, with the traceback of its forward."""
+    # Torch tells of a backward that Ctrl-C ended, with the traceback of its forward.
     return is_interrupted() and str(message).startswith("Error detected in ")
 
 
@@ -155,19 +145,17 @@ REFUSED, INFEASIBLE, CHECK_FAILED, STOPPED = 2, 3, 4, 130
 
 
 class _ShownStopwatch(TerminalStopwatch):
-    """Shows each stage on standard error, also where that is no terminal."""
-
-    takes_prints = True
+    takes_prints = True  # else what a model prints would tear the line
 
     @contextlib.contextmanager
     def show(self, text: str) -> Generator[ProgressCallback]:
-        """A line that goes away when the stage is done; kept where no terminal shows it."""
         self.doing = text
         with _quiet_output():
             if self.console.is_terminal:
                 with super().show(text) as progress:
                     yield progress
             else:
+                # In a log a line stays, so that it says how far a job came.
                 self.console.print(f"{text} ...", style="dim", soft_wrap=True)
                 with Stopwatch.show(self, text) as progress:
                     yield progress
@@ -175,12 +163,9 @@ class _ShownStopwatch(TerminalStopwatch):
 
 @contextlib.contextmanager
 def _quiet_output() -> Generator[None]:
-    """Keep standard output for results.
-
-    What the user's model prints goes to standard error; what native libraries print, as
-    the MILP solvers do, goes nowhere.
-    """
     sys.stdout.flush()
+    # By its descriptor: native libraries, as the MILP solvers, print past Python. What the model
+    # prints goes to standard error; standard output is for results.
     kept = os.dup(STDOUT)
     lead_nowhere(STDOUT)
     try:
@@ -192,6 +177,7 @@ def _quiet_output() -> Generator[None]:
 
 
 def _first_line(error: Exception) -> str:
+    # A MemoryError of Python has no text.
     return (str(error).splitlines() or ["Python has no more"])[0]
 
 
@@ -225,35 +211,30 @@ class Session:
         self.stopwatch.seconds["start"] = self.stopwatch.elapsed_s
 
     def emit(self, said: dict[str, Any]) -> None:
-        """Print the one JSON object."""
         sys.stdout.write(json_text(msgspec.json.encode(said), sys.stdout.encoding) + "\n")
 
     def fail(self, code: int, kind: str, message: str) -> None:
-        """Say in one line what went wrong, and end with `code`."""
         self.complain(message)
         if self.as_json:
             self.emit({"error": {"type": kind, "message": message}})
         raise typer.Exit(code)
 
     def conclude(self, code: int, complaints: list[str]) -> None:
-        """Say each complaint and end with `code`; do nothing where there is none."""
         for complaint in complaints:
             self.complain(complaint)
         if complaints:
             raise SystemExit(code)
 
     def complain(self, message: str) -> None:
-        """One red line on standard error."""
         self.err.print(in_one_line(message), style="red", soft_wrap=True)
 
     def warn(self, message: str) -> None:
-        """One yellow line on standard error."""
         self.err.print(f"warning: {in_one_line(message)}", style="yellow", soft_wrap=True)
 
     def abandon(self) -> None:
-        """End the process at once, on Ctrl-C before there is anything to keep."""
-        self.err.show_cursor()
+        self.err.show_cursor()  # a spinner has hidden it
         self.complain(self._interrupted())
+        # Not by an exception, which would abort the import of torch in its C++.
         os._exit(STOPPED)
 
     def _interrupted(self) -> str:
@@ -262,12 +243,13 @@ class Session:
 
     @contextlib.contextmanager
     def guarded(self) -> Generator[None]:
-        """Turn errors meant for the user into one line and exit code 2, and Ctrl-C into 130."""
+        # JSON must be one whole object, which an end at once would leave out.
         abandon = None if self.as_json else self.abandon
         noted = interrupts_noted(abandon), each_warning_once(self.warn)
         with named_as_flags(), one_job(), noted[0], noted[1]:
             with self._refusing():
                 yield
+                # Inside, so that a full disk is told as other errors are.
                 sys.stdout.flush()
             if is_interrupted():
                 self.complain(f"{INTERRUPTED}: this is the best that was found until then")
@@ -286,6 +268,7 @@ class Session:
                 raise typer.Exit(STOPPED) from None
             raise
         except RematError as error:
+            # The cause has torch's frames, which the error's own short traceback leaves out.
             if self.verbose and error.cause is not None:
                 raise error from error.cause
             if self.verbose:
@@ -305,17 +288,11 @@ class Session:
             self.fail(REFUSED, type(error).__name__, f"{place}: {error.strerror}")
 
     def require_folder(self, path: Path | None) -> None:
-        """Refuse a file that cannot be written, before work is done for it.
-
-        Raises
-        ------
-        FileError : its folder is not there or not writable, it is write-protected, or a folder.
-        """
+        # Before work is done for a file that cannot be written.
         if path is not None:
             check_writable(path)
 
     def save(self, path: Path | None, data: bytes, what: str) -> None:
-        """Write a file and say so, unless there is no path."""
         if path is None:
             return
         write_contents(path, data + b"\n")

@@ -107,7 +107,9 @@ def show_verb(
 ) -> None:
     """Show what is kept, recomputed and freed, why, and in other tools' files."""
     if output is not None or form is not None:
+        # Before anything is captured, so that a name without a known suffix is refused at once.
         form = form or _form_of(output)
+    # typer gives every option, so one that differs from its default was asked for.
     table = {"--by": by != "value", "--at-peak": at_peak, "--only": only, "--top": top != _TOP}
     further = {"--each-limit": each_limit != FURTHER_SOLVE_S}
     if is_explained or why:
@@ -124,7 +126,7 @@ def show_verb(
 
 
 def _refuse_beside(shown: str, options: Mapping[str, Any]) -> None:
-    """Raise `PlanError` for the first option that is given and says nothing of what is shown."""
+    """Refuse the first option that is given and says nothing of what is shown."""
     if flag := next((flag for flag, given in options.items() if given), ""):
         raise PlanError(f"{flag} is not taken by {shown}: leave it out, or show one at a time")
 
@@ -132,7 +134,6 @@ def _refuse_beside(shown: str, options: Mapping[str, Any]) -> None:
 def _placed(
     session: Session, opened: PlanSource, is_asked: bool, path: Path | None
 ) -> Layout | None:
-    """The buffers of the plan in one arena, kept in a file if one is named."""
     if path is not None:
         return save_layout_file(session, path, opened.graph, opened.solved)
     schedule = opened.solved.schedule if is_asked else None
@@ -153,9 +154,6 @@ def _show_values(
     if over and curve:
         session.out.print()
         show_family(session.out, over.family, curve)
-
-
-# Why a plan is as it is, and what the alternatives cost: `--explain`, `--why`.
 
 
 _DOING = {
@@ -192,7 +190,7 @@ def _show_reasons(
 def _reasons(
     session: Session, opened: PlanSource, why: list[str], each_limit: float
 ) -> Explanation | None:
-    """The explanation; None where Ctrl-C came before its last part."""
+    """None where Ctrl-C came before the last part."""
     try:
         with session.stopwatch.stage("explain", "explaining the plan") as progress:
             return explain(
@@ -203,20 +201,12 @@ def _reasons(
                 progress=lambda part: progress(text=_DOING[part]),
             )
     except KeyboardInterrupt:
+        # The plan itself is at hand, so that it is shown, and the verb ends with 130.
         note_interrupt()
         return None
 
 
-# Files: `--as`, or what the suffix of `-o` says.
-
-
 def _form_of(path: Path | None) -> _Form:
-    """What the suffix of a file asks for.
-
-    Raises
-    ------
-    FileError : none is known for it.
-    """
     if path is None or path.suffix not in _SUFFIXES:
         raise FileError(
             f"{path}: a name that ends in .pickle (memory snapshot), .trace.json (Chrome trace), "
@@ -247,12 +237,7 @@ def _show_as(
 
 
 def _exported(opened: PlanSource, form: _Form) -> bytes:
-    """The file; a graph without a plan can be drawn too.
-
-    Raises
-    ------
-    BudgetError : there is no plan, and the file is one of a schedule.
-    """
+    # A graph without a plan can be drawn too; the others are of a schedule.
     if form == "dot":
         return to_dot(opened.graph, opened.schedule).encode()
     schedule = opened.solved.schedule
@@ -262,7 +247,6 @@ def _exported(opened: PlanSource, form: _Form) -> bytes:
 
 
 def _show_graph(session: Session, source: str, request: Request, output: Path | None) -> None:
-    """The step with what each op costs, traced and timed now where a model is named."""
     graph = captured(source, request, session.stopwatch).graph
     session.save(output, graph.to_json(), "graph")
     if session.as_json:
@@ -291,7 +275,6 @@ def _sum_up(session: Session, graph: TrainingGraph) -> None:
 def _show_code(
     session: Session, model: str, request: Request, plan: Path | None, output: Path | None
 ) -> None:
-    """The forward and backward graphs of a model rewritten to a kept plan."""
     if plan is None:
         raise PlanError("--as code rewrites a model to a plan: name both, MODEL --plan plan.json")
     require_model(model)
@@ -299,6 +282,7 @@ def _show_code(
     loaded, request = load_shown(model, session.stopwatch, request)
     schedule = fitting_schedule(kept, loaded, str(plan))
     with session.stopwatch.stage("rewrite", "rewriting"):
+        # Imports torch, which kept plans are shown without.
         from remat.rewriter.rewriting import rewrite
 
         traced = pipeline.trace_loaded(loaded, request)

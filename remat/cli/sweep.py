@@ -66,6 +66,7 @@ def sweep_verb(
 
     With several of --solver, or --plan, they are compared with the unmodified step and the plan.
     """
+    # "usual" stands for several, so it is replaced before solvers are counted.
     names = [one for name in solver for one in (DEFAULT_SOLVERS if name == _ALL else (name,))]
     hosts = asked_hosts(host)
     is_compared = (len(names) > 1 and len(hosts) < 2) or plan is not None or place
@@ -78,6 +79,7 @@ def sweep_verb(
             name, order=request.order, gap=request.gap
         )
     check_jobs(jobs)
+    # The largest, so that more than there is is refused now; the sweep sets each in the links.
     largest = max(hosts, key=hosts.__getitem__, default="")
     asked = replace(request, host=largest if any(hosts.values()) else "", nvme=nvme)
     asked = asked.checked(is_kept=source.endswith(PLAN_FILES))
@@ -134,37 +136,28 @@ def _compare(
 
 
 def asked_budgets(text: str, named: Sequence[str] = (), default: str = _SWEPT) -> Budgets:
-    """How many budgets, or which: what ``--budgets`` says, or each that ``--budget`` names.
-
-    Raises
-    ------
-    BudgetError : both are given; neither a number from 1 on nor budgets parted by commas.
-    """
+    """How many budgets, or which: what ``--budgets`` says, or each that ``--budget`` names."""
     if text and named:
         raise BudgetError(f"name budgets by --budget or by --budgets {text}, not by both")
     text = text or ",".join(named) or default
+    # With a sign too, so that -3 is told that it is no number of budgets.
     if not named and text.strip().lstrip("+-").isdigit():
         if int(text) < 1:
             raise BudgetError(f"budgets {text!r}: ask for 1 or more, or list them: 50%,60%,2GiB")
         return int(text)
     parts = [part.strip() for part in text.split(",")]
+    # Read once before the capture, so that a wrong one costs no time.
     for part in parts:
         parse_budget(part)
     return parts
 
 
 def asked_hosts(text: str) -> dict[str, int]:
-    """Bytes of the host by what each is called: ``0,8GiB,16GiB``, of which 0 is without one.
-
-    Several are compared, so that each has a size; one alone may be ``auto``.
-
-    Raises
-    ------
-    BudgetError : one is no size, or two are the same.
-    """
+    """``0,8GiB,16GiB`` in bytes by what each is called; 0 is without a host."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
+    # Several are compared, so that each has a size; one alone need not.
     if parts == [AUTO]:
-        return {AUTO: 1}
+        return {AUTO: 1}  # any size but 0, as it is asked for when the graph is captured
     hosts = {part: 0 if part == "0" else parse_bytes(part, "host", _HOSTS) for part in parts}
     if len(set(hosts.values())) < len(parts):
         raise BudgetError(f"hosts {text!r} name the same size twice: give each once")
@@ -172,7 +165,7 @@ def asked_hosts(text: str) -> dict[str, int]:
 
 
 def _keep(session: Session, path: Path | None, fronts: Mapping[str, Front]) -> None:
-    """Write one front as such, several by the solver's name."""
+    # One is kept as such, so that `Front.from_json` reads it.
     alone = next(iter(fronts.values())) if len(fronts) == 1 else None
     session.save(path, alone.to_json() if alone else msgspec.json.encode(fronts), "front")
 
@@ -187,8 +180,8 @@ def _show_fronts(session: Session, graph: TrainingGraph, fronts: Mapping[str, Fr
 
 
 def _add_rows(table: Table, solver: str, front: Front) -> None:
-    """One row a budget; an infeasible one says so where its peak would be."""
     for budget_bytes, result in front.points:
+        # An infeasible budget says so where its peak would be.
         figures = (result.status, "-", "-", "-")
         if result.schedule is not None:
             bound = bound_of(result.lower_bound_us, front.base_us)

@@ -40,15 +40,10 @@ _Verb = Callable[..., None]
 
 
 def verb(fields: Collection[str] = tuple(FIELDS), **defaults: Any) -> Callable[[_Verb], _Verb]:
-    """A function of a session as a command, whose parameters typer can read.
-
-    Parameters
-    ----------
-    fields : names of the fields of `Request` that are options of the verb.
-    **defaults : of fields, where the verb has another one than the dataclass.
-    """
+    """Make a command of a function of a session; `defaults` are for fields of the request."""
 
     def command_of(function: _Verb) -> _Verb:
+        # Evaluated, as typer reads the Annotated behind the text that `annotations` leaves.
         own = dict(inspect.signature(function, eval_str=True).parameters)
         del own["session"]
         planning = {}
@@ -60,8 +55,10 @@ def verb(fields: Collection[str] = tuple(FIELDS), **defaults: Any) -> Callable[[
         for name, kind in (("as_json", _AsJson), ("verbose", _Verbose)):
             shown[name] = Parameter(name, Parameter.KEYWORD_ONLY, default=False, annotation=kind)
         command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # typer reads it
+            # By keyword: parameters without a default may then stand behind those with one.
             [one.replace(kind=Parameter.KEYWORD_ONLY) for one in shown.values()]
         )
+        # typer reads both; functools.wraps has copied those of the function.
         command.__annotations__ = {name: one.annotation for name, one in shown.items()}
         return command
 
@@ -69,12 +66,11 @@ def verb(fields: Collection[str] = tuple(FIELDS), **defaults: Any) -> Callable[[
 
 
 def _command(function: _Verb, requested: Collection[str]) -> _Verb:
-    """The function with its session opened and guarded, and with the request put together."""
-
     @functools.wraps(function)
     def command(*, as_json: bool, verbose: bool, **given: Any) -> None:
         session = Session(as_json=as_json, verbose=verbose)
         with session.guarded():
+            # Refused before work is done for a file that cannot be written.
             for file in ("output", "layout"):
                 session.require_folder(given.get(file))
             if requested:
@@ -91,15 +87,16 @@ def _command(function: _Verb, requested: Collection[str]) -> _Verb:
 
 
 def _planning_option(name: str, own: dict[str, Parameter], defaults: dict[str, Any]) -> Parameter:
-    """The parameter of a command that stands for a field of `Request`."""
     field, shown = FIELDS[name], dict(FIELDS[name].metadata)
     flag = shown.pop("flag", f"--{name.replace('_', '-')}")
     panel = None if name in _USUAL or name in own else MORE
     option = typer.Option(flag, rich_help_panel=panel, **shown)
+    # The verb's own type and default, with the flag and help of the field.
     if name in own:
         return own[name].replace(annotation=Annotated[own[name].annotation, option])
     kind, default = _KINDS[name], defaults.get(name, field.default)
     if name in _REPEATED:
+        # typer knows lists, not tuples of any length.
         kind, default = list[str], []
     if name == "sharding":
         default = ""
@@ -109,11 +106,7 @@ def _planning_option(name: str, own: dict[str, Parameter], defaults: dict[str, A
 
 
 def more(flag: str, text: str, **shown: Any) -> Any:
-    """An option that few need."""
     return typer.Option(flag, help=text, rich_help_panel=MORE, **shown)
-
-
-# Arguments and options that several verbs have.
 
 
 _NAMED = "path/to/file.py or package.module, and :function unless it is called factory"

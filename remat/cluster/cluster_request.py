@@ -23,13 +23,9 @@ _BFLOAT16 = "bfloat16"
 class ClusterRequest:
     """A cluster and a step, as a person asks for them.
 
-    Attributes
-    ----------
-    gpus, device, node_size : of the cluster. batch, seq : sequences of a step, and their tokens.
-    budget : of one GPU, in bytes or ``auto``. links : a file of measured links, or
-        a profile that has them.
-    asked : what is fixed. blocks : a glob over the paths of blocks.
-    receive_ring : as of `Cluster`.
+    `seq` : tokens of each sequence of the `batch`. `budget` : of one GPU, in bytes or ``auto``.
+    `links` : a file of measured links, or a profile that has them. `asked` : what is fixed.
+    `blocks` : a glob over the paths of blocks. `receive_ring` : as of `Cluster`.
     """
 
     gpus: int
@@ -44,13 +40,7 @@ class ClusterRequest:
     receive_ring: bool = False
 
     def cluster(self) -> Cluster:
-        """The cluster.
-
-        Raises
-        ------
-        DeviceError : the device is not in the table, or its links are not known.
-        BudgetError : the budget is no number of bytes.
-        """
+        """`DeviceError` for a device or links that are not known, `BudgetError` for a share."""
         if not is_in_table(self.device):
             raise DeviceError(
                 f"a cluster is planned by model, and {self.device!r} is no device of the table: "

@@ -39,9 +39,6 @@ from remat.graph_capture.errors import DeviceError
 from remat.graph_capture.files import read_contents
 from remat.job.plan_source import PLAN_FILES
 
-# A plan for a cluster as one screen, or as a page, with what is modelled in it.
-
-
 _MOST_STAGES = 8
 """More are not shown one by one: the first and last ones, and one of the middle."""
 _HELD = {
@@ -52,12 +49,7 @@ _HELD = {
 
 
 def _show_cluster(console: Console, plan: ClusterFile, found: str = "") -> None:
-    """The whole screen.
-
-    Parameters
-    ----------
-    found : how the plan was found, in words; empty where it was read from a file.
-    """
+    """`found` : how the plan was found, in words; empty where it was read from a file."""
     size = f"{plan.parameters / 1e9:.1f}B parameters"
     head = (
         f", {size}, {plan.gpus} x {plan.device}, batch {plan.batch} x {plan.seq}, budget "
@@ -77,19 +69,12 @@ def _show_cluster(console: Console, plan: ClusterFile, found: str = "") -> None:
 
 
 def page_of(plan: ClusterFile, replay: PipelineReplay) -> str:
-    """The page of a plan, as HTML.
-
-    Parameters
-    ----------
-    replay : of its pipeline.
-    """
     return cluster_page(
         plan, replay, mesh_text(plan.parallelism, plan.virtual_stages), _states_text(plan)
     )
 
 
 def _nothing_fits(gpus: int, budget_bytes: int) -> str:
-    """Said where no mesh fits."""
     return (
         f"no mesh of {gpus} GPUs fits {bytes_text(budget_bytes)} each, also with everything "
         "computed again: raise --budget or --gpus, lower --seq, or fix less"
@@ -135,7 +120,6 @@ def mesh_text(mesh: Parallelism, virtual_stages: int) -> str:
 
 
 def _states_text(plan: ClusterFile) -> str:
-    """How parameters, gradients and optimizer states are held."""
     mesh = plan.parallelism
     ranks = mesh.data_parallel_shard_degree * mesh.context_parallel_degree
     keep = mesh.fsdp_reshard_after_forward
@@ -160,12 +144,10 @@ def _stages(plan: ClusterFile) -> Table:
 
 
 def _recompute_text(plan: ClusterFile, stage: StageFacts) -> str:
-    """``+2.8 %``."""
     return f"+{percent_text(stage.overhead)}" if stage.overhead > 0 else "none"
 
 
 def _shown_stages(stages: int) -> list[int]:
-    """All of a few stages, else those at both ends and one between."""
     if stages <= _MOST_STAGES:
         return list(range(stages))
     return [0, 1, 2, stages // 2, stages - 2, stages - 1]
@@ -184,7 +166,6 @@ def _runners_up(plan: ClusterFile) -> Table:
 
 
 def _seconds_text(time_us: float) -> str:
-    """``13.63 s``."""
     return f"{time_us / 1e6:.2f} s"
 
 

@@ -20,12 +20,10 @@ _UPDATE_BYTES = 28
 
 
 class _UnitTimes(msgspec.Struct, frozen=True):
-    """Collectives of the states of one unit of FSDP2, in µs.
+    """Collectives of the states of one unit of FSDP2.
 
-    Attributes
-    ----------
-    gather_us, again_us : for forward, and for backward. scatter_us : within a shard group.
-    reduce_us : that, and over the replicas too.
+    `again_us` : to gather for backward. `scatter_us` : within a shard group. `reduce_us` : that,
+    and over the replicas too.
     """
 
     gather_us: float
@@ -38,6 +36,7 @@ def _unit_times(cluster: Cluster, mesh: Mesh, parameters: int) -> _UnitTimes:
     """Of a unit with so many parameters on a tensor parallel rank."""
     links, tp, shard = cluster.links, mesh.degrees.tp, mesh.shard
     weights, gradients = WEIGHT_BYTES * parameters, GRADIENT_BYTES * parameters
+    # hpZ: from forward to backward, shards lie over fewer ranks.
     over = mesh.keep if mesh.keep < shard else shard
     again_us = 0.0 if mesh.keep == 1 else links.us("all_gather", weights, over, tp)
     scatter_us = links.us("reduce_scatter", gradients, shard, tp)
@@ -47,12 +46,11 @@ def _unit_times(cluster: Cluster, mesh: Mesh, parameters: int) -> _UnitTimes:
 
 
 def update_us(cluster: Cluster, mesh: Mesh, parameters: int) -> float:
-    """Of the optimizer's step over a rank's shard."""
     return _UPDATE_BYTES * parameters / mesh.shard / cluster.bytes_per_us
 
 
 def hop_us(job: Job, cluster: Cluster, d: Degrees) -> float:
-    """To send a border to the next stage."""
+    # Stages are the outermost dimension of the mesh: a neighbour is as many ranks away.
     far = d.tp * d.cp * d.dp >= cluster.node_size
     return cluster.links.send_us(border_bytes(job, d), far=far)
 
@@ -60,13 +58,7 @@ def hop_us(job: Job, cluster: Cluster, d: Degrees) -> float:
 def data_parallel_us(
     job: Job, cluster: Cluster, mesh: Mesh, block: Part, block_extra_us: float, ends_us: float
 ) -> float:
-    """Of all microbatches without a pipeline.
-
-    Parameters
-    ----------
-    block_extra_us : recomputation of one block, on average. ends_us : of one microbatch in what
-        comes before and behind the blocks.
-    """
+    """Of all microbatches without a pipeline; `ends_us` is of one in what is beside the blocks."""
     degrees, links = mesh.degrees, cluster.links
     tp, last = degrees.tp, degrees.microbatches - 1
     unit = _unit_times(cluster, mesh, job.weights["block"].on_rank(tp))
@@ -75,6 +67,7 @@ def data_parallel_us(
     )
 
     def one_us(i: int) -> float:
+        # Parameters that are kept whole are gathered once.
         is_gathered = mesh.keep > 1 or i == 0
 
         def back_us(of: _UnitTimes) -> float:
@@ -86,6 +79,7 @@ def data_parallel_us(
         around = links.both_us(ends_us, ends.gather_us * is_gathered + back_us(ends))
         return job.layers * (forward + backward) + around
 
+    # Microbatches between the first and the last are alike.
     between = max(degrees.microbatches - 2, 0)
     total = sum(map(one_us, {0, last})) + (between * one_us(1) if between else 0.0)
     return unit.gather_us + unit.reduce_us + total
@@ -94,20 +88,16 @@ def data_parallel_us(
 def behind_pipeline_us(
     job: Job, cluster: Cluster, mesh: Mesh, block: Part, blocks: int, parameters: int
 ) -> float:
-    """What a stage's states add to a pipeline: gathers before it, reductions and updates behind.
-
-    Parameters
-    ----------
-    blocks, parameters : of the stage that has most.
-    """
+    """What a stage's states add to a pipeline: gathers before it, reductions and updates behind."""
     unit = _unit_times(cluster, mesh, job.weights["block"].on_rank(mesh.degrees.tp))
+    # The first forward has gathers beside it; FSDP2 then keeps parameters whole to the end.
     waits = max(cluster.links.both_us(block.forward_us, unit.gather_us) - block.forward_us, 0.0)
     share = parameters / max(job.weights["block"].on_rank(mesh.degrees.tp), 1)
     return blocks * waits + share * unit.reduce_us + update_us(cluster, mesh, parameters)
 
 
 def no_overlap(cluster: Cluster) -> Cluster:
-    """The same cluster, if nothing could go on beside a collective."""
+    # As if all that runs beside a collective stood still.
     return msgspec.structs.replace(
         cluster, links=msgspec.structs.replace(cluster.links, beside=math.inf)
     )

@@ -29,13 +29,9 @@ _FILES = CacheFiles("parts of clusters", "each plan captures them anew", "cluste
 
 
 class _KeptPart(msgspec.Struct, frozen=True):
-    """A graph, and its part.
+    """A graph, None for what is not captured, and its part, None while no options were asked for.
 
-    Attributes
-    ----------
-    graph : None for what is not captured. part : None while its options were not asked for, as of
-        a mesh that its work alone rules out. border_gradient : of a block, the value that is the
-        gradient of what it reads.
+    `border_gradient` : of a block, the value that is the gradient of what it reads.
     """
 
     graph: TrainingGraph | None
@@ -45,12 +41,7 @@ class _KeptPart(msgspec.Struct, frozen=True):
 
 @dataclass
 class KeptParts:
-    """The parts of one job on one cluster.
-
-    Attributes
-    ----------
-    captured, read : how many were captured now, and how many came from disk.
-    """
+    """The parts of one job on one cluster; some are `captured` now, and others `read` from disk."""
 
     chains: Chains
     job: Job
@@ -63,15 +54,14 @@ class KeptParts:
     )
 
     def work(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> PartWork:
-        """As of `Parts`."""
         found = self._begun(place, tp, cp, microbatch)
         if found.part is not None:
             return found.part.work
         assert found.graph is not None
+        # A mesh that its work alone rules out needs no options.
         return part_work(found.graph, found.border_gradient)
 
     def part(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> Part:
-        """As of `Parts`."""
         key = place, tp, cp, microbatch
         found = self._begun(*key)
         if found.part is not None:
@@ -79,11 +69,11 @@ class KeptParts:
         assert found.graph is not None
         part = part_of(found.graph, found.border_gradient)
         self.known[key] = msgspec.structs.replace(found, part=part)
+        # Written once more, now with its options.
         self._keep(key)
         return part
 
     def graph(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> TrainingGraph:
-        """The graph that a part's options were solved on."""
         found = self._begun(place, tp, cp, microbatch).graph
         assert found is not None
         return found
@@ -97,7 +87,7 @@ class KeptParts:
         return self.known[key]
 
     def _embedding(self, tp: int, cp: int, microbatch: int) -> _KeptPart:
-        """A look-up is costed by its bytes: rows read and written, a gradient filled and added."""
+        """Costed by its bytes: rows read and written, a gradient filled and added."""
         rows = microbatch * self.job.border_bytes / (tp * cp)
         table_bytes = 2 * self.job.weights["first"].on_rank(tp)
         rate = self.cluster.bytes_per_us
@@ -128,6 +118,7 @@ class KeptParts:
         return _KeptPart(behind_graph_on_rank(chain, shape, tp, self.groups, device, links))
 
     def _name(self, place: ChainPosition, tp: int, cp: int, microbatch: int) -> str:
+        # The ops at microbatch 1 stand for all; the microbatch is named beside them.
         _, shape = self.chains.at(1, self.job.seq)
         said = (
             _SCHEMA, shape.digest, place, tp, cp, microbatch, self.job.seq, self.cluster.device,

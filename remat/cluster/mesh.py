@@ -13,8 +13,6 @@ from remat.cluster.capture.chain_shape import CHAIN_POSITIONS, ChainPosition, sh
 from remat.cluster.parts import Part, PartWork
 from remat.graph_capture.devices.rank_links import RankLinks
 
-# What is to be trained, and on what: the facts that the planner of a cluster begins with.
-
 
 class Weights(msgspec.Struct, frozen=True):
     """Parameters of a part, in elements: those that tensor parallel ranks share, and others."""
@@ -33,7 +31,7 @@ class Job(msgspec.Struct, frozen=True):
     Attributes
     ----------
     layers : blocks. batch : sequences of a step, over all ranks. seq : tokens of each.
-    weights : of each place. border_bytes : of one sequence between two blocks.
+    border_bytes : of one sequence between two blocks.
     products_flops : of forward and backward of one sequence, in matrix products with weights, of a
         block and of what comes behind all. model_flops : of a step's forward and backward of one
         sequence, attention included, causal attention by half.
@@ -57,7 +55,7 @@ class Job(msgspec.Struct, frozen=True):
 
     @property
     def parameters(self) -> int:
-        """Elements of all."""
+        """Number of elements."""
         ends = (self.weights["first"], self.weights["last"])
         block = self.weights["block"]
         return sum(w.split + w.whole for w in ends) + self.layers * (block.split + block.whole)
@@ -85,7 +83,6 @@ class Cluster(msgspec.Struct, frozen=True):
 
     @property
     def node_size(self) -> int:
-        """GPUs of a node."""
         return self.links.node_size
 
 
@@ -102,12 +99,7 @@ class Parts(Protocol):
 
 
 def products_us(job: Job, cluster: Cluster, tokens_of: float) -> float:
-    """Time of all matrix products with weights at the rate that no product is taken to exceed.
-
-    Parameters
-    ----------
-    tokens_of : sequences that one rank's share of the work comes to.
-    """
+    """Of all matrix products with weights, at the rate that no product is taken to exceed."""
     flops = sum(
         job.products_flops[p] * (job.layers if p == "block" else 1) for p in CHAIN_POSITIONS
     )
@@ -115,7 +107,6 @@ def products_us(job: Job, cluster: Cluster, tokens_of: float) -> float:
 
 
 def _divisors(n: int) -> list[int]:
-    """All of them, ascending."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
 
@@ -130,14 +121,10 @@ _LEAST_TOKENS = 4096
 
 
 class Degrees(msgspec.Struct, frozen=True, order=True):
-    """Ranks of each kind, and how a batch goes through them.
+    """Ranks of each kind, whose product is all GPUs, and how a batch goes through them.
 
-    Attributes
-    ----------
-    tp, cp, pp, dp : tensor, context, pipeline and data parallel; their product is all GPUs.
-    microbatch : its sequences. microbatches : of each data parallel rank.
-    virtual_stages : parts of the model on each rank of a pipeline. is_split : whether gradients of
-        weights are made apart, where a rank would wait.
+    `microbatch` : its sequences. `microbatches` : of each data parallel rank. `virtual_stages` : of
+    each rank. `is_split` : whether gradients of weights are made apart, where a rank would wait.
     """
 
     tp: int
@@ -159,15 +146,12 @@ class Degrees(msgspec.Struct, frozen=True, order=True):
     def rounds(self, weight_share: float = 0.5) -> float:
         """Microbatches, and the bubble in microbatches of one stage, over all stages.
 
-        Times the work of one microbatch, no step of a pipeline takes less.
-
-        Parameters
-        ----------
-        weight_share : of a block's time, what gradients of weights take. Where they are made apart
-            they fill the bubble twice: a half of the time leaves none of it.
+        Times the work of one microbatch, no step of a pipeline takes less. `weight_share` is what
+        gradients of weights take of a block's time.
         """
         if self.virtual_stages == 1:
             return (self.microbatches - 1) / self.pp + 1
+        # Made apart, they fill the bubble twice: a half of the time leaves none of it.
         left = max(1 - 2 * weight_share, 0.0) if self.is_split else 1.0
         return (self.microbatches + left * (self.pp - 1) / self.virtual_stages) / self.pp
 
@@ -175,11 +159,9 @@ class Degrees(msgspec.Struct, frozen=True, order=True):
 class Mesh(msgspec.Struct, frozen=True):
     """Degrees, and how parameters P, gradients G and optimizer states OS are held.
 
-    Attributes
-    ----------
-    shard : ranks over which a state is split at rest. keep : between a block's forward and its
-        backward, parameters are whole (1), or split over so many. reduce_each : gradients are
-        reduced after each microbatch; else they are kept whole until the last.
+    `shard` : ranks over which a state is split at rest. `keep` : between a block's forward and its
+    backward, parameters are whole (1), or split over so many. `reduce_each` : gradients are
+    reduced after each microbatch; else they are kept whole until the last.
     """
 
     degrees: Degrees
@@ -205,18 +187,18 @@ class MeshSpec(msgspec.Struct, frozen=True):
     schedule: str | None = None
 
     def allows(self, **chosen: int | str) -> bool:
-        """Whether nothing that is fixed is another number."""
         return all(getattr(self, name) in (None, value) for name, value in chosen.items())
 
     def of(self, name: str, usual: tuple[int, ...]) -> tuple[int, ...]:
-        """What is to be tried of a degree."""
         asked: int | None = getattr(self, name)
         return usual if asked is None else (asked,)
 
 
 def all_degrees(job: Job, cluster: Cluster, asked: MeshSpec) -> Iterator[Degrees]:
     """Every mesh that splits the GPUs without a rest, within the limits above."""
+    # Tensor parallel ranks over several nodes are not planned for.
     tensor = tuple(tp for tp in job.tensor_degrees if tp <= cluster.node_size)
+    # Two stages cannot share weights.
     stages = (1,) if job.tied else tuple(d for d in _divisors(cluster.gpus) if d <= job.layers)
     for tp, cp, pp in product(
         asked.of("tp", tensor), asked.of("cp", job.context_degrees), asked.of("pp", stages)
@@ -241,6 +223,7 @@ def _is_context(job: Job, asked: MeshSpec, tp: int, cp: int) -> bool:
 def _with_virtual_stages(
     job: Job, asked: MeshSpec, tp: int, cp: int, pp: int, dp: int, microbatch: int, m: int
 ) -> Iterator[Degrees]:
+    # Fewer microbatches than stages would wait for each other.
     if m < pp or (pp == 1 and not asked.allows(virtual_stages=1, schedule="")):
         return
     for virtual_stages in asked.of("virtual_stages", _VIRTUAL_STAGES) if pp > 1 else (1,):
@@ -254,31 +237,27 @@ def _with_virtual_stages(
 
 
 def even_layers(layers: int, pp: int, virtual_stages: int) -> tuple[int, ...] | None:
-    """Blocks of each rank, in even virtual stages; the last, and then the first, may lack one.
-
-    None where they are not even so.
-    """
+    """Blocks of each rank in even virtual stages; None where they are not even."""
     of_each = -(-layers // (pp * virtual_stages))
     lacking = of_each * pp * virtual_stages - layers
     if lacking > 2 or (lacking and of_each == 1):
         return None
     found = [of_each * virtual_stages] * pp
+    # The head takes the place of one block, and then the embedding.
     found[-1] -= lacking > 0
     found[0] -= lacking > 1
     return tuple(found)
 
 
 def places_of_blocks(layers: tuple[int, ...], virtual_stages: int) -> list[list[range]]:
-    """For each rank, and each of its virtual stages, which blocks it has.
-
-    The virtual stages of all ranks come in turn: the first of each rank, then the second.
-    """
+    """For each rank, and each of its virtual stages, which blocks it has."""
     sizes = [[-(-n // virtual_stages)] * virtual_stages for n in layers]
     # A first rank lacks a block beside the embedding, a last one beside the head.
     sizes[0][0] -= sum(sizes[0]) - layers[0]
     sizes[-1][-1] -= sum(sizes[-1]) - layers[-1]
     places: list[list[range]] = [[] for _ in layers]
     at = 0
+    # Virtual stages come in turn: the first of each rank, then the second.
     for virtual_stage in range(virtual_stages):
         for rank, of_rank in enumerate(sizes):
             places[rank].append(range(at, at + of_rank[virtual_stage]))
@@ -287,18 +266,17 @@ def places_of_blocks(layers: tuple[int, ...], virtual_stages: int) -> list[list[
 
 
 def all_states(degrees: Degrees, cluster: Cluster, asked: MeshSpec) -> Iterator[Mesh]:
-    """Every way in which torch can hold the states (DDP, ZeRO-1 to 3, hpZ, HSDP).
-
-    Inside of `torch.distributed.pipelining`, FSDP2 keeps parameters and gradients whole through all
-    microbatches, whatever it is told.
-    """
+    """Every way in which torch can hold the states (DDP, ZeRO-1 to 3, hpZ, HSDP)."""
     ranks = degrees.dp * degrees.cp
+    # Tensor parallel ranks lie side by side, so a node has this many data parallel ones.
     in_node = max(1, min(ranks, cluster.node_size // degrees.tp))
     shards = sorted({1, in_node, ranks} if ranks % in_node == 0 else {1, ranks})
     for shard in shards:
         # Context parallel ranks of a sequence are always in one group of `fully_shard`.
         if shard % degrees.cp or not asked.allows(shard=shard):
             continue
+        # Inside of torch's pipelining, FSDP2 keeps parameters and gradients whole through all
+        # microbatches, whatever it is told.
         if degrees.pp > 1 or shard == 1:
             yield Mesh(degrees, shard, 1, reduce_each=False)
             continue

@@ -25,8 +25,6 @@ from remat.graph_capture.tracing.op_watcher import OpWatcher
 from remat.graph_capture.tracing.step_module import apply_loss
 from remat.rewriter.user_module.own_forward import shell_with, with_replaced
 
-# Runs a model's own forward up to its first block, and from behind its last one.
-#
 # Whatever a model's forward does around its blocks is run as it stands, so no convention is asked
 # of it. Forward is left at the first block by an exception. What follows the last block is reached
 # with everything before it on the meta device, where it costs nothing, and with the border that the
@@ -35,12 +33,7 @@ from remat.rewriter.user_module.own_forward import shell_with, with_replaced
 
 # No `Exception`: a forward may catch those.
 class Arrival(BaseException):
-    """The call of the first block.
-
-    Attributes
-    ----------
-    border : what it reads. args, kwargs : its other arguments, which all blocks are given.
-    """
+    """The call of the first block; all blocks are given its arguments beside the border."""
 
     def __init__(self, border: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__(border, args, kwargs)  # a copy is made of these
@@ -77,18 +70,14 @@ class _Resumes(nn.Module):
 
 
 class Before:
-    """What a model runs before its first block."""
-
     def __init__(self, model: nn.Module, first_block: nn.Module) -> None:
         self._shell = with_replaced(model, {first_block: _Leaves()})
 
     @property
     def module(self) -> nn.Module:
-        """What is run: the model with another first block."""
         return self._shell
 
     def __call__(self, *args: Any, **kwargs: Any) -> Arrival:
-        """The call of the first block, for a batch of the model."""
         try:
             self._shell(*args, **kwargs)
         except Arrival as found:
@@ -101,19 +90,14 @@ class Before:
 
 
 class Behind:
-    """What a model runs behind its last block.
-
-    Parameters
-    ----------
-    of_behind : modules that are run there, which stay as they are; all others go to meta.
-    args : a microbatch, for its shapes.
-    """
+    """What a model runs behind its last block; modules `of_behind` stay as they are."""
 
     def __init__(
         self, model: nn.Module, blocks: Sequence[nn.Module], of_behind: Sequence[nn.Module],
         args: tuple[Any, ...],
     ) -> None:  # fmt: skip
         self._given = _Resumes()
+        # What `deepcopy` finds in its memo it takes as it is.
         memo: dict[int, Any] = {id(block): _Passes() for block in blocks}
         memo |= {id(blocks[-1]): self._given} | {id(module): module for module in of_behind}
         memo |= state_on_meta(model, trains=False)
@@ -122,10 +106,10 @@ class Behind:
             self._args = pytree.tree_map(leaf_on_meta, args)
 
     def __call__(self, border: Tensor) -> Any:
-        """What the model returns for such a border."""
         given = self._given
         given.border = border
         with given.on_meta:
+            # Until `_Resumes` is called, which closes it.
             given.on_meta.enter_context(torch.device("meta"))
             return self._shell(*self._args)
 
@@ -147,18 +131,13 @@ class _DependsOn(OpWatcher):
 
 
 def arrival_of(before: Before, model: nn.Module, args: tuple[Any, ...], path: str) -> Arrival:
-    """The first block's call for a microbatch, run once.
-
-    Raises
-    ------
-    CaptureError : the block is given something beside the border that is computed from the batch
-        or from parameters. Later stages have neither.
-    """
+    """The first block's call for a microbatch; `CaptureError` if later stages cannot make it."""
     batch = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
     with torch.no_grad(), _DependsOn([*batch, *model.parameters()]) as watched:
         found = before(*args)
     named = {f"argument {i + 1}": leaf for i, leaf in enumerate(found.args_)} | found.kwargs
     for name, given in named.items():
+        # Later stages have neither the batch nor the parameters that it is computed from.
         if any(id(leaf) in watched.known for leaf in pytree.tree_leaves(given)):
             raise CaptureError(
                 f"block {path} is given {name}, which is computed from the batch or from "
@@ -174,13 +153,7 @@ TARGET = "remat_target"
 
 @dataclass(frozen=True)
 class StageRun:
-    """What a stage runs.
-
-    Attributes
-    ----------
-    before, behind : None where the stage lacks that end. blocks : in order.
-    given : to the first block of the model; its other arguments are given to all.
-    """
+    """What a stage runs; `before` and `behind` are None where it lacks that end of the model."""
 
     before: Callable[..., Arrival] | None
     blocks: tuple[nn.Module, ...]
@@ -189,7 +162,6 @@ class StageRun:
     loss_fn: Callable[..., Any] | None
 
     def __call__(self, args: tuple[Any, ...], target: Any) -> Any:
-        """The border, or the loss of the last stage."""
         x: Tensor = args[0] if self.before is None else self.before(*args).border
         for block in self.blocks:
             x = block(x, *self.given.args_, **self.given.kwargs)
@@ -207,11 +179,9 @@ class ModelPart(nn.Module):
 
 
 def model_part(model: nn.Module, kept: Mapping[str, nn.Module], run: StageRun) -> ModelPart:
-    """The part of `model` that holds `kept`, by path.
-
-    It is of a class of its own that derives from the model's, so `isinstance` holds.
-    """
+    """The part of `model` that holds `kept`, by path."""
     part = _pruned_module(model, "", kept)
+    # Of a class that derives from the model's, so that `isinstance` holds.
     part.__class__ = type(f"{type(model).__name__}Part", (ModelPart, type(model)), {})
     assert isinstance(part, ModelPart)
     # As a plain attribute: its modules are registered under their own names already.
@@ -241,8 +211,6 @@ def beside_blocks(model: nn.Module, blocks: Sequence[str]) -> dict[str, nn.Modul
     return found
 
 
-# A context parallel rank's part of each sequence, and what of a model's call is cut to it.
-#
 # Ranks are given whole sequences, and each takes its own tokens. What runs before the blocks runs
 # on these alone where it treats each token by itself, as an embedding does. Where it knows
 # positions it runs on all tokens, and its result is cut.
@@ -263,53 +231,37 @@ class SequencePart:
         )
 
     def along(self, tensor: Tensor, dim: int) -> Tensor:
-        """The part of a tensor. It lies in one piece, as a whole batch does: code may view it."""
+        # In one piece, as a whole batch is: the model's code may view it.
         return tensor.chunk(self.count, dim)[self.at].contiguous()
 
     def counts_tokens(self, leaf: object) -> bool:
-        """Whether it is a tensor of [batch, seq, ...]."""
         return isinstance(leaf, Tensor) and leaf.dim() > SEQUENCE and (
             leaf.shape[SEQUENCE] == self.seq
         )  # fmt: skip
 
     def loss(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """`loss_fn` of the rank's own tokens, given the target of all."""
         return lambda result, *target: loss_fn(result, *self.of(target))
 
 
 @dataclass(frozen=True)
 class PartOfBefore:
-    """What a model runs before its first block, for one rank's tokens.
-
-    Attributes
-    ----------
-    reads_all : whether it runs on all tokens, and its result is cut.
-    """
+    """What a model runs before its first block, for one rank's tokens."""
 
     before: Before
     part: SequencePart
     reads_all: bool
 
     def __call__(self, *args: Any) -> Arrival:
-        """The call of the first block; its other arguments are not cut."""
         if not self.reads_all:
             return self.before(*self.part.of(args))
         found = self.before(*args)
+        # Stages have the other arguments, already cut, from `first_call`.
         border = self.part.along(found.border, SEQUENCE)
         return Arrival(border, found.args_, found.kwargs)
 
 
 def cut_dimension(whole: object, part: object, sequence: SequencePart, name: str) -> int | None:
-    """The dimension of an argument that counts tokens; None where no dimension does.
-
-    Parameters
-    ----------
-    whole, part : it, where the model is given all tokens, and where it is given a rank's.
-
-    Raises
-    ------
-    CaptureError : several do, as those of a mask of pairs.
-    """
+    """The dimension of an argument that counts tokens, or None; `CaptureError` if several do."""
     if not (isinstance(whole, Tensor) and isinstance(part, Tensor)):
         return None
     pairs = zip(whole.shape, part.shape, strict=True) if whole.dim() == part.dim() else ()

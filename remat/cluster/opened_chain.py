@@ -41,13 +41,7 @@ class Chains:
     known: dict[tuple[int, int], _Shown] = field(default_factory=dict[tuple[int, int], _Shown])
 
     def at(self, microbatch: int, seq: int) -> _Shown:
-        """The chain of that batch, and what its forward shows.
-
-        Raises
-        ------
-        FactoryError : the factory fails, or does not take a batch and a sequence.
-        CaptureError : the model is no chain.
-        """
+        """With what its forward shows; `CaptureError` where the model is no chain."""
         key = microbatch, seq
         if key not in self.known:
             loaded = _loaded(self.source, microbatch, seq)
@@ -60,7 +54,7 @@ class Chains:
 
 
 def _loaded(source: str, batch: int, seq: int) -> Loaded:
-    """What the factory makes for such a batch, without storage."""
+    # Without storage: a cluster's model need not fit here.
     with function_named(source) as named, torch.device("meta"):
         sizes = {"batch": batch, _seq_name(named): seq}
         return call(named.function, str(named), sizes, f"factory {named.name} of {named.where}")
@@ -81,12 +75,7 @@ def _seq_name(named: NamedFunction) -> str:
 def job_of(
     chains: Chains, batch: int, seq: int, asked: MeshSpec, groups: FakeGroups, most_tp: int
 ) -> Job:
-    """The facts of a job.
-
-    Raises
-    ------
-    CaptureError : a degree that is asked for cannot be, or weights at both ends are one.
-    """
+    """`CaptureError` where a degree that is asked for cannot be, or stages would share weights."""
     chain, shape = chains.at(1, seq)
     assert shape.border is not None
     if shape.products_flops["first"]:
@@ -117,6 +106,7 @@ def job_of(
 def tied_weights(chain: ChainModel, shape: ChainShape) -> tuple[str, ...]:
     """Parameters that two stages would share."""
     both = shape.parameters["first"] & shape.parameters["last"]
+    # A weight that one block uses twice is in one stage all the same.
     count = Counter(id(p) for block in chain.blocks.values() for p in set(block.parameters()))
     names = chain.model.named_parameters()
     return tuple(name for name, p in names if name in both or count[id(p)] > 1)
@@ -128,6 +118,7 @@ def _weights(chain: ChainModel, shape: ChainShape, place: ChainPosition) -> Weig
     for name in sorted(shape.parameters[place]):
         path, _, kind = name.rpartition(".")
         role = shape.roles.get(path)
+        # The rows of an embedding are the vocabulary, which tensor parallel ranks share.
         is_split = role == "columns" or (role == "rows" and kind == "weight")
         is_split |= isinstance(modules.get(path), nn.Embedding)
         elements = chain.model.get_parameter(name).numel()
@@ -139,6 +130,7 @@ def _tensor_degrees(
     chain: ChainModel, shape: ChainShape, asked: MeshSpec, groups: FakeGroups, most: int
 ) -> tuple[int, ...]:
     tried = (asked.tp,) if asked.tp is not None else tuple(tp for tp in _TENSOR if tp <= most)
+    # The block is run with a part of its heads: only that shows whether its views allow it.
     whys = {tp: runs_split(chain, shape, tp, groups) if tp > 1 else "" for tp in tried}
     if asked.tp is not None and whys[asked.tp]:
         raise CaptureError(

@@ -24,13 +24,10 @@ from remat.solver.problem import Problem
 from remat.solver.recompute_summary import op_kind
 from remat.solver.state import State
 
-# What backward of a block leaves for later where the gradients of weights are made apart.
-#
 # A zero-bubble schedule runs backward in two parts: I makes the gradient of the block's input,
 # which the stage before waits for, and W those of the weights, where the rank would wait (Qi et al.
 # 2023, https://arxiv.org/abs/2401.10241). W has the products that I does without, and what reads
 # their results. All else runs with I: held for W, a sum over a batch is smaller than what it is of.
-#
 # The rewriter cuts a backward graph for the fewest bytes held (`rewriter/split_backward`); this is
 # that cut but for ops that make no product and copy, of which either side holds as much.
 
@@ -45,12 +42,7 @@ _PRODUCTS = frozenset(
 
 
 class WeightsLater(NamedTuple):
-    """Of one microbatch.
-
-    Attributes
-    ----------
-    weight_us : time of W. held_bytes : from I to W.
-    """
+    """Of one microbatch: time of W, and bytes held from I to W."""
 
     weight_us: float = 0.0
     held_bytes: int = 0
@@ -63,13 +55,9 @@ def is_product(target: str) -> bool:
 
 
 def weights_later(graph: TrainingGraph, border_gradient: str) -> WeightsLater:
-    """What W of a block takes, if nothing is computed again.
-
-    Parameters
-    ----------
-    border_gradient : the value that is the gradient of what the block reads.
-    """
+    """What W of a block takes, if nothing is computed again."""
     late = _weight_ops(graph, border_gradient)
+    # Inputs, such as weights, are there anyway.
     size_of = {value.name: value.size_bytes for value in graph.values if value.producer}
     made = {name for op in late for name in op.outputs}
     held = {name for op in late for name in op.inputs if name in size_of and name not in made}
@@ -77,7 +65,6 @@ def weights_later(graph: TrainingGraph, border_gradient: str) -> WeightsLater:
 
 
 def _weight_ops(graph: TrainingGraph, border_gradient: str) -> list[Op]:
-    """The ops of W, in order."""
     needed = _needed_for(graph, border_gradient)
     late: list[Op] = []
     later = set[str]()
@@ -90,7 +77,6 @@ def _weight_ops(graph: TrainingGraph, border_gradient: str) -> list[Op]:
 
 
 def _needed_for(graph: TrainingGraph, value: str) -> set[str]:
-    """Names of the ops that a value needs."""
     producer = {name: op for op in graph.ops for name in op.outputs}
     found = set[str]()
     waiting = [value]
@@ -107,10 +93,7 @@ _LIMITS = 12
 
 
 class PartWork(NamedTuple):
-    """Time of one microbatch with nothing computed again, and what gradients of weights take of it.
-
-    The latter counts where they may be made apart.
-    """
+    """Of one microbatch with nothing computed again; `weight_us` of it for gradients of weights."""
 
     time_us: float
     weight_us: float = 0.0
@@ -119,11 +102,9 @@ class PartWork(NamedTuple):
 class PartOption(msgspec.Struct, frozen=True):
     """One way to run a part.
 
-    Attributes
-    ----------
-    saved_bytes : live from its forward to its backward, once for each microbatch in flight.
-    need_bytes : the most that is live beside them while the part runs.
-    extra_us : time of what is computed again. recomputed : ops of its graph, by stage.
+    `saved_bytes` : live from its forward to its backward, once for each microbatch in flight.
+    `need_bytes` : the most that is live beside them while the part runs. `extra_us` : of what is
+    computed again. `recomputed` : ops of its graph, by stage.
     """
 
     saved_bytes: int
@@ -132,19 +113,16 @@ class PartOption(msgspec.Struct, frozen=True):
     recomputed: tuple[tuple[int, ...], ...] = ()
 
     def is_bettered_by(self, other: PartOption) -> bool:
-        """Whether `other` is in no figure worse and in one better."""
         own = self.saved_bytes, self.need_bytes, self.extra_us
         its = other.saved_bytes, other.need_bytes, other.extra_us
         return own != its and all(a >= b for a, b in zip(own, its, strict=True))
 
 
 class Part(msgspec.Struct, frozen=True):
-    """Times of one microbatch, in µs, and options that no other betters, quickest first.
+    """Times of one microbatch, and options that no other betters, quickest first.
 
-    Attributes
-    ----------
-    graph_hash : of the graph that the options are of.
-    later : of backward, what may run apart from the gradient of the part's input.
+    `graph_hash` : of the graph that the options are of. `later` : of backward, what may run apart
+    from the gradient of the part's input.
     """
 
     forward_us: float
@@ -155,12 +133,11 @@ class Part(msgspec.Struct, frozen=True):
 
     @property
     def work_us(self) -> float:
-        """Time of one microbatch with nothing computed again."""
+        """With nothing computed again."""
         return self.forward_us + self.backward_us
 
     @property
     def work(self) -> PartWork:
-        """The same, with what may be made apart."""
         return PartWork(self.work_us, self.later.weight_us)
 
 
@@ -169,16 +146,9 @@ NO_PART = Part(0.0, 0.0, (PartOption(0, 0, 0.0),))
 
 
 def part_of(graph: TrainingGraph, border_gradient: str = "") -> Part:
-    """Solve a graph with costs of one part at several limits on what it keeps.
-
-    PartWork is limited by nodes of each program, so the same graph gives the same part.
-
-    Parameters
-    ----------
-    border_gradient : the value that is the gradient of what it reads; empty for a part whose
-        backward runs as a whole.
-    """
+    """Solve a graph of one part at several limits; `border_gradient` empty if backward is whole."""
     forward_us = sum(op.cost_us for op in graph.ops[: graph.n_forward])
+    # No time limit: programs are limited by nodes, so the same graph gives the same part.
     found = block_options(graph, _LIMITS, lambda: math.inf)
     made = {name for op in graph.ops if op.target == TANGENTS for name in op.outputs}
     tangents_bytes = sum(value.size_bytes for value in graph.values if value.name in made)
@@ -190,7 +160,6 @@ def part_of(graph: TrainingGraph, border_gradient: str = "") -> Part:
 
 
 def part_work(graph: TrainingGraph, border_gradient: str = "") -> PartWork:
-    """That of the part, without its options."""
     return PartWork(graph.time_us, _later(graph, border_gradient).weight_us)
 
 
@@ -206,7 +175,6 @@ def _option(found: BlockOption, tangents_bytes: int) -> PartOption:
 
 
 def schedule_of_option(graph: TrainingGraph, option: PartOption) -> Schedule:
-    """The steps of an option, for the graph that it is of."""
     return State.from_recomputed(Problem.of(graph), option.recomputed).schedule()
 
 
@@ -240,12 +208,10 @@ class _NeedTable(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """Room for what so many microbatches save, and for what one block needs beside.
+    """Room, for each number of blocks, for what so many microbatches save and one block needs.
 
-    Attributes
-    ----------
-    room_bytes : for each number of blocks. in_flight : microbatches whose saved bytes are live at
-        once; a fraction where a rank has several virtual stages, each with a part of the blocks.
+    `in_flight` is a fraction where a rank has several virtual stages, each with a part of the
+    blocks.
     """
 
     room_bytes: _Counts
@@ -260,6 +226,7 @@ class EqualBlocks:
         self.most = most
         largest = max((option.saved_bytes for option in self.options), default=0)
         self.unit_bytes = max(-(-largest * most // slots), 1)
+        # Rounded up, so that what a table allows fits.
         self.steps = [-(-option.saved_bytes // self.unit_bytes) for option in self.options]
         self.width = max(self.steps, default=0) * most + 1
 
@@ -282,10 +249,7 @@ class EqualBlocks:
     def least_us(self, blocks: _Counts, limits: Sequence[Limit], beside_bytes: int = 0) -> Floats:
         """For each number of blocks: the least extra time of one microbatch.
 
-        Parameters
-        ----------
-        limits : all of which hold.
-        beside_bytes : what something else needs at times beside all that blocks save.
+        `beside_bytes` : what something else needs at times beside all that blocks save.
         """
         out = np.full(blocks.shape, np.inf)
         for need_bytes, least in self.tables:
@@ -293,23 +257,16 @@ class EqualBlocks:
             fits = slot >= 0
             out[fits] = np.minimum(out[fits], least[blocks[fits], slot[fits]])
         is_enough = np.all([limit.room_bytes >= beside_bytes for limit in limits], axis=0)
+        # A stage without blocks needs room for its ends alone.
         return np.where((blocks == 0) & is_enough, 0.0, out)
 
     def chosen(self, blocks: int, limits: Sequence[Limit], beside_bytes: int = 0) -> dict[int, int]:
-        """How many blocks take which option, where there is room.
-
-        Parameters
-        ----------
-        limits : of that number of blocks alone.
-
-        Raises
-        ------
-        ValueError : nothing fits.
-        """
+        """How many blocks take which option; `ValueError` where nothing fits."""
         if not blocks:
             return {}
         need_bytes, least, slot = self._best_table(blocks, limits, beside_bytes)
         count = Counter[int]()
+        # Back through the table, by the first option that gives its entry.
         for n in range(blocks, 0, -1):
             i = next(
                 i
@@ -327,6 +284,7 @@ class EqualBlocks:
         best: tuple[float, int, Floats, int] | None = None
         for need_bytes, least in self.tables:
             slot = int(self._slots(limits, max(need_bytes, beside_bytes))[0])
+            # Needs ascend: of tables as quick, the one of the least need stays.
             if slot >= 0 and (best is None or least[blocks, slot] < best[0] - _CLOSE_US):
                 best = float(least[blocks, slot]), need_bytes, least, slot
         if best is None or not np.isfinite(best[0]):

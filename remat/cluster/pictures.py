@@ -37,13 +37,9 @@ from remat.schedules.views.palette import (  # fmt: skip
     YELLOW,
 )
 
-# A small picture as SVG text, for a page or for a file of its own.
-#
-# Lines and letters take the colour of what is around them, so one text serves light and dark.
-
 
 class _Picture:
-    """Elements in the order in which they are drawn, on a plane of whole units."""
+    """SVG elements in the order in which they are drawn, on a plane of whole units."""
 
     def __init__(self, width: int, height: int, says: str) -> None:
         self.width, self.height, self.says = width, height, says
@@ -51,7 +47,7 @@ class _Picture:
 
     def boxes(self, rects: Iterable[tuple[int, int, int, int]], colour: str, title: str = "",
               *, opacity: float = 1.0) -> None:  # fmt: skip
-        """Rectangles of one colour: x, y, width, height of each."""
+        """Of one colour: x, y, width, height of each."""
         path = "".join(f"M{x} {y}h{w}v{h}h{-w}z" for x, y, w, h in rects)
         if path:
             faint = f' fill-opacity="{opacity:g}"' if opacity < 1 else ""
@@ -65,7 +61,6 @@ class _Picture:
             self._add("path", f'fill="{colour}" d="{path}V{base}z"', "")
 
     def frame(self, x: int, y: int, width: int, height: int, *, dashed: bool = False) -> None:
-        """The outline of a rectangle."""
         dash = ' stroke-dasharray="6 4"' if dashed else ""
         self._add(
             "rect",
@@ -74,29 +69,25 @@ class _Picture:
         )  # fmt: skip
 
     def line(self, x: int, y: int, to_x: int, colour: str) -> None:
-        """A dashed line across."""
         self._add(
             "path", f'd="M{x} {y}H{to_x}" stroke="{colour}" stroke-width="2" '
             'stroke-dasharray="8 5" fill="none"', "",
         )  # fmt: skip
 
     def text(self, x: int, y: int, said: str, anchor: str = "start") -> None:
-        """Letters that begin, end or are centred at x."""
         at = f'x="{x}" y="{y}" text-anchor="{anchor}"'
+        # Letters take the colour of the page, which may be light or dark.
         self.elements.append(f'<text {at} fill="currentColor">{escape(said)}</text>')
 
     def legend(self, x: int, y: int, colours: Iterable[tuple[str, str]], step: int = 150) -> None:
-        """Names with their colours, in one row."""
         for i, (name, colour) in enumerate(colours):
             self.boxes([(x + i * step, y - 11, 12, 12)], colour)
             self.text(x + i * step + 18, y, name)
 
     def inline(self) -> str:
-        """For a page, whose ink it takes."""
         return self._whole(f'class="picture" style="max-width: {self.width}px"')
 
     def file(self, ink: str) -> str:
-        """For a file of its own."""
         return self._whole(
             f'xmlns="http://www.w3.org/2000/svg" color="{ink}" font-family="sans-serif"'
         )
@@ -114,7 +105,6 @@ class _Picture:
 
 
 def stacked_pictures(*pictures: _Picture) -> _Picture:
-    """One below the other, in one picture."""
     says = "; ".join(picture.says for picture in pictures)
     whole = _Picture(max(p.width for p in pictures), sum(p.height for p in pictures), says)
     down = 0
@@ -125,8 +115,6 @@ def stacked_pictures(*pictures: _Picture) -> _Picture:
     return whole
 
 
-# The picture of a mesh: which GPUs are a stage, which a replica, and what splits inside them.
-#
 # Ranks are numbered as torchtitan's meshes number them: stages first, then replicas, shards,
 # context and tensor parallel ranks, so that the last lie side by side.
 
@@ -173,7 +161,6 @@ def mesh_picture(plan: ClusterFile) -> _Picture:
 
 
 def rank_of(mesh: Parallelism, stage: int, replica: int) -> int:
-    """The first GPU of a stage's data parallel rank."""
     of_replica = mesh.tensor_parallel_degree * mesh.context_parallel_degree
     return (stage * _data_parallel(mesh) + replica) * of_replica
 
@@ -199,9 +186,6 @@ def _mesh_says(plan: ClusterFile) -> str:
         f"parallel ranks, each of {mesh.context_parallel_degree} context times "
         f"{mesh.tensor_parallel_degree} tensor parallel GPUs"
     )
-
-
-# Pictures of a step as the judge of pipelines replays it: who runs when, and who holds bytes.
 
 
 _WIDTH, _LEFT, _LANE, _HIGH = 900, 90, 20, 150
@@ -267,7 +251,6 @@ def _across(time_us: float, step_us: float) -> int:
 def bytes_picture(
     plan: ClusterFile, replay: PipelineReplay, most_stages: int = _MOST_STAGES
 ) -> _Picture:
-    """Bytes by holder over the step, of a few stages, below the budget."""
     stages = shown(len(plan.stages), most_stages)
     fullest = max(stage.peak_bytes for stage in plan.stages)
     says = f"the fullest stage holds {bytes_text(fullest)} of {bytes_text(plan.budget_bytes)}"
@@ -296,6 +279,7 @@ def _draw_stage(
     held = plan.stages[stage].held_bytes
     standing = sum(held.get(name, 0) for name in STANDING)
     saved, running = _stairs(rank, plan.predicted.step_us)
+    # Each area reaches down to the base, so the highest is drawn first.
     picture.area(((x, y(standing + size)) for x, size in running), base, _COLOURS[RUNNING])
     picture.area(((x, y(standing + size)) for x, size in saved), base, _COLOURS[SAVED_ACTIVATIONS])
     for name in reversed(STANDING):
@@ -318,6 +302,7 @@ def _stairs(rank: RankReplay, step_us: float) -> tuple[_Stairs, _Stairs]:
     for span in rank.spans:
         begin, end = _across(span.begin_us, step_us), _across(span.end_us, step_us)
         for stairs, size in ((saved, before), (running, before)):
+            # Several actions may end within one unit of the picture.
             stairs[begin] = max(stairs.get(begin, 0), size)
         saved[end] = max(saved.get(end, 0), span.saved_bytes)
         running[end] = max(running.get(end, 0), span.saved_bytes + span.need_bytes)
@@ -327,13 +312,10 @@ def _stairs(rank: RankReplay, step_us: float) -> tuple[_Stairs, _Stairs]:
 
 
 def _rising(stairs: dict[int, int]) -> _Stairs:
-    """For each x the size of the step that ends there, from left to right."""
     return [(x, stairs[x]) for x in sorted(stairs)]
 
 
 class _Section(NamedTuple):
-    """A picture with what it says."""
-
     name: str
     title: str
     says: str
@@ -341,12 +323,7 @@ class _Section(NamedTuple):
 
 
 def cluster_page(plan: ClusterFile, replay: PipelineReplay, mesh: str, states: str) -> str:
-    """The page, as HTML.
-
-    Parameters
-    ----------
-    replay : of the plan's pipeline. mesh, states : what the screen says of them.
-    """
+    """As HTML; `mesh` and `states` are what the screen says of them."""
     from jinja2 import Environment, StrictUndefined
 
     text = _text_of("remat.cluster", "page.html")

@@ -20,8 +20,6 @@ import msgspec
 
 from remat.graph_capture.errors import ScheduleError
 
-# The actions of a pipeline's ranks, in the text form of `torch.distributed.pipelining`.
-#
 # Torch writes an action as stage, kind and microbatch: ``2F0``; two that run together as
 # ``(0F1;3B2)OVERLAP_F_B``. Kinds are F for forward, B for a whole backward, I for the gradients of
 # a stage's input, and W for those of its weights. What moves data or shards has no place here: a
@@ -35,8 +33,6 @@ _OTHERS = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "SEND_F", "RECV_F", "SEND_B", "R
 
 
 class PipelineAction(NamedTuple):
-    """One computation of a stage with one microbatch."""
-
     stage: int
     kind: _ActionKind
     microbatch: int
@@ -52,12 +48,7 @@ RankOrder = tuple[_Together, ...]
 
 
 def parse_order(texts: Iterable[Iterable[str | None]]) -> tuple[RankOrder, ...]:
-    """The order of each rank, from torch's text; empty texts are steps without an action.
-
-    Raises
-    ------
-    ScheduleError : a text is no action.
-    """
+    """By rank, from torch's text; empty texts are steps without an action."""
     return tuple(
         tuple(found for text in rank if text for found in (_parsed(text),) if found)
         for rank in texts
@@ -82,11 +73,8 @@ def _parsed_one(text: str) -> PipelineAction | None:
 class StageCosts(msgspec.Struct, frozen=True):
     """What one stage takes for one microbatch.
 
-    Attributes
-    ----------
-    forward_us, input_us, weight_us : of F, I and W; a whole backward takes both of the latter.
-    saved_bytes : from F to I. for_weights_bytes : of those, what is live until W.
-    need_bytes : beside what is saved, while an action runs.
+    `saved_bytes` : from F to I. `for_weights_bytes` : of those, what is live until W.
+    `need_bytes` : beside what is saved, while an action runs.
     """
 
     forward_us: float
@@ -97,13 +85,13 @@ class StageCosts(msgspec.Struct, frozen=True):
     need_bytes: int = 0
 
     def us(self, kind: _ActionKind) -> float:
-        """Time of one action."""
+        # A whole backward makes gradients of inputs and of weights.
         whole = self.input_us + self.weight_us
         return {"F": self.forward_us, "I": self.input_us, "W": self.weight_us, "B": whole}[kind]
 
 
 class ActionSpan(NamedTuple):
-    """One action of a rank: when it runs, and what its microbatches hold meanwhile and after."""
+    """When an action of a rank runs, and what its microbatches hold meanwhile and after."""
 
     action: PipelineAction
     begin_us: float
@@ -114,13 +102,7 @@ class ActionSpan(NamedTuple):
 
 
 class RankReplay(msgspec.Struct, frozen=True):
-    """What one rank does.
-
-    Attributes
-    ----------
-    busy_us : time in which it computes. peak_bytes : the most that its microbatches hold at once.
-    most_open : the most forwards of its stages whose backward has not ended. spans : its actions.
-    """
+    """`peak_bytes` of its microbatches; `most_open` forwards whose backward has not ended."""
 
     busy_us: float
     peak_bytes: int
@@ -129,8 +111,6 @@ class RankReplay(msgspec.Struct, frozen=True):
 
 
 class PipelineReplay(msgspec.Struct, frozen=True):
-    """Time of all microbatches in µs, and what each rank does."""
-
     time_us: float
     ranks: tuple[RankReplay, ...]
 
@@ -142,21 +122,15 @@ class PipelineReplay(msgspec.Struct, frozen=True):
 
 
 def in_order(costs: Sequence[Sequence[StageCosts]]) -> list[StageCosts]:
-    """Costs by rank and virtual stage, as a pipeline numbers its stages.
-
-    The first virtual stage of each rank comes first, then the second, and so on.
-    """
+    """By rank and virtual stage, to the order in which a pipeline numbers its stages."""
+    # The first virtual stage of each rank comes first, then the second, and so on.
     return [cost for virtual_stage in zip(*costs, strict=True) for cost in virtual_stage]
 
 
 def replay_pipeline(
     order: Sequence[RankOrder], costs: Sequence[StageCosts], hop_us: float = 0.0
 ) -> PipelineReplay:
-    """Replay what each rank runs.
-
-    Parameters
-    ----------
-    order : of each rank. costs : of each stage. hop_us : from a rank to another.
+    """Replay what each rank runs; `costs` by stage, `hop_us` from a rank to another.
 
     Raises
     ------
@@ -169,6 +143,7 @@ def replay_pipeline(
     ways = _Ways(rank_of, len(costs), hop_us)
     done: dict[PipelineAction, float] = {}
     while waiting := [rank for rank in ranks if not rank.is_done]:
+        # A round in which no rank gets on: each waits for another.
         if not sum(rank.run(costs, ways, done) for rank in waiting):
             stuck = ", ".join(str(rank.actions[rank.at][0]) for rank in waiting)
             raise ScheduleError(f"these actions of the pipeline wait for ever: {stuck}")
@@ -184,14 +159,12 @@ def replay_pipeline(
 
 @dataclass(frozen=True)
 class _Ways:
-    """When what an action reads is there."""
-
     rank_of: dict[int, int]
     stages: int
     hop_us: float
 
     def ready_us(self, action: PipelineAction, done: dict[PipelineAction, float]) -> float | None:
-        """None while something is missing."""
+        """When what the action reads is there; None while something is missing."""
         latest = 0.0
         for one_of in self._needs(action):
             found = [done[a] + self._way_us(a, action) for a in one_of if a in done]
@@ -209,6 +182,7 @@ class _Ways:
             return [(PipelineAction(stage, "I", microbatch),)]
         needs: list[tuple[PipelineAction, ...]] = [(PipelineAction(stage, "F", microbatch),)]
         if stage < self.stages - 1:
+            # The stage behind makes the gradient in a whole backward, or apart from its weights.
             behind = (PipelineAction(stage + 1, k, microbatch) for k in ("B", "I"))
             needs.append(tuple(behind))
         return needs
@@ -220,8 +194,6 @@ class _Ways:
 
 @dataclass
 class _Rank:
-    """How far one rank is, and what is live on it."""
-
     actions: RankOrder
     at: int = 0
     clock_us: float = 0.0
@@ -249,6 +221,7 @@ class _Rank:
             self.clock_us = max(self.clock_us, *(one for one in ready if one is not None))
             for action in together:
                 self._do(action, costs[action.stage], done)
+            # Only now: actions that run together hold their bytes until all have ended.
             self._end(together, costs)
             self.at += 1
         return self.at - began
@@ -274,7 +247,6 @@ class _Rank:
         )
 
     def _end(self, together: _Together, costs: Sequence[StageCosts]) -> None:
-        """Free what the actions that ended held."""
         for stage, kind, microbatch in together:
             cost = costs[stage]
             if kind in ("B", "I"):
@@ -287,7 +259,6 @@ class _Rank:
 
 
 def _check_complete(done: dict[PipelineAction, float], stages: int) -> None:
-    """Each microbatch went forward and backward once on each stage."""
     microbatches = 1 + max((action.microbatch for action in done), default=-1)
     for stage in range(stages):
         for i in range(microbatches):
@@ -297,9 +268,6 @@ def _check_complete(done: dict[PipelineAction, float], stages: int) -> None:
                     f"microbatch {i} of the pipeline has actions {kinds or 'none'} on stage "
                     f"{stage}: it goes forward once, and backward once"
                 )
-
-
-# What holds the bytes of a stage, by the names that plans for clusters keep.
 
 
 STATES, PARAMETERS, GRADIENTS = "optimizer states and masters", "parameters", "gradients"

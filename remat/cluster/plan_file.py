@@ -25,12 +25,7 @@ MAKE_AGAIN = "Make it again with: remat cluster MODEL --gpus N -o FILE"
 
 
 class Parallelism(msgspec.Struct, frozen=True):
-    """Degrees and settings, under the names of torchtitan's job configuration.
-
-    Attributes
-    ----------
-    fsdp_reshard_after_forward : ``never``, ``always``, or over how many ranks (hpZ).
-    """
+    """As in torchtitan's job configuration; `fsdp_reshard_after_forward` may be a number (hpZ)."""
 
     data_parallel_replicate_degree: int
     data_parallel_shard_degree: int
@@ -43,7 +38,6 @@ class Parallelism(msgspec.Struct, frozen=True):
 
     @property
     def gpus(self) -> int:
-        """All ranks."""
         return math.prod(
             (
                 self.data_parallel_replicate_degree, self.data_parallel_shard_degree,
@@ -61,9 +55,8 @@ class StageFacts(msgspec.Struct, frozen=True):
     layers : paths of its blocks, by virtual stage. schedules : how many of them run by which
         of the plan's schedules, by its number; those with most recomputation come first. head : the
         schedule of what follows all blocks, on the last stage. microbatches_in_flight : of all
-        blocks. overhead : of the recomputation.
-    peak_bytes : in all. held_bytes : by holder. costs : of one microbatch, by virtual stage, as the
-        judge of pipelines takes them; empty in files of before.
+        blocks. overhead : of the recomputation. held_bytes : by holder. costs : of one microbatch,
+        by virtual stage, as the judge of pipelines takes them; empty in files of before.
     """
 
     layers: tuple[tuple[str, ...], ...]
@@ -77,24 +70,21 @@ class StageFacts(msgspec.Struct, frozen=True):
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """Of all virtual stages."""
         return tuple(path for virtual_stage in self.layers for path in virtual_stage)
 
 
 class PartSchedule(msgspec.Struct, frozen=True):
-    """A schedule of one distinct block, or of the head: of which graph it is."""
+    """Of one distinct block, or of the head: and of which graph it is."""
 
     graph: int
     schedule: Schedule
 
 
 class ClusterFigures(msgspec.Struct, frozen=True):
-    """What was predicted. All times are modelled.
+    """What was predicted; all times are modelled.
 
-    Attributes
-    ----------
-    step_us : of the step. without_overlap_us : if no collective went on beside computations.
-    mfu : share of the peak of all GPUs. bubble : share of time in which ranks of a pipeline wait.
+    `without_overlap_us` : of the step, if no collective went on beside computations. `mfu` : share
+    of the peak of all GPUs. `bubble` : share of time in which ranks of a pipeline wait.
     """
 
     step_us: float
@@ -104,8 +94,6 @@ class ClusterFigures(msgspec.Struct, frozen=True):
 
 
 class RunnerUp(msgspec.Struct, frozen=True):
-    """Another mesh that is nearly as fast."""
-
     parallelism: Parallelism
     virtual_stages: int = msgspec.field(name="chunks")
     step_us: float
@@ -117,8 +105,7 @@ class ClusterFile(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
-    model : name of its class. parameters : elements. device, node_size, gpus, budget_bytes : of the
-        cluster. batch, seq, microbatches : of the step. virtual_stages : of each rank.
+    model : name of its class. parameters : elements. budget_bytes : of a GPU.
     gradients : reduced after ``each`` microbatch, or ``once``.
     graphs : of the distinct block and of the head, as one rank runs them, with costs.
     modelled : what is modelled, in words. hop_us : from one stage to the next.
@@ -133,6 +120,7 @@ class ClusterFile(msgspec.Struct, frozen=True):
     batch: int
     seq: int
     microbatches: int
+    # The name that files have had from the first on.
     virtual_stages: int = msgspec.field(name="chunks")
     parallelism: Parallelism
     gradients: str
@@ -149,17 +137,14 @@ class ClusterFile(msgspec.Struct, frozen=True):
 
     @property
     def layers_per_stage(self) -> tuple[int, ...]:
-        """Number of blocks of each stage."""
         return tuple(len(stage.blocks) for stage in self.stages)
 
     def to_json(self) -> bytes:
-        """Encode as JSON; `read_cluster_plan` reads it back to an equal plan."""
+        """`read_cluster_plan` reads it back to an equal plan."""
         return msgspec.json.encode(self)
 
 
 class _OfKind(msgspec.Struct):
-    """What a file says it is."""
-
     kind: str = ""
 
 
@@ -172,13 +157,7 @@ def is_cluster_plan(data: bytes | str) -> bool:
 
 
 def read_cluster_plan(data: bytes | str, name: str = "the file") -> ClusterFile:
-    """Read and check a plan for a cluster.
-
-    Raises
-    ------
-    PlanError : the text is no such plan, is cut short, of another schema version, or its numbers do
-        not belong together.
-    """
+    """`PlanError` for what is no such plan, or has numbers that do not belong together."""
     try:
         plan = decode_json(data, ClusterFile)
     except (TextError, GraphError, ScheduleError, PlanError) as error:

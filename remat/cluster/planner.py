@@ -69,26 +69,19 @@ from remat.graph_capture.graph import Floats
 
 
 class _Borders(NamedTuple):
-    """Time of all microbatches in µs, and the number of blocks of each stage."""
-
     time_us: float
     layers: tuple[int, ...]
 
 
 def best_borders(times_us: Floats, layers: int, microbatches: int) -> _Borders | None:
-    """The borders of least time; None where no stage may be so long that all blocks have a place.
-
-    Parameters
-    ----------
-    times_us : of one microbatch, by stage (row) and number of blocks (column, from 0 on); inf where
-        that many do not fit.
-    """
+    """None if nothing fits; times by stage (row) and number of blocks (column), inf if too many."""
     loosest = _least_sum(times_us, layers, np.inf)
     if loosest is None:
         return None
     limits = np.unique(times_us[np.isfinite(times_us)])
     best: _Borders | None = None
     for limit_us in limits[_first_feasible(times_us, layers, limits) :]:
+        # Limits ascend, and no sum is below the loosest: no later limit can be better.
         if best and (microbatches - 1) * limit_us + loosest.time_us >= best.time_us:
             break
         found = _least_sum(times_us, layers, limit_us)
@@ -101,6 +94,7 @@ def best_borders(times_us: Floats, layers: int, microbatches: int) -> _Borders |
 
 
 def _first_feasible(times_us: Floats, layers: int, limits: Floats) -> int:
+    # What is feasible within a limit is so within each larger one.
     low, high = 0, len(limits) - 1
     while low < high:
         middle = (low + high) // 2
@@ -136,7 +130,6 @@ def _least_sum(times_us: Floats, layers: int, limit_us: float) -> _Borders | Non
 def _put_blocks(
     sums: Floats, pick: npt.NDArray[np.int64], reached: Floats, blocks: int, time_us: float
 ) -> None:
-    """Let a stage have so many blocks, wherever that is better."""
     with_these = reached[: len(reached) - blocks] + time_us
     better = with_these < sums[blocks:]
     sums[blocks:][better] = with_these[better]
@@ -148,13 +141,10 @@ _CLOSE = 0.05
 
 
 class ClusterPlan(msgspec.Struct, frozen=True):
-    """A mesh, and what each stage of it does.
+    """A mesh, and the blocks of each of its stages.
 
-    Attributes
-    ----------
-    time_us : of a step, by the formula. pipeline_us : of that, what a replay of the pipeline's
-        actions also gives; 0 without a pipeline.
-    layers : blocks of each stage.
+    `time_us` : of a step, by the formula. `pipeline_us` : of that, what a replay of the pipeline's
+    actions also gives; 0 without a pipeline.
     """
 
     mesh: Mesh
@@ -167,10 +157,8 @@ class ClusterPlan(msgspec.Struct, frozen=True):
 class ClusterSearch:
     """Evaluates meshes of one job on one cluster.
 
-    Attributes
-    ----------
-    close : share above the best up to which no mesh is pruned. evaluated, pruned : how many were.
-    found : all that fit, in the order of evaluation.
+    `close` : share above the best up to which no mesh is pruned. `found` : all that fit, in the
+    order of evaluation.
     """
 
     job: Job
@@ -198,7 +186,6 @@ class ClusterSearch:
         return [one for one in self.found if one.time_us < limit_us]
 
     def _try(self, degrees: Degrees, limit_us: float) -> float:
-        """Evaluate what may be below the limit, which the best plan then lowers."""
         meshes = list(all_states(degrees, self.cluster, self.asked))
         fitting = [mesh for mesh in meshes if not self._cannot_fit(mesh)]
         self.pruned += len(meshes) - len(fitting)
@@ -216,8 +203,7 @@ class ClusterSearch:
         return limit_us
 
     def _in_turn(self) -> list[Degrees]:
-        """First what is likely to be good, so that more is pruned; the result does not depend on
-        it."""
+        # First what is likely to be good, so that more is pruned; the result does not depend on it.
         return sorted(
             all_degrees(self.job, self.cluster, self.asked),
             key=lambda d: (self._least_products_us(d) * (1 + d.pp / 64 + d.tp / 64), d),
@@ -228,7 +214,7 @@ class ClusterSearch:
         return products_us(self.job, self.cluster, share) * degrees.rounds()
 
     def _cannot_fit(self, mesh: Mesh) -> bool:
-        """Whether parameters and what belongs to them are too large, however stages are cut."""
+        # However stages are cut.
         return least_states_bytes(self.job, mesh) > self.cluster.budget_bytes
 
     def _work_us(self, degrees: Degrees) -> float:
@@ -250,7 +236,6 @@ class ClusterSearch:
         return first, block, last
 
     def stage_tables(self, mesh: Mesh) -> list[StageTable]:
-        """Of each stage of the mesh."""
         d = mesh.degrees
         parts = self._parts(d)
         key = d.tp, d.cp, d.microbatch
@@ -262,7 +247,7 @@ class ClusterSearch:
         ]
 
     def evaluate(self, mesh: Mesh) -> ClusterPlan | None:
-        """The plan of a mesh; None where it does not fit."""
+        """None where the mesh does not fit."""
         tables = self.stage_tables(mesh)
         if mesh.degrees.pp == 1:
             return self._without_pipeline(mesh, tables[0])
@@ -270,6 +255,7 @@ class ClusterSearch:
         if mesh.degrees.virtual_stages > 1:
             return self._with_virtual_stages(mesh, tables, waits)
         times = np.array([one.times_us + wait for one, wait in zip(tables, waits, strict=True)])
+        # Each stage has a block.
         times[:, 0] = np.inf
         cut = best_borders(times, self.job.layers, mesh.degrees.microbatches)
         return cut and self._with_tail(mesh, cut.time_us, cut.layers)
@@ -290,10 +276,10 @@ class ClusterSearch:
     def _with_virtual_stages(
         self, mesh: Mesh, tables: list[StageTable], waits: tuple[float, ...]
     ) -> ClusterPlan | None:
-        """Even virtual stages: m max t, and (S - 1) / v times to fill and drain the slowest."""
         d = mesh.degrees
         layers = even_layers(self.job.layers, d.pp, d.virtual_stages)
         assert layers is not None
+        # m max t, and (S - 1) / v times to fill and drain the slowest stage.
         slowest_us, fill_us = max(
             (float(one.times_us[n]) + wait, one.fill_us(n, wait))
             for one, n, wait in zip(tables, layers, waits, strict=True)
@@ -329,25 +315,24 @@ class ClusterSearch:
         return tuple(once_us * ((s > 0) + (s < d.pp - 1)) for s in range(d.pp))
 
     def stages(self, plan: ClusterPlan) -> list[StagePlan]:
-        """What each stage of a plan does."""
         tables = self.stage_tables(plan.mesh)
         return [one.stage(n) for one, n in zip(tables, plan.layers, strict=True)]
 
     def overlapped_us(self, plan: ClusterPlan) -> float:
         """How much longer the same mesh took if no collective went on beside computations."""
         other = ClusterSearch(self.job, no_overlap(self.cluster), self.parts, self.asked)
+        # Its parts are the same, and so are their options.
         other.tables = self.tables
         found = other.evaluate(plan.mesh)
         assert found is not None
         return found.time_us - plan.time_us
 
     def mfu(self, time_us: float) -> float:
-        """Share of the peak that the model's own operations come to."""
         flops = self.job.model_flops * self.job.batch
         return flops / (time_us * self.cluster.flops_per_us * self.cluster.gpus)
 
 
 def _quickest_first(plan: ClusterPlan) -> tuple[float, int, int, int, int, bool]:
-    """Quickest first; of equals the mesh with least of what is hard to set up."""
+    """Of equals the mesh with least of what is hard to set up."""
     d = plan.mesh.degrees
     return plan.time_us, d.pp, d.cp, d.tp, d.virtual_stages, d.is_split

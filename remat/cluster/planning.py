@@ -42,13 +42,10 @@ _REPLAYED = 32
 
 @dataclass(frozen=True)
 class ClusterOutcome:
-    """What was found.
+    """The best plan and its runners-up, as replayed, quickest first; none where nothing fits.
 
-    Attributes
-    ----------
-    ranked : the best plan and its runners-up, as replayed, quickest first; empty if nothing fits.
-    block : of the best plan. file : of the best plan; None if nothing fits.
-    evaluated, pruned, captured, read : meshes, and parts captured now or read from disk.
+    `block` and `file` are of the best plan. `evaluated`, `pruned` : meshes. `captured`, `read` :
+    parts, from disk those that were `read`.
     """
 
     job: Job
@@ -105,7 +102,7 @@ def plan_cluster(
 
 
 def _require_some_mesh(job: Job, cluster: Cluster, request: ClusterRequest) -> None:
-    """Raise `DeviceError` where no numbers go together, whatever the memory."""
+    # Whatever the memory: no numbers go together.
     if next(all_degrees(job, cluster, request.asked), None) is None:
         raise DeviceError(
             f"no mesh splits {request.gpus} GPUs and a batch of {request.batch} x {request.seq} as "
@@ -116,8 +113,8 @@ def _require_some_mesh(job: Job, cluster: Cluster, request: ClusterRequest) -> N
 
 
 def parallelism_of(mesh: Mesh, schedule: str) -> Parallelism:
-    """A mesh in torchtitan's words: its shard groups span context parallel ranks too."""
     d = mesh.degrees
+    # torchtitan's shard degree is without context parallel ranks, which its shard groups span too.
     shard = mesh.shard // d.cp if mesh.shard >= d.cp else 1
     held = {1: "never", mesh.shard: "always"} if mesh.shard > 1 else {1: "never"}
     return Parallelism(
@@ -136,6 +133,7 @@ def _file(
     d = best.plan.mesh.degrees
     writer = _Schedules(parts, best)
     stages = tuple(writer.stage(i, stage) for i, stage in enumerate(best.stages))
+    # The replay has no collectives of states in it: how much they overlap is the formula's.
     figures = ClusterFigures(
         best.time_us, best.time_us + search.overlapped_us(best.plan), best.mfu, best.bubble
     )
@@ -159,7 +157,6 @@ def _file(
 
 
 def modelled_notes(cluster: Cluster, request: ClusterRequest, mesh: Mesh) -> tuple[str, ...]:
-    """What stands behind the figures, in words, and what speaks against this mesh."""
     table, links = device_table(), cluster.links
     rate = table.classes["matmul"].rate
     where = f"as measured in {request.links}" if request.links else "by model"
@@ -176,7 +173,6 @@ def modelled_notes(cluster: Cluster, request: ClusterRequest, mesh: Mesh) -> tup
 
 
 def _doubts(cluster: Cluster, mesh: Mesh) -> tuple[str, ...]:
-    """What published steps say against states over many nodes."""
     if mesh.shard <= cluster.node_size:
         return ()
     seen = ", and more were not compared" if mesh.shard > _WIDEST_SEEN else ""
@@ -187,8 +183,6 @@ def _doubts(cluster: Cluster, mesh: Mesh) -> tuple[str, ...]:
 
 
 class _Schedules:
-    """Writes stages, and each distinct schedule of theirs once."""
-
     def __init__(self, parts: KeptParts, replayed: ReplayedPlan) -> None:
         d = replayed.plan.mesh.degrees
         self.replayed = replayed
@@ -201,10 +195,10 @@ class _Schedules:
         self.places = places_of_blocks(replayed.plan.layers, d.virtual_stages)
 
     def stage(self, index: int, stage: StagePlan) -> StageFacts:
-        """One stage."""
         paths = tuple(
             tuple(self.paths[i] for i in virtual_stage) for virtual_stage in self.places[index]
         )
+        # `parallelize` gives the first blocks of a stage most recomputation.
         dearest = sorted(stage.options, reverse=True)
         return StageFacts(
             paths, {self._number("block", i): stage.options[i] for i in dearest},
@@ -215,6 +209,7 @@ class _Schedules:
 
     def _number(self, place: ChainPosition, option: int) -> int:
         key = place, option
+        # Each distinct schedule is written once.
         if key not in self.numbers:
             self.numbers[key] = len(self.schedules)
             at = _WRITTEN.index(place)

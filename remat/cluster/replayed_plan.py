@@ -27,10 +27,8 @@ from remat.cluster.planner import ClusterPlan, ClusterSearch
 from remat.cluster.stages import StagePlan
 from remat.graph_capture.errors import PlanError, ScheduleError
 
-# The actions that torch's own pipeline schedules run on each rank, for the judge of pipelines.
-#
-# Torch makes them in the constructors of its schedules, out of a few facts of a stage. They are
-# asked with a stage that has those facts and no module, so no rank is needed.
+# Torch makes the actions of each rank in the constructors of its schedules, out of a few facts of a
+# stage. They are asked with a stage that has those facts and no module, so no rank is needed.
 
 
 ONE_STAGE = ("GPipe", "1F1B")
@@ -40,17 +38,7 @@ ONE_STAGE = ("GPipe", "1F1B")
 def torch_order(
     name: str, ranks: int, microbatches: int, virtual_stages: int = 1
 ) -> tuple[RankOrder, ...]:
-    """What each rank runs.
-
-    Parameters
-    ----------
-    name : as `get_schedule_class` of torch knows it, such as ``1F1B`` or ``Interleaved1F1B``.
-    virtual_stages : of a rank.
-
-    Raises
-    ------
-    ScheduleError : torch has no such schedule, or it does not take these numbers.
-    """
+    """By rank, for torch's schedule `name`; `ScheduleError` if torch refuses these numbers."""
     try:
         kind: Any = torch_schedules.get_schedule_class(name)
         made = (
@@ -61,6 +49,7 @@ def torch_order(
                 microbatches,
             )
         )
+    # Torch raises one or the other for numbers that it does not take.
     except (ValueError, AssertionError) as error:
         raise ScheduleError(
             f"torch's schedule {name} does not take {microbatches} microbatches on {ranks} ranks "
@@ -75,11 +64,8 @@ def torch_order(
 
 
 def _from_0(rank: RankOrder) -> RankOrder:
-    """With forwards numbered from 0 on.
-
-    Torch's list of 1F1B begins with microbatch 1 on the last rank, which has no forward before the
-    first pair. What torch runs there begins with 0.
-    """
+    # Torch's list of 1F1B begins with microbatch 1 on the last rank, which has no forward before
+    # the first pair. What torch runs there begins with 0.
     forwards = [a.microbatch for together in rank for a in together if a.kind == "F"]
     shift = min(forwards, default=0)
     return tuple(
@@ -89,7 +75,6 @@ def _from_0(rank: RankOrder) -> RankOrder:
 
 
 def _stage(rank: int, index: int, ranks: int, stages: int) -> Any:
-    """What the constructors read of a stage."""
     return SimpleNamespace(
         num_stages=stages, group_size=ranks, group_rank=rank, stage_index=index, submod=None,
         stage_index_to_group_rank={}, is_first=index == 0, is_last=index == stages - 1,
@@ -100,11 +85,9 @@ def _stage(rank: int, index: int, ranks: int, stages: int) -> Any:
 class ReplayedPlan(msgspec.Struct, frozen=True):
     """A plan with its stages, replayed.
 
-    Attributes
-    ----------
-    schedule : torch's name of it; empty without a pipeline. time_us : of the step, as replayed.
-    formula_us : of the step, by which the search ranked it. bubble : share of time that ranks wait.
-    costs : of each stage, by virtual stage.
+    `schedule` : torch's name of it; empty without a pipeline. `formula_us` : of the step, by which
+    the search ranked it. `bubble` : share of time that ranks wait. `costs` : by stage and virtual
+    stage.
     """
 
     plan: ClusterPlan
@@ -119,7 +102,6 @@ class ReplayedPlan(msgspec.Struct, frozen=True):
 
 
 def replayed_plan(search: ClusterSearch, plan: ClusterPlan) -> ReplayedPlan:
-    """The plan, its pipeline replayed for time and bytes."""
     stages = tuple(search.stages(plan))
     degrees = plan.mesh.degrees
     costs = _costs_of(search, plan, stages)
@@ -131,6 +113,7 @@ def replayed_plan(search: ClusterSearch, plan: ClusterPlan) -> ReplayedPlan:
         )  # fmt: skip
     order = torch_order(degrees.schedule, degrees.pp, degrees.microbatches, degrees.virtual_stages)
     replay = replay_pipeline(order, in_order(costs), hop_us(search.job, search.cluster, degrees))
+    # What is not the pipeline's, such as the update, stays as by the formula.
     time_us = replay.time_us + plan.time_us - plan.pipeline_us
     peaks = tuple(
         rank.peak_bytes + _states_bytes(stage)
@@ -171,6 +154,7 @@ def _costs(
         if option is None:
             continue
         again_us = part.options[option].extra_us
+        # What an end computes again runs with its own virtual stage alone.
         extra_us -= again_us
         if is_here:
             forward += part.forward_us
@@ -187,17 +171,11 @@ def _costs(
 
 
 def _states_bytes(stage: StagePlan) -> int:
-    """What is live beside the microbatches."""
     return sum(stage.held_bytes[name] for name in STANDING)
 
 
 def replay_of(plan: ClusterFile, name: str = "the plan") -> PipelineReplay:
-    """The microbatches of a kept plan, replayed; without a pipeline they go one after another.
-
-    Raises
-    ------
-    PlanError : the plan does not say what its stages take, as those of before.
-    """
+    """Without a pipeline, microbatches go one by one; `PlanError` for files without costs."""
     if not all(stage.costs for stage in plan.stages):
         raise PlanError(
             f"{name} does not say what its stages take, so no step can be drawn. {MAKE_AGAIN}"

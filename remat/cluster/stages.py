@@ -60,19 +60,18 @@ def stage_parameters(job: Job, tp: int, blocks: _Counts, *, first: bool, last: b
 
 
 def least_states_bytes(job: Job, mesh: Mesh) -> float:
-    """Of the stage that holds most of P, G and OS, at least: no cut gives each less than the mean.
-
-    Buffers, borders and activations come on top.
-    """
+    """Of the stage that holds most of P, G and OS, at least; without buffers and activations."""
     all_blocks = np.array(job.layers)
     whole = stage_parameters(job, mesh.degrees.tp, all_blocks, first=True, last=True)
     split = mesh.shard if mesh.reduce_each else 1
     of_one = STATE_BYTES / mesh.shard + WEIGHT_BYTES / mesh.keep + GRADIENT_BYTES / split
+    # No cut gives each stage less than the mean.
     return of_one * float(whole) / mesh.degrees.pp
 
 
 def border_bytes(job: Job, degrees: Degrees) -> int:
-    """Of what one rank sends for a microbatch: tensor parallel ranks split the sequence too."""
+    """Of what one rank sends for a microbatch."""
+    # Tensor parallel ranks split the sequence too.
     return degrees.microbatch * job.border_bytes // (degrees.tp * degrees.cp)
 
 
@@ -80,12 +79,7 @@ def _bytes_by_holder(
     job: Job, cluster: Cluster, mesh: Mesh, blocks: _Counts, open_forwards: int,
     *, first: bool, last: bool,
 ) -> dict[str, _Counts]:  # fmt: skip
-    """By holder, for each number of blocks.
-
-    Parameters
-    ----------
-    open_forwards : of the virtual stages in flight.
-    """
+    """For each number of blocks; `open_forwards` are of the virtual stages in flight."""
     tp, shard = mesh.degrees.tp, mesh.shard
     parameters = stage_parameters(job, tp, blocks, first=first, last=last)
     one_block = job.weights["block"].on_rank(tp)
@@ -105,12 +99,12 @@ def _bytes_by_holder(
 def _border_buffers(
     job: Job, cluster: Cluster, mesh: Mesh, open_forwards: int, *, first: bool, last: bool
 ) -> int:
-    """Receive buffers. A received input in flight is what the stage's first block saves."""
     degrees = mesh.degrees
     if degrees.pp == 1:
         return 0
     all_of = degrees.microbatches * degrees.virtual_stages
     of_gradients = open_forwards if cluster.receive_ring else all_of
+    # A received input in flight is what the stage's first block saves, and counted there.
     of_inputs = 0 if cluster.receive_ring else all_of - open_forwards
     ends = degrees.virtual_stages > 1  # each rank then receives on both sides, but at one end
     takes_inputs, takes_gradients = not first or ends, not last or ends
@@ -128,13 +122,7 @@ def _border_buffers(
 
 
 class _Flight(NamedTuple):
-    """What is live at once, in microbatches of all of a rank's blocks.
-
-    Attributes
-    ----------
-    saved : whose backward has not made the gradients of inputs. waiting : that wait for their
-        gradients of weights.
-    """
+    """Microbatches of all of a rank's blocks: `saved` until I, `waiting` for W."""
 
     saved: float
     waiting: float = 0.0
@@ -143,17 +131,11 @@ class _Flight(NamedTuple):
 def forwards_in_flight(
     stage: int, stages: int, microbatches: int, virtual_stages: int, *, is_split: bool = False
 ) -> int:
-    """Forwards of virtual stages that rank `stage` of `stages` has open at most.
-
-    With one virtual stage a rank, that is the whole stage.
-
-    Parameters
-    ----------
-    is_split : whether gradients of weights are made apart.
-    """
+    """Forwards of virtual stages that rank `stage` of `stages` has open at most."""
     behind = stages - 1 - stage
     if virtual_stages == 1 and not is_split:
         return min(microbatches, behind + 1)
+    # Torch's own number of warm-up forwards.
     warm = (1 if is_split else 2) * behind + (virtual_stages - 1) * stages
     return min(microbatches * virtual_stages, warm + 1)
 
@@ -175,12 +157,10 @@ def flights(
 class StagePlan(msgspec.Struct, frozen=True):
     """A stage as planned.
 
-    Attributes
-    ----------
-    blocks : their number. in_flight : microbatches whose saved bytes are live at once.
-    options : how many blocks take which option of the block. first, last : options of the ends,
-        where the stage has them. work_us, extra_us : of one microbatch, without and for what is
-        computed again. saved_bytes : of one microbatch in flight. held_bytes : by holder.
+    `in_flight` : microbatches whose saved bytes are live at once. `options` : how many blocks take
+    which option of the block. `first`, `last` : options of the ends, where the stage has them.
+    `work_us`, `extra_us` : of one microbatch, without and for what is computed again.
+    `saved_bytes` : of one microbatch in flight. `held_bytes` : by holder.
     """
 
     blocks: int
@@ -195,12 +175,10 @@ class StagePlan(msgspec.Struct, frozen=True):
 
     @property
     def peak_bytes(self) -> int:
-        """All that it holds."""
         return sum(self.held_bytes.values())
 
     @property
     def overhead(self) -> float:
-        """Recomputation over the work."""
         return self.extra_us / self.work_us if self.work_us else 0.0
 
 
@@ -208,11 +186,8 @@ class StagePlan(msgspec.Struct, frozen=True):
 class StageTable:
     """What stage `index` of a mesh takes for 0, 1, ... blocks.
 
-    Attributes
-    ----------
-    block, table : the parts, and the tables of its blocks. room_bytes : of activations, and of what
-        waits for gradients of weights.
-    extra_us : of one microbatch, inf where it does not fit. picks : options of the ends.
+    `room_bytes` : of activations, and of what waits for gradients of weights. `extra_us` : of one
+    microbatch, inf where it does not fit. `picks` : options of the ends.
     """
 
     job: Job
@@ -236,15 +211,10 @@ class StageTable:
 
     @property
     def times_us(self) -> Floats:
-        """Of one microbatch, by blocks."""
         return self.work_us + self.extra_us
 
     def fill_us(self, blocks: int, wait_us: float) -> float:
-        """What one microbatch takes of the bubble, with so many blocks.
-
-        It is the stage's own time (Narayanan et al. 2021). Gradients of weights that are made apart
-        fill it, as far as a forward or the gradient of an input is as long: f + i - min(f, i, w).
-        """
+        """What one microbatch takes of the bubble: the stage's own time (Narayanan et al. 2021)."""
         time_us = float(self.times_us[blocks]) + wait_us
         if not self.mesh.degrees.is_split or not math.isfinite(time_us):
             return time_us
@@ -252,10 +222,10 @@ class StageTable:
         ends_us = sum(end.forward_us for end in self.ends)
         forward_us = blocks * self.block.forward_us + ends_us + wait_us / 2
         input_us = time_us - forward_us - weight_us
+        # W fills the bubble as far as a forward or an I is as long: f + i - min(f, i, w).
         return forward_us + input_us - min(forward_us, input_us, weight_us)
 
     def stage(self, blocks: int) -> StagePlan:
-        """With so many blocks, which fit."""
         pair = self.pairs[int(self.picks[blocks])]
         first, last = (end.options[i] for end, i in zip(self.ends, pair, strict=True))
         by_ends = _saved_by_ends(self.mesh, self.index, first, last)
@@ -292,12 +262,7 @@ def stage_table(
     job: Job, cluster: Cluster, mesh: Mesh, index: int, parts: tuple[Part, Part, Part],
     table: EqualBlocks,
 ) -> StageTable:  # fmt: skip
-    """The table of one stage.
-
-    Parameters
-    ----------
-    parts : first, block, last. table : of the block's options.
-    """
+    """`parts` are first, block, last; `table` is of the block's options."""
     degrees = mesh.degrees
     is_first, is_last = index == 0, index == degrees.pp - 1
     ends = parts[0] if is_first else NO_PART, parts[2] if is_last else NO_PART
@@ -305,6 +270,8 @@ def stage_table(
     opened = _forwards_in_flight(mesh, index)
     held = _bytes_by_holder(job, cluster, mesh, blocks, opened, first=is_first, last=is_last)
     room = cluster.budget_bytes - sum(held.values(), np.zeros_like(blocks))
+    # What the ends save and need comes off the blocks' room, so each pair of their options is
+    # tried.
     pairs = list(product(range(len(ends[0].options)), range(len(ends[1].options))))
     extra, picks = np.full(blocks.shape, np.inf), np.zeros_like(blocks)
     for pick, (i, j) in enumerate(pairs):
@@ -347,6 +314,7 @@ def _forwards_in_flight(mesh: Mesh, index: int) -> int:
 
 
 def _saved_by_ends(mesh: Mesh, index: int, first: PartOption, last: PartOption) -> int:
-    """Of all microbatches in flight. Behind the last virtual stage backward begins at once."""
+    """Bytes, over all microbatches in flight."""
     of_first = min(mesh.degrees.microbatches, _forwards_in_flight(mesh, index))
+    # Behind the last virtual stage backward begins at once.
     return of_first * first.saved_bytes + last.saved_bytes

@@ -16,8 +16,6 @@ from remat.cluster.model_part import TARGET, ModelPart
 from remat.rewriter.split_backward.dependencies import SplitBytes
 from remat.rewriter.user_module.module import RematModule
 
-# The stage of torch's, with receive buffers for the microbatches in flight alone.
-#
 # Torch allocates one buffer each way for each microbatch of the step. A ring of as many as are used
 # at once holds the same bytes for the same time.
 
@@ -28,10 +26,8 @@ _ReceiveInfos = Mapping[int, Sequence[Any]]
 class RingStage(PipelineStage):
     """A `PipelineStage` whose microbatches share receive buffers.
 
-    Attributes
-    ----------
-    input_buffers, gradient_buffers : how many; 0 for one a microbatch. split : by path of each
-        block whose gradients of weights are made apart, what it has live.
+    Buffers are 0 for one a microbatch. `split` : by path of each block whose gradients of weights
+    are made apart, what it has live.
     """
 
     input_buffers: int = 0
@@ -49,32 +45,30 @@ class RingStage(PipelineStage):
         return made
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        """Messages by which ranks connect; none to this rank itself.
-
-        Two stages of a V are on one rank. torch 2.11 would connect it with itself, which gloo fails
-        at; later releases of torch ask for these messages over NCCL alone.
-        """
         ops = super()._get_init_p2p_neighbors_ops()
+        # Two stages of a V are on one rank. torch 2.11 would connect it with itself, which gloo
+        # fails at; later releases ask for these messages over NCCL alone.
         return [op for op in ops if op.group_peer != self.group_rank]
 
     def perform_reduce_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Reduce gradients at the end of a step, where torch's schedules shard parameters again."""
         super().perform_reduce_grad(*args, **kwargs)
+        # Torch's schedules leave parameters whole in each backward and shard them only now: the
+        # guards of rewritten blocks would take them for stale ones.
         for module in self.submod.modules():
             if isinstance(module, RematModule):
                 module._remat_guards.unsharded_parameters.note_sharded()
 
     @property
     def received_bytes(self) -> int:
-        """Of all receive buffers, once a step has run."""
         infos = (self.args_recv_info, self.grad_recv_info)
         found = [_buffer(one) for of in infos for each in of.values() for one in each]
+        # Microbatches share buffers: each counts once.
         buffers = {buffer.data_ptr(): buffer.nbytes for buffer in found if buffer is not None}
         return sum(buffers.values())
 
 
 def _buffer(info: Any) -> Tensor | None:
-    """Where something is received. What a batch gives has none; in torch 2.11 no name for it."""
+    # What a batch gives has no buffer; in torch 2.11 no name for it.
     return getattr(info, "buffer", None)
 
 
@@ -86,12 +80,7 @@ def _share(infos: _ReceiveInfos, size: int) -> None:
 
 
 def ring_size(spans: Iterable[tuple[int, int]]) -> int:
-    """The fewest buffers that serve microbatches in turn.
-
-    Parameters
-    ----------
-    spans : of each microbatch, in order: the first and the last step at which its buffer is used.
-    """
+    """The fewest buffers that serve microbatches in turn, by first and last step of each use."""
     used = list(spans)
     for size in range(1, len(used)):
         sharing = (used[at::size] for at in range(size))
@@ -116,18 +105,12 @@ class StepRunner(Protocol):
 
 
 class PipelineStep:
-    """A schedule of `torch.distributed.pipelining`, with the loss inside of the last stage.
-
-    Attributes
-    ----------
-    torch_schedule : torch's own. stages : those of this rank.
-    """
+    """A schedule of torch's, with the loss inside of the last stage."""
 
     def __init__(self, torch_schedule: Any, stages: Sequence[RingStage]) -> None:
         self.torch_schedule, self.stages = torch_schedule, tuple(stages)
 
     def step(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None) -> None:
-        """As of `StepRunner`."""
         is_first = any(stage.is_first for stage in self.stages)
         given: dict[str, Any] = {}
         if any(stage.is_last for stage in self.stages):
@@ -140,23 +123,17 @@ class PipelineStep:
 
 
 def loss_itself(loss: Tensor, target: Any) -> Tensor:
-    """The loss of a last stage, which has computed it."""
+    # The last stage has computed it.
     return loss
 
 
 class PlainStep:
-    """Microbatches one after another, on a rank that has the whole model.
-
-    Parameters
-    ----------
-    reduce_each : whether `fully_shard` reduces gradients after each, or once after all.
-    """
+    """Microbatches one after another, on a rank that has the whole model."""
 
     def __init__(self, module: ModelPart, microbatches: int, *, reduce_each: bool) -> None:
         self.module, self.microbatches, self.reduce_each = module, microbatches, reduce_each
 
     def step(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None) -> None:
-        """As of `StepRunner`."""
         parts = [torch.tensor_split(arg, self.microbatches) for arg in args]
         targets = [None] * self.microbatches if target is None else (
             torch.tensor_split(target, self.microbatches)
@@ -164,6 +141,7 @@ class PlainStep:
         for i, one in enumerate(targets):
             if isinstance(self.module, FSDPModule):
                 is_last = i == self.microbatches - 1
+                # Once a step, or after each microbatch, as the plan holds gradients.
                 self.module.set_requires_gradient_sync(self.reduce_each or is_last)
                 self.module.set_is_last_backward(is_last)
             loss = self.module(*(part[i] for part in parts), **{TARGET: one})
@@ -174,7 +152,7 @@ class PlainStep:
 
 
 def _divide_gradients(module: nn.Module, by: int) -> None:
-    """The mean over microbatches, as torch's schedules make it."""
+    # The mean over microbatches, as torch's schedules make it.
     if by > 1:
         for parameter in module.parameters():
             if parameter.grad is not None:

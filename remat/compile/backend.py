@@ -50,10 +50,8 @@ from remat.rewriter.guards.backward import refuse_compiled_autograd
 from remat.rewriter.inductor.fused_nodes import refuse_lost_gradients, refuse_regions
 from remat.rewriter.inductor.partition import FusedStep, Pair, Partitioner, planned
 
-# Plans for the sizes that come to one graph of dynamo's whose sizes are symbols.
-#
-# Dynamo's guards stay symbolic, so it compiles once. Each size is planned when it first comes, as
-# dynamo itself would have it planned if that shape were the only one: the same plan, the same code.
+# Dynamo's guards stay symbolic, so it compiles a graph of symbolic sizes once. Each size is planned
+# when it first comes, as if that shape were the only one: the same plan, the same code.
 
 
 _MOST_SIZES = 16
@@ -64,16 +62,11 @@ _WAY_OUT = (
 )
 _Compiled = Callable[..., Any]
 _CompileOne = Callable[[fx.GraphModule, Sequence[Any], int, str], _Compiled]
-"""Compiles a graph of one shape on fake inputs; takes the number and the name of its sizes too."""
+"""Compiles a graph of one shape on fake inputs; takes the number and the text of its sizes too."""
 
 
 class SizeTable:
-    """Runs a graph at any size; plans for a size when it first comes.
-
-    Parameters
-    ----------
-    gm : whose inputs have symbolic sizes, or are symbols. most : sizes that are kept.
-    """
+    """Runs a graph of symbolic sizes; plans for each size when it first comes."""
 
     def __init__(
         self, gm: fx.GraphModule, compile_one: _CompileOne, most: int = _MOST_SIZES
@@ -88,26 +81,25 @@ class SizeTable:
         self._has_told_of_dropping = False
 
     def __call__(self, *args: Any) -> Any:
-        """Run the graph; its inputs as dynamo passes them."""
         sizes = tuple(_number(args[i]) for i in self._symbols)
         call = self._calls.get(sizes)
         if call is None:
             call = self._calls[sizes] = self._planned(sizes, args)
             self._keep_few()
         self._calls.move_to_end(sizes)
+        # The code of one size has numbers where the symbols were.
         return call(*[args[i] for i in self._others])
 
     def _planned(self, sizes: tuple[float, ...], args: Sequence[Any]) -> _Compiled:
-        """The code for sizes that come for the first time, or that were dropped.
-
-        Dynamo restores the random stream around its compilations, and closes what traces itself.
-        This runs between steps, so the same is done here.
-        """
+        """The code for sizes that come for the first time, or that were dropped."""
+        # A size that was dropped keeps its number, and with it its frame in the shared budget.
         number = self._numbers.setdefault(sizes, len(self._numbers))
         if number == 1:
             self._warn_of_planning(sizes)
         numbers = dict(zip(self._symbols, sizes, strict=True))
         devices = {t.device.index for t in args if isinstance(t, Tensor) and t.is_cuda}
+        # Dynamo restores the random stream around its compilations, and closes what traces itself.
+        # This runs between steps, so the same is done here.
         with disable_current_modes(), torch.random.fork_rng(sorted(devices)):
             gm, inputs = numbered(self._gm, numbers, args)
             with (
@@ -117,7 +109,7 @@ class SizeTable:
                 return self._compile_one(gm, inputs, number, self._text(sizes))
 
     def _text(self, sizes: Sequence[float]) -> str:
-        """Sizes by name, ``dimension 1 of tokens = 48``."""
+        """As ``dimension 1 of tokens = 48``."""
         named = zip(self._symbols.values(), sizes, strict=True)
         return ", ".join(f"{name} = {size}" for name, size in named)
 
@@ -150,7 +142,7 @@ class SizeTable:
 
 
 def _number(given: Any) -> float:
-    """A number as it is; dynamo passes a float as a tensor of no dimension."""
+    # Dynamo passes a float as a tensor of no dimension.
     return given.item() if isinstance(given, Tensor) else given
 
 
@@ -169,19 +161,18 @@ def backend(
 
     Raises
     ------
-    BudgetError : no budget, one that cannot be read, or, when the graph is first run, one
-        that no plan fits.
-    SolverError : an unknown option or solver.
+    BudgetError : no budget, one that cannot be read, or, when the graph first runs, one that no
+        plan fits. SolverError : an unknown option or solver.
     DeviceError : the model is on several devices, or neither on a CPU nor on a CUDA device.
     CaptureError : a shape depends on data, compiled autograd is on, forward has a part of which
         torch's own gradients are wrong, a collective in place on what is differentiated, or DDP
         cuts a graph whose sizes the user has marked.
     AgreementError : another rank has failed to compile the same graph.
-
-    A frame that dynamo gives up never comes here: `given_up` refuses it.
     """
+    # A frame that dynamo gives up never comes here: `given_up` refuses it.
     if has_symbols(gm) and submod_compiler() is None and _has_gradients(gm, example_inputs):
         context = _context_of_graph(gm, example_inputs, options, mode)
+        # Outside `compiled_alike`: nothing is compiled before a size comes.
         return _of_many_sizes(gm, context)
     with compiled_alike(gm, example_inputs) as later:
         context = _context_of_graph(gm, example_inputs, options, mode)
@@ -197,7 +188,6 @@ def backend(
 def _context_of_graph(
     gm: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any] | None, mode: str | None
 ) -> GraphContext:
-    """Where the graph stands; raises what can be said against it before it is traced."""
     asked = read_options(options, mode=mode)
     device = device_of_inputs(inputs)
     if torch.is_grad_enabled():
@@ -214,15 +204,13 @@ def _context_of_graph(
 
 
 def _has_gradients(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
-    """Whether backward may come."""
     tensors = [value for value in [*inputs, *gm.parameters()] if isinstance(value, Tensor)]
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _of_many_sizes(gm: fx.GraphModule, context: GraphContext) -> SizeTable:
-    """What plans for each size when it first comes."""
-
     def compile_one(one: fx.GraphModule, inputs: Sequence[Any], number: int, sizes: str) -> Any:
+        # Each size is a graph of its own in the shared budget.
         at = dataclasses.replace(context, frame=(*context.frame, number), sizes=sizes)
         with compiled_alike(one, inputs) as later:
             return _planned(one, inputs, at, later)
@@ -233,12 +221,13 @@ def _of_many_sizes(gm: fx.GraphModule, context: GraphContext) -> SizeTable:
 def _planned(
     gm: fx.GraphModule, inputs: Sequence[Any], context: GraphContext, later: CompiledLater
 ) -> Any:
-    """The code for one shape."""
     start = Start(context, gm, inputs)
     partitioner = Partitioner(start.plan, _n_visible(gm), lambda: start.name)
     call = _code(gm, inputs, partitioner, later)
     if not partitioner.was_called:
+        # Torch has the code in its caches, or the graph has no gradients.
         start.go_without_a_graph()
+    # Nothing was noted of a graph without gradients: it leaves nothing open.
     if context.frame not in context.shared.noted:
         return call
     return watched(call, context.shared, context.frame)
@@ -248,18 +237,19 @@ def _subgraph(
     gm: fx.GraphModule, inputs: Sequence[Any], context: GraphContext, subgraphs: PlannedSubgraphs,
     later: CompiledLater,
 ) -> Any:  # fmt: skip
-    """The code for one of the subgraphs into which DDP cuts a model."""
     call = _code(gm, inputs, Partitioner(subgraphs.plan, _n_visible(gm)), later)
     shared, frame = context.shared, context.frame
     if frame not in shared.noted:
         return call
     run = watched(call, shared, frame, is_first=subgraphs.is_first, is_last=subgraphs.is_last)
+    # After `watched`, which asks whether this one is the first or the last.
     subgraphs.at += 1
     return run
 
 
 def _without_gradients(gm: fx.GraphModule, inputs: Sequence[Any], later: CompiledLater) -> Any:
     """Inductor's own code, for all sizes at once."""
+    # Inductor calls it only where gradients are asked for after all.
     partitioner = Partitioner(_refuse_gradients, _n_visible(gm), lambda: "without gradients")
     return _code(gm, inputs, partitioner, later)
 
@@ -280,7 +270,6 @@ def _code(
 
 
 def _n_visible(gm: fx.GraphModule) -> int:
-    """How many results the user sees."""
     return len(pytree.tree_leaves(gm.graph.find_nodes(op="output")[0].args))
 
 
@@ -292,5 +281,6 @@ def _frame() -> tuple[int, int]:
     """Dynamo's number of the frame that is compiled, and that of its compilation."""
     compiled = CompileContext.current_compile_id()
     if compiled is None:
+        # Called without dynamo.
         return 0, 0
     return compiled.frame_id or 0, compiled.frame_compile_id or 0

@@ -34,8 +34,6 @@ _TRIES = 6
 
 @dataclass(frozen=True)
 class _PlanWithCode:
-    """What was solved, with the peak of its code."""
-
     solved: Solved
     code_peak_bytes: int
     is_least: bool = False
@@ -52,28 +50,15 @@ class _PlanWithCode:
 def with_fitting_code(
     traced: Trace, solve: Callable[[int], Solved], first: Solved, budget: str | SupportsIndex
 ) -> Solved:
-    """What was solved for `budget`, or for less, so that Inductor's code keeps to it.
-
-    Where the budget is the least peak, that is `first`.
-
-    Parameters
-    ----------
-    solve : for a target in bytes. first : what was solved for `budget`, feasible.
-
-    Raises
-    ------
-    BudgetError : the code of no plan that was tried keeps to the budget.
-    """
+    """Solved for `budget` or less, so that the code keeps to it; `BudgetError` if none does."""
+    # Nothing is below the least peak; `rewrite` then warns by how much the code is above.
     return first if _is_least(budget) else _plan_for_code(traced, solve, first)
 
 
 def compiled_module(
     model: nn.Module, traced: Trace, found: Solved, budget: str | SupportsIndex, *, audit: bool
 ) -> tuple[RematModule, bool]:
-    """The model by Inductor's code for what `with_fitting_code` found; whether `budget` binds it.
-
-    Where the budget is the least peak, a warning says by how much the code is above that.
-    """
+    """By Inductor's code, for what `with_fitting_code` found; and whether `budget` binds it."""
     schedule, facts = found.result.schedule, facts_of(found)
     assert schedule is not None
     if _is_least(budget):
@@ -87,20 +72,11 @@ def _is_least(budget: str | SupportsIndex) -> bool:
 
 
 def _plan_for_code(traced: Trace, solve: Callable[[int], Solved], first: Solved) -> Solved:
-    """The first result found whose code keeps to the budget of `first`.
-
-    Parameters
-    ----------
-    solve : for a target in bytes. first : feasible, for the budget that counts.
-
-    Raises
-    ------
-    BudgetError : the code of none that was tried does.
-    """
     limit_bytes = first.result.budget_bytes
     peaks: list[int] = []
 
     def with_code(target_bytes: int) -> _PlanWithCode | None:
+        # No second solve for the budget that was solved for already.
         found = first if target_bytes >= limit_bytes else solve(max(1, target_bytes))
         if found.result.schedule is None:
             return None
@@ -122,7 +98,7 @@ def _plan_for_code(traced: Trace, solve: Callable[[int], Solved], first: Solved)
 
 
 def _code_peak_bytes(traced: Trace, found: Solved) -> int:
-    """Peak of the code of a plan; 0, with a warning, where it cannot be replayed."""
+    """0, with a warning, where the code cannot be replayed."""
     result = found.result
     assert result.schedule is not None
     try:

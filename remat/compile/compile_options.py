@@ -49,18 +49,11 @@ class CompileOptions:
 
     @property
     def parsed(self) -> Budget:
-        """The budget as `parse_budget` reads it."""
         return parse_budget(self.budget)
 
 
 def read_options(given: Mapping[str, Any] | None, **others: Any) -> CompileOptions:
-    """Check what came to the backend, and fill in what is left out.
-
-    Raises
-    ------
-    BudgetError : there is no budget, or it cannot be read.
-    SolverError : an unknown option or solver, or a value without meaning.
-    """
+    """Check what came to the backend, and fill in what is left out."""
     unknown = [name for name, value in others.items() if value is not None]
     if unknown:
         raise SolverError(
@@ -69,6 +62,7 @@ def read_options(given: Mapping[str, Any] | None, **others: Any) -> CompileOptio
     asked = dict(given or {})
     names = [field.name for field in dataclasses.fields(CompileOptions)]
     for name in asked:
+        # Options of `remat.rematerialize`, which a hint of the nearest name would not explain.
         if name in ("host", "nvme"):
             raise SolverError(
                 f"backend 'remat' takes no {name}: Inductor's code copies nothing to the host and "
@@ -102,5 +96,6 @@ def _check(options: CompileOptions) -> None:
             raise SolverError(f"{name} must be True or False, not {is_on!r}")
     for name in ("replays", "calls"):
         count: Any = getattr(options, name)
+        # True is an int.
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise SolverError(f"{name} must be 1 or more, not {count!r}")

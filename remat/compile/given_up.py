@@ -53,11 +53,9 @@ _warned = set[CodeType]()
 
 
 def refuse_given_up_frames(backend: Callable[..., Any]) -> None:
-    """From now on refuse each frame under `backend` that dynamo gives up, if it would train.
-
-    Dynamo tells nobody of such a frame: neither a callback nor the backend. So the call that
-    gives it up is looked at, once for each process.
-    """
+    """From now on refuse each frame under `backend` that dynamo gives up, if it would train."""
+    # Dynamo tells nobody of such a frame, neither a callback nor the backend, so the call that
+    # gives it up is wrapped, once for each process.
     convert = ConvertFrameAssert.__call__
 
     @functools.wraps(convert)
@@ -65,6 +63,7 @@ def refuse_given_up_frames(backend: Callable[..., Any]) -> None:
         try:
             return convert(self, frame, *args, **kwargs)
         except (Unsupported, UserError) as error:
+            # With fullgraph=True the user gets dynamo's error anyway.
             if not self._one_graph and _is_under(self._torchdynamo_orig_backend, backend):
                 _refuse_if_trained(frame, error)
             raise
@@ -73,11 +72,8 @@ def refuse_given_up_frames(backend: Callable[..., Any]) -> None:
 
 
 def refuse_lstm(gm: fx.GraphModule, device: str) -> None:
-    """Raise `CaptureError` for an LSTM on a CPU.
-
-    Its oneDNN kernel returns something else than a tensor, for which Inductor's own code fails, and
-    the kernel of its backward crashes the process.
-    """
+    # Its oneDNN kernel returns something else than a tensor, for which Inductor's own code fails,
+    # and the kernel of its backward crashes the process.
     if device == CPU and any(node.target is torch.lstm for node in gm.graph.nodes):
         raise CaptureError(
             "take remat.rematerialize(model, ..., budget=...), or a GRU: torch's compilers cannot "
@@ -88,6 +84,7 @@ def refuse_lstm(gm: fx.GraphModule, device: str) -> None:
 def warn_of_eager_ops(inputs: Iterable[Any]) -> None:
     """Say what ran eagerly between an earlier graph and this one, such as a disabled module."""
     nodes = _eager_nodes(inputs)
+    # Leaves, such as parameters, are there anyway.
     held_bytes = storage_bytes(t for node in nodes for t in _saved(node) if not t.is_leaf)
     if held_bytes:
         names = ", ".join(sorted({node.name() for node in nodes})[:_SHOWN])
@@ -108,6 +105,7 @@ def _eager_nodes(inputs: Iterable[Any]) -> list[Any]:
         if node is None or node in seen:
             continue
         if node.name() == COMPILED_NODE:
+            # What lies behind it is another graph's.
             is_after_one = True
             continue
         seen[node] = None
@@ -116,9 +114,9 @@ def _eager_nodes(inputs: Iterable[Any]) -> list[Any]:
 
 
 def _saved(node: Any) -> Iterator[Tensor]:
-    """What a node of autograd keeps for backward."""
     names = (name for name in dir(node) if name.startswith("_saved_"))
     values = pytree.tree_leaves([getattr(node, name) for name in names])
+    # An `autograd.Function` keeps its tensors there.
     values += getattr(node, "saved_tensors", ())
     yield from (value for value in values if isinstance(value, Tensor))
 
@@ -174,6 +172,7 @@ def _run_here(value: Any, name: str, code: CodeType) -> Iterator[str]:
     """Names of what `code` itself trains by `value`: parameters, and layers of torch's."""
     if isinstance(value, nn.Module):
         if _is_method(code, value):
+            # Its own lines read these parameters; a child that it calls has a frame of its own.
             own = (n for n, p in value.named_parameters(recurse=False) if p.requires_grad)
             yield from (f"{name}.{n}" for n in own)
             for n, child in value.named_children():
@@ -192,9 +191,11 @@ def _run_here(value: Any, name: str, code: CodeType) -> Iterator[str]:
 
 def _layers(module: nn.Module, name: str) -> Iterator[str]:
     """Layers of torch's own classes, whose frames dynamo skips; not what it tries by itself."""
+    # Modules of the user's, and those compiled by themselves, dynamo tries one by one.
     if not type(module).__module__.startswith("torch.nn.") or module._compiled_call_impl:
         return
     children = dict(module.named_children())
+    # These have no work of their own: their children may be the user's.
     if isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
         for n, child in children.items():
             yield from _layers(child, f"{name}.{n}")
@@ -221,7 +222,6 @@ def _is_activation(value: Any) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """What dynamo met, and at which line of the user's."""
     met = error.__cause__ if isinstance(error.__cause__, Unsupported) else error
     stack = getattr(met, "real_stack", None)
     line = f" (line {stack[-1].lineno} of {stack[-1].filename})" if stack else ""

@@ -16,11 +16,8 @@ from remat.progress import stopwatch_of_call
 from remat.rewriter.inductor.replay import ReplayedMemory, StepBytes
 from remat.schedules.schedule import Schedule
 
-# Keeps what ``torch.compile(backend="remat")`` has planned in this process, for the user.
-
-
 _MOST_KEPT = 64
-"""Plans that are kept; the oldest go first."""
+"""Plans; the oldest go first."""
 _plans: deque[CompiledPlan] = deque(maxlen=_MOST_KEPT)
 
 
@@ -68,7 +65,6 @@ class CompiledPlan(msgspec.Struct, frozen=True):
 
 
 def remember(plan: CompiledPlan, *, verbose: bool) -> None:
-    """Keep a plan, and say what it is."""
     _plans.append(plan)
     stopwatch_of_call(verbose=verbose).say(f"remat: {plan!r}")
 
@@ -80,14 +76,7 @@ def compiled_plans() -> tuple[CompiledPlan, ...]:
 
 @dataclass(frozen=True)
 class ChosenPlan:
-    """What was taken for a graph, in figures.
-
-    Attributes
-    ----------
-    stock, chosen : peaks of the code as torch makes it, and of the code that was chosen.
-    schedule : None where the step is as torch compiles it. overhead, gap : of it.
-    replays : how many candidates had their code replayed; 0 for a kept plan.
-    """
+    """`stock` is as torch makes the code; `schedule` None where that is taken."""
 
     stock: ReplayedMemory
     chosen: ReplayedMemory
@@ -105,10 +94,7 @@ def n_run_again(schedule: Schedule | None) -> int:
 
 @dataclass(frozen=True)
 class GraphContext:
-    """One graph of dynamo's: what is asked of it, and the graphs that share its budget.
-
-    `sizes` : at which it is planned, as text, where one graph of dynamo's serves several.
-    """
+    """One graph of dynamo's; `sizes`, as text, where it is one of several sizes."""
 
     asked: CompileOptions
     shared: SharedBudget
@@ -117,43 +103,41 @@ class GraphContext:
     sizes: str = ""
 
     def text(self) -> str:
-        """What is known here before the graph is traced; the same in each process."""
+        """Known before the graph is traced; the same in each process."""
         others = self.shared.others_text(self.frame)
         return f"{self.whole} {others}"
 
     def set_beside(self, step: StepBytes) -> None:
-        """Tell a step of the calls and gradients beside it."""
         step.modules = self.shared.modules_ahead(self.whole, self.frame)
+        # Each further module like this one is a call that runs before the first backward.
         step.calls = max(self.asked.calls, step.modules)
         step.awaited_gradient_bytes = self.shared.expect(
             self.whole, self.frame, step.gradient_bytes, step.modules
         )
 
     def held_bytes(self, step: StepBytes) -> int:
-        """Bytes that are held before the graph allocates anything."""
         return self.shared.held_bytes(self.frame, step.static_bytes, step.dynamic_bytes)
 
     def budgets_bytes(self, step: StepBytes, stock: ReplayedMemory) -> list[int]:
-        """The budgets that may be planned for, the first that can be met is; none for ``"min"``.
-
-        A part of a small shape's own peak can be too little for its parameters, as with the last
-        batch of an epoch. Then it may take what a larger shape was given, as the run has that room.
-        """
+        """The budgets to try in turn; none for ``"min"``."""
         budget, held_bytes = self.asked.parsed, self.held_bytes(step)
         base_bytes = self.shared.base_bytes(self.frame, step, stock, held_bytes)
         if budget.kind == "min":
             return []
         if budget.kind == "auto":
+            # What the graph holds is allocated already, so it is no part of what is free.
             return [auto_bytes(self.shared.device) + held_bytes]
         if budget.kind != "share":
             return [budget.size_bytes]
+        # A share of a small shape's own peak, as of the last batch of an epoch, can be less than
+        # its parameters. The run has the room that a larger shape was given.
         given_bytes = self.shared.given_to_other_shapes_bytes(self.frame)
         own_bytes = int(budget.share * base_bytes)
         return [own_bytes, given_bytes] if given_bytes > own_bytes else [own_bytes]
 
     def warn_of_part(self) -> None:
-        """Say that the budget does not cover all of the model, if the first graph is a part."""
         around = self.whole.around
+        # Said with the first graph alone.
         if around and not self.shared.forwards.graphs():
             warnings.warn(
                 f"what is compiled is a part of {around}, whose parameters and gradients count. "
@@ -163,12 +147,6 @@ class GraphContext:
             )
 
     def note(self, step: StepBytes, taken: ChosenPlan, budget_bytes: int, seconds: float) -> None:
-        """Keep what was taken, for the graphs that share the budget and for `compiled_plans`.
-
-        Raises
-        ------
-        BudgetError : it does not fit beside the forwards before it.
-        """
         held_bytes = self.held_bytes(step)
         is_bound = self.asked.parsed.kind != "min"
         self.shared.note(

@@ -32,15 +32,9 @@ MOST_ENTRY_BYTES = 1 << 24
 class KeptChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What was chosen for one graph of dynamo's, and all that must be known to take it again.
 
-    Attributes
-    ----------
-    key : its `start_key`. name : under which Inductor has cached the code.
-    graph : as it was planned; None for one without gradients, of which nothing else is known.
-    schedule : None where the step is as torch compiles it. lower_bound_us : of the schedule's time.
-    stock, chosen : peaks of the code as torch makes it, and of the code that was chosen.
-    static_bytes ... awaited_gradient_bytes : as in `StepBytes`.
-    budget_bytes : that it was planned for, parameters included.
-    costs : of the calls and kernels, by their keys in the `CostCache`.
+    `name` is that under which Inductor has cached the code; `graph` and `schedule` are None where
+    there are no gradients, `schedule` also where the step is as torch compiles it. `budget_bytes`
+    has parameters in it. `costs` are by key of the `CostCache`; other bytes are as in `StepBytes`.
     """
 
     key: str
@@ -61,15 +55,11 @@ class KeptChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schema_version: int = _SCHEMA_VERSION
 
     def taken(self) -> ChosenPlan:
-        """Its figures; those of the schedule by `simulate`.
-
-        Raises
-        ------
-        RematError : the schedule is none of the graph, or takes less than its bound.
-        """
+        """Its figures, judged anew; raises `RematError` where the file cannot be true."""
         if self.schedule is None or self.graph is None:
             return ChosenPlan(self.stock, self.chosen)
         found = simulate(self.graph, self.schedule)
+        # A bound above a time that was reached is no bound, up to rounding.
         if self.lower_bound_us > (1 + 1e-9) * found.time_us:
             raise PlanError("its bound is above its time")
         gap = gap_of(found.time_us, self.lower_bound_us)
@@ -77,20 +67,20 @@ class KeptChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ChosenPlan(self.stock, self.chosen, self.schedule, found.overhead, gap)
 
     def step(self) -> StepBytes:
-        """The bytes of its graph, with nothing beside them."""
+        """Its bytes, with nothing beside them."""
         return StepBytes(self.static_bytes, self.dynamic_bytes, self.gradient_bytes)
 
 
 def kept_choice(key: str) -> KeptChoice | None:
-    """What is kept under a key; None if there is nothing, or nothing that can be taken."""
+    """None where nothing is kept, or nothing that can be taken."""
     found = _files().read(_name(key), _whole_choice)
+    # The file's name has a part of the key only.
     if found is None or found.key != key or found.schema_version != _SCHEMA_VERSION:
         return None
     return found if _has_costs(found) else None
 
 
 def keep_choice(choice: KeptChoice) -> None:
-    """Keep a choice, and remove the oldest; a folder that cannot be written is warned about."""
     _files().write(_name(choice.key), msgspec.json.encode(choice))
 
 
@@ -106,15 +96,11 @@ def _name(key: str) -> str:
 
 
 def _whole_choice(data: bytes) -> KeptChoice:
-    """The choice in a file, if it can be.
-
-    Raises
-    ------
-    RematError : it cannot.
-    """
+    """Raises `RematError` for what cannot be true."""
     found = decode_json(data, KeptChoice)
     if not all(0 <= size < MOST_BYTES for size in _choice_sizes(found)):
         raise PlanError("a size cannot be")
+    # Simulates the schedule: a damaged file is found here, where it can be told as such.
     found.taken()
     return found
 
@@ -131,5 +117,6 @@ def _has_costs(choice: KeptChoice) -> bool:
     """Whether the costs of the plan are those that are kept for its device here."""
     if not choice.costs or choice.graph is None:
         return True
+    # With other costs another plan might have been chosen.
     known = CostCache.of(meter_of(choice.graph.device)).costs
     return all(known.get(key) == cost for key, cost in choice.costs.items())

@@ -44,7 +44,7 @@ class Candidate:
     """Two graphs, what their code allocates, and the schedule that they carry out.
 
     `schedule` is None where the step is as torch compiles it; `result` too, and where another rank
-    has chosen. `gap` is how far the schedule can be from the best, None where nothing is proved.
+    has chosen. `gap` is None where nothing is proved.
     """
 
     pair: Pair
@@ -58,12 +58,10 @@ class Candidate:
 
     @property
     def code_peak_bytes(self) -> int:
-        """Peak of its code, as replayed."""
         return self.replay.peak_bytes
 
     @property
     def recomputed(self) -> int:
-        """How many runs of its schedule are not an op's first."""
         return n_run_again(self.schedule)
 
     @property
@@ -74,8 +72,6 @@ class Candidate:
 
 @dataclass
 class PlanSearch:
-    """Candidates of one step, each replayed once."""
-
     step: FusedStep
     options: CompileOptions
     tried: dict[tuple[Step, ...], Candidate] = field(
@@ -87,7 +83,7 @@ class PlanSearch:
         self.stages = stopwatch_of_call(verbose=self.options.verbose)
 
     def stock(self) -> Candidate:
-        """The step as torch compiles it; with everything kept, where torch's own cut is wrong."""
+        """As torch compiles it; with everything kept, where torch's own cut is wrong."""
         pair = self.step.stock()
         if self.step.is_valid(pair):
             return Candidate(pair, self._replayed(pair, 0))
@@ -97,17 +93,14 @@ class PlanSearch:
 
     @property
     def may_take_stock(self) -> bool:
-        """Whether what `stock` returns keeps to what the user has pinned."""
+        """Torch's own cut knows nothing of what the user has pinned."""
         return not (self.options.keep or self.options.recompute)
 
     def within(self, limit_bytes: int, stock: Candidate) -> Candidate | None:
-        """The fastest candidate found whose code allocates no more than the limit.
-
-        Torch's own cut, where it fits, unless it keeps masks: it writes them as bool, which is slow
-        on a CPU. On an AVX-512 machine a GPT-2 with dropout took 25.5 % more than eager by torch's
-        cut, and 5.5 % more by a plan that recomputes nothing and keeps masks as bytes.
-        """
         fits = stock.code_peak_bytes <= limit_bytes and self.may_take_stock
+        # Torch's cut keeps masks as bool, which is slow to write on a CPU. On an AVX-512 machine a
+        # GPT-2 with dropout took 25.5 % more than eager by torch's cut, and 5.5 % more by a plan
+        # that recomputes nothing and keeps masks as bytes.
         if fits and not self.step.n_masks:
             return stock
         found = self._planned_within(limit_bytes)
@@ -116,6 +109,7 @@ class PlanSearch:
     def _planned_within(self, limit_bytes: int) -> Candidate | None:
         best = fastest_within(
             limit_bytes,
+            # Where no schedule is found for a target, the least one may still have code that fits.
             lambda target_bytes: self.solved(target_bytes) or self.solved(0),
             tries=self.options.replays,
             is_enough=lambda found: _is_enough(found, limit_bytes),
@@ -136,10 +130,7 @@ class PlanSearch:
         return min(self.tried.values(), key=lambda c: (c.code_peak_bytes, c.time_us))
 
     def solved(self, target_bytes: int, graph: TrainingGraph | None = None) -> Candidate | None:
-        """A schedule for a target, with its code; the least schedule known where none fits.
-
-        `graph` is the step's, with what else is live beside it.
-        """
+        """A schedule for a target, with its code; the least one known where none fits."""
         with self.stages.show(f"compiling: a schedule of {bytes_text(max(0, target_bytes))}"):
             return self._solved(target_bytes, graph or self.step.graph)
 
@@ -151,8 +142,10 @@ class PlanSearch:
             gap=self.options.gap,
         )  # fmt: skip
         schedule = result.schedule or result.least_schedule
+        # Sizes are not in the hash, so `graph` with what is live beside it has the step's.
         if schedule is None or schedule.graph_hash != self.step.graph.hash:
             return None
+        # Two targets often give the same schedule, and its code costs seconds.
         if schedule.steps not in self.tried:
             self.tried[schedule.steps] = self._candidate(graph, schedule, result)
         found = self.tried[schedule.steps]
@@ -164,14 +157,7 @@ class PlanSearch:
         return found
 
     def of(self, schedule: Schedule | None, gap: float | None) -> Candidate:
-        """The candidate of a schedule that another rank has chosen; None for torch's own cut.
-
-        `gap` is how far the schedule can be from the best, as that rank has found.
-
-        Raises
-        ------
-        ScheduleError : it was made for another graph.
-        """
+        """For what another rank has chosen, `schedule` None for torch's own cut."""
         if schedule is None:
             pair = self.step.stock()
             return Candidate(pair, self._replayed(pair, 0))
@@ -210,5 +196,5 @@ def _is_enough(found: Candidate, limit_bytes: int) -> bool:
 
 
 def is_good_enough(overhead: float, peak_bytes: int, limit_bytes: int) -> bool:
-    """Whether a plan that fits is as good as one that is looked for on: each try costs seconds."""
+    """Whether to stop at a plan that fits: each further try costs seconds."""
     return overhead <= CHEAP or peak_bytes >= CLOSE_ENOUGH * limit_bytes

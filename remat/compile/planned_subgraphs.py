@@ -35,12 +35,8 @@ _known: weakref.WeakKeyDictionary[fx.GraphModule, PlannedSubgraphs] = weakref.We
 def planned_subgraphs(
     compiler: SubmodCompiler, asked: CompileOptions, shared: SharedBudget, frame: Frame
 ) -> PlannedSubgraphs:
-    """The plans for all subgraphs that `compiler` hands out; made when the first one comes.
-
-    Raises
-    ------
-    BudgetError : no choice of plans fits.
-    """
+    """`BudgetError` where no choice of plans fits."""
+    # Made when the first subgraph comes, before any of them runs.
     found = _known.get(compiler.module)
     if found is None:
         found = PlannedSubgraphs(whole_of(compiler, _traced_step), asked, shared, frame)
@@ -49,12 +45,7 @@ def planned_subgraphs(
 
 
 class PlannedSubgraphs:
-    """A plan for each subgraph.
-
-    Attributes
-    ----------
-    at : how many subgraphs have been compiled.
-    """
+    """A plan for each subgraph; `at` is the number of those that have been compiled."""
 
     def __init__(
         self, whole: Whole, asked: CompileOptions, shared: SharedBudget, frame: Frame
@@ -80,23 +71,17 @@ class PlannedSubgraphs:
 
     @property
     def is_first(self) -> bool:
-        """Whether the subgraph that is compiled now is the first."""
         return self.at == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it is the last."""
         return self.at == len(self._whole.subgraphs) - 1
 
     def plan(self, step: FusedStep) -> Pair:
-        """The two graphs of the subgraph that is compiled now, by the plan that was chosen for it.
-
-        Raises
-        ------
-        BudgetError : its code takes more than the code that it was chosen by.
-        """
+        """Those of the subgraph that is compiled now; `BudgetError` if its code takes too much."""
         option, subgraph = self._chosen_options[self.at], self._whole.subgraphs[self.at]
         schedule = option.candidate.schedule if option.candidate else None
+        # Calls count once, for all subgraphs together.
         step.calls = 1
         step.holds_outputs = subgraph.step is None or subgraph.step.holds_outputs
         pair = step.emit(schedule) if schedule else step.stock()
@@ -109,7 +94,6 @@ class PlannedSubgraphs:
         return pair
 
     def _agreed(self, asked: CompileOptions, shared: SharedBudget) -> tuple[SubgraphOption, ...]:
-        """What was chosen here, or on the rank that plans for all."""
         with one_plan(
             plan_key(asked, [subgraph.step for subgraph in self._whole.subgraphs])
         ) as one:
@@ -132,7 +116,6 @@ class PlannedSubgraphs:
     def _chosen(
         self, asked: CompileOptions, shared: SharedBudget
     ) -> tuple[int, tuple[SubgraphOption, ...]]:
-        """The budget in bytes, and what was chosen under it."""
         budget = asked.parsed
         if budget.kind == "min":
             least = self._search.least()
@@ -150,12 +133,8 @@ class PlannedSubgraphs:
     def _lowest_within(
         self, budget_bytes: int, asked: CompileOptions
     ) -> tuple[SubgraphOption, ...]:
-        """The choice of the lowest peak, looked for anew.
-
-        Raises
-        ------
-        BudgetError : it does not fit either.
-        """
+        """The choice of the lowest peak, looked for anew; `BudgetError` if it does not fit."""
+        # Each subgraph has `replays` plans at most, and those went to other rooms.
         self._search = SubgraphSearch(self._whole, asked)
         least = self._search.least()
         least_bytes = self._held_bytes + peak_of(least, asked.calls - 1)
@@ -183,6 +162,7 @@ class PlannedSubgraphs:
 
     def _remember(self, option: SubgraphOption, replay: ReplayedMemory, peak_bytes: int) -> None:
         found = option.candidate
+        # The search was one for all: its time is told with the first.
         self._seconds, seconds = 0.0, self._seconds
         remember(
             CompiledPlan(
@@ -205,7 +185,6 @@ class PlannedSubgraphs:
 
 
 def _held_once(whole: Whole) -> str:
-    """The advice to hold gradients once, where it would help."""
     if not whole.holds_twice:
         return ""
     return (
@@ -216,7 +195,7 @@ def _held_once(whole: Whole) -> str:
 
 @dataclass(frozen=True)
 class _AsOne:
-    """The bytes of all subgraphs, in the words of a graph that is not cut."""
+    """The bytes of all subgraphs, as a graph that is not cut gives them."""
 
     static_bytes: int
     dynamic_bytes: int
@@ -225,7 +204,6 @@ class _AsOne:
     modules: int = 1
 
     def alone(self, found: ReplayedMemory) -> ReplayedMemory:
-        """`found` without what other calls have left."""
         left_bytes = self.other_calls * (found.saved_bytes + self.dynamic_bytes)
         return dataclasses.replace(
             found,
@@ -243,10 +221,8 @@ class _Traced(Exception):  # noqa: N818
 
 
 def _traced_step(gm: fx.GraphModule, inputs: Sequence[Any]) -> FusedStep | None:
-    """The step that Inductor would plan of a graph; nothing is compiled, and `gm` stays as it is.
-
-    None for a graph without gradients.
-    """
+    """The step that Inductor would plan of a graph; None for one without gradients."""
+    # Dynamo compiles `gm` itself afterwards.
     graph, n_visible = _copied(gm)
     partitioner = Partitioner(_stop, n_visible)
     try:

@@ -18,14 +18,7 @@ from remat.schedules.schedule import Schedule
 
 
 class AgreedPlan(msgspec.Struct, frozen=True):
-    """What is to be compiled.
-
-    Attributes
-    ----------
-    budget_bytes : that it was planned for.
-    schedules : one, or one for each subgraph; None where torch's own cut is taken.
-    gaps : how far each can be from the best; None where nothing is proved.
-    """
+    """A schedule, or one for each subgraph; None is torch's own cut. A gap of None is unproved."""
 
     budget_bytes: int
     schedules: tuple[Schedule | None, ...]
@@ -33,20 +26,17 @@ class AgreedPlan(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, budget_bytes: int, found: Sequence[Candidate | None]) -> AgreedPlan:
-        """These candidates; None stands for a subgraph without gradients."""
+        """None in `found` stands for a subgraph without gradients."""
         schedules = tuple(one.schedule if one else None for one in found)
         return cls(budget_bytes, schedules, tuple(one.gap if one else 0.0 for one in found))
 
     def of_subgraph(self, k: int) -> tuple[Schedule | None, float | None]:
-        """What is chosen for the k-th subgraph, as `PlanSearch.of` takes it."""
         return self.schedules[k], self.gaps[k]
 
 
 def plan_key(asked: CompileOptions, steps: Sequence[FusedStep | None]) -> str:
-    """The same on ranks that have the same steps to plan and are asked the same.
-
-    A rank with another shape, as with the last batch of an epoch, has a plan of its own.
-    """
+    """The same on ranks that have the same steps to plan and are asked the same."""
+    # A rank with another shape, as of the last batch of an epoch, has a plan of its own.
     text = f"{asked} {[step and step.graph.hash for step in steps]}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -59,17 +49,12 @@ def require_within(
     peak_bytes: int,
     held_bytes: int,
 ) -> None:
-    """Refuse what another rank has chosen, where it takes more than this rank may.
-
-    With `"auto"`, that is what is free here, which can be less than there.
-
-    Raises
-    ------
-    BudgetError : it takes more; names both, and a budget in bytes that all ranks can keep to.
-    """
+    """Raise `BudgetError` for the plan of another rank that takes more than this rank may."""
+    # The least peak is no limit.
     if asked.parsed.kind == "min":
         return
     if asked.parsed.kind == "auto":
+        # What is free here can be less than on the rank that planned.
         budget_bytes = auto_bytes(device) + held_bytes
     if peak_bytes <= budget_bytes:
         return

@@ -35,30 +35,22 @@ from remat.graph_capture.tracing.resident import storage_bytes
 from remat.rewriter.guards.backward import OpenForwards, refuse_compiled_autograd
 from remat.rewriter.inductor.replay import ReplayedMemory
 
-# What a model holds beyond the graph that is compiled, where it is compiled in parts.
-#
-# A graph break splits it, or the user compiles its blocks by themselves. The modules that call a
-# block are on the stack while it is compiled.
-#
-# Graphs are compiled one after the other, each in the first forward that reaches it. So when the
-# first is planned, the graphs after it are not known. But their parameters are there all the time,
-# and their gradients from their backward on, which comes before that of the first.
+# A graph break splits a model, or the user compiles its blocks by themselves. Graphs are compiled
+# one after the other, so when the first is planned, those after it are not known. But the
+# parameters of all modules are there, and they are found on the stack.
 
 
 _BUFFERS = 3
-"""How many buffers of the size of a block FSDP2 needs beside the block that runs."""
+"""Buffers of the size of a block that FSDP2 needs beside the block that runs."""
 
 
 @dataclass(frozen=True)
 class WholeModel:
     """Bytes of all modules that the compiled function names.
 
-    Attributes
-    ----------
-    static_bytes : of parameters and buffers. gradient_bytes : of all gradients of parameters.
-    is_split : whether other graphs follow: a graph break ends this one, or it is of a module that
-        is part of another. n_alike : how many compiled modules of the same class there are.
-    around : class of the module that it is part of; empty if it is none.
+    `static_bytes` : of parameters and buffers. `is_split` : whether other graphs follow: a graph
+    break ends this one, or it is of a module in another. `n_alike` : compiled modules of the same
+    class. `around` : class of the module that it is part of; empty if it is none.
     """
 
     static_bytes: int = 0
@@ -75,12 +67,14 @@ def whole_model() -> WholeModel:
         return WholeModel()
     root = translator.output.root_tx
     modules = list(_modules(root.f_locals.values()))
+    # A function that is compiled may read its model from globals.
     modules += _modules(root.f_globals.get(name) for name in root.f_code.co_names)
     outer = _outermost(modules)
     static_bytes, gradient_bytes = _bytes_held_by(modules)
     outer_bytes, outer_gradient_bytes = (0, 0) if outer is None else _bytes_held_by([outer])
     outer_bytes += 0 if outer is None else _sharding_buffers_bytes(outer)
     reason = translator.output.compile_subgraph_reason
+    # A module around it that holds more calls it as one of its parts.
     is_part = outer_bytes > static_bytes
     return WholeModel(
         static_bytes=max(static_bytes, outer_bytes),
@@ -96,10 +90,10 @@ def _modules(values: Iterable[Any]) -> Iterator[nn.Module]:
 
 
 def _outermost(parts: Sequence[nn.Module]) -> nn.Module | None:
-    """The outermost module whose forward is calling these modules; None if there is none."""
     found: nn.Module | None = None
     frame = sys._getframe()
     while frame is not None:
+        # Every call of a module goes through this code, with the module as `self`.
         owner = frame.f_locals.get("self") if frame.f_code is module_call_code else None
         if isinstance(owner, nn.Module) and not _inside(owner).isdisjoint(map(id, parts)):
             found = owner
@@ -122,21 +116,19 @@ def _bytes_held_by(modules: Iterable[nn.Module]) -> tuple[int, int]:
 
 
 def _sharding_buffers_bytes(outer: nn.Module) -> int:
-    """What FSDP2 holds beside a block that runs; 0 where nothing is sharded.
-
-    These are the parameters that it gathers ahead, the buffer that it reduces gradients in, and on
-    a CPU the copy that gloo makes: each at most as large as the largest block.
-    """
+    """What FSDP2 holds beside a block that runs; 0 where nothing is sharded."""
     if not (dist.is_available() and dist.is_initialized()):
         return 0
     from torch.distributed.fsdp import FSDPModule
 
     sharded = [module for module in outer.modules() if isinstance(module, FSDPModule)]
+    # The parameters that it gathers ahead, the buffer that it reduces gradients in, and on a CPU
+    # the copy that gloo makes: each at most as large as the largest block.
     return _BUFFERS * max(map(_sharded_bytes, sharded), default=0)
 
 
 def _sharded_bytes(module: nn.Module) -> int:
-    """Bytes of all parameters that are sharded with a module, and not with one inside, as whole."""
+    """Of the parameters that are sharded with a module, and not with one inside, as whole."""
     from torch.distributed.fsdp import FSDPModule
 
     inner = [m for m in module.modules() if m is not module and isinstance(m, FSDPModule)]
@@ -154,6 +146,7 @@ def _n_alike(part: nn.Module, outer: nn.Module | None) -> int:
         id(inner): inner
         for module in outer.modules()
         for inner in (getattr(module, "_orig_mod", module),)
+        # Compiled in place by `module.compile()`; `torch.compile` wraps it instead.
         if inner is not module or module._compiled_call_impl is not None
     }
     return max(1, sum(type(module) is type(part) for module in compiled.values()))
@@ -217,12 +210,9 @@ class Measured(Protocol):
 class SharedBudget:
     """The graphs of one call of torch.compile, by dynamo's frame and compilation.
 
-    Attributes
-    ----------
-    noted : bytes of each graph. forwards : the open forwards of these graphs.
-    whole : the model that a graph break has split; without bytes where none has.
-    awaited_gradient_bytes : of gradients of graphs that are still to be compiled.
-    device : on which they run. libraries_bytes : what libraries keep there all the time.
+    `whole` : the model that a graph break has split; without bytes where none has.
+    `awaited_gradient_bytes` : of gradients of graphs that are still to be compiled.
+    `libraries_bytes` : what libraries keep on `device` all the time.
     """
 
     noted: dict[Frame, _Noted] = field(default_factory=dict[Frame, _Noted])
@@ -233,7 +223,7 @@ class SharedBudget:
     libraries_bytes: int = 0
 
     def runs_on(self, device: str) -> None:
-        """Take note of the device of a graph that is about to be planned."""
+        # What libraries keep is measured, once for each device.
         if device != self.device:
             self.device, self.libraries_bytes = device, libraries_bytes(device)
 
@@ -243,13 +233,9 @@ class SharedBudget:
         return max(1, whole.n_alike - called)
 
     def expect(self, whole: WholeModel, frame: Frame, gradient_bytes: int, modules: int = 1) -> int:
-        """Take note of the model around a graph that is about to be planned for some modules.
-
-        Returns
-        -------
-        Bytes of gradients that later graphs leave before the backward of this one runs.
-        """
+        """Note the model around a graph; returns bytes of gradients that later graphs leave."""
         before = self.forwards.graphs()
+        # The first graph of a step: another model, or another step, may have been here before.
         if not before:
             self.whole = whole if whole.is_split else WholeModel()
         # A module inside ends without a break, and graphs of the modules around it follow.
@@ -261,8 +247,9 @@ class SharedBudget:
         return self.awaited_gradient_bytes
 
     def held_bytes(self, frame: Frame, static_bytes: int, dynamic_bytes: int) -> int:
-        """Bytes that are held before the graph of `frame` allocates anything."""
+        """Before the graph of `frame` allocates anything."""
         before = self.forwards.graphs()
+        # An earlier call of the same code has these parameters already.
         own = 0 if frame[0] in {one[0] for one in before} else static_bytes
         awaited = max(0, self.whole.static_bytes - own - self._static_bytes(before))
         left = self._left(before, is_stock=False)
@@ -274,13 +261,15 @@ class SharedBudget:
         """The peak that all graphs so far have as torch compiles them, that of `frame` included."""
         before = self.forwards.graphs()
         left, held = self._left(before, is_stock=True), self._left(before, is_stock=False)
+        # `_peak` reads it there; `note` replaces it by what is chosen.
         self.noted[frame] = _Noted.of(step, stock, stock, 0)
         frames = [*before, frame]
         peaks = [self._peak(frames, k, is_stock=True) for k in range(len(frames))]
         return max(held_bytes + stock.peak_bytes - held + left, *peaks)
 
     def others_text(self, frame: Frame) -> str:
-        """What a plan for `frame` depends on of other graphs, without the numbers of frames."""
+        """What a plan for `frame` depends on of other graphs."""
+        # Without the numbers of frames, which differ between processes.
         before = [(one[0] == frame[0], self.noted[one]) for one in self.forwards.graphs()]
         whole = self.whole if before else None
         return f"{before} {whole} {self.given_to_other_shapes_bytes(frame)}"
@@ -295,17 +284,7 @@ class SharedBudget:
         budget_bytes: int,
         *, is_bound: bool = True,
     ) -> None:  # fmt: skip
-        """Keep what a compiled graph takes, and what it was planned for.
-
-        Parameters
-        ----------
-        is_bound : whether the budget was asked for; else it is raised to what the graphs take.
-
-        Raises
-        ------
-        BudgetError : it does not fit beside the forwards before it, which were planned before it
-            was known.
-        """
+        """`BudgetError` where a bound budget is exceeded; one that was not asked for is raised."""
         frames = [*self.forwards.graphs(), frame]
         self.noted[frame] = _Noted.of(step, chosen, stock, budget_bytes)
         peaks = [self._peak(frames, k, is_stock=False) for k in range(len(frames))]
@@ -313,6 +292,7 @@ class SharedBudget:
             raised = max(budget_bytes, *peaks)
             self.noted[frame] = dataclasses.replace(self.noted[frame], budget_bytes=raised)
             return
+        # Earlier graphs were planned before this one was known.
         highest = peaks.index(max(peaks))
         if peaks[highest] <= budget_bytes:
             return
@@ -326,13 +306,9 @@ class SharedBudget:
         )
 
     def require_room(self, frame: Frame) -> None:
-        """Refuse a forward for which those that are open leave too little.
-
-        Raises
-        ------
-        BudgetError : more of them are open than when its graph was planned.
-        """
+        """`BudgetError` where more forwards are open than when the graph of `frame` was planned."""
         before = self.forwards.graphs()
+        # Alone, it has the room that it was planned for.
         if not before:
             return
         budget_bytes = self.noted[frame].budget_bytes
@@ -356,15 +332,14 @@ class SharedBudget:
         return saved + sum(n.dynamic_bytes for n in noted) + self._static_bytes(frames)
 
     def _static_bytes(self, frames: Sequence[Frame]) -> int:
-        """Bytes of parameters; compilations of one frame share theirs."""
         largest: dict[int, int] = {}
         for frame in frames:
             known = largest.get(frame[0], 0)
+            # Compilations of one frame, for other shapes, share their parameters.
             largest[frame[0]] = max(known, self.noted[frame].static_bytes)
         return sum(largest.values())
 
     def _gradient_bytes(self, frames: Sequence[Frame]) -> int:
-        """Bytes of gradients of parameters; calls of one frame share theirs, unless of modules."""
         shared: dict[int, int] = {}
         own_bytes = 0
         for frame in frames:
@@ -372,22 +347,22 @@ class SharedBudget:
             if one.is_of_several:
                 own_bytes += one.gradient_bytes
             else:
+                # Calls of one module add up in one gradient.
                 shared[frame[0]] = one.gradient_bytes
         return own_bytes + sum(shared.values())
 
     def _peak(self, frames: Sequence[Frame], k: int, *, is_stock: bool) -> int:
-        """Peak of the k-th forward and its backward, with what others hold meanwhile.
-
-        These are what the forwards before it leave, all parameters, and, in backward, the gradients
-        of the forwards after it and the results of the last, which is the loss.
-        """
+        """Peak of the k-th forward and its backward, with what others hold beside them."""
         own = self.noted[frames[k]]
         peaks = own.stock if is_stock else own.chosen
+        # Parameters of all modules are there all the time, also those of graphs still to come.
         static = max(self._static_bytes(frames), self.whole.static_bytes)
         parameters = static - self._static_bytes(frames[:k])
+        # Backward runs from the last graph to the first.
         after_bytes = self._gradient_bytes(frames[k + 1 :])
         backward = peaks.backward_peak_bytes + after_bytes + self.awaited_gradient_bytes
         if k < len(frames) - 1:
+            # The loss, which the user holds.
             backward += self.noted[frames[-1]].chosen.output_bytes
         left = self._left(frames[:k], is_stock=is_stock)
         beside = self.libraries_bytes + left + parameters + own.dynamic_bytes
@@ -402,11 +377,9 @@ def watched(
     is_first: bool = True,
     is_last: bool = True,
 ) -> Callable[..., Any]:
-    """`call`, a compiled training graph, that counts as open from each run until its backward.
+    """`call`, a compiled training graph, that counts as open from each run until its backward."""
 
-    Of a graph in subgraphs, the first asks for room, and the last has the results.
-    """
-
+    # Of a graph in subgraphs, the first asks for room, and the last has the results.
     is_subgraph, is_new = not (is_first and is_last), True
 
     def run(*args: Any) -> Any:
@@ -415,6 +388,7 @@ def watched(
         if is_subgraph and any(isinstance(value, FakeTensor) for value in args):
             # DDP's subgraphs run once on fake tensors, for the shapes that the next subgraph gets.
             return call(*args)
+        # It may have been turned on since the graph was compiled.
         refuse_compiled_autograd()
         if is_new and not is_subgraph:
             is_new = False
@@ -433,16 +407,13 @@ _known: dict[int, tuple[Mapping[str, Any] | None, SharedBudget]] = {}
 
 
 def shared_budget(options: Mapping[str, Any] | None) -> SharedBudget:
-    """The budget of the calls of torch.compile that these options came with.
-
-    Dynamo hands every graph of a model the same options object. The object is kept, so that no
-    other takes its id. Models that share one share their budget while they are trained together.
-    If they take turns, the forwards of one are closed when the other runs.
-    """
+    # Dynamo hands every graph of a model the same options object. It is kept, so that no other
+    # takes its id. Models that take turns do not share: the forwards of one are closed when the
+    # other runs.
     held = _known.setdefault(id(options), (options, SharedBudget()))
     return held[1]
 
 
 def forget_graphs() -> None:
-    """Forget all graphs, as dynamo does when it is reset."""
+    # Dynamo calls this when it is reset.
     _known.clear()

@@ -30,21 +30,17 @@ from remat.rewriter.inductor.fused_nodes import data_dependent_message
 from remat.rewriter.inductor.kernel_costs import for_real
 
 _EXAMPLE = "example_value"
-"""Key of a node's `meta` under which dynamo keeps what it traced the node with."""
+"""Key of a node's `meta` for what dynamo traced the node with."""
 _SIZED = (Tensor, torch.SymInt)
 
 
 def has_symbols(gm: fx.GraphModule) -> bool:
-    """Whether a size of an input, or an input itself, is a symbol."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     return any(_is_symbolic(node.meta.get(_EXAMPLE)) for node in placeholders)
 
 
 def symbols_of(gm: fx.GraphModule) -> dict[int, str]:
-    """What is a symbol, by the number of the input that has its value.
-
-    It is a size of another input, such as ``dimension 1 of tokens``, or a number of Python's.
-    """
+    """What is a symbol, such as ``dimension 1 of tokens``, by the number of its input."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     named: dict[str, str] = {}
     for node in placeholders:
@@ -60,21 +56,20 @@ def symbols_of(gm: fx.GraphModule) -> dict[int, str]:
 
 
 def _items_of(node: fx.Node) -> list[fx.Node]:
-    """Where a float of Python's is read, which dynamo passes as a tensor of no dimension.
-
-    Dynamo knows its value. The sizes and floats that forward takes out of tensors have none.
-    """
+    """Where a float of Python's is read, which dynamo passes as a tensor of no dimension."""
     return [
         user
         for user in node.users
         if (user.op, user.target) == ("call_method", "item")
         and isinstance(value := user.meta.get(_EXAMPLE), torch.SymFloat)
+        # Sizes and floats that forward takes out of tensors have none.
         and value.node.has_hint()
     ]
 
 
 def refuse_data_dependent(gm: fx.GraphModule) -> None:
     """Raise `CaptureError` if a size in the graph depends on data."""
+    # An unbacked symbol that comes in has a number at each call.
     given: set[Any] = set()
     for node in gm.graph.nodes:
         for value in pytree.tree_leaves(node.meta.get(_EXAMPLE)):
@@ -87,20 +82,14 @@ def refuse_data_dependent(gm: fx.GraphModule) -> None:
 
 
 def _name_of_input(node: fx.Node) -> str:
-    """As the user's function names it; dynamo calls ``x`` of its caller ``L_x_``."""
+    # Dynamo calls ``x`` of its caller ``L_x_``.
     return str(node.target).removeprefix("L_").strip("_")
 
 
 def numbered(
     gm: fx.GraphModule, numbers: Mapping[int, float], given: Sequence[Any]
 ) -> tuple[fx.GraphModule, list[Any]]:
-    """A copy of a graph of dynamo's for one shape, and fake inputs of that shape.
-
-    Parameters
-    ----------
-    numbers : values of the inputs that are symbols or floats, by number. The copy takes the others.
-    given : all inputs, as they come.
-    """
+    """A copy with `numbers`, by input, in place of symbols, and the other inputs as fake ones."""
     made = with_notes(gm)
     placeholders = made.graph.find_nodes(op="placeholder")
     for i, number in numbers.items():
@@ -114,6 +103,7 @@ def numbered(
         # Symbols in there belong to dynamo's trace, whose guards are closed.
         node.meta.pop(_EXAMPLE, None)
     made.recompile()
+    # A mode of its own: dynamo's knows the same inputs by symbols.
     mode = FakeTensorMode(shape_env=ShapeEnv())
     others = [value for i, value in enumerate(given) if i not in numbers]
     return made, [_fake(mode, value) for value in others]
@@ -124,12 +114,9 @@ def _fake(mode: FakeTensorMode, value: Any) -> Any:
 
 
 def with_notes(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph of dynamo's.
-
-    Dynamo's notes on graph and inputs go with it: by them, Inductor knows parameters.
-    """
     made = copy_of(gm)
     made.meta = dict(gm.meta)
+    # Dynamo's notes on graph and inputs: by them, Inductor knows parameters.
     sources: Any = getattr(gm, "_param_name_to_source", None)
     made._param_name_to_source = sources
     olds, news = (m.graph.find_nodes(op="placeholder") for m in (gm, made))
@@ -140,16 +127,12 @@ def with_notes(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def specialized(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
-    """Inputs with numbers in place of symbols; the graph reads these, in place.
-
-    Raises
-    ------
-    CaptureError : the user has asked for symbols, or a size depends on data.
-    """
+    """Inputs with numbers in place of symbols; the graph reads these, in place."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     traced = [node.meta.get(_EXAMPLE) for node in placeholders]
     if not any(map(_is_symbolic, traced)):
         return list(example_inputs)
+    # A symbol that the user has asked for may not be fixed.
     _refuse_asked_for(placeholders, traced)
     for node, value in zip(placeholders, traced, strict=True):
         if isinstance(value, torch.SymInt):
@@ -175,12 +158,13 @@ def _geometry(tensor: Tensor) -> list[Any]:
 
 
 def _refuse_asked_for(placeholders: Sequence[fx.Node], traced: Sequence[Any]) -> None:
-    """Raise where the user asked for symbols, which may then not be fixed, or one has no value."""
     numbers = [n for t in traced if isinstance(t, Tensor) for n in _geometry(t)]
     symbols = [n for n in [*numbers, *traced] if isinstance(n, torch.SymInt)]
     given = [getattr(node.meta.get("grapharg"), "example", None) for node in placeholders]
+    # `mark_dynamic` notes its dimensions on the tensor.
     is_marked = any(getattr(value, "_dynamo_dynamic_indices", ()) for value in given)
     is_known = all(n.node.has_hint() for n in symbols)
+    # With dynamic=True, that is False.
     if dynamo_config.assume_static_by_default and is_known and not is_marked:
         return
     shapes = [list(t.shape) for t in traced if _is_fake(t)]
@@ -193,17 +177,17 @@ def _refuse_asked_for(placeholders: Sequence[fx.Node], traced: Sequence[Any]) ->
 
 
 def _read_number(node: fx.Node, value: float) -> None:
-    """Put `value` where `node` is read."""
     for user in list(node.users):
         user.args = fx.map_arg(user.args, lambda n: value if n is node else n)
         user.kwargs = fx.map_arg(user.kwargs, lambda n: value if n is node else n)
 
 
 def _fixed(fake: FakeTensor, bases: dict[int, Tensor]) -> Tensor:
-    """`fake` with plain numbers; taking them from symbols notes the guards."""
+    # Taking a number from a symbol notes a guard, so dynamo compiles again for another shape.
     shape, stride = [int(n) for n in fake.shape], [int(n) for n in fake.stride()]
     offset, key = int(fake.storage_offset()), storage_key(fake)
     with fake.fake_mode, torch.no_grad():
+        # Inputs that share a storage still do.
         if key not in bases:
             size_bytes = int(fake.untyped_storage().nbytes())
             bases[key] = torch.empty(size_bytes, dtype=torch.uint8, device=fake.device)
@@ -213,12 +197,7 @@ def _fixed(fake: FakeTensor, bases: dict[int, Tensor]) -> Tensor:
 
 
 def device_of_inputs(inputs: Iterable[Any]) -> str:
-    """``cpu``, or the one CUDA device that holds inputs of a graph, such as ``cuda:0``.
-
-    Raises
-    ------
-    DeviceError : the inputs are on several CUDA devices, or on a device of another kind.
-    """
+    """``cpu``, or the one CUDA device that holds inputs; `DeviceError` for any other."""
     tensors = [given for given in inputs if isinstance(given, Tensor)]
     device = device_holding(tensors)
     others = sorted({str(tensor.device) for tensor in tensors} - {CPU, device})

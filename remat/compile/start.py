@@ -45,25 +45,18 @@ from remat.rewriter.inductor.partition import FusedStep, Pair
 from remat.rewriter.inductor.replay import StepBytes
 from remat.solver.search import Clock
 
-# What a compiled plan depends on, as a key: the same in each process that would plan the same.
-#
-# The key is made of dynamo's graph, before anything of Inductor runs. It has the ops with their
-# arguments, what they read of which shapes, and what is around the graph: the options, the forwards
-# that are open, the machine, the rank, and the releases and settings of torch. Names that differ
-# from run to run are left out. Costs are not in it: they are kept with the plan, and compared.
+# A key of all that a compiled plan depends on, made of dynamo's graph before anything of Inductor
+# runs. Names that differ from run to run are left out. Costs are not in it: they are kept with the
+# plan, and compared.
 
 
 def start_key(gm: fx.GraphModule, inputs: Sequence[Any], asked: CompileOptions, around: str) -> str:
-    """SHA-256 of all that the plan of a graph depends on; empty where that has no lasting text.
-
-    Parameters
-    ----------
-    inputs : of the graph, real or fake. around : what is known of the graphs before this one.
-    """
+    """SHA-256 of all that the plan of a graph depends on; empty where that has no lasting text."""
     digest = hashlib.sha256()
     surroundings = _surroundings(device_of_inputs(inputs))
     parts = (repr(asked), around, *surroundings, *_input_lines(inputs), *_graph_lines(gm))
     for part in parts:
+        # An object's default text has its address, which another process does not give.
         if ADDRESS in part:
             return ""
         digest.update(part.encode() + b"\n")
@@ -71,7 +64,6 @@ def start_key(gm: fx.GraphModule, inputs: Sequence[Any], asked: CompileOptions, 
 
 
 def _surroundings(device: str) -> Iterator[str]:
-    """Machine, releases and settings."""
     yield f"{cpu_title()} {_title(device)}"
     yield f"{torch.__version__} {torch.version.git_version} {sources_key()}"
     yield f"{inductor_config.get_hash().hex()} {functorch_config.get_hash().hex()}"
@@ -84,7 +76,7 @@ def _surroundings(device: str) -> Iterator[str]:
 
 
 def _title(device: str) -> str:
-    """What a device is, and how it is set; empty for the CPU, whose title is there anyway."""
+    """Empty for the CPU, whose title is there anyway."""
     if not is_cuda(device):
         return ""
     meter = meter_of(device)
@@ -96,6 +88,7 @@ def _input_lines(inputs: Sequence[Any]) -> Iterator[str]:
     storages: dict[int, int] = {}
     for i, value in enumerate(inputs):
         if isinstance(value, Tensor):
+            # Two inputs of one storage count its bytes once.
             shared = storages.setdefault(storage_key(value), i)
             yield f"{_tensor_text(value)} in {shared}"
         else:
@@ -110,8 +103,10 @@ def _tensor_text(tensor: Tensor) -> str:
 
 def _graph_lines(gm: fx.GraphModule) -> Iterator[str]:
     """A line for each node; graphs that a node runs come with it."""
+    # Positions, as names differ from run to run.
     number = {node: f"%{i}" for i, node in enumerate(gm.graph.nodes)}
     for node in gm.graph.nodes:
+        # Inputs have lines of their own.
         if node.op == "placeholder":
             continue
         arguments = fx.map_arg((node.args, node.kwargs), number.__getitem__)
@@ -131,7 +126,6 @@ def _attribute_lines(gm: fx.GraphModule, target: str) -> Iterator[str]:
 
 
 def _name_of(target: Any) -> str:
-    """Of a function; of an op with its overload."""
     if isinstance(target, OpOverload):
         return str(target)
     name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
@@ -153,16 +147,7 @@ def keeps_plans(asked: CompileOptions) -> bool:
 
 
 class Start:
-    """Plans one graph, or takes the plan that is kept for it.
-
-    Parameters
-    ----------
-    context : of the graph. gm : as dynamo has made it. inputs : real or fake.
-
-    Attributes
-    ----------
-    name : of the plan, as `Partitioner` takes it; empty where nothing is kept.
-    """
+    """Plans one graph, or takes the plan kept for it; `name` is empty where nothing is kept."""
 
     def __init__(self, context: GraphContext, gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
         self.context, clock = context, Clock()
@@ -172,19 +157,16 @@ class Start:
         self._kept = kept_choice(self._key) if self._key else None
         if self._kept and not self._suits(self._kept):
             self._kept = None
+        # Drawn anew for each plan, so that torch never gives out the code of another plan.
         drawn = secrets.token_hex(_NAME_BYTES) if self._key else ""
         self.name = self._kept.name if self._kept else drawn
         self._looked_s = clock.elapsed_s
 
     def plan(self, step: FusedStep) -> Pair:
-        """The two graphs that Inductor compiles.
-
-        Raises
-        ------
-        BudgetError : no plan fits.
-        """
+        """`BudgetError` where no plan fits."""
         self.context.set_beside(step)
         kept = self._kept
+        # The key is of dynamo's graph; this compares the graph that was planned.
         if kept and kept.graph == _without_lines(step.graph):
             self._note_kept(kept, step)
             return step.emit(kept.schedule) if kept.schedule else step.stock()
@@ -194,12 +176,13 @@ class Start:
         return self._planned(step)
 
     def go_without_a_graph(self) -> None:
-        """Torch has asked for no plan: it has the code, or the graph has no gradients."""
+        """Torch asks for no plan where it has the code, or the graph has no gradients."""
         if self._kept and self._kept.graph:
             step = self._kept.step()
             self.context.set_beside(step)
             self._note_kept(self._kept, step)
         elif self._key and not self._kept:
+            # So the next process asks for the code by the same name.
             keep_choice(KeptChoice(self._key, self.name))
 
     def _suits(self, kept: KeptChoice) -> bool:
@@ -208,6 +191,7 @@ class Start:
             return True
         step = kept.step()
         self.context.set_beside(step)
+        # Its replayed peaks count what other calls leave.
         if _calls_beside(step) != (kept.calls, kept.modules, kept.awaited_gradient_bytes):
             return False
         held_bytes = self.context.held_bytes(step)
@@ -224,12 +208,12 @@ class Start:
         self.context.note(step, kept.taken(), kept.budget_bytes, self._looked_s)
 
     def _planned(self, step: FusedStep) -> Pair:
-        """Choose what Inductor compiles, and keep what was chosen."""
         clock = Clock()
         self.context.warn_of_part()
         search = PlanSearch(step, self.context.asked)
         stock = search.stock()
         budget_bytes, found = self._agreed(search, stock)
+        # One more: that of `stock`.
         replays = 1 + len(search.tried)
         taken = ChosenPlan(
             stock.replay, found.replay, found.schedule, found.overhead, found.gap, replays
@@ -262,7 +246,6 @@ class Start:
         )
 
     def _agreed(self, search: PlanSearch, stock: Candidate) -> tuple[int, Candidate]:
-        """The budget in bytes, and what was chosen here, or on the rank that plans for all."""
         asked, step = self.context.asked, search.step
         with one_plan(plan_key(asked, [step])) as one:
             if one.is_made_here:
@@ -279,12 +262,7 @@ class Start:
             return choice.budget_bytes, found
 
     def _chosen(self, search: PlanSearch, stock: Candidate) -> tuple[int, Candidate]:
-        """The budget in bytes, and the candidate chosen under it.
-
-        Raises
-        ------
-        BudgetError : none fits.
-        """
+        """The budget in bytes, and what fits it; `BudgetError` where nothing does."""
         step = search.step
         held_bytes = self.context.held_bytes(step)
         budgets_bytes = self.context.budgets_bytes(step, stock.replay)
@@ -310,7 +288,7 @@ def _calls_beside(step: StepBytes) -> tuple[int, int, int]:
 
 
 def _without_lines(graph: TrainingGraph) -> TrainingGraph:
-    """`graph` without the lines of the user's files, which move while the step stays the same."""
+    """Lines of the user's files move while the step stays the same."""
     ops = (msgspec.structs.replace(op, source="") for op in graph.ops)
     return msgspec.structs.replace(graph, ops=tuple(ops))
 

@@ -33,18 +33,15 @@ _LOWER = 0.99
 _BETWEEN = 2
 """Index of the first share that is no end."""
 _MOST_STATES = 400
-"""States of the table that are kept a subgraph, of those that leave least for their time."""
+"""Of the table, a subgraph."""
 
 
 @dataclass(frozen=True)
 class SubgraphOption:
-    """A plan of one subgraph, in bytes beside the inputs of the model.
+    """A plan of one subgraph; `candidate` is None where it has no gradients.
 
-    Attributes
-    ----------
-    candidate : None for a subgraph without gradients. peak_bytes : while it runs, forward or
-        backward, with the gradients beside it. left_bytes : what it leaves from its forward to
-        its backward.
+    Bytes are beside the inputs of the model: `peak_bytes` while it runs, forward or backward, with
+    the gradients beside it, `left_bytes` from its forward to its backward.
     """
 
     candidate: Candidate | None
@@ -55,8 +52,6 @@ class SubgraphOption:
 
 @dataclass(frozen=True)
 class _State:
-    """Plans of the subgraphs so far."""
-
     left_bytes: int
     peak_bytes: int
     extra_us: float
@@ -66,12 +61,7 @@ class _State:
 def fastest(
     options: Sequence[Sequence[SubgraphOption]], room_bytes: int, other_calls: int = 0
 ) -> tuple[SubgraphOption, ...] | None:
-    """An option for each subgraph, so that all fit and take the least time; None if none do.
-
-    Parameters
-    ----------
-    other_calls : how many further forwards leave as much before the first backward.
-    """
+    """The fastest options that fit; `other_calls` more leave as much before the first backward."""
     states = [_State(0, 0, 0.0, ())]
     for of_subgraph in options:
         states = _pruned(
@@ -79,13 +69,14 @@ def fastest(
             for before in states
             for option in of_subgraph
             for state in (_with(before, option),)
+            # Neither falls as subgraphs are added, so what is over the room stays so.
             if state.peak_bytes + other_calls * state.left_bytes <= room_bytes
         )
     return min(states, key=lambda state: state.extra_us).options if states else None
 
 
 def peak_of(chosen: Sequence[SubgraphOption], other_calls: int = 0) -> int:
-    """The peak of a step with these options, beside the inputs."""
+    """Beside the inputs."""
     state = _State(0, 0, 0.0, ())
     for option in chosen:
         state = _with(state, option)
@@ -93,7 +84,6 @@ def peak_of(chosen: Sequence[SubgraphOption], other_calls: int = 0) -> int:
 
 
 def least_room(options: Sequence[Sequence[SubgraphOption]], other_calls: int = 0) -> int:
-    """The least room into which the options fit."""
     low, high = 0, peak_of([of_subgraph[0] for of_subgraph in options], other_calls)
     while low < high:
         middle = (low + high) // 2
@@ -107,6 +97,7 @@ def least_room(options: Sequence[Sequence[SubgraphOption]], other_calls: int = 0
 def _with(before: _State, option: SubgraphOption) -> _State:
     return _State(
         before.left_bytes + option.left_bytes,
+        # While it runs, forward or backward, what those before it have saved is live.
         max(before.peak_bytes, before.left_bytes + option.peak_bytes),
         before.extra_us + option.extra_us,
         (*before.options, option),
@@ -114,9 +105,9 @@ def _with(before: _State, option: SubgraphOption) -> _State:
 
 
 def _pruned(states: Iterable[_State]) -> list[_State]:
-    """Those states that no other beats in all of what is left, peak and time."""
     kept: list[_State] = []
     for state in sorted(states, key=lambda s: (s.extra_us, s.left_bytes, s.peak_bytes)):
+        # Sorted by time, so what is kept is no slower.
         if not any(
             one.left_bytes <= state.left_bytes and one.peak_bytes <= state.peak_bytes
             for one in kept
@@ -131,12 +122,7 @@ def _pruned(states: Iterable[_State]) -> list[_State]:
 
 
 class SubgraphSearch:
-    """Plans of all subgraphs, and the choice among them.
-
-    Attributes
-    ----------
-    options : of each subgraph, those known so far; the first is what torch itself makes of it.
-    """
+    """`options` are the known ones of each subgraph, the first of them torch's own."""
 
     def __init__(self, whole: Whole, asked: CompileOptions) -> None:
         self.whole, self.asked = whole, asked
@@ -154,7 +140,6 @@ class SubgraphSearch:
     def followed(
         self, chosen: Iterable[tuple[Schedule | None, float | None]]
     ) -> tuple[SubgraphOption, ...]:
-        """The options of what another rank has chosen for each subgraph, and how good that is."""
         triples = zip(self.whole.subgraphs, self.searches, chosen, strict=True)
         return tuple(
             option_of(subgraph, search and search.of(*taken)) for subgraph, search, taken in triples
@@ -162,11 +147,10 @@ class SubgraphSearch:
 
     @property
     def stock_peak_bytes(self) -> int:
-        """The peak of all subgraphs as torch compiles them, beside the inputs."""
+        """Beside the inputs."""
         return peak_of(self.stock, self.asked.calls - 1)
 
     def within(self, room_bytes: int) -> tuple[SubgraphOption, ...] | None:
-        """The fastest choice found that fits into the room; None if none does."""
         best = fastest(self._allowed(), room_bytes, self.asked.calls - 1)
         if best and _extra_us(best) <= CHEAP * self._time_us and not any(self._barred):
             return best
@@ -183,7 +167,6 @@ class SubgraphSearch:
         return best
 
     def least(self) -> tuple[SubgraphOption, ...]:
-        """The choice of the lowest peak found."""
         room_bytes = peak_of(self.stock, self.asked.calls - 1)
         for _ in range(self.asked.replays):
             # In less room than there is, plans of single subgraphs would save more to peak lower.
@@ -199,17 +182,15 @@ class SubgraphSearch:
         return found
 
     def least_room_bytes(self) -> int:
-        """The least room into which what was tried fits."""
         return least_room(self._allowed(), self.asked.calls - 1)
 
     @property
     def tried(self) -> int:
-        """How many plans had their code replayed."""
         return sum(map(self.replays_of, range(len(self.searches))))
 
     def replays_of(self, k: int) -> int:
-        """How many plans of the k-th subgraph had their code replayed."""
         search = self.searches[k]
+        # One more: torch's own cut is replayed too.
         return 0 if search is None else 1 + len(search.tried)
 
     @property
@@ -218,6 +199,7 @@ class SubgraphSearch:
         return sum(step.graph.time_us for step in steps if step is not None)
 
     def _allowed(self) -> list[list[SubgraphOption]]:
+        # Torch's own cut ignores the user's pins, so it is the last resort.
         pairs = zip(self.options, self._barred, strict=True)
         return [options[1:] if barred and options[1:] else options for options, barred in pairs]
 
@@ -233,7 +215,6 @@ class SubgraphSearch:
             before_bytes += int(share * saved_bytes) + subgraph.outputs_bytes
 
     def _add(self, k: int, limit_bytes: int, saved_bytes: int) -> None:
-        """Plan one subgraph for a peak, and for what it may save."""
         search, subgraph = self.searches[k], self.whole.subgraphs[k]
         if search is None or len(search.tried) >= self.asked.replays:
             return
@@ -244,6 +225,7 @@ class SubgraphSearch:
             return found and _InPlace(found, subgraph)
 
         fastest_within(limit_bytes, generated, tries=_TRIES, is_enough=lambda _: True)
+        # Several targets may give the same candidate.
         known = {id(option.candidate) for option in self.options[k]}
         new = [found for found in search.tried.values() if id(found) not in known]
         self.options[k] += [option_of(subgraph, found) for found in new]
@@ -276,11 +258,7 @@ class _InPlace:
 def with_neighbours(
     graph: TrainingGraph, subgraph: Subgraph, target_bytes: int, saved_bytes: int
 ) -> TrainingGraph:
-    """`graph` of a subgraph with what is beside it in backward, and a limit on what it saves.
-
-    The gradients that others have left are added to the first tangent, which lives as long. Where
-    backward opens, a workspace takes the room that may not be saved.
-    """
+    """`graph` with what is beside it in backward, and a limit on what it saves."""
     opening = next(op for op in graph.ops if op.target == TANGENTS)
     sizes = {value.name: value.size_bytes for value in graph.values}
     arriving_bytes = sum(sizes[name] for name in opening.outputs)
@@ -289,12 +267,16 @@ def with_neighbours(
     return msgspec.structs.replace(
         graph,
         ops=tuple(
+            # Solvers know a budget on the peak, none on what is saved: a workspace where backward
+            # opens takes the room that may not be saved.
             msgspec.structs.replace(op, workspace_bytes=max(0, spare_bytes - arriving_bytes))
             if op is opening
             else op
             for op in graph.ops
         ),
         values=tuple(
+            # Gradients that others have left live as long as the first tangent, so they are added
+            # to it.
             msgspec.structs.replace(value, size_bytes=value.size_bytes + subgraph.beside_bytes)
             if value.name == first
             else value
@@ -304,7 +286,7 @@ def with_neighbours(
 
 
 def option_of(subgraph: Subgraph, found: Candidate | None) -> SubgraphOption:
-    """What a candidate takes in the place of a subgraph; None stands for one without gradients."""
+    """None stands for a subgraph without gradients."""
     if found is None:
         return SubgraphOption(None, subgraph.outputs_bytes, subgraph.outputs_bytes)
     replay, step = found.replay, subgraph.step
@@ -323,5 +305,4 @@ def _extra_us(chosen: tuple[SubgraphOption, ...]) -> float:
 
 
 def _is_small(gain_us: float | None, best: tuple[SubgraphOption, ...]) -> bool:
-    """Whether the last round has bettered the choice by too little to try another."""
     return gain_us is not None and gain_us <= CHEAP * max(1.0, _extra_us(best))

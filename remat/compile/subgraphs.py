@@ -28,20 +28,16 @@ from remat.graph_capture.tracing.resident import storage_bytes
 from remat.rewriter.inductor.partition import FusedStep
 
 _Traced = Callable[[fx.GraphModule, Sequence[Any]], FusedStep | None]
-"""Traces a graph on its inputs; None for one without gradients."""
+"""None for a graph without gradients."""
 
 
 @dataclass(frozen=True)
 class Subgraph:
-    """One subgraph, and the bytes that others hold while it runs.
+    """One subgraph, and the bytes that others hold while it runs; `step` None without gradients.
 
-    Attributes
-    ----------
-    step : None where nothing in it requires gradients.
-    outputs_bytes : of what it hands on. beside_bytes : while its backward runs, of the gradients
-        that the subgraphs behind it have left, and of what these have returned. after_bytes : when
-        its backward has ended, of these, its own, and the sums of gradients of parameters that it
-        shares with subgraphs behind it.
+    `beside_bytes` : while its backward runs, of the gradients that the subgraphs behind it have
+    left, and of what these have returned. `after_bytes` : when its backward has ended, of these,
+    its own, and the sums of gradients of parameters that it shares with subgraphs behind it.
     """
 
     step: FusedStep | None
@@ -52,14 +48,7 @@ class Subgraph:
 
 @dataclass(frozen=True)
 class Whole:
-    """All subgraphs of a model.
-
-    Attributes
-    ----------
-    subgraphs : in the order of forward. static_bytes : of all parameters and buffers.
-    dynamic_bytes : of all other inputs. holds_twice : DDP holds gradients beside its buckets, as
-        it does without `gradient_as_bucket_view`.
-    """
+    """Subgraphs in the order of forward; `static_bytes` are of all parameters and buffers."""
 
     subgraphs: tuple[Subgraph, ...]
     static_bytes: int
@@ -68,9 +57,10 @@ class Whole:
 
 
 def submod_compiler() -> SubmodCompiler | None:
-    """The compiler of the subgraph that is compiled now; None where nothing is cut."""
+    """None where nothing is cut."""
     frame = sys._getframe()
     while frame is not None:
+        # Torch hands a backend the subgraph alone.
         owner = frame.f_locals.get("self")
         if isinstance(owner, SubmodCompiler):
             return owner
@@ -79,7 +69,7 @@ def submod_compiler() -> SubmodCompiler | None:
 
 
 def whole_of(compiler: SubmodCompiler, traced: _Traced) -> Whole:
-    """All subgraphs of the model that `compiler` is about to hand out, the first of them now."""
+    """All subgraphs that `compiler` is about to hand out, the first of them now."""
     walk = _Walk(compiler, traced)
     inputs = compiler.module.graph.find_nodes(op="placeholder")
     with mock.patch.object(compiler.fake_mode, "allow_non_fake_inputs", True):
@@ -89,8 +79,6 @@ def whole_of(compiler: SubmodCompiler, traced: _Traced) -> Whole:
 
 @dataclass(frozen=True)
 class _Seen:
-    """A subgraph as the walk has met it: its call, its step, the bytes of its outputs."""
-
     call: fx.Node
     step: FusedStep | None
     outputs_bytes: int
@@ -107,7 +95,6 @@ class _Walk(fx.Interpreter):
         self._static_bytes = self._dynamic_bytes = 0
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run a subgraph on fake tensors; count the bytes that it adds to those known."""
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         if n.op == "placeholder":
             return self._input(getattr(self, n.op)(n.target, args, kwargs))
@@ -119,6 +106,7 @@ class _Walk(fx.Interpreter):
             step.holds_outputs = _is_returned(n)
         with self._mode:
             made = module(*args, **kwargs)
+        # A result that is a view of an input takes nothing more.
         outputs_bytes = storage_bytes(pytree.tree_leaves(made), self._known)
         self._seen.append(_Seen(n, step, outputs_bytes))
         # The first subgraph has been changed to return a tuple already, for its compiler alone.
@@ -126,18 +114,17 @@ class _Walk(fx.Interpreter):
         return made[0] if is_wrapped else made
 
     def whole(self) -> Whole:
-        """What was seen, as subgraphs."""
         beside = _Beside([seen.call for seen in self._seen], self.env)
         subgraphs = [
             Subgraph(seen.step, seen.outputs_bytes, beside.while_running(k), beside.afterwards(k))
             for k, seen in enumerate(self._seen)
         ]
+        # Without `gradient_as_bucket_view`, DDP holds gradients beside its buckets.
         return Whole(
             tuple(subgraphs), self._static_bytes, self._dynamic_bytes, not beside.moves_to_buckets
         )
 
     def _input(self, value: Any) -> Any:
-        """An input of the model as a fake tensor, its bytes counted."""
         if not isinstance(value, Tensor):
             return value
         faked = value if isinstance(value, FakeTensor) else to_fake_tensor(value, self._mode)
@@ -149,12 +136,7 @@ class _Walk(fx.Interpreter):
 
 
 class _Beside:
-    """Gradients that are live while a subgraph runs backward, and are not its own.
-
-    Parameters
-    ----------
-    calls : of the subgraphs. values : of all nodes.
-    """
+    """Gradients that are live while a subgraph runs backward, and are not its own."""
 
     def __init__(self, calls: list[fx.Node], values: dict[fx.Node, Any]) -> None:
         place = {call: k for k, call in enumerate(calls)}
@@ -180,22 +162,20 @@ class _Beside:
         return left + returned_bytes
 
     def afterwards(self, k: int) -> int:
-        """Bytes as the backward of the k-th has ended, while autograd adds to what was left."""
         own = {node: size for node, size in self._bytes.items() if k in self._readers[node]}
+        # Autograd makes the sum of two gradients beside both.
         sums = sum(size for node, size in own.items() if self._readers[node][-1] > k)
         return self.while_running(k) + sum(own.values()) + sums
 
     def _is_left(self, node: fx.Node, k: int) -> bool:
-        """Whether subgraphs behind the k-th have left a gradient of `node` that is still there.
-
-        That of what a subgraph has made is there until that one reads it. That of an input stays,
-        unless it is complete and DDP has moved it into its bucket.
-        """
+        """Whether subgraphs behind the k-th have left a gradient of `node` that is still there."""
         if not any(reader > k for reader in self._readers[node]):
             return False
         made = self._made[node]
         if made is not None:
+            # Of what a subgraph has made, it is there until that subgraph reads it.
             return made < k
+        # Of an input it stays, unless it is complete and DDP has moved it into its bucket.
         return node not in self._moved or any(reader <= k for reader in self._readers[node])
 
 
@@ -204,12 +184,11 @@ def _has_gradient(value: Any) -> bool:
 
 
 def _is_exchanged(value: Any) -> bool:
-    """Whether DDP exchanges the gradient of a tensor."""
     return isinstance(value, torch.nn.Parameter) and not getattr(value, "_ddp_ignored", False)
 
 
 def _is_returned(call: fx.Node) -> bool:
-    """Whether the model returns a result of a subgraph. Others are held by what has saved them."""
+    # Other results are held by what has saved them.
     return any(_is_given_back(result) for result in [call, *filter(is_getitem, call.users)])
 
 
@@ -218,12 +197,10 @@ def _is_given_back(node: fx.Node) -> bool:
 
 
 def _held_bytes(value: Any) -> int:
-    """Of a result of the model while backward runs: its own, and of a loss, its gradient's too.
-
-    `Tensor.backward` makes the gradient of a loss, and holds it to the end.
-    """
+    """Of a result of the model while backward runs."""
     if not isinstance(value, Tensor):
         return 0
+    # `Tensor.backward` makes the gradient of a loss, and holds it to the end.
     return value.nbytes * (2 if value.numel() == 1 and value.requires_grad else 1)
 
 

@@ -22,19 +22,13 @@ class _Generated(Protocol):
     """A schedule with the code that was made of it."""
 
     @property
-    def schedule_peak_bytes(self) -> int:
-        """Peak of the schedule, as the simulator says."""
-        ...
+    def schedule_peak_bytes(self) -> int: ...
 
     @property
-    def code_peak_bytes(self) -> int:
-        """Peak of the code, which decides."""
-        ...
+    def code_peak_bytes(self) -> int: ...
 
     @property
-    def time_us(self) -> float:
-        """Time of the schedule."""
-        ...
+    def time_us(self) -> float: ...
 
     @property
     def is_least(self) -> bool:
@@ -54,11 +48,8 @@ def fastest_within(
 ) -> _G | None:
     """The fastest plan found whose code keeps to the limit; None where none does.
 
-    Parameters
-    ----------
-    generated : makes a schedule for a target in bytes, and its code; None where there is none.
-    tries : most targets; each costs a solve and some seconds for the code.
-    is_enough : whether a plan that fits is good enough to stop at.
+    `generated` makes a schedule for a target in bytes, and its code. Each of `tries` costs a solve
+    and some seconds for the code.
     """
     best: _G | None = None
     seen: list[_G] = []
@@ -87,13 +78,11 @@ def fastest_within(
 def _next_target(
     found: _Generated, limit_bytes: int, target: int, fitting: int, failing: int
 ) -> int:
-    """The target whose code would just meet the limit, between what fits and what does not.
-
-    The code's peak is taken to stay as far from the schedule's as it is. With several calls of a
-    graph it moves faster than the schedule's, as what the others have left moves too. So the
-    target goes no further than in proportion.
-    """
+    """The target whose code would just meet the limit, between what fits and what does not."""
     room_bytes = limit_bytes - found.code_peak_bytes
+    # The code's peak is taken to stay as far from the schedule's as it is. With several calls of a
+    # graph it moves faster, as what the others have left moves too, so the target goes no further
+    # than in proportion.
     ratio = limit_bytes / max(1, found.code_peak_bytes)
     if room_bytes >= 0:
         reached = max(found.schedule_peak_bytes, int(target / _NARROW))
@@ -102,5 +91,6 @@ def _next_target(
         least = min(target, found.schedule_peak_bytes)
         guess = min(max(least + room_bytes, int(least * ratio)), int(_STEP * least))
     if fitting and failing < UNBOUNDED_BYTES and not fitting < guess < failing:
+        # The guess lies where the answer is known.
         return (fitting + failing) // 2
     return guess

@@ -26,12 +26,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-# What a file is for by its text: variables of a model and its batch, and which functions build.
-#
-# A name that is made under ``if __name__ == "__main__"`` or in a function is none of the module's
-# when the file is imported. The text of the file says so, and where.
-# A function that is only named by mistake is never called: it may train for an epoch.
-
+# What the text of a file says: which functions build a model, and where names are made that an
+# import does not make. A function that is named by mistake is not called: it may train.
 
 _MODEL, _BATCH = "model", "batch"
 _OTHERS = ("loss_fn", "target")
@@ -45,11 +41,8 @@ _OF_A_MODEL = re.compile(r"model|net(work)?$|module", re.IGNORECASE)
 
 
 def _factory_of(module: ModuleType) -> Callable[[], dict[str, Any]] | None:
-    """A factory of the variables `model` and `batch` of a module; None if it lacks one of them.
-
-    A batch that is a dict is given to forward by keywords, a tuple or list by position, and
-    anything else as the one argument. `loss_fn` and `target` are taken where the module has them.
-    """
+    """A factory of the module's variables `model` and `batch`; None if it lacks one."""
+    # Verbs that read kept files alone import this file, and do without torch.
     from torch import nn
 
     if not isinstance(getattr(module, _MODEL, None), nn.Module) or not hasattr(module, _BATCH):
@@ -58,6 +51,7 @@ def _factory_of(module: ModuleType) -> Callable[[], dict[str, Any]] | None:
     def factory() -> dict[str, Any]:
         batch = getattr(module, _BATCH)
         parts = {name: getattr(module, name) for name in _OTHERS if hasattr(module, name)}
+        # A batch goes to forward as a data loader gives it: a dict by keywords.
         if isinstance(batch, dict):
             return {"model": module.model, "kwargs": batch, **parts}
         args = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
@@ -67,16 +61,12 @@ def _factory_of(module: ModuleType) -> Callable[[], dict[str, Any]] | None:
 
 
 def _unseen_text(module: ModuleType, where: str) -> str:
-    """What is said of a `model` or `batch` that an import of the file does not make, or ''.
-
-    Parameters
-    ----------
-    where : the file as a person wrote it.
-    """
+    """Why an import of the file makes no `model` or `batch`; empty where the text does not say."""
     parsed = ast.parse(_source(module))
     missing = [name for name in (_MODEL, _BATCH) if not hasattr(module, name)]
     for statement in parsed.body:
         made = [name for name in missing if name in _assigned(statement)]
+        # What a training script guards so is not made when it is imported.
         if made and _is_of_scripts(statement):
             return (
                 f"{where} makes {' and '.join(made)} under `if __name__ == "
@@ -102,30 +92,20 @@ def _assigned(statement: ast.stmt) -> set[str]:
 
 @dataclass(frozen=True)
 class _Written:
-    """A function as it is written.
-
-    Attributes
-    ----------
-    gives : whether it returns a value. has_batch : whether that is a model with a batch, or may be
-        by what it consists of. trains : whether it, or what it calls in the file, trains.
-    is_of_a_model : whether it is named as what makes a model.
-    """
-
     name: str
-    gives: bool
-    has_batch: bool
-    trains: bool
-    is_of_a_model: bool
+    gives: bool  # returns a value
+    has_batch: bool  # that value may be a model with its batch, by its form
+    trains: bool  # itself, or by what it calls in the file
+    is_of_a_model: bool  # by its name
 
     @property
     def may_build(self) -> bool:
-        """Whether to propose it."""
+        # What returns a model with a batch builds one, even if it is called train_setup.
         is_named_otherwise = _OF_TRAINING.match(self.name) is not None and not self.has_batch
         return self.gives and not self.trains and not is_named_otherwise
 
 
 def _written_functions(module: ModuleType) -> dict[str, _Written]:
-    """The functions of a module, by name and by its text; none if there is no text."""
     found = {
         one.name: one for one in ast.walk(ast.parse(_source(module))) if isinstance(one, _Function)
     }
@@ -143,14 +123,15 @@ def _written_functions(module: ModuleType) -> dict[str, _Written]:
 
 
 def _returns_nothing(function: Any) -> bool:
-    """Whether a function returns no value, by its text; False where that cannot be told."""
+    # The text of a decorated function is that of the one inside: the decorator may return more.
     if not isinstance(function, FunctionType) or hasattr(function, "__wrapped__"):
         return False
     try:
-        one = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        one = ast.parse(textwrap.dedent(inspect.getsource(function)))  # one in a block is indented
     except (OSError, TypeError, SyntaxError):
         return False
     found = next((part for part in ast.walk(one) if isinstance(part, ast.FunctionDef)), None)
+    # One that ends in an error is called all the same, as its own error says more.
     if found is None or isinstance(found.body[-1], ast.Raise):
         return False
     is_generator = any(isinstance(part, ast.Yield | ast.YieldFrom) for part in _own(found))
@@ -158,7 +139,7 @@ def _returns_nothing(function: Any) -> bool:
 
 
 def _source(module: ModuleType) -> str:
-    """The text of the file; empty for a module that has none, such as a compiled one."""
+    """Empty for a module that has no text, such as a compiled one."""
     try:
         return inspect.getsource(module)
     except (OSError, TypeError):
@@ -174,7 +155,7 @@ def _own(statement: ast.AST) -> Iterator[ast.AST]:
 
 
 def _values(function: _Function) -> Iterator[ast.expr]:
-    """What its own returns return; `return None` returns nothing."""
+    """What its own returns return, `return None` left out."""
     for part in _own(function):
         if isinstance(part, ast.Return) and part.value is not None:
             is_none = isinstance(part.value, ast.Constant) and part.value.value is None
@@ -190,9 +171,9 @@ def _is_with_batch(value: ast.expr) -> bool:
 
 
 def _training(functions: Mapping[str, _Function]) -> set[str]:
-    """The names of functions that train, or call one that does."""
     called = {name: set(_called(one)) for name, one in functions.items()}
     found = {name for name, names in called.items() if names & _TRAINS}
+    # Callers of callers train too: repeat until no name is added.
     size = -1
     while size != len(found):
         size = len(found)
@@ -210,9 +191,6 @@ def _called(function: _Function) -> Iterator[str]:
                 yield called.id
 
 
-# The function that a person names as ``path/to/file.py:function``, or as ``path/to/file.py``.
-
-
 _DEFAULT = "factory"
 """The function of a file or module that is taken where none is named."""
 _WRITE = (
@@ -222,10 +200,8 @@ _WRITE = (
 
 @dataclass(frozen=True)
 class NamedFunction:
-    """A function, with its file or module as a person wrote it, and its name in there."""
-
     function: Callable[..., Any]
-    where: str
+    where: str  # file or module, as a person wrote it
     name: str
 
     def __str__(self) -> str:
@@ -234,24 +210,11 @@ class NamedFunction:
 
 @contextlib.contextmanager
 def function_named(name: str) -> Generator[NamedFunction]:
-    """Import what `name` names. The modules beside it can be imported until the context ends.
-
-    Until then the command line is that of a script without arguments: a parser that the file has
-    would else read remat's own.
-
-    Parameters
-    ----------
-    name : ``path/to/file.py:function``, ``package.module:function``, or either without a function,
-        which takes `_DEFAULT`, else the variables ``model`` and ``batch``.
-
-    Raises
-    ------
-    FactoryError : there is no such file, module or function, or importing it raises.
-    """
     where, inside = _place(name)
     path = Path(where)
     is_file = where.endswith(".py") or "/" in where or _is_on_disk(path)
     folder = path.resolve().parent if is_file else Path.cwd()
+    # Until the caller has called the function too, as it may import neighbours or parse only then.
     with _importable(folder), _without_arguments(where):
         module = _import_file(path) if is_file else _import_module(where)
         is_open = inside == _MODEL or (not inside and not hasattr(module, _DEFAULT))
@@ -264,7 +227,7 @@ def function_named(name: str) -> Generator[NamedFunction]:
 
 
 def _place(name: str) -> tuple[str, str]:
-    """The file or module, and the function in it; no function where none is named."""
+    """The file or module, and the function in it; empty where none is named."""
     where, colon, inside = name.rpartition(":")
     # Folders may have colons in their names.
     if not colon or inside.endswith(".py"):
@@ -278,7 +241,7 @@ def _place(name: str) -> tuple[str, str]:
 
 
 def _is_on_disk(path: Path) -> bool:
-    """Whether it is a file or folder here; a folder that is a package is a module."""
+    # A folder that is a package can be imported, so its name is that of a module.
     return path.exists() and not (path / "__init__.py").exists()
 
 
@@ -288,13 +251,14 @@ def _importable(folder: Path) -> Generator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError):  # the file may have taken it out itself
             sys.path.remove(str(folder))
 
 
 @contextlib.contextmanager
 def _without_arguments(where: str) -> Generator[None]:
     kept = sys.argv
+    # A parser in the file would read remat's own arguments.
     sys.argv = [where]
     try:
         yield
@@ -307,12 +271,13 @@ def _import_file(path: Path) -> ModuleType:
         raise FactoryError(f"{path} is a folder: name a file{_near_files(path / 'factory.py')}")
     if not path.is_file():
         raise FactoryError(f"there is no file {path}{_near_files(path)}")
+    # A file may be called as a library is, which it would replace in sys.modules.
     name = f"remat_factory_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
         raise FactoryError(f"{path} is not a Python file: its name should end with .py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    sys.modules[name] = module  # before it runs: dataclasses look up their module there
     with _explained_errors(f"importing {path}"):
         spec.loader.exec_module(module)
     return module
@@ -320,6 +285,7 @@ def _import_file(path: Path) -> ModuleType:
 
 def _import_module(name: str) -> ModuleType:
     try:
+        # Imports only its parents, so that an error of the module itself is told apart below.
         found = importlib.util.find_spec(name)
     except (ImportError, ValueError) as error:
         raise FactoryError(f"there is no module {name}: {error}") from error
@@ -361,17 +327,13 @@ def _find(module: ModuleType, where: str, name: str) -> Callable[..., Any]:
 
 
 def _default_of(module: ModuleType, where: str) -> str:
-    """The name of the function to take where none is named.
-
-    Raises
-    ------
-    FactoryError : there is no function of that name; lists those that there are.
-    """
+    """The function to take where none is named; else an error that lists what there is."""
     if hasattr(module, _DEFAULT):
         return _DEFAULT
     own = _own_functions(module)
     written = _written_functions(module)
     building = [name for name in own if name in written and written[name].may_build]
+    # What the text shows comes before a list of functions: there the model is built.
     unseen = _unseen_text(module, where)
     if unseen or not building:
         is_given = [name for name in own if name in written and written[name].gives]
@@ -381,6 +343,7 @@ def _default_of(module: ModuleType, where: str) -> str:
     has = f"{where} has no function {_DEFAULT}. It has {', '.join(own)}"
     with_batch = [name for name in building if written[name].has_batch]
     alone = [name for name in building if written[name].is_of_a_model]
+    # A function that builds the model alone needs one line around it: show that line.
     if alone and not with_batch:
         name, given = alone[0], "" if _is_called_with_nothing(own[alone[0]]) else "..."
         raise FactoryError(
@@ -388,6 +351,7 @@ def _default_of(module: ModuleType, where: str) -> str:
             f"{name}({given}), (x,)"
         )
     proposed = with_batch or building
+    # The example in the error should work as it is written.
     ready = [name for name in proposed if _is_called_with_nothing(own[name])]
     raise FactoryError(
         f"{has}: name the one that returns the model and its batch, such as "
@@ -396,10 +360,10 @@ def _default_of(module: ModuleType, where: str) -> str:
 
 
 def _own_functions(module: ModuleType) -> dict[str, Callable[..., Any]]:
-    """The functions that are written in the module and meant for others, in their order."""
     return {
         key: value
         for key, value in vars(module).items()
+        # What it imports is not its own, and what begins with _ not for others.
         if inspect.isfunction(value) and value.__module__ == module.__name__ and key[0] != "_"
     }
 
@@ -414,11 +378,12 @@ def _is_called_with_nothing(function: Callable[..., Any]) -> bool:
 
 @contextlib.contextmanager
 def _explained_errors(doing: str) -> Generator[None]:
-    """Turn whatever the user's code raises into one line that names its place."""
     try:
         yield
+    # One of ours is in one line already.
     except FactoryError:
         raise
+    # argparse ends Python so, which is no Exception.
     except SystemExit as error:
         raise FactoryError(
             f"{doing} ended Python by SystemExit: {error} ({_raised_at(error)}). It is given no "
@@ -432,10 +397,11 @@ def _explained_errors(doing: str) -> Generator[None]:
 
 def _raised_at(error: BaseException) -> str:
     """``file:line`` of the innermost frame of the user's own code, else of a library's."""
-    if isinstance(error, SyntaxError) and error.filename:
+    if isinstance(error, SyntaxError) and error.filename:  # has no frame in the file
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
     ours = Path(__file__).parent
+    # `<` begins the frames of importlib, which no one can open.
     theirs = [f for f in frames if Path(f.filename).parent != ours and f.filename[0] != "<"]
     standard = sysconfig.get_path("stdlib")
     own = [
@@ -458,8 +424,6 @@ _RETURNS = (
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model and the batch it is trained on, as its factory made them."""
-
     model: nn.Module
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] | None = None
@@ -467,15 +431,11 @@ class Loaded:
     target: Any = None
 
     def on(self, device: str) -> Loaded:
-        """With the model and the batch moved there if it is a CUDA device of this machine.
-
-        Raises
-        ------
-        DeviceError : there is no such device.
-        """
+        """The same with model, loss and batch on `device`, if it is a CUDA device."""
         from torch import nn
 
         check_device(device)
+        # A model that is planned for a device of the table stays where it is.
         if not is_cuda(device):
             return self
         loss_fn = self.loss_fn
@@ -490,7 +450,6 @@ class Loaded:
 
 
 def _moved(tree: Any, device: str) -> Any:
-    """The same with its tensors on `device`, those that require grad as leaves again."""
     from torch import Tensor
 
     from remat.graph_capture.python_state.tensor_attributes import with_attributes_of
@@ -502,6 +461,8 @@ def _moved(tree: Any, device: str) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) not in made:
+            # Without detach, the copy of a leaf that requires grad is a result, and
+            # gets no gradient.
             other = leaf.detach().to(device).requires_grad_(leaf.requires_grad)
             made[id(leaf)] = with_attributes_of(leaf, other)
         return made[id(leaf)]
@@ -512,17 +473,10 @@ def _moved(tree: Any, device: str) -> Any:
 def load_model(name: str, **sizes: int) -> Loaded:
     """Import what `name` names, call it, and read what it returns.
 
-    Parameters
-    ----------
-    name : ``path/to/file.py:function``, from anywhere on disk, which can import what is in its own
-        folder; or ``package.module:function``. The function may be left out if it is ``factory``,
-        or if there are variables ``model`` and ``batch`` instead.
-    **sizes : keyword arguments for the factory, such as ``batch=8``.
-
-    Raises
-    ------
-    FactoryError : the file or factory is missing, raises, takes no such argument, or returns
-        something else.
+    `name` is ``path/to/file.py:function``, from anywhere on disk, which can import what is in its
+    own folder; or ``package.module:function``. The function may be left out if it is ``factory``,
+    or if there are variables ``model`` and ``batch`` instead. `sizes` are arguments for the
+    factory, such as ``batch=8``. All that goes wrong is a `FactoryError`.
     """
     with function_named(name) as named:
         title = f"factory {named.name} of {named.where}"
@@ -532,12 +486,6 @@ def load_model(name: str, **sizes: int) -> Loaded:
 def call(
     factory: Callable[..., Any], name: str, sizes: Mapping[str, int], title: str = ""
 ) -> Loaded:
-    """Call a factory with the sizes that it is to build, and read what it returns.
-
-    Raises
-    ------
-    FactoryError : it raises, takes no such argument, or returns something else.
-    """
     title = title or f"factory {name}"
     _require_arguments(factory, title, sizes)
     given = "".join(f", {size}={value}" for size, value in sizes.items())
@@ -547,10 +495,9 @@ def call(
 
 
 def _require_arguments(factory: Callable[..., Any], title: str, sizes: Mapping[str, int]) -> None:
-    """Raise `FactoryError` unless the factory takes each of the sizes, and needs nothing else."""
     try:
         parameters = inspect.signature(factory).parameters
-    except (TypeError, ValueError):
+    except (TypeError, ValueError):  # some callables of C have no signature
         return
     keywords = [one.name for one in parameters.values() if one.kind in _BY_KEYWORD]
     needed = [
@@ -575,7 +522,6 @@ def _require_arguments(factory: Callable[..., Any], title: str, sizes: Mapping[s
 
 
 def _read(built: Any, name: str) -> Loaded:
-    """Check what the factory returned, and give each part its name."""
     parts: dict[str, Any] = _parts(built, name)
     from torch import Tensor, nn
 
@@ -597,6 +543,7 @@ def _parts(built: Any, name: str) -> dict[str, Any]:
         unknown = [str(key) for key in parts if key not in _KEYS]
         if unknown:
             raise FactoryError(f"{name} returned unknown keys {', '.join(unknown)}: {_RETURNS}")
+        # A copy: `_read` writes to it, and the factory may keep its own.
         return dict(parts)
     if isinstance(built, tuple) and len(cast("tuple[Any, ...]", built)) in (2, 3):
         return dict(zip(_KEYS, cast("tuple[Any, ...]", built), strict=False))

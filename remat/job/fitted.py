@@ -14,26 +14,18 @@ from remat.formats import bytes_text, percent_text
 
 
 class SizeTried(msgspec.Struct, frozen=True):
-    """A real capture at a size, and the plan that was found there.
-
-    Attributes
-    ----------
-    fits : within the budget at no more than the overhead asked for. peak_bytes, time_us,
-        overhead, lower_bound_us : of the fastest plan within the budget, 0 where there is none.
-    unmodified_bytes : peak of the step that keeps everything. least_bytes : where nothing fits,
-        the least budget known to do, 0 where none is.
-    """
+    """A real capture at a size, and the fastest plan within the budget there."""
 
     size: int
-    fits: bool
+    fits: bool  # within the budget, at no more than the overhead asked for
     status: str
-    peak_bytes: int
+    peak_bytes: int  # 0 where no plan fits, as the times below
     time_us: float
     overhead: float
     lower_overhead: float
-    unmodified_bytes: int
-    least_bytes: int
-    says: str
+    unmodified_bytes: int  # peak of the step that keeps everything
+    least_bytes: int  # where nothing fits, the least budget known to do; 0 where none is
+    says: str  # why not; empty where it fits
     seconds: float
 
 
@@ -42,13 +34,11 @@ class Fit(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
-    vary : the argument of the factory. size : the answer, 0 where no size fits.
-    limited_by : why the next size does not: ``memory`` (no plan within the budget is known),
+    size : 0 where none fits. measured_peak_bytes : of the answer; None where it was not run.
+    limited_by : why the next size does not fit: ``memory`` (no plan within the budget is known),
         ``overhead`` (the fastest one is too slow), ``most`` (it was not to be tried), or
         ``interrupt`` (Ctrl-C came before it was).
-    answer, next : both from real captures. tried : all real captures, by size.
-    without_plan : the largest size whose unmodified step fits, as the two captures predict.
-    measured_peak_bytes : of the answer when run, by the profiler; None where it was not run.
+    without_plan : the largest size whose unmodified step fits, as two captures predict.
     """
 
     model: str
@@ -75,12 +65,10 @@ class Fit(msgspec.Struct, frozen=True):
 
 
 def fit_screen(found: Fit) -> RenderableType:
-    """The answer, why no more, and a line for each capture."""
     return Group(*(Text(line) for line in _answer_lines(found)), Text(), _sizes_table(found))
 
 
 def _answer_lines(found: Fit) -> list[str]:
-    """Sentences: the largest size, what it takes, what stops the next."""
     budget, limit = bytes_text(found.budget_bytes), percent_text(found.max_overhead)
     if found.answer is None:
         return [
@@ -96,12 +84,14 @@ def _answer_lines(found: Fit) -> list[str]:
     if found.measured_peak_bytes is not None:
         lines.append(f"when run, its peak is {bytes_text(found.measured_peak_bytes)}")
     if found.next is not None:
+        # A plan may be slow because none better was found, or because none can be.
         proved = found.next.lower_overhead > found.max_overhead
         by = ", as is proved" if found.limited_by == "overhead" and proved else ""
         lines.append(f"{found.vary} {found.next.size} does not: {found.next.says}{by}")
     else:
         more = "interrupted before more" if found.limited_by == "interrupt" else "no larger"
         lines.append(f"{more} {found.vary} was to be tried")
+    # "About", as it is read off a line through two captures.
     if found.without_plan:
         lines.append(f"without a plan, about {found.without_plan} would fit")
     return lines

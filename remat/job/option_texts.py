@@ -14,34 +14,22 @@ from remat.graph_capture.errors import CaptureError, DeviceError, TextError
 from remat.graph_capture.files import decode_json, read_contents
 from remat.graph_capture.sizes.symbols import Dynamic, as_symbol, require_one_range
 
-# Ranges of sizes: ``--dynamic tokens:1=seq:16:512``.
-
-
 DYNAMIC_METAVAR = "ARG:DIM=NAME:LEAST:MOST"
 _FORM = re.compile(r"(?P<argument>[^:=]+):(?P<dim>\d+)=(?P<name>[^\W\d]\w*)(?P<sizes>(:[^:]*)*)")
 
 
 def parse_dynamic(texts: Iterable[str]) -> Dynamic:
-    """What `remat.rematerialize` takes as ``dynamic``, of the options of a command.
-
-    Each is ``ARGUMENT:DIMENSION=NAME:LEAST:LARGEST``, or with ``:MULTIPLE`` behind. The argument is
-    a name of forward's, a position, or ``target``. A name alone stands for 2 up to the batch at
-    hand.
-
-    Raises
-    ------
-    CaptureError : one of them is no such text, holds 0 or 1, or ends before it begins; or a place
-        or a name has two ranges.
-    """
+    """Each text is ``ARGUMENT:DIMENSION=NAME[:LEAST:LARGEST[:MULTIPLE]]``."""
     found: dict[str | int, dict[int, Any]] = {}
     ranges = list[Any]()
     for text in texts:
         argument, dim, entry = _read_range(text)
         dims = found.setdefault(argument, {})
+        # A dict would keep the second in silence.
         if dim in dims:
             raise CaptureError(f"--dynamic names dimension {dim} of {argument} twice")
         dims[dim] = entry
-        if len(entry) > 1:
+        if len(entry) > 1:  # a name alone states no range
             ranges.append(as_symbol(entry, f"dimension {dim} of {argument}", 0))
     require_one_range(ranges)
     return found
@@ -59,11 +47,9 @@ def _read_range(text: str) -> tuple[str | int, int, tuple[Any, ...]]:
     if None in numbers:
         raise CaptureError(f"--dynamic {text!r} cannot be read: its sizes must be whole numbers")
     argument = form["argument"]
+    # An int is a position among the arguments of forward, as in Python's dynamic=.
     place = int(argument) if argument.isdecimal() else argument
     return place, int(form["dim"]), (form["name"], *numbers)
-
-
-# How a step is spread over ranks: ``--sharding kind=fsdp2,world=8`` or a file of the same keys.
 
 
 _WORLD = "world"
@@ -78,13 +64,7 @@ _TRUTHS = {"yes": True, "no": False}
 
 
 def parse_sharding(text: str) -> Sharding:
-    """What ``--sharding`` says: pairs of a key and a value, or the name of a file that has them.
-
-    Raises
-    ------
-    DeviceError : a key or a value is none that there is, or they do not go together.
-    FileError : the file cannot be read.
-    """
+    """Pairs of a key and a value, or the name of a JSON or TOML file that has them."""
     if not text:
         return NO_SHARDING
     given = _of_file(text) if text.endswith((".json", ".toml")) else _of_pairs(text)
@@ -92,8 +72,10 @@ def parse_sharding(text: str) -> Sharding:
         raise DeviceError(f"--sharding: there is no key {wrong[0]!r}; {_FORM_OF_SHARDING}")
     values = {_FIELDS.get(key, key): _TRUTHS.get(str(value), value) for key, value in given.items()}
     try:
+        # Not strict: on the command line numbers are text.
         return msgspec.convert(values, Sharding, strict=False)
     except msgspec.ValidationError as error:
+        # msgspec names its own path; a person wrote the key.
         said = str(error).replace("$.world_size", _WORLD).replace("$.", "")
         raise DeviceError(f"--sharding: {said}; {_FORM_OF_SHARDING}") from error
 

@@ -45,9 +45,6 @@ if TYPE_CHECKING:
     from remat.rewriter.checking.check import Check
 
 
-# The rows of `remat run`: schedules of one step, as predicted and as measured.
-
-
 _EXACT = 1e-9
 """Of a step: times that differ by less are the same sum in another order."""
 FAR_OFF = 1.25
@@ -56,27 +53,20 @@ FAR_OFF = 1.25
 
 @dataclass(frozen=True)
 class Row:
-    """One schedule, predicted and, where it was run, measured.
-
-    `overhead` is over the unmodified step, whose own checkpoints take time too. `reserved` is what
-    the allocator of a CUDA device is predicted to take, None on a CPU;
-    `reserved_bytes` is what it was seen to hold. A measured step is its measured overhead on top of
-    the unmodified step as it was measured.
-    """
+    """One schedule: as predicted and, where it was run, as measured."""
 
     name: str
     peak_bytes: int
     time_us: float
-    overhead: float
-    reserved: Reserved | None = None
+    overhead: float  # over the unmodified step, whose own checkpoints take time too
+    reserved: Reserved | None = None  # predicted for a CUDA allocator; None on a CPU
     measured_peak_bytes: int | None = None
     measured_step_us: float | None = None
     measured_overhead: float | None = None
-    reserved_bytes: int | None = None
+    reserved_bytes: int | None = None  # as measured
 
 
 def _predicted_row(graph: TrainingGraph, name: str, result: Result, base_us: float) -> Row:
-    """A row with what `simulate` says of a schedule, where the unmodified step takes `base_us`."""
     reserved = reserved_beside(graph, result)
     # It is below zero where the plan is faster than the user's own checkpoints.
     is_same = abs(result.time_us - base_us) <= _EXACT * base_us
@@ -85,12 +75,10 @@ def _predicted_row(graph: TrainingGraph, name: str, result: Result, base_us: flo
 
 
 def _quicker_than_predicted(row: Row) -> bool:
-    """Whether a step took far less than its costs say, so that these were taken in a busy time."""
     return row.measured_step_us is not None and FAR_OFF * row.measured_step_us < row.time_us
 
 
 def rows_as_run(rows: Sequence[Row], check: Check, of_chen: Check | None) -> tuple[Row, ...]:
-    """The rows of the unmodified step, of `chen_sqrt` and of the plan with what was measured."""
     base, chen, plan = rows
     base = replace(
         base, measured_peak_bytes=check.baseline_peak_bytes,
@@ -103,12 +91,8 @@ def rows_as_run(rows: Sequence[Row], check: Check, of_chen: Check | None) -> tup
 
 
 def _as_run(row: Row, check: Check, base_us: float) -> Row:
-    """A row with what its own check measured.
-
-    Each plan is timed in turn with the unmodified step, which may take longer in one check than in
-    another. So its step is told as that overhead on top of the unmodified step of the first row:
-    the two columns then say the same.
-    """
+    # The unmodified step that is timed beside each plan may take longer in one check than in
+    # another: on top of that of the first row, steps and overheads agree.
     return replace(
         row, measured_peak_bytes=check.plan_peak_bytes,
         measured_step_us=base_us * (1 + check.overhead),
@@ -118,27 +102,12 @@ def _as_run(row: Row, check: Check, base_us: float) -> Row:
 
 @dataclass(frozen=True)
 class RunsAgain:
-    """What a plan computes again, and what would do instead.
-
-    Attributes
-    ----------
-    kinds : kinds of forward ops that backward reads or that run again, most time of further runs
-        first; empty without a plan. simpler : checkpointing every n-th layer, where that is within
-        1 % of the plan.
-    """
-
-    kinds: tuple[OpKind, ...]
-    simpler: EveryNth | None
+    kinds: tuple[OpKind, ...]  # most time of further runs first; empty without a plan
+    simpler: EveryNth | None  # every n-th layer, where that is within 1 % of the plan
 
 
 @dataclass(frozen=True)
 class Report:
-    """All that `remat run` found out.
-
-    `unchecked` says why a plan for this machine was not run, `shortage` what becomes of one that
-    would reserve more than the device has.
-    """
-
     graph: TrainingGraph
     result: Result
     rows: tuple[Row, ...]
@@ -147,23 +116,20 @@ class Report:
     simulation: Simulation | None = None
     check: Check | None = None
     recipe: Recipe | None = None
-    unchecked: str = ""
-    shortage: str = ""
+    unchecked: str = ""  # why a plan for this machine was not run
+    shortage: str = ""  # what becomes of a plan that would reserve more than the device has
 
     @property
     def failures(self) -> list[str]:
-        """What fails the check; empty where nothing does, or none was run."""
         return failures(self.check, self.result.budget_bytes) if self.check else []
 
 
 def runs_again(graph: TrainingGraph, result: Result) -> RunsAgain:
-    """What the schedule of a result computes again; nothing where there is none."""
     kinds = kinds_of(graph, result.schedule) if result.schedule else ()
     return RunsAgain(kinds, every_n_layers(graph, result))
 
 
 def trace_loaded(loaded: Loaded, request: Request, dynamic: Dynamic | None = None) -> Trace:
-    """The trace, without costs, of what a factory made; over ranges of sizes if these are given."""
     from remat.graph_capture.tracing.mixed_precision import parameters_cast
     from remat.graph_capture.tracing.trace import trace
 
@@ -173,6 +139,7 @@ def trace_loaded(loaded: Loaded, request: Request, dynamic: Dynamic | None = Non
             loaded.model, request.optimizer, request.device,
             loss_fn=loaded.loss_fn, accumulate=request.accumulate,
         )  # fmt: skip
+    # Forward of a sharded step sees parameters in the dtype of its mixed precision policy.
     with parameters_cast(loaded.model, request.sharding):
         return trace(
             loaded.model, loaded.args, loaded.kwargs, loss_fn=loaded.loss_fn, target=loaded.target,
@@ -201,7 +168,6 @@ def graph_with_costs(
 def measure_loaded(
     loaded: Loaded, request: Request, stopwatch: Stopwatch, *, nvme_path: str = ""
 ) -> Profile:
-    """The measured ops of what a factory made, and the links of its device."""
     from remat.graph_capture.costs.measuring import measure
 
     with stopwatch.stage("capture", "tracing the training step"):
@@ -213,7 +179,6 @@ def measure_loaded(
 def solve_request(
     graph: TrainingGraph, request: Request, stopwatch: Stopwatch, *, at_hand: Result | None = None
 ) -> Result:
-    """Solve for the request's budget; `at_hand` as of `remat.solver.solve_within`."""
     known = {} if at_hand is None else {"at_hand": at_hand}
     with stopwatch.stage("solve", f"solving for {request.budget}") as progress:
         return solve(
@@ -230,6 +195,7 @@ def _named_beside(
         return result
     from remat.levers.by_tolerance import naming_tolerance
 
+    # In bytes: `auto` or per cents could be others for the graph with chunks.
     within = replace(request, budget=f"{result.budget_bytes}B")
     return naming_tolerance(
         result, traced, graph, lambda one: graph_with_costs(one, request, stopwatch),
@@ -244,10 +210,7 @@ def check_schedule(
     request: Request,
     costed: TrainingGraph | None = None,
 ) -> Check:
-    """Rewrite the model to `schedule` and compare it with eager.
-
-    `costed` is the graph it was solved on, whose links say where a schedule may copy values to.
-    """
+    """`costed` is the graph with links, which say where a schedule may copy values to."""
     from remat.rewriter.rewriting import rewrite
 
     module = rewrite(loaded.model, schedule, trace=traced, costed=costed)
@@ -255,7 +218,6 @@ def check_schedule(
 
 
 def compare_with_eager(loaded: Loaded, module: nn.Module, request: Request) -> Check:
-    """One step of the factory's batch by a rewritten module, beside eager."""
     from remat.rewriter.checking.check import check
 
     return check(
@@ -274,19 +236,18 @@ def run_job(
     compare: bool = False,
     planned: Callable[[Report], None] = lambda _: None,
 ) -> Report:
-    """Capture, time, solve, rewrite and check.
+    """Capture, time, solve, rewrite and check; `planned` gets what is known before a step runs.
 
-    Stops after solving where nothing fits, where the device or the ranks are not here, and where
-    the unmodified step does not fit into free memory. With `check` it runs that step all the same;
-    where `check` is False it runs none. With `compare`, square-root checkpointing is run and
-    measured too, in place of predicted alone. `planned` is called with what is known before a step
-    is run: running it may end the process.
+    No step runs where nothing fits, for a device or ranks that are not here, or with `check` False;
+    nor, unless `check` is True, where the unmodified step does not fit into free memory.
     """
     report, traced, chen = _before_the_check(loaded, request, stopwatch)
+    # Before a step runs, which may end the process for want of memory: the plan is kept by then.
     planned(report)
     graph, result = report.graph, report.result
     if result.schedule is None or not request.is_run_here or check is False:
         return report
+    # Ctrl-C ended the solve with the best so far, which is told and kept.
     if is_interrupted():
         return replace(report, unchecked=INTERRUPTED)
     if not check and (reason := why_unchecked(graph)):
@@ -308,13 +269,14 @@ def run_job(
         with stopwatch.stage("compare", "measuring square-root checkpointing"):
             compared = checked_to(chen.schedule)
     rows = rows_as_run(report.rows, checked, compared)
+    # Costs of a profile are used as given, and are not ours to measure anew.
     if _quicker_than_predicted(rows[0]) and request.profile is None:
         _doubt_costs(traced)
     return replace(report, rows=rows, check=checked, unchecked="".join(said))
 
 
 def _doubt_costs(traced: Trace) -> None:
-    """Costs say that steps take longer than they do: they are measured again next time."""
+    # Costs that say too much were taken in a busy time: the next run measures them anew.
     from remat.graph_capture.costs.op_costs import doubt_costs
 
     doubt_costs(traced)
@@ -323,11 +285,11 @@ def _doubt_costs(traced: Trace) -> None:
 def _before_the_check(
     loaded: Loaded, request: Request, stopwatch: Stopwatch
 ) -> tuple[Report, Trace, Result]:
-    """What is known without running a step, the trace behind it, and the plan of ``chen_sqrt``."""
     with stopwatch.stage("capture", "tracing the training step"):
         traced = trace_loaded(loaded, request)
     graph, result = _solved_in_turn(traced, request, stopwatch)
     report, chen = planned_report(graph, request, stopwatch, result)
+    # Something fits, so there is no way out to name.
     if report.simulation is not None:
         return replace(report, recipe=traced.recipe), traced, chen
     named = _named_beside(report.result, traced, graph, request, stopwatch)
@@ -337,7 +299,7 @@ def _before_the_check(
 def _solved_in_turn(
     traced: Trace, request: Request, stopwatch: Stopwatch
 ) -> tuple[TrainingGraph, Result | None]:
-    """The graph of a trace with costs, and its outcome if that decided on the costs of chunks."""
+    """The graph with costs, and its outcome where that had to be known to decide on chunks."""
     if not may_wait(traced, parse_budget(request.budget)):
         return graph_with_costs(traced, request, stopwatch), None
 
@@ -352,6 +314,7 @@ def _solved_in_turn(
     def solve_for(graph: TrainingGraph, /, *, at_hand: Result | None = None) -> Result:
         return solve_request(graph, request, stopwatch, at_hand=at_hand)
 
+    # Chunks take long to time, so only if they may help.
     graph = graph_with_costs(traced, request, stopwatch, chunks=False)
     found = solved_at_need(traced, graph, solve_for, with_measured, stopwatch)
     return found.graph, found.result
@@ -360,12 +323,10 @@ def _solved_in_turn(
 def planned_report(
     graph: TrainingGraph, request: Request, stopwatch: Stopwatch, result: Result | None = None
 ) -> tuple[Report, Result]:
-    """What is known of a graph without running a step, and the plan of ``chen_sqrt``.
-
-    `result` is the outcome for the request, where it is known.
-    """
+    """What is known without a step, of `result` if it is there; and the plan of ``chen_sqrt``."""
     result = result or solve_request(graph, request, stopwatch)
     with stopwatch.stage("rules", "comparing with simpler rules"):
+        # As published: without chunks, and with as much memory as it takes.
         chen = solvers.solve_within(unchunked(graph), UNBOUNDED_BYTES, solver="chen_sqrt")
         eager = unmodified_step(graph)
         base_us = eager.result.time_us
@@ -384,30 +345,18 @@ def planned_report(
     return report, chen
 
 
-# The job behind ``--dynamic``: capture over a range, time, solve for a family, rewrite, check.
-
-
 @dataclass(frozen=True)
 class RangeReport:
-    """All that a verb with ``--dynamic`` found out.
-
-    Attributes
-    ----------
-    curve : of overheads over the range. sizes : of the factory's batch; None if out of the range.
-    check : of one step at these sizes. unchecked : why none was run.
-    """
-
     graph: RangedGraph
     family: Family
     curve: Curve
     seconds: dict[str, float]
-    sizes: dict[str, int] | None = None
-    check: Check | None = None
-    unchecked: str = ""
+    sizes: dict[str, int] | None = None  # of the factory's batch; None if out of the range
+    check: Check | None = None  # of one step at these sizes
+    unchecked: str = ""  # why none was run
 
     @property
     def failures(self) -> list[str]:
-        """What fails the check; empty where nothing does, or none was run."""
         return failures(self.check, self.family.budget_bytes) if self.check else []
 
 
@@ -420,17 +369,7 @@ def plan_over(
     *,
     check: bool | None = None,
 ) -> RangeReport:
-    """Plan for a range, and run one step of the factory's batch beside eager.
-
-    Parameters
-    ----------
-    planned : is called with the plan before a step is run. check : as of `run_job`.
-
-    Raises
-    ------
-    TooLargeError : nothing fits at the largest sizes.
-    CaptureError : sizes cannot vary so; names the place and a way out.
-    """
+    """Plan for a range, and run one step of the factory's batch; arguments as of `run_job`."""
     with stopwatch.stage("capture", "tracing the training step"):
         traced = trace_loaded(loaded, request, dynamic)
     graph = _ranged_graph(traced, request, stopwatch)
@@ -468,7 +407,6 @@ def _plan_of(loaded: Loaded, traced: Trace, family: Family, graph: RangedGraph) 
 
 
 def _batch_sizes(loaded: Loaded, traced: Trace, request: Request) -> dict[str, int] | None:
-    """The sizes of the factory's batch; None if they are out of the range."""
     from remat.ranges.ranged_call import sizes_within
 
     batch = Batch(
@@ -482,7 +420,6 @@ def _checked(
     report: RangeReport, loaded: Loaded, traced: Trace, request: Request, stopwatch: Stopwatch,
     *, check: bool,
 ) -> RangeReport:  # fmt: skip
-    """The report with a step of the factory's batch compared with eager, or why it was not."""
     from remat.rewriter.user_module.ranged import make_ranged
 
     if report.sizes is None:
@@ -495,7 +432,7 @@ def _checked(
     said = list[str]()
 
     def compared() -> Check:
-        number = report.family.number_at(**report.sizes or {})
+        number = report.family.number_at(**report.sizes or {})  # not None by now
         module = make_ranged(loaded.model, report.family, traced, report.graph, number)
         return compare_with_eager(loaded, module, request)
 
@@ -505,7 +442,7 @@ def _checked(
 
 
 def refuse_beside_dynamic(request: Request, **given: bool) -> None:
-    """Raise `CaptureError` for an option that a verb does not take beside ``--dynamic``."""
+    """Refuse options that a verb does not take beside ``--dynamic``; `given` has the verb's own."""
     options = {
         **given, "--optimizer-in-backward": request.optimizer_in_backward,
         "--host": bool(request.host)

@@ -50,18 +50,16 @@ if TYPE_CHECKING:
     from remat.graph_capture.tracing.recipe import Recipe
 
 
-# Plan files of the command line: plans and schedules, written and read.
-
-
 PLAN_FILES = ".json", ".pt2"
 
 
 def plan_of_result(
     loaded: Loaded, recipe: Recipe, graph: TrainingGraph, result: Result
 ) -> PlanFile | None:
-    """The plan of a solve, with its graph; None where nothing fits."""
+    """None where nothing fits."""
     if result.schedule is None:
         return None
+    # Imports torch, which a kept plan is shown without.
     from remat.rewriter.plans.facts import make_plan
 
     prediction = predicted(result, graph.cost_origin)
@@ -70,19 +68,14 @@ def plan_of_result(
 
 
 def write_plan(plan: PlanFile, path: Path) -> None:
-    """Keep a plan as JSON, or in an archive where the name ends so."""
+    """As JSON, or as an archive where the name ends in .pt2."""
     from remat.rewriter.plans.loading import save_plan
 
     save_plan(plan, path)
 
 
 def read_kept(path: Path) -> PlanFile | Schedule:
-    """A plan, as `run MODEL -o` keeps it, or a schedule alone, as `run GRAPH -o` does.
-
-    Raises
-    ------
-    PlanError, ScheduleError : the file is neither. FileError : it cannot be read.
-    """
+    """A plan, as `run MODEL -o` keeps it, or a schedule alone, as `run GRAPH -o` does."""
     if path.suffix == ".pt2":
         from remat.rewriter.plans.loading import read_plan
 
@@ -93,28 +86,23 @@ def read_kept(path: Path) -> PlanFile | Schedule:
 
 
 def _holds_plan(path: Path) -> bool:
-    """Whether the file holds a plan or a schedule, and not a graph."""
+    # Graphs are kept as JSON alone.
     return path.suffix == ".pt2" or is_plan(data := read_contents(path)) or holds_steps(data)
 
 
 def schedule_in(kept: PlanFile | Schedule) -> Schedule:
-    """The schedule in what was kept."""
     return kept.schedule if isinstance(kept, PlanFile) else kept
 
 
 def costed_graph_in(kept: PlanFile | Schedule) -> TrainingGraph | None:
-    """The graph of a plan, whose links say where it may copy values to; None of a schedule."""
+    """The graph whose links say where a plan may copy values to; None of a schedule."""
     return kept.graph if isinstance(kept, PlanFile) else None
 
 
 def fitting_schedule(kept: PlanFile | Schedule, loaded: Loaded, name: str) -> Schedule:
-    """The schedule, of a plan that fits the model, its batch and this torch.
-
-    Raises
-    ------
-    PlanError : the plan does not; names the first difference. Or it was edited.
-    """
+    """The schedule of a plan that fits the model, its batch and this torch; else a `PlanError`."""
     if isinstance(kept, PlanFile):
+        # Judged before it is run: anyone can edit the file.
         if kept.graph is not None:
             evaluate_plan(kept, name)
         from remat.rewriter.plans.facts import require_fit
@@ -135,34 +123,19 @@ class Captured:
 
 @dataclass(frozen=True)
 class PlanSource:
-    """A graph, and the outcome of a solve on it.
-
-    Attributes
-    ----------
-    result : of a solve, or of a kept plan, and then by the simulator. None where neither a plan nor
-        a budget was given. Its schedule is None where nothing fits.
-    is_kept : whether it is of a kept plan.
-    over : of a kept plan for a range of sizes; graph and result are those of the largest.
-    """
+    """A graph, and the outcome of a solve on it or of a kept plan."""
 
     graph: TrainingGraph
-    result: Result | None
-    is_kept: bool = False
-    over: RangeFacts | None = None
+    result: Result | None  # None where neither a plan nor a budget was given
+    is_kept: bool = False  # a plan of a file, judged by the simulator
+    over: RangeFacts | None = None  # of a range of sizes; the others are then of the largest
 
     @property
     def schedule(self) -> Schedule | None:
-        """The schedule, if there is one."""
         return self.result.schedule if self.result else None
 
     @property
     def solved(self) -> Result:
-        """The result.
-
-        Raises
-        ------
-        BudgetError : neither a plan nor a budget was given.
-        """
         if self.result is None:
             raise BudgetError(
                 "this needs a plan: name one (MODEL --plan plan.json, or plan.json alone), or "
@@ -177,19 +150,9 @@ def open_plan(
     stopwatch: Stopwatch,
     plan: Path | None = None,
 ) -> PlanSource:
-    """Open a model, a kept graph or a kept plan.
+    """Open a model, a kept graph or a kept plan; solve if the request has a budget.
 
-    Parameters
-    ----------
-    source : ``file.py:function``, or a file that `run` or `show` kept.
-    request : how to capture a model, and the budget to solve for; `NO_BUDGET` for none.
-    plan : a kept plan of the source, in place of a budget.
-
-    Raises
-    ------
-    PlanError : the plan keeps no graph where it is needed, or is not what the simulator says.
-    ScheduleError : it was made for another graph; names the first difference.
-    BudgetError : both a plan and a budget were given.
+    `plan` is a kept plan of the source, in place of a budget.
     """
     if source.endswith(PLAN_FILES) and _holds_plan(Path(source)):
         if plan is not None:
@@ -214,7 +177,7 @@ def open_plan(
 
 
 def _splitting_as(schedule: Schedule, request: Request) -> Request:
-    """`request` with the split that a plan was made with, so that the graph has its chunks."""
+    # A graph without the chunks of the plan would refuse it.
     if not schedule.chunks or request.split is not None:
         return request
     is_exact = all(one.exact for one in schedule.chunks)
@@ -238,15 +201,16 @@ def _refuse_host(request: Request) -> None:
 
 
 def _opened_plan(kept: PlanFile | Schedule, name: str, graph: TrainingGraph | None) -> PlanSource:
-    """A plan on its own graph, or on the one that is given."""
     schedule, told_us = schedule_in(kept), 0.0
     over: RangeFacts | None = None
     if isinstance(kept, PlanFile) and (graph is None or kept.graph is not None):
         # Anyone can edit the file, so all that the simulator can say is taken from it alone.
         own, _ = evaluate_plan(kept, name)
+        # The file's bound is of its own costs, so it is told of no other graph.
         if graph is None or own == graph:
             graph, over = own, kept.over
             told_us = kept.prediction.lower_bound_us if kept.prediction else 0.0
+        # The plan's copies need links; sizes and costs are those of the graph that was named.
         elif graph.links is None and own.links is not None:
             graph = msgspec.structs.replace(graph, links=own.links)
     if over is not None:
@@ -261,6 +225,7 @@ def _opened_plan(kept: PlanFile | Schedule, name: str, graph: TrainingGraph | No
     except ScheduleError as error:
         raise ScheduleError(f"{name}: {error}") from error
     require_within_budget(schedule, peak_bytes, name)
+    # No lower bound: a file proves nothing. One by hand has no budget but its own peak.
     result = evaluate_schedule(
         graph, schedule, budget_bytes=schedule.budget_bytes or peak_bytes,
         lower_bound_us=0.0, message=_unproved(graph, told_us, name),
@@ -281,13 +246,6 @@ def _unproved(graph: TrainingGraph, told_us: float, name: str) -> str:
 
 
 def captured(source: str, request: Request, stopwatch: Stopwatch) -> Captured:
-    """The graph in a file, kept by itself or with a plan, or that of a model, captured now.
-
-    Raises
-    ------
-    ProfileError, DeviceError : a graph has its costs and ranks, and takes no others.
-    PlanError : a plan keeps no graph.
-    """
     if not source.endswith(PLAN_FILES):
         loaded, request = load_shown(source, stopwatch, request)
         return captured_model(loaded, request, stopwatch)
@@ -320,7 +278,6 @@ def _as_asked(graph: TrainingGraph, request: Request) -> TrainingGraph:
 
 
 def _graph_in(kept: PlanFile | Schedule, name: str) -> TrainingGraph:
-    """The graph that a plan keeps."""
     if isinstance(kept, PlanFile):
         return evaluate_plan(kept, name)[0]
     raise PlanError(
@@ -329,7 +286,6 @@ def _graph_in(kept: PlanFile | Schedule, name: str) -> TrainingGraph:
 
 
 def captured_model(loaded: Loaded, request: Request, stopwatch: Stopwatch) -> Captured:
-    """Trace what a factory made, and time its ops."""
     with stopwatch.stage("capture", "tracing the training step"):
         traced = pipeline.trace_loaded(loaded, request)
     graph = pipeline.graph_with_costs(traced, request, stopwatch)
@@ -337,18 +293,12 @@ def captured_model(loaded: Loaded, request: Request, stopwatch: Stopwatch) -> Ca
 
 
 def require_model(source: str) -> None:
-    """Raise `FactoryError` for a kept file where only a model will do."""
     if source.endswith(PLAN_FILES):
         raise FactoryError(f"{source} is a kept file: name the model first, as path/to/file.py")
 
 
 def load_shown(model: str, stopwatch: Stopwatch, request: Request) -> tuple[Loaded, Request]:
-    """Load the model onto the device of a request, and name that device; shows that it takes time.
-
-    Raises
-    ------
-    FactoryError : it is a kept file, or no model can be read from it.
-    """
+    """Load the model onto the device of the request; its second result names that device."""
     require_model(model)
     with stopwatch.stage("load", f"loading {model}"):
         loaded, request = load_model(model), request.with_device()

@@ -150,56 +150,40 @@ class Request:
 
     @property
     def solving(self) -> dict[str, Any]:
-        """What `solve` is asked beside the budget, the solver and the time limit."""
         return {
             "keep": self.keep, "recompute": self.recompute, "order": self.order, "gap": self.gap,
         }  # fmt: skip
 
     @property
     def is_run_here(self) -> bool:
-        """Whether the plan is one of the very step that can run on this machine, alone."""
+        # An optimizer that is only named cannot update anything, so its step is planned alone.
         is_here = not is_in_table(self.device) and self.sharding == NO_SHARDING
         return is_here and not self.optimizer_in_backward
 
     def tiers(self, device: str | None = None, *, is_here: bool | None = None) -> LowerTiers | None:
-        """What may be used below the device; `device` is of a kept graph, else the one asked for.
-
-        Raises
-        ------
-        BudgetError, FileError : as of `lower_tiers`.
-        """
+        """What may be used below the device; `device` is that of a kept graph, if it is one."""
         device = device or self.device or CPU
         return lower_tiers(self.host or None, self.nvme or None, device, is_here=is_here)
 
     def with_device(self) -> Request:
-        """The same with its device named: the CUDA device where torch sees one, else the CPU."""
         if self.device != NAMED_BY_TORCH:
             return self
-        import torch
+        import torch  # here, as it takes seconds
 
         return replace(self, device=CUDA if torch.cuda.is_available() else CPU)
 
     def checked(self, *, is_kept: bool = False) -> Request:
-        """The same with its profile read, refused before anything runs if a part is unknown.
-
-        Parameters
-        ----------
-        is_kept : whether it is for a graph of a file, which names its own device.
-
-        Raises
-        ------
-        BudgetError, DeviceError, SolverError, ProfileError : a field cannot be read, or names
-            what is not there. FileError : the profile's file cannot be read, or a folder not
-            written.
-        """
+        """With its profile read. `is_kept` : for a graph of a file, which names its own device."""
         if self.budget != NO_BUDGET:
             parse_budget(self.budget)
         if self.device != NAMED_BY_TORCH:
             check_device(self.device)
+        # A kept graph's device is known only when its file is read.
         if not is_kept:
             self.tiers()
+        # All is read now: a capture takes long, and would be lost to a wrong word.
         known = self.read_profile()
-        make_solver(self.solver, order=self.order, gap=self.gap)
+        make_solver(self.solver, order=self.order, gap=self.gap)  # refuses what it does not know
         if self.optimizer_in_backward and self.sharding != NO_SHARDING:
             raise DeviceError(
                 "--optimizer-in-backward plans a step on one rank: wrappers for several take "
@@ -208,12 +192,6 @@ class Request:
         return replace(self, profile=known)
 
     def read_profile(self) -> Profile | None:
-        """The profile itself, or the one in the file that is named.
-
-        Raises
-        ------
-        ProfileError : the file holds none. FileError : it cannot be read.
-        """
         if self.profile is None:
             return None
         # Profiles import torch, which a request does without.

@@ -46,9 +46,6 @@ if TYPE_CHECKING:
     from remat.rewriter.checking.check import Check
 
 
-# What to do about a run: no plan is needed, or its costs are not those of this hour.
-
-
 _OFF = 0.1
 """A measured overhead of the plan that is this far from the predicted one is told."""
 
@@ -57,7 +54,6 @@ _FASTER = 0.01
 
 
 def advice_on_run(report: Report) -> tuple[str, ...]:
-    """Sentences for the screen and for ``--json``."""
     needed = _no_plan(report.rows, report.result.budget_bytes)
     return (*needed, *(_far_apart(report.rows) or _off(report.rows[-1])))
 
@@ -76,7 +72,7 @@ def _no_plan(rows: tuple[Row, ...], budget_bytes: int) -> tuple[str, ...]:
 
 
 def _far_apart(rows: tuple[Row, ...]) -> tuple[str, ...]:
-    """Of all rows: one that was measured in a slow spell says little."""
+    # Of all rows: one that was measured in a slow spell says little.
     measured = [(row.measured_step_us, row.time_us) for row in rows if row.time_us]
     ratios = [is_us / said_us for is_us, said_us in measured if is_us]
     if not ratios or (max(ratios) >= 1 / FAR_OFF and min(ratios) <= FAR_OFF):
@@ -89,7 +85,7 @@ def _far_apart(rows: tuple[Row, ...]) -> tuple[str, ...]:
 
 
 def _off(plan: Row) -> tuple[str, ...]:
-    """Of the plan's overhead, where steps as such took about as long as predicted."""
+    # Asked only where steps as such took about as long as predicted.
     measured = plan.measured_overhead
     if measured is None or abs(measured - plan.overhead) < _OFF:
         return ()
@@ -107,7 +103,6 @@ _LABELS = {"chen_sqrt": "square-root checkpointing"}
 
 
 def show_run(console: Console, report: Report) -> None:
-    """One screen: the three schedules, the bound, what holds the peak, what is equal."""
     graph, result = report.graph, report.result
     backward = len(graph.ops) - graph.n_forward
     ops = f", {graph.n_forward} forward and {backward} backward ops"
@@ -119,7 +114,6 @@ def show_run(console: Console, report: Report) -> None:
 
 
 def _schedules_table(rows: Iterable[Row]) -> Table:
-    """One row a schedule, predicted beside measured."""
     table = plain_table("predicted | measured", "peak", "step", "overhead")
     for row in rows:
         overhead = percent_pair(row.overhead, row.measured_overhead)
@@ -127,13 +121,13 @@ def _schedules_table(rows: Iterable[Row]) -> Table:
             _LABELS.get(row.name, row.name),
             bytes_pair(row.peak_bytes, row.measured_peak_bytes),
             time_pair(row.time_us, row.measured_step_us),
+            # Of the unmodified step it is 0 by definition.
             "-" if row.name == "unmodified" else overhead,
         )
     return table
 
 
 def _verdict(report: Report) -> Table:
-    """Below the rows: bound, what holds the peak, what is equal, times, status."""
     result, graph, seconds = report.result, report.graph, report.seconds
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_row("lower bound", _bound_said(graph, result))
@@ -162,9 +156,9 @@ def _verdict(report: Report) -> Table:
 
 
 def _add_reserved(table: Table, rows: Iterable[Row]) -> None:
-    """What the allocator of a CUDA device will hold, and what it held beside each peak."""
     known = {row.name: row for row in rows}
     plan, without = known.get("this plan"), known["unmodified"].reserved
+    # A CPU's allocator reserves nothing.
     if plan is not None and plan.reserved is not None:
         table.add_row("reserved", reserved_text(plan.reserved, without))
     measured = [(row.name, row.reserved_bytes) for row in known.values()]
@@ -174,7 +168,6 @@ def _add_reserved(table: Table, rows: Iterable[Row]) -> None:
 
 
 def _add_ways(table: Table, report: Report) -> None:
-    """What runs in chunks, moves to the host and runs again, and whether whole layers would do."""
     graph, result, again = report.graph, report.result, report.again
     for one in chunks_of(graph, result.schedule):
         table.add_row("in chunks", Text(str(one)))
@@ -190,17 +183,17 @@ def _add_ways(table: Table, report: Report) -> None:
 
 
 def _bound_said(graph: TrainingGraph, result: Result) -> str:
-    """The bound as an overhead, and the gap. That of every op once needs no proof: it says so."""
     bound = bound_of(result.lower_bound_us, graph.time_us)
     if bound is None or result.gap is None:
         return NO_BOUND
     is_proved = result.status == "optimal"
+    # That every op runs once holds without a proof, and must not look like one.
     of = "overhead at this budget" if bound or is_proved else "overhead (nothing computed twice)"
     return f"{percent_text(bound)} {of}; {gap_text(result.gap)}{', proved' if is_proved else ''}"
 
 
 def _held(graph: TrainingGraph, schedule: Schedule | None, simulation: Simulation) -> str:
-    """What is resident, and the modules whose values weigh most at the peak."""
+    # Values of chunks are none of the captured graph.
     graph = graph_of_schedule(graph, schedule) if schedule else graph
     module = {op.name: op.module for op in graph.ops}
     held_bytes: Counter[str] = Counter()
@@ -220,7 +213,6 @@ def _held(graph: TrainingGraph, schedule: Schedule | None, simulation: Simulatio
 
 
 def _equal_text(check: Check) -> Text:
-    """Which of outputs, gradients, buffers and RNG are bit-identical to eager's."""
     said = Text(f"{check.gradients} of {check.gradients_total} gradients bit-identical")
     for name in CHECKED:
         if name != "gradients":
@@ -230,7 +222,6 @@ def _equal_text(check: Check) -> Text:
 
 
 def show_check(console: Console, check: Check, budget_bytes: int) -> None:
-    """What was equal, and the measured peaks and times."""
     table = plain_table("measured", "peak", "step", "overhead")
     table.add_row(
         "unmodified", bytes_text(check.baseline_peak_bytes), time_text(check.baseline_step_us), "-"
@@ -253,7 +244,6 @@ def show_check(console: Console, check: Check, budget_bytes: int) -> None:
 
 
 def report_json(report: Report) -> dict[str, Any]:
-    """The object that ``remat run --json`` prints."""
     result, rows = report.result, {row.name: row for row in report.rows}
     said = {
         "status": result.status,
@@ -262,6 +252,7 @@ def report_json(report: Report) -> dict[str, Any]:
         "model": report.graph.name,
         "ops": len(report.graph.ops),
         "device": report.graph.device,
+        # Keys keep the names of older releases, as those of files do.
         "prices": report.graph.cost_origin,
         "price_notes": report.graph.notes,
         "baseline": _row_json(rows["unmodified"]),
@@ -285,17 +276,13 @@ def report_json(report: Report) -> dict[str, Any]:
 
 
 def bound_json(graph: TrainingGraph, result: Result) -> dict[str, float | None]:
-    """The proven bound: in microseconds, as an overhead, and how far the plan is from it.
-
-    None stands for what is not proved.
-    """
+    """None stands for what is not proved."""
     overhead = bound_of(result.lower_bound_us, graph.time_us)
     bound_us = None if overhead is None else result.lower_bound_us
     return {"lower_bound_us": bound_us, "overhead": overhead, "gap": result.gap}
 
 
 def _again_json(result: Result, again: RunsAgain) -> dict[str, Any]:
-    """What runs again, by kind of op and in attention; the floor; a simpler way if there is one."""
     attention = result.attention
     return {
         "recomputed": [kind._asdict() for kind in again.kinds if kind.recomputed],
@@ -306,7 +293,6 @@ def _again_json(result: Result, again: RunsAgain) -> dict[str, Any]:
 
 
 def _check_json(check: Check, budget_bytes: int) -> dict[str, Any]:
-    """What was equal, and how many gradients were."""
     equal = {f"{name}_equal": bool(getattr(check, f"{name}_equal")) for name in CHECKED}
     return {
         **equal,
@@ -318,7 +304,6 @@ def _check_json(check: Check, budget_bytes: int) -> dict[str, Any]:
 
 
 def checked_json(check: Check, budget_bytes: int, failures: list[str]) -> dict[str, Any]:
-    """The object that ``remat check --json`` prints."""
     return {
         "budget_bytes": budget_bytes,
         "check": _check_json(check, budget_bytes),
@@ -338,7 +323,6 @@ def checked_json(check: Check, budget_bytes: int, failures: list[str]) -> dict[s
 
 
 def _infeasible_json(result: Result) -> dict[str, Any]:
-    """What there is to say where nothing fits."""
     held = [
         {"name": item.name, "size_bytes": item.size_bytes, "module": item.module}
         for item in result.held_at_peak
@@ -363,11 +347,7 @@ def _row_json(row: Row) -> dict[str, Any]:
     }
 
 
-# What verbs print of a plan for a range: the range, its certificate, schedules and curve.
-
-
 def show_range_report(console: Console, report: RangeReport) -> None:
-    """One screen: range and budget, the curve, schedules, certificate, what is equal."""
     show_family(console, report.family, report.curve)
     table = Table.grid(padding=(0, 2, 0, 0))
     if report.check:
@@ -382,7 +362,6 @@ def show_range_report(console: Console, report: RangeReport) -> None:
 
 
 def show_family(console: Console, family: Family, curve: Curve) -> None:
-    """The curve of overheads against size, and what is proved of all sizes."""
     ranges, budget = ", ".join(map(str, family.symbols)), bytes_text(family.budget_bytes)
     console.print(Text.assemble((family.model, "bold"), f" over {ranges}, budget {budget}\n"))
     console.print(_curve_table(curve))
@@ -395,7 +374,7 @@ def _curve_table(curve: Curve) -> Table:
     for point in curve.points:
         table.add_row(
             sizes_text(point.sizes),
-            str(point.member + 1),
+            str(point.member + 1),  # people count from 1
             bytes_text(point.peak_bytes),
             time_text(point.time_us),
             percent_text(point.overhead),
@@ -417,7 +396,6 @@ def _certificate(family: Family) -> Table:
 
 
 def range_json(family: Family, curve: Curve) -> dict[str, Any]:
-    """The entry ``range`` of the JSON object: symbols, certificate, schedules and curve."""
     members = [
         {
             "sizes": member.sizes,
@@ -440,7 +418,6 @@ def range_json(family: Family, curve: Curve) -> dict[str, Any]:
 
 
 def range_report_json(report: RangeReport) -> dict[str, Any]:
-    """The object that verbs print with ``--dynamic`` and ``--json``."""
     family = report.family
     return {
         "model": family.model,

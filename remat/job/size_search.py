@@ -35,19 +35,15 @@ if TYPE_CHECKING:
     from remat.rewriter.checking.check import Check
 
 
-# The graph of a step at a size that was not captured, from two captures at other sizes.
-#
-# Bytes and costs are taken to be affine in the size, so two captures tell those at any other. That
-# holds for a batch. In the length of a sequence attention is not affine, so the graph is a guess,
-# to be checked by a capture.
-
+# The graph of a step at a size that was not captured, from two captures at other sizes. Bytes and
+# costs are taken to be affine in the size. That holds for bytes in a batch; in the length of a
+# sequence attention is not affine, so such a graph is a guess, to be checked by a capture.
 
 _Interpolated = Callable[[float, float], float]
 """From a figure at two sizes to the one at the size that is asked for; never below 0."""
 
 
 def is_same_step(first: TrainingGraph, second: TrainingGraph) -> bool:
-    """Whether two captures have the same ops and values; their sizes may differ."""
     same_values = [v.name for v in first.values] == [v.name for v in second.values]
     return same_values and [_facts_between(op) for op in first.ops] == [
         _facts_between(op) for op in second.ops
@@ -57,13 +53,11 @@ def is_same_step(first: TrainingGraph, second: TrainingGraph) -> bool:
 def graph_at(
     size: int, one: tuple[int, TrainingGraph], two: tuple[int, TrainingGraph]
 ) -> TrainingGraph:
-    """The step at `size`, from (size, graph) at two others for which `is_same_step` holds.
-
-    Shapes stay those of the first, so the result is for predictions alone.
-    """
+    """From (size, graph) at two others; its shapes are the first's, so for predictions alone."""
     (size_1, first), (size_2, second) = one, two
 
     def at(x: float, y: float) -> float:
+        # Measured costs may fall as the size grows, and then end below 0 far away.
         return max(x + (y - x) * (size - size_1) / (size_2 - size_1), 0.0)
 
     values = tuple(_value_at(at, v, w) for v, w in zip(first.values, second.values, strict=True))
@@ -93,43 +87,31 @@ def _op_at(at: _Interpolated, first: Op, second: Op) -> Op:
     )
 
 
-# The largest size for which something holds, where a try is costly and a guess is cheap.
-
-
 _GUESSES = 4
 """Tries that follow a guess. Later ones double or halve the size, in case guesses are wrong."""
 
 
 @dataclass(frozen=True)
 class SizeRange:
-    """Sizes from `least` to `most`, in steps of `step`; all three in the user's own units."""
+    """Sizes from `least` to `most`, in steps of `step`; in the units of the factory's argument."""
 
     least: int
     most: int
     step: int
 
     def below(self, size: int) -> int:
-        """The largest size of the range that is `size` or less."""
         return self.least + (min(size, self.most) - self.least) // self.step * self.step
 
 
 def largest(
     sizes: SizeRange,
-    holds: Callable[[int], bool],
-    guess: Callable[[int, int | None], int],
+    holds: Callable[[int], bool],  # costly, so called once a size
+    guess: Callable[[int, int | None], int],  # of a size that holds, and one that does not or None
     fits: int | None,
     fails: int | None,
 ) -> int | None:
-    """The largest size for which `holds`, none larger by a step does; None where no size does.
-
-    It is taken for granted that a size holds if a larger one does.
-
-    Parameters
-    ----------
-    holds : costly; called once a size. guess : takes a size that holds, and one that does not or
-        None; returns the largest that is thought to hold.
-    fits, fails : a size that is known to hold, and one that is known not to.
-    """
+    """The largest size that holds; None where none does. A size holds if a larger one does."""
+    # As if the size before the range held, so that its least is tried too.
     low = sizes.least - sizes.step if fits is None else fits
     tries = 0
     while fails is None or fails - low > sizes.step:
@@ -151,22 +133,19 @@ def _next(
     guess: Callable[[int, int | None], int],
     tries: int,
 ) -> int:
-    """The guess, or the next size if that much holds already; later the double or the middle."""
     top = sizes.most if fails is None else fails - sizes.step
+    # After so many wrong guesses: double, then halve.
     if tries >= _GUESSES and fails is None:
         return min(max(sizes.below(2 * low), low + sizes.step), top)
     if tries >= _GUESSES and fails is not None:
         return max(sizes.below((low + fails) // 2), low + sizes.step)
+    # A step at least, so that each try tells something new.
     wanted = sizes.below(guess(low, fails))
     return min(max(wanted, low + sizes.step), top)
 
 
-# Guesses of `fit` from two captures of one step at two sizes.
-#
-# Bytes are affine in the size of a batch, so a graph at any other size follows from two captures
-# (`remat/job/size_search.py`). Costs do not follow as exactly: near the limit an
-# overhead hangs on what ops were measured to take, so `fit` only guesses with these.
-
+# Guesses of `fit` from two captures. Bytes are affine in the size of a batch, costs not as exactly:
+# near the limit an overhead hangs on what ops were measured to take, so `fit` only guesses.
 
 _Pair = tuple[tuple[int, TrainingGraph], tuple[int, TrainingGraph]]
 """Two sizes, each with its graph."""
@@ -177,8 +156,7 @@ def _pair_near(
 ) -> _Pair | None:
     """Two captures of the same step, to guess between or beyond; None where no two are.
 
-    `near` and `fails`, what holds and what does not, if both were captured. Otherwise the size that
-    is nearest to `near`, and the next one that is a quarter away from it or more.
+    `near`, which holds, and `fails`, if both were captured; else the nearest and one farther away.
     """
 
     def pair(one: int, other: int) -> _Pair | None:
@@ -258,8 +236,6 @@ def largest_batch(
 
 
 class FitSearch:
-    """A search under way: what was captured, and the plan of the largest size that fits."""
-
     def __init__(
         self,
         factory: _Factory,
@@ -285,12 +261,12 @@ class FitSearch:
     def run(
         self, budget: str | SupportsIndex, first: tuple[int, int], check: bool | None = None
     ) -> Fit:
-        """Capture at the two first sizes, guess, and settle the answer by captures."""
         self.budget = parse_budget(budget)
         if self.budget.is_of_the_step:
             raise BudgetError(
                 f"budget {budget!r} is another one at each size: give bytes, 8GiB, or auto"
             )
+        # Both are sizes of the range: a factory may build multiples of the step alone.
         small, large = sorted(self.sizes.below(max(size, self.sizes.least)) for size in first)
         if small == large:
             raise SolverError(f"the two first sizes are the same, {small}: give two others")
@@ -299,21 +275,25 @@ class FitSearch:
                 size = self._largest(small, large) or 0
             except KeyboardInterrupt:
                 note_interrupt()
+                # With a plan at hand, Ctrl-C ends the search and not the verb.
                 if self.best is None:
                     raise
                 size = self.best[0]
             return self._fit(size, check)
 
     def _largest(self, small: int, large: int) -> int | None:
+        # Both are captured even if the smaller fails: guesses take two.
         held = [size for size in (small, large) if self._holds(size)]
         fails = min((size for size in (small, large) if not self.tried[size].fits), default=None)
+        # Costs are measured, so a larger size may hold where a smaller one failed: trust the
+        # smaller.
         fits = max((size for size in held if fails is None or size < fails), default=None)
         return largest(self.sizes, self._holds, self._guess, fits, fails)
 
     def _captured(self, size: int) -> Captured:
-        """Build the model at a size, trace and time it."""
         with self.stopwatch.stage("load", f"building {self.vary}={size}"):
             loaded = self._load(size)
+            # Asked when the model is there, as it has imported torch.
             self.request = self.request.with_device()
             loaded = loaded.on(self.request.device)
         captured = captured_model(loaded, self.request, self.stopwatch)
@@ -327,7 +307,6 @@ class FitSearch:
         return call(self.factory, name, {self.vary: size})
 
     def _holds(self, size: int) -> bool:
-        """Capture and solve at a size; the plan of the largest that fits is kept."""
         captured = self._captured(size)
         # What `auto` means is settled by the first capture, and the same for all later ones.
         self.budget_bytes = self.budget_bytes or self.budget.bytes_for(captured.graph)
@@ -335,6 +314,7 @@ class FitSearch:
             result = self._solve(captured.graph, self.each_s)
         one = self._tried(size, captured.graph, result)
         self.tried[size] = one
+        # Noted before Ctrl-C is heeded: the solve it ended may have found a plan.
         if one.fits and (self.best is None or size > self.best[0]):
             self.best = size, captured, result
         if is_interrupted():
@@ -375,23 +355,21 @@ class FitSearch:
         )
 
     def _guess(self, fits: int, fails: int | None) -> int:
-        """The largest size between that is thought to hold, on graphs from two captures."""
         step, known = self.sizes.step, max(self.graphs)
         # Bytes are as good as exact at any size, so they need no captures in between.
         known = max(known, self._without_plan(known))
         top = min(self.sizes.most, known * _GROWTH) if fails is None else fails - step
         pair = _pair_near(self.graphs, fits, fails)
+        # Captures of other ops, as where a model branches by size, give no line: double, or halve.
         if pair is None:
             return min(2 * max(fits, step), top) if fails is None else (fits + fails) // 2
         with self.stopwatch.stage("guess", f"guessing {self.vary} from two captures"):
             return self._largest_guessed(fits, top, pair)
 
     def _largest_guessed(self, low: int, top: int, pair: _Pair) -> int:
-        """By halves, from the size that fits without a plan on.
-
-        Where `low` has a plan already, it was a guess: then in growing steps, as the end is near.
-        """
+        """By halves, from the size that fits without a plan on."""
         tried, step = self.tried.get(low), self.sizes.step
+        # Where `low` has a plan already, it was a guess: in growing steps then, as the end is near.
         stride = step if tried is not None and tried.overhead > 0 else 0
         low = max(low, min(self.sizes.below(_unmodified_reaches(pair, self.budget_bytes)), top))
         high = top + step
@@ -405,12 +383,12 @@ class FitSearch:
         return low
 
     def _is_thought_to_hold(self, graph: TrainingGraph) -> bool:
-        """Whether a plan for a guessed graph is found; the cheap answers come first."""
+        # Cheap answers first: what no plan can do, what needs none, and only then a solve.
         if least_needed_bytes(Problem.of(graph)) > self.budget_bytes:
             return False
         if solvers.solve_within(graph, self.budget_bytes, "store_all").schedule is not None:
             return True
-        if not self.max_overhead:
+        if not self.max_overhead:  # then only the step that keeps all would do
             return False
         found = self._solve(graph, min(self.each_s, GUESS_S))
         if is_interrupted():
@@ -425,6 +403,7 @@ class FitSearch:
 
     def _fit(self, size: int, check: bool | None) -> Fit:
         after = self.tried.get(size + self.sizes.step)
+        # A next size that has a plan was too slow with it.
         limited = "most" if after is None else "overhead" if after.peak_bytes else "memory"
         limited = "interrupt" if is_interrupted() else limited
         graph = self.graphs[size or min(self.graphs)]
@@ -464,6 +443,7 @@ class FitSearch:
         if found is None:
             return None
         failed = failures(found, self.budget_bytes)
+        # The answer is a promise, so a step that breaks it is an error and no figure.
         if failed:
             raise RewriteError(f"{self.vary}={self.best[0]} fits as planned, but {failed[0]}")
         return found.plan_peak_bytes

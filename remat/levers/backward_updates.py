@@ -28,19 +28,12 @@ if TYPE_CHECKING:
 
 
 def updated_in_backward(spec: StepSpec) -> fx.GraphModule:
-    """The module that `remat.rematerialize` returns where `optimizer_in_backward` is given.
-
-    Raises
-    ------
-    CaptureError : the model or the optimizer cannot be updated so; the message says what can.
-    BudgetError : no schedule fits; the message names the least budget that is known to fit.
-    RewriteError : the check found a difference.
-    """
     from remat.ranks.same_order import ONE_RANK, require_group
     from remat.rewriter.graphs.updating import Updates
     from remat.rewriter.rewriting import rewrite
     from remat.step_planner import StepPlanner
 
+    # All that cannot be right is refused before anything is traced.
     refuse_clipping(spec.options.get("max_grad_norm"))
     refuse_scaling()
     model, optimizer = spec.model, spec.optimizer_in_backward

@@ -24,19 +24,13 @@ _Solved = Callable[[TrainingGraph], Result]
 def naming_tolerance(
     result: Result, traced: Trace, graph: TrainingGraph, cost_model: _CostModel, solved: _Solved
 ) -> Result:
-    """`result`; where nothing fits and heads stay whole for their bits, with what chunks need.
-
-    It takes another solve, of the graph whose chunks may sum in another order.
-
-    Parameters
-    ----------
-    graph : that of `traced`, with costs. cost_model : adds costs to a trace. solved : solves.
-    """
+    """`result`; where nothing fits and heads stay whole for their bits, with what chunks need."""
     if result.schedule is not None or not result.least_feasible_bytes:
         return result
     whole = [one for one in _exact_chunks(traced) if one.name not in _regions(graph)]
     if not whole:
         return result
+    # Another solve, of the graph whose chunks may sum in another order.
     recipe = dataclasses.replace(traced.recipe, split="tolerance")
     found = solved(cost_model(dataclasses.replace(traced, recipe=recipe)))
     least_bytes = found.least_feasible_bytes if found.schedule is None else found.peak_bytes
@@ -53,6 +47,7 @@ def naming_tolerance(
 
 def _exact_chunks(traced: Trace) -> list[RegionCandidate]:
     """The regions that were to run in chunks if these give eager's bits."""
+    # On a device that is not here no bits are compared, so none keep a head whole.
     if traced.recipe.is_modelled:
         return []
     return [one for one in requested_regions(traced) if one.is_exact]
@@ -63,7 +58,7 @@ def _regions(graph: TrainingGraph) -> set[str]:
 
 
 def _are_exact_on_one_thread(whole: list[RegionCandidate], device: str) -> bool:
-    """Whether kernels sum in eager's order where no thread takes a part of the rows."""
+    # On one thread no other takes a part of the rows, so kernels may sum in eager's order.
     threads = torch.get_num_threads()
     if device != CPU or threads == 1:
         return False

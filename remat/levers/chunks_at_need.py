@@ -23,18 +23,14 @@ if TYPE_CHECKING:
 
 
 class _SolveFor(Protocol):
-    """Solves a graph at the budget in question."""
-
     def __call__(self, graph: TrainingGraph, /, *, at_hand: Result | None = None) -> Result:
         """The outcome; `at_hand` is that of the graph with whole ops, where it is known."""
         ...
 
 
 def may_wait(traced: Trace, budget: Budget) -> bool:
-    """Whether chunks need not be timed at once: that takes long, and nobody asked for them.
-
-    The least peak of all is one in chunks.
-    """
+    """Whether chunks need not be timed at once, as nobody asked for them."""
+    # The least peak of all is one in chunks. Modelled costs are there at once.
     is_asked = traced.recipe.split is not None or budget.kind == "min"
     return not is_asked and not traced.recipe.is_modelled
 
@@ -46,33 +42,29 @@ def solved_at_need(
     with_measured_chunks: Callable[[TrainingGraph], TrainingGraph],
     stages: Stopwatch,
 ) -> Solved:
-    """The best plan of `graph`, which has no chunks; or of the graph with them, if they may help.
-
-    Parameters
-    ----------
-    graph : with costs, of `traced`. with_measured_chunks : measures them.
-    stages : times what is done.
-    """
+    """The best plan of `graph`, without chunks; or of the graph with them, if they may help."""
     whole = solve_for(graph)
     if not _may_help(traced, graph, whole, solve_for, stages):
         return Solved(graph, whole)
     in_chunks = with_measured_chunks(graph)
     if not in_chunks.regions:
         return Solved(graph, whole)
+    # The plan of whole ops is one of this graph too, and the solve begins with it.
     return Solved(in_chunks, solve_for(in_chunks, at_hand=whole))
 
 
 def _may_help(
     traced: Trace, graph: TrainingGraph, whole: Result, solve_for: _SolveFor, stages: Stopwatch
 ) -> bool:
-    """Whether chunks could be faster than `whole`, by more than the gap."""
     from remat.graph_capture.costs.op_costs import with_optimistic_chunks
 
     if whole.schedule is None:
         return True
+    # What chunks could win is within the gap that ends a search.
     if whole.overhead <= DEFAULT_GAP:
         return False
     with stages.stage("solve", "looking at what could run in chunks"):
+        # As if chunks took no longer than the whole: if that is no faster, measuring is in vain.
         hoped = with_optimistic_chunks(traced, graph)
     if not hoped.regions:
         return False

@@ -16,11 +16,7 @@ if TYPE_CHECKING:
     from remat.graph_capture.tracing.trace import Trace
 
 
-# What cannot be updated during backward, refused before anything runs.
-
-
 def refuse_clipping(max_grad_norm: float | None) -> None:
-    """Raise `CaptureError` for a norm over all gradients."""
     if max_grad_norm is not None:
         raise CaptureError(
             "gradients cannot be clipped by their global norm where parameters are updated during "
@@ -30,11 +26,11 @@ def refuse_clipping(max_grad_norm: float | None) -> None:
 
 
 def refuse_scaling() -> None:
-    """Raise `CaptureError` under autocast to float16, which is trained with a `GradScaler`."""
     import torch
 
     from remat.graph_capture.tracing.recipe import autocast_state
 
+    # Autocast to float16 is trained with a GradScaler.
     if any(on and dtype is torch.float16 for _, on, dtype in autocast_state()):
         raise CaptureError(
             "float16 autocast needs a GradScaler, which unscales all gradients when backward has "
@@ -44,9 +40,10 @@ def refuse_scaling() -> None:
 
 
 def _refuse_parts(model: nn.Module) -> None:
-    """Raise `CaptureError` for parameters of which a rank holds a part: their gradients are two."""
     from remat.graph_capture.distributed.dtensors import has_dtensors
 
+    # A rank holds a part of such a parameter, so it has a gradient of the whole and one of the
+    # part.
     if has_dtensors(model):
         raise CaptureError(
             f"{type(model).__name__} has parameters that are DTensors, which cannot be updated "
@@ -55,7 +52,7 @@ def _refuse_parts(model: nn.Module) -> None:
 
 
 def require_own_storages(state: Mapping[str, Tensor]) -> None:
-    """Raise `CaptureError` if an update of one parameter would change another, or a buffer."""
+    # Empty tensors all have the address 0.
     names = {name: t.untyped_storage().data_ptr() for name, t in state.items() if t.numel()}
     shared = {address for address, number in Counter(names.values()).items() if number > 1}
     both = [name for name, address in names.items() if address in shared]
@@ -67,12 +64,10 @@ def require_own_storages(state: Mapping[str, Tensor]) -> None:
 
 
 def require_no_other_reader(traced: Trace, optimizer: Optimizer) -> None:
-    """Raise `CaptureError` if forward reads an updated parameter by a tensor that is none.
-
-    The graph then does not know that a later read would find the new values.
-    """
     from remat.rewriter.guards.forward import constants_of
 
+    # The graph does not know that a read by another tensor, later in the step, would find new
+    # values.
     updated = {
         parameter.untyped_storage().data_ptr()
         for group in optimizer.param_groups
@@ -128,14 +123,6 @@ def planned_optimizer_in_backward(
     loss_fn: Callable[..., Any] | None = None,
     accumulate: bool = False,
 ) -> GradientRelease:
-    """What updates take by an optimizer that is known by its name, to plan with.
-
-    On a device of the table they are those of a fused optimizer, which takes nothing meanwhile.
-
-    Raises
-    ------
-    CaptureError : there is no optimizer, or it cannot update this model so.
-    """
     from remat.graph_capture.devices.known_devices import is_in_table
     from remat.graph_capture.joint.gradient_release import GradientRelease
 
@@ -145,6 +132,7 @@ def planned_optimizer_in_backward(
             f"{option('optimizer', 'sgd')}, momentum or adamw"
         )
     if is_in_table(device):
+        # Those of a fused optimizer, which takes no memory of its own meanwhile.
         names = _parameters(model, loss_fn)
         trained = [name for name, parameter in names.items() if parameter.requires_grad]
         return GradientRelease(is_added=accumulate, updates=tuple((name, 0) for name in trained))
@@ -158,6 +146,7 @@ def _made(name: str, parameters: Iterable[Tensor]) -> Optimizer:
 
     if name == "adamw":
         return AdamW(parameters)
+    # Only whether there is momentum tells on memory; its value does not.
     return SGD(parameters, momentum=0.9 if name == "momentum" else 0.0)
 
 

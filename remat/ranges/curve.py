@@ -23,26 +23,17 @@ _SIZES = 10
 
 
 class _CurvePoint(msgspec.Struct, frozen=True):
-    """A family at one size.
-
-    Attributes
-    ----------
-    sizes : by symbol. member : number of the schedule that serves them.
-    peak_bytes, time_us, overhead : of that schedule there. unmodified_us : keeping everything.
-    alone_overhead : of a plan that is made for these sizes alone; None where none was made.
-    """
-
-    sizes: dict[str, int]
-    member: int
+    sizes: dict[str, int]  # by symbol
+    member: int  # number of the schedule that serves them
     peak_bytes: int
     time_us: float
-    unmodified_us: float
+    unmodified_us: float  # keeping everything
     overhead: float
-    alone_overhead: float | None = None
+    alone_overhead: float | None = None  # of a plan for these sizes alone; None if not made
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """Overheads of a family over its range. `points` : from small sizes to large ones."""
+    """Overheads of a family over its range, from small sizes to large ones."""
 
     model: str
     budget_bytes: int
@@ -74,8 +65,8 @@ def overheads_over(
 
     Parameters
     ----------
-    graph : with costs, that the family was made for. sizes : which ones, such as
-        ``[{"seq": 512}]``; or how many, from the smallest to the largest.
+    graph : with costs, that the family was made for.
+    sizes : such as ``[{"seq": 512}]``; or how many, from the smallest to the largest.
     alone : also plan for each of these sizes alone, within the same budget, by `solver`, which has
         `time_limit_s` for each.
 
@@ -128,9 +119,6 @@ def _point_row(point: _CurvePoint) -> str:
     )
 
 
-# From a graph over a range and a budget to a family of schedules.
-
-
 _CUT_PART = 0.25
 """Of the time limit: what each schedule but that of the largest sizes may take at most. There are
 up to eight, so that together they take at most twice as long as that."""
@@ -145,14 +133,11 @@ def solve_over(
 ) -> Family:
     """A family of schedules within `budget` at every size of the range of `graph`.
 
-    Per cents are of the unmodified peak at the largest sizes, and ``min`` is the least peak known
-    there. Parameters and errors else as of `remat.solve`.
-
-    Raises
-    ------
-    TooLargeError : nothing fits at the largest sizes; it names the largest sizes that fit.
+    Per cents, and ``min``, are of the largest sizes; else as of `remat.solve`. Where nothing fits
+    there, a `TooLargeError` names the largest sizes that fit.
     """
     asked, bounding = parse_budget(budget), graph.bounding(graph.symbols)
+    # The largest sizes first: their schedule serves all, and says what the budget is in bytes.
     top = asked.solve(bounding, solver, time_limit_s=time_limit_s, **options)
 
     def solve_part(part: TrainingGraph, budget_bytes: int) -> Result:

@@ -41,12 +41,8 @@ if TYPE_CHECKING:
 def rematerialize_over(spec: StepSpec, *, as_far_as_fits: bool = False) -> RangedModule:
     """A module that trains as the model does at every size of a range, within the budget.
 
-    Parameters
-    ----------
-    spec : with a batch of the range, with which the module is checked; or of other sizes, of
-        which only types and dimensions count.
-    as_far_as_fits : where nothing fits at the largest sizes, plan up to the largest that fit, if
-        the batch is among them.
+    A batch of the range is one to check with; of one of other sizes, only types count.
+    `as_far_as_fits` : if not all sizes fit, plan up to the largest that do, if the batch is there.
     """
     model, budget, dynamic = spec.model, spec.budget, spec.dynamic
     stages, name = stopwatch_of_call(verbose=spec.verbose), type(model).__name__
@@ -68,6 +64,7 @@ def rematerialize_over(spec: StepSpec, *, as_far_as_fits: bool = False) -> Range
             if not as_far_as_fits or sizes is None or not _hold(error.largest, sizes):
                 raise
             traced, graph = _narrowed(traced, graph, error.largest)
+            # In bytes: a per cent of the narrower range would be less.
             family = solve_over(graph, error.budget_bytes, **asked)
     first = None if sizes is None else family.number_at(**sizes)
     module = make_ranged(model, family, traced, graph, first, audit=of_steps(spec.audit))
@@ -87,10 +84,11 @@ def rematerialize_over(spec: StepSpec, *, as_far_as_fits: bool = False) -> Range
 def _costs_within(
     budget: Budget, known: Profile | None, shown: ProgressCallback
 ) -> Callable[[Trace], TrainingGraph]:
-    """Costs at each size. Where the largest step cannot be timed within the budget, none is."""
     left_out: list[bool] = []
 
     def costed(one: Trace) -> TrainingGraph:
+        # Where the largest step cannot be timed within the budget, none is: costs of sizes are
+        # fitted to each other, so all are made alike.
         if not left_out:
             left_out.append(is_beyond(one.joint, one.graph, budget.most_bytes(one.graph)))
         most_bytes = 0 if left_out[0] else None
@@ -104,7 +102,6 @@ def _hold(largest: Sizes, sizes: Sizes) -> bool:
 
 
 def _narrowed(traced: Trace, graph: RangedGraph, largest: Sizes) -> tuple[Trace, RangedGraph]:
-    """The trace and the graph of a range, for its sizes up to `largest`."""
     symbols = tuple(msgspec.structs.replace(s, high=largest[s.name]) for s in graph.symbols)
     signature = traced.recipe.signature
     assert isinstance(signature, RangedSignature)

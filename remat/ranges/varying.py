@@ -20,13 +20,10 @@ from remat.graph_capture.tracing.recipe import autocast_state
 from remat.graph_capture.tracing.signature import Signature, tensor_facts
 from remat.rewriter.user_module.ranged import RangedModule
 
-# Which sizes of batches vary: learned from the batches of a run, or named by the user.
-#
-# Places whose sizes were equal in all batches have one name, as lengths of tokens and of targets. A
-# place that had one size so far is fixed, unless it follows one that the user has named: sizes that
-# are equal may be equal by chance, so there are several ways to follow, and a model shows which is
-# its own. What the next batch shows otherwise is learned from it.
-
+# Which sizes of batches vary: learned from the batches of a run, or named by the user. Places whose
+# sizes were equal in all batches have one name, as lengths of tokens and of targets. A place that
+# had one size so far is fixed, unless it follows one that the user has named. Equal sizes may be so
+# by chance, so there are several ways to follow, and a model shows which is its own.
 
 Shapes = tuple[tuple[int, ...] | None, ...]
 """Of each leaf of a batch; None for one that is no tensor, or whose sizes stay as they are."""
@@ -49,22 +46,12 @@ _GROWTH = 2
 
 @dataclass
 class LearnedSizes:
-    """The sizes of batches of one kind.
-
-    Attributes
-    ----------
-    names : of places, for symbols: ``tokens_1``. given : symbols that the user has named, by place;
-        None to learn them. upto : the largest size at a place, where the user says so.
-    told : batches that something was learned from. planned : ranges of plans, by symbol.
-    unfit : why sizes of this kind cannot vary within one plan; empty where they can.
-    """
-
-    names: Mapping[At, str]
-    given: Mapping[At, Symbol] | None = None
-    upto: Mapping[At, int] = field(default_factory=dict[At, int])
-    told: list[Shapes] = field(default_factory=list[Shapes])
-    planned: dict[str, Symbol] = field(default_factory=dict[str, Symbol])
-    unfit: str = ""
+    names: Mapping[At, str]  # of places, for symbols: ``tokens_1``
+    given: Mapping[At, Symbol] | None = None  # named by the user; None to learn them
+    upto: Mapping[At, int] = field(default_factory=dict[At, int])  # largest sizes, if told
+    told: list[Shapes] = field(default_factory=list[Shapes])  # what was learned from
+    planned: dict[str, Symbol] = field(default_factory=dict[str, Symbol])  # ranges of plans
+    unfit: str = ""  # why these sizes cannot vary within one plan; empty where they can
     _groups: dict[At, str] = field(default_factory=dict[At, str])
     _way: int = 0
 
@@ -85,22 +72,19 @@ class LearnedSizes:
         if self.given is not None:
             return False
         before = self._groups
+        # A way that makes the same groups would only fail again.
         while self._groups == before and self._way < len(_WAYS) - 1:
             self._way += 1
             self._groups = self._grouped()
         return self._groups != before
 
     def follow_as_at_first(self) -> None:
-        """Have other places follow in the likeliest way, as no other one was better."""
         if self.given is None:
             self._way = 0
             self._groups = self._grouped()
 
     def symbols_at(self, shapes: Shapes) -> dict[At, str]:
-        """The symbol of each place that varies, but for sizes that no range holds.
-
-        These are 0, 1 and what is no multiple of a step that the user has named.
-        """
+        """The symbol of each place that varies, but for sizes that no range holds."""
         if self.unfit:
             return {}
         return {at: name for at, name in self._groups.items() if self._may_vary(at, shapes)}
@@ -108,6 +92,7 @@ class LearnedSizes:
     def _may_vary(self, at: At, shapes: Shapes) -> bool:
         step = self.given[at].multiple if self.given else 1
         size = _size(shapes, at)
+        # No range holds 0, 1, or what is no multiple of a step that the user has named.
         return size >= _LEAST * step and size % step == 0
 
     def ranges_for(self, shapes: Shapes) -> tuple[dict[str, Symbol], bool]:
@@ -128,18 +113,22 @@ class LearnedSizes:
         upto = max(self.upto.get(one, 0) for one, own in self._groups.items() if own == name)
         high = max(size, named.high, upto // multiple * multiple, *seen)
         if before is None:
+            # A range has two sizes at least.
             return Symbol(name, low, max(high, low + multiple), multiple), False
         low = min(low, before.low)
         if size <= before.high:
             return Symbol(name, low, before.high, multiple), False
+        # Extended once, it may be again: doubled, so that a run has few plans.
         return Symbol(name, low, max(high, _GROWTH * before.high), multiple), True
 
     def _is_as_known(self, shapes: Shapes) -> bool:
         groups: dict[str, int] = {}
         for at in _all_places(shapes):
             name, size = self._groups.get(at), _size(shapes, at)
+            # A place that was fixed has varied.
             if name is None and size != _size(self.told[0], at):
                 return False
+            # Two that had one name were equal by chance.
             if name is not None and groups.setdefault(name, size) != size:
                 return False
         return True
@@ -154,6 +143,7 @@ class LearnedSizes:
             has_varied = len(set(sizes[at])) > 1
             named = at if at in self.upto else self._followed(at, sizes, has_varied=has_varied)
             if named is not None or has_varied:
+                # Equal sizes of which the user says other ends are to vary apart.
                 group = (*sizes[at], self.upto[named] if named else 0)
                 found[at] = first.setdefault(group, self.names[named or at])
         return found
@@ -163,6 +153,7 @@ class LearnedSizes:
     ) -> At | None:
         """The place that the user named and that another one goes with."""
         equal = [one for one in self.upto if sizes.get(one) == sizes[at]]
+        # Sizes that were equal while they varied are no chance.
         if not has_varied:
             equal = [one for one in equal if _WAYS[self._way](at, one)]
         return min(equal, key=lambda one: one[1] != at[1], default=None)
@@ -184,23 +175,11 @@ Upto = Mapping[str | int, Any]
 
 
 class _Wanted(NamedTuple):
-    """A plan to make. `dynamic` : ranges by leaf and dimension; None for a plan of one size.
-
-    `is_guess` : whether ends of ranges are guesses, so that less may be planned for.
-    """
-
-    dynamic: Dynamic | None
-    is_guess: bool = False
+    dynamic: Dynamic | None  # ranges by leaf and dimension; None for a plan of one size
+    is_guess: bool = False  # ends of ranges are guesses, so that less may be planned for
 
 
 class VaryingSizes:
-    """The sizes that vary in the batches of one model.
-
-    Parameters
-    ----------
-    dynamic : as of `remat.rematerialize`, or ``auto`` to learn it. upto : see `Upto`.
-    """
-
     def __init__(self, model: nn.Module, dynamic: DynamicOrAuto, upto: Upto | None) -> None:
         if isinstance(dynamic, str) and dynamic != "auto":
             raise CaptureError(
@@ -216,10 +195,7 @@ class VaryingSizes:
         self._kinds: dict[Hashable, LearnedSizes] = {}
 
     def key(self, batch: Any) -> tuple[tuple[Hashable, Hashable], bool]:
-        """Which plans can serve a batch, and whether those of its kind were for other sizes.
-
-        A key is a pair, of which the first is the kind.
-        """
+        """A pair, of which the first is the kind; and whether other places vary than before."""
         leaves, spec = pytree.tree_flatten(batch)
         kind = (tuple(map(_kind_of, leaves)), spec, autocast_state())
         shapes = _shapes(leaves)
@@ -247,20 +223,16 @@ class VaryingSizes:
         return _Wanted(dynamic or None, is_guess)
 
     def planned(self, batch: Any, symbols: tuple[Symbol, ...]) -> None:
-        """Take note of the ranges of a plan that was made for a batch."""
         kind, _ = self._kind(batch)
         kind.planned |= {symbol.name: symbol for symbol in symbols}
 
     def follow_otherwise(self, batch: Any) -> bool:
-        """Have other places follow those of `upto`; False where no way to do so is left."""
         return self._kind(batch)[0].follow_otherwise()
 
     def follow_as_at_first(self, batch: Any) -> None:
-        """Have other places follow those of `upto` as before `follow_otherwise`."""
         self._kind(batch)[0].follow_as_at_first()
 
     def cannot_vary(self, batch: Any, why: str) -> None:
-        """Take note that sizes of batches like this one need a plan each."""
         self._kind(batch)[0].unfit = why
 
     def _kind(self, batch: Any) -> tuple[LearnedSizes, Shapes]:
@@ -269,7 +241,6 @@ class VaryingSizes:
         return self._kinds[kind], _shapes(leaves)
 
     def _first_of(self, batch: Any) -> LearnedSizes:
-        """What is known of a kind of batch before any sizes were seen."""
         signature = Signature(batch)
         arguments = _argument_names(self.model)
         names = {
@@ -286,8 +257,8 @@ class VaryingSizes:
         return LearnedSizes(names, given, self._upto(batch, given))
 
     def _upto(self, batch: Any, given: Mapping[At, Symbol] | None) -> dict[At, int]:
-        """The largest sizes by place."""
         named = {symbol.name for symbol in (given or {}).values()}
+        # A name that `dynamic` gives comes before an argument of the same name.
         by_name = {name: size for name, size in self.upto.items() if name in named}
         found = {at: by_name[s.name] for at, s in (given or {}).items() if s.name in by_name}
         rest = {name: dims for name, dims in self.upto.items() if name not in by_name}
@@ -298,6 +269,7 @@ class VaryingSizes:
                     'dimension, such as {"tokens": {1: 2048}}, or by a name that dynamic gives'
                 )
             entries = cast("Mapping[int, Any]", dims).items()
+            # As ranges, so that `places_in` finds and refuses as it does for `dynamic`.
             asked = {dim: (f"upto_{dim}", _LEAST, most) for dim, most in entries}
             symbols, places = places_in(batch, self.model, {argument: asked})
             high = {symbol.name: symbol.high for symbol in symbols}
@@ -318,9 +290,10 @@ def _with_ranges(dynamic: Dynamic) -> Dynamic:
 
 
 def _kind_of(leaf: Any) -> Hashable:
-    """What no plan of another size can serve. A tensor with gaps is known by all its facts."""
+    """What no plan of another size can serve."""
     if not isinstance(leaf, Tensor):
         return type(leaf), repr(leaf)
+    # Strides with gaps do not follow from sizes, so all facts count.
     if not leaf.is_contiguous():
         return tensor_facts(leaf)
     return leaf.dim(), leaf.dtype, leaf.device, leaf.requires_grad
@@ -342,9 +315,6 @@ def _identifier(name: str, dim: int) -> str:
     return f"{re.sub(r'[^0-9A-Za-z]+', '_', name).strip('_')}_{dim}"
 
 
-# One plan of a cache for a range: as wide as the model, the budget and the batch allow.
-
-
 _MOST_PARTS = 4
 """Of a range in which a guard changes its answer more often, sizes have a plan each."""
 _MOST_NARROWED = 8
@@ -354,21 +324,17 @@ _MOST_NARROWED = 8
 def planned_over(
     sizes: VaryingSizes, batch: Any, make: Callable[..., RangedModule]
 ) -> RangedModule | None:
-    """A plan for a range that holds a batch; None where its sizes need a plan each.
+    """A plan for a range that holds a batch, as wide as the model and the budget allow.
 
-    Parameters
-    ----------
-    make : `rematerialize_over` of this batch; takes the ranges.
-
-    Raises
-    ------
-    TooLargeError : not even the batch fits; or what the user has said is to come does not.
+    None where its sizes need a plan each. `TooLargeError` where not even the batch fits, or what
+    the user has said is to come does not.
     """
     why, too_large = "", None
     while True:
         try:
             planned, failed = _within_guards(sizes.wanted(batch), batch, make)
         except TooLargeError as error:
+            # A place that follows by chance may be what does not fit: another way may do.
             planned, failed, too_large = None, "", too_large or error
         if planned is not None:
             sizes.planned(batch, type(planned)._remat_family.symbols)
@@ -377,6 +343,7 @@ def planned_over(
         if not (failed or too_large) or not sizes.follow_otherwise(batch):
             break
     if too_large is not None:
+        # No way was better, so the next batch begins with the likeliest again.
         sizes.follow_as_at_first(batch)
         raise too_large
     if why:
@@ -391,10 +358,7 @@ def planned_over(
 def _within_guards(
     wanted: _Wanted, batch: Any, make: Callable[..., RangedModule]
 ) -> tuple[RangedModule | None, str]:
-    """A plan for the ranges that are wanted, or parts of them; else None, and why not.
-
-    One that gives other bits than eager, as the check finds, is not wanted.
-    """
+    """A plan for the ranges that are wanted, or parts of them; else None, and why not."""
     dynamic, why = wanted.dynamic, ""
     for _ in range(_MOST_NARROWED):
         if dynamic is None:
@@ -415,6 +379,7 @@ def _with_part(dynamic: Dynamic, error: RangeError, batch: Any) -> Dynamic | Non
     """The ranges with that part of one in which a guard answers as it does for the batch."""
     size = _size_of(dynamic, error.symbol, batch)
     part = next(((low, high) for low, high in error.parts if low <= size <= high), None)
+    # A part of one size is a plan of its own.
     if part is None or part[0] == part[1] or len(error.parts) > _MOST_PARTS:
         return None
     narrowed: Any = copy.deepcopy(dict(dynamic))
@@ -422,6 +387,7 @@ def _with_part(dynamic: Dynamic, error: RangeError, batch: Any) -> Dynamic | Non
     for dims in narrowed.values():
         for dim, (name, low, high, multiple) in dims.items():
             if name == error.symbol:
+                # The same range would be refused in the same way, for ever.
                 is_other |= (low, high) != part
                 dims[dim] = (name, *part, multiple)
     return narrowed if is_other else None
@@ -438,7 +404,6 @@ def _size_of(dynamic: Dynamic, symbol: str, batch: Any) -> int:
 
 
 def is_covered_by(plan: nn.Module, other: nn.Module) -> bool:
-    """Whether all sizes that one plan serves are served by another one."""
     if not isinstance(plan, RangedModule) or not isinstance(other, RangedModule):
         return False
     ranges = {one.name: one for one in type(other)._remat_family.symbols}

@@ -27,16 +27,9 @@ _Plan = TypeVar("_Plan")
 
 
 class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
-    """The ranks of `group` in one call of the same function; without a group, this rank alone.
-
-    Each rank times ops by itself, so plans that ranks made by themselves would differ. Nothing is
-    exchanged without a group: ranks of a pipeline have different models and must not wait.
+    """The ranks of `group` in one call of the function `what`; without a group, this rank alone.
 
     Every point that is agreed on has a name, and all ranks come to the same points in one order.
-
-    Parameters
-    ----------
-    what : the function that all call, as the user knows it.
     """
 
     def __init__(self, group: ProcessGroup | None, what: str) -> None:
@@ -46,6 +39,7 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
 
     def __enter__(self) -> CollectiveCall:
         if self._group is not None and self._group.size() > 1:
+            # Imports torch.distributed, which one process does without.
             from remat.ranks.rank_messages import RankMessages
 
             self._messages = RankMessages(self._group, self._what)
@@ -73,7 +67,7 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
             )
 
     def from_first(self, make: Callable[[], _Plan], kind: type[_Plan]) -> _Plan:
-        """What `make` returns on the first rank, a msgspec struct of that kind."""
+        """What `make` returns on the first rank; `kind` is a msgspec struct."""
         if self._messages is None:
             return make()
         if self._messages.rank == 0:
@@ -83,11 +77,9 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
         return msgspec.json.decode(self._awaited("plan", 0), type=kind)
 
     def gathered_texts(self, name: str, mine: str) -> list[str]:
-        """What each rank says, in order of ranks."""
         return self._exchanged(name, mine)
 
     def all_agree(self, name: str, said: bool) -> bool:
-        """Whether all ranks say so."""
         return all(text == "yes" for text in self._exchanged(name, "yes" if said else "no"))
 
     def __exit__(
@@ -102,25 +94,27 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
             self._end(self._messages, error)
         except _store_errors() as lost:
             if error is None or isinstance(error, _store_errors()):
+                # No error of this rank's own is hidden by this one.
                 raise _gone(self._what) from lost
             error.add_note(f"The other ranks were not told, as their store is gone: {lost}")
         finally:
+            # Else the thread would show life for a rank that has left.
             self._messages.close()
 
     def _exchanged(self, name: str, mine: str) -> list[str]:
-        """The texts of all ranks, in order. The first rank gathers them for the others."""
+        """The texts of all ranks, in order."""
         messages = self._messages
         if messages is None:
             return [mine]
         if messages.rank:
             messages.post(f"{name}/{messages.rank}", mine)
             return msgspec.json.decode(self._awaited(name, 0), type=list[str])
+        # The first rank gathers for all: each of the others awaits one rank, not all of them.
         texts = [mine, *(self._awaited(f"{name}/{rank}", rank) for rank in messages.others)]
         messages.post(name, msgspec.json.encode(texts).decode())
         return texts
 
     def _awaited(self, key: str, rank: int) -> str:
-        """What `rank` posts; the error that any rank has meanwhile is raised."""
         from remat.ranks.rank_messages import PAUSE_S, SILENT_S, RankWatch
 
         messages = self._messages
@@ -131,32 +125,33 @@ class CollectiveCall(AbstractContextManager["CollectiveCall", None]):
                 self._theirs = error_of(failure, self._what)
                 raise self._theirs
             silent_s = watch.silent_s()
+            # A rank that has not come may still be at the user's code: it has the group's timeout.
             if silent_s > (SILENT_S if watch.has_come else messages.timeout_s):
                 raise AgreementError(_silent_text(self._what, messages.ranks[rank], watch.has_come))
             time.sleep(PAUSE_S)
         return text
 
     def _end(self, messages: RankMessages, error: BaseException | None) -> None:
-        """Leave when all have come to the end, or know of the error."""
         try:
             if error is None:
+                # A rank that left early could not be told of an error of a later one.
                 self._exchanged("end", "")
+            # An error that came from another rank is known to all.
             elif error is not self._theirs:
                 self._tell(messages, error)
         finally:
             messages.leave()
 
     def _tell(self, messages: RankMessages, error: BaseException) -> None:
-        """Publishes this rank's error; raises that of a rank that has failed before."""
         before = messages.failure()
         if before is None:
             messages.fail(failure_of(error, messages.ranks[messages.rank]))
+        # The earlier error is the cause. A Ctrl-C stays one.
         elif before.rank != messages.ranks[messages.rank] and isinstance(error, Exception):
             raise error_of(before, self._what) from error
 
 
 def failure_of(error: BaseException, rank: int) -> RankFailure:
-    """`error` of this rank, for the others."""
     from remat.ranks.rank_messages import RankFailure
 
     frames = traceback.extract_tb(error.__traceback__)
@@ -165,7 +160,7 @@ def failure_of(error: BaseException, rank: int) -> RankFailure:
 
 
 def error_of(failure: RankFailure, what: str) -> Exception:
-    """What the other ranks raise: remat's own error as it is, any other as an `AgreementError`."""
+    """remat's own error keeps its class; any other is an `AgreementError`."""
     kind = getattr(errors, failure.kind, None)
     if isinstance(kind, type) and issubclass(kind, RematError):
         return kind(f"{failure.text} (on rank {failure.rank})")
@@ -192,7 +187,6 @@ def _silent_text(what: str, rank: int, has_come: bool) -> str:
 
 
 def _store_errors() -> type[Exception]:
-    """What a store raises that cannot be reached."""
     from torch.distributed import DistError
 
     return DistError

@@ -1,10 +1,9 @@
 """One plan for a graph that several ranks compile: the first rank that comes makes it for all.
 
-Each rank has costs of its own, measured or kept on its disk, so plans that ranks made by
-themselves could differ. Dynamo compiles where a rank first meets a graph, so nobody knows who else
-will compile it, or when. So nobody is waited for, except one that is at it: the first rank that
-comes to a graph plans it and leaves the plan in the store. A rank that comes later takes it from
-there. Ranks with other graphs, as those of a pipeline, never meet.
+Each rank has costs of its own, measured or kept on its disk, so plans made apart could differ.
+Dynamo compiles where a rank first meets a graph, so no rank knows who else will compile it, or
+when. So the first rank that comes to a graph plans it and leaves the plan in the store, and those
+that come later take it from there. Ranks with other graphs, as those of a pipeline, never meet.
 """
 
 from __future__ import annotations
@@ -31,11 +30,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-# Ranks that compile the same graph: an error of one reaches the others before they wait for it.
-#
-# Dynamo compiles where a rank first meets a graph or a shape, so nobody knows whether the others
-# compile too. A rank that has compiled waits for those that are at it, and some seconds for others
-# to begin. A rank that then still has not begun runs code that it has, and is not waited for.
+# An error of a rank reaches those that compile the same graph before they wait for it in a
+# collective. A rank that has compiled waits for those that are at it, and some seconds for others
+# to begin. One that has not begun by then runs code that it has, and is not waited for.
 
 
 _BEGIN_S = 10.0
@@ -45,12 +42,7 @@ _WHAT = 'torch.compile(backend="remat")'
 
 @contextlib.contextmanager
 def compiled_alike(gm: fx.GraphModule, inputs: Sequence[Any]) -> Generator[CompiledLater]:
-    """Compile a graph in here; ranks that take part in its step come out together, or all fail.
-
-    Raises
-    ------
-    AgreementError : another rank has failed to compile the graph; names it and its error.
-    """
+    """Ranks that compile a graph in here come out together, or all with `AgreementError`."""
     later = CompiledLater(_groups(gm), _graph_key(gm, inputs))
     with _together(later.groups, f"compile/{later.key}"):
         yield later
@@ -58,12 +50,7 @@ def compiled_alike(gm: fx.GraphModule, inputs: Sequence[Any]) -> Generator[Compi
 
 
 class CompiledLater:
-    """What is left to compile once forward is: torch compiles backward when it first runs.
-
-    Attributes
-    ----------
-    has_begun : whether `compiled_alike` has ended. Torch may compile backward before.
-    """
+    """Backward, which torch compiles when it first runs; `has_begun` once forward is compiled."""
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], key: str) -> None:
         self.groups, self.key = groups, key
@@ -74,6 +61,7 @@ class CompiledLater:
 
         def compiled(*args: Any, **kwargs: Any) -> Any:
             if not (self.has_begun and kwargs.get("is_backward")):
+                # What torch compiles within `compiled_alike`, that one tells the others of.
                 return compile_inner(*args, **kwargs)
             with _together(self.groups, f"backward/{self.key}"):
                 return compile_inner(*args, **kwargs)
@@ -89,6 +77,7 @@ def _together(groups: Iterable[dist.ProcessGroup], what: str) -> Generator[None]
             stack.callback(messages.close)
         try:
             yield
+        # Ctrl-C too: the others would wait for this rank all the same.
         except BaseException as error:
             for messages in of_groups:
                 messages.fail(failure_of(error, messages.ranks[messages.rank]))
@@ -99,18 +88,21 @@ def _together(groups: Iterable[dist.ProcessGroup], what: str) -> Generator[None]
 
 
 def _groups(gm: fx.GraphModule) -> list[dist.ProcessGroup]:
-    """The groups of the graph's collectives, and that over which DDP will exchange gradients."""
+    """The groups that this rank will meet others in once it runs the graph."""
     if not (dist.is_available() and dist.is_initialized()):
         return []
     ddp = active_ddp_module()
+    # DDP's reductions are in no graph, and its ranks wait there too.
     of_ddp: list[Any] = [] if ddp is None else [ddp.process_group]
     found: list[Any] = [*of_ddp, *map(resolved, groups_of(collectives_in(gm)))]
+    # A dict keeps the order, which is the same on all ranks.
     return [group for group in dict.fromkeys(found) if group.size() > 1]
 
 
 def _graph_key(gm: fx.GraphModule, inputs: Iterable[Any]) -> str:
     """The same on ranks that compile the same graph for the same shapes."""
     shapes = [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in inputs]
+    # One graph is compiled apart with gradients and without.
     return hashlib.sha256(f"{gm.code}{shapes}{torch.is_grad_enabled()}".encode()).hexdigest()[:16]
 
 
@@ -128,8 +120,10 @@ def _hear(messages: RankMessages) -> None:
                     f"rank {messages.ranks[rank]} has not been heard of for {SILENT_S:.0f} s while "
                     "it compiled: its process has ended or stands still. See what it said last"
                 )
+            # It has the code already, and will not come.
             elif not watch.has_come and time.monotonic() > end:
                 del watches[rank]
+        # A rank that fails is never done.
         if failure := messages.failure():
             messages.leave()
             raise error_of(failure, _WHAT)
@@ -141,12 +135,7 @@ _Plan = TypeVar("_Plan")
 
 
 class OnePlan:
-    """The plan of one graph, on one rank; without messages, this rank is alone.
-
-    Attributes
-    ----------
-    leader : the rank, among all, that makes the plan; None where this rank is alone.
-    """
+    """The plan of one graph; `leader` is the rank, among all, that makes it, None if alone."""
 
     def __init__(self, messages: RankMessages | None) -> None:
         self._messages = messages
@@ -154,7 +143,6 @@ class OnePlan:
 
     @property
     def is_made_here(self) -> bool:
-        """Whether this rank makes the plan."""
         messages = self._messages
         return messages is None or messages.ranks[messages.rank] == self.leader
 
@@ -164,12 +152,7 @@ class OnePlan:
             self._messages.post("plan", msgspec.json.encode(plan).decode())
 
     def theirs(self, kind: type[_Plan]) -> _Plan:
-        """The plan of the rank that makes it, waited for.
-
-        Raises
-        ------
-        AgreementError : that rank has ended, or stands still. Its own error is raised here too.
-        """
+        """Waited for; `AgreementError` where that rank has failed, has ended, or stands still."""
         messages, leader = self._messages, self.leader
         assert messages is not None
         assert leader is not None
@@ -190,7 +173,7 @@ class OnePlan:
 
 @contextlib.contextmanager
 def one_plan(key: str) -> Generator[OnePlan]:
-    """The plan of the graph of `key`, among all ranks; an error in here reaches those that wait."""
+    """The plan of the graph of `key`; an error in here reaches the ranks that wait for it."""
     group = _all_ranks()
     if group is None:
         yield OnePlan(None)
@@ -200,6 +183,7 @@ def one_plan(key: str) -> Generator[OnePlan]:
     try:
         yield one
     except BaseException as error:
+        # Nobody waits for a rank that follows.
         if one.is_made_here:
             messages.fail(failure_of(error, messages.ranks[messages.rank]))
             messages.leave()
@@ -209,13 +193,12 @@ def one_plan(key: str) -> Generator[OnePlan]:
 
 
 def is_alone() -> bool:
-    """Whether no other rank can compile what this one does."""
     return _all_ranks() is None
 
 
 def _all_ranks() -> ProcessGroup | None:
-    """The group of all ranks; None where there is one rank, or no group."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
+    # torch types WORLD as None where no group is initialised.
     group = dist.group.WORLD
     return group if group is not None and group.size() > 1 else None

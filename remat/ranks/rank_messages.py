@@ -31,16 +31,11 @@ LINGER_S = 10.0
 _calls: weakref.WeakKeyDictionary[Any, defaultdict[str, Iterator[int]]] = (
     weakref.WeakKeyDictionary()
 )
-"""By group and by what is done: the numbers of the calls. All ranks of a group count alike."""
+"""By group and purpose, the numbers of its calls. All ranks of a group count alike."""
 
 
 class RankFailure(msgspec.Struct, frozen=True):
-    """The error of one rank, for the others.
-
-    Attributes
-    ----------
-    rank : among all. kind : the name of the error's class. place : file and line, if known.
-    """
+    """The error of one rank, for the others; `rank` among all, `kind` the name of its class."""
 
     rank: int
     kind: str
@@ -49,12 +44,7 @@ class RankFailure(msgspec.Struct, frozen=True):
 
 
 class RankMessages:
-    """Texts of one call, on each rank of a group.
-
-    Parameters
-    ----------
-    what : is done in this call; the n-th calls for the same purpose belong together.
-    """
+    """Texts of one call; the n-th calls with the same `what` on all ranks belong together."""
 
     def __init__(self, group: dist.ProcessGroup, what: str) -> None:
         calls = _calls.setdefault(group, defaultdict(itertools.count))
@@ -65,54 +55,53 @@ class RankMessages:
         self.ranks = dist.get_process_group_ranks(group)
         self._ended = threading.Event()
         self._beat = threading.Thread(target=self._show_life, daemon=True)
+        # Before the thread runs: others see at once that this rank has come.
         self._store.set(f"beat/{self.rank}", "0")
         self._beat.start()
 
     @property
     def others(self) -> list[int]:
-        """The other ranks, by their number in the group."""
+        """Numbers in the group, not among all ranks."""
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def post(self, key: str, text: str) -> None:
-        """Put a text where the others find it."""
         self._store.set(key, text)
 
     def read(self, key: str) -> str | None:
-        """The text that somebody has posted; None if nobody has."""
+        # Asked first, since `get` waits until somebody posts.
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def first(self, key: str) -> str:
-        """The number in the group of the rank that was the first to ask for this key."""
+        """The number in the group of the first rank to ask for this key."""
+        # The store compares and sets in one request, so two ranks cannot both be first.
         return self._store.compare_set(key, "", str(self.rank)).decode()
 
     def fail(self, failure: RankFailure) -> None:
-        """Tell the others of an error, unless somebody has told of one before."""
+        # The first error stays: later ones mostly follow from it.
         self._store.compare_set("failure", "", msgspec.json.encode(failure).decode())
 
     def failure(self) -> RankFailure | None:
-        """The first error that a rank has told of."""
         text = self.read("failure")
         return None if text is None else msgspec.json.decode(text, type=RankFailure)
 
     def leave(self) -> None:
-        """Say that this rank reads no more; wait for the others to say so, for a while."""
+        """Say that this rank reads no more; wait `LINGER_S` at most for the others to say so."""
         self.post(f"left/{self.rank}", "")
         end = time.monotonic() + LINGER_S
+        # A rank that never came leaves nothing to read.
         waited_for = [rank for rank in self.others if self.read(f"beat/{rank}") is not None]
         while waited_for and time.monotonic() < end:
             waited_for = [rank for rank in waited_for if self.read(f"left/{rank}") is None]
             time.sleep(PAUSE_S)
 
     def close(self) -> None:
-        """Show no more signs of life.
-
-        Python ends a thread that comes back from the store while the process ends, which in torch's
-        C++ aborts it. So it is waited for, unless the store is out of reach.
-        """
         self._ended.set()
+        # Python ends a thread that comes back from the store while the process ends, and torch's
+        # C++ then aborts. Not waited for longer, as the store may be out of reach.
         self._beat.join(_LAST_BEAT_S)
 
     def _show_life(self) -> None:
+        # A connection of its own: one serves a request at a time.
         store = self._store.clone()
         for number in itertools.count(1):
             if self._ended.wait(BEAT_S):
@@ -138,8 +127,9 @@ class RankWatch:
         return self._last is not None
 
     def silent_s(self) -> float:
-        """Seconds since its last sign; since the watch began, if there was none."""
+        """Since its last sign; since the watch began, if there was none."""
         sign = self._messages.read(f"beat/{self._rank}")
         if sign != self._last:
+            # Signs are numbers that change: clocks of two machines need not agree.
             self._last, self._heard = sign, time.monotonic()
         return time.monotonic() - self._heard

@@ -23,9 +23,6 @@ from remat.rewriter.plans import loading
 from remat.rewriter.rewriting import rewrite as rewrite_alone
 from remat.rewriter.user_module.module import RematModule
 
-# Models with collectives: all ranks that take part must plan together.
-
-
 _PASS_A_GROUP = (
     "pass a group that has them all, such as group=torch.distributed.group.WORLD, and call on each "
     "of them"
@@ -36,22 +33,12 @@ ONE_RANK = "{what} is for one rank. Use remat.rematerialize(model, args, budget=
 def require_group(
     joint: fx.GraphModule, group: dist.ProcessGroup | None, way: str = _PASS_A_GROUP
 ) -> None:
-    """Refuse a step whose collectives need ranks that do not plan with this one.
-
-    By itself, a rank cannot tell the others that it has failed or runs no check, and they would
-    wait for it in the first collective.
-
-    Parameters
-    ----------
-    way : what to do.
-
-    Raises
-    ------
-    AgreementError : names the collective, its place, and the group to pass.
-    """
+    """`AgreementError` for a step whose collectives need ranks that do not plan with this one."""
     together = set() if group is None else set(dist.get_process_group_ranks(group))
     for node in collectives_in(joint):
         ranks = _ranks_of(groups_of([node]))
+        # A rank alone cannot tell the others that it has failed or runs no check, and they would
+        # wait for it in the first collective.
         if len(ranks) > 1 and not together.issuperset(ranks):
             module, line = NodeOrigins(joint.graph).of(node)
             raise AgreementError(
@@ -71,14 +58,13 @@ def refuse_fake(group: dist.ProcessGroup | None) -> None:
 
 
 def _ranks_of(groups: tuple[Any, ...]) -> list[int]:
-    """All ranks of some groups, which are given by name or as they are."""
     found = [dist.get_process_group_ranks(resolved(group)) for group in groups]
     return sorted(set().union(*found))
 
 
 def resolved(group: Any) -> dist.ProcessGroup:
-    """A group as it is, or by its name."""
     named: Any = dist.distributed_c10d
+    # In a graph, a functional collective has its group by name.
     return named._resolve_process_group(group) if isinstance(group, str) else group
 
 
@@ -87,19 +73,9 @@ _Made = TypeVar("_Made")
 
 
 def _require_same_order(module: RematModule, what: str) -> None:
-    """Refuse a module whose collectives are run in another order, or as often, on other ranks.
-
-    Each rank of the collectives' groups must call, in the same order as the others.
-
-    Parameters
-    ----------
-    what : the function that made it, as the user knows it.
-
-    Raises
-    ------
-    AgreementError : their orders differ, or a rank does not come within the group's timeout.
-    """
+    """Raise `AgreementError` where other ranks run the module's collectives in another order."""
     run = [*collectives_in(module.forward_module), *collectives_in(module.backward_module)]
+    # Nodes of one trace have the same names on each rank, whatever schedule the rank follows.
     order = hashlib.sha256(" ".join(f"{node.name}" for node in run).encode()).hexdigest()
     for group in dict.fromkeys(map(resolved, groups_of(run))):
         if group.size() > 1 and not is_fake(group):
@@ -120,18 +96,14 @@ def _agreed(make: Callable[_Given, _Made], what: str) -> Callable[_Given, _Made]
 
 
 agreed_rewrite = _agreed(rewrite_alone, "Plan.apply")
-agreed_load = _agreed(loading.load, "Plan.apply")
-
-
-# Which steps ranks compare with eager: those with collectives in forward compare the same.
+agreed_load = _agreed(loading.load_plan, "Plan.apply")
 
 
 def agree_on_audits(ranks: CollectiveCall, modules: Iterable[nn.Module]) -> None:
-    """Let ranks audit steps in which they meet, if all of them are to; else let none of them.
-
-    Ranks that follow one plan run it equally often, so they need to agree only once.
-    """
+    """Let ranks audit steps in which they meet, if all of them are to; else let none of them."""
     audits = [type(m)._remat_audit for m in modules if isinstance(m, RematModule)]
+    # Ranks that follow one plan run it equally often, so they need to agree only once. Each audit
+    # runs collectives, which one rank alone would wait in.
     is_agreed = ranks.all_agree("audit", all(audit is not None for audit in audits))
     for audit in filter(None, audits):
         audit.is_agreed = is_agreed

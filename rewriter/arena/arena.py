@@ -44,13 +44,14 @@ class Arena:
             "forward": (0, requests.n_forward),
             "backward": (requests.n_forward, len(requests)),
         }
+        # -1 leaves a request to torch's allocator.
         offsets = np.full(len(requests), -1, np.int64)
         offsets[requests.is_placed] = layout.offsets_bytes
         self._number = self._library.open(
             requests.size_bytes,
             offsets,
             requests.outlives.astype(np.int64),
-            max(layout.arena_bytes, 1),
+            max(layout.arena_bytes, 1),  # the system maps no 0 bytes
         )
         self._close = weakref.finalize(self, self._library.close, self._number)
         # Blocks are given back until the process has ended, and its end frees all.
@@ -76,8 +77,10 @@ class Arena:
 
     def close(self) -> None:
         """Leave all steps to torch's allocator from now on."""
+        # A second close must not take away the arena that came after.
         if self._memory.source is self:
             self._memory.source = None
+        # The library has no counts of a closed arena.
         self._last_counts = self.counts
         self._close()
 
@@ -94,6 +97,7 @@ class Arena:
 
     def run(self, phase: PassKind, graph: Boxed, args: list[Any]) -> Any:
         """What the graph returns. This thread is armed while it runs, and not after."""
+        # Beginning another would disarm this thread for the graph that it runs within.
         if self._library.is_armed():
             return graph(args)
         counts = Counts()
@@ -105,6 +109,7 @@ class Arena:
             counts = self._library.end()
         if counts.misses and not self._has_warned:
             self._patience -= 1
+            # What is missed since the user still holds blocks is forgiven at first: they may go.
             if counts.unplanned or counts.occupied or not self._patience:
                 self._warn(phase, counts)
         return results

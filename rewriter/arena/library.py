@@ -24,35 +24,25 @@ from remat.graph_capture.cache_files import cache_folder
 from remat.graph_capture.errors import ArenaError
 from remat.graph_capture.graph import Ints
 
-# The allocator in C++, compiled when it is first needed and kept in the cache folder.
-#
-# A wheel cannot bring it: it derives from a class of torch, and so is of one release of it.
-
-
 _HERE = Path(__file__).parent
 _SOURCES = _HERE / "cpu.cpp", _HERE / "arena.h"
 _TORCH = Path(torch.__file__).parent
 _WITHOUT = "or train without an arena: a plan keeps its budget without one too"
 
 BUILD = "arena-build-"
-"""How folders begin in which a library is being made."""
+"""What the names of folders begin with in which a library is being made."""
 STALE_S = 3600.0
-"""No compiler takes so long. A folder that is older is of a process that was killed."""
+"""No compiler takes so long: an older folder is of a process that was killed."""
 
 
 def built_library() -> Path:
-    """The compiled library for this torch; compiles for some seconds where it is not kept yet.
-
-    Raises
-    ------
-    ArenaError : the system is not Linux, there is no C++ compiler, it fails, or the cache folder
-        cannot be written.
-    """
+    """The compiled library for this torch, from the cache; compiling takes some seconds."""
     if sys.platform != "linux":
         raise ArenaError(
             f"train without an arena, which works on Linux alone, and this is {platform.system()}: "
             "a plan keeps its budget without one too"
         )
+    # A wheel cannot bring it: it derives from a class of torch, and so is of one release.
     flags = _flags()
     path = cache_folder() / f"arena-cpu-torch-{_slug(torch.__version__)}-{_digest(flags)}.so"
     if not path.exists():
@@ -73,7 +63,7 @@ def built_library() -> Path:
 
 
 def _clear(folder: Path) -> None:
-    """Remove what processes that were killed have left of their builds."""
+    # Processes that were killed have left these.
     for left in folder.glob(f"{BUILD}*"):
         with contextlib.suppress(FileNotFoundError):  # another process removes it as well
             if time.time() - left.stat().st_mtime > STALE_S:
@@ -81,6 +71,7 @@ def _clear(folder: Path) -> None:
 
 
 def _flags() -> list[str]:
+    # With another ABI, torch's functions would not be found.
     abi = int(torch.compiled_with_cxx11_abi())
     libraries = _TORCH / "lib"
     return [
@@ -91,6 +82,7 @@ def _flags() -> list[str]:
 
 
 def _digest(flags: list[str]) -> str:
+    # A changed source or flag is another file.
     digest = hashlib.sha256("\0".join(flags).encode())
     for source in _SOURCES:
         digest.update(source.read_bytes())
@@ -102,7 +94,7 @@ def _slug(text: str) -> str:
 
 
 def _compiler() -> list[str]:
-    """The compiler with its own options, as in ``CXX="ccache g++"``."""
+    # It may bring options or a wrapper, as in CXX="ccache g++".
     wanted = shlex.split(os.environ.get("CXX", ""))
     choices = [wanted] if wanted else [["g++"], ["c++"], ["clang++"]]
     found = next((choice for choice in choices if shutil.which(choice[0])), None)
@@ -133,16 +125,11 @@ _INT = ctypes.c_int64
 
 @dataclass(frozen=True)
 class Counts:
-    """What became of requests.
+    """What became of requests: `hits` were served as planned, others by torch's allocator.
 
-    Attributes
-    ----------
-    hits : served as planned.
-    unplanned, occupied, kept : missed, and so served by torch's allocator: none of that size was
-        planned, another block of the step lies in the place, or what the user has kept does.
-    missed_bytes : of those.
-    moved_out : requests that are left to torch's allocator from then on, since the user keeps what
-        they are for, such as gradients, into the next step.
+    Of the misses, none of that size was planned, another block of the step lies in the place
+    (`occupied`), or what the user has kept does (`kept`). `moved_out` are left to torch's allocator
+    from then on, since the user keeps them, such as gradients, into the next step.
     """
 
     hits: int = 0
@@ -154,7 +141,6 @@ class Counts:
 
     @property
     def misses(self) -> int:
-        """Requests that were not served as planned."""
         return self.unplanned + self.occupied + self.kept
 
 
@@ -189,7 +175,7 @@ class ArenaLibrary:
             )
 
     def open(self, sizes: Ints, offsets: Ints, may_outlive: Ints, arena_bytes: int) -> int:
-        """A new arena for calls of these sizes; an offset of -1 leaves one to torch."""
+        """The number of a new arena for calls of these sizes; offset -1 leaves one to torch."""
         columns = [np.ascontiguousarray(each, np.int64) for each in (sizes, offsets, may_outlive)]
         number: int = self._c.remat_arena_open(*columns, len(sizes), arena_bytes)
         if not number:
@@ -200,43 +186,37 @@ class ArenaLibrary:
         return number
 
     def close(self, number: int) -> None:
-        """Serve nothing more; its memory goes with the last block that lies in it."""
         self._c.remat_arena_close(number)
 
     def begin(self, number: int, first: int, end: int) -> None:
-        """Arm this thread: its calls are those from `first` up to `end`."""
         self._c.remat_arena_begin(number, first, end)
 
     def end(self) -> Counts:
-        """Disarm this thread, and what was counted since it was armed."""
         out = np.zeros(_N_COUNTS, np.int64)
         self._c.remat_arena_end(out)
         return Counts(*out.tolist())
 
     def is_armed(self) -> bool:
-        """Whether this thread is served from an arena, or records."""
         return bool(self._c.remat_is_armed())
 
     def counts(self, number: int) -> Counts:
-        """What was counted since the arena was opened; zeros once it is closed."""
+        """Of all steps since the arena was opened; zeros once it is closed."""
         out = np.zeros(_N_COUNTS, np.int64)
         self._c.remat_arena_counts(number, out)
         return Counts(*out.tolist())
 
     def arenas_mapped(self) -> int:
-        """How many arenas are open, or hold a block that something still uses."""
+        """Arenas that are open, or hold a block that something still uses."""
         return int(self._c.remat_arenas_mapped())
 
     def record_open(self) -> None:
-        """Start a record; blocks taken in its parts are followed until `record_close`."""
+        """Blocks taken in the record's parts are followed until `record_close`."""
         self._c.remat_record_open()
 
     def record_begin(self) -> None:
-        """Record what this thread asks for."""
         self._c.remat_record_begin()
 
     def record_end(self) -> tuple[int, int]:
-        """End a part: calls and events of the record so far."""
         out = np.zeros(2, np.int64)
         self._c.remat_record_end(out)
         return int(out[0]), int(out[1])
@@ -252,16 +232,10 @@ class ArenaLibrary:
         return out
 
     def record_close(self) -> None:
-        """Forget the record."""
         self._c.remat_record_close()
 
 
 @functools.cache
 def arena_library() -> ArenaLibrary:
-    """The library, loaded once a process.
-
-    Raises
-    ------
-    ArenaError : it cannot be built or loaded.
-    """
+    # Its allocator stays before torch's: load it once.
     return ArenaLibrary(built_library())

@@ -38,14 +38,10 @@ _one_at_a_time = threading.Lock()
 
 @dataclass(frozen=True, eq=False)
 class Requests:
-    """The requests of one step in the order of its calls.
+    """The requests of one step in the order of its calls, those of forward first.
 
-    Attributes
-    ----------
-    size_bytes : asked for.
-    start, end : in events of the step; `end` is `n_events` for what backward leaves alive.
-    n_forward : calls of forward, which are the first.
-    results : calls that took what forward returns to the user.
+    `start` and `end` are in events of the step; `end` is `n_events` for what backward leaves alive.
+    `results` are calls that took what forward returns to the user.
     """
 
     size_bytes: Ints
@@ -60,12 +56,12 @@ class Requests:
 
     @property
     def outlives(self) -> _Mask:
-        """Which are still alive when backward's graph has returned."""
+        # Not given back when backward's graph has returned.
         return self.end == self.n_events
 
     @property
     def is_placed(self) -> _Mask:
-        """All but what forward leaves to the user, who may hold it while the next step runs."""
+        # The user may hold what forward leaves while the next step runs.
         of_forward = np.arange(len(self)) < self.n_forward
         placed = ~(of_forward & self.outlives)
         placed[list(self.results)] = False
@@ -73,13 +69,12 @@ class Requests:
 
     @property
     def buffers(self) -> Buffers:
-        """Those that get a place in the arena, in order."""
         chosen = self.is_placed
         return Buffers.of_arrays(self.size_bytes[chosen], self.start[chosen], self.end[chosen])
 
 
 class Recorder:
-    """A source of memory that has torch's allocator serve all, and writes down what it is asked."""
+    """A source of memory that leaves all to torch's allocator, and notes what it is asked for."""
 
     def __init__(self, library: ArenaLibrary, n_results: int) -> None:
         self._library, self._n_results = library, n_results
@@ -88,7 +83,6 @@ class Recorder:
         self._has_gradients = False
 
     def run(self, phase: PassKind, graph: Boxed, args: list[Any]) -> Any:
-        """What the graph returns."""
         if phase in self.marks:
             raise ArenaError(
                 f"one step runs the {phase} of this module twice: an arena serves modules that run "
@@ -112,18 +106,13 @@ class Recorder:
         return tuple(sorted(call for call in calls if call >= 0))
 
     def requests(self) -> Requests:
-        """Of the step that has run.
-
-        Raises
-        ------
-        ArenaError : forward or backward has not run, or not as a whole.
-        """
         if len(self.marks) < 2:
             missing = "backward" if "forward" in self.marks else "forward"
             raise ArenaError(
                 f"the {missing} of the rewritten step did not run, so there is nothing to place: "
                 "pass the batch that the module was planned for"
             )
+        # Backward in steps returns no gradients, and goes on after the graph.
         if not self._has_gradients:
             raise ArenaError(
                 "the backward of this module goes on after its graph has returned, as where "
@@ -138,11 +127,11 @@ class Recorder:
 def requests_of(
     events: Ints, n_calls: int, n_forward: int, results: tuple[int, ...] = ()
 ) -> Requests:
-    """`events` as `ArenaLibrary.record_read` gives them."""
+    # As of `ArenaLibrary.record_read`: a size of -1 gives the call's block back.
     sizes, calls = events.T
     is_start = sizes >= 0
     size_bytes, start = (np.zeros(n_calls, np.int64) for _ in range(2))
-    end = np.full(n_calls, len(events), np.int64)
+    end = np.full(n_calls, len(events), np.int64)  # what is never given back outlives the step
     times = np.arange(len(events))
     size_bytes[calls[is_start]], start[calls[is_start]] = sizes[is_start], times[is_start]
     end[calls[~is_start]] = times[~is_start]
@@ -151,9 +140,8 @@ def requests_of(
 
 @contextlib.contextmanager
 def recorded(memory: StepAllocator) -> Generator[Recorder]:
-    """Record the step that runs meanwhile with this memory."""
     library = arena_library()
-    with _one_at_a_time:
+    with _one_at_a_time:  # the library keeps one record
         before = memory.source
         try:
             library.record_open()
@@ -164,18 +152,7 @@ def recorded(memory: StepAllocator) -> Generator[Recorder]:
             library.record_close()
 
 
-# A training step of a rewritten module, run to write down its requests.
-
-
 def require_arena_fits(module: nn.Module) -> RematModule:
-    """The module, if an arena can serve it.
-
-    Raises
-    ------
-    ArenaError : it is no such module, is not in training mode, releases gradients, or has an
-        arena.
-    DeviceError : it is not on a CPU.
-    """
     if not isinstance(module, RematModule):
         raise ArenaError(
             f"an arena is for one rewritten module, and this is {type(module).__name__}: pass what "
@@ -209,15 +186,10 @@ def record_step(
     loss_fn: LossFunction | None,
     target: Any,
 ) -> Requests:
-    """The requests of one step, after one that is not recorded.
+    """The requests of one step; all that it changes is put back, and no hook of a parameter runs.
 
-    The first step of a process asks for more, such as what kernels keep. Gradients, buffers, the
-    batch and the random streams are put back as they were, and no hook of a parameter runs.
-
-    Parameters
-    ----------
-    loss_fn : what the results go through outside of the module. It says in which layout backward
-        gets its first gradients, and so what that asks for.
+    `loss_fn` is what the results go through outside of the module. It says in which layout backward
+    gets its first gradients, and so what that asks for.
     """
     guards, model = module._remat_guards, module._remat_original_module
     captured_loss = guards.recipe.loss_fn
@@ -233,6 +205,7 @@ def record_step(
         stack.enter_context(own_parameters(model, module))
         state = StepState(model, batch.leaves, CPU, python_state, keep_parameters=overwrites)
         stack.enter_context(state.put_back())
+        # The first step of a process asks for more, such as what kernels keep.
         state.prepared(run, accumulate=False)
         state.reset()
         recorder = stack.enter_context(recorded(module._remat_compiled_step.memory))

@@ -16,21 +16,14 @@ PassKind = Literal["forward", "backward"]
 class _Source(Protocol):
     """Runs a graph, and gives it memory meanwhile."""
 
-    def run(self, phase: PassKind, graph: Boxed, args: list[Any]) -> Any:
-        """What the graph returns."""
-        ...
+    def run(self, phase: PassKind, graph: Boxed, args: list[Any]) -> Any: ...
 
 
 class StepAllocator:
     """The place at which an arena is put around the graphs of one compiled step.
 
-    Copies of a module share its step, and so its arena.
-
-    Attributes
-    ----------
-    source : None leaves all requests to torch's allocator.
-    n_results : how many of the first tensors that forward's graph returns go to the user. The
-        others are what backward reads.
+    Copies of a module share its step, and so its arena. A `source` of None leaves all requests to
+    torch's allocator. Forward's graph returns `n_results` to the user, then what backward reads.
     """
 
     def __init__(self) -> None:
@@ -38,11 +31,10 @@ class StepAllocator:
         self.n_results = 0
 
     def around(self, phase: PassKind, graph: Boxed) -> Boxed:
-        """`graph`, run by the source of then."""
-
         def run(args: list[Any]) -> Any:
-            source = self.source
+            source = self.source  # read at each call: an arena is opened and closed between steps
             return graph(args) if source is None else source.run(phase, graph, args)
 
+        # AOTAutograd then passes inputs in a list, which the graph empties.
         run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
         return run

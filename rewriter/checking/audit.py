@@ -52,12 +52,10 @@ from remat.schedules.kept_in_forward import end_of_forward, forward_alone
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 
-# Whether the model's own forward has room beside what is resident in a planned step.
-
-
 _SMALL_BYTES = 16 * 1024
 """What is not looked at: in models of a few kilobytes, roundings and the states of random streams
-would decide."""
+would decide.
+"""
 
 
 def why_no_room(
@@ -71,18 +69,16 @@ def why_no_room(
 ) -> str:
     """Why forward alone, which keeps nothing, would raise a step's peak; empty where it does not.
 
-    Parameters
-    ----------
-    graph, schedule, links : of the plan. kept_bytes : of the state that is put back afterwards.
-    is_block : whether the plan is for a part of a model. What others keep is in memory beside its
-        forward, as it is beside the planned forward: only that peak is then known to fit.
-    results_bytes : of what is held beside the planned step too.
+    `kept_bytes` are of the state that is put back afterwards, `results_bytes` of what is held
+    beside the planned step too. `is_block` says that the plan is for a part of a model.
     """
     need_bytes = simulate(*forward_alone(baseline_graph(unchunked(graph)))).peak_bytes + kept_bytes
     planned = simulate(graph, schedule, links)
     most_bytes = max(planned.peak_bytes, schedule.budget_bytes)
     if planned.peak_bytes + results_bytes > most_bytes + _SMALL_BYTES:
         return f"its results take {bytes_text(results_bytes)} beside the planned step"
+    # What others keep is in memory beside a part's forward, as it is beside the planned forward:
+    # only that peak is then known to fit.
     if is_block:
         end = end_of_forward(graph_of_schedule(graph, schedule), schedule)
         most_bytes = max(planned.live_bytes[:end], default=0)
@@ -92,9 +88,6 @@ def why_no_room(
         f"the model's own forward takes {bytes_text(need_bytes)}, and there is room for "
         f"{bytes_text(most_bytes)}"
     )
-
-
-# Threads beside this one, which may draw from torch's random streams at any moment.
 
 
 _FOR_OTHERS = "concurrent.futures"
@@ -116,13 +109,11 @@ def _is_users(thread: threading.Thread) -> bool:
 
 
 def _is_idle(thread: threading.Thread, run: Any) -> bool:
-    """Whether a pool's thread waits for work, which only a thread that runs could give it.
-
-    Pools outlive their use: torch's compiler and this package's own links to files have some.
-    """
     frame = sys._current_frames().get(thread.ident or 0)
     if frame is None or frame.f_code is not getattr(run, "__code__", None):  # within what it runs
         return False
+    # Only a thread that runs could give it work. Pools outlive their use: torch's compiler and this
+    # package's own links to files have some.
     queue = frame.f_locals.get("work_queue")
     return queue is not None and queue.empty()
 
@@ -133,7 +124,6 @@ others run around."""
 
 
 def of_steps(audit: bool) -> Audits:
-    """What is compared of a whole model."""
     return "step" if audit else "none"
 
 
@@ -148,13 +138,9 @@ _LOG = logging.getLogger("remat")
 
 @dataclass
 class _Seen:
-    """What eager's forward gave, to be compared with a planned one.
+    """What eager's forward gave and wrote, and how far it repeats that.
 
-    Attributes
-    ----------
-    expected : results, buffers, attributes and random streams after it, and how far they repeat.
-    leaves : of the batch. before : the state that both forwards start from.
-    moved : how far rounding alone moves each result, where that was looked at.
+    Both forwards start from `before`; `moved` is how far rounding alone moves each result.
     """
 
     expected: EagerVariation
@@ -164,7 +150,6 @@ class _Seen:
 
 
 def is_audited(step: int) -> bool:
-    """Whether a step of that number is compared: powers of two, and every thousandth."""
     return step > 1 and (step & (step - 1) == 0 or step % _EVERY == 0)
 
 
@@ -223,12 +208,7 @@ class Audit:
         self._is_due = True
 
     def begin(self, module: nn.Module, leaves: list[Any]) -> _Seen | None:
-        """Run eager's forward on a batch if this step is to be compared; else None.
-
-        Parameters
-        ----------
-        module : the planned one. leaves : of the batch, as the step is given them.
-        """
+        """Run eager's forward on a batch if this step is to be compared; else None."""
         if _pauses:
             return None
         self.steps += 1
@@ -251,25 +231,23 @@ class Audit:
         return None
 
     def running(self, seen: _Seen | None) -> contextlib.AbstractContextManager[Any]:
-        """In which the planned forward runs that is to be compared."""
         return self._in_one_order() if seen else contextlib.nullcontext()
 
     def differing(self, module: nn.Module, seen: _Seen, output: Any) -> tuple[str, ...]:
-        """Names of what the planned forward, which has returned `output`, gave otherwise.
-
-        Empty too where that may be eager's own noise: the next step then tells.
-        """
+        """Names of what the planned forward, which has returned `output`, gave otherwise."""
         self.audited += 1
         found = self._outcomes.left(seen.before, seen.leaves, output, self._keeps_values(module))
         names = _compared(seen, found, tolerance_of(module))
         if self._meets_ranks:
+            # All ranks raise, or none: one alone would leave the others waiting.
             is_any = any_rank(self._collectives, bool(names), self._device)
             names = names or ("result on another rank",) * is_any
         was_doubted, self._is_doubted = self._is_doubted, bool(names)
+        # A first difference may be eager's own noise, where values may differ: the next step then
+        # tells.
         return names if was_doubted or not self._keeps_values(module) else ()
 
     def error(self, names: Sequence[str]) -> AuditError:
-        """The error for a difference: what to do, what differs, and in which step of which plan."""
         recipe, more = self._guards.recipe, f" and {len(names) - 1} more" * (len(names) > 1)
         compiled = ". Or, as it was traced as if compiled, eager runs other ops"
         return AuditError(
@@ -282,7 +260,6 @@ class Audit:
         )
 
     def _seen(self, module: nn.Module, leaves: list[Any]) -> _Seen:
-        """Eager's forward, once; more often where an audit found a difference that may be noise."""
         values = self._keeps_values(module)
 
         def run() -> Outcome:
@@ -290,6 +267,7 @@ class Audit:
 
         before = self._outcomes.before(leaves)
         seen = _Seen(EagerVariation(run()), leaves, before)
+        # The last audit found a difference that may be noise: find out how large that is.
         if self._is_doubted and tolerance_of(module):
             seen.moved = moved_by_rounding(run, seen.expected.expected)
         elif self._is_doubted:
@@ -299,7 +277,7 @@ class Audit:
         return seen
 
     def _keeps_values(self, module: nn.Module) -> bool:
-        """Whether results may differ by a little, so that their bits are not enough to tell."""
+        # Where results may differ by a little, their bits are not enough to tell.
         return self._device != CPU or tolerance_of(module) > 0
 
     @functools.cached_property
@@ -354,7 +332,6 @@ class Audit:
         )  # fmt: skip
 
     def _what_hinders(self) -> str:
-        """Why this is no moment for another forward: the next step then is compared."""
         before, self._thread = self._thread, threading.get_ident()
         if before != self._thread:
             return "several threads run it"
@@ -372,7 +349,6 @@ class Audit:
 
 
 def _compared(seen: _Seen, found: Outcome, allowed: float) -> tuple[str, ...]:
-    """Names of what differs, and of what only one of the two gave."""
     expected = seen.expected.expected
     alone = tuple(name for name in found if name not in expected)
     if allowed:

@@ -66,19 +66,15 @@ from remat.rewriter.guards.forward import constants_of
 from remat.rewriter.user_module.module import RematModule, SharedState
 from remat.rewriter.user_module.unplanned import as_before
 
-# Backward as a training loop runs it: outside of the region of autocast in which forward ran.
-
-
 _T: Any = torch
 
 
 @contextlib.contextmanager
 def _outside_autocast(device: str) -> Generator[None]:
-    """Leave all open regions of autocast for a while, though the caller is within them.
-
-    A region that opens meanwhile is the outermost one, so that what it has cast goes when it ends,
-    as in what a checkpoint runs again. `torch.autocast(enabled=False)` would be a region itself.
-    """
+    """Leave all open regions of autocast for a while, though the caller is within them."""
+    # A region that opens meanwhile is the outermost one, so that what it has cast goes when it
+    # ends, as in what a checkpoint runs again. `torch.autocast(enabled=False)` would be a region
+    # itself.
     depth = _T.autocast_increment_nesting() - 1
     _T.autocast_decrement_nesting()
     before = torch.is_autocast_enabled(device)
@@ -207,6 +203,7 @@ def check(
     """
     given = (tuple(args), dict(kwargs or {}), target)
     if isinstance(module, SharedState):
+        # Of a range or a cache, the module that serves this batch.
         module = module._remat_running(given)
     batch = OwnBatch(given)
     eager = _eager_run(model, batch, loss_fn)
@@ -262,6 +259,7 @@ def check(
         if differences and is_steady and not _has_other_ranks():
             unsteady = unsteady_names(expected, state.outcome(eager))
             diverges_at = _diverges_at(state, eager, module)
+        # It would be in memory beside the steps that are measured.
         del outcome
         alike.close()
         resident_total_bytes = resident.total_bytes + meter.library_bytes()
@@ -306,12 +304,10 @@ def check(
 def _compared_again(
     state: StepState, eager: Run, variation: EagerVariation, outcome: Outcome
 ) -> tuple[str, ...]:
-    """What differs, once eager has run until it accounts for all of it, or `MOST_EAGER` times.
-
-    Two runs may add up alike by chance. All ranks run as often, since steps may hold collectives.
-    """
     differences = differing_names(variation, outcome)
+    # Two runs may add up alike by chance.
     for _ in range(2, MOST_EAGER):
+        # All ranks run as often, since steps may hold collectives.
         if not differences and not _has_other_ranks():
             break
         variation.add(state.outcome(eager))
@@ -320,7 +316,7 @@ def _compared_again(
 
 
 def _diverges_at(state: StepState, eager: Run, module: nn.Module) -> str | None:
-    """Where eager first runs another op than the plan; None where its ops are not known."""
+    # Inductor's kernels are no ops of eager's.
     if not isinstance(module, RematModule) or module._remat_compiled_step.by_inductor:
         return None
     state.reset()
@@ -329,7 +325,7 @@ def _diverges_at(state: StepState, eager: Run, module: nn.Module) -> str | None:
 
 
 def _overwrites(module: nn.Module) -> bool:
-    """Whether a step may write to parameters; taken to be so where that is not known."""
+    # Taken to write to parameters where that is not known.
     return not isinstance(module, RematModule) or module._remat_compiled_step.gradients.overwrites
 
 
@@ -356,7 +352,6 @@ def _eager_run(model: nn.Module, batch: OwnBatch, loss_fn: LossFunction | None) 
 
 
 def plan_run(module: nn.Module, batch: OwnBatch, loss_fn: LossFunction | None) -> Run:
-    """A step of the rewritten module, or of any other."""
     if not isinstance(module, SharedState):
         return _eager_run(module, batch, loss_fn)
 
@@ -372,24 +367,19 @@ def plan_run(module: nn.Module, batch: OwnBatch, loss_fn: LossFunction | None) -
 
 
 def _backward(output: Any) -> None:
-    """Backward from every differentiable leaf, with random gradients for those that are no scalar.
-
-    They have the leaves' strides, as those that elementwise losses make. It runs outside autocast,
-    as torch's documentation asks.
-    """
     roots = [t for t in leaves_in(output) if isinstance(t, Tensor) and t.requires_grad]
     generator = torch.Generator(device=roots[0].device).manual_seed(0)
+    # In the leaves' strides, as elementwise losses make them.
     tangents = [
         None if root.numel() == 1 else torch.empty_like(root).normal_(generator=generator)
         for root in roots
     ]
+    # As torch's documentation asks, and training loops do.
     with _outside_autocast(roots[0].device.type):
         torch.autograd.backward(roots, tangents)
 
 
 def _timed(run: Run, times_us: list[float]) -> Run:
-    """`run`, which adds to `times_us` what it took."""
-
     def timed() -> Any:
         watch = LoadAwareTimer()
         result = run()
@@ -409,11 +399,7 @@ def _step_times(
 ) -> tuple[float, float]:
     """Least step times in microseconds that a second one confirms, or medians where none do.
 
-    The two run in turn, so that drift hits both, and end once the times of both stand.
-
-    Parameters
-    ----------
-    begun : times of both that are known. They confirm others, as a first run may be a slow one.
+    `begun` has times of both that are known. They confirm others, as a first run may be a slow one.
     """
     if not steps:
         return math.nan, math.nan
@@ -427,13 +413,13 @@ def _step_times(
             break
         if taken_us >= soon_us and all(map(have_agreed, zip(*times, strict=True))):
             break
+        # In turn, so that drift hits both.
         times.append([state.prepared(lambda r=r: meter.step_us(r), accumulate) for r in runs])
     eager_us, plan_us = zip(*times, strict=True)
     return least_agreed(eager_us), least_agreed(plan_us)
 
 
 def _code_of(module: nn.Module) -> ExecutedCode | None:
-    """The code that eager's step runs, where that is known."""
     if isinstance(module, RematModule):
         return module._remat_guards.python_state.code_in_scope
     return None

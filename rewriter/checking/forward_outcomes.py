@@ -31,20 +31,12 @@ from remat.rewriter.compiled import CompiledStep
 from remat.rewriter.graphs.rng import save_rng_state, set_rng_state
 from remat.rewriter.guards.forward import Guards, constants_of
 
-# What a forward may write, as it is before it: put back after a forward that nobody asked for.
-
 
 class BeforeForward:
-    """Buffers, batch, random streams and Python's state that forward may write.
+    """Buffers, batch, random streams and Python's state that forward may write, to be put back.
 
-    Parameters
-    ----------
-    guards : of the plan. They know the places in Python's state that forward reaches.
-    written : tensors that the planned forward writes to. others : that it only reads.
-
-    Attributes
-    ----------
-    attributes : those of all modules. devices : whose random streams it knows.
+    The planned forward writes to the tensors in `written`, and only reads `others`. `devices` are
+    those whose random streams it knows.
     """
 
     def __init__(self, guards: Guards, written: Iterable[Tensor], others: Iterable[Tensor]) -> None:
@@ -56,6 +48,7 @@ class BeforeForward:
         distinct = {id(tensor): tensor for tensor in written}
         parts = [local_part(tensor.detach()) for tensor in distinct.values()]
         self._tensors = [(tensor, tensor.clone()) for tensor in parts]
+        # Tensors of inference mode have no version.
         read = {id(t): t for t in others if id(t) not in distinct and not t.is_inference()}
         self._versions = [(tensor, tensor._version) for tensor in read.values()]
         self._streams = {name: save_rng_state(name) for name in (CPU, device_of_model(model))}
@@ -64,18 +57,17 @@ class BeforeForward:
         self._own = [stream(one.text, one.owner) for one in self._state.streams]
 
     def written_else(self) -> list[str]:
-        """What says that a tensor was written to that the planned forward only reads."""
+        """Says which tensors were written to that the planned forward only reads."""
         moved = [tensor for tensor, version in self._versions if tensor._version != version]
         return [f"tensor of shape {list(tensor.shape)}" for tensor in moved]
 
     def forget(self) -> None:
-        """Let go of the copies of tensors and of random streams: nothing is put back any more."""
         self._tensors, self._streams = [], {}
 
     def put_back(self) -> None:
-        """Leave everything as it was. What is as it was already is not written to."""
         with torch.no_grad():
             for tensor, before in self._tensors:
+                # A write would raise the version of what is as it was.
                 if not bitwise_equal(tensor, before):
                     tensor.copy_(before)
         for device, state in self._streams.items():
@@ -102,12 +94,8 @@ class BeforeForward:
 
 
 def device_of_model(model: nn.Module) -> str:
-    """Where a model is, as `torch` names it; ``cpu`` for one without tensors."""
     tensor = next(itertools.chain(model.parameters(), model.buffers()), None)
     return CPU if tensor is None else str(tensor.device)
-
-
-# The bits of a tensor as a short text, so that results are compared without a copy of them.
 
 
 HASH_BLOCK_BYTES = 1 << 16
@@ -115,10 +103,7 @@ HASH_BLOCK_BYTES = 1 << 16
 
 
 def fingerprint(tensor: Tensor) -> str:
-    """Equal for tensors of one dtype, shape and bits, of those on a CPU. Takes next to no memory.
-
-    Source: J.-P. Aumasson et al., BLAKE2, 2013.
-    """
+    # J.-P. Aumasson et al., BLAKE2, 2013. Results are compared without a copy of them.
     found = hashlib.blake2b(digest_size=16)
     for block in _blocks(tensor.detach()):
         found.update(bits_of(block).numpy().data)
@@ -130,67 +115,50 @@ def _blocks(tensor: Tensor) -> Iterator[Tensor]:
     if is_whole or tensor.nbytes <= HASH_BLOCK_BYTES:
         yield tensor
         return
+    # A contiguous copy of the whole may have no room.
     for part in tensor.unbind(0):
         yield from _blocks(part)
 
 
 def _has_bits(tensor: Tensor) -> bool:
-    """Whether its bits can be read one after the other: not those of a sparse tensor."""
+    # A sparse tensor's bits cannot be read one after the other.
     return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
 
 
 class ForwardOutcomes:
-    """Forwards of one planned module and of the model that it was made of.
-
-    Parameters
-    ----------
-    guards, step : of the plan.
-    """
+    """Forwards of one planned module and of the model that it was made of."""
 
     def __init__(self, guards: Guards, step: CompiledStep) -> None:
         self._guards, self._step = guards, step
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the copies that `before` makes."""
         facts = self._step.gradients
         batch_bytes = self._step.graph.resident.batch_bytes if facts.writes_batch else 0
         return batch_bytes + sum(tensor.nbytes for tensor in self._written())
 
     @property
     def results_bytes(self) -> int:
-        """Bytes of what forward returns and writes."""
         made = set(self._step.graph.forward_outputs)
         return sum(value.size_bytes for value in self._step.graph.values if value.name in made)
 
     def before(self, leaves: list[Any]) -> BeforeForward:
-        """The state as it is now, with a copy of all that the planned forward writes to."""
         batch = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         written = [*self._written(), *(batch if self._step.gradients.writes_batch else ())]
         read = [*(self._guards.live.read() or ()), *batch]
         return BeforeForward(self._guards, written, read)
 
     def _written(self) -> list[Tensor]:
-        """Parameters and buffers that the planned forward writes to, and what its graph holds."""
         guards, paths = self._guards, self._step.gradients.written.values()
         state = zip(guards.live.names, guards.live.read() or (), strict=False)
         own = [tensor for name, tensor in state if path_in_model(name) in paths]
         return [*own, *constants_of(self._step.forward)]
 
     def of_eager(self, before: BeforeForward, leaves: list[Any], keeps_values: bool) -> Outcome:
-        """Run the model's own forward and the loss, and put everything back.
-
-        Parameters
-        ----------
-        before : the state as it is now. leaves : of the batch.
-        keeps_values : whether results are kept as they are, and not by their bits in short.
-
-        Raises
-        ------
-        NotComparedError : it cannot be run without what autograd saves.
-        """
+        """Run the model's own forward and the loss, and put everything back."""
         try:
             found = self.left(before, leaves, self._run(leaves), keeps_values)
+            # The planned forward gives nothing of that name, so such a write is a difference.
             return found | dict.fromkeys(before.written_else(), "in place")
         except RuntimeError as error:
             if takes_no_hooks(error):
@@ -202,7 +170,6 @@ class ForwardOutcomes:
     def left(
         self, before: BeforeForward, leaves: list[Any], output: Any, keeps_values: bool
     ) -> dict[str, Any]:
-        """What a forward that began at `before` has left, by name. `output` : its result."""
         keep = _value if keeps_values else _bits
         found = {f"output{at}": keep(leaf) for at, leaf in _by_path(flatten_dataclasses(output))}
         for name, buffer in self._guards.step.named_buffers():
@@ -230,7 +197,6 @@ def _by_path(tree: Any) -> list[tuple[str, Any]]:
 
 
 def _bits(leaf: Any) -> Any:
-    """The bits in short, without a copy of the tensor where it is a plain one."""
     if not isinstance(leaf, Tensor):
         return f"{type(leaf).__name__} {leaf!r}"
     own = local_part(leaf.detach())
@@ -238,7 +204,7 @@ def _bits(leaf: Any) -> Any:
 
 
 def _value(leaf: Any) -> Any:
-    """A copy on the host, so that nothing is held on a device."""
+    # On the host, so that nothing is held on a device.
     return local_part(leaf.detach()).to(CPU, copy=True) if isinstance(leaf, Tensor) else _bits(leaf)
 
 
@@ -255,7 +221,7 @@ def _nothing_saved() -> Generator[None]:
 
 @contextlib.contextmanager
 def _no_casts_kept() -> Generator[None]:
-    """Casts of autocast go at once: the planned forward finds none that it has not made."""
+    # The planned forward must find no cast that it has not made.
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

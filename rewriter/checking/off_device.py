@@ -38,16 +38,7 @@ _NO_HOOKS = "saved tensor hooks"
 
 
 class OffDeviceMemory:
-    """Memory off a device.
-
-    Parameters
-    ----------
-    device : that the step runs on. stays : tensors that live through the step anyway.
-
-    Raises
-    ------
-    NotComparedError : no file can be made. Where files have no room, so does what writes them.
-    """
+    """Memory off a device; `stays` are tensors that live through the step anyway."""
 
     def __init__(self, device: str, stays: Iterable[Tensor]) -> None:
         self.device, self._live = torch.device(device), _Live(math.inf)
@@ -58,7 +49,6 @@ class OffDeviceMemory:
         self._known: dict[int, tuple[weakref.ref[UntypedStorage], weakref.ref[_Moved]]] = {}
 
     def outcome(self) -> MutableMapping[str, Any]:
-        """Takes the results of a step, each of which is moved as it comes."""
         return {} if self._folder is None else _Results(self)
 
     def keep(self, tensor: Tensor) -> Read:
@@ -73,17 +63,7 @@ class OffDeviceMemory:
         return lambda: _over_storage(shown, copied.read())
 
     def running(self, run: Run, room_bytes: float) -> Run:
-        """`run` with what autograd saves in it moved until backward reads it.
-
-        Parameters
-        ----------
-        room_bytes : the most of that that may be on the device at once.
-
-        Raises
-        ------
-        NotComparedError : code in it takes no hooks on what autograd saves, or holds more of that
-            than there is room for.
-        """
+        """`run` with what autograd saves moved: at most `room_bytes` are on the device at once."""
 
         def moved() -> Any:
             self._live = _Live(room_bytes)
@@ -136,7 +116,7 @@ class OffDeviceMemory:
         return storage.nbytes() >= LEAST_BYTES and storage._cdata not in self._stays
 
     def _moved(self, storage: UntypedStorage) -> _Moved:
-        """The storage as it is now; one that several ops save is kept once."""
+        # What several ops save is kept once.
         there, known = self._known.get(storage._cdata, (lambda: None, lambda: None))
         moved = known()
         if there() is not storage:  # a new one, whatever had its address before
@@ -153,8 +133,6 @@ class OffDeviceMemory:
 
 
 class _InFile:
-    """All bytes of a storage, in a file."""
-
     def __init__(self, folder: Folder, storage: UntypedStorage) -> None:
         try:
             self._file = File(folder, storage.nbytes())
@@ -163,47 +141,36 @@ class _InFile:
         self.write(storage)
 
     def write(self, storage: UntypedStorage) -> None:
-        """Copy the bytes from the device."""
         try:
             self._file.write_from(storage.data_ptr())
         except OSError as error:
             raise _no_files(str(error.strerror)) from error
 
     def read(self) -> UntypedStorage:
-        """A storage of them on the device."""
         whole = torch.empty(self._file.size_bytes, dtype=torch.uint8)
         self._file.read_to(whole.data_ptr())
         return whole.untyped_storage()
 
 
 class _OnHost:
-    """All bytes of a storage, in the host's memory."""
-
     def __init__(self, storage: UntypedStorage) -> None:
         self._bytes, self._device = _all_bytes(storage).to(CPU, copy=True), storage.device
 
     def write(self, storage: UntypedStorage) -> None:
-        """As of `_InFile`."""
         self._bytes.copy_(_all_bytes(storage))
 
     def read(self) -> UntypedStorage:
-        """As of `_InFile`."""
         return self._bytes.to(self._device, copy=True).untyped_storage()
 
 
 class _Moved:
-    """The bytes of a storage that are kept elsewhere.
-
-    What still has the storage, or has fetched it already, shares it: so nothing is on the device
-    twice. A storage in Python lives as long as any tensor shows it.
-    """
-
     def __init__(self, storage: UntypedStorage, copied: _InFile | _OnHost, live: _Live) -> None:
         self._there, self._copied, self._live = weakref.ref(storage), copied, live
         self._size_bytes, self.write = storage.nbytes(), copied.write
 
     def storage(self) -> UntypedStorage:
-        """The storage, on the device."""
+        # What still has the storage, or has fetched it already, shares it: so nothing is on the
+        # device twice. A storage in Python lives as long as any tensor shows it.
         found = self._there()
         if found is None:
             self._live.require(self._size_bytes)
@@ -220,12 +187,10 @@ class _Live:
         self._most_bytes, self._bytes = most_bytes, 0
 
     def require(self, size_bytes: int) -> None:
-        """Raise `NotComparedError` if there is no room for so many bytes more."""
         if self._bytes + size_bytes > self._most_bytes:
             raise NotComparedError("its code holds more at once than the budget leaves")
 
     def add(self, storage: UntypedStorage) -> None:
-        """Count a storage until it ends."""
         self.require(storage.nbytes())
         self._bytes += storage.nbytes()
         weakref.finalize(storage, self._less, storage.nbytes()).atexit = False
@@ -260,7 +225,6 @@ class _Results(MutableMapping[str, Any]):
 
 
 def takes_no_hooks(error: RuntimeError) -> bool:
-    """Whether it says that code takes no hooks on what autograd saves."""
     return _NO_HOOKS in str(error)
 
 
@@ -280,13 +244,12 @@ def _no_files(why: str) -> NotComparedError:
 
 @contextlib.contextmanager
 def _unseen() -> Generator[None]:
-    """Hide our own ops from autograd and from whoever watches ops."""
+    # Neither autograd nor whoever watches ops may see our own.
     with torch.no_grad(), disable_current_modes(), DisableTorchFunction():
         yield
 
 
 def _is_bytes_alone(tensor: Tensor) -> bool:
-    """Whether a tensor is bytes of a storage, and no more."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.layout == torch.strided

@@ -32,7 +32,8 @@ Outcome = Mapping[str, Any]
 
 _TIMES = 10.0
 """Where eager does not repeat itself, a result may be this many times as far from its first run as
-its second run is. Both distances are rounding errors; a wrong gradient is off by far more."""
+its second run is. Both distances are rounding errors; a wrong gradient is off by far more.
+"""
 
 
 _TOLERANCE = 0.01
@@ -50,16 +51,10 @@ rounding moves it. That of another dropout mask is off by more, from one element
 
 
 class EagerVariation:
-    """How far runs of eager from the same state are from the first of them.
+    """How far runs of eager from the same state are from the first of them, which gave `expected`.
 
-    Parameters
-    ----------
-    expected : of the first run.
-
-    Attributes
-    ----------
-    noise : by the name of each tensor that another run gave otherwise, the largest distance of an
-        element; 0 where there is none to take.
+    `noise` is the largest distance of an element, by the name of each tensor that another run gave
+    otherwise; 0 where there is none to take.
     """
 
     def __init__(self, expected: Outcome) -> None:
@@ -67,22 +62,12 @@ class EagerVariation:
         self.noise: dict[str, float] = {}
 
     def add(self, again: Outcome) -> None:
-        """Take in what another run gave."""
         for name in unsteady_names(self.expected, again):
             noise = distance(self.expected[name], again.get(name))
             self.noise[name] = max(self.noise.get(name, 0.0), 0.0 if math.isnan(noise) else noise)
 
 
 def differing_names(variation: EagerVariation, found: Outcome) -> tuple[str, ...]:
-    """Names of what differs from the first run of eager.
-
-    If eager varies from run to run, a result differs when it is off by more than TIMES that
-    variation.
-
-    Parameters
-    ----------
-    found : of the rewritten step.
-    """
     expected, noise = variation.expected, variation.noise
     differing = [name for name in expected if not bitwise_equal(expected[name], found.get(name))]
     return tuple(
@@ -113,18 +98,15 @@ def differing_beyond(
 ) -> tuple[tuple[str, ...], float]:
     """Names of what is further off than `tolerance`, and the largest relative error.
 
-    What is no tensor of floating-point numbers, such as a random stream, has to be equal.
-
-    Parameters
-    ----------
-    moved : how far rounding alone moves results. They may be off by `_TIMES` that, up to
-        `_MOST_ROUNDING`. One that is not larger than `_TIMES` that is noise, and may be off by the
-        tolerance of all results of its kind together.
+    `moved` is how far rounding alone moves results. They may be off by `_TIMES` that, up to
+    `_MOST_ROUNDING`. One that is not larger than `_TIMES` that is noise, and may be off by the
+    tolerance of all results of its kind together.
     """
     errors: dict[str, float] = {}
     wrong: list[str] = []
     for name, like in expected.items():
         if not _has_error(like, found.get(name)):
+            # A random stream and the like has no error to tolerate.
             wrong += [] if bitwise_equal(like, found.get(name)) else [name]
             continue
         rounding = _TIMES * (moved or {}).get(name, 0.0)
@@ -136,23 +118,18 @@ def differing_beyond(
 
 
 def _size(expected: Outcome, name: str, rounding: float) -> float:
-    """What an error is a part of: the result's norm, or that of all, if it is no more than noise.
-
-    Noise sums up to other noise in other code, most where many roundings go one way. So only its
-    part in all results of its kind says whether it matters.
-    """
     norm, of_all = _norm(expected[name]), _norm_of_kind(expected, name)
+    # Noise sums up to other noise in other code, most where many roundings go one way. So only its
+    # part in all results of its kind says whether it matters.
     return of_all if 0 < norm <= rounding else max(norm, _LEAST_PART * of_all)
 
 
 def _least(like: Tensor, rounding: float) -> float:
-    """The part of its size that a result may be off by in any case."""
     own, norm = _ROUNDINGS * torch.finfo(like.dtype).eps, _norm(like)
     return max(own, min(_MOST_ROUNDING, rounding / norm)) if norm > rounding else own
 
 
 def _has_error(expected: Any, found: Any) -> bool:
-    """Whether the two differ by an amount. Equal ones do not, even where they are infinite."""
     return (
         isinstance(expected, Tensor)
         and isinstance(found, Tensor)
@@ -167,7 +144,6 @@ def _norm(tensor: Tensor) -> float:
 
 
 def _norm_of_kind(outcome: Outcome, name: str) -> float:
-    """Norm of all gradients together, or of all outputs, or of all buffers."""
     kind = name.split()[0]
     alike = [t for other, t in outcome.items() if other.split()[0] == kind]
     return sum(_norm(t) ** 2 for t in alike if isinstance(t, Tensor)) ** 0.5
@@ -182,45 +158,33 @@ def bitwise_equal(expected: Any, found: Any) -> bool:
     return expected is found or bool(expected == found)
 
 
-# All that a training step changes, put back so that each run starts from the same state.
-
-
 STREAM = "random stream"
 _Measure = TypeVar("_Measure")
 
 
 class OwnBatch:
-    """A batch for each run: the user's tensors, cut off from the graphs that made them.
-
-    Backward ends at it, and a forward that takes a list apart takes apart a list of its own. The
-    storages are the user's, since copies would count in the peak.
-    """
+    """A batch for each run: the user's tensors, cut off from the graphs that made them."""
 
     def __init__(self, batch: Any) -> None:
         leaves, self._spec = pytree.tree_flatten(batch)
+        # The storages stay the user's, since copies would count in the peak.
         own: dict[int, Tensor] = {}
         self.leaves = [_cut_off(leaf, own) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._asked = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
 
     def __call__(self) -> Any:
-        """(args, kwargs, target) in containers of their own."""
         for leaf, asked in zip(self.leaves, self._asked, strict=True):
             if isinstance(leaf, Tensor) and leaf.requires_grad is not asked:
                 leaf.requires_grad_(asked)
+        # Anew: a forward that takes a list apart takes apart one of its own.
         return pytree.tree_unflatten(self.leaves, self._spec)
 
 
 def _cut_off(tensor: Tensor, own: dict[int, Tensor]) -> Tensor:
-    """The tensor without its history. Autograd saves none of inference mode, so those are copied.
-
-    A tensor that is given twice stays one.
-
-    Parameters
-    ----------
-    own : the copies that were made, by the tensors' identities.
-    """
+    # A tensor that is given twice stays one.
     if id(tensor) not in own:
         with torch.inference_mode(False):
+            # Autograd saves no tensor of inference mode.
             cut = (tensor.clone() if tensor.is_inference() else tensor).detach()
             own[id(tensor)] = with_attributes_of(tensor, cut.requires_grad_(tensor.requires_grad))
     return own[id(tensor)]
@@ -228,11 +192,9 @@ def _cut_off(tensor: Tensor, own: dict[int, Tensor]) -> Tensor:
 
 @contextlib.contextmanager
 def own_parameters(*models: nn.Module) -> Generator[None]:
-    """Other parameters over the same storages meanwhile: without hooks, and without gradients.
-
-    So a hook that steps an optimizer in backward does not run, and no gradient of the user's is
-    added to. Tied ones stay tied, as do those that the models share.
-    """
+    """Other parameters over the same storages meanwhile: without hooks, and without gradients."""
+    # So no hook steps an optimizer in backward, and no gradient of the user's is added to. Tied
+    # ones stay tied, as do those that the models share.
     made: dict[int, nn.Parameter] = {}
     tables = {id(m._parameters): m._parameters for model in models for m in model.modules()}
     places = [
@@ -255,14 +217,10 @@ def own_parameters(*models: nn.Module) -> Generator[None]:
 
 
 class StepState:
-    """Gradients, buffers, the batch and the random streams as they were.
+    """Gradients, buffers, the batch and the random streams as they were, on `device` and the CPU.
 
-    Parameters
-    ----------
-    device : where the step runs. Its random stream is kept beside the CPU's.
-    python_state : what forward and the loss read, and may change.
-    keep_parameters : whether forward may write to parameters too, as a momentum encoder's does.
-    elsewhere : where copies of all that and the outcomes are kept; None for memory.
+    `keep_parameters` says that forward may write to parameters too, as a momentum encoder's does.
+    Copies and outcomes are kept `elsewhere`, or in memory.
     """
 
     def __init__(
@@ -294,7 +252,6 @@ class StepState:
 
     @contextlib.contextmanager
     def put_back(self) -> Generator[None]:
-        """Leave everything as it was, gradients too."""
         try:
             yield
         finally:
@@ -303,7 +260,7 @@ class StepState:
                 leaf.grad = self.gradients[name]
 
     def reset(self) -> None:
-        """Back to the start of a step, without gradients and without what autocast has cast."""
+        # Or a run would find what the one before it has cast.
         torch.clear_autocast_cache()
         with torch.no_grad():
             for tensor, read in self.before:
@@ -319,7 +276,6 @@ class StepState:
             self.python_state.restore()
 
     def prepared(self, run: Callable[[], _Measure], accumulate: bool) -> _Measure:
-        """What `run` returns from the start of a step; with zeros as gradients if `accumulate`."""
         self.reset()
         if accumulate:
             for leaf in self.leaves.values():
@@ -357,11 +313,8 @@ def _in_memory(tensor: Tensor) -> Read:
 
 
 def _kept(leaf: Any, copy: bool) -> Any:
-    """The leaf on the host, so that outcomes take no room on a device."""
+    # On the host, so that outcomes take no room on a device.
     return local_part(leaf.detach()).to(CPU, copy=copy) if isinstance(leaf, Tensor) else leaf
-
-
-# How far from eager's the results of a rewritten module may be: by default not at all.
 
 
 SPLIT_FLOAT32, _SPLIT_HALF = 1e-5, 2e-2
@@ -375,7 +328,6 @@ say so; or none."""
 
 
 def rounding_of(module: nn.Module) -> Rounding:
-    """What in a rewritten module rounds otherwise than eager; empty where all bits are eager's."""
     kind: Any = type(module)  # of its own, which holds the plan
     if not hasattr(kind, "_remat_compiled_step"):
         return ""
@@ -387,7 +339,6 @@ def rounding_of(module: nn.Module) -> Rounding:
 
 
 def tolerance_of(module: nn.Module) -> float:
-    """0 unless something rounds otherwise than eager."""
     rounding, kind = rounding_of(module), type(module)
     if rounding == "levers":
         return max(one.tolerance for one in kind._remat_schedule.levers)  # pyright: ignore

@@ -27,9 +27,7 @@ from remat.rewriter.graphs.rng import drawn
 class RoundingNoise(OpWatcher):
     """In here, each new result is off by up to one unit in the last place of its dtype.
 
-    Whole numbers stay as they are: they are counts and masks, and most are exact. So do results
-    that are made of no tensor, and those that share a storage with an argument. The random streams
-    are not touched.
+    The random streams are not touched.
     """
 
     def __init__(self) -> None:
@@ -37,9 +35,9 @@ class RoundingNoise(OpWatcher):
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the op, and move what it returns."""
         results = func(*args, **kwargs)
         given = pytree.tree_leaves((args, kwargs))
+        # A view, or what is made of no tensor, is no new rounding.
         shares = any(result.alias_info is not None for result in func._schema.returns)
         if shares or not any(isinstance(leaf, Tensor) for leaf in given):
             return results
@@ -50,10 +48,12 @@ class RoundingNoise(OpWatcher):
             return result
         by = torch.empty_like(result).uniform_(-1, 1, generator=self._generator(result.device))
         by.mul_(result).mul_(torch.finfo(result.dtype).eps)
+        # Whole numbers stay as they are: they are counts and masks, and most are exact.
         return result + torch.where(result == result.round(), torch.zeros_like(by), by)
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:
+            # A stream of its own, as what is compared draws from the device's.
             self._generators[device] = torch.Generator(device=device).manual_seed(0)
         return self._generators[device]
 
@@ -62,12 +62,7 @@ _Outcome = Mapping[str, Any]
 
 
 def moved_by_rounding(outcome: Callable[[], _Outcome], expected: _Outcome) -> dict[str, float]:
-    """For each floating-point result, how far its norm moves if each op rounds otherwise.
-
-    Parameters
-    ----------
-    outcome : runs the eager step. expected : what it gave without this.
-    """
+    """For each floating-point result, how far its norm moves if each op rounds otherwise."""
     with RoundingNoise():
         found = outcome()
     return {
@@ -77,11 +72,10 @@ def moved_by_rounding(outcome: Callable[[], _Outcome], expected: _Outcome) -> di
     }
 
 
-# Steps on a CPU that sum in no fixed order, so that eager itself does not repeat its bits.
-#
-# Writing to indices with `accumulate`, which is also what backward of `x[indices]` does, adds from
-# all threads at once. In torch 2.11 to 2.14 that holds for float32 alone; sums by `index_add`,
-# `scatter_add` and embeddings have an order on a CPU.
+# On a CPU eager itself does not repeat the bits of sums that have no fixed order. Writing to
+# indices with `accumulate`, which is also what backward of `x[indices]` does, adds from all threads
+# at once. In torch 2.11 to 2.14 that holds for float32 alone; sums by `index_add`, `scatter_add`
+# and embeddings have an order on a CPU.
 
 
 _ACCUMULATE_AT = {"index_put": 3, "_unsafe_index_put": 3, "_index_put_impl": 3, "put": 3}
@@ -89,17 +83,13 @@ _ACCUMULATE_AT = {"index_put": 3, "_unsafe_index_put": 3, "_index_put_impl": 3, 
 
 
 class DeterministicReductions(OpWatcher):
-    """Within the block such sums have one order, in which a rewritten step and eager are compared.
-
-    Their bits then are the same or not. Without it, a plan that is wrong by a little could not be
-    told from one that is right. These ops run as torch's deterministic setting has them. The
-    setting itself is one that plans are made for: a rewritten module refuses to run in another.
-    """
+    """In here such sums have one order, so that a plan that is wrong by a little shows."""
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the op."""
         if plain_name(func) not in _ACCUMULATE_AT:
             return func(*args, **kwargs)
+        # Around these ops alone: a rewritten module refuses to run in another setting than the one
+        # that it was planned in.
         torch.use_deterministic_algorithms(True)
         try:
             return func(*args, **kwargs)
@@ -108,7 +98,6 @@ class DeterministicReductions(OpWatcher):
 
 
 def has_nondeterministic_sums(module: nn.Module) -> bool:
-    """Whether a rewritten part of `module` holds such an op, and threads for it."""
     kinds: list[Any] = [type(m) for m in module.modules()]  # of its own, which holds the plan
     steps = [kind._remat_compiled_step for kind in kinds if hasattr(kind, "_remat_compiled_step")]
     return any(
@@ -117,7 +106,6 @@ def has_nondeterministic_sums(module: nn.Module) -> bool:
 
 
 def adds_nondeterministically(gm: fx.GraphModule) -> bool:
-    """Whether a graph holds such an op, and there are threads for it."""
     if torch.get_num_threads() == 1 or torch.are_deterministic_algorithms_enabled():
         return False
     return any(_adds_at_once(node) for node in gm.graph.nodes)
@@ -136,8 +124,6 @@ def _argument(node: fx.Node, at: int, name: str) -> Any:
     return node.args[at] if len(node.args) > at else node.kwargs.get(name, False)
 
 
-# Where eager runs an op that the plan does not: the line from which a failed check began.
-#
 # A model whose code looks at whether it is traced computes one thing in the trace and another when
 # it runs. The results only say that; the ops that eager runs say where.
 
@@ -148,32 +134,27 @@ _COPIES = frozenset({"detach", "alias", "clone", "copy", "_to_copy", "view", "ex
 
 @dataclass(frozen=True)
 class _Op:
-    """An op by its name and the plain numbers among its arguments, with the user's line."""
-
     name: str
     numbers: tuple[Any, ...]
     line: str
 
 
 class _Ran(OpWatcher):
-    """The ops that run, in order, with the user's lines."""
-
     def __init__(self) -> None:
         super().__init__()
         self.ops: list[_Op] = []
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Note the op and run it."""
         caller = sys._getframe(2)  # beyond the watcher's own
         self.ops.append(_op(func, args, source_of(caller)))
         return func(*args, **kwargs)
 
 
 def first_divergent_line(run: Callable[[], Any], graphs: Iterable[fx.GraphModule]) -> str:
-    """The first line at which `run` runs an op that is not in the plan's graphs for that line.
+    """The first ``file:line`` at which `run` runs an op that the plan's graphs do not have there.
 
-    ``file:line``, with the module where it is known. Empty where all ops are the plan's, as where
-    only a tensor that is read differs.
+    With the module where it is known. Empty where all ops are the plan's, as where only a tensor
+    that is read differs.
     """
     planned: list[_Op] = []
     modules: dict[str, str] = {}
@@ -191,7 +172,7 @@ def first_divergent_line(run: Callable[[], Any], graphs: Iterable[fx.GraphModule
 
 
 def _first_outside(ran: list[_Op], planned: list[_Op]) -> str:
-    """By names alone first: numbers are also written otherwise where an op is taken apart."""
+    # By names alone first: numbers are also written otherwise where an op is taken apart.
     for facts in (lambda op: (op.line, op.name), lambda op: (op.line, op.name, op.numbers)):
         known = {facts(op) for op in planned}
         for op in ran:

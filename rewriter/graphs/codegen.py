@@ -21,8 +21,6 @@ from remat.graph_capture.torch_private.core import OP_NAMESPACES, OpOverload, py
 from remat.graph_capture.tracing.op_watcher import OpWatcher
 from remat.rewriter.graphs.result_gradients import Steps, marks, places_released
 
-# The quickest Python callables that run exactly a given ATen op.
-#
 # `torch.ops.aten.mm.default(a, b)` matches its arguments against a schema at each call. That takes
 # one to two microseconds more than `torch.mm(a, b)`, whose parser is generated. Which op such a
 # function runs depends on its arguments. So each is tried once on the fake tensors of the trace,
@@ -36,13 +34,10 @@ _REJECTED = (TypeError, ValueError, RuntimeError)
 
 
 class _OpBindings:
-    """Callables for the nodes of a graph. Each kind of call is tried once."""
-
     def __init__(self) -> None:
         self._known: dict[Any, Callable[..., Any]] = {}
 
     def of(self, node: fx.Node) -> Callable[..., Any]:
-        """What to call in place of the node's target, with the same arguments."""
         target = node.target
         assert callable(target)
         if not isinstance(target, OpOverload):
@@ -51,7 +46,7 @@ class _OpBindings:
             fx.Node, lambda n: n.meta.get("val"), (tuple(node.args), dict(node.kwargs))
         )
         key = (target, *(_kind(leaf) for leaf in _leaves(args, kwargs)))
-        if key not in self._known:
+        if key not in self._known:  # each kind of call is tried once
             self._known[key] = _quickest(target, args, kwargs)
         return self._known[key]
 
@@ -62,7 +57,7 @@ def _leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
 
 
 def _kind(leaf: Any) -> Any:
-    """What a parser tells apart. It may take a tensor without dimensions for a number."""
+    # What a parser tells apart: it may take a tensor without dimensions for a number.
     if isinstance(leaf, Tensor):
         return Tensor, leaf.dtype, leaf.dim() == 0
     return leaf if isinstance(leaf, str) else type(leaf)
@@ -77,6 +72,7 @@ def _quickest(
             candidate = getattr(space, name, None)
             if candidate is not None and _runs_same(candidate, target, args, kwargs):
                 return candidate
+    # Without the Python of `OpOverload.__call__` around it.
     return target._op
 
 
@@ -86,7 +82,6 @@ def _runs_same(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> bool:
-    """Whether `candidate` runs `target` alone, on the very arguments."""
     recorder = _Recorder()
     try:
         with torch.no_grad(), recorder:
@@ -97,8 +92,6 @@ def _runs_same(
 
 
 class _Recorder(OpWatcher):
-    """Remembers each op that is run, with its arguments."""
-
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[_Call] = []
@@ -137,11 +130,9 @@ _serial = itertools.count()
 
 
 class _Writer:
-    """Writes one graph as a function. `bound` holds the globals that the function reads.
+    """Writes one graph as a function; `bound` holds the globals that it reads.
 
-    Parameters
-    ----------
-    in_steps : whether it stops at each mark of `release_gradients`, as a generator.
+    With `in_steps` it is a generator, which stops at each mark of `release_gradients`.
     """
 
     def __init__(self, gm: fx.GraphModule, *, in_steps: bool = False) -> None:
@@ -156,13 +147,13 @@ class _Writer:
         self.lines: list[str] = []
 
     def write(self) -> str:
-        """The source."""
         nodes = list(self.gm.graph.nodes)
         returned = [r for r in self.results if isinstance(r, fx.Node)]
         dead = _dead_after(nodes, returned)
         taken = [node for node in nodes if node.op == "placeholder"]
         if taken:
             self.lines.append(f"{', '.join(node.name for node in taken)}, = args_list")
+        # Otherwise the caller's list would hold the inputs until the end.
         self.lines.append("args_list.clear()")
         self._drop([node for node in taken if not node.users])
         for node in nodes:
@@ -200,9 +191,9 @@ class _Writer:
             self.lines.append(f"del {', '.join(node.name for node in nodes)}")
 
     def _shown(self, argument: Any) -> str:
-        """An argument as source: nodes by name, small constants in full, others bound."""
         if isinstance(argument, fx.Node):
             return argument.name
+        # Floats are bound: inf and nan have no literal.
         if argument is None or isinstance(argument, (bool, int)):
             return repr(argument)
         if isinstance(argument, (tuple, list)):
@@ -213,7 +204,7 @@ class _Writer:
         return self.bind(argument)
 
     def bind(self, thing: Any) -> str:
-        """The name of a global that holds `thing`."""
+        # `bound` keeps the thing, so no other gets its id.
         if id(thing) not in self.names:
             name = f"_{len(self.bound)}"
             self.names[id(thing)], self.bound[name] = name, thing
@@ -221,7 +212,7 @@ class _Writer:
 
 
 def _dead_after(nodes: list[fx.Node], returned: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """For each node, the values that it is the last to read. What is returned never dies."""
+    """For each node, the values that it is the last to read; what is returned never dies."""
     dead: dict[fx.Node, list[fx.Node]] = {}
     seen: set[fx.Node] = set(returned)
     for node in reversed(nodes[:-1]):
@@ -233,17 +224,14 @@ def _dead_after(nodes: list[fx.Node], returned: Sequence[fx.Node]) -> dict[fx.No
 
 
 def compile_boxed(gm: fx.GraphModule, example_inputs: Any) -> Boxed:
-    """The compiler that AOTAutograd is given: plain generated Python over ATen ops."""
     run: Boxed = _compiled(_Writer(gm))
+    # AOTAutograd then passes inputs in a list, which the function empties.
     run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return run
 
 
 def compile_in_steps(gm: fx.GraphModule) -> Steps:
-    """Backward as a generator that releases gradients where the graph has marks.
-
-    Its last result is the gradients that no mark releases.
-    """
+    """A generator that releases gradients at marks; last, those that no mark releases."""
     return _compiled(_Writer(gm, in_steps=True))
 
 
@@ -253,6 +241,7 @@ def _compiled(writer: _Writer) -> Any:
     space = dict(writer.bound)
     exec(compile(source, filename, "exec"), space)
     run = space["run"]
+    # Tracebacks show the generated lines, for as long as the function lives.
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     weakref.finalize(run, linecache.cache.pop, filename, None)
     return run

@@ -29,8 +29,6 @@ from remat.rewriter.tiers.handles import HANDLE_BYTES
 from remat.rewriter.tiers.tier import TierCopies
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 
-# When copies out of values begin that ops write to in place.
-#
 # A sum that is added up in place, and a random state that gets its note from the op that draws, are
 # whole only after the last write. A copy that a schedule begins before that waits for it. Then the
 # copy below holds what backward is to read, as a tensor that is saved does.
@@ -42,12 +40,9 @@ _WritesOf = Callable[[str], tuple[str, ...]]
 
 @dataclass
 class CopyTimes:
-    """Which copies out of the device begin later than a schedule has it.
+    """Which copies out of the device begin later than a schedule has it: indices of their steps.
 
-    Attributes
-    ----------
-    delayed : indices of steps whose copy begins later.
-    after_write : by the index of a run, the values copied after it, with the delayed step of each.
+    `after_write` has, by the index of a run, the values copied after it, each with its step.
     """
 
     delayed: set[int] = field(default_factory=set[int])
@@ -57,12 +52,6 @@ class CopyTimes:
 
 
 def copy_times(schedule: Schedule, writes_of: _WritesOf) -> CopyTimes:
-    """When each copy out begins.
-
-    Raises
-    ------
-    RewriteError : a value is written to after it was copied, and the copy is read again.
-    """
     times = CopyTimes()
     writes = _writes(schedule, writes_of)
     touches: dict[str, list[tuple[int, Step]]] = {}
@@ -82,10 +71,10 @@ def copy_times(schedule: Schedule, writes_of: _WritesOf) -> CopyTimes:
 
 
 def _writes(schedule: Schedule, writes_of: _WritesOf) -> dict[str, list[int]]:
-    """By value, the indices of the runs that write to it."""
     found: dict[str, list[int]] = {}
     ran: set[str] = set()
     for i, step in enumerate(schedule.steps):
+        # Only a first run adds to a sum or notes its draw.
         if isinstance(step, Compute) and step.op not in ran:
             ran.add(step.op)
             for value in writes_of(step.op):
@@ -94,7 +83,6 @@ def _writes(schedule: Schedule, writes_of: _WritesOf) -> dict[str, list[int]]:
 
 
 def _end_of_stay(steps: list[tuple[int, Step]], begun: int) -> float:
-    """When the value next leaves the device."""
     ends = (i for i, one in steps if i > begun and isinstance(one, Free) and one.at == "device")
     return next(ends, float("inf"))
 
@@ -106,7 +94,7 @@ def _require_unread(value: str, steps: list[tuple[int, Step]], begun: int, until
 
 
 def _require_fresh(value: str, steps: list[tuple[int, Step]], writes: list[int]) -> None:
-    """Refuse a fetch of a copy that was made before a write, once the value had left the device."""
+    # Once the value has left the device, a write to it no longer reaches its copy.
     copied_at = -1
     for i, step in steps:
         if isinstance(step, Offload) and step.to == "host":
@@ -125,13 +113,7 @@ def _stale(value: str) -> RewriteError:
 
 @dataclass
 class CopyContext:
-    """What the emitters of the two graphs of one plan share.
-
-    Attributes
-    ----------
-    tier : whose functions the nodes call. times : which copies out begin later than planned.
-    leaving : values whose copy out may still read them.
-    """
+    """What the emitters of both graphs share; `leaving` may still be read by a copy out."""
 
     tier: TierCopies
     times: CopyTimes
@@ -141,11 +123,8 @@ class CopyContext:
 class CopyEmitter(EagerEmitter):
     """Emits one of the two graphs of a schedule with copies.
 
-    Attributes
-    ----------
-    handles : nodes of what is below the device. pending : of values that are on their way back.
-    leaving : handles of copies to the host that may still read the device. That on the host may be
-        dropped before, where it goes on to NVMe.
+    `handles` are nodes of what is below the device, `pending` of values that are on their way back,
+    `leaving` handles of copies to the host that may still read the device.
     """
 
     def __init__(
@@ -162,16 +141,16 @@ class CopyEmitter(EagerEmitter):
         self.moving = moving
         self.handles: dict[LowerTierCopy, fx.Node] = {}
         self.pending: dict[str, fx.Node] = {}
+        # Apart from `handles`: the host's copy may be dropped before, where it goes on to NVMe.
         self.leaving: dict[str, fx.Node] = {}
 
     def move(self, step: Offload | Fetch) -> None:
-        """Emit a copy, but for one that waits for a write."""
         if not self._has_tensor(step.value):
             return
         if isinstance(step, Offload):
             if step.to == "nvme":
                 self._below(step.value, "host", "nvme", "write")
-            elif self.at not in self.moving.times.delayed:
+            elif self.at not in self.moving.times.delayed:  # else it begins after the last write
                 self._offload(step.value, self.at)
         elif step.to == "host":
             self._below(step.value, "nvme", "host", "read", self._place(self.at))
@@ -180,16 +159,15 @@ class CopyEmitter(EagerEmitter):
             self.pending[step.value] = self._call("fetch", (handle,), f"{step.value}_fetch")
 
     def drop(self, step: Free) -> None:
-        """Drop one copy of a value; that on the device once no copy reads or writes it."""
         if step.at != "device":
             self.handles.pop(LowerTierCopy(step.value, step.at), None)
             return
+        # No copy may read or write the memory that is dropped.
         self._arrive(step.value)
         self._leave(step.value)
         self.free(step.value)
 
     def compute(self, op: Op) -> None:
-        """Emit one run: what it reads has arrived, and copies that wait for it follow."""
         for value in (*op.inputs, *op.outputs):
             self._arrive(value)
         super().compute(op)
@@ -197,13 +175,11 @@ class CopyEmitter(EagerEmitter):
             self._offload(value, begun_at)
 
     def resolve(self, node: fx.Node) -> fx.Node:
-        """The emitted node that stands for `node`, once its value has arrived."""
         if self.pending and node not in self.copies:
             self._arrive(self.joint.value_of_node.get(node, ""))
         return super().resolve(node)
 
     def kept(self, what: Demanded) -> fx.Node:
-        """The emitted node to save: a handle, a random state or a tensor."""
         if isinstance(what, LowerTierCopy):
             return self.handles.get(what) or self.leaving[what.value]
         if isinstance(what, str):
@@ -211,11 +187,8 @@ class CopyEmitter(EagerEmitter):
         return super().kept(what)
 
     def results(self, results: Iterable[Any]) -> list[Any]:
-        """Emitted nodes of some results.
-
-        No copy reads on what the caller gets, who may write to it.
-        """
         found = super().results(results)
+        # The caller may write to what it gets, so no copy may still read it.
         for value in self.joint.graph.outputs:
             self._leave(value)
         return found
@@ -234,19 +207,18 @@ class CopyEmitter(EagerEmitter):
         self._keep(LowerTierCopy(value, to), made)
 
     def _leave(self, value: str) -> None:
-        """Wait for what copies the value out, if anything may still do so."""
         if value not in self.moving.leaving:
             return
         del self.moving.leaving[value]
         key = LowerTierCopy(value, "host")
+        # Forward may have begun the copy, whose handle it then saves.
         handle = self.leaving.pop(value, None) or self._handle(key)
         left = self._call("leave", (handle, self._tensor(value)), f"{value}_left")
-        left.meta = dict(handle.meta)
+        left.meta = dict(handle.meta)  # it stands for the handle from now on
         if self.handles.get(key) is handle:
             self.handles[key] = left
 
     def _arrive(self, value: str) -> None:
-        """Wait for the value, if it is on its way back."""
         if value not in self.pending:
             return
         back = self._call("arrive", (self.pending.pop(value),), f"{value}_back")
@@ -259,7 +231,6 @@ class CopyEmitter(EagerEmitter):
             self.put(base, back)
 
     def _tensor(self, value: str) -> fx.Node:
-        """The emitted node that stands for a value, with all that was written to it."""
         base = self.joint.base_of_value.get(value)
         if base is not None:
             return self.resolve(self.joint.in_place.last(base))
@@ -268,11 +239,10 @@ class CopyEmitter(EagerEmitter):
         return self.states[value]
 
     def _has_tensor(self, value: str) -> bool:
-        """Not where nothing reads a value, nor for what stands for a write in place."""
+        # Nothing reads other values, or they stand for a write in place.
         return value in self.joint.base_of_value or self.is_saved_state(value)
 
     def _handle(self, key: LowerTierCopy) -> fx.Node:
-        """That of this graph, or of the one before it."""
         if key not in self.handles:
             self.handles[key] = self.bring(key)
         return self.handles[key]
@@ -293,9 +263,9 @@ class CopyEmitter(EagerEmitter):
 
 
 def written_by(joint: Joint, op: str) -> tuple[str, ...]:
-    """What a first run writes to: a sum that it adds to, the state that it draws from."""
     node = joint.node_of_op.get(op)
     if node is None:
         return ()
+    # A sum that it adds to; below, the state that it draws from.
     written = (joint.value_of_node[node],) if node in joint.in_place.targets else ()
     return (*written, f"{RNG_STATE}{op}") if draws_randomness(node) else written

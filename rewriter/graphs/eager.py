@@ -30,15 +30,9 @@ RNG_STATE = "rng_state_"
 class EagerEmitter(Emitter[Joint]):
     """Emits one of the two graphs in eager's ops.
 
-    Parameters
-    ----------
-    joint : what names stand for. demand : as in `Emitter`; a saved random state goes by its name.
-    again : names of ops that have run before; updated as ops are emitted.
-    repeated : names of ops that run more than once in the schedule.
-    left_live : values that the graph before this one left live. An op that runs again makes
-        copies of them, which are not used.
-    writes : whether what eager writes in place is written in place here. Inductor takes graphs
-        that write nothing.
+    Ops in `again` have run before, those in `repeated` run more than once in the schedule.
+    `left_live` are values that the graph before this one left. With `writes`, what eager writes in
+    place is written in place, which Inductor cannot take.
     """
 
     cannot_move = "which code by Inductor does not do"
@@ -63,28 +57,22 @@ class EagerEmitter(Emitter[Joint]):
         self.released: dict[int, fx.Node] = {}
 
     def values_behind(self, node: fx.Node) -> tuple[str, ...]:
-        """The one value that a tensor node belongs to."""
         value = self.joint.value_of_node.get(node)
         return () if value is None else (value,)
 
     def free(self, value: str) -> None:
-        """Forget all that stands for the value."""
         self.left_live.discard(value)
         self.states.pop(value, None)
         super().free(value)
 
     def kept(self, what: Demanded) -> fx.Node:
-        """The emitted node to save; a random state goes by its name.
-
-        What was written to is saved as it is after that.
-        """
         if isinstance(what, str):
             return self.states[what]
         assert isinstance(what, fx.Node)
+        # Backward reads what was written to as it is after the last write.
         return super().kept(self.joint.in_place.last(what))
 
     def resolve(self, node: fx.Node) -> fx.Node:
-        """The emitted node that stands for `node`; views are replayed where needed."""
         if node in self.copies:
             return self.copies[node]
         if is_alias_of_input(node):
@@ -104,10 +92,8 @@ class EagerEmitter(Emitter[Joint]):
         return self.copy_of(node, name, self.resolve)
 
     def _steps(self, node: fx.Node, target: JoinedTarget, name: str) -> fx.Node:
-        """Emit each op of a node that runs several as one; the last stands for it."""
-
         def run(i: int, step: JoinedOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-            if self.writes and step.is_whole:
+            if self.writes and step.is_whole:  # the first argument was written to already
                 return args[0]
             called = (self.writes and step.in_place) or step.op
             own = name if i == last else f"{name}_step_{i}"
@@ -120,9 +106,9 @@ class EagerEmitter(Emitter[Joint]):
         return target.carried_out(calls, run)
 
     def compute(self, op: Op) -> None:
-        """Emit one run; what we add to the graph ourselves has no op of torch's."""
         again = op.name in self.again
         self.again.add(op.name)
+        # Tangents come from autograd: nothing runs.
         if op.target == TANGENTS:
             return
         if op.target in (ACCUMULATE, UPDATE):
@@ -137,44 +123,43 @@ class EagerEmitter(Emitter[Joint]):
             self._run(op, self.joint.node_of_op[op.name], again)
 
     def gradients(self, results: Sequence[Any]) -> list[Any]:
-        """The results of backward; those that were released may not be live any more."""
+        # What was released may not be live any more.
         rest = {i: r for i, r in enumerate(results) if i not in self.released}
         found = dict(zip(rest, self.results(rest.values()), strict=True)) | self.released
         return [found[i] for i in range(len(results))]
 
     def _release_gradients(self, op: Op) -> None:
-        """Note the gradients, and mark in the graph that they are final here."""
         places = self.joint.accumulations[op.name]
         results: Any = self.joint.module.graph.output_node().args[0]
         own = results[self.joint.num_forward_outputs :]
         self.released |= {place: self.resolve(own[place]) for place in places}
-        if self.writes:
+        if self.writes:  # code by Inductor releases nothing early
             given = tuple(self.released[place] for place in places)
             self.graph.call_function(release_gradients, (places, given))
 
     def _save_rng_state(self, op: Op) -> None:
-        """Save the state only if the op that draws from it runs again."""
-        if self.is_saved_state(op.name):
+        if self.is_saved_state(op.name):  # no op that runs once draws again
             device = str(drawn_on(self.joint.node_of_op[op.name.removeprefix(RNG_STATE)]))
             state = self.graph.create_node("call_function", save_rng_state, (device,), {}, op.name)
             state.meta["val"] = self.fake_state(op.name)
             self.states[op.outputs[0]] = state
 
     def is_saved_state(self, value: str) -> bool:
-        """Whether the value is the random state of an op that runs again."""
         return value.startswith(RNG_STATE) and value.removeprefix(RNG_STATE) in self.repeated
 
     def fake_state(self, value: str) -> Tensor:
-        """A random state as AOTAutograd wants what a step saves to be described."""
         node = self.joint.node_of_op[value.removeprefix(RNG_STATE)]
         drawn: Any = next(tensor for tensor in tensors_of(node) if tensor is not None)
+        # AOTAutograd wants what a step saves described.
         with drawn.fake_mode:
             return torch.empty(save_rng_state(str(drawn_on(node))).shape, dtype=torch.uint8)
 
     def _run(self, op: Op, node: fx.Node, again: bool) -> None:
         if again and draws_randomness(node):
+            # It leaves the stream as eager's one draw does.
             copy = self._draw(op, node, run_with_rng_state, f"{node.name}_again")
         elif self.writes and f"{RNG_STATE}{op.name}" in self.states:
+            # The state that is saved gets a note of this first draw.
             copy = self._draw(op, node, draw_noting, node.name)
         elif again and node.target in RECOMPUTED_BY:
             copy = self._normalise_again(node)
@@ -197,7 +182,6 @@ class EagerEmitter(Emitter[Joint]):
                 self.put(first, self._copy(first, first.name))
 
     def _write(self, node: fx.Node, copy: fx.Node) -> None:
-        """Let `copy`, which writes to a tensor or a part of it, stand for what that is now."""
         writes = self.joint.in_place
         if self.writes:
             copy.target = writes.targets[node]
@@ -209,12 +193,11 @@ class EagerEmitter(Emitter[Joint]):
                 self.put(whole, self.resolve(writes.before[whole]))
 
     def _wait(self, made: fx.Node) -> None:
-        """Wait for a collective at once: its result is what was waited for, wherever it is read."""
+        # A collective's result is what was waited for, wherever it is read.
         for wait in wait_nodes(made):
             self.put(wait, self._copy(wait, wait.name))
 
     def _draw(self, op: Op, node: fx.Node, drawing: Any, name: str) -> fx.Node:
-        """Emit `drawing` of the op, with the saved state before its arguments."""
         saved = f"{RNG_STATE}{op.name}"
         state = self.states.get(saved)
         if state is None:
@@ -226,9 +209,9 @@ class EagerEmitter(Emitter[Joint]):
         return copy
 
     def _normalise_again(self, node: fx.Node) -> fx.Node:
-        """Batch norm without its running statistics, which were updated the first time."""
         read = [self.resolve(a) if isinstance(a, fx.Node) else a for a in node.args[:3]]
         target, n_results = RECOMPUTED_BY[node.target]
+        # Arguments 3 and 4 are the running statistics, which the first run has updated.
         taken: tuple[Any, ...] = (*read, *node.args[5:])
         copy = self.graph.create_node("call_function", target, taken, {}, f"{node.name}_again")
         copy.meta = dict(node.meta)
@@ -236,23 +219,20 @@ class EagerEmitter(Emitter[Joint]):
         return copy
 
     def _pick_updates(self, node: fx.Node, op: Op) -> None:
-        """Take a batch norm's new statistics at once: its next run makes none.
-
-        They wait for the op that updates the statistics, which may come much later; until
-        then the tuple would keep all other results alive.
-        """
+        # The next run makes no statistics. The op that updates them may come much later, and until
+        # then the tuple would hold all other results.
         index = self.joint.graph.op_index.get(f"{op.name}_statistics")
         if index is not None:
             for picked, copy in self._picked_results(node, self.joint.graph.ops[index]):
                 self.updates[self.joint.value_of_node[picked]] = picked, copy
 
     def _picked_results(self, node: fx.Node, op: Op) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """Emit those of `op`'s outputs, results of `node`, that are not live already."""
         for name in op.outputs:
             base = self.joint.base_of_value.get(name)
             picked = base and skip_wait(base)
             if picked is None or not is_getitem(picked):
                 continue
+            # A second run makes these too, which nothing reads.
             if name in self.left_live or picked in self.copies:
                 continue
             copy = self.graph.create_node(

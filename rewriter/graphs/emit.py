@@ -20,8 +20,6 @@ from remat.rewriter.tiers.tier import TierCopies
 from remat.schedules.kept_in_forward import end_of_forward
 from remat.schedules.schedule import Compute, Schedule
 
-# Views of views that a graph can do without.
-#
 # Autograd's backward formulas transpose what forward transposed, and reshape what it reshaped. In
 # C++ a view costs next to nothing; from Python each is a call. If a view has the geometry of a
 # tensor that it goes back to, it is that tensor. A reshape of a reshape is one reshape.
@@ -32,7 +30,7 @@ _VIEWS = (*_RESHAPES, aten.t.default, aten.transpose.int, aten.permute.default)
 
 
 def leave_out_views(graph: fx.Graph) -> None:
-    """Replace the reads of needless views in place; what the graph returns stays as it is."""
+    # What the graph returns stays as it is.
     returned = set(graph.find_nodes(op="output")[0].all_input_nodes)
     for node in list(graph.nodes):
         if not _is_view(node) or node in returned:
@@ -63,7 +61,6 @@ def _geometry(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _same_before(node: fx.Node) -> fx.Node | None:
-    """The nearest tensor that the view goes back to and equals, if there is one."""
     wanted, source = _geometry(node), _source(node)
     while _geometry(source) != wanted:
         if not _is_view(source):
@@ -73,10 +70,9 @@ def _same_before(node: fx.Node) -> fx.Node | None:
 
 
 def _skip_reshape(node: fx.Node) -> None:
-    """Let a reshape of a reshape read what the first one reads, if the result is the same."""
     while node.target in _RESHAPES and _source(node).target in _RESHAPES:
         base = _source(_source(node))
-        if not base.meta["val"].is_contiguous():
+        if not base.meta["val"].is_contiguous():  # else there may be no such view
             return
         node.update_arg(0, base)
 
@@ -93,21 +89,12 @@ def emit(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward GraphModules that carry out `schedule`, in AOTAutograd's contract.
 
-    Parameters
-    ----------
-    joint, schedule : the trace, and what to do with it.
-    floats : what each step reads the numbers from that the joint graph marks.
-    metadata : AOTAutograd's, if backward is to have gradients in the strides that they come in.
-    writes : whether what eager writes in place is written in place.
-    env : of a trace for a range of sizes: its symbols.
-    tier : what the schedule copies values to; None for one that copies nothing.
-
-    Raises
-    ------
-    RewriteError : the schedule has a step that cannot be carried out.
+    With AOTAutograd's `metadata`, backward takes gradients in the strides that they come in. With
+    `writes`, what eager writes in place is written in place. `env` is of a trace for a range of
+    sizes, `tier` what the schedule copies values to.
     """
     repeated = {name for name, count in schedule.computations().items() if count > 1}
-    again: set[str] = set()
+    again: set[str] = set()  # of both graphs: what runs in backward may have run in forward
 
     moving: CopyContext | None = None
     if tier is not None:
@@ -130,15 +117,9 @@ def emit(
     return as_module(joint, forward), as_module(joint, backward)
 
 
-# Which inputs of a step backward reads to make values again, by their places.
-#
-# Eager has saved what was made of them. So it does not notice, and need not, if they change before
-# backward: an input buffer that the next batch is copied into, a weight that is changed by
-# ``.data``.
-
-
 def recompute_inputs(joint: Joint, schedule: Schedule) -> tuple[int, ...]:
-    """Places of the inputs that ops of forward read which run in backward; parameters first."""
+    # Eager has saved what was made of them, so it does not notice if they change before backward:
+    # an input buffer that the next batch is copied into, a weight changed by `.data`.
     graph, end = joint.graph, end_of_forward(joint.graph, schedule)
     again = {step.op for step in schedule.steps[end:] if isinstance(step, Compute)}
     ops = [graph.ops[graph.op_index[name]] for name in again]
@@ -148,6 +129,6 @@ def recompute_inputs(joint: Joint, schedule: Schedule) -> tuple[int, ...]:
 
 
 def _inputs(joint: Joint) -> list[fx.Node]:
-    """The inputs' nodes; of a DTensor, that of its local part alone."""
+    # A DTensor is one input of several nodes: its local part stands for it.
     given = joint.module.graph.find_nodes(op="placeholder")
     return [n for n in given if not is_tangent(n) and not is_beside_local_part(n.meta.get("desc"))]

@@ -23,8 +23,6 @@ from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, St
 
 @dataclass(frozen=True)
 class LowerTierCopy:
-    """The copy of a value in a tier below the device, for which a graph has a handle."""
-
     value: str
     tier: Tier
 
@@ -33,15 +31,12 @@ class LowerTierCopy:
 
 
 Demanded = fx.Node | str | LowerTierCopy
-"""A node of the joint graph, the name of a value that has no node there (a random state), or a copy
-below the device."""
+"""A node of the joint graph, a random state by its name, or a copy below the device."""
 Demand = Callable[[Demanded], fx.Node]
 """Called for what a graph has not made itself; returns the node of the graph before it."""
 
 
 class _JointGraph(Protocol):
-    """A joint graph together with the fx nodes that its names stand for."""
-
     module: fx.GraphModule
     graph: TrainingGraph
     node_of_op: dict[str, fx.Node]
@@ -87,12 +82,10 @@ class Emitter(ABC, Generic[_AnyJoint]):
         self.note_copied(node)
 
     def note_copied(self, node: fx.Node) -> None:
-        """Note that `node` has a copy, to be forgotten with the values behind it."""
         for value in self.values_behind(node):
             self.copied.setdefault(value, []).append(node)
 
     def carry_out(self, steps: Iterable[Step], first: int = 0) -> None:
-        """Emit `steps`; `first` is the index in the schedule of the first one."""
         for self.at, step in enumerate(steps, start=first):
             if isinstance(step, Compute):
                 if step.at != "device":
@@ -111,12 +104,7 @@ class Emitter(ABC, Generic[_AnyJoint]):
         self.free(step.value)
 
     def move(self, step: Offload | Fetch) -> None:
-        """Emit what copies a value; refused where nothing can.
-
-        Raises
-        ------
-        RewriteError : this emitter emits no copies.
-        """
+        """Emit what copies a value; `RewriteError` of an emitter that emits no copies."""
         raise RewriteError(
             f"the schedule copies {step.value} to the host, {self.cannot_move}: "
             "solve without offloading"
@@ -149,12 +137,8 @@ class Emitter(ABC, Generic[_AnyJoint]):
         return self.resolve(what)
 
     def bring(self, what: Demanded) -> fx.Node:
-        """A new placeholder for what the graph before this one saves.
-
-        Raises
-        ------
-        RewriteError : it was brought already, and the schedule has dropped it since.
-        """
+        """A new placeholder for what the graph before this one saves."""
+        # Saved values enter once: a second time, the schedule has dropped them since.
         if what in self.brought:
             raise RewriteError(f"the schedule reads {what} after it was dropped")
         saved = self.demand(what)
@@ -171,22 +155,17 @@ class Emitter(ABC, Generic[_AnyJoint]):
         return self.results(results)
 
     def entering(self, node: fx.Node) -> fx.Node | None:
-        """A constant, an input, or what forward left; None for what follows from live values.
-
-        Raises
-        ------
-        RewriteError : an op has made `node`, and the schedule has dropped it since.
-        """
+        """A constant, an input, or what forward left; None for what follows from live values."""
         if node.op == "get_attr":
             return self.graph.node_copy(node)
         if node.op == "placeholder" or node in self.bases:
             return self.bring(node)
+        # An op has made it, and the schedule has dropped it since.
         if node.name in self.joint.node_of_op:
             raise RewriteError(f"the schedule reads {node.name} where it is not live")
         return None
 
     def copy_of(self, node: fx.Node, name: str, resolve: Callable[[fx.Node], fx.Node]) -> fx.Node:
-        """Emit `node` under a name, its arguments as `resolve` says."""
         args, kwargs = self.arguments(node, resolve)
         copy = self.graph.create_node(node.op, node.target, args, kwargs, name)
         copy.meta = dict(node.meta)
@@ -195,7 +174,6 @@ class Emitter(ABC, Generic[_AnyJoint]):
     def arguments(
         self, node: fx.Node, resolve: Callable[[fx.Node], fx.Node]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments with each node resolved."""
         return pytree.tree_map(
             lambda leaf: resolve(leaf) if isinstance(leaf, fx.Node) else leaf,
             (tuple(node.args), dict(node.kwargs)),
@@ -208,17 +186,8 @@ def emit_both(
     n_outputs: int,
     start: Callable[[Demand, frozenset[str]], Emitter[Any]],
 ) -> tuple[fx.Graph, fx.Graph]:
-    """The forward and the backward graph of `schedule`.
-
-    The pair obeys AOTAutograd's contract: forward returns its own results, then what is saved for
-    backward; backward takes what is saved, then the tangents, and returns the gradients.
-
-    Parameters
-    ----------
-    n_outputs : how many of the joint graph's results are forward's.
-    start : makes the emitter of forward, then that of backward, from a demand and the names of
-        the values that the graph before it leaves live.
-    """
+    # AOTAutograd's contract: forward returns its results, then what is saved. Backward takes what
+    # is saved, then the tangents, and returns the gradients.
     end = _require_end_of_forward(joint.graph, schedule)
     inputs = joint.module.graph.find_nodes(op="placeholder")
     returned = joint.module.graph.output_node().args[0]
@@ -240,12 +209,6 @@ def emit_both(
 
 
 def _require_end_of_forward(graph: TrainingGraph, schedule: Schedule) -> int:
-    """Index after the step that first computes the last forward op.
-
-    Raises
-    ------
-    RewriteError : one is never computed.
-    """
     end = end_of_forward(graph, schedule)
     if end is None:
         runs = schedule.computations()
@@ -255,14 +218,12 @@ def _require_end_of_forward(graph: TrainingGraph, schedule: Schedule) -> int:
 
 
 def placeholder_like(graph: fx.Graph, name: str, like: fx.Node) -> fx.Node:
-    """A new placeholder of that name, with the facts of another node."""
     node = graph.placeholder(name)
     node.meta = dict(like.meta)
     return node
 
 
 def as_module(joint: _JointGraph, graph: fx.Graph) -> fx.GraphModule:
-    """The graph, checked, as a module that holds the joint graph's constants."""
     graph.lint()
     return fx.GraphModule(joint.module, graph)
 
@@ -277,5 +238,5 @@ def _put_first(graph: fx.Graph, placeholders: list[fx.Node]) -> None:
 
 
 def _is_without_version(pair: tuple[fx.Node, fx.Node]) -> bool:
-    """Whether a tensor is saved without a version check: AOTAutograd wants such ones last."""
+    # AOTAutograd wants tensors without a version check last.
     return bool(pair[0].meta.get("saved_tensor_with_no_vc_check", False))

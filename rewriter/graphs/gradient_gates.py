@@ -35,29 +35,25 @@ from remat.rewriter.graphs.codegen import Boxed, compile_in_steps
 from remat.rewriter.graphs.result_gradients import Released, places_released
 from remat.rewriter.graphs.updating import Updates
 
-# What the backward that a thread is about to run belongs to.
-#
-# Autograd calls the backward of a compiled step without a word of the forward that it is of. A hook
-# that runs right before it, in the same thread and the same pass of the engine, says so here.
-
-
 _Run = TypeVar("_Run")
 
 
 class ExpectedBackward(Generic[_Run]):
-    """At most one `_Run` a thread, which is taken once, by the pass that it was said in."""
+    """Tells the backward of a compiled step which forward it is of, as autograd does not.
+
+    A hook that runs right before it, in the same thread and pass of the engine, says so here.
+    """
 
     def __init__(self) -> None:
         self._of_thread = threading.local()
 
     def expect(self, run: _Run) -> None:
-        """The next backward of this thread is of `run`."""
         self._of_thread.said = run, current_graph_task_id()
 
     def take(self) -> _Run | None:
-        """What was said in this pass, if anything."""
         run, task = getattr(self._of_thread, "said", (None, -1))
         self._of_thread.said = None, -1
+        # A pass that failed may have left its word.
         return run if task == current_graph_task_id() else None
 
 
@@ -66,12 +62,7 @@ _expected: ExpectedBackward[tuple[Running, frozenset[int]]] = ExpectedBackward()
 
 
 class Running:
-    """The backward of one forward, once in each pass of autograd's engine that comes to it.
-
-    Parameters
-    ----------
-    inputs : of the forward. updates : what is done with gradients of parameters, if anything.
-    """
+    """The backward of one forward, once in each pass of autograd's engine that comes to it."""
 
     def __init__(
         self, gradient_gates: GradientGates, inputs: list[Any], updates: Updates | None
@@ -81,18 +72,11 @@ class Running:
         self.passes: dict[int, _Pass] = {}
 
     def expect(self, unreached: Sequence[int]) -> None:
-        """Backward comes next in this thread; these places get no gradient.
-
-        Raises
-        ------
-        RewriteError : parameters may not be updated in this backward.
-        """
         if self.updates:
             self.updates.require_backward()
         _expected.expect((self, frozenset(unreached)))
 
     def begin(self, steps: Iterator[Released], unreached: frozenset[int]) -> None:
-        """Let the gates go on with `steps` in this pass of the engine."""
         task = current_graph_task_id()
         self.passes[task] = _Pass(steps, unreached)
         # What is left of a pass that wants few gradients goes with it.
@@ -101,7 +85,6 @@ class Running:
             queue_callback(self.updates.begin(self.parameters))
 
     def gradients(self, gate: int) -> dict[int, Tensor]:
-        """The gradients that are final at a gate, by place."""
         now = self.passes.get(current_graph_task_id())
         return now.up_to(gate, len(self.gradient_gates.gates) - 1) if now else {}
 
@@ -111,7 +94,6 @@ class _Pass:
         self.steps, self.unreached = steps, unreached
 
     def up_to(self, gate: int, last: int) -> dict[int, Tensor]:
-        """Run to the next mark; at the last gate, to the end."""
         found = self._taken(*next(self.steps))
         if gate == last:
             for released in self.steps:
@@ -125,16 +107,9 @@ class _Pass:
 
 
 class GradientGates:
-    """The gates of one compiled step.
+    """The gates of one compiled step, each with the places of the inputs that pass through it.
 
-    Parameters
-    ----------
-    backward : the emitted graph, with marks.
-
-    Attributes
-    ----------
-    gates : for each gate the places of the inputs that pass through it.
-    updated : places of the parameters whose gradients are released before the end.
+    `updated` are places of the parameters whose gradients are released before the end.
     """
 
     def __init__(self, backward: fx.GraphModule) -> None:
@@ -147,10 +122,10 @@ class GradientGates:
     def through_gates(
         self, inputs: list[Any], updates: Updates | None = None
     ) -> tuple[list[Any], Running]:
-        """Inputs for one forward, whose gradients come through gates."""
         running, passed = Running(self, inputs, updates), list(inputs)
         first = next(passed[place] for place in self.gates[0])
         token = torch.empty(0, device=first.device)
+        # The token chains the gates, the last one innermost: backward comes to the first one first.
         for number in reversed(range(len(self.gates))):
             places = self.gates[number]
             token, *aliases = _Gate.apply(running, number, token, *(passed[p] for p in places))
@@ -159,7 +134,6 @@ class GradientGates:
         return passed, running
 
     def compile_backward(self, gm: fx.GraphModule) -> Boxed:
-        """The function that AOTAutograd calls as the backward of the step."""
         in_steps = compile_in_steps(gm)
 
         def backward(taken: list[Any]) -> list[Any]:
@@ -168,7 +142,7 @@ class GradientGates:
             taken.clear()
             running, unreached = _expected.take() or (None, frozenset[int]())
             if running is None or running.gradient_gates is not self:
-                return self._together(in_steps(given))
+                return self._together(in_steps(given))  # no gate waits for each
             running.begin(in_steps(given), unreached)
             return [None] * self.n_results
 
@@ -176,7 +150,6 @@ class GradientGates:
         return backward
 
     def _together(self, steps: Iterator[Released]) -> list[Any]:
-        """All gradients at the end, where nobody waits for each."""
         found: list[Any] = [None] * self.n_results
         for places, gradients in steps:
             for place, gradient in zip(places, gradients, strict=True):
@@ -189,6 +162,7 @@ class _Gate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, running: Running, number: int, token: Tensor, *inputs: Tensor) -> Any:
+        # A gradient that nobody gave stays None, not zeros of the parameter's size.
         ctx.set_materialize_grads(False)
         ctx.running, ctx.number, ctx.token = running, number, token.detach()
         return token.new_empty(0), *inputs
@@ -201,6 +175,7 @@ class _Gate(torch.autograd.Function):
             found = ctx.running.gradients(ctx.number)
         places = ctx.running.gradient_gates.gates[ctx.number]
         sums = [_sum(found.pop(p, None), g) for p, g in zip(places, given, strict=True)]
+        # The token's gradient leads the engine on to the next gate.
         return None, None, ctx.token, *sums
 
 
@@ -210,14 +185,11 @@ def _sum(gradient: Tensor | None, other: Tensor | None) -> Tensor | None:
     return gradient + other
 
 
-# DDP makes its buckets in the order in which gradients come: they come in eager's order then.
-#
 # After the first backward DDP (Li et al., VLDB 2020, https://arxiv.org/abs/2006.15704) makes its
 # buckets again, in the order in which gradients came. A ring adds up each element in an order that
 # its place in the bucket decides, so over more than two ranks another order gives other last bits.
 # A compiled step is one autograd node, whose gradients all come together. So, until the buckets are
-# made, each parameter passes through a node of its own. Of the nodes that are ready, autograd's
-# engine takes the one first that forward made last.
+# made, each parameter passes through a node of its own.
 
 
 _MOST_EXACT_RANKS = 2
@@ -237,18 +209,13 @@ def is_order_noted() -> bool:
 def in_gradient_order(tensors: Sequence[Tensor], gradient_order: Sequence[int]) -> list[Tensor]:
     """`tensors`; those at the places `gradient_order` get their gradients in that order."""
     passed = list(tensors)
+    # The engine takes the node first that forward made last.
     for place in reversed(gradient_order):
         passed[place] = passed[place].view_as(passed[place])
     return passed
 
 
 def warn_of_own_order(kind: str) -> None:
-    """Warn of gradients that are released as they are made, which come in the plan's order.
-
-    Parameters
-    ----------
-    kind : the class of the rewritten module, for the message.
-    """
     warnings.warn(
         f"DistributedDataParallel makes its buckets in the order in which the gradients of the "
         f"rewritten {kind} come, which was planned for one rank: last bits of gradients may differ "

@@ -45,30 +45,24 @@ _COPIED: dict[Any, tuple[int, int | None]] = {
     aten.view_as_real.default: (0, None),
 }
 """Where autograd's formula calls ``contiguous`` on the gradient, which a trace of a contiguous one
-does not show: the gradient's argument, and that of the input whose memory format is asked for.
-Of torch's ``derivatives.yaml``."""
+does not show (torch's ``derivatives.yaml``): the gradient's argument, and that of the input whose
+memory format is asked for.
+"""
 
 
 def take_as_they_come(metadata: ViewAndMutationMeta, backward: fx.Graph) -> None:
-    """Let backward have gradients as they come, if it can read them in any strides.
-
-    Where the trace has a view of a gradient, eager has a reshape, which copies what no view shows.
-    Where autograd's formula asks for a contiguous gradient, so does backward.
-
-    Parameters
-    ----------
-    metadata : AOTAutograd's, from which it makes the step. backward : the graph, changed in place.
-    """
     reached = _reached(backward)
     if any(node.target in _READ_MEMORY for node in reached):
         return
     for node in reached:
         if node.target in _RESHAPES:
+            # Where the trace has a view, eager has a reshape, which copies what no view shows.
             node.target = aten.reshape.default
         elif node.target in _COPIED:
             _make_contiguous(node, *_COPIED[node.target])
     for fact in metadata.subclass_tangent_meta or ():
         if isinstance(fact, PlainTensorMeta):
+            # AOTAutograd copies a gradient whose strides differ from these: let them equal all.
             fact.memory_format = MemoryFormatMeta(size=_any, stride=_any)
 
 
@@ -77,6 +71,7 @@ def _reached(graph: fx.Graph) -> set[fx.Node]:
     reached: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
+            # One element is laid out in one way.
             if is_tangent(node) and any(t is not None and t.numel() > 1 for t in tensors_of(node)):
                 reached.add(node)
         elif node.target not in _OWN_STRIDES and not reached.isdisjoint(node.all_input_nodes):
@@ -99,15 +94,13 @@ def _make_contiguous(node: fx.Node, gradient: int, like: int | None) -> None:
 
 
 def _takes_format(node: fx.Node) -> bool:
-    """Group norm asks for its input's memory format on a CPU alone."""
     read: Any = node.args[0]
     is_group_norm = node.target is aten.native_group_norm_backward.default
+    # Group norm asks for its input's memory format on a CPU alone.
     return not is_group_norm or read.meta["val"].device.type == "cpu"
 
 
 class _Anything:
-    """What is equal to all sizes and strides."""
-
     def __eq__(self, other: object) -> bool:
         return True
 
@@ -120,9 +113,6 @@ class _Anything:
 _any: Any = _Anything()
 
 
-# What guards must know about the gradients of a step, read off the joint graph.
-
-
 _SUM = torch.ops.aten.add.Tensor
 
 
@@ -130,14 +120,10 @@ _SUM = torch.ops.aten.add.Tensor
 class GradientFacts:
     """Gradients of a step, by the places of its inputs: parameters and buffers first.
 
-    Attributes
-    ----------
-    unused : places of inputs that get no gradient, though they may require one.
-    needs : for each place that gets one, the places of the results of forward that it comes from.
-    through : all places in `needs`' values.
-    summed : places whose gradient is a sum of several terms.
-    written : places of the inputs that it writes to, with the paths of those that are parameters
-        or buffers; empty for what else it writes to.
+    Inputs in `unused` get none, though they may require one. `needs` has, for each other place, the
+    places of the results of forward that its gradient comes from; `through` are all of these. A
+    gradient in `summed` is a sum of several terms. `written` are inputs that the step writes to,
+    with the paths of parameters and buffers, else empty.
     """
 
     unused: frozenset[int]
@@ -148,17 +134,14 @@ class GradientFacts:
 
     @property
     def overwrites(self) -> bool:
-        """Whether the step writes to a buffer or an input."""
         return bool(self.written)
 
     @property
     def writes_batch(self) -> bool:
-        """Whether it writes to what is neither a parameter nor a buffer."""
         return "" in self.written.values()
 
 
 def gradient_facts(joint: Joint) -> GradientFacts:
-    """The facts of a joint graph."""
     output = joint.module.graph.find_nodes(op="output")[0]
     results, described = output.args[0], output.meta["desc"]
     assert isinstance(results, (tuple, list))
@@ -183,14 +166,12 @@ def gradient_facts(joint: Joint) -> GradientFacts:
 
 
 def _path_of_state(description: object) -> str:
-    """The path of a parameter or a buffer; empty for what is neither."""
     # Told by the name, as torch's classes of descriptions move between releases.
     is_state = type(description).__name__ in ("ParamAOTInput", "BufferAOTInput")
     return path_in_model(str(getattr(description, "target", ""))) if is_state else ""
 
 
 def _reached_from(graph: fx.Graph, forward: list[object]) -> dict[fx.Node, frozenset[int]]:
-    """For each node that depends on tangents: the places of the results that these belong to."""
     found: dict[fx.Node, frozenset[int]] = {}
     for node in graph.nodes:
         if is_tangent(node):
@@ -203,15 +184,14 @@ def _reached_from(graph: fx.Graph, forward: list[object]) -> dict[fx.Node, froze
 
 
 def _is_sum(joint: Joint, node: fx.Node, reached: dict[fx.Node, frozenset[int]]) -> bool:
+    # Views and the like, which are no ops of the plan, are looked through.
     while node.name not in joint.node_of_op and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node.target is _SUM and all(a in reached for a in node.all_input_nodes)
 
 
-# The mark in a backward graph where gradients are final, and code that stops at each mark.
-#
-# Backward is then a generator. At each mark it releases gradients, lets go of them, and waits
-# until it is asked to go on. See `rewriter/graphs/gradient_gates.py` for who asks.
+# With marks, backward is a generator. At each it releases gradients, lets go of them, and waits
+# until it is asked to go on (by `rewriter/graphs/gradient_gates.py`).
 
 
 Released = tuple[tuple[int, ...], list[Any]]
@@ -225,7 +205,6 @@ def release_gradients(places: Sequence[int], gradients: Sequence[Tensor]) -> Non
 
 
 def marks(graph: fx.Graph) -> list[fx.Node]:
-    """The marks of a graph, in their order."""
     return graph.find_nodes(op="call_function", target=release_gradients)
 
 

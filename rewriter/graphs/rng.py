@@ -30,8 +30,6 @@ from remat.graph_capture.devices.known_devices import is_cuda
 from remat.graph_capture.errors import RandomStreamError
 from remat.graph_capture.torch_private.core import OpOverload
 
-# States of torch's random streams, as tensors on the host with room for a note.
-#
 # A note says where a stream was after the first draw from a state. On a CPU the state has room of
 # its own: its words of 32 bits stand in 64 each. That of a CUDA device is a seed and an offset, of
 # 8 bytes each, so it is kept with 8 bytes more.
@@ -42,13 +40,10 @@ _Words = NDArray[np.uint32]
 
 @dataclass(frozen=True)
 class _StateForm:
-    """Where things stand in the state of a kind of device.
+    """Where things stand in the state of a kind of device; `kept_bytes` has room for the note.
 
-    Attributes
-    ----------
-    torch_bytes : what torch's own state has. kept_bytes : with room for the note.
-    note : the two words of the note, in units of 32 bits.
-    place : the bytes that say how far the stream is. block : after how many it begins anew.
+    `note` is its two words of 32 bits, `place` the bytes that say how far the stream is, `block`
+    the number at which that begins anew.
     """
 
     torch_bytes: int
@@ -70,7 +65,6 @@ Python's own in its hands, and both wait for ever."""
 
 
 def _form_of(device: str) -> _StateForm:
-    """The form of the states of `device`."""
     return _OF_CUDA if is_cuda(device) else _OF_CPU
 
 
@@ -95,7 +89,6 @@ def _torchs_state(device: str) -> Tensor:
 
 
 def set_rng_state(state: Tensor, device: str = "cpu") -> None:
-    """Put the default generator of `device` into `state`."""
     with _one_at_a_time:
         if is_cuda(device):
             torch.cuda.set_rng_state(state[: _OF_CUDA.torch_bytes], device)
@@ -104,22 +97,20 @@ def set_rng_state(state: Tensor, device: str = "cpu") -> None:
 
 
 def _takes_note(state: Tensor, device: str) -> bool:
-    """Whether a state has room for a note."""
     return state.nbytes == _form_of(device).kept_bytes
 
 
 def _bring_up_to_date(state: Tensor, device: str) -> None:
-    """Make `state` that of now, in its own memory, as there may be no room for another."""
+    # In its own memory: there may be no room for another.
     state.numpy()[:] = save_rng_state(device).numpy()
 
 
 def _write_note(state: Tensor, after: Tensor, device: str) -> None:
-    """Note in `state` that the stream was at `after` once it was drawn from."""
     state.numpy().view(np.uint32)[_form_of(device).note] = _note_of(after, device)
 
 
 def _parted(state: Tensor, device: str) -> tuple[Tensor, _Words]:
-    """A state as torch takes it, without its note; and the note, of zeros where there is none."""
+    """A state as torch takes it, without its note; and the note, zeros where there is none."""
     form, bare = _form_of(device), state.clone()
     words = bare.numpy().view(np.uint32)
     note = words[form.note].copy()
@@ -128,13 +119,12 @@ def _parted(state: Tensor, device: str) -> tuple[Tensor, _Words]:
 
 
 def _note_of(state: Tensor, device: str) -> _Words:
-    """Two words that stand for a state; not both zero, as they are where there is no note."""
     held = state.numpy()[: _form_of(device).torch_bytes].tobytes()
+    # Never zero, as an absent note is.
     return np.array([hash(held) | 1], dtype=np.int64).view(np.uint32)
 
 
 def _moved(before: Tensor, after: Tensor, device: str) -> int:
-    """How far the stream moved, modulo the size of a block."""
     form = _form_of(device)
     return (_place(after, form) - _place(before, form)) % form.block
 
@@ -146,7 +136,7 @@ def _place(state: Tensor, form: _StateForm) -> int:
 _drawing = threading.RLock()
 """Held while a state and the draw from it must belong together: plans in two threads take turns."""
 TRIES = 20
-"""First draws that are made anew beside another thread that draws."""
+"""How often a first draw is made anew beside another thread that draws."""
 _OTHERS = (
     "another thread drew from torch's default generator at that moment. Give that thread a "
     "torch.Generator of its own, or plan with the module that draws kept (keep='its.path'), so "
@@ -159,10 +149,9 @@ _moves: dict[Any, int | None] = {}
 def draw_noting(
     state: Tensor, device: str, op: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run `op`, which will draw again from `state`: that is brought up to date, and gets its note.
-
-    The first three have no names: `op` may have arguments of the same, as `aten.randn` has.
-    """
+    """Run `op`, which will draw again from `state`: that is brought up to date and noted."""
+    # `state`, `device` and `op` are positional: `op` may have arguments of these names, as
+    # aten.randn.
     if not _takes_note(state, device):
         return op(*args, **kwargs)
     key = _key(op, args, kwargs)
@@ -171,6 +160,7 @@ def draw_noting(
             _bring_up_to_date(state, device)
             result = op(*args, **kwargs)
             after = save_rng_state(device)
+            # Another thread drew in between if the stream moved otherwise than this op moves it.
             if _moves.get(key) in (None, _moved(state, after, device)):
                 _write_note(state, after, device)
                 return result
@@ -179,7 +169,7 @@ def draw_noting(
 
 
 def drawn(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """The op that a node runs and its arguments, also where it draws by one of the above."""
+    # Both take the state and the device before the op.
     if node.target in (draw_noting, run_with_rng_state):
         return node.args[2], node.args[3:]
     return node.target, node.args
@@ -188,15 +178,11 @@ def drawn(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
 def run_with_rng_state(
     state: Tensor, device: str, op: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run `op` with a generator in `state`; the stream of `device` stays as it is.
-
-    Raises
-    ------
-    RandomStreamError : another thread drew between `state` and the first run of `op`.
-    """
+    """Run `op` with a generator in `state`; the stream of `device` stays as it is."""
     is_noted = _takes_note(state, device)
     bare, note = _parted(state, device) if is_noted else (state, None)
     form = form_with_generator(op)
+    # With a generator of its own, the stream of the process is neither read nor moved.
     if form is None:
         result, after = _draw_from_default(bare, device, op, args, kwargs)
     else:
@@ -213,7 +199,6 @@ def run_with_rng_state(
 def _draw_from_default(
     bare: Tensor, device: str, op: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[Any, Tensor]:
-    """For ops that take no generator: put the stream back as it was; what they drew, and up to."""
     with _drawing:
         now = save_rng_state(device)
         set_rng_state(bare, device)
@@ -225,7 +210,6 @@ def _draw_from_default(
 
 @functools.cache
 def form_with_generator(op: Callable[..., Any]) -> Callable[..., Any] | None:
-    """The overload of `op` that takes a generator, None where there is none."""
     if not isinstance(op, OpOverload):
         return None
     name = op._overloadname
@@ -245,11 +229,10 @@ def _require_note(note: _Words, after: Tensor, op: Any, device: str) -> None:
 
 
 def _key(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """By what an op is known to move the stream."""
     plain = [(a.shape, a.dtype) if isinstance(a, Tensor) else a for a in args]
     return op, repr((plain, kwargs) if kwargs else plain)
 
 
 def _learn(key: Any, moved_by: int) -> None:
-    """Note how far an op moves the stream; nothing is said of one that moves it now so, now so."""
+    # None from then on of an op that moves it now so far, now otherwise.
     _moves[key] = moved_by if _moves.setdefault(key, moved_by) == moved_by else None

@@ -21,12 +21,7 @@ from remat.graph_capture.torch_private.core import pytree
 
 
 class FloatSource:
-    """Reads the numbers of one plan, before each step.
-
-    Attributes
-    ----------
-    inputs : where they are. arguments : what ops take in the next step.
-    """
+    """Reads the numbers of one plan; `arguments` are what ops take in the next step."""
 
     def __init__(self, inputs: FloatInputs) -> None:
         self.inputs = inputs
@@ -50,28 +45,22 @@ class FloatSource:
         return ""
 
     def numbers(self) -> list[float]:
-        """What ops take, for a graph that no other follows."""
         return self.arguments
 
     def saved(self) -> Tensor:
-        """What ops take, as a tensor to be saved for backward."""
-        return torch.tensor(self.arguments, dtype=torch.float64)
+        return torch.tensor(self.arguments, dtype=torch.float64)  # as Python's floats
 
 
 def read_floats(forward: fx.Graph, backward: fx.Graph, source: FloatSource, results: int) -> None:
-    """Let nodes with a `FloatArgument` read it from `source`.
-
-    Parameters
-    ----------
-    results : how many of forward's outputs are its own; the others are saved for backward.
-    """
     if not _takes_floats(backward):
+        # Backward takes none of them, so forward need not save any.
         _replace(forward, source.numbers, ())
         return
     with _after_inputs(forward):
         saved = forward.call_function(source.saved)
-    saved.meta["val"] = _fake(forward, source)
+    saved.meta["val"] = _fake(forward, source)  # AOTAutograd wants what is saved described
     returned = list(_results(forward))
+    # AOTAutograd takes what comes after the results as saved.
     forward.output_node().args = ((*returned[:results], saved, *returned[results:]),)
     with backward.inserting_before(next(iter(backward.nodes))):
         given = backward.placeholder("float_inputs")
@@ -101,7 +90,6 @@ def _arguments_of(node: fx.Node) -> list[Any]:
 
 
 def _replace(graph: fx.Graph, listed: Callable[..., Any], taken: tuple[fx.Node, ...]) -> None:
-    """Put a node in the place of each number: an item of the list that `listed` makes."""
     if not _takes_floats(graph):
         return
     with graph.inserting_after(taken[0]) if taken else _after_inputs(graph):
@@ -123,42 +111,38 @@ def _replace(graph: fx.Graph, listed: Callable[..., Any], taken: tuple[fx.Node, 
 
 
 def _fake(graph: fx.Graph, source: FloatSource) -> Tensor:
-    """The saved tensor, as AOTAutograd wants what a step saves to be described."""
     fakes = (node.meta.get("val") for node in graph.nodes)
     mode: Any = next(fake.fake_mode for fake in fakes if hasattr(fake, "fake_mode"))
     with mode:
         return torch.empty(len(source.arguments), dtype=torch.float64)
 
 
-# Numbers that follow from the sizes of a batch, as nodes of the two graphs.
-#
-# Forward reads the sizes from the shapes of its inputs, and computes at its start what ops take.
-# Backward gets the sizes that its own forward has read, as AOTAutograd hands over symbolic
-# integers: forward returns them last, and backward takes them first.
+# Numbers that follow from the sizes of a batch: forward reads the sizes from the shapes of its
+# inputs, and computes at its start what ops take. Backward gets those of its own forward.
 
 
 _Numbers = Callable[..., tuple[Any, ...]]
 
 
 def read_sizes(forward: fx.Graph, backward: fx.Graph, env: Environment) -> None:
-    """Let nodes read each `SizeArgument`, at each step, from the shapes of forward's inputs."""
     in_backward = _arguments_in(backward)
     if not in_backward and not _arguments_in(forward):
         return
     sizes = _sizes_of_inputs(forward, env)
     if in_backward:
         given: Any = forward.output_node().args[0]
+        # AOTAutograd hands over symbolic integers so: forward returns them last, backward takes
+        # them first.
         forward.output_node().args = ((*given, *sizes),)
         _compute(backward, _taken_first(backward, sizes), env)
     _compute(forward, sizes, env)
 
 
 def _sizes_of_inputs(forward: fx.Graph, env: Environment) -> list[fx.Node]:
-    """Nodes that read each size, from the first input that has it."""
     inputs = forward.find_nodes(op="placeholder")
     nodes: list[fx.Node] = []
     with forward.inserting_after(inputs[-1]):
-        for name, size in reversed(env.size.items()):
+        for name, size in reversed(env.size.items()):  # each goes right after the inputs
             found = _first_with(inputs, size)
             if found is None:
                 raise RewriteError(f"no input of the step has the size {name} any more")
@@ -188,7 +172,6 @@ def _taken_first(backward: fx.Graph, sizes: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _arguments_in(graph: fx.Graph) -> dict[str, Any]:
-    """The numbers that ops take and that follow from sizes, each once, by their text."""
     found: dict[str, Any] = {}
     for node in graph.nodes:
         found |= {_name_of(leaf): leaf for leaf in _numbers_of(node)}
@@ -208,7 +191,6 @@ def _name_of(leaf: SizeArgument | FloatOfSizes) -> str:
 
 
 def _compute(graph: fx.Graph, sizes: Sequence[fx.Node], env: Environment) -> None:
-    """Put a node in the place of each number: a size, or an item of what one function returns."""
     found = _arguments_in(graph)
     if not found:
         return
@@ -236,7 +218,6 @@ def _compute(graph: fx.Graph, sizes: Sequence[fx.Node], env: Environment) -> Non
 
 
 def _program(leaves: Sequence[Any], names: Sequence[str]) -> _Numbers:
-    """A function from the sizes to all of the numbers."""
     space: dict[str, Any] = {}
     texts: list[str] = []
     for i, leaf in enumerate(leaves):
@@ -251,5 +232,6 @@ def _program(leaves: Sequence[Any], names: Sequence[str]) -> _Numbers:
     source = f"def from_sizes({', '.join(names)}):\n    return ({', '.join(texts)},)\n"
     exec(compile(source, "<remat sizes>", "exec"), space)
     made = space["from_sizes"]
+    # exec leaves none, and fx names a function by its module.
     made.__module__ = __name__
     return made

@@ -30,36 +30,26 @@ from remat.graph_capture.torch_private.core import (
     keeps_graph,
 )
 
-# Notices a training loop that clips gradients which updates during backward have used.
-#
-# `clip_grad_norm_` after backward finds no gradients, returns a norm of 0 and says nothing. No hook
-# sees that call. But the functions that call forward are on the stack meanwhile, and theirs is
-# mostly the loop that clips. So their code is looked at, once each.
-
-
 _CLIPPERS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "clip_gradients")
 """Functions of torch, and methods of wrappers around models that call them."""
 
 
 @dataclass
 class ClippingWatch:
-    """Warns once if a caller of forward clips gradients.
-
-    Attributes
-    ----------
-    kind : of the module. seen : code that was looked at.
-    """
+    """Warns once if a caller of forward clips gradients, which updates have used by then."""
 
     kind: str
     seen: set[CodeType] = field(default_factory=set[CodeType])
     has_warned: bool = False
 
     def look(self) -> None:
-        """Look at the code of all callers that was not seen before."""
+        # clip_grad_norm_ after backward finds no gradients, returns a norm of 0 and says nothing.
+        # No hook sees that call. But the callers of forward are on the stack, mostly the loop that
+        # clips.
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and not self.has_warned:
             code = frame.f_code
-            if code not in self.seen:
+            if code not in self.seen:  # each step comes through the same code
                 self.seen.add(code)
                 self._warn_of(frame, _clipper_in(frame))
             frame = frame.f_back
@@ -79,7 +69,7 @@ class ClippingWatch:
 
 
 def _clipper_in(frame: FrameType) -> str:
-    """The name by which the code of a frame loads a function that clips; empty without one."""
+    # By identity too: a loop may import them under another name.
     ours = {id(getattr(clip_grad, name)) for name in _CLIPPERS if hasattr(clip_grad, name)}
     for name in frame.f_code.co_names:
         if name in _CLIPPERS or id(frame.f_globals.get(name)) in ours:
@@ -88,7 +78,6 @@ def _clipper_in(frame: FrameType) -> str:
 
 
 def _line_of(code: CodeType, name: str) -> int:
-    """The line at which the code first loads the name."""
     line = code.co_firstlineno
     for instruction in dis.get_instructions(code):
         positions = instruction.positions
@@ -101,10 +90,7 @@ def _line_of(code: CodeType, name: str) -> int:
 class Updates:
     """The updates of one rewritten module.
 
-    Attributes
-    ----------
-    optimizer : the user's. accumulates : whether the plan counts gradients that stay.
-    paused : whether gradients are added to ``.grad`` and stay there.
+    The plan counts gradients that stay if it `accumulates`; while `paused` they do, in ``.grad``.
     """
 
     def __init__(self, optimizer: Optimizer, kind: str, *, accumulates: bool) -> None:
@@ -115,7 +101,7 @@ class Updates:
         self._clipping = ClippingWatch(kind)
 
     def require_forward(self) -> None:
-        """Refuse a forward whose gradients wrappers are waiting for; warn of one that clips."""
+        """Refuse a forward within DDP, which waits for gradients; warn of a caller that clips."""
         if not self.paused:
             self._clipping.look()
         if not self.paused and active_ddp_module() is not None:
@@ -126,12 +112,7 @@ class Updates:
             )
 
     def require_backward(self) -> None:
-        """Refuse a backward after which parameters are read again.
-
-        Raises
-        ------
-        RewriteError : the graph is retained, or the backward goes through two forwards.
-        """
+        """Refuse a backward after which parameters are read again."""
         if self.paused:
             return
         require_known(self.optimizer)
@@ -151,7 +132,6 @@ class Updates:
         self._last_pass = now
 
     def begin(self, parameters: Iterable[Any]) -> Callable[[], None]:
-        """Let gradients update `parameters` as they come; returns what ends that."""
         self._end()  # a backward that failed has not ended
         if self.paused:
             return self._end
@@ -159,9 +139,10 @@ class Updates:
 
         def update(parameter: Tensor) -> None:
             step_alone(self.optimizer, parameter, groups[id(parameter)])
-            parameter.grad = None
+            parameter.grad = None  # the plan has room for a few gradients, not for all
 
         for parameter in parameters:
+            # What the optimizer does not have keeps its gradient.
             if isinstance(parameter, nn.Parameter) and id(parameter) in groups:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(update))
         return self._end

@@ -31,29 +31,20 @@ _last_pass: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionar
 
 
 class OnlyLooks:
-    """A hook of ours on a parameter. It is of no importance whether a gradient comes with it."""
+    """A hook of ours on a parameter, which may be called without a gradient."""
 
 
 class _Expecting(Protocol):
-    """What runs backward otherwise than at once, and is told of it just before."""
+    """What runs backward otherwise than at once; told just before of places without a gradient."""
 
-    def expect(self, unreached: Sequence[int]) -> None:
-        """Backward comes next in this thread; these places get no gradient."""
-        ...
+    def expect(self, unreached: Sequence[int]) -> None: ...
 
 
 class BackwardGuards:
-    """Watches the autograd node of one forward.
+    """Watches the autograd node of one forward, called with `inputs`, parameters and buffers first.
 
-    Parameters
-    ----------
-    model : the user's.
-    names, inputs : what the step was called with, parameters and buffers first.
-    facts : of the step's gradients.
-    constants : tensors that backward's graph holds itself, by what they are.
-    running : what releases gradients as they are made, if they are.
-    unsharded_parameters : is told that backward begins.
-    recompute_inputs : of the inputs, those that backward reads to make values again.
+    `constants` are tensors that backward's graph holds itself, by what they are; `running` releases
+    gradients as they are made; `recompute_inputs` are read by backward to make values again.
     """
 
     def __init__(
@@ -75,13 +66,13 @@ class BackwardGuards:
         self.trained = {i: weakref.ref(inputs[i]) for i in facts.needs}
 
     def watch(self, output: Any) -> None:
-        """Hook the node behind `output`, which a forward has just returned."""
         node = next(filter(None, map(_compiled_node, leaves_in(output))), None)
         if node is not None:
             node.register_prehook(self._before)
             node.register_hook(self._after)
 
     def _before(self, tangents: tuple[Tensor | None, ...]) -> None:
+        # Autograd runs backward with gradients enabled only under create_graph=True.
         if torch.is_grad_enabled():
             raise RewriteError(
                 f"double backward through the rewritten {self._kind} (create_graph=True): its "
@@ -107,10 +98,10 @@ class BackwardGuards:
     def _after(
         self, gradients: tuple[Tensor | None, ...], tangents: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...] | None:
-        """Put None in place of the zeros where eager would have set no gradient."""
         unreached = set(self._unreached(tangents))
         if not unreached:
             return None
+        # AOTAutograd gives zeros where eager sets no gradient.
         return tuple(None if i in unreached else g for i, g in enumerate(gradients))
 
     def _unreached(self, tangents: tuple[Tensor | None, ...]) -> list[int]:
@@ -120,11 +111,8 @@ class BackwardGuards:
         return [i for i, needs in self.facts.needs.items() if needs.isdisjoint(given)]
 
     def _require_unchanged(self) -> None:
-        """Refuse to read a tensor that is no longer what forward read.
-
-        Eager refuses it too where it has saved the tensor. Where it has saved what was made of it,
-        the plan might make that again.
-        """
+        # Eager refuses it too where it has saved the tensor. Where it has saved what was made of
+        # it, the plan might make that again.
         if self.recompute_inputs and self.noted:
             self.recompute_inputs.require(self.noted, self._kind)
         for name, tensor, version in self.constants:
@@ -135,11 +123,8 @@ class BackwardGuards:
                 )
 
     def _require_own_pass(self) -> None:
-        """Refuse a second backward of the model in one pass if a gradient is a sum of terms.
-
-        Eager would add the terms of both backwards in another order.
-        """
         now = current_graph_task_id()
+        # Eager would add the terms of both backwards in another order.
         if self.facts.summed and _last_pass.get(self.model) == now:
             raise RewriteError(
                 f"one backward through two forwards of the rewritten {self._kind}: the gradient of "
@@ -158,7 +143,6 @@ class BackwardGuards:
 
 
 def is_of_a_plan() -> bool:
-    """Whether a rewritten step has a part in the backward that is running."""
     return current_graph_task_id() in _last_pass.values()
 
 
@@ -168,21 +152,18 @@ def _has_hook(tensor: Tensor) -> bool:
 
 
 def _compiled_node(leaf: Any) -> Any:
-    """The autograd node of the compiled step behind a result, also behind a view of one."""
     node = leaf.grad_fn if isinstance(leaf, Tensor) else None
     while node is not None and node.name() != COMPILED_NODE:
+        # A result may be a view of what the step returned.
         node = next((source for source, _ in node.next_functions if source is not None), None)
     return node
 
 
 def refuse_checkpoint(model: nn.Module, facts: GradientFacts) -> None:
-    """Raise `RewriteError` if a checkpoint surrounds a step that writes to buffers.
-
-    Torch stops a checkpoint's second forward as soon as it has what backward needs. The step would
-    not have written its buffers by then, while eager would have.
-    """
     if not facts.overwrites:
         return
+    # Torch stops a checkpoint's second forward as soon as it has what backward needs. The step
+    # would not have written its buffers by then, while eager would have.
     if is_inside_checkpoint():
         raise RewriteError(
             f"the rewritten {type(model).__name__} writes to its buffers and is called inside "
@@ -192,29 +173,13 @@ def refuse_checkpoint(model: nn.Module, facts: GradientFacts) -> None:
         )
 
 
-# Compiled autograd makes one graph of a whole backward, and loses the order of a plan.
-
-
 def refuse_compiled_autograd() -> None:
-    """Refuse a forward whose backward would not be run as it was planned.
-
-    Raises
-    ------
-    RewriteError : compiled autograd is switched on.
-    """
     if dynamo_config.compiled_autograd or compiled_autograd.compiled_autograd_enabled:
         raise RewriteError(
             "compiled autograd is on, which compiles backward anew as a part of its own graph: the "
             "order of a plan is lost there, and with it the peak. Leave out "
             "torch._dynamo.config.compiled_autograd = True, or compile without a budget"
         )
-
-
-# Forwards whose backward is still to come: what they have saved is held until then.
-#
-# Where torch.compile breaks a model into several graphs, each finds held what the open forwards of
-# the others have saved. Dynamo's numbers of frames say neither that two graphs belong to one model
-# nor that a graph is called twice, so forwards are counted as they run.
 
 
 class _Open:
@@ -225,10 +190,12 @@ class _Open:
 
 
 class OpenForwards:
-    """The forwards that are open, in the order in which they ran.
+    """Forwards whose backward is still to come, in the order in which they ran.
 
-    A forward is closed by its backward, or when nothing can reach its results any more. After a
-    backward with ``retain_graph=True`` it counts as closed, though what it saved is still there.
+    Where torch.compile breaks a model into several graphs, each finds held what the open forwards
+    of the others have saved. A forward is closed by its backward, or when nothing can reach its
+    results any more. After ``retain_graph=True`` it counts as closed,
+    though what it saved is there.
     """
 
     def __init__(self) -> None:
@@ -236,23 +203,22 @@ class OpenForwards:
         self._number = 0
 
     def graphs(self) -> list[Any]:
-        """The graphs of the open forwards, the earliest first."""
         return [one.graph for one in sorted(self._open, key=lambda one: one.number)]
 
     def watch(self, graph: Hashable, output: Any) -> None:
-        """Count the forward of `graph` that has returned `output` as open."""
         node = next(filter(None, map(_compiled_node, pytree.tree_leaves(output))), None)
         if node is None:
             return
+        # Dynamo's numbers of frames say neither that two graphs belong to one model nor that a
+        # graph is called twice, so forwards are counted as they run.
         self._number += 1
         one = _Open(graph, self._number)
         self._open.add(one)
+        # The hook keeps `one` alive as long as the node, and the set holds it weakly.
         node.register_hook(_closing(one, self._open))
 
 
 def _closing(one: _Open, among: weakref.WeakSet[_Open]) -> Callable[..., None]:
-    """A hook for an autograd node. It closes `one`, and keeps it alive as long as the node."""
-
     def close(*_: Any) -> None:
         among.discard(one)
 

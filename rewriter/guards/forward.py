@@ -41,20 +41,12 @@ from remat.graph_capture.tracing.step_module import LossFunction, with_loss
 from remat.rewriter.guards.live_state import LiveState, UnshardedParameters, named_state
 from remat.rewriter.guards.recompute_inputs import first_other_identity, first_shared
 
-# The leaves of a batch, without a walk where it is made of tensors and numbers alone.
-
-
 _LEAVES = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str})
 """Types that hold no other leaves. Of other types torch's walk knows."""
 
 
 class BatchFlattener:
-    """Batches whose arguments are leaves themselves, as most are: no lists, no dictionaries.
-
-    Parameters
-    ----------
-    signature : of the batch at capture.
-    """
+    """Takes batches apart, without torch's walk where arguments are leaves, as most are."""
 
     def __init__(self, signature: Signature) -> None:
         self._spec = signature.spec
@@ -73,12 +65,9 @@ class BatchFlattener:
         return pytree.tree_flatten(batch)
 
     def tree(self, leaves: list[Any]) -> Any:
-        """(args, kwargs, target) of such leaves."""
         return pytree.tree_unflatten(leaves, self._spec)
 
 
-# Whether a model is made of the very objects that were looked at, with the same facts: quickly.
-#
 # A step that has passed all guards is followed by one that has the same modules, parameters and
 # buffers in the same places. Then a few comparisons of many objects at once take the place of the
 # guards of them, which would take longer than a hundred small ops. Where it is not true, the guards
@@ -94,17 +83,12 @@ def _same_objects(
     modes: Sequence[tuple[str, nn.Module, bool]],
     hooks: Sequence[tuple[str, nn.Module, str, dict[Any, Any]]],
 ) -> Callable[[], bool]:
-    """Returns a check that holds while the model has the same modules, parameters and buffers.
-
-    Parameters
-    ----------
-    state : parameters and buffers of the model. modes, hooks : as of `Guards`; no hooks are there.
-    """
     if not all(_is_plain(tensor) for tensor in state):
         return lambda: False  # what C++ compares is made for plain tensors
     names = ObjectNames()
     tables = [getattr(m, name) for m in model.modules() for name in _TABLES]
     empty = tuple(table for table in tables if not table)
+    # No hook was there, and none may come.
     empty += tuple(registered for _, _, _, registered in hooks)
     watched = [*_namespaces(model, modes, names), *_filled(tables, names)]
     places, facts = (
@@ -117,7 +101,6 @@ def _same_objects(
 def _namespaces(
     model: nn.Module, modes: Sequence[tuple[str, nn.Module, bool]], names: ObjectNames
 ) -> list[Watched]:
-    """Each module's own, with its tables and its mode."""
     of_mode = {id(module): mode for _, module, mode in modes}
     watched: list[Watched] = []
     for module in model.modules():
@@ -130,7 +113,6 @@ def _namespaces(
 
 
 def _filled(tables: Sequence[dict[str, Any]], names: ObjectNames) -> list[Watched]:
-    """The tables that are not empty, with all that is in them."""
     return [
         (
             table,
@@ -147,8 +129,6 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 # Settings of torch, other than autocast, that decide which ops a model runs.
-
-
 _Settings = tuple[Any, ...]
 
 _NAMES = (
@@ -164,7 +144,6 @@ _NAMES = (
 
 
 def _settings() -> _Settings:
-    """The values of the settings now, in the order of `_NAMES`."""
     return (
         *enabled_backends(),
         torch.get_default_dtype(),
@@ -174,7 +153,6 @@ def _settings() -> _Settings:
 
 
 def _first_difference(before: _Settings, now: _Settings) -> tuple[str, Any, Any]:
-    """The first setting that differs: its name and both values."""
     for name, was, found in zip(_NAMES, before, now, strict=True):
         if was != found:
             return name, was, found
@@ -188,13 +166,9 @@ MOST_LOOKS = 8
 class Guards:
     """The state that a plan relies on, read at rewriting and compared at every step.
 
-    Parameters
-    ----------
-    model : as captured. recipe : signature of the batch and autocast state at capture.
-    python_state : what forward and the loss read, as it was when the model was traced.
-    initialised : what forward sets at its first call alone.
-    forward, backward : the rewritten graphs, whose constants are watched.
-    written : places of the inputs that the step writes to.
+    `recipe` has the batch's signature and autocast at capture, `python_state` what forward and the
+    loss read then, `initialised` what forward sets at its first call alone. The graphs' constants
+    are watched. `written` are places of the inputs that the step writes to.
     """
 
     def __init__(
@@ -216,6 +190,7 @@ class Guards:
         self.takes_target = recipe.signature.has_target
         self.initialised = initialised
         self.unhooked = _tables_to_stay_empty(model, recipe.loss_fn, python_state, initialised)
+        # The module itself is in training mode, or its step would not run.
         self.modes = [(p, m, m.training) for p, m in model.named_modules() if p]
         self.step = with_loss(model, recipe.loss_fn)
         self.live = LiveState(self.step)
@@ -236,27 +211,18 @@ class Guards:
         self._looks = 0
 
     def _named(self, constants: list[Tensor]) -> list[tuple[str, Tensor]]:
-        """The tensors of which it is known whether they were written to, by what they are."""
+        # Tensors of inference mode do not tell whether they were written to.
         names = {id(tensor): f"attribute {path}" for path, _, _, tensor in self.constants}
         known = {id(t): t for t in constants if not t.is_inference()}
         return [(names.get(key, "a tensor that forward reads"), t) for key, t in known.items()]
 
     @property
     def captured_modes(self) -> dict[str, bool]:
-        """Whether each module was in training mode, by its path."""
+        # A plan is for the model in training mode.
         return {"": True, **{path: mode for path, _, mode in self.modes}}
 
     def require(self, batch: Any) -> tuple[list[Tensor], list[Any]]:
-        """Parameters and buffers that the step takes, tied ones once; and the batch's leaves.
-
-        Parameters
-        ----------
-        batch : (args, kwargs, target).
-
-        Raises
-        ------
-        RewriteError : something is not as at capture; names the first difference.
-        """
+        """State that the step takes, tied tensors once, and the leaves of `batch`; or an error."""
         leaves, spec = self.batches.leaves(batch)
         self.recipe.signature.require(leaves, spec, self.kind)
         taken = self._model_state()
@@ -274,7 +240,6 @@ class Guards:
         return taken, leaves
 
     def _model_state(self) -> list[Tensor]:
-        """What the step takes of the model: its modules have the modes of the capture, no hooks."""
         if unheard := unheard_hook([]):  # of all modules, which no object of the model shows
             raise RewriteError(unheard)
         with contextlib.suppress(KeyError):  # a name of another one, or none
@@ -287,6 +252,7 @@ class Guards:
                 raise self._changed(f"submodule {path}", _mode(mode), _mode(module.training))
         state = self._state()
         taken = [state[i] for i in self.taken]
+        # The next step is first compared with what has just passed.
         if self._looks < MOST_LOOKS:
             self._looks += 1
             self._last = list(taken)
@@ -294,8 +260,8 @@ class Guards:
         return taken
 
     def _require_attributes(self, tensors: list[Any]) -> None:
-        """What users have set on tensors by name is as it was, as far as code may load it."""
         for i, (tensor, before) in enumerate(zip(tensors, self.attributes, strict=True)):
+            # Most tensors have no attribute set by name.
             if not before and not getattr(tensor, "__dict__", None):
                 continue
             names = self.python_state.of_tensors
@@ -305,11 +271,11 @@ class Guards:
                 raise self._changed(f"attribute {name} of {of}", short(was), short(found))
 
     def _require_apart(self, taken: list[Tensor], leaves: list[Any]) -> None:
-        """Tensors of the batch are one where they were, and share no memory that is written to."""
         signature = self.recipe.signature
         as_captured = signature.firsts if signature.as_one else range(len(leaves))
 
         def counts(leaf: int) -> bool:
+            # It matters only if code asks whether two are one, or the step writes to one.
             return self.python_state.asks_identity or len(taken) + leaf in self.written
 
         if len(leaves) > 1 and (other := first_other_identity(leaves, as_captured, counts)):
@@ -349,13 +315,11 @@ class Guards:
         return state
 
     def _another(self, name: str, before: tuple[Any, ...], tensor: Tensor) -> RewriteError:
-        """The error for a parameter or buffer whose facts are not as before."""
         if is_distributed(tensor):
             return RewriteError(distributed_message(f"{name} of {self.kind}"))
         return self._changed(name, *_first_changed(before, _facts(tensor)))
 
     def _replaced(self) -> RewriteError:
-        """The error for modules, parameters or buffers that came or went."""
         now, before = [name for name, _ in named_state(self.step)], self.live.names
         if now == before:
             return self._changed("a submodule", "one object", "another one")
@@ -416,7 +380,6 @@ _FACT_TEXT: tuple[Callable[[Any], str], ...] = (
 
 
 def _first_changed(before: tuple[Any, ...], now: tuple[Any, ...]) -> tuple[str, str]:
-    """The first fact that differs, before and now, as text."""
     for was, found, text in zip(before, now, _FACT_TEXT, strict=True):
         if was != found:
             return text(was), text(found)
@@ -424,13 +387,11 @@ def _first_changed(before: tuple[Any, ...], now: tuple[Any, ...]) -> tuple[str, 
 
 
 def _numbers(changes: list[Change]) -> tuple[str, ...]:
-    """The names of what has changed, if all of it is floats, which steps could read anew."""
     floats = [one.text for one in changes if type(one.before) is type(one.now) is float]
     return tuple(floats) if len(floats) == len(changes) else ()
 
 
 def _in_words(change: Change) -> tuple[str, str, str]:
-    """What has changed, what it was and what it is."""
     what = change.text if " " in change.text else f"attribute {change.text}"
     if isinstance(change.before, Tensor) and isinstance(change.now, Tensor):
         return what, "one tensor", "another one"
@@ -442,7 +403,6 @@ def _shown(state: tuple[Any, ...]) -> str:
 
 
 def constants_of(*graphs: fx.GraphModule) -> list[Tensor]:
-    """Tensors that the graphs hold themselves: neither parameters, buffers nor arguments."""
     names = [(g, str(n.target)) for g in graphs for n in g.graph.find_nodes(op="get_attr")]
     return [constant for g, name in names if isinstance(constant := getattr(g, name), Tensor)]
 
@@ -450,7 +410,6 @@ def constants_of(*graphs: fx.GraphModule) -> list[Tensor]:
 def _watched_constants(
     model: nn.Module, *graphs: fx.GraphModule
 ) -> list[tuple[str, nn.Module, str, Tensor]]:
-    """Plain tensor attributes of the model that the graphs hold as constants."""
     addresses = {constant.data_ptr() for constant in constants_of(*graphs)}
     return [
         (f"{path}.{name}".lstrip("."), module, name, item)

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from remat.graph_capture.errors import StateChangedError
 
-_Slot = tuple[str, nn.Module, str]
-"""Path, module and name."""
+_Slot = tuple[str, nn.Module, str]  # path, module, name
 
 
 def named_state(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -24,10 +23,7 @@ def named_state(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 class LiveState:
-    """The state of a module by the places that hold it.
-
-    It remembers the modules, and which of their places held a tensor, when it was made.
-    """
+    """The state of a module by the modules and places that held it when this was made."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters, self._no_parameters = _slots(model, "_parameters")
@@ -36,10 +32,7 @@ class LiveState:
         self._modules = [(m, _children(m), _held(m)) for m in model.modules()]
 
     def read(self) -> list[Tensor] | None:
-        """Parameters, then buffers, as `named_state` lists them.
-
-        None if a module has other children than before, or a place came or went.
-        """
+        """As `named_state`; None if a module has other children, or a place came or went."""
         for module, children, held in self._modules:
             if _children(module) != children or _held(module) != held:
                 return None
@@ -53,7 +46,6 @@ class LiveState:
 
 
 def _slots(model: nn.Module, table: str) -> tuple[list[_Slot], list[_Slot]]:
-    """Places that hold a tensor, and places that hold none."""
     filled: list[_Slot] = []
     empty: list[_Slot] = []
     for path, module in model.named_modules(remove_duplicate=False):
@@ -68,15 +60,7 @@ def _children(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _held(module: nn.Module) -> tuple[str, ...]:
-    """Names of the module's own parameters and buffers."""
     return (*module._parameters, *module._buffers)
-
-
-# Parameters that FSDP2 was told to leave whole after backward, and that an optimizer then changed.
-#
-# With ``set_reshard_after_backward(False)`` the next forward gathers nothing. That is meant for
-# batches whose gradients are summed. Over a step of the optimizer, which changes the shards,
-# forward would go on with the old parameters, without a sign.
 
 
 _Versions = list[tuple[int, int]]
@@ -84,18 +68,18 @@ _Versions = list[tuple[int, int]]
 
 
 class UnshardedParameters:
-    """Watches the FSDP2 groups of one rewritten module, if it is sharded.
-
-    Every rank has the same flags and updates, so that all raise, or none.
-    """
+    """Notices parameters that FSDP2 left whole after backward, and that an optimizer changed."""
 
     def __init__(self) -> None:
         self._groups: list[Any] = []
         self._kept: list[tuple[Any, _Versions]] = []
 
     def require_fresh(self, module: nn.Module) -> None:
-        """Raise `StateChangedError` if forward would read parameters from before an update."""
         self._groups = _groups_of(module)
+        # With set_reshard_after_backward(False) the next forward gathers nothing, which is meant
+        # for batches whose gradients are summed. Over an optimizer's step, which changes the
+        # shards, it would go on with the old parameters. Every rank has the same flags and updates:
+        # all raise, or none.
         for group, versions in self._kept:
             if _versions(group) != versions:
                 raise StateChangedError(
@@ -106,21 +90,16 @@ class UnshardedParameters:
                 )
 
     def note_backward(self) -> None:
-        """Note which groups are to be left whole, as backward begins."""
         kept = [group for group in self._groups if not group.reshard_after_backward]
         self._kept = [(group, _versions(group)) for group in kept]
 
     def note_sharded(self) -> None:
-        """Forget groups that went back to shards after all: the next forward gathers them anew.
-
-        Schedules of pipelines leave them whole in each backward, and shard them at the end of a
-        step.
-        """
+        # Schedules of pipelines leave groups whole in each backward, and shard them at the end of a
+        # step: the next forward gathers those anew.
         self._kept = [(group, versions) for group, versions in self._kept if not group.is_sharded]
 
 
 def _groups_of(module: nn.Module) -> list[Any]:
-    """The groups of parameters that FSDP2 gathers for the module; none if it is not sharded."""
     state_of = getattr(module, "_get_fsdp_state", None)
     if state_of is None:
         return []

@@ -38,7 +38,7 @@ _Bits = int | bytes | None
 
 
 class _Sample(NamedTuple):
-    """What is looked at in one step: every which tensor, and of those every which word."""
+    """One of how many tensors is looked at in a step, and of it one of how many words."""
 
     of_tensors: int
     of_words: int
@@ -46,8 +46,6 @@ class _Sample(NamedTuple):
 
 
 class _Noted(NamedTuple):
-    """What was known of one tensor when forward ended."""
-
     name: str
     tensor: weakref.ref[Tensor]
     version: int
@@ -56,12 +54,7 @@ class _Noted(NamedTuple):
 
 
 class RecomputeInputs:
-    """The tensors of one plan that its backward reads to make values again.
-
-    Parameters
-    ----------
-    places : of these tensors among the inputs. step_us : how long a step takes, as predicted.
-    """
+    """The tensors that backward reads to make values again, by their places among the inputs."""
 
     def __init__(self, places: Sequence[int], step_us: float) -> None:
         self.places = tuple(places)
@@ -78,12 +71,14 @@ class RecomputeInputs:
         """What is to be so still when backward begins: those inputs, and all of the constants."""
         known = [*((names[i], inputs[i]) for i in self.places), *constants]
         pairs = [(name, one) for name, one in known if type(one) in _PLAIN]
+        # Tensors of inference mode have no version.
         pairs = [(name, tensor) for name, tensor in pairs if not tensor.is_inference()]
         self._step += 1
         part = self._part([tensor.nbytes for _, tensor in pairs])
         return part, [
             _Noted(
                 name,
+                # Weak, as a tensor that nothing else needs may go before backward.
                 weakref.ref(tensor),
                 tensor._version,
                 tensor.untyped_storage()._cdata,
@@ -93,7 +88,6 @@ class RecomputeInputs:
         ]
 
     def _part(self, sizes: Sequence[int]) -> _Sample:
-        """As much as takes no longer than is allowed."""
         us = sum(sizes) / BYTES_A_US + _TENSOR_US * len(sizes)
         if self._step <= WHOLE_STEPS or us <= self._allowed_us:
             return _Sample(1, 1, self._step)
@@ -103,27 +97,29 @@ class RecomputeInputs:
         return _Sample(of_tensors, max(1, int(sum(sizes) / of_tensors / 8 / lines)), self._step)
 
     def _bits(self, tensor: Tensor, part: _Sample) -> _Bits:
-        """The bits of a part of a tensor; None where they cannot be read, or not at little cost."""
+        """None where the bits cannot be read, or not at little cost."""
         if not tensor.is_contiguous() and not _is_dense(tensor):
             return None
         if not tensor.is_cpu:
+            # Reading a sum back makes the host wait for the device.
             return _added_on_device(tensor) if part.number <= WHOLE_STEPS else None
         key = tensor.data_ptr(), tensor.nbytes
         words = self._words.get(key)
         if words is None:
-            if not all(key):
+            if not all(key):  # empty, or without memory
                 return None
+            # The tensors of each batch may lie elsewhere.
             if len(self._words) > 2 * len(self.places):
                 self._words.clear()
             words = self._words[key] = _words_at(*key)
         if tensor.nbytes <= _FEW_BYTES:
             return words.tobytes()
         if part.of_words > 1:
+            # Others at each step.
             words = words[part.number % part.of_words :: part.of_words]
         return int(np.add.reduce(words))
 
     def require(self, noted: tuple[_Sample, list[_Noted]], kind: str) -> None:
-        """Raise `RewriteError` for a tensor that is no longer what forward read."""
         part, tensors = noted
         for one in tensors:
             tensor = one.tensor()
@@ -147,15 +143,15 @@ class RecomputeInputs:
 def _added_on_device(tensor: Tensor) -> _Bits:
     if tensor.is_meta or not tensor.numel():
         return None
+    # Dense in whatever order of dimensions: its memory is one range.
     whole = tensor.detach().as_strided((tensor.numel(),), (1,))
     return int(whole.view(torch.uint8).sum(dtype=torch.int64))
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill their memory, in whatever order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
+        if size == 1:  # its stride says nothing
             continue
         if stride != expected:
             return False
@@ -164,13 +160,11 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _words_at(address: int, n_bytes: int) -> _Words:
-    """The memory as whole numbers. It is read only while a tensor is known to lie there."""
+    """The memory as whole numbers, to be read only while a tensor is known to lie there."""
+    # The widest words that fill it, as they are added up the quickest.
     kind = next(kind for kind in _KINDS if not n_bytes % np.dtype(kind).itemsize)
     memory: Any = (ctypes.c_char * n_bytes).from_address(address)
     return np.frombuffer(memory, dtype=kind)
-
-
-# Tensors of a batch that are one tensor, or that share memory with what a step writes to.
 
 
 def first_other_identity(
@@ -178,16 +172,15 @@ def first_other_identity(
 ) -> tuple[int, int] | None:
     """The first leaf that is another one's tensor and was not, or the reverse; and that other one.
 
-    Parameters
-    ----------
-    as_captured : for each leaf, the number of the first one that was the same tensor.
-    counts : whether it counts if a leaf is another one's tensor and was not.
+    `as_captured` has, for each leaf, the number of the first one that was the same tensor. `counts`
+    tells whether it counts if a leaf is another one's tensor and was not.
     """
     for i, (was, now) in enumerate(zip(as_captured, first_places(leaves), strict=True)):
         if was == now:
             continue
         if was != i:
             return i, was
+        # One tensor has one gradient, the sum of what two would have.
         if leaves[i].requires_grad or counts(i) or counts(now):
             return i, now
     return None
@@ -198,9 +191,7 @@ def first_shared(
 ) -> tuple[int, int] | None:
     """The places of an input that is written to, and of another one of the same memory.
 
-    Parameters
-    ----------
-    n_state : how many of the inputs, the first ones, are the module's own.
+    The first `n_state` of the inputs are the module's own.
     """
     of_written = {_memory(inputs[i]): i for i in written}
     # What the module holds itself is as it was captured: only the batch is another one.
@@ -213,7 +204,7 @@ def first_shared(
 
 
 def _memory(value: Any) -> int:
-    """Where a tensor's storage begins; a number of its own for what has none."""
+    # What has no storage gets a number of its own.
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return -id(value)
     return value.untyped_storage().data_ptr() or -id(value)

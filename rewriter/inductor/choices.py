@@ -40,7 +40,6 @@ class _BetweenCalls(InductorChoices):
         node2: BaseSchedulerNode,
         shared_data_score: int,
     ) -> bool:
-        """Whether two kernels may become one. Inductor asks this of all that it could fuse."""
         if self._call_between(scheduler, node1, node2):
             return False
         return InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score)
@@ -48,9 +47,9 @@ class _BetweenCalls(InductorChoices):
     def _call_between(
         self, scheduler: Scheduler, node1: BaseSchedulerNode, node2: BaseSchedulerNode
     ) -> bool:
-        """Whether a call stands between two kernels, in the order before anything is fused."""
         if scheduler not in self._calls:
             self._calls[scheduler] = [n.min_order for n in scheduler.nodes if n.is_extern()]
+        # `min_order` and `max_order` keep the order before anything was fused.
         calls = self._calls[scheduler]
         first = min(node1.min_order, node2.min_order)
         last = max(node1.max_order, node2.max_order)
@@ -59,20 +58,17 @@ class _BetweenCalls(InductorChoices):
 
 @contextlib.contextmanager
 def calls_in_order(is_asked: bool) -> Generator[None]:
-    """Lower graphs so that what is between two calls stays there, if that is asked for.
-
-    Then buffers are not used again for other results either: `allow_buffer_reuse` raises the peak.
-    It stays on for torch's own cut, which it makes up to 4 % faster.
-    """
+    # Torch's own cut keeps Inductor's choices, which make it up to 4 % faster.
     if not is_asked:
         yield
         return
     backend: Any = CppScheduling
+    # 0: each C++ kernel gets a function of its own.
     most, backend.MAX_FUSED_KERNEL_ARGS_NUM = backend.MAX_FUSED_KERNEL_ARGS_NUM, 0
     try:
         with (
             V.set_choices_handler(_BetweenCalls()),
-            inductor_config.patch(allow_buffer_reuse=False),
+            inductor_config.patch(allow_buffer_reuse=False),  # reuse raises the peak
         ):
             yield
     finally:

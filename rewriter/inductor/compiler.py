@@ -42,19 +42,9 @@ from remat.rewriter.inductor.partition import CONFIG
 from remat.rewriter.inductor.replay import replay
 from remat.schedules.schedule import Schedule
 
-# From an emitted graph of ATen ops to what Inductor compiles, with the same schedule.
-#
-# Ops are decomposed as Inductor wants them. Each result that the schedule keeps while a later call
-# runs is stored where it is made, as in `emit`.
-
 
 def decomposed(gm: fx.GraphModule, mode: FakeTensorMode) -> fx.GraphModule:
-    """`gm` decomposed, with what lasts stored. Placeholders keep their names.
-
-    Raises
-    ------
-    RewriteError : a decomposition writes to a tensor.
-    """
+    """`gm` as Inductor wants it, with what lasts across a call stored, by the same schedule."""
     graph = _decomposed(gm, mode)
     for node in graph.graph.nodes:
         if node.op == "call_function" and mutates(node):
@@ -67,14 +57,12 @@ def decomposed(gm: fx.GraphModule, mode: FakeTensorMode) -> fx.GraphModule:
 
 
 def _place_of(node: fx.Node) -> str:
-    """The user's call behind a node, with its line where it is known."""
     place = node.meta.get("custom") or {}
     name, line = place.get(FUNCTION_KEY) or "an op of this step", place.get(SOURCE_KEY, "")
     return f"{name} ({line})" if line else name
 
 
 def _inputs_of(gm: fx.GraphModule, mode: FakeTensorMode) -> list[Any]:
-    """A fake tensor for each placeholder that holds a tensor; other values stay as they are."""
     values = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
     return [
         mode.from_tensor(v) if isinstance(v, Tensor) and not isinstance(v, FakeTensor) else v
@@ -85,9 +73,11 @@ def _inputs_of(gm: fx.GraphModule, mode: FakeTensorMode) -> list[Any]:
 def _decomposed(gm: fx.GraphModule, mode: FakeTensorMode) -> fx.GraphModule:
     inputs = _inputs_of(gm, mode)
     table = select_decomp_table()
+    # Our exact dropout's backward takes what torch's does.
     table = {**table, DROPOUT_BACKWARD: table[aten.native_dropout_backward.default]}
     with mode, preserve_node_meta(), torch.no_grad():
         run = _OfTracedDtypes(gm).run
+        # The inputs are fake already.
         graph = make_fx(run, decomposition_table=table, tracing_mode="real")(*inputs)
     before = gm.graph.find_nodes(op="placeholder")
     after = graph.graph.find_nodes(op="placeholder")
@@ -98,14 +88,11 @@ def _decomposed(gm: fx.GraphModule, mode: FakeTensorMode) -> fx.GraphModule:
 
 
 class _OfTracedDtypes(fx.Interpreter):
-    """Runs a graph, and gives what decompositions return the dtypes that eager's kernels return.
-
-    The other graph of the step reads what this one saves by those. On a CPU, decomposed norms
-    return the statistics of bfloat16 inputs in bfloat16, where the kernels have float32.
-    """
+    """Runs a graph, and gives what decompositions return the dtypes of eager's kernels."""
 
     def run_node(self, n: fx.Node) -> Any:
-        """What a node returns, of the dtype that it was traced with."""
+        # The other graph of the step reads what this one saves by those. On a CPU, decomposed norms
+        # return the statistics of bfloat16 inputs in bfloat16, where the kernels have float32.
         return _of_dtypes(super().run_node(n), n.meta.get("val"))
 
 
@@ -119,7 +106,6 @@ def _of_dtypes(found: Any, traced: Any) -> Any:
 
 
 def _with_stored_results(gm: fx.GraphModule) -> fx.GraphModule:
-    """The graph with `realize` between each result that lasts and the kernels that read it."""
     lasting = _lasting(list(gm.graph.nodes))
     graph = fx.Graph()
     copies: dict[tuple[fx.Node, bool], fx.Node] = {}
@@ -130,12 +116,13 @@ def _with_stored_results(gm: fx.GraphModule) -> fx.GraphModule:
         return copies[node, in_kernel]
 
     for node in gm.graph.nodes:
-        if shares_storage(node):
+        if shares_storage(node):  # kernels and calls read views of different nodes
             continue
         in_kernel = node.op == "call_function" and is_generated(node)
         copy = graph.node_copy(node, lambda n, k=in_kernel: read(n, k))
         copies[node, False] = copies[node, True] = copy
         if node in lasting:
+            # Kernels read what is stored, or Inductor would compute it again in each.
             stored = graph.call_function(REALIZE, (copy,))
             stored.meta = dict(node.meta)
             copies[node, True] = stored
@@ -178,31 +165,15 @@ class _Phase:
 
 
 class InductorStep:
-    """The emitted graphs of one schedule, made ready for Inductor.
-
-    Parameters
-    ----------
-    joint : its resident bytes are counted in `peak_bytes`. forward, backward : made by `emit`.
-
-    Raises
-    ------
-    RewriteError : an op draws from a generator of its own, or is decomposed into one that writes.
-    """
-
     def __init__(self, joint: Joint, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
         self._joint = joint
         self._mode = _mode_of(forward)
         self._forward, self._backward = self._phase(forward), self._phase(backward)
 
     def peak_bytes(self) -> int:
-        """Peak of the step in Inductor's code, which is generated and replayed, but not compiled.
-
-        Raises
-        ------
-        ReplayError : the code has something in it that the replay does not know.
-        """
+        """Peak of the step in Inductor's code, generated and replayed; resident bytes count."""
         forward = copy_of(self._forward.graph)
-        _without_states(forward, len(self._forward.devices))
+        _without_states(forward, len(self._forward.devices))  # they go to the generators at once
         returned: Any = forward.graph.output_node().args[0]
         backward = copy_of(self._backward.graph)
         _without_states(backward, len(self._backward.devices))
@@ -215,11 +186,9 @@ class InductorStep:
         return self._joint.graph.resident.total_bytes + found.peak_bytes
 
     def compile_forward(self, gm: fx.GraphModule, example_inputs: Any) -> Boxed:
-        """The compiler of forward that AOTAutograd is given."""
         return self._compiled(self._forward, gm, is_backward=False)
 
     def compile_backward(self, gm: fx.GraphModule, example_inputs: Any) -> Boxed:
-        """The compiler of backward that AOTAutograd is given."""
         return self._compiled(self._backward, gm, is_backward=True)
 
     def _phase(self, gm: fx.GraphModule) -> _Phase:
@@ -246,12 +215,6 @@ class InductorStep:
 
 
 def code_peak_bytes(joint: Joint, schedule: Schedule) -> int:
-    """Peak of a step that runs Inductor's code for `schedule`; nothing is compiled.
-
-    Raises
-    ------
-    ReplayError : the code has something in it that the replay does not know.
-    """
     return InductorStep(joint, *emit(joint, schedule, writes=False)).peak_bytes()
 
 
@@ -261,7 +224,7 @@ def _mode_of(gm: fx.GraphModule) -> FakeTensorMode:
 
 
 def _require_same_inputs(phase: _Phase, gm: fx.GraphModule) -> None:
-    """AOTAutograd may add inputs of its own after it has called the partitioner."""
+    # AOTAutograd may add inputs of its own after it has called the partitioner.
     given = [node.target for node in gm.graph.find_nodes(op="placeholder")]
     known = [node.target for node in phase.graph.graph.find_nodes(op="placeholder")]
     known = known[: len(known) - len(phase.constants) - len(phase.devices)]
@@ -275,7 +238,6 @@ def _require_same_inputs(phase: _Phase, gm: fx.GraphModule) -> None:
 
 
 def _without_states(gm: fx.GraphModule, n_states: int) -> None:
-    """Leave out the random states that a graph returns: its caller does not keep them."""
     end = gm.graph.output_node()
     returned: Any = end.args[0]
     end.args = (tuple(returned[: len(returned) - n_states]),)
@@ -286,10 +248,7 @@ def _workspaces(costs: CallCosts, calls: Sequence[fx.Node]) -> list[int]:
 
 
 def _lift_constants(gm: fx.GraphModule) -> tuple[Tensor, ...]:
-    """Make inputs of the tensors that the graph holds, in place, after its other inputs.
-
-    Inductor would write the numbers of small ones into its code, and not see when they change.
-    """
+    # Inductor would write the numbers of small ones into its code, and not see when they change.
     constants: dict[str, fx.Node] = {}
     for node in gm.graph.find_nodes(op="get_attr"):
         name = str(node.target)
@@ -305,16 +264,16 @@ def _lift_constants(gm: fx.GraphModule) -> tuple[Tensor, ...]:
 
 
 def _with_own_inputs(run: Any, phase: _Phase) -> Boxed:
-    """`run` with the inputs that AOTAutograd does not know; random states go to the generators."""
-
     def called(args: list[Any]) -> Any:
         args.extend(phase.constants)
         args.extend(save_rng_state(device) for device in phase.devices)
         results: list[Any] = list(run(args))
+        # The last results are the next states, one a device.
         for device in reversed(phase.devices):
             state: Tensor = results.pop()
             set_rng_state(state, device)
         return results
 
+    # AOTAutograd then passes inputs in a list.
     called._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return called

@@ -29,14 +29,8 @@ _wrapped: dict[Any, Any] = {}
 def make_functional(gm: fx.GraphModule) -> tuple[str, ...]:
     """Make functional, in place, what draws and what saves or puts back the stream.
 
-    Returns
-    -------
-    The devices whose streams the graph draws from. For each, in this order, the graph gets one more
-    input at the end, the state before it, and one more output, the state after it.
-
-    Raises
-    ------
-    RewriteError : an op draws from a generator of its own.
+    Returns the devices whose streams the graph draws from. For each, in this order, the graph gets
+    one more input at the end, the state before it, and one more output, the state after it.
     """
     drawing = [node for node in gm.graph.nodes if draws_randomness(node)]
     for node in drawing:
@@ -49,10 +43,12 @@ def make_functional(gm: fx.GraphModule) -> tuple[str, ...]:
             gm.graph.erase_node(node)
         elif node.target is run_with_rng_state:
             state, device, target, *args = node.args
+            # It draws from what was saved, so the stream's state stays.
             _change(node, target, (state, device, *args))
         elif node in drawing:
             device = str(drawn_on(node))
             _change(node, node.target, (states[device], device, *node.args))
+            # The next draw reads what this one leaves, so the data alone order draws.
             states[device] = _next_state(node)
     _add_outputs(gm.graph, list(states.values()))
     gm.recompile()
@@ -84,6 +80,7 @@ def _change(node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
     if isinstance(value, Tensor):
         with node.graph.inserting_after(node):
             only = node.graph.call_function(operator.getitem, (node, 0))
+        # A functional form returns a tuple, of which users read the first.
         only.meta = dict(node.meta)
         node.replace_all_uses_with(only, delete_user_cb=lambda user: user is not only)
     results = (value,) if isinstance(value, Tensor) else tuple(value)
@@ -113,6 +110,7 @@ def underlying(node: fx.Node) -> fx.Node:
     if wrapped is None:
         return node
     results = node.meta["val"][:-1]
+    # Without the state and the device, which come first.
     call = fx.Graph().create_node("call_function", wrapped, node.args[2:], node.kwargs)
     call.meta = {**node.meta, "val": results[0] if len(wrapped._schema.returns) == 1 else results}
     return call
@@ -120,10 +118,10 @@ def underlying(node: fx.Node) -> fx.Node:
 
 @functools.cache
 def functional_form(target: Any) -> Any:
-    """`target` as an op without effects.
+    """`target` as an op without effects, which leaves the generator as it was.
 
     It takes ``(state, device)`` before the arguments of `target`, and returns the next state after
-    the results of `target`. The generator is left as it was.
+    the results of `target`.
     """
     name = f"functional_{target.name().replace('::', '_').replace('.', '_')}"
     _library.define(_schema(name, target))
@@ -135,7 +133,6 @@ def functional_form(target: Any) -> Any:
 
 
 def _schema(name: str, target: Any) -> str:
-    """The schema of `target` with the state, the stream's device, and the next state."""
     taken, _, given = str(target._schema).partition("(")[2].rpartition(") -> ")
     results = given.removeprefix("(").removesuffix(")")
     return f"{name}(Tensor random_state, str drawn_on, {taken}) -> ({results}, Tensor)"

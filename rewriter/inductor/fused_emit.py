@@ -24,16 +24,7 @@ For tied weights, a product moved there would hold the logits' gradient to the e
 class _FusedEmitter(Emitter[FusedJoint]):
     """Emits one of the two graphs, each inlined node right before the kernel that reads it.
 
-    A copy stands for its node as long as all values that it reads are live. Past that, it would
-    keep the dropped one alive inside Inductor. Nor does a copy of an inlined node outlive the next
-    call: Inductor would store what kernels on both sides of the call read.
-
-    Kernels read what is kept across calls through `REALIZE`, so that Inductor stores it where it is
-    made. Calls read stored tensors as they are.
-
-    Parameters
-    ----------
-    lasting : indices of the steps whose results are kept across a call.
+    `lasting` are the steps whose results are kept across a call.
     """
 
     cannot_move = "which cannot be compiled"
@@ -45,21 +36,18 @@ class _FusedEmitter(Emitter[FusedJoint]):
         self.inlined: list[fx.Node] = []
 
     def put(self, node: fx.Node, copy: fx.Node, stored: fx.Node | None = None) -> None:
-        """Let `copy` stand for `node`, and in kernels `stored`, where it is another."""
         super().put(node, copy)
         self.in_kernels[node] = stored or copy
 
     def forget(self, node: fx.Node) -> None:
-        """Let no copy stand for `node`, in kernels either."""
         super().forget(node)
         self.in_kernels.pop(node, None)
 
     def values_behind(self, node: fx.Node) -> tuple[str, ...]:
-        """All values that a node reads, those of nodes inlined into it too."""
+        # Of inlined nodes too: a copy that outlived one of these would keep it alive in Inductor.
         return self.joint.values_read.get(node, ())
 
     def resolve(self, node: fx.Node, in_kernel: bool = False) -> fx.Node:
-        """The emitted node that stands for `node`, for a kernel that reads it or for a call."""
         copies = self.in_kernels if in_kernel else self.copies
         if node not in copies:
             entered = self.entering(node)
@@ -75,12 +63,12 @@ class _FusedEmitter(Emitter[FusedJoint]):
         return copies[node]
 
     def compute(self, op: Op) -> None:
-        """Emit a kernel or a call; a call ends the life of the copies that are inlined."""
         if op.target == TANGENTS:
             return
         node = self.joint.node_of_op[op.name]
         copy = self._copy(node, in_kernel=is_generated(node))
         if not is_generated(node):
+            # Inductor would store what kernels on both sides of a call read.
             for inlined in self.inlined:
                 self.forget(inlined)
             self.inlined.clear()
@@ -91,7 +79,6 @@ class _FusedEmitter(Emitter[FusedJoint]):
             self._wait(node)
 
     def _pick(self, node: fx.Node, copy: fx.Node) -> None:
-        """Emit those results of a tuple that are not live already."""
         for part in node.users:
             if is_getitem(part) and part not in self.copies:
                 picked = self.graph.call_function(part.target, (copy, part.args[1]))  # pyright: ignore
@@ -100,7 +87,7 @@ class _FusedEmitter(Emitter[FusedJoint]):
                 self._wait(part)
 
     def _wait(self, made: fx.Node) -> None:
-        """Wait for a collective at once, as the emitter of eager's ops does."""
+        # A collective's result is what was waited for, as in `EagerEmitter`.
         for wait in wait_nodes(made):
             self.put(wait, self._copy(wait, in_kernel=False))
 
@@ -108,21 +95,17 @@ class _FusedEmitter(Emitter[FusedJoint]):
         return self.copy_of(node, node.name, lambda read: self.resolve(read, in_kernel))
 
     def _stored(self, node: fx.Node, copy: fx.Node) -> fx.Node | None:
-        """What kernels read of a result that they could compute themselves, or that moves."""
+        # Only what kernels could compute themselves, or what moves, need be stored.
         if not is_inlined(node) and node.target not in MOVED:
             return None
+        # Kernels read it through this, so that Inductor stores it where it is made.
         stored = self.graph.call_function(REALIZE, (copy,))
         stored.meta = dict(node.meta)
         return stored
 
 
 def emit_fused(joint: FusedJoint, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Forward and backward graphs that carry out `schedule`, in AOTAutograd's contract.
-
-    Raises
-    ------
-    ScheduleError : the schedule was made for another graph.
-    """
+    """Forward and backward graphs that carry out `schedule`, in AOTAutograd's contract."""
     schedule.check_made_for(joint.graph)
     lasting = _lasting_steps(joint, schedule)
 
@@ -134,7 +117,6 @@ def emit_fused(joint: FusedJoint, schedule: Schedule) -> tuple[fx.GraphModule, f
 
 
 def _lasting_steps(joint: FusedJoint, schedule: Schedule) -> set[int]:
-    """Steps whose results are live while a later call runs."""
     calls = {name for name, node in joint.node_of_op.items() if not is_generated(node)}
     ops, index = joint.graph.ops, joint.graph.op_index
     made_at: dict[str, int] = {}
@@ -145,6 +127,7 @@ def _lasting_steps(joint: FusedJoint, schedule: Schedule) -> set[int]:
         elif isinstance(step, Compute):
             op = ops[index[step.op]]
             if op.name in calls:
+                # Live while a later call runs.
                 lasting.update(made_at.values())
             made_at.update({value: i for value in op.outputs if value not in made_at})
     return lasting

@@ -39,8 +39,6 @@ from remat.rewriter.inductor.fused_nodes import (
     shares_storage,
 )
 
-# Which pointwise nodes of Inductor's joint graph are values, not parts of what reads them.
-#
 # A node that is inlined into several kernels makes each of them hold what it reads. Where that is
 # more than the node itself, it is stored.
 
@@ -60,11 +58,8 @@ such results: on an LSTM that took the least peak in the graph from 35.7 to 11.1
 class _StoredNodes:
     """Says for each inlined node whether it is stored; asked in the order of the nodes.
 
-    Attributes
-    ----------
-    in_forward : the nodes of forward. readers : what reads each node, through views.
-    reads : the stored nodes and inputs that each inlined node reads.
-    held : those of `reads` that nothing else reads.
+    `readers` read a node through views. `reads` are the stored nodes and inputs that each inlined
+    node reads, `held` those of them that nothing else reads.
     """
 
     nodes: Sequence[fx.Node]
@@ -77,9 +72,9 @@ class _StoredNodes:
         self.last_call = _last_calls(self.nodes)
 
     def is_stored(self, node: fx.Node) -> bool:
-        """Whether an inlined node is a value of its own."""
         readers = self.readers[node]
         is_result = any(reader.op == "output" for reader in readers)
+        # Backward reads only what forward has saved, and a call reads memory.
         is_crossing = node in self.in_forward and any(r not in self.in_forward for r in readers)
         by_call = any(not is_inlined(reader) and not is_reduction(reader) for reader in readers)
         self.reads[node], self.held[node] = self._sources(node), self._held(node)
@@ -88,16 +83,16 @@ class _StoredNodes:
             or (len(readers) > 1 and self._is_heavy(node)) or self._frees_more(node)
         )  # fmt: skip
         if stored:
+            # Readers of a stored node read it, not its sources.
             del self.reads[node], self.held[node]
         return stored
 
     def _is_heavy(self, node: fx.Node) -> bool:
-        """Whether the node reads so much that its readers should read it instead."""
         reads = self.reads[node]
         return len(reads) > _MOST_READS or _count_large(reads, node) > _MOST_LARGE_READS
 
     def _frees_more(self, node: fx.Node) -> bool:
-        """Whether more than the node takes would be held until a later call has run."""
+        # More than the node takes would be held until a later call has run.
         waits = any(self.last_call[r] > self.last_call[node] for r in self.readers[node])
         most = 1 if is_added_product(node) else _MOST_HELD
         return waits and _count_large(self.held[node], node) > most
@@ -134,7 +129,6 @@ def is_added_product(node: fx.Node) -> bool:
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """The node whose storage a view shows."""
     while shares_storage(node):
         node = node.all_input_nodes[0]
     return node
@@ -153,12 +147,7 @@ def _count_large(sources: set[fx.Node], node: fx.Node) -> int:
 class FusedJoint:
     """A training graph of kernels together with the fx nodes that its names stand for.
 
-    Attributes
-    ----------
-    module : the joint graph. n_outputs : how many of its outputs are forward's.
-    node_of_op : the node behind each op; the tangents have none.
-    base_of_value : the node that first returns a value.
-    values_read : for each node, the values that must be live where it is emitted.
+    `base_of_value` first returns a value; `values_read` must be live where a node is emitted.
     """
 
     module: fx.GraphModule
@@ -216,12 +205,12 @@ class _Builder:
                 found.add(node)
                 stack += node.all_input_nodes
         for node in self.nodes:
+            # Backward alone reads some, such as a dropout's mask.
             if is_getitem(node) and node.args[0] in found:
                 found.add(node)
         return found
 
     def _readers(self) -> dict[fx.Node, list[fx.Node]]:
-        """Who reads each node, through views."""
         found: dict[fx.Node, list[fx.Node]] = {}
         for node in reversed(self.nodes):
             found[node] = [
@@ -232,7 +221,6 @@ class _Builder:
         return found
 
     def build(self, name: str, resident: Resident, device: str) -> FusedJoint:
-        """Turn nodes into ops in their order."""
         self._add_inputs()
         for node in self.nodes:
             if node.op == "call_function":
@@ -268,7 +256,7 @@ class _Builder:
             if not isinstance(tensor, Tensor):
                 continue
             key = storage_key(tensor)
-            if key not in storages:
+            if key not in storages:  # inputs of one storage are one value
                 storages[key] = node.name
                 is_late = is_tangent(node)
                 kind: Kind = "tangent" if is_late else "input"
@@ -295,7 +283,6 @@ class _Builder:
         )
 
     def _read(self, node: fx.Node) -> tuple[str, ...]:
-        """Values among the arguments. For an inlined node, the values that it reads."""
         return tuple(
             dict.fromkeys(v for a in node_inputs(node) for v in self.values_read.get(a, ()))
         )
@@ -311,17 +298,17 @@ class _Builder:
             self._add_op(node)
 
     def _add_part(self, node: fx.Node) -> None:
-        """An element of a tuple is a value of the op that made it, or a view as its source is."""
         source = node.args[0]
         assert isinstance(source, fx.Node)
         self.values_read[node] = (
+            # An element is a value of the op that made the tuple, or a view as its source is.
             (node.name,) if node.name in self.values else self.values_read[source]
         )
 
     def _add_wait(self, node: fx.Node) -> None:
-        """What was waited for stands for the result of a collective, and is what may be saved."""
         names = self._read(node)
         self.values_read[node] = names
+        # What was waited for stands for a collective's result, and is what may be saved.
         if len(names) == 1 and self.values[names[0]].producer:
             self.base[names[0]] = node
 
@@ -340,6 +327,7 @@ class _Builder:
             self._register(node, node, node.meta["val"], node.name, kind)
             outputs.append(node.name)
         inputs = self._read(node)
+        # What an op with effects returns is the value that it writes to.
         self.values_read[node] = tuple(outputs) if outputs else self._written(node)
         self.node_of_op[node.name] = node
         module, source = module_and_line(node)
@@ -351,7 +339,6 @@ class _Builder:
         )  # fmt: skip
 
     def _written(self, node: fx.Node) -> tuple[str, ...]:
-        """What an op with effects returns: the value that it writes to."""
         first = node.args[0] if node.args else None
         return self.values_read[first] if mutates(node) and isinstance(first, fx.Node) else ()
 
@@ -379,16 +366,7 @@ def build_fused(
     gm: fx.GraphModule, n_outputs: int, name: str, resident: Resident, device: str,
     overwritten: Collection[str] = (),
 ) -> FusedJoint:  # fmt: skip
-    """Analyse the joint graph that Inductor is about to partition.
-
-    Parameters
-    ----------
-    overwritten : names of the inputs that the step overwrites; the graph reads copies of them.
-
-    Raises
-    ------
-    CaptureError : a size is symbolic, or backward reads an input that forward overwrites.
-    """
+    """Analyse the joint graph to be partitioned, which reads copies of `overwritten` inputs."""
     for node in gm.graph.nodes:
         refuse_symbols(node)
     return _Builder(gm, n_outputs, overwritten).build(name, resident, device)

@@ -55,7 +55,7 @@ _REDUCTIONS = frozenset(
 
 
 def shares_storage(node: fx.Node) -> bool:
-    """Whether the node's result shares the storage of its first argument."""
+    """Whether the node's result shares the storage of an argument."""
     if node.op != "call_function" or mutates(node) or is_getitem(node):
         return False
     if getattr(node.target, "is_view", False):
@@ -79,7 +79,6 @@ def is_reduction(node: fx.Node) -> bool:
 
 
 def is_generated(node: fx.Node) -> bool:
-    """Whether the node is computed by code that Inductor generates."""
     return is_inlined(node) or is_reduction(node) or node.target == SEEDS
 
 
@@ -97,7 +96,6 @@ def module_and_line(node: fx.Node) -> tuple[str, str]:
 
 
 def refuse_symbols(node: fx.Node) -> None:
-    """Raise `CaptureError` if a size of what the node returns depends on data."""
     for item in (node.meta.get("val"), *tensors_of(node)):
         sizes: list[Any] = list(item.shape) if isinstance(item, Tensor) else [item]
         if any(map(_is_symbol, sizes)):
@@ -105,7 +103,6 @@ def refuse_symbols(node: fx.Node) -> None:
 
 
 def data_dependent_message(name: str, sizes: Sequence[Any]) -> str:
-    """Why a graph with such a node has no plan, and the way out."""
     return (
         f"{name} has a size that depends on data, {list(sizes)}, and a plan is for sizes that are "
         "known: set torch._dynamo.config.capture_dynamic_output_shape_ops and "
@@ -114,16 +111,15 @@ def data_dependent_message(name: str, sizes: Sequence[Any]) -> str:
 
 
 def _is_symbol(size: Any) -> bool:
-    """Whether a size is not known. A symbol whose number a guard has fixed is known."""
+    # A symbol whose number a guard has fixed is known.
     return isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None
 
 
-# Graphs that a node of Inductor's joint graph runs: branches, regions, bodies of loops.
-#
-# Most are computed as they stand, as one call. Three kinds are refused, since torch itself gives
-# them wrong gradients: branches that draw, whose backward draws other numbers, in eager too; nested
-# compile regions, of which torch 2.13 made gradients that were off by half; and an
-# `autograd.Function` that writes to what it returns, whose backward torch 2.11 leaves out.
+# Most graphs that a node runs (branches, regions, bodies of loops) are computed as they stand, as
+# one call. Three kinds are refused, since torch itself gives them wrong gradients: branches that
+# draw, whose backward draws other numbers, in eager too; nested compile regions, of which torch
+# 2.13 made gradients that were off by half; and an `autograd.Function` that writes to what it
+# returns, whose backward torch 2.11 leaves out.
 
 
 def subgraphs(node: fx.Node) -> Iterator[fx.Graph]:
@@ -137,11 +133,9 @@ def subgraphs(node: fx.Node) -> Iterator[fx.Graph]:
 
 
 def refuse_regions(graph: fx.Graph) -> None:
-    """Raise `CaptureError` for a nested compile region in a graph of dynamo's.
-
-    Inductor partitions the graph of a region by itself, before the one that it is part of.
-    """
+    """Raise `CaptureError` for a nested compile region in a graph of dynamo's."""
     for node in graph.nodes:
+        # Inductor partitions a region's graph by itself, before the one that it is part of.
         if node.target is torch.ops.higher_order.invoke_subgraph:
             raise CaptureError(
                 f"{_where(node)} calls a nested compile region, of which torch makes wrong "
@@ -150,11 +144,7 @@ def refuse_regions(graph: fx.Graph) -> None:
 
 
 def refuse_lost_gradients(graph: fx.Graph) -> None:
-    """Raise `CaptureError` for a function whose backward torch has left out of a graph of dynamo's.
-
-    torch 2.11 returns all that a function's forward makes. Of two results that are one tensor, such
-    as what was written to in place, it differentiates none.
-    """
+    """Raise `CaptureError` for a function whose backward torch has left out."""
     if not loses_gradients():
         return
     for node in graph.nodes:
@@ -172,18 +162,18 @@ def refuse_lost_gradients(graph: fx.Graph) -> None:
 
 
 def _writes_result(node: fx.Node) -> bool:
-    """Whether a result that is used of a function is, as a tensor, another of its results too."""
     body = next(subgraphs(node))
     (returned,) = body.find_nodes(op="output")
     results: Any = returned.args[0]
     values = [getattr(one, "meta", {}).get("example_value") for one in results[0]]
+    # torch 2.11 returns all that a function's forward makes. Of two results that are one tensor,
+    # such as what was written to in place, it differentiates none.
     made = Counter(id(value) for value in values if value is not None)
     used = [user.args[1] for user in node.users if user.target is operator.getitem]
     return any(made[id(value)] > 1 for i, value in enumerate(values) if i in used)
 
 
 def refuse_drawing(graph: fx.Graph) -> None:
-    """Raise `CaptureError` for a node that runs a graph which draws."""
     for node in graph.nodes:
         if isinstance(node.target, HigherOrderOperator) and any(
             map(_draws_inside, subgraphs(node))
@@ -210,9 +200,8 @@ def _draws_inside(graph: fx.Graph) -> bool:
     )
 
 
-# Masks that backward reads, kept as bytes: Inductor's C++ writes bool an order slower than uint8.
-#
-# Its C++ stores vectors of bool lane by lane, and compares vectors of bytes lane by lane. To make a
+# Inductor's C++ writes bool an order slower than uint8, so masks that backward reads are bytes. It
+# stores vectors of bool lane by lane, and compares vectors of bytes lane by lane. To make a
 # mask a float, and the float a byte, takes one instruction each. On an AVX-512 machine, comparing
 # and storing a mask of 524,288 elements took 6.4 ms as bool and 0.3 ms as a float made a uint8.
 # Both take a byte an element, and the gradients are the same.
@@ -227,14 +216,9 @@ _IS_SET = torch.ops.aten.ne.Scalar
 
 
 def keep_masks_as_bytes(gm: fx.GraphModule, n_outputs: int) -> int:
-    """Keep each mask that forward makes and backward reads as a byte, which its readers compare.
+    """Keep each mask that forward makes and backward reads as a byte; returns how many there are.
 
-    The joint graph is changed in place. Its first `n_outputs` results are forward's. Each reader
-    compares the byte, as a float, by itself: so the byte is kept, not the comparison.
-
-    Returns
-    -------
-    How many masks there are.
+    The joint graph, whose first `n_outputs` results are forward's, is changed in place.
     """
     forward = _makers(gm.graph.find_nodes(op="output")[0].args[0][:n_outputs])  # pyright: ignore
     masks = [
@@ -249,7 +233,6 @@ def keep_masks_as_bytes(gm: fx.GraphModule, n_outputs: int) -> int:
 
 
 def _makers(results: Sequence[Any]) -> set[fx.Node]:
-    """The results and all that they are made of."""
     found: set[fx.Node] = set()
     stack = [result for result in results if isinstance(result, fx.Node)]
     while stack:
@@ -273,7 +256,6 @@ def _is_mask(node: fx.Node) -> bool:
 
 
 def _is_read_beyond(node: fx.Node, forward: set[fx.Node]) -> bool:
-    """Whether backward reads the node, directly or through views."""
     return any(
         _is_read_beyond(user, forward) if shares_storage(user) else user not in forward
         for user in node.users
@@ -284,17 +266,18 @@ def _through_bytes(node: fx.Node) -> None:
     users = [user for user in node.users if user.op != "output"]
     graph = node.graph
     with graph.inserting_after(node):
+        # Through a float: one instruction for a vector, where bool to byte goes lane by lane.
         number = _made(graph, node, _CONVERT, (node, torch.float32))
     with graph.inserting_after(number):
         byte = _made(graph, node, _CONVERT, (number, torch.uint8))
     for user in users:
         with graph.inserting_before(user):
+            # Each reader compares by itself, so that the byte is kept, not the comparison.
             read = _made(graph, node, _CONVERT, (byte, torch.float32))
             user.replace_input_with(node, _made(graph, node, _IS_SET, (read, 0)))
 
 
 def _made(graph: fx.Graph, node: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
-    """A call with the facts of its result; its place in the user's code is that of `node`."""
     made = graph.call_function(target, args)
     made.meta = {**node.meta, "val": target(args[0].meta["val"], args[1])}
     made.meta.pop("tensor_meta", None)

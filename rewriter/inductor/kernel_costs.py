@@ -48,8 +48,6 @@ from remat.rewriter.inductor.fused_nodes import (
     shares_storage,
 )
 
-# What an element costs in a kernel that Inductor generates, beyond the bytes read and written.
-#
 # On a CPU a random number takes some twenty times as long as other arithmetic, and an error
 # function five times. So they set the cost of a dropout or a GELU that is computed again: a GPT-2
 # plan whose overhead was predicted at 0.7 % took 3.8 %, since eight GELUs and the masks of eight
@@ -73,13 +71,11 @@ ELEMENTS = 1 << 20
 
 
 def slow_part(node: fx.Node) -> str:
-    """What `node` computes that costs time by the element; empty if it is as fast as a copy.
-
-    Reading a mask that is kept as bytes costs time by the element too.
-    """
+    """What `node` computes that costs time by the element; empty if it is as fast as a copy."""
     if node.target in SEEDED_DRAWS:
         return DRAW
     if node.target == _CONVERT:
+        # Reading a mask that is kept as bytes costs time by the element too.
         read = [tensor for source in node.all_input_nodes for tensor in tensors_of(source)]
         is_byte = any(tensor is not None and tensor.dtype == torch.uint8 for tensor in read)
         return BYTE if is_byte else ""
@@ -87,20 +83,17 @@ def slow_part(node: fx.Node) -> str:
 
 
 def _element_key(part: str) -> str:
-    """Under which the cost of a `slow_part` is kept."""
     return f"{KEY} {part}"
 
 
 def us_per_element(parts: Iterable[str], cache: CostCache) -> dict[str, float]:
-    """Microseconds that each `slow_part` takes, with the threads that there are now.
-
-    What is missing is measured together and kept in `cache`, whose file is for this machine and
-    this number of threads. It may be called in the middle of a compilation.
-    """
+    """Microseconds that each `slow_part` takes, with the threads that there are now."""
     keys = {part: _element_key(part) for part in sorted(parts)}
     missing = [part for part, key in keys.items() if key not in cache.costs]
     if missing:
+        # It may be called in the middle of a compilation.
         with _on_its_own():
+            # Beside a kernel without it, since what else an element costs is counted as bytes.
             without_us, *found_us = CpuMeter().often_us(*map(_kernel, ("", *missing)))
         for part, with_it_us in zip(missing, found_us, strict=True):
             cache.costs[keys[part]] = OpCost(max(0.0, with_it_us - without_us), 0)
@@ -109,7 +102,6 @@ def us_per_element(parts: Iterable[str], cache: CostCache) -> dict[str, float]:
 
 
 def _kernel(part: str) -> Callable[[], Any]:
-    """A compiled kernel that multiplies `ELEMENTS` numbers by what is measured."""
     given = [
         torch.zeros(1, dtype=torch.int64),
         torch.linspace(0.5, 2.0, ELEMENTS),
@@ -121,7 +113,7 @@ def _kernel(part: str) -> Callable[[], Any]:
         run: Any = compile_fx_inner(_graph(part, fake, mode), fake)
 
     def once() -> Any:
-        return run(list(given))
+        return run(list(given))  # compiled code empties its list
 
     once()
     return once
@@ -129,7 +121,6 @@ def _kernel(part: str) -> Callable[[], Any]:
 
 @contextlib.contextmanager
 def _on_its_own() -> Generator[None]:
-    """Real tensors and plain kernels, whatever is being compiled around this."""
     with (
         no_python_dispatcher(), disable_current_modes(), unset_fake_temporarily(), torch.no_grad()
     ):  # fmt: skip
@@ -175,13 +166,7 @@ What was left was mostly arithmetic, which `us_per_element` adds.
 
 
 class CallCosts:
-    """Time and workspace of calls. Each distinct call is measured once and kept on disk.
-
-    Parameters
-    ----------
-    constants : the module whose ``get_attr`` tensors the calls may read.
-    device : on which the step runs.
-    """
+    """Time and workspace of calls. Each distinct call is measured once and kept on disk."""
 
     def __init__(self, constants: Any, device: str) -> None:
         self.constants = constants
@@ -190,11 +175,9 @@ class CallCosts:
         self._taken: set[str] = set()
 
     def taken(self) -> dict[str, OpCost]:
-        """All costs that were asked for, by their keys in the cache."""
         return {key: self.cache.costs[key] for key in sorted(self._taken)}
 
     def of(self, nodes: Iterable[fx.Node]) -> list[OpCost]:
-        """Costs of `nodes`, in their order."""
         asked = list(nodes)
         keys = [cost_key(node) for node in asked]
         missing = {k: n for k, n in zip(keys, asked, strict=True) if k not in self.cache.costs}
@@ -206,27 +189,22 @@ class CallCosts:
         return [self.cache.costs[key] for key in keys]
 
     def bytes_per_us(self) -> float:
-        """What a copy reads and writes in a microsecond here.
-
-        It is a copy to memory that is there already. One to new memory is five times slower, for
-        its pages.
-        """
         if _BANDWIDTH_KEY not in self.cache.costs:
             with for_real(self.meter):
+                # To memory that is there already: a copy to new memory is five times slower, for
+                # its pages.
                 source = torch.ones(_BANDWIDTH_BYTES, dtype=torch.uint8, device=self.meter.device)
                 target = torch.ones_like(source)
                 (copy_us,) = self.meter.often_us(lambda: target.copy_(source))
                 self.cache.costs[_BANDWIDTH_KEY] = OpCost(copy_us, 0)
             self.cache.save()
         self._taken.add(_BANDWIDTH_KEY)
+        # A copy reads and writes them.
         return 2 * _BANDWIDTH_BYTES / self.cache.costs[_BANDWIDTH_KEY].cost_us
 
     def us_per_element(self, parts: Collection[str]) -> dict[str, float]:
-        """What each slow part of a kernel that Inductor generates costs here.
-
-        Nothing on a CUDA device, whose kernels wait for memory.
-        """
-        if is_cuda(self.meter.device):
+        """What each slow part of a kernel that Inductor generates costs here."""
+        if is_cuda(self.meter.device):  # its kernels wait for memory
             return dict.fromkeys(parts, 0.0)
         found = us_per_element(parts, self.cache)
         self._taken.update(map(_element_key, parts))
@@ -245,6 +223,7 @@ class CallCosts:
         memory = self.meter.regions(self._runner(missing[key]) for key in costs)
         for (key, (cost_us, away)), region in zip(costs.items(), memory, strict=True):
             made_bytes = sum(map(allocated, fresh_storages(missing[key])))
+            # Results are values of the graph, not workspace.
             extra = max(0, region.peak_bytes - made_bytes)
             found[key] = OpCost(cost_us, extra, away=away)
         return found
@@ -257,7 +236,6 @@ class CallCosts:
 
 @contextlib.contextmanager
 def for_real(meter: Meter) -> Generator[None]:
-    """Real tensors and plain kernels, even in the middle of a compilation."""
     with (
         no_python_dispatcher(), disable_current_modes(), unset_fake_temporarily(), meter.quiet()
     ):  # fmt: skip
@@ -265,13 +243,6 @@ def for_real(meter: Meter) -> Generator[None]:
 
 
 def with_kernel_costs(joint: FusedJoint, costs: CallCosts) -> TrainingGraph:
-    """The joint's graph with costs and workspaces.
-
-    A call costs what it was measured to take. A kernel costs the time to read and write its values
-    at the rate of a copy, and besides that the slow functions that it computes. What is inlined
-    into it costs nothing more. What is computed again is near the core when it is read. So `NEAR`
-    of the time to read it is taken off its cost, and added to the step.
-    """
     calls = {name: n for name, n in joint.node_of_op.items() if not is_generated(n)}
     found = dict(zip(calls, costs.of(calls.values()), strict=True))
     bytes_per_us = costs.bytes_per_us()
@@ -285,11 +256,15 @@ def with_kernel_costs(joint: FusedJoint, costs: CallCosts) -> TrainingGraph:
         if op.name in found:
             op = _called(op, found[op.name])
         elif node is not None:
+            # The time to read and write its values at the rate of a copy, and besides that the slow
+            # functions that it computes. What is inlined into it costs nothing more.
             cost_us = _kernel_bytes(op, node, values) / bytes_per_us
             cost_us += sum(n * element_us[part] for part, n in slow[op.name].items())
             op = msgspec.structs.replace(op, cost_us=cost_us, cost_origin="modelled")
         ops.append(op)
     costed = msgspec.structs.replace(joint.graph, ops=tuple(ops), cost_origin="mixed")
+    # What is computed again is near the core when it is read: `NEAR` of the time to read it is
+    # taken off its cost, and added to the step.
     read_us = sum(bytes_for_backward(costed).values()) / bytes_per_us
     return calibrated(costed, WholeStepTimes(step_us=0.0, keeping_us=NEAR * read_us))
 
@@ -304,27 +279,20 @@ def _called(op: Op, cost: OpCost) -> Op:
 
 
 def _kernel_bytes(op: Op, node: fx.Node, values: Mapping[str, Value]) -> int:
-    """Bytes that a kernel reads and writes.
-
-    A pointwise kernel reads of each value no more elements than it writes. A sum with a matrix
-    product is written by the call that multiplies, which reads the other term.
-    """
     made = [tensor for tensor in tensors_of(node) if tensor is not None]
+    # The call that multiplies writes the sum, and reads the other term.
     if is_added_product(node):
         return sum(tensor.numel() * tensor.element_size() for tensor in made)
     written = max((tensor.numel() for tensor in made), default=0)
     total = sum(tensor.numel() * tensor.element_size() for tensor in made)
     for value in map(values.__getitem__, op.inputs):
+        # A pointwise kernel reads of each value no more elements than it writes.
         most_bytes = written * getattr(torch, value.dtype).itemsize
         total += value.size_bytes if is_reduction(node) else min(value.size_bytes, most_bytes)
     return total
 
 
 def _slow_elements(node: fx.Node, stored: set[fx.Node]) -> Counter[str]:
-    """Elements of each slow part of the kernel of `node`, with what is inlined into it.
-
-    What Inductor computes once for two readers counts in both all the same.
-    """
     found, stack, elements = {node}, [node], Counter[str]()
     while stack:
         at = stack.pop()
@@ -333,6 +301,7 @@ def _slow_elements(node: fx.Node, stored: set[fx.Node]) -> Counter[str]:
             elements[part] += made
         for source in node_inputs(at):
             is_part = source not in stored and (is_inlined(source) or shares_storage(source))
+            # What Inductor computes once for two readers counts in both all the same.
             if is_part and source not in found:
                 found.add(source)
                 stack.append(source)

@@ -42,8 +42,6 @@ from remat.graph_capture.torch_private.inductor import (
 )
 from remat.rewriter.inductor.fused_nodes import subgraphs
 
-# Calls in Inductor's code as fx nodes, with the strides that their arguments really have.
-
 
 def _as_laid_out(kernel: Any) -> fx.Node | None:
     """The fx node behind a kernel, with the strides that its tensor arguments really have."""
@@ -58,6 +56,7 @@ def _as_laid_out(kernel: Any) -> fx.Node | None:
     for i, node in enumerate(tensors):
         if node not in stand_in:
             stand_in[node] = graph.placeholder(f"arg{len(stand_in)}_1")
+            # With another number of inputs it is not known which belongs to which.
             layout = real[i].maybe_get_layout() if len(real) == len(tensors) else None
             stand_in[node].meta["val"] = _laid_out(node.meta.get("val"), layout)
     args, kwargs = pytree.tree_map(
@@ -70,7 +69,6 @@ def _as_laid_out(kernel: Any) -> fx.Node | None:
 
 
 def _origin(kernel: Any) -> fx.Node | None:
-    """The node that a kernel was made for."""
     own = _inside(kernel.get_origin_node(), kernel.op_overload)
     if own is not None and own.op == "call_function" and own.target == kernel.op_overload:
         return own
@@ -81,12 +79,10 @@ def _origin(kernel: Any) -> fx.Node | None:
 
 
 def _inside(node: fx.Node | None, target: Any) -> fx.Node | None:
-    """The call of `target` in a graph that the node runs, as Inductor puts ops whose order counts.
-
-    Other nodes as they are.
-    """
+    """The call of `target` in a graph that the node runs; other nodes as they are."""
     if node is None or not isinstance(node.target, HigherOrderOperator):
         return node
+    # Inductor puts ops whose order counts into a graph of their own.
     called = [call for graph in subgraphs(node) for call in graph.nodes if call.target == target]
     return called[0] if len(called) == 1 else None
 
@@ -102,8 +98,6 @@ def _laid_out(like: Any, layout: Any) -> Any:
         return torch.empty_strided(size, stride, dtype=like.dtype, device=like.device)
 
 
-# What kernels allocate, without the text of their C++.
-#
 # Writing kernels takes nearly half of the time of lowering a graph, and a replay does not read
 # them. Which buffers a kernel makes, takes over or never stores follows from the buffers that it
 # reads and writes, in the order of `CppKernelProxy.codegen_nodes`. Whether loops are fused at an
@@ -118,7 +112,6 @@ _WRITES = (MemoryUsageType.STORE, MemoryUsageType.STORE_REDUCTION)
 
 @contextlib.contextmanager
 def skip_kernel_codegen() -> Generator[None]:
-    """Let C++ kernels that Inductor generates have no body."""
     backend: Any = CppScheduling
     group: Any = KernelGroup
     proxy, finalize = backend.kernel_proxy_cls, group.finalize_kernel
@@ -130,7 +123,7 @@ def skip_kernel_codegen() -> Generator[None]:
 
 
 def _schedule(group: Any, kernel: Any, nodes: Iterable[SchedulerNode]) -> None:
-    """`KernelGroup.finalize_kernel` without the loops."""
+    # `KernelGroup.finalize_kernel` without the loops.
     group.scheduled_nodes += nodes
 
 
@@ -142,7 +135,6 @@ class _SkippedKernel(CppKernelProxy):
 
     @property
     def loop_nest(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The loops as Inductor tiles them."""
         if self._tiled is None:
             self._tiled = self._tile()
         return self._tiled
@@ -152,7 +144,6 @@ class _SkippedKernel(CppKernelProxy):
         self._tiled = value
 
     def codegen_nodes(self, nodes: list[SchedulerNode]) -> None:
-        """Note in the graph what the kernel does to its buffers."""
         self._nodes = nodes
         sizes = [node.group[1] for node in nodes]
         self.set_ranges(*max(sizes, key=lambda ranges: len(ranges[1])))
@@ -196,16 +187,15 @@ def _localized(body: Callable[..., Any]) -> Any:
 
 
 def _local() -> dict[str, Any]:
-    """By name, the buffers outside a kernel that a buffer of its own stands for."""
     context: Any = V.local_buffer_context
     return context.global_to_local if isinstance(context, LocalBufferContext) else {}
 
 
 def _use(kernel: Any, node: SchedulerNode, stored: set[str]) -> None:
-    """Name the buffers of one node. What the same kernel stored before is not loaded."""
     usage = node._body.memory_usage
     local = _local()
     for entry in (entry for kind in _READS for entry in usage[kind]):
+        # What the kernel stored before is not loaded.
         if entry.buffer_name not in stored and entry.buffer_name not in local:
             kernel.args.input(entry.buffer_name)
     for entry in (entry for kind in _WRITES for entry in usage[kind]):
@@ -241,13 +231,9 @@ class ReplayError(RewriteError):
 class Event:
     """One thing that the generated code does to memory.
 
-    Attributes
-    ----------
-    name : of the buffer that it makes or drops. of : the buffer whose storage it shares.
-    sizes_bytes : of the storages made; a call that returns a tuple makes one for each element.
-    element : which element of the tuple `of` is meant.
-    node : the call as an fx node, its arguments as they are laid out. Its workspace can be
-        measured from that.
+    It makes or drops the buffer `name`, which may share the storage of `of`. A call that returns a
+    tuple makes a storage for each element; `element` is which of `of` is meant. `node` is the call,
+    its arguments as they are laid out.
     """
 
     kind: _EventKind
@@ -260,10 +246,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Lowered:
-    """The events of one graph, its inputs, and for each output the buffer that holds it.
-
-    `output_strides` are those that the generated code gives to its outputs.
-    """
+    """Events of one graph, its inputs, and for each output the buffer that holds it."""
 
     events: tuple[Event, ...]
     inputs: tuple[str, ...]
@@ -276,14 +259,8 @@ def lower(
 ) -> Lowered:
     """Lower a copy of `gm` as Inductor will, and stop before its compiler runs.
 
-    Parameters
-    ----------
-    inputs : fake tensors, one for each placeholder.
-    visible : which outputs users see. Inductor keeps their strides.
-
-    Raises
-    ------
-    ReplayError : the generated code has lines of an unknown kind.
+    `inputs` are fake tensors, one for each placeholder; `visible` outputs keep their strides. A
+    line of an unknown kind is a `ReplayError`.
     """
     graph = copy_of(gm)
     graph.graph.find_nodes(op="output")[0].meta["user_visible_output_idxs"] = list(visible)
@@ -292,7 +269,7 @@ def lower(
         try:
             compile_fx_inner(graph, list(inputs), is_backward=is_backward, static_input_idxs=())
         except InductorError:
-            if not found:
+            if not found:  # a failure of Inductor's own, not our stop
                 raise
     if isinstance(found[0], ReplayError):
         raise found[0]
@@ -305,7 +282,6 @@ class _Stopped(Exception):  # noqa: N818
 
 @contextlib.contextmanager
 def _stopped_after_codegen() -> Generator[list[Any]]:
-    """In here, lowering a graph puts what its code does into the list, and stops."""
     found: list[Any] = []
 
     def stop(graph: GraphLowering) -> None:
@@ -313,6 +289,7 @@ def _stopped_after_codegen() -> Generator[list[Any]]:
             graph.codegen()
         try:
             found.append(_read(graph))
+        # Inductor would wrap it into an error of its own.
         except ReplayError as error:
             found.append(error)
         raise _Stopped
@@ -341,7 +318,6 @@ def _stride(output: Any) -> tuple[int, ...] | None:
 
 
 def _buffer_of(output: Any) -> str | None:
-    """The buffer or input that holds an output; None for constants."""
     if output.maybe_get_layout() is None:
         return None
     while not isinstance(output, ir.Buffer):
@@ -352,11 +328,12 @@ def _buffer_of(output: Any) -> str | None:
 def _events(graph: GraphLowering, line: Any, kept: set[str]) -> Iterator[Event]:
     kind = type(line).__name__
     if kind == "FreeIfNotReusedLine":
-        if not line.is_reused:
+        if not line.is_reused:  # else it lives on under another name
             yield Event("free", line.node.get_name())
     elif kind in _READERS:
         yield from _READERS[kind](graph, line, kept)
     elif kind not in _WITHOUT_MEMORY:
+        # An error, not a guess: callers then warn, and estimate the peak from the graph.
         raise ReplayError(f"Inductor's code has a {kind}, which the replay of peaks does not know")
 
 
@@ -380,6 +357,7 @@ def _free(graph: GraphLowering, line: Any, kept: set[str]) -> Iterator[Event]:
 
 def _reuse(graph: GraphLowering, line: Any, kept: set[str]) -> Iterator[Event]:
     old, new = line.node.get_name(), line.reused_as.get_name()
+    # What the graph returns is held, under whatever names.
     is_dropped = line.delete_old and old not in kept
     yield Event("rename" if is_dropped else "alias", new, of=old)
 
@@ -401,6 +379,7 @@ def _call(graph: GraphLowering, line: Any, kept: set[str]) -> Iterator[Event]:
         sizes = [0 if t is None else _allocated_bytes(t) for t in tensors_of(node)]
         yield Event("call", name, sizes_bytes=tuple(sizes), node=node)
     elif type(line.node.layout).__name__ in ("NoneLayout", "MutationLayoutSHOULDREMOVE"):
+        # It writes to what is there, and makes nothing.
         yield Event("call", name, node=node)
     else:
         yield Event("call", name, sizes_bytes=(_size_bytes(graph, line.node),), node=node)

@@ -54,8 +54,6 @@ from remat.rewriter.inductor.kernel_costs import CallCosts, with_kernel_costs
 from remat.rewriter.inductor.replay import ReplayedMemory, StepBytes, replay
 from remat.schedules.schedule import Schedule
 
-# Inputs that a step overwrites: what it reads of them is read before that, or from a copy.
-#
 # Inductor's joint graph writes to inputs at its end, or leaves it to the caller. It reads them
 # where it likes: backward may read an input again, and then finds what forward has written. Torch's
 # own cut of such a graph gives wrong gradients, without a word. So every reader is given a copy
@@ -67,10 +65,7 @@ _COPY = torch.ops.aten.clone.default
 
 
 def _overwritten_inputs(gm: fx.GraphModule) -> list[fx.Node]:
-    """Inputs that the graph writes to, or whose new value it returns for the caller to write.
-
-    So are those that share a storage with one of them.
-    """
+    """Inputs that the graph or its caller writes to, and those of the same storages."""
     inputs = [n for n in gm.graph.find_nodes(op="placeholder") if not is_tangent(n)]
     written = {node.args[0] for node in gm.graph.nodes if mutates(node)}
     by_caller = {getattr(said, "mutated_input", None) for said in _descriptions(gm)} - {None}
@@ -95,6 +90,7 @@ def _read_from_copies(gm: fx.GraphModule, overwritten: Sequence[fx.Node]) -> lis
         with gm.graph.inserting_after(copies[-1] if copies else inputs[-1]):
             copy = gm.graph.call_function(_COPY, (node,))
         copy.meta = {**readers[0].meta, "val": torch.empty_like(node.meta["val"])}
+        # It describes the reader's result.
         copy.meta.pop("tensor_meta", None)
         for reader in readers:
             reader.replace_input_with(node, copy)
@@ -104,7 +100,6 @@ def _read_from_copies(gm: fx.GraphModule, overwritten: Sequence[fx.Node]) -> lis
 
 
 def _descriptions(gm: fx.GraphModule) -> Sequence[Any]:
-    """AOTAutograd's word for what each result of the joint graph is."""
     return gm.graph.output_node().meta.get("desc") or ()
 
 
@@ -113,22 +108,15 @@ def _storage_of(node: fx.Node) -> int | None:
     return storage_key(value) if isinstance(value, Tensor) else None
 
 
-# Whether torch's own cut of a joint graph computes the step's gradients.
-#
-# It does not look at what an input holds when backward reads it again, nor at whether an op that it
-# computes again does the same a second time.
-
-
 def is_valid(
     forward: fx.GraphModule, backward: fx.GraphModule, n_outputs: int, overwritten: Iterable[str]
 ) -> bool:
     """Whether backward reads no overwritten input, and runs nothing again that must run once.
 
-    Parameters
-    ----------
-    n_outputs : how many results of forward are not saved for backward.
-    overwritten : names of the inputs that the step overwrites.
+    `n_outputs` results of forward are not saved for backward; `overwritten` names inputs.
     """
+    # Torch's own cut looks neither at what an input holds when backward reads it again, nor at
+    # whether an op that it computes again does the same a second time.
     once = {node.name for node in forward.graph.nodes if _runs_once(node)}
     again = any(_runs_once(node) and node.name in once for node in backward.graph.nodes)
     saved = pytree.tree_leaves(forward.graph.output_node().args[0])[n_outputs:]
@@ -141,7 +129,6 @@ def _runs_once(node: fx.Node) -> bool:
 
 
 def _viewed(node: fx.Node) -> fx.Node:
-    """What a node is a view of."""
     while shares_storage(node):
         node = node.all_input_nodes[0]
     return node
@@ -166,11 +153,8 @@ class Pair:
 class FusedStep(StepBytes):
     """One joint graph of torch.compile, to be planned.
 
-    Attributes
-    ----------
-    graph : its kernels and calls with their costs, and nothing resident.
-    n_masks : how many masks a plan keeps as bytes and torch's own cut as bool.
-    holds_outputs : whether forward's results are held while backward runs.
+    A plan keeps `n_masks` as bytes, and torch's own cut as bool. `holds_outputs` says whether
+    forward's results are held while backward runs.
     """
 
     holds_outputs = True
@@ -218,19 +202,15 @@ class FusedStep(StepBytes):
 
     @property
     def graph(self) -> TrainingGraph:
-        """The graph with costs."""
         return self.joint.graph
 
     def emit(self, schedule: Schedule) -> Pair:
-        """The two graphs that carry out `schedule`."""
         return Pair(*emit_fused(self.joint, schedule))
 
     def stock(self) -> Pair:
-        """The two graphs that torch itself makes of the step.
-
-        They keep masks as bool. With nothing computed again, a GPT-2 takes 25.5 % more than eager
-        by this cut, and 5.5 % by a plan with bytes.
-        """
+        """The two graphs that torch itself makes of the step, with masks as bool."""
+        # With nothing computed again, a GPT-2 takes 25.5 % more than eager by this cut, and 5.5 %
+        # by a plan with masks as bytes.
         with functorch_config.patch(activation_memory_budget=1.0), _sizes_as_numbers():
             return Pair(
                 *min_cut_rematerialization_partition(
@@ -242,17 +222,10 @@ class FusedStep(StepBytes):
             )  # fmt: skip
 
     def is_valid(self, stock: Pair) -> bool:
-        """Whether torch's own cut computes the step's gradients."""
         pair = stock.forward, stock.backward
         return is_valid(*pair, self.joint.n_outputs, self._overwritten)
 
     def replay(self, pair: Pair) -> ReplayedMemory:
-        """What Inductor's code for `pair` allocates.
-
-        Raises
-        ------
-        ReplayError : it cannot be read.
-        """
         with calls_in_order(pair.holds_order):
             found = replay(
                 pair.forward, pair.backward, self.joint.n_outputs, self._workspaces, self._visible,
@@ -266,10 +239,8 @@ class FusedStep(StepBytes):
 
 @contextlib.contextmanager
 def _sizes_as_numbers() -> Generator[None]:
-    """What torch makes in here has no symbols, such as the saved state of a generator.
-
-    Without symbols in the inputs there would be nothing to read the value of one from.
-    """
+    # What torch makes meanwhile, such as the saved state of a generator, gets no symbols. Without
+    # symbols in the inputs there would be nothing to read the value of one from.
     mode = detect_fake_mode()
     if mode is None:
         yield
@@ -284,15 +255,9 @@ def _sizes_as_numbers() -> Generator[None]:
 class Partitioner(CustomPartitionerFn):
     """Hands the joint graph to `plan` and its two graphs to Inductor.
 
-    Parameters
-    ----------
-    name : gives the name of the plan, which no two plans share. Torch's own caches give out code
-        only to who asks by the name under which it was made. Where it is empty, they are off.
-
-    Attributes
-    ----------
-    was_called : whether it was handed a graph. It is not where there are no gradients, or where
-        torch has the code of both graphs already.
+    `name` gives the name of the plan, which no two plans share; where it is empty, torch's caches
+    are off. `was_called` stays False where there are no gradients, or where torch has the code of
+    both graphs already.
     """
 
     def __init__(
@@ -304,7 +269,6 @@ class Partitioner(CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Called by Inductor. Errors of `plan` go through to the user."""
         self.was_called = True
         step = FusedStep(
             gm, joint_inputs, kwargs["num_fwd_outputs"],
@@ -315,37 +279,32 @@ class Partitioner(CustomPartitionerFn):
         return pair.forward, pair.backward
 
     def compile_inner(self, *args: Any, **kwargs: Any) -> Any:
-        """Compile one of the two graphs.
-
-        Backward is compiled when it first runs. No context around `compile_fx` is in force by then,
-        so the compiler itself brings what a plan needs.
-        """
+        # Backward is compiled when it first runs. No context around `compile_fx` is in force by
+        # then, so the compiler itself brings what a plan needs.
         is_kept = bool(self.name())
         with calls_in_order(self.holds_order), inductor_config.patch(fx_graph_cache=is_kept):
             return compile_fx_inner(*args, **kwargs)
 
     def uuid(self) -> str | None:
-        """The plan's name: what is planned depends on more than the graph."""
+        # What is planned depends on more than the graph: torch's caches give out code only to
+        # who asks by the name under which it was made.
         return f"remat {self.name()}" if self.name() else None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Its name alone: Inductor's keys for caches pickle the configuration, and with it this."""
+        # Inductor's keys for caches pickle the configuration, and with it this.
         return str, (self.uuid() or "",)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Partitioner:
-        """The same one: Inductor copies its configuration, and with it the partitioner."""
+        # Inductor copies its configuration, and with it the partitioner.
         return self
 
 
 @contextlib.contextmanager
 def planned(partitioner: Partitioner) -> Generator[dict[str, Any]]:
-    """Compile under our configuration; yields the patches to give to Inductor.
-
-    Donated buffers are off, so that backward may run twice. On a Llama that costs 3 % of the peak
-    of torch's own cut. Caches in which torch shares code between machines stay off: a plan is for
-    the costs of one.
-    """
+    """Compile under our configuration; yields the patches to give to Inductor."""
     is_named = bool(partitioner.name())
+    # Donated buffers are off, so that backward may run twice: on a Llama that costs 3 % of the peak
+    # of torch's own cut. Remote caches are off: a plan is for the costs of one machine.
     with functorch_config.patch(
         donated_buffer=False, enable_autograd_cache=is_named, enable_remote_autograd_cache=False
     ):

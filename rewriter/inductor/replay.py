@@ -24,13 +24,9 @@ _Workspaces = Callable[[Sequence[fx.Node]], Sequence[int]]
 
 @dataclass(frozen=True)
 class ReplayedMemory:
-    """What a compiled step allocates beyond its inputs.
+    """What a compiled step allocates beyond its inputs; the peaks are while each graph runs.
 
-    Attributes
-    ----------
-    forward_peak_bytes, backward_peak_bytes : the most bytes live while each graph runs.
-    saved_bytes : what forward leaves for backward, without its own outputs.
-    output_bytes : of these.
+    `saved_bytes` are what forward leaves for backward, without its own outputs (`output_bytes`).
     """
 
     forward_peak_bytes: int
@@ -40,7 +36,6 @@ class ReplayedMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """The higher of the two peaks."""
         return max(self.forward_peak_bytes, self.backward_peak_bytes)
 
 
@@ -48,14 +43,10 @@ class ReplayedMemory:
 class StepBytes:
     """Bytes live while a graph runs that other graphs have allocated.
 
-    Attributes
-    ----------
-    static_bytes : of parameters and buffers. dynamic_bytes : of all other inputs.
-    gradient_bytes : of the gradients of parameters.
-    calls : how many forwards run before the first backward. All but one leave what they have
-        saved, and their inputs, beside what is replayed.
-    modules : how many modules these calls are of, each with gradients of its own.
-    awaited_gradient_bytes : of the gradients that later graphs have left before backward runs.
+    They are of parameters and buffers (`static_bytes`), of all other inputs (`dynamic_bytes`) and
+    of gradients of parameters; `awaited_gradient_bytes` are of gradients that later graphs leave
+    before backward runs. `calls` forwards run before the first backward. All but one leave what
+    they have saved, and their inputs. They are of `modules`, each with gradients of its own.
     """
 
     static_bytes: int
@@ -66,7 +57,6 @@ class StepBytes:
     awaited_gradient_bytes: int = 0
 
     def beside(self, found: ReplayedMemory, times: int = 1) -> ReplayedMemory:
-        """`found` with what other calls and later graphs have left."""
         forward_bytes, backward_bytes = self._left_by_others_bytes(found)
         return dataclasses.replace(
             found,
@@ -75,16 +65,12 @@ class StepBytes:
         )
 
     def alone(self, found: ReplayedMemory) -> ReplayedMemory:
-        """`found` without what other calls and later graphs have left."""
         return self.beside(found, -1)
 
     def _left_by_others_bytes(self, found: ReplayedMemory) -> tuple[int, int]:
-        """What is there beside forward and beside backward, at most, from others.
-
-        The last call's backward runs first, beside what all others have saved. In each later one
-        there is one less of these, but the gradients of the first are there, and if each call is of
-        a module of its own, those of all before.
-        """
+        # The last call's backward runs first, beside what all others have saved. In each later one
+        # there is one less of these, but the gradients of the first are there, and if each call is
+        # of a module of its own, those of all before.
         each_bytes = found.saved_bytes + self.dynamic_bytes
         saved_bytes = (self.calls - 1) * each_bytes
         left_bytes = saved_bytes
@@ -104,23 +90,17 @@ def replay(
     *,
     holds_outputs: bool = True,
 ) -> ReplayedMemory:
-    """Lower both graphs and replay what they allocate.
+    """Lower both graphs and replay what they allocate; a `ReplayError` if the code cannot be read.
 
-    Parameters
-    ----------
-    n_outputs : how many of forward's outputs are its own; the rest is saved.
-    workspaces : gives, for some calls, the bytes that each takes beyond its results while it runs.
-    visible : as in `lower`.
-    holds_outputs : whether the caller holds forward's outputs while backward runs.
-
-    Raises
-    ------
-    ReplayError : Inductor's code cannot be read.
+    Forward's first `n_outputs` are its own, the rest is saved. `workspaces` gives, for some calls,
+    the bytes that each takes beyond its results while it runs. `holds_outputs` says whether the
+    caller holds forward's outputs while backward runs.
     """
     inputs = [node.meta["val"] for node in forward.graph.find_nodes(op="placeholder")]
     lowered = lower(forward, inputs, is_backward=False, visible=visible)
     run = LiveStorages(workspaces, held=set(lowered.inputs))
     for name in lowered.inputs:
+        # The replay counts what a step allocates beyond its inputs.
         run.bring(name, [run.storage(0)])
     run.carry_out(lowered)
     forward_peak = run.peak_bytes
@@ -152,13 +132,11 @@ class LiveStorages:
         self.peak_bytes = 0
 
     def storage(self, size_bytes: int) -> int:
-        """A new storage; its number."""
         self.size_bytes.append(size_bytes)
         self.holders.append(0)
         return len(self.size_bytes) - 1
 
     def bring(self, name: str, storages: list[int]) -> None:
-        """Let `name` hold `storages`."""
         self.names[name] = storages
         for number in storages:
             if not self.holders[number]:
@@ -176,11 +154,9 @@ class LiveStorages:
                 self.live_bytes -= self.size_bytes[number]
 
     def bytes_of(self, held: Sequence[list[int]]) -> int:
-        """Bytes of some storages, each counted once."""
         return sum(self.size_bytes[number] for number in {n for one in held for n in one})
 
     def carry_out(self, lowered: Lowered) -> None:
-        """All events of a graph, in order."""
         calls = [event.node for event in lowered.events if event.node is not None]
         extra = iter(self.workspaces(calls))
         for event in lowered.events:
@@ -200,6 +176,7 @@ class LiveStorages:
 
     def _allocate(self, event: Event, extra_bytes: int) -> None:
         made = sum(event.sizes_bytes)
+        # A call's workspace lies beside its results, and is gone when it ends.
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + made + extra_bytes)
         if event.sizes_bytes:
             self.bring(event.name, [self.storage(size) for size in event.sizes_bytes])
@@ -217,15 +194,16 @@ def _backward_run(
     saved: Sequence[list[int]],
     strides: Sequence[tuple[int, ...] | None],
 ) -> LiveStorages:
-    """Carry out backward on what forward has left."""
     placeholders = backward.graph.find_nodes(op="placeholder")
     tangents = [node for node in placeholders if is_tangent(node)]
     inputs = [
+        # Backward reads what is saved in the strides that the generated forward gives it.
         _restrided(node.meta["val"], strides[i] if i < len(saved) else None)
         for i, node in enumerate(placeholders)
     ]
     lowered = lower(backward, inputs, is_backward=True, visible=())
     then = LiveStorages(workspaces, held={"their outputs"})
+    # One numbering for both graphs: what is saved keeps its number.
     then.size_bytes, then.holders = run.size_bytes, [0] * len(run.size_bytes)
     then.bring("their outputs", sorted({n for held in outputs for n in held}))
     for name, storages in zip(lowered.inputs, saved, strict=False):
@@ -251,7 +229,6 @@ def _bring_tangents(run: LiveStorages, names: Sequence[str], tangents: Sequence[
 
 
 def _restrided(value: Any, stride: tuple[int, ...] | None) -> Any:
-    """`value` with the strides that the generated forward gives it."""
     if not isinstance(value, Tensor) or stride is None or tuple(value.stride()) == stride:
         return value
     return torch.as_strided(value, value.shape, stride)

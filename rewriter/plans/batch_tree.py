@@ -25,12 +25,12 @@ from remat.graph_capture.torch_private.core import pytree
 
 _PROTOCOL = 1
 _MOST_DEPTH = 100
-"""Containers within containers. torch takes such a tree apart by recursion."""
+"""Containers within containers: torch takes such a tree apart by recursion."""
 _ENUM = "__enum__"
 
 
 class _Node(msgspec.Struct, forbid_unknown_fields=True):
-    """A container, or a leaf, which has neither type nor context, as torch writes them."""
+    """A container as torch writes it; a leaf has neither type nor context."""
 
     type: str | None
     context: object
@@ -46,13 +46,7 @@ class _Factory(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def tree_from(text: str) -> pytree.TreeSpec:
-    """The tree that `treespec_dumps` wrote.
-
-    Raises
-    ------
-    PlanError : it is no tree, or names a type that the running program has not registered.
-    ValueError, TypeError, ... : what a type that is registered raises of its own context.
-    """
+    """The tree that `treespec_dumps` wrote; a type's own error if it refuses its context."""
     protocol, root = _decoded(text, tuple[int, _Node])
     if protocol != _PROTOCOL:
         raise _unread(f"its tree is of protocol {protocol}, this release reads {_PROTOCOL}")
@@ -76,6 +70,7 @@ def _spec(node: _Node, depth: int) -> pytree.TreeSpec:
     if node.type is None:
         if node.context is not None or node.children_spec:
             raise _unread("a leaf of its tree has parts")
+        # Any leaf will do: a tree holds no values.
         return pytree.tree_structure(0)
     children = [_spec(child, depth + 1) for child in node.children_spec]
     if node.type in _OWN:
@@ -88,7 +83,6 @@ def _spec(node: _Node, depth: int) -> pytree.TreeSpec:
 
 
 def _registered(name: str) -> type[Any]:
-    """The type that the running program has registered with torch under a name."""
     found: object = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(name)
     # All types that were registered without a name stand under the same one.
     if name == pytree.NO_SERIALIZED_TYPE_NAME_FOUND or not isinstance(found, type):
@@ -100,9 +94,9 @@ def _registered(name: str) -> type[Any]:
 
 
 def _json_context(context: object) -> Any:
-    """A context that torch writes as JSON within the JSON, with enums that are here already."""
     if not isinstance(context, str):
         raise _unread("the context of a container is no text")
+    # torch writes the context as JSON within the JSON.
     return _with_enums(_decoded(context, object))
 
 
@@ -117,8 +111,8 @@ def _with_enums(one: Any) -> Any:
 
 
 def _enum_member(place: str, name: object) -> enum.Enum:
-    """A member of the enum ``module:Class``, which must be imported already."""
     module, _, path = place.partition(":")
+    # Not import: a file must not choose what code runs.
     found: object = sys.modules.get(module)
     for part in path.split("."):
         # Not getattr: a module may import another when it is asked for a name.
@@ -143,7 +137,6 @@ def _keys(context: object, n_children: int) -> list[Any]:
 
 
 def _as_keys(found: Any, n_children: int) -> list[Any]:
-    """Keys of a dict: as many as there are values, none of them twice."""
     if not isinstance(found, list) or any(isinstance(key, (list, dict)) for key in found):
         raise _unread("a dict of its tree has keys that are none")
     if len(found) != n_children or len(set(found)) != n_children:
@@ -153,6 +146,7 @@ def _as_keys(found: Any, n_children: int) -> list[Any]:
 
 def _length(context: object, n_children: int) -> int | None:
     found = _json_context(context)
+    # Not isinstance: True is an int too.
     if found is not None and (type(found) is not int or found < n_children):
         raise _unread("a deque of its tree is longer than it may be")
     return found
@@ -166,7 +160,7 @@ def _factory(context: object, n_children: int) -> list[Any]:
     module, name = given.default_factory_module, given.default_factory_name
     here: dict[str, object] = {"builtins": builtins, "collections": collections}
     made = getattr(here.get(module), name, None)
-    if not isinstance(made, type):
+    if not isinstance(made, type):  # builtins has functions too, such as exec
         raise _unread(
             f"it makes default values by {module}.{name}, which is no type of Python's own: pass "
             "that part of the batch as a dict"
@@ -191,4 +185,4 @@ _OWN: dict[str, tuple[Any, Callable[[object, int], Any]]] = {
     "collections.deque": (deque, _length),
     "collections.namedtuple": (collections.namedtuple, _named_tuple),
 }
-"""Containers of Python's own: how torch names them, and how their context is read."""
+"""Python's own containers, as torch names them, and what reads the context of each."""

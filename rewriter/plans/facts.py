@@ -50,7 +50,7 @@ _VALUES: dict[str, Callable[[str], Any]] = {
     "float": float, "int": int, "bool": {"True": True, "False": False}.__getitem__,
     "NoneType": {"None": None}.__getitem__,
 }  # fmt: skip
-"""How the `repr` of an argument that is no tensor and no text is read."""
+"""Reads the `repr` of an argument that is no tensor and no text."""
 _UNREADABLE = (
     ValueError, TypeError, KeyError, AttributeError, SyntaxError, RuntimeError, OverflowError,
     AssertionError,
@@ -60,8 +60,8 @@ _MOST_SHOWN = 40
 
 
 def _state_of(model: nn.Module) -> tuple[StateFact, ...]:
-    """Parameters, then buffers, as the model has them now."""
     named, tied = named_state(model), tied_places(model)
+    # `named_state` gives parameters first.
     n_parameters = len(list(model.named_parameters(remove_duplicate=False)))
     return tuple(
         StateFact(
@@ -78,31 +78,22 @@ def _state_of(model: nn.Module) -> tuple[StateFact, ...]:
 
 
 def _modules_in_eval(model: nn.Module) -> tuple[str, ...]:
-    """Paths of the submodules that are in eval mode."""
     return tuple(path for path, module in model.named_modules() if path and not module.training)
 
 
 def _loss_name(loss_fn: LossFunction | None) -> str:
-    """The function's name, or that of its class; empty for None."""
     if isinstance(loss_fn, functools.partial):
         return _loss_name(loss_fn.func)
     return "" if loss_fn is None else getattr(loss_fn, "__name__", type(loss_fn).__name__)
 
 
 def _title_of(device: str) -> str:
-    """The name of the machine behind a device's name."""
     if is_in_table(device):
         return modelled_device(device).title
     return cpu_title() if device == CPU else torch.cuda.get_device_name(device)
 
 
 def batch_signature(signature: Signature) -> BatchSignature:
-    """The signature as a file can hold it.
-
-    Raises
-    ------
-    PlanError : an argument is no tensor, number, text or container of these.
-    """
     try:
         tree = pytree.treespec_dumps(signature.spec)
     except (NotImplementedError, TypeError) as error:
@@ -137,7 +128,7 @@ def batch_signature(signature: Signature) -> BatchSignature:
 
 
 def _is_read_again(tree: str, spec: pytree.TreeSpec) -> bool:
-    """Whether a file's text of a tree gives the same tree: JSON has no tuples, as keys may be."""
+    # JSON has no tuples, which keys may be: the text must give the same tree.
     try:
         return tree_from(tree) == spec
     except PlanError:
@@ -145,21 +136,16 @@ def _is_read_again(tree: str, spec: pytree.TreeSpec) -> bool:
 
 
 def signature_from(batch: BatchSignature) -> Signature:
-    """The signature that `batch` was made from.
-
-    Raises
-    ------
-    PlanError : the file holds a tree or a leaf that cannot be read.
-    """
     try:
         spec = tree_from(batch.tree)
-        with FakeTensorMode():
+        with FakeTensorMode():  # a fake batch takes no memory
             return Signature(pytree.tree_unflatten([_leaf(leaf) for leaf in batch.leaves], spec))
     except _UNREADABLE as error:
         raise PlanError(f"the batch in the plan file cannot be read ({error})") from error
 
 
 def _python_leaf(name: str, value: Any) -> PythonLeaf:
+    # Exact types: the `repr` of a subclass, as an enum of ints, cannot be read.
     if type(value) is float or type(value) in _LITERALS:
         return PythonLeaf(type(value).__name__, repr(value))
     raise PlanError(
@@ -187,7 +173,7 @@ def _dtype_text(dtype: torch.dtype) -> str:
 
 
 def _dtype_of(text: str) -> torch.dtype:
-    """The dtype of a name such as ``bfloat16``."""
+    # Not getattr, by which torch imports submodules.
     found = vars(torch).get(text)
     if not isinstance(found, torch.dtype):
         raise PlanError(
@@ -197,16 +183,15 @@ def _dtype_of(text: str) -> torch.dtype:
 
 
 def _autocast_of(state: tuple[Any, ...]) -> tuple[Autocast, ...]:
-    """Autocast as a file holds it."""
     return tuple(Autocast(kind, enabled, _dtype_text(dtype)) for kind, enabled, dtype in state)
 
 
 @contextlib.contextmanager
 def under_autocast(planned: tuple[Autocast, ...]) -> Generator[None]:
-    """Autocast as it was when the plan was made, for the types of device that are here."""
     here = [kind for kind, _, _ in autocast_state()]
     with contextlib.ExitStack() as stack:
         for one in planned:
+            # A plan made beside a GPU may be loaded where there is none.
             if one.device in here:
                 stack.enter_context(
                     torch.autocast(one.device, _dtype_of(one.dtype), enabled=one.enabled)
@@ -215,20 +200,16 @@ def under_autocast(planned: tuple[Autocast, ...]) -> Generator[None]:
 
 
 def recipe_from(plan: PlanFile, loss_fn: LossFunction | None, device: str) -> Recipe:
-    """How to trace the plan's step on a `device` that is here; called under the plan's autocast."""
     return Recipe(
         name=plan.model,
         signature=signature_from(plan.batch),
         loss_fn=loss_fn,
         resident=plan.resident,
-        autocast=autocast_state(),
+        autocast=autocast_state(),  # the caller is `under_autocast` of the plan
         device=device,
         flags=(plan.told_compiling, plan.told_exporting),
         gradient_release=GradientRelease() if plan.schedule.releases_gradients else None,
     )
-
-
-# From a schedule and a recipe to a plan: what a file keeps.
 
 
 def make_plan(
@@ -238,8 +219,7 @@ def make_plan(
     prediction: Prediction | None = None,
     costed: TrainingGraph | None = None,
 ) -> PlanFile:
-    """The plan of a schedule for a model as it was traced, with the graph it was made for."""
-    flags = recipe.flags or (False, False)
+    flags = recipe.flags or (False, False)  # None before a first trace
     return PlanFile(
         model=recipe.name,
         state=_state_of(model),
@@ -259,22 +239,16 @@ def make_plan(
     )
 
 
-# Whether a kept plan fits the torch, machine, model, batch and loss at hand.
-#
-# What a person can name is compared first, the graph's hash last (in `loading`): a difference of
-# class, parameter or batch says more than one of ops.
-
-
 _IN_PYTHON = "remat.plans(remat.rematerialize(model, args, budget=...))[0].save(path)"
 
 
 def require_fit(plan: PlanFile, model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> None:
     """Raise `PlanError` with the first difference of torch, device, model, batch or loss.
 
-    Parameters
-    ----------
-    batch : (args, kwargs, target), or None to let the first step compare it.
+    `batch` is (args, kwargs, target), or None to let the first step compare it.
     """
+    # What a person can name comes first, the graph's hash last (in `loading`): a difference of
+    # class, parameter or batch says more than one of ops.
     _require_torch(plan)
     _require_device(plan, model)
     _require_model(plan, model)
@@ -295,8 +269,8 @@ def _does_not_fit(why: str) -> PlanError:
 
 
 def _require_torch(plan: PlanFile) -> None:
-    """Builds for other devices are the same torch: ``2.13.0+cpu`` is ``2.13.0``."""
     planned, here = plan.versions.torch, str(torch.__version__)
+    # Builds for other devices are the same torch: 2.13.0+cpu is 2.13.0.
     if planned.partition("+")[0] != here.partition("+")[0]:
         raise _differs("torch", planned, here)
 
@@ -319,6 +293,7 @@ def _require_model(plan: PlanFile, model: nn.Module) -> None:
     if plan.model != type(model).__name__:
         raise _differs("the model's class", plan.model, type(model).__name__)
     found = _state_of(model)
+    # Not strict: a first difference says more than the number of tensors.
     for mine, theirs in zip(plan.state, found, strict=False):
         _require_same(mine, theirs)
     if len(plan.state) != len(found):

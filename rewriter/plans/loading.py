@@ -55,9 +55,6 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
 
-# Plan files on disk: JSON, or one extra file in a ``.pt2`` archive of `torch.export`.
-
-
 _ARCHIVE = ".pt2"
 EXTRA_FILE = "remat_plan.json"
 """The plan's name among the `extra_files` of `torch.export.save`."""
@@ -65,11 +62,7 @@ _RECORD = f"extra/{EXTRA_FILE}"
 
 
 class _Deferring(io.RawIOBase):
-    """A file that tells of a failure when it is asked, and not when it is written to.
-
-    torch's writer of archives writes their end when it is destroyed. An error there, from C++, ends
-    the process. And there is one if the disk is full, or the file was closed after the first error.
-    """
+    """A file that raises what a write raised when it is asked, not when it is written to."""
 
     def __init__(self, file: BinaryIO) -> None:
         super().__init__()
@@ -77,28 +70,27 @@ class _Deferring(io.RawIOBase):
         self._lost: OSError | ValueError | None = None
 
     def writable(self) -> bool:
-        """Yes."""
         return True
 
     def write(self, data: Any) -> int:
-        """Write, or do nothing once a write has failed."""
         if self._lost is None:
             try:
                 self._file.write(data)
+            # torch's writer writes an archive's end when it is destroyed, where an error from C++
+            # ends the process: of a full disk, or of a file that was closed after the first error.
             except (OSError, ValueError) as error:  # a closed file is a ValueError
                 self._lost = error
         return len(data)
 
     def seekable(self) -> bool:
-        """Yes, since torch asks for it, for the one call of `seek` below."""
+        # torch asks for it, for its one call of `seek`.
         return True
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Do nothing: torch rewinds a file once all is written, and a pipe has no way back."""
+        # torch rewinds once all is written, and a pipe has no way back.
         return offset
 
     def raise_lost(self) -> None:
-        """Raise what a write raised, if one did."""
         if self._lost is not None:
             raise self._lost
 
@@ -163,16 +155,7 @@ def _from_archive(path: Path) -> bytes:
     return found
 
 
-# Plans for a range of sizes: made of a module, and rewritten to.
-
-
 def _plan_over_range(kind: type[RangedModule]) -> PlanFile:
-    """The plan of a module for a range of sizes.
-
-    Raises
-    ------
-    PlanError : the costs of its graph are not at hand; or its batch holds what a file cannot.
-    """
     members, family, graph = kind._remat_members, kind._remat_family, kind._remat_graph
     if graph is None:
         raise PlanError(
@@ -187,7 +170,6 @@ def _plan_over_range(kind: type[RangedModule]) -> PlanFile:
 def plan_of_family(
     model: nn.Module, recipe: Recipe, places: tuple[Place, ...], family: Family, graph: RangedGraph
 ) -> PlanFile:
-    """The plan of a family for a model as it was traced, with the graph that it was made for."""
     top = graph.bounding(graph.symbols)
     schedule = resized_schedule(family.top.schedule, top)
     plan = make_plan(model, recipe, schedule, None, top)
@@ -198,34 +180,25 @@ def _load_over_range(
     plan: PlanFile, over: RangeFacts, model: nn.Module, loss_fn: LossFunction | None, *,
     audit: bool = True,
 ) -> RangedModule:  # fmt: skip
-    """Rewrite `model` to a kept plan for a range, which fits it. Nothing is measured or solved.
-
-    Raises
-    ------
-    PlanError : the plan was edited; or the model has other values, or values of other sizes.
-    """
+    # The file may have been edited: each member is judged anew.
     evaluate_family(over)
     with under_autocast(plan.autocast):
         recipe = recipe_from(plan, loss_fn, resolved_device(None, model))
         traced = trace_recipe(model, dataclasses.replace(recipe, signature=_ranged(plan, over)))
         found = ranged_graph_of(traced, lambda one: one.graph)
     known = over.graph
+    # The schedules were judged with the sizes in the file.
     if (found.extents, found.batch_bytes) != (known.extents, known.batch_bytes):
         raise PlanError(
             f"the plan does not fit: values of {plan.model} have other sizes than those that it "
             "was made for. Make it again with remat.rematerialize(..., dynamic=...)"
         )
+    # As a capture does: `rewrite` looks the recipe up by this hash.
     keep_recipe(model, over.family.traced_hash, traced.recipe)
     return make_ranged(model, over.family, traced, over.graph, audit=of_steps(audit))
 
 
 def _ranged(plan: PlanFile, over: RangeFacts) -> RangedSignature:
-    """The signature of the batches of a kept range.
-
-    Raises
-    ------
-    PlanError : the places in the file are not those of its batch.
-    """
     plain = signature_from(plan.batch)
     batch = plain.example(FakeTensorMode())
     leaves = pytree.tree_leaves(batch)
@@ -237,6 +210,7 @@ def _ranged(plan: PlanFile, over: RangeFacts) -> RangedSignature:
         sizes = {one.symbol: leaves[one.leaf].shape[one.dim] for one in over.places}
         hints = {symbol.name: sizes[symbol.name] for symbol in symbols}
         return RangedSignature(batch, symbols, over.places, hints)
+    # The places in the file are not those of its batch.
     except (IndexError, AttributeError, KeyError, CaptureError) as error:
         raise PlanError(f"the range in the plan file cannot be read ({error})") from error
 
@@ -269,7 +243,7 @@ def plan_of(module: nn.Module) -> PlanFile:
     )
 
 
-def load(
+def load_plan(
     plan: PlanFile | str | Path,
     model: nn.Module,
     args: tuple[Any, ...] | None = None,

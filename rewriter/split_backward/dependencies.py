@@ -24,18 +24,10 @@ Storage = tuple[fx.Node, int]
 
 
 class Dependencies:
-    """The order that parts of a graph must keep.
+    """The order that parts of a graph of eager's ops, as `emit` writes it, must keep.
 
-    Parameters
-    ----------
-    graph : of eager's ops, or of views of them, as `emit` writes it.
-
-    Attributes
-    ----------
-    storages : by node, the storages that its results have; of a node with several results, all.
-    touched : by node, the storages that it reads or writes. A view touches none.
-    written : by node, the storages that it writes to.
-    before : by node, those that run before it. Marks of gradients are left out.
+    By node: `storages` of all its results, those that it reads or writes (`touched`, none of a
+    view) or writes to, and the nodes that run `before` it. Marks of gradients are left out.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -50,7 +42,6 @@ class Dependencies:
         self._note_order(nodes)
 
     def bytes_of(self, storage: Storage) -> int:
-        """Size of a storage; 0 of what is no tensor."""
         node, place = storage
         tensors = tensors_of(node)
         tensor = tensors[place] if place < len(tensors) else None
@@ -73,10 +64,10 @@ class Dependencies:
         self.touched[node] = frozenset() if is_look else read
 
     def _of_placeholder(self, node: fx.Node) -> frozenset[Storage]:
-        """Two inputs may be of one storage."""
         value = node.meta.get("val")
         if not isinstance(value, Tensor):
             return frozenset([(node, 0)])
+        # Two inputs may be of one storage.
         return frozenset([self._of_input.setdefault(storage_key(value), (node, 0))])
 
     def _picked(self, node: fx.Node) -> frozenset[Storage]:
@@ -86,7 +77,7 @@ class Dependencies:
         return frozenset([one]) if one in self.storages[source] else self.storages[source]
 
     def _made(self, node: fx.Node) -> frozenset[Storage]:
-        """New storages, but where a result is an argument's although no schema says so."""
+        # A result may be an argument's storage although no schema says so.
         known = {
             storage_key(tensor): self.storages[argument]
             for argument in node.all_input_nodes
@@ -100,13 +91,13 @@ class Dependencies:
         return frozenset(found)
 
     def _by_schema(self, node: fx.Node) -> tuple[frozenset[Storage], frozenset[Storage]]:
-        """What results are views of, and what is written to."""
         aliased, written = set[Storage](), set[Storage]()
         if node.op != "call_function":
             return frozenset(), frozenset()
         if node.target is draw_noting:
             state = node.args[0]
             assert isinstance(state, fx.Node)
+            # `draw_noting` writes a note into the state.
             written |= self.storages[state]
         target, args = drawn(node)
         schema = getattr(target, "_schema", None)
@@ -132,6 +123,7 @@ class Dependencies:
         for node in nodes:
             found = dict.fromkeys(node.all_input_nodes)
             for storage in storages_in_order(self.touched[node] & changing):
+                # A read and a write of one storage stay in their order, and so do two writes.
                 found |= dict.fromkeys(writers[storage])
                 if storage in self.written[node]:
                     found |= dict.fromkeys(readers[storage])
@@ -142,32 +134,26 @@ class Dependencies:
 
 
 def storages_in_order(storages: frozenset[Storage]) -> list[Storage]:
-    """Storages in an order that is the same in any process."""
+    # A frozenset has another order in each process.
     return sorted(storages, key=lambda one: (one[0].name, one[1]))
 
 
 def is_heavy(node: fx.Node) -> bool:
-    """Whether an op is one of those that models spend their time in: products, convolutions."""
+    # Products and convolutions, in which models spend their time, have a formula of flops.
     packet = getattr(drawn(node)[0], "overloadpacket", None) if node.op == "call_function" else None
     return isinstance(packet, OpOverloadPacket) and packet in flop_registry
 
 
 def is_mark(node: fx.Node) -> bool:
-    """Whether the node only says that gradients are final."""
     return node.op == "call_function" and node.target is release_gradients
-
-
-# How many bytes each part of a split backward has live at once, as its code frees them.
 
 
 @dataclass(frozen=True)
 class SplitBytes:
     """Of one microbatch in one block, parameters apart, without workspaces of ops.
 
-    Attributes
-    ----------
-    inputs : the most in I, with all that backward is given. held : from I to W. weights : the most
-        in W, with what is held.
+    `inputs` is the most in I, with all that backward is given; `held` is held from I to W;
+    `weights` is the most in W, with what is held.
     """
 
     inputs: int
@@ -176,13 +162,9 @@ class SplitBytes:
 
 
 def most_live_bytes(part: fx.GraphModule, resident: Collection[str] = ()) -> int:
-    """The most that a part has live.
+    """The most that a part has live, where each storage is freed behind the last op that reads it.
 
-    Each storage is freed behind the last op that reads it, and results stay.
-
-    Parameters
-    ----------
-    part : I or W, as `split_graph` makes it. resident : names of inputs that cost nothing.
+    `part` is I or W of `split_graph`, `resident` the names of inputs that cost nothing.
     """
     facts = Dependencies(part.graph)
     free = {s for n in part.graph.nodes if _is_free(n, resident) for s in facts.storages[n]}
@@ -203,13 +185,10 @@ def _is_free(node: fx.Node, resident: Collection[str]) -> bool:
 
 
 def _last_uses(part: fx.GraphModule, facts: Dependencies) -> dict[Storage, int]:
-    """By storage, the place of the node that needs it last.
-
-    Results are needed to the end, but those that marks release, as W does with all.
-    """
     last: dict[Storage, int] = {}
     releases_gradients = bool(marks(part.graph))
     for place, node in enumerate(part.graph.nodes):
+        # Marks release gradients before the end, to which other results are needed.
         if node.op != "output" or not releases_gradients:
             last |= {s: place for one in node.all_input_nodes for s in facts.storages[one]}
     return last

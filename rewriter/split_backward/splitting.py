@@ -19,12 +19,7 @@ _WITHOUT = "or take a schedule without zero bubbles, such as 1F1B or Interleaved
 
 
 class SplitBackward:
-    """What a stage's `dw_builder` is, over the rewritten blocks of one module.
-
-    Attributes
-    ----------
-    live : by path of each block, what one microbatch has live in it.
-    """
+    """A stage's `dw_builder` over its rewritten blocks; `live` is a microbatch's bytes by path."""
 
     def __init__(self, blocks: dict[str, RematModule], codes: dict[str, SplitCode]) -> None:
         self._blocks = list(blocks.values())
@@ -41,12 +36,7 @@ class SplitBackward:
         return self._queue.take()
 
     def together(self) -> None:
-        """Let each backward run as a whole again.
-
-        Raises
-        ------
-        RewriteError : gradients of weights were not added yet.
-        """
+        """Let each backward run as a whole again; all gradients of weights must be added."""
         self._queue.require_taken("backward is to run as a whole again")
         for block in self._blocks:
             type(block)._remat_split = None
@@ -77,10 +67,12 @@ def split_backward(module: nn.Module) -> SplitBackward:
             f"no part of this {type(module).__name__} is rewritten, and torch splits the backward "
             "of eager modules itself: leave out dw_builder"
         )
+    # All refusals come before any block is changed.
     _refuse_shared(module, blocks)
     codes: dict[Any, SplitCode] = {}
     for path, block in blocks.items():
         _refuse_step(path, block)
+        # Blocks that are alike share a step, and so the code of both parts.
         key = id(block._remat_compiled_step)
         if key not in codes:
             codes[key] = SplitCode(_graphs(path, block), block._remat_guards.kind)
@@ -104,23 +96,23 @@ def _graphs(path: str, block: RematModule) -> SplitGraphs:
                 f"draws random numbers in backward ({node.target}), in an order that two parts "
                 "would change: rewrite its parts by themselves",
             )  # fmt: skip
+    # Parameters and buffers are the first inputs.
     n_state = len(block._remat_guards.names)
     weights = [place for place in step.gradients.needs if place < n_state]
     return split_graph(step.backward, weights, _resident(step.forward.graph, step, n_state))
 
 
 def _resident(forward: fx.Graph, step: Any, n_state: int) -> list[str]:
-    """Inputs of backward that are parameters and buffers themselves."""
     state = set(forward.find_nodes(op="placeholder")[:n_state])
     results: Any = forward.output_node().args[0]
     inputs = [n for n in step.backward.graph.nodes if n.op == "placeholder"]
     saved = [n for n in inputs if not str(n.target).startswith("tangents")]
+    # What forward saves comes last.
     kept = results[len(results) - len(saved) :]
     return [given.name for given, node in zip(saved, kept, strict=True) if node in state]
 
 
 def _refuse_step(path: str, block: RematModule) -> None:
-    """Raise `RewriteError` for a block whose backward cannot come in two parts."""
     step, schedule = block._remat_compiled_step, block._remat_schedule
     if block._remat_split is not None:
         raise _not_split(path, block, "is split already: use what the first call returned")
@@ -136,13 +128,14 @@ def _refuse_step(path: str, block: RematModule) -> None:
         raise _not_split(path, block, "was planned over DTensors: leave out tensor parallelism")
     if collectives_in(step.backward):
         raise _not_split(path, block, "has collectives in backward: rewrite what is between them")
+    # Beside a gradient for each input, backward returns what it writes to buffers.
     results: Any = step.backward.graph.output_node().args[0]
     if len(results) != len(step.forward.graph.find_nodes(op="placeholder")):
         raise _not_split(path, block, "writes to buffers in backward: rewrite what does not")
 
 
 def _refuse_shared(module: nn.Module, blocks: dict[str, RematModule]) -> None:
-    """Raise where a parameter is in two blocks or also outside: sums would be in another order."""
+    # A parameter of two blocks, or also outside, would be summed in another order.
     owners: dict[int, str] = {}
     for path, holder in _holders(module, blocks):
         for name, parameter in holder:
@@ -158,7 +151,6 @@ def _refuse_shared(module: nn.Module, blocks: dict[str, RematModule]) -> None:
 def _holders(
     module: nn.Module, blocks: dict[str, RematModule]
 ) -> Iterator[tuple[str, list[tuple[str, nn.Parameter]]]]:
-    """Each block, and then what is outside of all, with the parameters that it has."""
     inside: set[nn.Module] = set()
     for path, block in blocks.items():
         inside.update(block.modules())

@@ -22,14 +22,11 @@ from remat.rewriter.graphs.codegen import Boxed, compile_boxed, compile_in_steps
 from remat.rewriter.graphs.gradient_gates import ExpectedBackward
 from remat.rewriter.split_backward.dependencies import SplitBytes
 
-# Adds gradients to ``.grad`` as eager does: by autograd's own node of each parameter.
-#
-# So hooks on parameters run, a wrapper for ranks sees its gradients, sums are made in place, and
-# the first gradient becomes ``.grad`` itself where eager would take it.
-
 
 def _accumulate(parameters: Sequence[Tensor], gradients: list[Tensor]) -> None:
     """Add a gradient to each parameter; the list is empty afterwards."""
+    # By autograd's own node of each parameter: hooks run, a wrapper for ranks sees its gradients,
+    # sums are made in place, and the first gradient becomes .grad where eager would take it.
     with torch.enable_grad():
         root = _Given.apply(gradients, *parameters)
     torch.autograd.backward(root, root.detach())
@@ -50,21 +47,14 @@ class _Given(torch.autograd.Function):
         return None, *given
 
 
-# The two parts of a backward graph, apart from how they are cut: to run them needs no solver.
-
-
 @dataclass(frozen=True)
 class SplitGraphs:
-    """The two parts of a backward graph.
+    """The two parts of a backward graph. To run them needs no solver, unlike to cut them.
 
-    Attributes
-    ----------
-    inputs : I. It takes what backward takes, and returns backward's results, None in the places of
-        weights, then what it carries to W.
-    weights : W. It takes what is carried, and releases gradients where the graph has marks.
-    n_results : of backward. places : of the results that W makes.
-    live : bytes of both, of one microbatch.
-    reads_tangents : whether W reads a gradient that backward is given.
+    `inputs` (I) takes what backward takes, and returns backward's `n_results`, None in the `places`
+    of weights, then what it carries to W. `weights` (W) takes that, and releases gradients where
+    the graph has marks. `live` are bytes of both, of one microbatch. `reads_tangents` says that W
+    reads a gradient that backward is given.
     """
 
     inputs: fx.GraphModule
@@ -79,13 +69,6 @@ _expected: ExpectedBackward[SplitRun] = ExpectedBackward()
 
 
 class SplitCode:
-    """The code of both parts of one compiled step. Blocks that are alike share it.
-
-    Parameters
-    ----------
-    kind : what messages call the module.
-    """
-
     def __init__(self, graphs: SplitGraphs, kind: str) -> None:
         self.graphs, self.kind = graphs, kind
         self.run_inputs: Boxed = compile_boxed(graphs.inputs, None)
@@ -95,9 +78,7 @@ class SplitCode:
 class SplitRun:
     """One forward whose backward comes in two parts, each time that a pass comes to it.
 
-    Parameters
-    ----------
-    state : parameters and buffers that the step reads. leave : is given what waits after I.
+    `state` is the parameters and buffers that the step reads; `leave` is given what waits after I.
     """
 
     def __init__(
@@ -109,24 +90,23 @@ class SplitRun:
         self._sink: Any = None
 
     def as_inputs(self, state: Sequence[Tensor]) -> list[Tensor]:
-        """The state for the compiled step: each parameter as a leaf of its own."""
         passed = list(state)
         for place, parameter in self.parameters.items():
+            # A leaf of its own, whose node tells whether a pass adds to .grad.
             passed[place] = parameter.detach().requires_grad_()
             self._sink = get_gradient_edge(passed[place]).node
         return passed
 
     def expect(self, unreached: Sequence[int]) -> None:
-        """Backward comes next in this thread; these places get no gradient."""
         self.unreached = frozenset(unreached)
         _expected.expect(self)
 
     def inputs(self, given: list[Any]) -> list[Any]:
-        """I: the results of backward, without gradients of weights."""
         taken = [_detached(one) for one in given]
         given.clear()
         results = self.code.run_inputs(taken)
         n_results = self.code.graphs.n_results
+        # A pass that wants gradients of inputs alone leaves nothing to wait for.
         if self._sink is not None and will_execute_node(self._sink):
             wanted = {p: t for p, t in self.parameters.items() if p not in self.unreached}
             self.leave(_Waiting(self.code, wanted, list(results[n_results:])))
@@ -134,24 +114,13 @@ class SplitRun:
 
 
 class _Waiting:
-    """W of one microbatch, which is still to run.
-
-    Parameters
-    ----------
-    parameters : by the places of their gradients. carried : what I has left.
-    """
+    """W of one microbatch, which is still to run; `parameters` by the places of their gradients."""
 
     def __init__(self, code: SplitCode, parameters: dict[int, Tensor], carried: list[Any]) -> None:
         self.code, self.parameters, self.carried = code, parameters, carried
         self._versions = [_version(one) for one in carried]
 
     def finish(self) -> None:
-        """Add the gradients of the weights, each as soon as it is final.
-
-        Raises
-        ------
-        RewriteError : what W reads was written to since.
-        """
         if [_version(one) for one in self.carried] != self._versions:
             raise RewriteError(
                 f"a tensor that backward of the rewritten {self.code.kind} reads was changed in "
@@ -160,6 +129,7 @@ class _Waiting:
         assert self.code.run_weights is not None
         for places, gradients in self.code.run_weights(self.carried):
             found = {p: g for p, g in zip(places, gradients, strict=True) if p in self.parameters}
+            # The generator holds this list.
             gradients.clear()
             if found:
                 parameters = [self.parameters[place] for place in found]
@@ -167,8 +137,6 @@ class _Waiting:
 
 
 def in_parts(whole: Boxed) -> Boxed:
-    """The backward of a compiled step: all of it at once, but where two parts are expected."""
-
     def backward(taken: list[Any]) -> Any:
         run = _expected.take()
         return whole(taken) if run is None else run.inputs(taken)
@@ -178,7 +146,7 @@ def in_parts(whole: Boxed) -> Boxed:
 
 
 def _detached(one: Any) -> Any:
-    """A saved input of a forward knows the graph before it, which need not live until W."""
+    # A saved input of a forward knows the graph before it, which need not live until W.
     return one.detach() if isinstance(one, Tensor) and one.requires_grad else one
 
 
@@ -187,27 +155,22 @@ def _version(one: Any) -> int:
 
 
 def _emptied(found: dict[int, Tensor]) -> list[Tensor]:
-    """The gradients, which nobody else holds any more: autograd then need not copy them."""
+    # Nobody else then holds the gradients, so autograd need not copy them.
     gradients = list(found.values())
     found.clear()
     return gradients
 
 
-# What waits between the two parts of backward, over the rewritten blocks of one stage.
-
-
 class WeightsQueue:
-    """W of the blocks whose backward has run, until a runner takes it."""
+    """W of the blocks of one stage whose backward has run, until a runner takes it."""
 
     def __init__(self) -> None:
         self._left: list[_Waiting] = []
 
     def leave(self, waiting: _Waiting) -> None:
-        """Keep what waits until it is taken."""
         self._left.append(waiting)
 
     def take(self) -> Callable[[], None]:
-        """What runs W of all that waits now, once."""
         left, self._left = self._left, []
 
         def finish() -> None:
@@ -229,22 +192,10 @@ class WeightsQueue:
 
 
 class StepSplit:
-    """How one rewritten block begins a forward whose backward is split."""
-
     def __init__(self, code: SplitCode, queue: WeightsQueue) -> None:
         self.code, self.queue = code, queue
 
     def begin(self, state: list[Tensor], used: list[Tensor]) -> tuple[list[Tensor], SplitRun]:
-        """The state for the compiled step, and what its backward is told to be.
-
-        Parameters
-        ----------
-        state : parameters and buffers. used : the same, without those that get no gradient.
-
-        Raises
-        ------
-        RewriteError : gradients of an earlier backward were not added, or DDP runs around it.
-        """
         if active_ddp_module() is not None:
             raise RewriteError(
                 f"DistributedDataParallel would reduce the gradients of {self.code.kind} before "

@@ -29,8 +29,6 @@ from remat.rewriter.split_backward.dependencies import (
 )
 from remat.rewriter.split_backward.waiting import SplitGraphs
 
-# Which light ops run with the gradients of inputs, so that the least is held for those of weights.
-#
 # Ops that the gradients of inputs do not need may run in either part. A cast to half precision, a
 # mask that is applied, the sum of a bias: run early, what they make is held in place of what they
 # read. Products and convolutions stay late, since to have them later is what the parts are for.
@@ -54,22 +52,18 @@ def _ops_run_early(
 ) -> set[fx.Node]:
     """`early`, and the ops that join them for the least bytes held between the two parts.
 
-    Parameters
-    ----------
-    nodes : inputs and ops of the graph. early : that run early in any case, inputs among them, with
-        all that runs before them.
-    late_results : gradients of weights, which are given away late.
-    resident : storages that cost nothing to hold.
+    `early` run early in any case, inputs among them, with all that runs before them. `late_results`
+    are gradients of weights, which are given away late; `resident` storages cost nothing to hold.
     """
     flow = cast("Any", max_flow.SimpleMaxFlow())
-    place = {node: i for i, node in enumerate(nodes, start=2)}
+    place = {node: i for i, node in enumerate(nodes, start=2)}  # 0 and 1 are the ends
     held = _Held(nodes, dependencies, late_results)
     sizes = {s: 0 if s in resident else dependencies.bytes_of(s) for s in held.readers}
-    unlimited = sum(sizes.values()) + 1
+    unlimited = sum(sizes.values()) + 1  # no least cut has such an arc
     for node in nodes:
         if node in early:
             flow.add_arc_with_capacity(_SOURCE, place[node], unlimited)
-        elif is_heavy(node):
+        elif is_heavy(node):  # having these late is what the parts are for
             flow.add_arc_with_capacity(place[node], _SINK, unlimited)
         for first in dependencies.before[node]:
             flow.add_arc_with_capacity(place[node], place[first], unlimited)
@@ -78,6 +72,7 @@ def _ops_run_early(
         for reader in readers:
             flow.add_arc_with_capacity(i, _SINK if reader is None else place[reader], unlimited)
     flow.solve(_SOURCE, _SINK)
+    # Of several least cuts, the one nearest the source has the fewest ops early.
     found = set(cast("list[int]", flow.get_source_side_min_cut()))
     return {node for node in nodes if place[node] in found}
 
@@ -112,13 +107,10 @@ class _LateGradient:
 def split_graph(
     backward: fx.GraphModule, weights: Collection[int], resident: Collection[str] = ()
 ) -> SplitGraphs:
-    """Cut a backward graph.
+    """Cut a backward graph, as `emit` writes it, into I and W.
 
-    Parameters
-    ----------
-    backward : as `emit` writes it. Marks of gradients that are released are not heeded.
-    weights : places of results that are gradients of weights.
-    resident : names of its inputs that are parameters or buffers, which cost nothing to hold.
+    `weights` are places of results that are gradients of weights, `resident` names of its inputs
+    that are parameters or buffers, which cost nothing to hold.
     """
     return _BackwardCut(backward, weights, resident).graphs()
 
@@ -164,7 +156,6 @@ class _BackwardCut:
         )
 
     def _early(self) -> set[fx.Node]:
-        """What runs with I."""
         given = [r for r in self.given if isinstance(r, fx.Node)]
         needed = self._needed_by(given) | self._closure(self.inputs)
         late_results = [self.results[place] for place in self.weights]
@@ -173,7 +164,6 @@ class _BackwardCut:
         return early | {n for n in self.nodes if is_getitem(n) and n.args[0] in early}
 
     def _late(self, early: set[fx.Node]) -> list[_LateGradient]:
-        """The gradients of weights, in the order in which backward has them."""
         places: dict[fx.Node, list[int]] = {}
         for place in self.weights:
             places.setdefault(self.results[place], []).append(place)
@@ -190,7 +180,7 @@ class _BackwardCut:
         return sorted(nodes, key=self.order.__getitem__)
 
     def _made_at(self, node: fx.Node) -> tuple[int, int]:
-        """Where the storage of a node is made; views of it may come much later."""
+        # Where the storage is made: views of it may come much later.
         makers = (self.order[maker] for maker, _ in self.facts.storages[node])
         return max(makers), self.order[node]
 
@@ -204,7 +194,6 @@ class _BackwardCut:
         return self._closure([*results, *writers])
 
     def _closure(self, ends: Iterable[fx.Node]) -> set[fx.Node]:
-        """`ends`, and all that runs before them."""
         found: set[fx.Node] = set()
         waiting = list(ends)
         while waiting:
@@ -230,7 +219,6 @@ class _BackwardCut:
         constants: Sequence[fx.Node],
         late: Sequence[_LateGradient],
     ) -> fx.GraphModule:
-        """W, in which a gradient is marked right after the op that makes it final."""
         graph = fx.Graph()
         copies = {node: placeholder_like(graph, node.name, node) for node in carried}
         for node in self._in_order(constants):
@@ -245,6 +233,7 @@ class _BackwardCut:
             if not lent.isdisjoint(self.facts.storages[one.result]):
                 final = graph.call_function(torch.ops.aten.clone.default, (final,))
                 final.meta = one.result.meta | {"val": one.result.meta["val"].clone()}
+            # Right after the op that makes it final.
             graph.call_function(release_gradients, (one.places, (final,) * len(one.places)))
             for place in one.places:
                 results[place] = final

@@ -26,46 +26,28 @@ from remat.graph_capture.spill_files import File, Folder, host_folder
 from remat.rewriter.tiers.handles import StorageView, Store, handle_of, store_of
 from remat.schedules.schedule import Fetch, Free, Offload, Schedule
 
-# Copies by plain threads, one a link, each in the order in which copies are begun.
-#
-# Four things go wrong easily here. A thread that is the last to let go of a tensor frees it late,
-# where no profiler looks, so a copy gets its tensors in a list that is emptied before anybody hears
-# of its end. An error that is raised as the thread has caught it holds frames, frames hold handles,
-# and these hold files, in a circle that Python's collector does not see through a tensor, so each
-# wait raises an error of its own. A thread that is no daemon keeps a process alive. And one that
-# Python ends while it is in torch's C++ aborts the process, so all are ended before Python's end.
-
-
 _Work = Callable[..., None]
 
 
 class PendingCopy:
-    """A copy that has begun."""
-
     def __init__(self) -> None:
         self._ended = threading.Event()
         self._error: BaseException | None = None
 
     def wait(self) -> None:
-        """Wait for its end.
-
-        Raises
-        ------
-        TierError : it has failed; the cause is what it raised.
-        """
         self._ended.wait()
         if self._error is not None:
+            # An error of its own: the thread's holds frames, these hold handles and these files, in
+            # a circle that Python's collector does not see through a tensor.
             raise TierError(
                 f"a value could not be copied between tiers of memory: {self._error}. Nothing of "
                 "this step is kept; the module can train on"
             ) from self._error
 
     def settle(self) -> None:
-        """Wait for its end, whatever came of it."""
         self._ended.wait()
 
     def carry_out(self, work: _Work, given: list[Any], after: PendingCopy | None) -> None:
-        """Do the work, unless what it reads has failed; called by the thread of a link."""
         try:
             if after is not None:
                 after.wait()
@@ -75,18 +57,19 @@ class PendingCopy:
             self._error = cause.with_traceback(None)
             cause.__context__ = None
         finally:
+            # Before anybody hears of the end: a thread that is the last to let go of a tensor frees
+            # it late, where no profiler looks.
             given.clear()
             self._ended.set()
 
     def drop(self, given: list[Any]) -> None:
-        """Have it failed before it began: the process ends."""
         self._error = InterruptedError("the process ends")
         given.clear()
         self._ended.set()
 
 
 class LinkThread:
-    """The thread of one link. It starts with the first copy, and ends with the process."""
+    """The thread of one link, which carries out copies in the order in which they begin."""
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[
@@ -94,25 +77,21 @@ class LinkThread:
         ]
         self._queue = queue.SimpleQueue()
         self._is_ending = False
+        # A thread that is no daemon keeps a process alive.
         self._thread = threading.Thread(target=self._run, name=f"remat-{name}", daemon=True)
         self._thread.start()
 
     def begin(self, work: _Work, given: list[Any], after: PendingCopy | None = None) -> PendingCopy:
-        """Begin ``work(*given)`` once all earlier copies of the link have ended, and `after`.
-
-        `given` is emptied before the copy ends.
-        """
+        """Begin ``work(*given)`` after all earlier copies of the link, and `after`."""
         copy = PendingCopy()
         self._queue.put((copy, work, given, after))
         return copy
 
     def end(self) -> None:
-        """End after the copy that is under way; those that have not begun fail."""
         self._is_ending = True
         self._queue.put(None)
 
     def join(self) -> None:
-        """Wait for its end."""
         self._thread.join()
 
     def _run(self) -> None:
@@ -130,17 +109,15 @@ _starting = threading.Lock()
 
 
 def link_thread(name: str) -> LinkThread:
-    """The thread of the link of that name; all plans of a process share it, as they do the link."""
-    with _starting:
+    with _starting:  # all plans of a process share a thread, as they do the link
         if name not in _threads:
             _threads[name] = LinkThread(name)
         return _threads[name]
 
 
 def _end_threads() -> None:
-    """A copy that is begun later, by another function of `atexit`, gets a thread of its own."""
     threads = list(_threads.values())
-    _threads.clear()
+    _threads.clear()  # a copy begun by a later function of atexit gets a new one
     for one in threads:
         one.end()
     for one in threads:
@@ -148,7 +125,7 @@ def _end_threads() -> None:
 
 
 def _forget_threads() -> None:
-    """A forked process has the threads of its parent in name only."""
+    # A forked process has the threads of its parent in name only, and the lock may be held.
     global _starting
     _starting = threading.Lock()
     _threads.clear()
@@ -156,14 +133,8 @@ def _forget_threads() -> None:
 
 if hasattr(os, "register_at_fork"):  # Windows has no fork
     os.register_at_fork(after_in_child=_forget_threads)
+# Python would end a daemon that is in torch's C++, which aborts the process.
 atexit.register(_end_threads)
-
-
-# Where each stay of a value on the host lies in one range of pinned memory.
-#
-# A stay is from the copy into the host to the step that drops it there. As stays are planned, so
-# are their places, each at a multiple of a page. Large ones are placed first, each as low as those
-# that share time with it allow: the order of Pisarchyk and Lee, 2020, arXiv 2001.03288.
 
 
 PAGE_BYTES = 4096
@@ -180,7 +151,6 @@ class HostPlaces:
     size_bytes: int = 0
 
     def of_step(self, index: int) -> int:
-        """The offset of the stay that begins at a step."""
         return self.offsets_bytes.get(index, 0)
 
 
@@ -192,9 +162,14 @@ class _Stay:
 
 
 def host_places(graph: TrainingGraph, schedule: Schedule) -> HostPlaces:
-    """Places for all stays of a schedule's values on the host."""
+    """Places in one range of pinned memory for all stays of a schedule's values on the host.
+
+    A stay is from the copy into the host to the step that drops it there.
+    """
     stays = _stays(graph, schedule)
     placed: list[tuple[_Stay, int]] = []
+    # Large ones first, each as low as it can: the order of Pisarchyk and Lee, 2020, arXiv
+    # 2001.03288.
     for stay in sorted(stays, key=lambda one: (-one.size_bytes, one.start)):
         placed.append((stay, _lowest(stay, placed)))
     return HostPlaces(
@@ -245,12 +220,9 @@ class FileOf:
 
 
 class FileTier:
-    """The tiers of one plan for a CPU.
+    """The tiers of one plan for a CPU; of each, the most bytes that a step keeps there.
 
-    Parameters
-    ----------
-    host_bytes, nvme_bytes : the most that a step keeps in each.
-    nvme_path : the folder of NVMe; empty for that of the host tier.
+    `nvme_path` is the folder of NVMe; empty for that of the host tier.
     """
 
     def __init__(self, host_bytes: int, nvme_bytes: int, nvme_path: str) -> None:
@@ -258,32 +230,29 @@ class FileTier:
         self._host = Folder(host_folder(), "host")
         self._nvme = Folder(nvme_path, "nvme") if nvme_path and nvme_bytes else self._host
         self._needs = [(self._host, host_bytes), (self._nvme, nvme_bytes)]
+        # One folder needs room for both.
         if self._nvme is self._host:
             self._needs = [(self._host, host_bytes + nvme_bytes)]
 
     @property
     def folders(self) -> dict[TierName, Folder]:
-        """Where the files of each tier below the device are made."""
         return {"host": self._host, "nvme": self._nvme}
 
     def require_room(self) -> None:
-        """As of `TierCopies`. What other steps take meanwhile is not known."""
+        # What other steps take meanwhile is not known.
         for folder, size_bytes in self._needs:
             folder.require_room(size_bytes)
 
     def offload(self, x: Tensor, place_bytes: int) -> Tensor:
-        """As of `TierCopies`; files have no places."""
         shown, kept = StorageView.of(x), FileOf()
         kept.copied = link_thread("d2h").begin(_fill_from_memory, [self._host, kept, x, shown])
         return handle_of(Store(shown, kept))
 
     def leave(self, handle: Tensor, x: Tensor) -> Tensor:
-        """As of `TierCopies`."""
         store_of(handle).kept.copied.wait()
         return handle
 
     def fetch(self, handle: Tensor) -> _Pending:
-        """As of `TierCopies`."""
         store = store_of(handle)
         whole = torch.empty(store.shown.size_bytes, dtype=torch.uint8)
         x = store.shown.over(whole)
@@ -291,17 +260,14 @@ class FileTier:
         return x, link_thread("h2d").begin(_fill_memory, [kept, whole], kept.copied)
 
     def arrive(self, pending: _Pending) -> Tensor:
-        """As of `TierCopies`."""
         x, copy = pending
         copy.wait()
         return x
 
     def write(self, handle: Tensor) -> Tensor:
-        """As of `TierCopies`."""
         return self._to_folder(handle, self._nvme, "write")
 
     def read(self, handle: Tensor, place_bytes: int) -> Tensor:
-        """As of `TierCopies`; files have no places."""
         return self._to_folder(handle, self._host, "read")
 
     def _to_folder(self, handle: Tensor, folder: Folder, link: str) -> Tensor:

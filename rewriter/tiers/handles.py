@@ -31,7 +31,6 @@ class StorageView:
 
     @classmethod
     def of(cls, x: Tensor) -> Self:
-        """Of `x`."""
         return cls(
             tuple(x.size()),
             tuple(x.stride()),
@@ -41,7 +40,6 @@ class StorageView:
         )
 
     def over(self, whole: Tensor) -> Tensor:
-        """The tensor that shows the storage of `whole` so."""
         x = torch.empty(0, dtype=self.dtype, device=whole.device)
         return x.set_(whole.untyped_storage(), self.offset, self.size, self.stride)
 
@@ -60,11 +58,11 @@ _ended: deque[Finalizer[int]] = deque()
 
 
 def handle_of(store: Store) -> Tensor:
-    """A tensor that keeps `store` alive: uint8, of shape (8,)."""
     while _ended:
         gone = _ended.popleft()
         if _stores.get(gone.fact) is gone:  # else another has the address by now
             del _stores[gone.fact]
+    # It shares the store's memory, and so keeps the store alive.
     handle = torch.frombuffer(store, dtype=torch.uint8)
     address = handle.untyped_storage().data_ptr()
     _stores[address] = Finalizer(store, _ended.append, address)
@@ -72,7 +70,6 @@ def handle_of(store: Store) -> Tensor:
 
 
 def store_of(handle: Tensor) -> Store:
-    """The store that `handle` keeps alive."""
     store = _stores[handle.untyped_storage().data_ptr()]()
     assert isinstance(store, Store)
     return store

@@ -28,15 +28,6 @@ from remat.graph_capture.spill_files import File, Finalizer, Folder, host_folder
 from remat.rewriter.tiers.file_tier import FileOf, HostPlaces, PendingCopy, link_thread
 from remat.rewriter.tiers.handles import StorageView, Store, handle_of, store_of
 
-# Pinned memory of the host: one planned range a plan, whose parts handles take in turn.
-#
-# A part is taken again once the copies of its former tenant are over, which the next copy into it
-# waits for. Where a part is still held, as while a second forward is in flight or a graph is
-# retained, the whole range is there once more; it stays for the steps that follow.
-#
-# A range is registered with the driver, and not asked of torch, which rounds up to a power of two.
-
-
 _PORTABLE = 1
 """``cudaHostRegisterPortable``: pinned for all devices of the process."""
 
@@ -49,7 +40,7 @@ class _Uses:
     copies: list[PendingCopy] = field(default_factory=list[PendingCopy])
 
     def settle(self) -> None:
-        """Wait for the copies by threads; streams wait for the events."""
+        # Streams wait for the events.
         for copy in self.copies:
             copy.settle()
         self.copies.clear()
@@ -57,37 +48,24 @@ class _Uses:
 
 @dataclass(frozen=True)
 class _Taken:
-    """The bytes from `start` to `end` of a range, and what uses them."""
-
     start: int
     end: int
     uses: _Uses
 
     def meets(self, other: _Taken) -> bool:
-        """Whether both have a byte."""
         return other.start < self.end and self.start < other.end
 
     def covers(self, other: _Taken) -> bool:
-        """Whether all bytes of the other are its own."""
         return self.start <= other.start and other.end <= self.end
 
 
 @dataclass(eq=False)
 class _Part:
-    """Some bytes of a range, as long as one handle has them."""
-
     memory: Tensor
     uses: _Uses
 
 
 class _Range:
-    """Pinned memory of that size.
-
-    Raises
-    ------
-    TierError : the system does not have it, or does not pin it.
-    """
-
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = max(size_bytes, mmap.PAGESIZE)
         self.memory = pinned(self.size_bytes)
@@ -105,6 +83,7 @@ class _Range:
         wanted = _Taken(start, end, _Uses())
         if end > self.size_bytes or any(wanted.meets(one.fact) for one in self.live):
             return None
+        # The next copy into a part waits for the copies of its former tenants.
         for former in filter(wanted.meets, self.former):
             wanted.uses.events += former.uses.events
             wanted.uses.copies += former.uses.copies
@@ -115,7 +94,7 @@ class _Range:
 
 
 class _PinnedRanges:
-    """The ranges of one plan; the first is enough for steps that follow each other."""
+    """The ranges of one plan, whose parts handles take in turn; mostly one is enough."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -123,19 +102,19 @@ class _PinnedRanges:
         self._taking = threading.Lock()
 
     def require(self) -> None:
-        """Pin the first range, if it is not there yet."""
         with self._taking:
             if not self.ranges:
                 self.ranges.append(_Range(self.size_bytes))
 
     def take(self, start: int, size_bytes: int) -> _Part:
-        """That part of the first range in which it is free."""
         end = start + size_bytes
         with self._taking:
             for one in self.ranges:
                 part = one.take(start, end)
                 if part is not None:
                     return part
+            # A part is still held, as while a second forward is in flight or a graph is retained:
+            # the range is there once more, and stays for the steps that follow.
             self.ranges.append(_Range(max(self.size_bytes, end)))
             part = self.ranges[-1].take(start, end)
             assert part is not None
@@ -143,21 +122,20 @@ class _PinnedRanges:
 
 
 class _Mapping(mmap.mmap):
-    """Memory that is given back to the driver before it is given back to the system.
-
-    `weakref.finalize` would be too late: a mapping ends before it tells of its end.
-    """
+    """Memory that is given back to the driver before it is given back to the system."""
 
     address = 0
     unregister: Any = None
 
     def __del__(self) -> None:
+        # `weakref.finalize` would be too late: a mapping ends before it tells of its end.
         if self.unregister is not None:
             self.unregister(self.address)
 
 
 def pinned(size_bytes: int) -> Tensor:
     """A uint8 tensor of new pinned memory, which is given back when nothing holds it."""
+    # Registered with the driver, as torch's pinned memory rounds up to a power of two.
     try:
         memory = _Mapping(-1, size_bytes)
     except OSError as error:
@@ -200,31 +178,18 @@ class _Kept:
 
 
 class Arriving:
-    """A tensor that a stream still fills.
-
-    If it is dropped before it has arrived, as where backward fails, the computing stream waits for
-    the copy all the same: the block may be another tensor's next.
-    """
-
     def __init__(self, x: Tensor, copied: Any, computing: Any) -> None:
         self.x, self.copied, self.computing = x, copied, computing
 
     def __del__(self) -> None:
+        # Dropped before it has arrived, as where backward fails: the block may be another tensor's
+        # next.
         if self.copied is not None:
             self.computing.wait_event(self.copied)
 
 
 class StreamTier:
-    """The tiers of one plan for a CUDA device.
-
-    Parameters
-    ----------
-    device : such as ``cuda:0``. places : of values on the host. nvme_bytes : the most kept there.
-
-    Raises
-    ------
-    TierError : the places need more than the host's room, though the values alone do not.
-    """
+    """The tiers of one plan for a CUDA device; `TierError` if the places exceed the host's room."""
 
     def __init__(self, device: str, places: HostPlaces, links: Links, nvme_bytes: int) -> None:
         if places.size_bytes > links.host_bytes:
@@ -239,56 +204,57 @@ class StreamTier:
         self._nvme = Folder(folder, "nvme") if nvme_bytes else None
 
     def require_room(self) -> None:
-        """As of `TierCopies`: pinned memory is taken before the first step."""
+        # Before the first step: pinning takes time, and may fail.
         self._ranges.require()
         if self._nvme is not None:
             self._nvme.require_room(self._nvme_bytes)
 
     def offload(self, x: Tensor, place_bytes: int) -> Tensor:
-        """As of `TierCopies`."""
         shown = StorageView.of(x)
         if x.device != self.device:
             return handle_of(Store(shown, _Kept(x)))
         part = self._ranges.take(place_bytes, shown.size_bytes)
         part.uses.settle()
         way = side_stream(str(self.device), "d2h")
+        # What the computing stream has been given so far makes the value.
         way.wait_event(self._computing().record_event())
         copied = self._queued(way, part.uses, part.memory, _whole(x, shown.size_bytes))
         part.uses.events[:] = [copied]
         return handle_of(Store(shown, _PinnedCopy(part, copied)))
 
     def leave(self, handle: Tensor, x: Tensor) -> Tensor:
-        """As of `TierCopies`: the computing stream waits, the host does not."""
         kept = store_of(handle).kept
         if isinstance(kept, _PinnedCopy) and kept.copied is not None:
+            # The computing stream waits, the host does not. Then the allocator may give the block
+            # away.
             self._computing().wait_event(kept.copied)
         return handle
 
     def fetch(self, handle: Tensor) -> Arriving:
-        """As of `TierCopies`."""
         store = store_of(handle)
         if isinstance(store.kept, _Kept):
             return Arriving(store.kept.x, None, None)
         kept: _PinnedCopy = store.kept
         if kept.read is not None:
+            # A copy to the device can be queued only once the bytes are on the host.
             kept.read.wait()
         whole = compute_memory(store.shown.size_bytes, self.device)
         computing, way = self._computing(), side_stream(str(self.device), "h2d")
+        # The block may be a former tensor's, which the computing stream still reads.
         way.wait_event(computing.record_event())
         source = _Uses() if kept.copied is None else _Uses([kept.copied])
         copied = self._queued(way, source, whole, kept.part.memory)
+        # The part's next tenant must not write before this has read.
         kept.part.uses.events.append(copied)
         return Arriving(store.shown.over(whole), copied, computing)
 
     def arrive(self, pending: Arriving) -> Tensor:
-        """As of `TierCopies`: the computing stream waits, the host does not."""
         if pending.copied is not None:
             self._computing().wait_event(pending.copied)
             pending.copied = None
         return pending.x
 
     def write(self, handle: Tensor) -> Tensor:
-        """As of `TierCopies`."""
         store = store_of(handle)
         if isinstance(store.kept, _Kept):
             return handle
@@ -300,7 +266,6 @@ class StreamTier:
         return handle_of(Store(store.shown, kept))
 
     def read(self, handle: Tensor, place_bytes: int) -> Tensor:
-        """As of `TierCopies`."""
         store = store_of(handle)
         if isinstance(store.kept, _Kept):
             return handle
@@ -315,7 +280,6 @@ class StreamTier:
         return torch.cuda.current_stream(self.device)
 
     def _queued(self, way: Any, after: _Uses, target: Tensor, source: Tensor) -> Any:
-        """Queue a copy on a side stream, after events; the event of its end."""
         for event in after.events:
             way.wait_event(event)
         queue_copy(way, target, source)
@@ -324,23 +288,20 @@ class StreamTier:
 
 @functools.cache
 def side_stream(device: str, link: str) -> Any:
-    """The stream of one link of a device; all plans of a process share it, as they do the link."""
+    # All plans of a process share it, as they do the link.
     return torch.cuda.Stream(device)
 
 
 def compute_memory(size_bytes: int, device: torch.device) -> Tensor:
-    """Memory of the computing stream."""
     return torch.empty(size_bytes, dtype=torch.uint8, device=device)
 
 
 def queue_copy(way: Any, target: Tensor, source: Tensor) -> None:
-    """Queue the copy of all bytes on a stream."""
     with torch.cuda.stream(way):
         target.copy_(source, non_blocking=True)
 
 
 def _whole(x: Tensor, size_bytes: int) -> Tensor:
-    """All bytes of the storage of `x`."""
     whole = torch.empty(0, dtype=torch.uint8, device=x.device)
     return whole.set_(x.untyped_storage(), 0, (size_bytes,), (1,))
 
@@ -356,6 +317,7 @@ def _write_file(folder: Folder, kept: FileOf, memory: Tensor, copied: Any) -> No
 def _read_file(kept: FileOf, memory: Tensor, before: _Uses) -> None:
     assert kept.file is not None
     for event in before.events:
+        # A thread writes this memory, so the host itself waits for what still reads it.
         event.synchronize()
     before.settle()
     kept.file.read_to(memory.data_ptr())

@@ -60,16 +60,7 @@ class TierCopies(Protocol):
 def tier_for(
     graph: TrainingGraph, schedule: Schedule, links: Links | None, found: Simulation
 ) -> TierCopies | None:
-    """The memory that a plan copies values to; None for a plan that copies nothing.
-
-    Parameters
-    ----------
-    found : what `simulate` says of the schedule with these links.
-
-    Raises
-    ------
-    TierError : a folder of it cannot be written, or has too little room.
-    """
+    """The memory that a plan copies values to, with room for a step; None if it copies none."""
     if not schedule.moves:
         return None
     if links is None:  # the simulator has refused it already
@@ -84,5 +75,6 @@ def tier_for(
         from remat.rewriter.tiers.file_tier import FileTier
 
         tier = FileTier(found.host_peak_bytes, found.nvme_peak_bytes, links.nvme_path)
+    # A lack of room shows when the module is made, not only in a step.
     tier.require_room()
     return tier

@@ -37,19 +37,13 @@ from remat.rewriter.user_module.unplanned import Unplanned
 from remat.schedules.plan import Prediction
 from remat.schedules.schedule import Schedule
 
-# Modules that share the user's state, every parameter, buffer and attribute, through one dict.
-
 
 class SharedState:
-    """What such modules have in common. Each instance has a class of its own.
+    """Shares every parameter, buffer and attribute with the user's module, through one dict.
 
-    A copy, deep or not, is made over a copy of the user's module. Pickling keeps the user's module,
-    the schedule and the recipe of the trace; reading traces anew. So a plan that another torch
-    would trace differently is refused there.
-
-    Class attributes
-    ----------------
-    original_module : the user's module, whose ``__dict__`` the instance has.
+    Each instance has a class of its own, whose `original_module` is the user's. Pickling keeps
+    that, the schedule and the recipe of the trace; reading traces anew, so a plan that another
+    torch would trace differently is refused there.
     """
 
     original_module: ClassVar[nn.Module]
@@ -71,7 +65,6 @@ class SharedState:
 
     @classmethod
     def _remat_run_original(cls, args: Any, kwargs: Any, target: Any) -> Any:
-        """The user's own forward, and the loss if there is a target."""
         output = cls._remat_original_module.forward(*args, **kwargs)
         result = output if target is None else apply_loss(cls._remat_loss_fn, output, target)
         if torch.is_grad_enabled():
@@ -85,7 +78,7 @@ class SharedState:
         return found
 
     def _remat_note(self, part: str) -> None:
-        """Somebody takes a part of this module, which may be called in place of the whole."""
+        # A part that is taken may be called in place of the whole, and be trained without the plan.
         if not torch.is_grad_enabled():
             return
         forward, module = replacement_of(self), self  # pyright: ignore
@@ -96,7 +89,7 @@ class SharedState:
 
     @classmethod
     def _remat_over(cls, model: nn.Module) -> Any:
-        """The same over a copy of the original module. Each kind of module says how."""
+        """The same over a copy of the original module."""
         raise NotImplementedError
 
     @classmethod
@@ -129,12 +122,7 @@ class SharedState:
 
 
 def original_of(model: nn.Module) -> nn.Module:
-    """The module that a planned one was made of, as a notebook cell that is run twice plans it.
-
-    Raises
-    ------
-    RewriteError : the planned module has become another since, which its original is not.
-    """
+    """The module that a planned one was made of: a notebook cell may be run twice."""
     while isinstance(model, SharedState):
         if replacement_of(model) is not None:
             raise RewriteError(
@@ -184,7 +172,7 @@ class RematModule(SharedState, fx.GraphModule):
     _remat_split: ClassVar[StepSplit | None] = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> RematModule:
-        """A plain instance: `GraphModule.__new__` would make another class for it."""
+        # `GraphModule.__new__` would make another class for it.
         return object.__new__(cls)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -219,7 +207,6 @@ class RematModule(SharedState, fx.GraphModule):
         return self._remat_updates.held_back()
 
     def _remat_train(self, batch: Any) -> Any:
-        """The step of a batch: (args, kwargs, target)."""
         if batch[2] is None and self._remat_guards.takes_target:
             raise RewriteError(
                 f"the loss is part of the rewritten {self._remat_guards.kind} and takes a "
@@ -233,6 +220,7 @@ class RematModule(SharedState, fx.GraphModule):
         guards.unsharded_parameters.require_fresh(self)
         state, leaves = guards.require(batch)
         if any(map(is_in_flight, leaves)):
+            # A collective may still write to these.
             leaves = wait_all(leaves)
             batch = guards.batches.tree(leaves)
         if step.floats and (unlike := step.floats.refresh()):
@@ -242,9 +230,10 @@ class RematModule(SharedState, fx.GraphModule):
             step.tier.require_room()
         audit = self._remat_audit
         seen = audit.begin(self, leaves) if audit else None
+        # AOTAutograd would give these zeros, where eager sets no gradient.
         used = [t.detach() if i in step.gradients.unused else t for i, t in enumerate(state)]
         running: Running | SplitRun | None = None
-        if is_order_noted():
+        if is_order_noted():  # DDP orders its buckets by this step
             if step.gradient_gates:
                 warn_of_own_order(guards.kind)
             else:
@@ -262,6 +251,7 @@ class RematModule(SharedState, fx.GraphModule):
         if step.mutated:
             output, tensors = output
             self._remat_set(step.mutated, tensors)
+        # What eager's forward sets at its first call alone.
         for one in step.initialised:
             one.put()
         if audit and seen and (names := audit.differing(self, seen, output)):
@@ -274,21 +264,17 @@ class RematModule(SharedState, fx.GraphModule):
         return output
 
     def _remat_set(self, attributes: tuple[MutatedAttribute, ...], tensors: list[Tensor]) -> None:
-        """What eager's forward sets on modules, from the results of this step."""
         for one in attributes:
             one.put(self._remat_guards.model.get_submodule(one.path), tensors[: one.tensors])
             tensors = tensors[one.tensors :]
 
     @classmethod
     def _remat_over(cls, model: nn.Module) -> RematModule:
-        """The same plan over a copy of the model.
-
-        The compiled step takes all state as arguments, so the copy shares it. If the graphs hold
-        tensors of the model, or its Python state is another one now, the copy is traced anew; so
-        it is where each step sets something that is not found by a path in the model.
-        """
         guards = cls._remat_guards
         is_own = guards.initialised or cls._remat_compiled_step.floats
+        # The compiled step takes all state as arguments, so a copy shares it; but not where the
+        # graphs hold tensors of the model, its Python state is another one now, or steps set what
+        # no path finds.
         if guards.constants or is_own or guards.python_state.first_change():
             make, (_, *given) = cls._remat_recipe_to_pickle()
             return make(model, *given)
@@ -359,15 +345,7 @@ def make_module(
     *,
     audit: Audits = "step",
 ) -> RematModule:
-    """A `RematModule` over `model`, which is an instance of the model's own class too.
-
-    Copies of it have parameters of their own, which no optimizer knows: they update nothing.
-
-    Parameters
-    ----------
-    audit : what of it is compared with the model's own forward now and then: nothing, the first
-        step, whole steps, or the forward of a part of a model.
-    """
+    """A `RematModule` over `model`, which is an instance of the model's own class too."""
     guards = Guards(
         model, recipe, python_state, step.initialised, step.forward, step.backward,
         tuple(step.gradients.written),
@@ -402,7 +380,7 @@ def make_module(
 def _recompute_inputs(
     model: nn.Module, step: CompiledStep, prediction: Prediction | None
 ) -> RecomputeInputs | None:
-    """What is compared between forward and backward; not of parameters that FSDP2 frees there."""
+    # FSDP2 frees parameters between forward and backward.
     if is_sharded_by_fsdp(model) or not (step.recompute_inputs or constants_of(step.backward)):
         return None
     return RecomputeInputs(step.recompute_inputs, prediction.time_us if prediction else 0.0)
@@ -418,28 +396,19 @@ def _restored(
     by_inductor: bool = False,
     audit: Audits = "step",
 ) -> RematModule:
-    """The module of a plan over a copy of the model that it was made for, traced anew.
-
-    Parameters
-    ----------
-    modes : by path, whether each module was in training mode at capture. The copy may be in eval
-        mode, and stays so.
-
-    Raises
-    ------
-    ScheduleError : the trace is not what the plan was made for, as under another torch.
-    """
+    """The module of a plan over a copy of its model, whose modules were in `modes`, traced anew."""
+    # The copy may be in eval mode, and stays so.
     with in_modes(model, modes):
         traced = trace_recipe(model, recipe)
         links = links_of(traced, costed)
         step = compile_step(traced, schedule, by_inductor=by_inductor, links=links)
+        # No updates: copies have parameters of their own, which no optimizer knows.
         known = (prediction, costed)
         return make_module(model, schedule, recipe, step, traced.python_state, *known, audit=audit)
 
 
 @contextlib.contextmanager
 def in_modes(model: nn.Module, modes: dict[str, bool]) -> Generator[None]:
-    """Modules in training mode or not, by their paths, meanwhile."""
     before = [(module, module.training) for module in model.modules()]
     try:
         for path, module in model.named_modules():

@@ -22,12 +22,7 @@ _TAKEN_BY = ("__getitem__", "__iter__")
 
 
 class _OwnForward:
-    """A descriptor, which Python finds before the instance's ``__dict__``, which is the user's too.
-
-    So a ``model.forward = ...`` that the user has set does not hide the plan. And a forward that a
-    trainer sets on the planned module, as Accelerate does for mixed precision, is not set on the
-    user's module, where the two would call each other without end.
-    """
+    """A descriptor, which Python finds before the instance's ``__dict__``, the user's too."""
 
     def __init__(self, function: _Forward) -> None:
         self.function = function
@@ -36,12 +31,15 @@ class _OwnForward:
     def __get__(self, instance: Any, owner: type) -> _Forward:
         if instance is None:
             return self.function
+        # A `model.forward = ...` that the user has set before does not hide the plan.
         return self.replacement or MethodType(self.function, instance)
 
     def __set__(self, instance: Any, replacement: _Forward) -> None:
         if getattr(replacement, "__func__", None) is self.function:  # ours again
             self.replacement = None
             return
+        # Kept here, not on the user's module, where it and ours would call each other without end,
+        # as with Accelerate's forward for mixed precision.
         self.replacement = replacement
         type(instance)._remat_unplanned.replaced(instance, replacement)
 
@@ -58,14 +56,12 @@ def replacement_of(module: nn.Module) -> Any:
 def class_of_user(
     base: type[nn.Module], model: nn.Module, loss_fn: LossFunction | None, **own: Any
 ) -> Any:
-    """A subclass of `base` and of the model's class, with the model's class name and signature.
-
-    Trainers read the signature to choose columns of a data set, and the class name to choose how
-    the loss is shifted; they keep the name in checkpoints. `torch.compile` leaves the forward as it
-    is: it would break at every rewritten step.
-    """
+    """A subclass of `base` and of the model's class, with the model's class name and signature."""
     user = type(model)
+    # Trainers read the class name to choose how the loss is shifted, and keep it in checkpoints.
     names = {"__module__": user.__module__, "__qualname__": user.__qualname__}
+    # Trainers read the signature to choose columns of a data set. torch.compile leaves this forward
+    # alone: it would break at every rewritten step.
     forward = _OwnForward(torch.compiler.disable(_like_users(user, base.forward, loss_fn)))
     ours = {
         "forward": forward,
@@ -83,8 +79,6 @@ def class_of_user(
 
 
 def _noting(user: type[nn.Module], name: str) -> _Forward:
-    """The user's method, which is noted as one that hands out parts of the planned module."""
-
     def method(self: Any, *args: Any) -> Any:
         self._remat_note("a part")
         return getattr(user, name)(self, *args)
@@ -93,10 +87,7 @@ def _noting(user: type[nn.Module], name: str) -> _Forward:
 
 
 class _OfUser:
-    """A name that both the user's module and a planned one have: it is the user's.
-
-    What is ours under it, as the schedule, is found by `remat.plans`.
-    """
+    """A name of both the user's module and a planned one: the user's; `plan_of` finds ours."""
 
     def __init__(self, name: str, user: type[nn.Module]) -> None:
         self.name = name
@@ -127,7 +118,7 @@ def _tables(instance: Any) -> tuple[dict[str, Any], ...]:
 
 
 def _names_of_user(model: nn.Module) -> set[str]:
-    """Names of the user's class, and of what his module holds; not those that every module has."""
+    # Not the names that every module has.
     kinds = [kind for kind in type(model).__mro__ if not issubclass(nn.Module, kind)]
     named = {name for kind in kinds for name in vars(kind)}.union(*_tables(model))
     of_all = {*vars(nn.Module()), "_compiled_call_impl"}  # the latter is there once it is set
@@ -145,13 +136,10 @@ def _is_ours(base: type[nn.Module], body: dict[str, Any], name: str) -> bool:
 class _Unannounced:
     """Keeps a class that is made of it from the user's ``__init_subclass__``."""
 
-    def __init_subclass__(cls, **_: Any) -> None:
-        """Nothing."""
+    def __init_subclass__(cls, **_: Any) -> None: ...
 
 
 def _like_users(user: type[nn.Module], forward: _Forward, loss_fn: LossFunction | None) -> _Forward:
-    """`forward` under the user's signature, with a ``target`` if there is a loss."""
-
     @functools.wraps(user.forward)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return forward(self, *args, **kwargs)
@@ -161,23 +149,20 @@ def _like_users(user: type[nn.Module], forward: _Forward, loss_fn: LossFunction 
     if loss_fn is not None and "target" not in found.parameters:
         target = inspect.Parameter("target", inspect.Parameter.KEYWORD_ONLY, default=None)
         place = sum(one.kind is not inspect.Parameter.VAR_KEYWORD for one in given)
+        # Keyword-only, so before **kwargs.
         given.insert(place, target)
     vars(method)["__signature__"] = found.replace(parameters=given)
     return method
-
-
-# A model with some of its submodules replaced; the user's model stays as it is.
 
 
 _originals: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
 
 
 def with_replaced(model: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> nn.Module:
-    """`model` with other modules in the places of some.
+    """`model` with other modules in the places of some; the user's model stays as it is.
 
     A module that holds a replaced one is copied, one deep. The copy has the same parameters,
-    buffers and attributes, but its own submodules and hooks, so the user's keep theirs. All else
-    is shared.
+    buffers and attributes, but its own submodules and hooks. All else is shared.
     """
     made = _rebuilt(model, dict(replaced))
     if made is not model:
@@ -186,11 +171,11 @@ def with_replaced(model: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> 
 
 
 def original_of_shell(model: nn.Module) -> nn.Module:
-    """The model that `with_replaced` was given, where it made this one; else this one."""
     return _originals.get(model, model)
 
 
 def _rebuilt(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
+    # A module that stands in several places stays one module.
     if module in known:
         return known[module]
     children = {
@@ -203,7 +188,7 @@ def _rebuilt(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
 
 
 def shell_with(module: nn.Module, children: dict[str, nn.Module | None]) -> nn.Module:
-    """A copy of `module`, one deep, with other submodules and hooks of its own."""
+    # Not by calling the class, whose __init__ makes parameters of its own.
     shell = object.__new__(type(module))
     shell.__dict__ = dict(module.__dict__)
     for name in ALL_HOOKS:

@@ -22,11 +22,7 @@ from remat.schedules.family import Family, resized_schedule
 
 
 class _Members:
-    """The rewritten modules of a family, each compiled when a batch first needs it.
-
-    All are of one trace. A later one relies on what the first one was made for, which is looked at
-    before it is compiled.
-    """
+    """The rewritten modules of a family, each compiled when a batch first needs it."""
 
     def __init__(
         self, model: nn.Module, family: Family, traced: Trace, first: int, audit: Audits
@@ -49,21 +45,21 @@ class _Members:
         leaves, spec = self.batches.leaves(batch)
         number = self._number(leaves) if spec == self.signature.spec else -1
         if number < 0:
+            # Its guards name the difference.
             return self.first
         found = self._modules[number]
         if found is None:
+            # A later member relies on what the first one was made for.
             self.first._remat_guards.require(batch)
             found = self._modules[number] = self._compiled(number)
         self.last = found
         return found
 
     def hold(self, batch: Any) -> bool:
-        """Whether the sizes of a batch, (args, kwargs, target), are within the range."""
         return self.signature.holds(*self.batches.leaves(batch))
 
     @property
     def n_compiled(self) -> int:
-        """How many members have code by now."""
         return sum(module is not None for module in self._modules)
 
     def _number(self, leaves: list[Any]) -> int:
@@ -73,7 +69,7 @@ class _Members:
             return -1
 
     def _compiled(self, number: int) -> RematModule:
-        traced = copy_to_compile(self.traced)
+        traced = copy_to_compile(self.traced)  # compiling uses up a trace's metadata
         schedule = resized_schedule(self.family.members[number].schedule, traced.graph)
         step = compile_step(traced, schedule)
         state = traced.python_state
@@ -145,17 +141,7 @@ def make_ranged(
     *,
     audit: Audits = "step",
 ) -> RangedModule:
-    """A `RangedModule` over `model`.
-
-    Parameters
-    ----------
-    traced : for the family's range. graph : with costs, if it is at hand.
-    first : the member to compile now; None for the last one. audit : as of `make_module`.
-
-    Raises
-    ------
-    ScheduleError : the family was made for other ops, or breaks a rule of them.
-    """
+    """A `RangedModule` over `model`; the member `first` is compiled now, by default the last."""
     number = len(family.members) - 1 if first is None else first
     kind = class_of_user(
         RangedModule,
@@ -181,6 +167,5 @@ def _restored_over_range(
     modes: dict[str, bool],
     audit: Audits = "step",
 ) -> RangedModule:
-    """The module of a family over a copy of its model, traced anew; see `_restored`."""
     with in_modes(model, modes):
         return make_ranged(model, family, trace_recipe(model, recipe), graph, audit=audit)

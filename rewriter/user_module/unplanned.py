@@ -42,13 +42,8 @@ class _Arrived(OnlyLooks):
 class Unplanned:
     """What is known of one planned module, or of the planned blocks of one model.
 
-    Parameters
-    ----------
-    kind : the name of the model's class; None for that of the module that is used.
-
-    Attributes
-    ----------
-    is_open : whether no plan has run yet, and nothing was said.
+    `kind` is the name of the model's class, None for that of the module that is used. `is_open`
+    says that no plan has run yet, and nothing was said.
     """
 
     def __init__(self, kind: str | None = None) -> None:
@@ -67,13 +62,11 @@ class Unplanned:
         return Unplanned, (self.kind,)
 
     def plan_runs(self) -> None:
-        """A training step follows the plan: all is well from here on."""
         self.is_open, self._has_run = False, True
         self._versions_before = None
         self._unwatch()
 
     def frozen(self, module: nn.Module) -> None:
-        """A step of a cache of plans has no backward, for which a plan could save memory."""
         if not self._is_frozen_said:
             self._is_frozen_said = True
             warnings.warn(
@@ -83,16 +76,14 @@ class Unplanned:
             )
 
     def taken_apart(self, module: nn.Module, part: str) -> None:
-        """The caller of a planned module has got hold of a part of it, and may call that alone."""
         self._watch_while_alive(module, functools.partial(_of_parts, self._name(module), part))
 
     def replaced(self, module: nn.Module, forward: Any) -> None:
-        """Another forward has taken the place of the planned one, and may not call it."""
+        # The new forward may not call the planned one.
         self.is_open = not self._is_said
         self._watch_while_alive(module, functools.partial(_of_other, self._name(module), forward))
 
     def evaluated(self, module: nn.Module, output: Any) -> None:
-        """In eval mode, with gradients enabled, the model's own forward has made `output`."""
         if self._is_said:
             return
         tensors = (leaf for leaf in leaves_in(output) if isinstance(leaf, Tensor))
@@ -100,7 +91,6 @@ class Unplanned:
             node.register_prehook(functools.partial(self._backward_of_eval, module))
 
     def gradient_arrived(self) -> None:
-        """A parameter that is watched got a gradient."""
         if self._is_said or self._cause is None or is_of_a_plan():
             return
         if text := self._cause():
@@ -130,9 +120,9 @@ class Unplanned:
         self._handles.clear()
 
     def _backward_of_eval(self, module: nn.Module, _: Any) -> None:
-        """Backward comes to what eval mode has made: see whether it goes on to parameters."""
         if self._is_said or self._is_in_eval:
             return
+        # Backward may stop at inputs: what counts is whether it goes on to parameters.
         self._is_in_eval, before = True, self._cause
         self._versions = [parameter._version for parameter in module.parameters()]
         self._cause = functools.partial(self._of_eval, self._name(module))
@@ -148,10 +138,8 @@ class Unplanned:
             self._cause = before
 
     def _of_eval(self, name: str) -> str:
-        """The cause; empty for a module that trains by its plan and only looks for gradients here.
-
-        Who trains in eval mode comes again once parameters were updated.
-        """
+        # A module that trains by its plan may look for gradients here. Who trains in eval mode
+        # comes again once parameters were updated.
         before, self._versions_before = self._versions_before, self._versions
         if self._has_run and before in (None, self._versions):
             return ""
@@ -166,12 +154,11 @@ class Unplanned:
 
 @contextlib.contextmanager
 def as_before(module: nn.Module) -> Generator[None]:
-    """Plans of `module` run for a check meanwhile, not for its user: no such step is audited."""
     kinds = [vars(type(part)) for part in module.modules()]
     all_of = [one for kind in kinds if isinstance(one := kind.get("_remat_unplanned"), Unplanned)]
     before = [(one.is_open, one._has_run) for one in all_of]
     try:
-        with audits_paused():
+        with audits_paused():  # a check's steps are not the user's
             yield
     finally:
         for one, (is_open, has_run) in zip(all_of, before, strict=True):
@@ -207,13 +194,11 @@ def _of_other(name: str, forward: Any) -> str:
 
 
 def _innermost(forward: Any) -> str:
-    """The name of what has taken a forward's place, below the wrappers of trainers around it.
-
-    It may have taken over the name of the forward that it replaces, but its code has not.
-    """
+    """The name of what has taken a forward's place, below the wrappers of trainers around it."""
     name, function = type(forward).__name__, forward
     while function is not None:
         function = getattr(function, "func", function)  # of a partial
+        # It may have taken over the name of the forward that it replaces, but its code has not.
         code: Any = getattr(function, "__code__", None)
         file: str = code.co_filename if code else _TORCH
         if file.startswith(str(Path(__file__).parent)):
@@ -224,7 +209,6 @@ def _innermost(forward: Any) -> str:
 
 
 def _level_of_user() -> int:
-    """The stacklevel of the first frame that is neither torch's nor of this file."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None:
         name = frame.f_code.co_filename

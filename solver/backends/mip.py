@@ -72,19 +72,14 @@ class MixedProgram:
 
 @dataclass(frozen=True, slots=True)
 class MipSolution:
-    """What a backend found.
-
-    `values` is None where no point was found; `bound` is proved (-inf if nothing is);
-    `finished` is False where a time or node limit ended the search; `iterations`, of the
-    simplex algorithm, are a measure of effort that is the same on every machine.
-    """
+    """`values` None: no point found; `bound` -inf: nothing proved."""
 
     values: list[float] | None
     objective: float
     bound: float
     proved_infeasible: bool
-    finished: bool
-    iterations: int = 0
+    finished: bool  # False where a time or node limit ended the search
+    iterations: int = 0  # of simplex: a measure of effort that is the same everywhere
 
 
 LATE = MipSolution(None, math.inf, -math.inf, proved_infeasible=False, finished=False)
@@ -109,12 +104,7 @@ def solve_program(
     backend: Backend = "mathopt",
     start: Sequence[float] | None = None,
 ) -> MipSolution:
-    """Solve `program`; `start` is a feasible point, used where the backend takes one.
-
-    Raises
-    ------
-    SolverError : the backend is unknown.
-    """
+    """`start` is a feasible point, used where the backend takes one."""
     if backend == "mathopt":
         try:
             return run_in_process(_with_mathopt, program, limits, start)
@@ -137,6 +127,7 @@ def _with_mathopt(
     model, variables = _mathopt_model(api, program, limits.relaxed)
     limit_s = min(max(limits.time_limit_s, 0.01), _LONGEST_S)
     parameters = api.SolveParameters(time_limit=datetime.timedelta(seconds=limit_s), random_seed=0)
+    # A linear program has neither a gap nor nodes.
     if not limits.relaxed:
         parameters.relative_gap_tolerance = limits.relative_gap
         parameters.absolute_gap_tolerance = limits.absolute_gap
@@ -144,6 +135,7 @@ def _with_mathopt(
     hints = []
     if start is not None and not limits.relaxed:
         hints = [api.SolutionHint(variable_values=dict(zip(variables, start, strict=True)))]
+    # Timers refuse to wait longer than `TIMEOUT_MAX`.
     with ended_after(min(limit_s + _OVERTIME_S, threading.TIMEOUT_MAX)):
         result = api.solve(
             model,
@@ -205,6 +197,7 @@ def _run_pulp(
         variable.setInitialValue(round(value) if variable.cat == "Integer" else value)
     command = api.PULP_CBC_CMD(
         msg=False,
+        # Several threads may end at different points.
         threads=1,
         timeLimit=max(limits.time_limit_s, 0.1),
         gapRel=limits.relative_gap,
@@ -219,6 +212,7 @@ def _run_pulp(
     optimal = problem.sol_status == api.LpSolutionOptimal and not cut_short
     values = [float(variable.value() or 0.0) for variable in variables] if found else None
     objective = _value_of(program, values) if values is not None else math.inf
+    # PuLP does not pass on CBC's bound: optimal means within the gap that was allowed.
     slack = max(abs(objective) * limits.relative_gap, limits.absolute_gap)
     return MipSolution(
         values=values,
@@ -243,6 +237,7 @@ def _pulp_model(api: Any, program: MixedProgram, relaxed: bool) -> tuple[Any, li
         if low == high:
             problem += total == low
             continue
+        # PuLP has no rows with two sides.
         if low > -math.inf:
             problem += total >= low
         if high < math.inf:
@@ -255,7 +250,6 @@ def _value_of(program: MixedProgram, values: Sequence[float]) -> float:
 
 
 def satisfies(program: MixedProgram, point: Sequence[float], tolerance: float = 1e-6) -> bool:
-    """Whether `point` meets every bound and row."""
     bounds = zip(program.lower, point, program.upper, strict=True)
     if any(not low - tolerance <= x <= high + tolerance for low, x, high in bounds):
         return False

@@ -28,12 +28,8 @@ from typing import IO, Any, Generic, ParamSpec, TypeVar, cast
 
 from remat.graph_capture.errors import SolverError
 
-# Work in a thread of its own that never keeps Ctrl-C waiting.
-#
-# Solvers in C++ return to Python only when they are done. So they run in daemon threads, and
-# the caller waits in short spells: it hears Ctrl-C at once. It then stops the task, and all tasks
-# that this one began, and waits for their end. The same happens to what still runs when the
-# interpreter ends: a thread that came back from C++ during that would abort the process.
+# Solvers in C++ return to Python only when they are done. So they run in daemon threads, and the
+# caller waits in short spells: it hears Ctrl-C at once.
 
 
 _T = TypeVar("_T")
@@ -47,10 +43,6 @@ class Task(Generic[_T]):
 
     Ctrl-C while it is waited for stops it, and so does an error in its `with` block: `stop` is
     called, if there is one. Each task that it began is stopped too, and it can begin no other.
-
-    Raises
-    ------
-    KeyboardInterrupt : it would begin within a task that was stopped.
     """
 
     def __init__(self, work: Callable[[], _T], stop: Callable[[], None] | None = None) -> None:
@@ -61,6 +53,8 @@ class Task(Generic[_T]):
         self._is_stopped = False
         self._outer: Task[Any] | None = getattr(_here, "task", None)
         self._thread = threading.Thread(target=self._run, name="remat-solver", daemon=True)
+        # Before the check: if the outer task is stopped, either it finds this one in `_running` or
+        # the check sees it.
         _running[self] = None
         if self._outer is not None and self._outer._is_stopped:
             del _running[self]
@@ -87,12 +81,7 @@ class Task(Generic[_T]):
             self.stop()
 
     def wait(self) -> _T:
-        """What `work` returned; raises what it raised.
-
-        Raises
-        ------
-        KeyboardInterrupt : on Ctrl-C, or the task was stopped.
-        """
+        """What `work` returned or raises; KeyboardInterrupt where the task was stopped."""
         try:
             while not self._ended.wait(_SPELL_S):
                 pass
@@ -106,17 +95,15 @@ class Task(Generic[_T]):
         return self._done[0]
 
     def stop(self) -> None:
-        """Stop the work and what it began; wait for a while, unless nothing can be told to.
-
-        It is told again in every spell, since a solver that is about to begin does not hear it.
-        """
         until_s = time.monotonic() + STOPPING_S
+        # Told in every spell, as a solver that is about to begin does not hear it. Work that cannot
+        # be told is not waited for.
         while not self._ended.is_set() and self._tell_to_stop():
             if self._ended.wait(min(_SPELL_S, STOPPING_S)) or time.monotonic() > until_s:
                 return
 
     def end_by(self, moment_s: float) -> None:
-        """Stop the work and wait for the end of its thread, until that moment at most."""
+        """`moment_s` is on the monotonic clock."""
         while self._thread.is_alive() and time.monotonic() < moment_s:
             self._tell_to_stop()
             self._thread.join(_SPELL_S)
@@ -124,6 +111,7 @@ class Task(Generic[_T]):
     def _tell_to_stop(self) -> bool:
         """Whether there was anything to tell."""
         self._is_stopped = True
+        # A copy, as other threads begin and end tasks.
         told = [task._tell_to_stop() for task in list(_running) if task._outer is self]
         if self._stop is not None:
             self._stop()
@@ -136,7 +124,7 @@ _running: dict[Task[Any], None] = {}
 
 @atexit.register
 def _stop_all() -> None:
-    """Stop what runs, and wait for its end: `STOPPING_S` at most for all tasks together."""
+    # A thread that came back from C++ while the interpreter ends would abort the process.
     moment_s = time.monotonic() + STOPPING_S
     for task in list(_running):
         task.end_by(moment_s)
@@ -163,18 +151,13 @@ class OverdueError(Exception):
 
 
 def run_in_process(function: Callable[_P, _T], *arguments: _P.args, **options: _P.kwargs) -> _T:
-    """What `function`, which must be importable, returns or raises in another process.
-
-    Raises
-    ------
-    ChildEndedError : the process cannot be started, or it crashed. OverdueError : `function` was
-        in a block of `ended_after` for too long.
-    """
+    """`function` must be importable. Raises ChildEndedError, or OverdueError by `ended_after`."""
     process = _idle_process() or _Process()
     call = functools.partial(function, *arguments, **options)
     try:
         answer = Task(lambda: process.answer(call), process.kill).wait()
     except BaseException:
+        # It may still be at work on the call, so it can take no other.
         process.close()
         raise
     _idle.append(process)
@@ -182,13 +165,12 @@ def run_in_process(function: Callable[_P, _T], *arguments: _P.args, **options: _
 
 
 def end_idle() -> None:
-    """End the processes that wait for a call."""
     while _idle:
         _idle.pop().close()
 
 
 def _library_first(path: Sequence[str]) -> list[str]:
-    """Where to import from, Python's own library first: folders of the user may hold a queue.py."""
+    # Python's own library first: folders of the user may hold a queue.py.
     library = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
     library |= {place / "lib-dynload" for place in library}
     return sorted(path, key=lambda one: Path(one) not in library)
@@ -214,9 +196,10 @@ class _Process:
         return self._popen.poll() is None
 
     def answer(self, call: functools.partial[_T]) -> _T:
-        """Send `call`, wait for what it returns or raises."""
         calls, answers = cast("IO[bytes]", self._popen.stdin), cast("IO[bytes]", self._popen.stdout)
         try:
+            # Pickled twice: the other process takes bytes first, so that a call that cannot be
+            # unpickled is answered with its error.
             pickle.dump(pickle.dumps(call), calls)
             calls.flush()
             has_failed, answer = pickle.load(answers)
@@ -234,6 +217,8 @@ class _Process:
 
     def close(self) -> None:
         self._popen.kill()
+        # Leaving the block closes the pipes, where bytes not yet sent may find no reader, and
+        # waits.
         with contextlib.suppress(OSError), self._popen:
             pass
 
@@ -241,6 +226,7 @@ class _Process:
 _idle: list[_Process] = []
 atexit.register(end_idle)
 if hasattr(os, "register_at_fork"):
+    # A forked child would share the pipes of its parent.
     os.register_at_fork(after_in_child=_idle.clear)
 
 
@@ -260,15 +246,13 @@ _answers: list[IO[bytes]] = []
 
 @contextlib.contextmanager
 def ended_after(seconds: float) -> Generator[None]:
-    """In a process that serves: end it if the block takes longer; its caller gets `OverdueError`.
-
-    Elsewhere the block takes the time that it takes.
-    """
+    """In a process that serves, end it if the block takes longer; elsewhere without effect."""
     ending = threading.Lock()
 
     def end() -> None:
         if ending.acquire(blocking=False):
             _send((True, OverdueError()))
+            # HiGHS heeds no interrupter: only the end of the process stops it.
             os._exit(0)
 
     if not _answers:
@@ -291,7 +275,7 @@ def _send(answer: tuple[bool, Any]) -> None:
 
 
 def serve() -> None:
-    """Answer calls until standard input ends. What they print goes nowhere."""
+    # Repairs of HiGHS print there whatever its options say: answers go to a copy of it.
     _answers.append(os.fdopen(os.dup(_STANDARD_OUTPUT), "wb"))
     os.dup2(os.open(os.devnull, os.O_WRONLY), _STANDARD_OUTPUT)
     calls: SimpleQueue[bytes] = SimpleQueue()
@@ -301,10 +285,10 @@ def serve() -> None:
 
 
 def _read(calls: SimpleQueue[bytes]) -> None:
-    """Pass on the calls that come in. When no more can come, end the process at once."""
     with contextlib.suppress(EOFError):
         while True:
             calls.put(pickle.load(sys.stdin.buffer))
+    # The caller has ended, and HiGHS in the main thread may not come back for long.
     os._exit(0)
 
 
@@ -313,5 +297,6 @@ def _answered(call: bytes) -> tuple[bool, Any]:
     try:
         return False, pickle.loads(call)()
     except Exception as error:  # noqa: BLE001 - raised again where the call came from
+        # Pickling drops the traceback.
         error.add_note("".join(traceback.format_exception(error)))
         return True, error

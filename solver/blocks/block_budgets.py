@@ -39,16 +39,9 @@ from remat.solver.search import Clock
 from remat.solver.state import Bytes, State, UnreachableError
 from remat.solver.stopping import BLOCK_NODES
 
-# What one block can do with memory below the device: options that copy what it keeps.
-#
-# Each limit on the kept bytes is solved by the program of one cut with copies
-# (`offload/joint_cut`), at the turn between the block's forward and its backward. A block runs as
-# one call each way. So what goes below has left when its forward ends, and comes back after its
-# backward has begun: no byte of it is on the device at the turn. Each state is placed twice, with
-# all the room that its copies want in flight, and with no more than its own peak. `simulate` times
-# both, with their waits.
-#
-# A value may go on from the host to NVMe. It then goes over the slower of both links.
+# Options of a block that copy what it keeps below the device. For each limit on the kept bytes, the
+# program of one cut with copies (`offload/joint_cut`) is solved at the turn between the block's
+# forward and its backward. A value may go on from the host to NVMe.
 
 
 _LEAST_SHARE = 256
@@ -58,15 +51,9 @@ _LEAST_SHARE = 256
 def with_copied(
     graph: TrainingGraph, plain: Options, links: Links, limits: int, left_s: Callable[[], float]
 ) -> Options:
-    """`plain`, the options of a `block_graph`, and those with copies that are better somewhere.
-
-    Parameters
-    ----------
-    graph : whose outputs are all that must stay on the device.
-    limits : bounds on the kept bytes that are tried, from all to what must stay. left_s : as of
-        `block_options`.
-    """
+    """With the options with copies that are better somewhere; `graph.outputs` are never copied."""
     problem, most_bytes = Problem.of(graph), max(option.saved_bytes for option in plain)
+    # These the caller holds at the turn: no copy frees them.
     stays_bytes = sum(problem.size_bytes[v] for v in problem.held)
     found = list(plain)
     for through, to_nvme in _ways_down(links):
@@ -94,6 +81,7 @@ def _ways_down(links: Links) -> Iterator[tuple[Links, bool]]:
 
 
 def _both(one: Link, other: Link) -> Link:
+    # A value passes both: the slower one sets the rate, latencies add up.
     slower = min(one.bytes_per_us, other.bytes_per_us)
     return Link(slower, one.latency_us + other.latency_us)
 
@@ -101,10 +89,7 @@ def _both(one: Link, other: Link) -> Link:
 def _state(
     problem: Problem, limit_bytes: int, least_bytes: int, links: Links, left_s: float
 ) -> tuple[State, frozenset[int]] | None:
-    """Least time with at most `limit_bytes` kept on the device, and the ops whose outputs arrive.
-
-    None where nothing is copied, or nothing keeps so little.
-    """
+    """None where nothing is copied, or nothing keeps so little."""
     program = JointCut(
         problem, (problem.n_forward,), limit_bytes, links=links, is_start=True,
         least_bytes=max(least_bytes, 1),
@@ -126,11 +111,11 @@ def _state(
 def _placed(
     state: State, ops: Collection[int], links: Links, to_nvme: bool
 ) -> Iterator[BlockOption]:
-    """The options that `state` comes to."""
     graph, base = state.problem.graph, untimed_schedule(state, ops)
     flight_bytes = int(in_flight_bytes(graph, base, links).max(initial=0))
     spilled = [value for value in base.made if to_nvme]
     seen: set[tuple[Step, ...]] = set()
+    # With all the room that the copies want in flight, and with no more than the state's own peak.
     for room_bytes in (base.peak_bytes + flight_bytes, base.peak_bytes):
         full = _full_at_turn(graph, base, room_bytes)
         placed = place_copies(graph, full, room_bytes, links, spilled=spilled)
@@ -142,6 +127,8 @@ def _placed(
 
 def _full_at_turn(graph: TrainingGraph, base: UntimedSchedule, room_bytes: int) -> UntimedSchedule:
     """`base` with no room at the turn, so that no value in flight is on the device then."""
+    # A block runs as one call each way. What goes below has left when its forward ends, and comes
+    # back after its backward has begun.
     live_bytes = base.live_bytes.copy()
     live_bytes[[k for k, item in enumerate(base.items) if _is_turn(graph, item)]] = room_bytes
     return dataclasses.replace(base, live_bytes=live_bytes)
@@ -152,7 +139,6 @@ def _is_turn(graph: TrainingGraph, item: tuple[str, str]) -> bool:
 
 
 def _placed_option(state: State, placed: PlacedSchedule) -> BlockOption:
-    """What the simulator finds for a placed schedule, as an option."""
     turn, graph = state.problem.n_forward, state.problem.graph
     name = graph.ops[turn].name
     steps, found = placed.schedule.steps, placed.found
@@ -171,13 +157,13 @@ def _placed_option(state: State, placed: PlacedSchedule) -> BlockOption:
 
 
 def _by_stage(state: State, placed: PlacedSchedule) -> Bytes:
-    """The most bytes live on the device in each stage."""
     index = state.problem.graph.op_index
     most = np.zeros(state.problem.n_ops + 1, np.int64)
     most[-1] = state.peak_bytes[-1]
     stage = 0
     for step, live_bytes in zip(placed.schedule.steps, placed.found.live_bytes, strict=True):
         most[stage] = max(most[stage], live_bytes)
+        # A stage ends with the first run of its op.
         stage += isinstance(step, Compute) and index[step.op] == stage
     return most
 
@@ -191,24 +177,20 @@ BlockSpan = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class BlockBudgets:
-    """What given blocks can do, each distinct one solved once.
-
-    Attributes
-    ----------
-    blocks : the given ones and what lies between, in forward order. is_given : which is which.
-    graphs : of each block. solved : of the equal one, perhaps itself, that its `tables` names.
-    distinct : how many distinct blocks were given. below_bytes : rooms on the host and on NVMe for
-        what waits there.
-    """
+    """What given blocks can do, each distinct one solved once."""
 
     problem: Problem
+    # The given ones and what lies between, in forward order.
     blocks: list[Block]
     graphs: list[TrainingGraph]
+    # Of the equal block, perhaps itself, that the table was made for.
     solved: list[TrainingGraph]
     tables: list[Options]
     is_given: list[bool]
     choices: list[list[BlockChoice]]
+    # How many distinct blocks were given.
     distinct: int
+    # Rooms on the host and on NVMe for what waits there.
     below_bytes: LowerBytes
 
     @classmethod
@@ -220,15 +202,7 @@ class BlockBudgets:
         time_limit_s: float,
         staying: Collection[str] = (),
     ) -> BlockBudgets:
-        """Find the options of each block; where `graph` has links, also those with copies.
-
-        Parameters
-        ----------
-        spans : in forward order; backward runs through them in reverse.
-        beside_bytes : for each op, bytes live beside it that the knapsack would not see.
-            Buffers of FSDP2 are such: a block's own graph does not show them.
-        staying : values that no copy may take from the device, as a block hands them out.
-        """
+        """Solve each distinct block once; copies leave `staying`, which blocks hand out."""
         clock = Clock(time_limit_s)
         problem = Problem.of(graph)
         reads = Reads.of(problem)
@@ -247,6 +221,7 @@ class BlockBudgets:
         tables = [table for table, _ in found]
         solved = [small for _, small in found]
         layers = list(zip(blocks, tables, strict=True))
+        # `beside_bytes` is live beside each op and in no block's graph, as buffers of FSDP2 are.
         choices = choices_in_place(problem, layers, beside_bytes)
         distinct = sum(bool(shape[0]) for shape in known)
         below_bytes = _rooms_below(graph.links, tables)
@@ -255,18 +230,9 @@ class BlockBudgets:
         )
 
     def runs(self, room_bytes: int) -> list[list[Step]] | None:
-        """For each given block its computations and copies, in order; None if nothing fits.
-
-        Of frees, only those are there that a copy makes possible. The turn is in it where there
-        are copies.
-
-        The knapsack's memory is a model. The caller puts the blocks together to a schedule of
-        the whole step, simulates it, and asks again with more or less room.
-
-        Parameters
-        ----------
-        room_bytes : beyond what is resident.
-        """
+        """The computations and copies of each given block; None if nothing fits."""
+        # The knapsack's memory is a model: the caller simulates the whole step, and asks again with
+        # more or less room.
         chosen = self._composed(room_bytes)
         if chosen is None:
             return None
@@ -324,6 +290,7 @@ def _options(
     if links is None or not links.host_bytes:
         return plain
     forward = {name for op in graph.ops[: graph.n_forward] for name in op.outputs}
+    # Copies take no output from the device: what a block hands out is named as one.
     handing_out = msgspec.structs.replace(
         graph,
         forward_outputs=tuple(
@@ -335,9 +302,10 @@ def _options(
 
 
 def _rooms_below(links: Links | None, tables: Sequence[Options]) -> LowerBytes:
-    """What may wait on the host and on NVMe, where some of the host is left for what passes."""
+    """What may wait on the host and on NVMe."""
     if links is None:
         return NO_LOWER_BYTES
+    # Values on their way need some of the host.
     passing_bytes = max((one.passing_bytes for table in tables for one in table), default=0)
     return links.host_bytes - passing_bytes, links.nvme_bytes
 
@@ -345,6 +313,7 @@ def _rooms_below(links: Links | None, tables: Sequence[Options]) -> LowerBytes:
 def _run(graph: TrainingGraph, solved: TrainingGraph, option: BlockOption) -> list[Step]:
     if option.steps:
         return [*_renamed(_with_copies_alone(option.steps), solved, graph)]
+    # The turn is no op of the step, unlike a captured op that opens backward.
     turns = {op.name for op in graph.ops if op.target == TANGENTS and op.name == "turn"}
     schedule = State.from_recomputed(Problem.of(graph), option.recomputed).schedule()
     return [step for step in schedule.steps if isinstance(step, Compute) and step.op not in turns]
@@ -367,6 +336,7 @@ def _renamed(steps: Iterable[Step], solved: TrainingGraph, graph: TrainingGraph)
 
 def _with_copies_alone(steps: Sequence[Step]) -> Iterator[Step]:
     """Computations, copies, and the frees of what is copied but for its last on the device."""
+    # From the end, to know which values come back: only their frees are kept.
     comes_back: set[str] = set()
     kept: list[Step] = []
     for step in reversed(steps):

@@ -43,30 +43,20 @@ NO_LOWER_BYTES: LowerBytes = (0, 0)
 
 @dataclass(frozen=True, slots=True)
 class BlockOption:
-    """One way to run a block.
-
-    Attributes
-    ----------
-    saved_bytes : of the block's values that are live from its forward to its backward.
-    live_bytes : the most in each stage of the block's graph, of the block's values and the
-        workspaces of its ops.
-    extra_us : time of the recomputations, and of waits for copies. recomputed : ops of the block's
-        graph, by stage.
-    steps : of a block that copies values below the device (`copied_options`), else empty.
-    below_bytes : of these values on the host and on NVMe from its forward to its backward.
-    passing_bytes : most bytes on the host beyond those, of values on their way.
-    """
-
+    # Of its values that are live from its forward to its backward.
     saved_bytes: int
+    # The most in each stage of the block's graph: its values, and the workspaces of its ops.
     live_bytes: npt.NDArray[np.int64]
-    extra_us: float
-    recomputed: tuple[tuple[int, ...], ...]
+    extra_us: float  # of recomputations and waits for copies
+    recomputed: tuple[tuple[int, ...], ...]  # by stage of the block's graph
+    # Only where values are copied below the device.
     steps: tuple[Step, ...] = ()
+    # There from the block's forward to its backward.
     below_bytes: LowerBytes = NO_LOWER_BYTES
+    # The most on the host beyond those, of values on their way.
     passing_bytes: int = 0
 
     def is_no_worse(self, other: BlockOption) -> bool:
-        """Whether it saves no more, costs no more and is nowhere higher than `other`."""
         is_cheap = self.saved_bytes <= other.saved_bytes and self.extra_us <= other.extra_us
         mine = *self.below_bytes, self.passing_bytes
         theirs = *other.below_bytes, other.passing_bytes
@@ -78,13 +68,15 @@ Options = tuple[BlockOption, ...]
 
 
 def block_graph(problem: Problem, reads: Reads, block: Block) -> TrainingGraph:
-    """The block as a training graph of its own, with a turn between its phases."""
     graph, names = problem.graph, problem.names
     ops = [graph.ops[op] for op in block.ops]
+    # The turn costs nothing, and only what the block keeps is live there: a cut at it gives the
+    # least recomputation for each limit on the bytes kept.
     ops.insert(block.stop - block.start, Op("turn", TANGENTS, "backward", (), ()))
     made = dict.fromkeys(name for op in ops for name in op.outputs)
     read = dict.fromkeys(name for op in ops for name in op.inputs if name not in made)
     value_of = graph.value_by_name
+    # What is read from outside is there for free.
     outside = [msgspec.structs.replace(value_of[name], producer="") for name in read]
     return TrainingGraph(
         name=graph.name,
@@ -96,13 +88,10 @@ def block_graph(problem: Problem, reads: Reads, block: Block) -> TrainingGraph:
 
 
 def block_options(graph: TrainingGraph, limits: int, left_s: Callable[[], float]) -> Options:
-    """The options of a `block_graph`, none of them no better than another, dearest last.
-
-    `limits` bounds on the bytes kept are tried between the least and all; `left_s` tells
-    how much time there is, and none left ends the table early.
-    """
+    """None is no better than another, dearest last; where time ends, there are fewer."""
     problem = Problem.of(graph)
     found: list[BlockOption] = []
+    # Before any program, so that a block has options even without time.
     for state in (store_all_state(problem), _keep_least(problem)):
         _add(found, state)
     most_bytes, least_bytes = (option.saved_bytes for option in (found[0], found[-1]))
@@ -129,6 +118,7 @@ def _add(found: list[BlockOption], state: State) -> None:
 def _option_of(state: State) -> BlockOption:
     turn = state.problem.n_forward
     live_bytes = state.peak_bytes.copy()
+    # `_with_lower_peak` gives the turn a workspace that is not the block's.
     live_bytes[turn] -= state.problem.workspace_bytes[turn]
     return BlockOption(
         saved_bytes=int(state.entry_bytes[turn + 1]),
@@ -139,7 +129,6 @@ def _option_of(state: State) -> BlockOption:
 
 
 def _keep(problem: Problem, limit_bytes: int, left_s: float) -> State | None:
-    """Least recomputation with at most `limit_bytes` kept."""
     program = CutProgram(problem, (problem.n_forward,), limit_bytes)
     limits = Limits(time_limit_s=left_s, absolute_gap=GAP, node_limit=BLOCK_NODES.most)
     solution = program.solve(limits)
@@ -172,6 +161,7 @@ def _with_lower_peak(problem: Problem, option: BlockOption, left_s: float) -> St
         return None
     ops = list(problem.graph.ops)
     turn = ops[problem.n_forward]
+    # All but what the option keeps is taken at the turn, so the repair keeps no more.
     ops[problem.n_forward] = msgspec.structs.replace(
         turn, workspace_bytes=limit_bytes - option.saved_bytes
     )

@@ -65,17 +65,14 @@ class Hierarchical:
                 raise SolverError(f"{name} must be {least} or more, not {value}")
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """The best schedule composed within `budget_bytes`; no bound beyond every op once."""
         search = Search.of(self, "hierarchical", graph, budget_bytes)
         with search.until_interrupted():
             self._run(search)
         return search.result()
 
     def first(self, search: Search, *, is_thorough: bool) -> None:
-        """Offer the composition of blocks of one repetition, if there are any and it fits.
-
-        With `is_thorough`, go on as `solve` does if it does not fit.
-        """
+        """Offer blocks of one repetition; if `is_thorough`, go on as `solve` does."""
+        # The caller's message is about its own search, not about blocks.
         message = search.message
         if is_thorough:
             self._run(search)
@@ -84,7 +81,6 @@ class Hierarchical:
         search.message = message
 
     def least_states(self, search: Search) -> Iterator[State]:
-        """States in which blocks of 1, 2 and 4 repetitions keep the least they can."""
         message = search.message
         for group in _GROUPS:
             layers = None if search.out_of_time() else self._layers(search, group)
@@ -110,6 +106,7 @@ class Hierarchical:
         if least_needed_bytes(search.problem) > search.budget_bytes:
             search.proved_infeasible = True
             return
+        # The one nearest to the budget first.
         for start in sorted(starts, key=lambda state: int(state.peak_bytes.max())):
             if _repair(search, start):
                 return
@@ -133,7 +130,6 @@ class Hierarchical:
     def _tables(
         self, search: Search, reads: Reads, blocks: dict[Shape, Block]
     ) -> dict[Shape, Options]:
-        """The options of each shape; complete ones are kept for other solves of the graph."""
         known = cached_on(search.graph, f"options at {self.limits}", dict[Shape, Options])
         found: dict[Shape, Options] = {}
         for shape, block in blocks.items():
@@ -141,17 +137,19 @@ class Hierarchical:
                 search.say(f"solving the block from {search.graph.ops[block.start].name} on")
                 small = block_graph(search.problem, reads, block)
                 found[shape] = block_options(small, self.limits, lambda: search.left_s)
+                # A table that the clock cut short is not kept for other solves of the graph.
                 if search.left_s > 0:
                     known[shape] = found[shape]
         return known | found
 
     def _compose(self, search: Search, layers: Sequence[PlacedBlock]) -> bool:
-        """Choose, expand, judge, fill; return whether something fits."""
+        """Choose, expand, judge, fill; returns whether something fits."""
         search.say("composing the blocks")
         choices = choices_in_place(search.problem, layers)
         room_bytes = search.budget_bytes - search.problem.resident_bytes
         for part in _PARTS:
             chosen = compose(choices, int(part * room_bytes), self.slots)
+            # The next parts are smaller, so nothing fits them either.
             if chosen is None or search.out_of_time():
                 return False
             picked = [table[i] for (_, table), i in zip(layers, chosen, strict=True)]
@@ -165,13 +163,14 @@ class Hierarchical:
 def _expanded(
     problem: Problem, layers: Sequence[PlacedBlock], picked: Sequence[BlockOption]
 ) -> State:
-    """The state in which each block runs as the option picked for it says."""
     recomputed: list[list[int]] = [[] for _ in range(problem.n_ops + 1)]
+    # Backward runs the last block first: in a stage that two blocks share, its runs come first.
     for (block, _), option in reversed(list(zip(layers, picked, strict=True))):
         n_forward = block.stop - block.start
         for stage, again in zip(stages_of_block(block), option.recomputed, strict=True):
             for op in again:
                 place = block.start + op
+                # Ops behind the turn, which is no op of the step.
                 if op > n_forward:
                     place = block.back_start + op - n_forward - 1
                 recomputed[stage].append(place)
@@ -179,7 +178,6 @@ def _expanded(
 
 
 def _least_state(problem: Problem, layers: Sequence[PlacedBlock]) -> State:
-    """The state in which each block keeps the least it can."""
     least = [min(table, key=_modesty) for _, table in layers]
     return _expanded(problem, layers, least)
 
@@ -189,7 +187,7 @@ def _modesty(option: BlockOption) -> tuple[int, int, float]:
 
 
 def _repair(search: Search, state: State) -> bool:
-    """Bring `state` under the budget; return whether it came."""
+    """Returns whether it came under the budget."""
     search.say("repairing the schedule that keeps the least")
     if not Repair(state, search.budget_bytes, 1.0, search).run():
         return False

@@ -30,25 +30,16 @@ PlacedBlock = tuple[Block, Options]
 
 
 class BlockChoice(NamedTuple):
-    """An option of one block in its place.
-
-    `need_bytes` is the most that is live while the block runs. It leaves out what the blocks
-    before it keep. `below_bytes` wait on the host and on NVMe.
-    """
-
     saved_bytes: int
-    need_bytes: int
+    need_bytes: int  # most live while the block runs, but for what blocks before it keep
     extra_us: float
-    below_bytes: LowerBytes = NO_LOWER_BYTES
+    below_bytes: LowerBytes = NO_LOWER_BYTES  # on the host, on NVMe
 
 
 def choices_in_place(
     problem: Problem, layers: Sequence[PlacedBlock], beside_bytes: Sequence[int] = ()
 ) -> list[list[BlockChoice]]:
-    """The options of each block, with what they need where the block is.
-
-    `beside_bytes` are live while each op first runs, and unknown to the blocks' own graphs.
-    """
+    """Options in place; `beside_bytes` are live beside each op and in no block's own graph."""
     fixed = _fixed_bytes(problem, layers)
     fixed[: len(beside_bytes)] += np.array(beside_bytes, np.int64)
     return [_choices(block, table, fixed) for block, table in layers]
@@ -72,6 +63,7 @@ def _fixed_bytes(problem: Problem, layers: Sequence[PlacedBlock]) -> npt.NDArray
 
 def _choices(block: Block, table: Options, fixed: npt.NDArray[np.int64]) -> list[BlockChoice]:
     beside = fixed[stages_of_block(block)]
+    # What the block itself leaves is in its `live_bytes` already.
     beside[-1] = beside[-2]
     return [
         BlockChoice(
@@ -100,12 +92,7 @@ def compose(
     slots: int,
     below_bytes: LowerBytes = NO_LOWER_BYTES,
 ) -> list[int] | None:
-    """One choice a block, of least extra time; None if nothing fits.
-
-    For each block, what the blocks before it save, rounded up to a grid of `slots` steps,
-    and the need of its choice are within `room_bytes`. What all of them have below the device,
-    rounded up likewise, is within `below_bytes`.
-    """
+    """One choice a block, of least extra time; None if nothing fits."""
     if room_bytes < 0 or min(below_bytes) < 0:
         return None
     grid = _Grid.of(choices, room_bytes, slots, below_bytes)
@@ -114,10 +101,12 @@ def compose(
     steps: list[npt.NDArray[np.int16]] = []
     for table in choices:
         following = np.full_like(best_us, np.inf)
+        # Small numbers, as the way back needs one such grid for each block.
         step = np.full(grid.shape, -1, np.int16)
         for i, choice in enumerate(table):
             shift = grid.shift(choice)
             ends = [size - by for size, by in zip(grid.shape, shift, strict=True)]
+            # While the block runs, what it needs fits beside what blocks before it keep.
             ends[0] = min(ends[0], (room_bytes - choice.need_bytes) // grid.units[0] + 1)
             if min(ends) <= 0:
                 continue
@@ -156,9 +145,9 @@ class _Grid(NamedTuple):
         return cls((units[0], units[1], units[2]), (shape[0], shape[1], shape[2]))
 
     def shift(self, choice: BlockChoice) -> tuple[int, int, int]:
-        """By how many places a choice moves on."""
         host_bytes, nvme_bytes = choice.below_bytes
         sizes = choice.saved_bytes, host_bytes, nvme_bytes
+        # Rounded up, so that what fits on the grid fits in bytes.
         first, second, third = (
             -(-size // unit) if unit else 0 for size, unit in zip(sizes, self.units, strict=True)
         )

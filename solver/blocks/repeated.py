@@ -4,9 +4,9 @@ Also called: layers, repeated subgraphs; the partition step of Rockmate (Zhao et
 https://arxiv.org/abs/2307.01236), which also solves equal blocks once.
 
 A graph need not have module names, so names are not asked. (Templates do ask them, see
-`templates/module_blocks`, since people wrap modules.)
+`policies/template`, since people wrap modules.)
 
-Each forward op has a class: its target, cost and sizes. `periodic_runs` finds the longest run
+Each forward op has a class: its target, cost and sizes. `_periodic_run` finds the longest run
 of ops whose classes repeat with one period. The run is cut into blocks where the fewest bytes
 cross, and what lies before and after it is searched again. A block gets the backward ops from
 the last that reads anything behind it to the last that reads its own values.
@@ -48,6 +48,7 @@ def _periodic_run(classes: Ints, crossing: Sequence[int]) -> list[int]:
     best: tuple[int, int, int, int] | None = None
     for period in _periods(classes):
         start, length = _longest_run(classes[:-period] == classes[period:])
+        # Comparing each op with the one a period on leaves out the last repetition.
         length += period
         step = period * -(-_LEAST_OPS // period)
         count = length // step
@@ -60,7 +61,7 @@ def _periodic_run(classes: Ints, crossing: Sequence[int]) -> list[int]:
 
 
 def _phase(start: int, length: int, step: int, crossing: Sequence[int]) -> list[int]:
-    """Boundaries with few bytes across. One block fewer is taken only if that halves the bytes."""
+    """Boundaries with the fewest bytes across, on average."""
     most = length // step
     best: tuple[float, list[int]] | None = None
     for offset in range(step):
@@ -69,6 +70,7 @@ def _phase(start: int, length: int, step: int, crossing: Sequence[int]) -> list[
             break
         places = [start + offset + i * step for i in range(count + 1)]
         score = sum(crossing[place] for place in places) / len(places)
+        # A block fewer is taken only if that halves the bytes.
         score *= 1 if count == most else 2
         if best is None or score < best[0]:
             best = score, places
@@ -111,7 +113,7 @@ class Block:
 
     @property
     def ops(self) -> tuple[int, ...]:
-        """The ops of the block, in captured order."""
+        """In captured order."""
         return (*range(self.start, self.stop), *range(self.back_start, self.back_stop))
 
 
@@ -125,7 +127,6 @@ class Reads:
 
     @classmethod
     def of(cls, problem: Problem) -> Reads:
-        """Index the reads of `problem`."""
         made = cls(*([-1] * problem.n_values for _ in range(3)))
         for op, inputs in enumerate(problem.inputs):
             for v in inputs:
@@ -161,13 +162,11 @@ class Reads:
 
 
 def find_blocks(problem: Problem, reads: Reads, group: int = 1) -> list[Block]:
-    """Blocks that cover the graph: the repeated ones, and the pieces between them.
-
-    `group` repetitions are taken as one block, the remainder of a run as another.
-    """
+    """Blocks that cover the graph: `group` repetitions each, rests of runs, and what is between."""
     if not problem.n_forward:
         return []
     runs = _runs(problem, reads)
+    # Repetitions inside a group too: all boundaries vote on where backward is cut.
     ends = sorted({0, problem.n_forward}.union(*runs))
     place_of = dict(zip(ends, _backward_cuts(problem, reads, ends), strict=True))
     grouped = ((*run[:-1:group], run[-1]) for run in runs)
@@ -182,6 +181,7 @@ def shape_of(problem: Problem, reads: Reads, block: Block) -> Shape:
     number: dict[int, int] = {}
     parts: list[object] = [block.stop - block.start]
     for op in block.ops:
+        # Values by first appearance, so that blocks wired alike have equal numbers.
         wiring = tuple(number.setdefault(v, len(number)) for v in problem.inputs[op])
         for v in problem.outputs[op]:
             number.setdefault(v, len(number))
@@ -231,23 +231,22 @@ def _bytes_across(problem: Problem, last: Sequence[int], ops: Iterable[int]) -> 
 
 
 def _backward_cuts(problem: Problem, reads: Reads, ends: Sequence[int]) -> list[int]:
-    """For each forward boundary the first backward op of what is before it.
-
-    It is in the boundary's gap, where the fewest bytes cross. But boundaries are made alike
-    where that is possible, so that equal forward blocks have equal backward parts. So each
-    boundary votes for the kinds of op before and after it.
-    """
+    """For each forward boundary the first backward op of what is before it."""
     backward = range(problem.n_forward, problem.n_ops)
     crossing = _bytes_across(problem, reads.last_backward, backward)
     gaps = list(_gaps(problem, reads, ends))
     keys = [*(_class_key(problem, op) for op in range(problem.n_ops)), ()]
     firsts = [min(range(low, high + 1), key=lambda at: (crossing[at], at)) for low, high in gaps]
+    # Cut alike where the gaps allow it, so that equal forward blocks have equal backward parts:
+    # each boundary votes for the kinds of op beside its own best place.
     votes = Counter(vote for first in firsts for vote in _sides(keys, first))
     places = [problem.n_forward]
     for (low, high), first in zip(gaps, firsts, strict=True):
+        # No boundary votes for itself.
         own = Counter(_sides(keys, first))
         likeness = {
             at: sum(votes[side] - own[side] for side in _sides(keys, at))
+            # Cuts come in the order of their boundaries.
             for at in range(max(low, places[-1]), max(high, places[-1]) + 1)
         }
         places.append(min(likeness, key=lambda at: (-likeness[at], crossing[at], at)))
@@ -255,7 +254,6 @@ def _backward_cuts(problem: Problem, reads: Reads, ends: Sequence[int]) -> list[
 
 
 def _sides(keys: Sequence[Shape], place: int) -> tuple[tuple[int, Shape], tuple[int, Shape]]:
-    """The kinds of op before and after a place."""
     return (0, keys[place - 1]), (1, keys[place])
 
 

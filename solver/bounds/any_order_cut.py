@@ -44,8 +44,8 @@ class Ancestry:
 
     @classmethod
     def of(cls, graph: TrainingGraph) -> Ancestry:
-        """The closure of `predecessors`, with all of forward before all of backward."""
         n, direct = len(graph.ops), predecessors(graph)
+        # Sets of ops are bits of an int: a union of thousands is one operation.
         forward = (1 << graph.n_forward) - 1
         backward = (1 << n) - 1 & ~forward
         before = [0 if op < graph.n_forward else forward for op in range(n)]
@@ -66,16 +66,13 @@ def free_bound_us(
     time_limit_s: float = 10.0,
     enough_us: float = float("inf"),
 ) -> float:
-    """No schedule within `budget_bytes` takes less, whatever its order of first runs.
-
-    Infinite where no schedule fits. Microseconds; `graph.time_us` if nothing better is proved.
-    Ends as soon as `enough_us` is proved, and about when `time_limit_s` is over.
-    """
+    """No schedule in any order takes less; infinite where nothing fits."""
     clock = Clock(time_limit_s)
     ancestry = Ancestry.of(graph)
     best: tuple[float, int] | None = None
     for t in _candidates(graph, ancestry, budget_bytes):
         left_s = clock.left_s
+        # Without one program there is no bound: the first is solved however late it is.
         if best is not None and (best[0] >= enough_us or left_s <= 0):
             return max(best[0], graph.time_us)
         bound_us = FreeCut.at(graph, t, budget_bytes, ancestry).relaxed_us(RELAXED.of(left_s))
@@ -88,16 +85,13 @@ def free_bound_us(
         return max(best[0] if best else 0.0, graph.time_us)
     limits = Limits(left_s, absolute_gap=1e-4 * COST_SCALE, node_limit=ANY_ORDER_NODES.most)
     bound_us = FreeCut.at(graph, best[1], budget_bytes, ancestry).bound_us(limits)
+    # The integer program may end before it comes to its relaxation.
     return max(bound_us, best[0], graph.time_us)
 
 
 def free_least_peak_bound_bytes(graph: TrainingGraph) -> int:
-    """Bytes that the peak of any schedule reaches, whatever its order of first runs.
-
-    The bound of `least_peak` for the graph with nothing pinned and nothing returned
-    after forward: without these its proof needs no order, and all schedules of the graph are
-    schedules of that one.
-    """
+    # Without pinned ops and forward outputs the proof in `least_peak` needs no order, and every
+    # schedule of the graph is one of this.
     ops = tuple(msgspec.structs.replace(op, no_recompute="") for op in graph.ops)
     eased = Problem.of(msgspec.structs.replace(graph, ops=ops, forward_outputs=()))
     return least_peak_bound_bytes(eased, effort_for(eased))
@@ -105,8 +99,6 @@ def free_least_peak_bound_bytes(graph: TrainingGraph) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FreeCut:
-    """The program of one op's cut, and the time of the ops that it leaves out."""
-
     program: CutProgram
     left_out_us: float
 
@@ -114,7 +106,6 @@ class FreeCut:
     def at(
         cls, graph: TrainingGraph, t: int, budget_bytes: int, ancestry: Ancestry | None = None
     ) -> FreeCut:
-        """The cut at op `t` of `graph`."""
         ancestry = ancestry or Ancestry.of(graph)
         related = ancestry.before[t] | ancestry.after[t] | 1 << t
         part = _related_part(graph, t, related, ancestry.before[t])
@@ -123,25 +114,22 @@ class FreeCut:
         return cls(program, sum(left))
 
     def relaxed_us(self, time_limit_s: float) -> float:
-        """The bound of the linear relaxation; infinite where nothing fits."""
+        """Infinite where nothing fits."""
         return self.left_out_us + self.program.relaxed(time_limit_s).bound_us
 
     def bound_us(self, limits: Limits) -> float:
-        """The bound of the integer program, solved to `limits`."""
         return self.left_out_us + self.program.solve(limits).bound_us
 
 
 def _related_part(graph: TrainingGraph, t: int, related: int, before: int) -> TrainingGraph:
-    """The graph of the related ops alone: a schedule of `graph` must serve them too.
-
-    Forward ends after t, unless t is the last forward op in every order: an op that does
-    nothing stands for that end.
-    """
+    # A schedule of `graph` serves the related ops too.
     kept = [op for i, op in enumerate(graph.ops) if related >> i & 1]
     names = {v for op in kept for v in op.outputs}
     names.update(value.name for value in graph.values if not value.producer)
     ops = [msgspec.structs.replace(op, inputs=_within(op.inputs, names)) for op in kept]
     forward = (1 << graph.n_forward) - 1
+    # Forward ends after t, unless t is the last forward op in every order: an op that does nothing
+    # stands for that end.
     if t < graph.n_forward and forward & ~(before | 1 << t):
         end = sum(op.phase == "forward" for op in ops)
         ops.insert(end, Op(_END_OF_FORWARD, _END_OF_FORWARD, "forward", (), ()))

@@ -29,17 +29,12 @@ HiGHS refuses 1e15."""
 
 @dataclass(slots=True)
 class CutProgram:
-    """The program of `cuts` at `budget_bytes`, rows added family by family.
-
-    Attributes
-    ----------
-    end : the last stage that counts: what later ones read or run again is left out. None counts
-        all.
-    """
+    """The program of `cuts` at `budget_bytes`, rows added family by family."""
 
     problem: Problem
     cuts: tuple[int, ...]
     budget_bytes: int
+    # The last stage that counts: what later ones read or run again is left out. None: all count.
     end: int | None = None
     program: MixedProgram = field(default_factory=MixedProgram)
     carried: list[dict[int, int]] = field(default_factory=list[dict[int, int]])
@@ -74,7 +69,6 @@ class CutProgram:
 
     @property
     def last_stage(self) -> int:
-        """The last stage that counts."""
         return self.problem.n_ops if self.end is None else self.end
 
     def wanted_between(self, t: int, last: int) -> list[int]:
@@ -84,10 +78,10 @@ class CutProgram:
         return [v for v in wanted if self.problem.producer[v] <= t]
 
     def _relevant(self) -> list[list[int]]:
-        """For each cut the values that may have to be carried or recomputed."""
         found: list[list[int]] = []
         following: list[int] = []
         for k in reversed(range(len(self.cuts))):
+            # What later intervals may want is carried through this one.
             seen = dict.fromkeys(self.wanted_in(k))
             old = (v for v in following if self.problem.producer[v] <= self.cuts[k])
             seen.update(dict.fromkeys(old))
@@ -100,6 +94,7 @@ class CutProgram:
         while waiting:
             v = waiting.pop()
             op = self.problem.producer[v]
+            # What is there anyway, or runs once, is never made again, so it asks for no inputs.
             if v in free or self.problem.no_recompute[op]:
                 continue
             fresh = [u for u in self.problem.inputs[op] if u not in seen]
@@ -108,12 +103,10 @@ class CutProgram:
         return seen
 
     def _variables(self, k: int, values: list[int]) -> None:
-        """carried[k, v] and again[k, op] in {0, 1}, the latter at the op's cost.
-
-        With one cut carried[k, v] may be a fraction, which leaves fewer integers. With more it
-        is whole: HiGHS then branches on it, and closes programs that it otherwise leaves open.
-        """
+        """carried[k, v] and again[k, op] in {0, 1}, the latter at the op's cost."""
         problem, free = self.problem, self.free_at(k)
+        # With one cut `carried` may be a fraction, which leaves fewer integers. With more it is
+        # whole: HiGHS then branches on it, and closes programs that it otherwise leaves open.
         is_whole = len(self.cuts) > 1
         is_backward = self.cuts[k] >= problem.n_forward
         carried: dict[int, int] = {}
@@ -121,6 +114,7 @@ class CutProgram:
         for v in values:
             if v in free:
                 continue
+            # Forward has ended: these are in the caller's hands.
             lower = 1.0 if is_backward and v in problem.held else 0.0
             carried[v] = self.program.variable(lower=lower, integer=is_whole)
             op = problem.producer[v]
@@ -180,11 +174,11 @@ class CutProgram:
         answer = solve_program(self.program, Limits(time_limit_s, relaxed=True))
         if answer.proved_infeasible:
             return CutSolution(self, None, float("inf"), float("inf"))
+        # The bound is -inf where nothing was proved.
         bound_us = sum(self.problem.cost_us) + max(answer.bound, 0.0) * self.cost_unit_us
         return CutSolution(self, answer.values, bound_us, float("inf"), is_relaxed=True)
 
     def solve(self, limits: Limits) -> CutSolution:
-        """Solve to `limits`."""
         if self.is_empty:
             return CutSolution(self, None, float("inf"), float("inf"))
         answer = solve_program(self.program, limits)
@@ -197,6 +191,7 @@ class CutProgram:
                 self, None, bound_us, float("inf"), answer.finished, answer.iterations
             )
         cost_us = base_us + self._rounded_cost_us(answer)
+        # Of a program solved without any gap the cost is the bound, free of HiGHS's rounding.
         is_tight = limits.relative_gap == limits.absolute_gap == 0.0 and answer.finished
         best_us = cost_us if is_tight else bound_us
         return CutSolution(
@@ -215,28 +210,22 @@ class CutProgram:
 
 @dataclass(frozen=True, slots=True)
 class CutSolution:
-    """A point of a `CutProgram` (None if there is none), its cost and the proven bound.
-
-    `finished` is False where a limit of time or nodes ended the solve, which took
-    `iterations` of the simplex algorithm. `is_relaxed`: runs are fractions too.
-    """
+    """A point of a `CutProgram` (None if there is none), its cost and the proven bound."""
 
     source: CutProgram
     values: list[float] | None
     bound_us: float
     cost_us: float
-    finished: bool = True
-    iterations: int = 0
-    is_relaxed: bool = False
+    finished: bool = True  # False where a limit of time or nodes ended the solve
+    iterations: int = 0  # of the simplex algorithm
+    is_relaxed: bool = False  # runs are fractions too
 
     def carried_past(self, k: int, problem: Problem) -> set[int]:
-        """Values live while op t_k runs and after; `problem` says which must be made once.
-
-        What must be made once is carried throughout by a relaxed point. A value of which a half is
-        carried needs only a half of its inputs there, and may be dropped by rounding, so that all
-        of them are needed. What nothing reads is left out of the state anyway.
-        """
+        """Values live while op t_k runs and after; `problem` says which must be made once."""
         assert self.values is not None
+        # A relaxed point carries throughout what must be made once. A value of which a half is
+        # carried needs only a half of its inputs there, and rounding may drop it, so that all are
+        # needed. What nothing reads is left out of the state anyway.
         least_of_pinned = -1.0 if self.is_relaxed else 1e-6
         chosen: set[int] = set()
         for v, i in self.source.carried[k].items():
@@ -247,14 +236,9 @@ class CutSolution:
 
 
 def expand(solution: CutSolution, problem: Problem | None = None) -> list[list[int]]:
-    """Ops to run again in each stage: at first need in an interval, kept to its end.
-
-    None after the last stage that counts.
-
-    Parameters
-    ----------
-    problem : that of the program, or one in which some ops run again for other inputs.
-    """
+    """Ops to run again in each stage: at first need in an interval, kept to its end."""
+    # In another problem than the program's, ops run again for other inputs, as those whose outputs
+    # arrive by copies.
     problem, cuts = problem or solution.source.problem, solution.source.cuts
     position = {t: k for k, t in enumerate(cuts)}
     available = bytearray(problem.n_values)
@@ -276,10 +260,8 @@ def expand(solution: CutSolution, problem: Problem | None = None) -> list[list[i
     return [*recomputed, *([] for _ in range(problem.n_ops - last))]
 
 
-# Rows of memory inside a stage: what is live while an op runs again, right before a cut.
-#
-# They close what cuts leave open where recomputing itself is what needs the memory. They hold in
-# the given order of first computations, for any number of recomputations.
+# Rows of memory inside a stage, right before a cut: they close what cuts leave open where
+# recomputing itself is what needs the memory.
 
 
 def add_stage_row(cuts: CutProgram, k: int, op: int) -> None:
@@ -315,7 +297,6 @@ def add_stage_row(cuts: CutProgram, k: int, op: int) -> None:
 
 
 def _either(cuts: CutProgram, left: int, right: int) -> int:
-    """A variable that is 1 where one of two is."""
     either = cuts.program.variable()
     for index in (left, right):
         cuts.program.row([(either, 1.0), (index, -1.0)], lower=0.0)

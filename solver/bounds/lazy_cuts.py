@@ -35,51 +35,37 @@ _Floor = tuple[int, int, float]
 
 @dataclass(frozen=True, slots=True)
 class Climbed:
-    """One program solved: the solution, and its expansion where it has a point."""
-
     solution: CutSolution
     start: State | None
 
 
 @dataclass(slots=True)
 class LazyCuts:
-    """The cuts so far, and what to add to them.
-
-    Attributes
-    ----------
-    cuts : ops at which there is a cut, ascending; `added` has them in order of addition.
-    rows : (stage, op) with a row each.
-    bound_us : the best bound proved. is_done : whether there is nothing to add.
-    is_exact : whether to solve the program as it is now without any tolerance: its point fits,
-        so no further cut will replace it.
-    begin, end : cuts are added from op `begin` to op `end` - 1, and no stage after `end` counts.
-    floors : (t, last, least): what runs again in the intervals of cuts from t to before `last`
-        takes at least so many us, as proved by a program of these alone.
-    added : the cuts in order of their addition, as they stand unless given.
-    """
-
     problem: Problem
     budget_bytes: int
-    cuts: tuple[int, ...]
-    rows: tuple[tuple[int, int], ...] = ()
+    cuts: tuple[int, ...]  # ascending
+    rows: tuple[tuple[int, int], ...] = ()  # (stage, op)
     bound_us: float = 0.0
     is_done: bool = False
+    # The program as it is now is to be solved without tolerance: its point fits, so no further cut
+    # will replace it.
     is_exact: bool = False
+    # Cuts are added from op `begin` to op `end` - 1, and no stage after `end` counts.
     begin: int = 0
     end: int | None = None
+    # (t, last, least): what runs again in the intervals of cuts from t to before `last` takes at
+    # least so many us, as a program of these alone proved.
     floors: tuple[_Floor, ...] = ()
-    added: tuple[int, ...] = ()
+    added: tuple[int, ...] = ()  # `cuts` in order of addition
 
     def __post_init__(self) -> None:
         self.added = self.added or self.cuts
 
     @property
     def last_stage(self) -> int:
-        """The last stage that counts."""
         return self.problem.n_ops if self.end is None else self.end
 
     def program(self) -> CutProgram:
-        """The program of the cuts and rows so far."""
         made = CutProgram(self.problem, self.cuts, self.budget_bytes, self.end)
         for stage, op in self.rows:
             add_stage_row(made, self.cuts.index(stage), op)
@@ -89,25 +75,20 @@ class LazyCuts:
         return made
 
     def climb(self, limits: Limits) -> Climbed:
-        """Solve the program as it is now, take its bound, add what its point violates most.
-
-        A program that a limit ended stays as it is, and is taken further next time.
-        """
+        """Solve the program as it is now, take its bound, add what its point violates most."""
         solution = self.program().solve(limits)
         self.bound_us = max(self.bound_us, solution.bound_us)
         start = None
         if solution.values is not None:
             start = State.from_recomputed(self._until_end(), expand(solution))
+        # A program that a limit ended stays as it is, and is taken further next time.
         if solution.finished and (start is None or not self._refine(start)):
             self.is_done = start is None or self.is_exact
             self.is_exact = True
         return Climbed(solution, start)
 
     def _until_end(self) -> Problem:
-        """The problem in which nothing is read after the last stage that counts.
-
-        The program carries nothing for later stages, and nor must the expansion of its point.
-        """
+        # The program carries nothing for later stages, and nor must the expansion of its point.
         if self.end is None:
             return self.problem
         needs = self.problem.needs[: self.end + 1]
@@ -115,7 +96,7 @@ class LazyCuts:
         return replace(self.problem, needs=(*needs, *later))
 
     def _refine(self, state: State) -> bool:
-        """Add what `state`, an expansion, violates most; return whether there was something."""
+        """Returns whether there was anything to add."""
         n_ops = self.problem.n_ops
         over = (state.peak_bytes[:n_ops] - self.budget_bytes).astype(float)
         over[: self.begin] = 0.0
@@ -130,11 +111,13 @@ class LazyCuts:
         return False
 
     def _add_at(self, state: State, stage: int) -> bool:
+        # Where there is a cut already, one before it lets the stage stand alone.
         for place in (stage, stage - 1):
             if place >= self.begin and place not in self.cuts:
                 self.cuts = tuple(sorted((*self.cuts, place)))
                 self.added = (*self.added, place)
                 return True
+        # It stands alone: what runs again inside it takes the memory.
         op = fullest_op(
             self.problem, state.rows[stage], state.rows[stage + 1], stage,
             state.stages[stage].recomputed,
@@ -146,16 +129,15 @@ class LazyCuts:
 
 
 def _add_spans(made: CutProgram, added: Sequence[int]) -> None:
-    """Rows for each interval that `added`, the cuts in order of their addition, has split.
-
-    They keep what was said of the whole interval. Without them the linear relaxation falls when
-    cuts are added, as measured on layered graphs.
-    """
+    """Rows for each interval that `added`, the cuts in order of their addition, has split."""
+    # They keep what was said of the whole interval. Without them the linear relaxation falls when
+    # cuts are added, as measured on layered graphs.
     end = made.last_stage
     places = [*made.cuts, end]
     runs: dict[_Interval, dict[int, int]] = {
         (places[k], places[k + 1]): dict(made.again[k]) for k in range(len(made.cuts))
     }
+    # The last split first: what it split is a half of something split before.
     for first, between, last in reversed(_splits(added, end)):
         left, right = runs[first, between], runs[between, last]
         runs[first, last] = _add_span(made, (first, last), left, right)
@@ -189,14 +171,11 @@ def _splits(added: Sequence[int], end: int) -> list[tuple[int, int, int]]:
 def _add_span(
     made: CutProgram, span: _Interval, left: dict[int, int], right: dict[int, int]
 ) -> dict[int, int]:
-    """Variables of ops that run again in `span`, and the rows of an interval for them.
-
-    halves <= again in the span <= sum of halves. Whole, so that it can be branched on.
-    """
+    """halves <= again in the span <= sum of halves"""
     k = made.cuts.index(span[0])
     runs: dict[int, int] = {}
     for op, half in left.items():
-        runs[op] = made.program.variable(integer=True)
+        runs[op] = made.program.variable(integer=True)  # whole, so that it can be branched on
         halves = [(half, 1.0)] + ([(right[op], 1.0)] if op in right else [])
         made.program.row([*halves, (runs[op], -1.0)], lower=0.0)
         for index, _ in halves:

@@ -46,15 +46,12 @@ class _Floor(NamedTuple):
 
 
 def floor_of(problem: Problem) -> _Floor:
-    """What any schedule needs that never computes an output of the step again.
-
-    The largest working set of an op together with the outputs of the step made before it,
-    which are all live then. For first runs in captured order.
-    """
+    """What any schedule in captured order needs that never computes an output of the step again."""
     kept = set(problem.needs[problem.n_ops])
     made_bytes = 0
     best = _Floor(problem.resident_bytes, "")
     for t in range(problem.n_ops):
+        # Outputs made so far are all live; those that op t reads are in its working set already.
         beside_bytes = sum(problem.size_bytes[v] for v in problem.needs[t] if v in kept)
         need_bytes = working_set_bytes(problem, t) + made_bytes - beside_bytes
         need_bytes += problem.resident_bytes
@@ -65,42 +62,23 @@ def floor_of(problem: Problem) -> _Floor:
 
 
 def least_peak_bound_bytes(problem: Problem, effort: int = REGRESSION.most) -> int:
-    """Bytes that the peak of any schedule reaches, resident ones included.
-
-    For first runs in captured order, any number of recomputations, no offloading; the proof
-    is in the header of this file.
-
-    Parameters
-    ----------
-    problem : Problem
-        The graph in integers.
-    effort : int
-        Sets to look at in all; 0 leaves the largest set that one moment asks for.
-
-    Raises
-    ------
-    SolverError : `effort` is negative.
-    """
+    """The bound after `effort` sets; 0 leaves the largest set that one moment asks for."""
     if effort < 0:
         raise SolverError(f"effort must be 0 or more, not {effort}")
     return _Regression(problem).run(effort)
 
 
 def effort_for(problem: Problem) -> int:
-    """The effort that takes about a second at most."""
     return REGRESSION.at(problem.n_ops)
 
 
 class _Open(NamedTuple):
-    """An unexplored set: what was live just before `op` ran, with `live` live after it.
+    """What was live just before `op` ran, with `live` live after it; not explored yet."""
 
-    In the order in which sets are explored: by the most bytes from that moment on (or what
-    is proved, if that is more), then by the bytes of the set; `opened` breaks ties.
-    """
-
+    # In the order in which sets are explored.
     peak_bytes: int
     total_bytes: int
-    opened: int
+    opened: int  # unique, so that `live` is never compared
     live: frozenset[int]
     op: int
 
@@ -120,7 +98,6 @@ class _Regression:
         self.held = tuple(sorted(early))
 
     def run(self, effort: int) -> int:
-        """The bound: the most over all moments, with the resident bytes."""
         special = (self.problem.n_ops, self.problem.n_forward - 1)
         fullest = heapq.nlargest(
             _MOST_MOMENTS, self._moments(), key=lambda at: (at[1] in special, at[0])
@@ -138,11 +115,13 @@ class _Regression:
         waiting: dict[int, None] = {}
         for t in range(n_ops + 1):
             live = {*problem.needs[t], *(v for v in waiting if last_need[v] > t)}
+            # The caller has them once forward has ended.
             if t >= problem.n_forward:
                 live.update(self.held)
             own_bytes = 0
             if t < n_ops:
                 own_bytes = problem.output_bytes[t] + problem.workspace_bytes[t]
+                # Pinned ops do not run again, so what they made waits for its last need.
                 once = problem.outputs[t] if problem.no_recompute[t] else ()
                 waiting = {v: None for v in (*waiting, *once) if last_need.get(v, -1) > t}
             yield self._bytes(live) + own_bytes, t, frozenset(live)
@@ -151,20 +130,18 @@ class _Regression:
         return sum(self.problem.size_bytes[v] for v in values)
 
     def _explore(self, live: frozenset[int], most: int) -> int:
-        """Go back from a moment at which `live` was live; return how many sets were looked at.
-
-        Each set on the way is explored or open, and one that is open is on the way of any
-        schedule: so the least peak of those that are open is a bound.
-        """
+        """Returns how many sets were looked at."""
         seen = {live}
         waiting: list[_Open] = []
         self._expand(live, 0, waiting)
         for count in range(1, most):
             if not waiting:
                 return count
+            # Any schedule passes one of the open sets, so the least peak among them is a bound.
             self.best_bytes = max(self.best_bytes, waiting[0].peak_bytes)
             state = heapq.heappop(waiting)
             before = self._before(state.live, state.op)
+            # A schedule can begin there, so nothing more is proved from this moment.
             if not before:
                 return count
             if before not in seen:
@@ -182,12 +159,15 @@ class _Regression:
         n_late = sum(n for op, n in makers.items() if op >= problem.n_forward)
         newest = max(makers, default=-1)
         for op in makers:
+            # It ran once, before the first run of later ops, so it made no value after them.
             if problem.no_recompute[op] and op < newest:
                 continue
             made = [v for v in problem.outputs[op] if v in live]
             fresh = {u for u in problem.inputs[op] if u not in live}
+            # Backward has begun, so the caller holds what forward returned.
             if op >= problem.n_forward or n_late:
                 fresh.update(h for h in self.held if h not in live or h in made)
+            # What it made was live before it ran too, so nothing is won.
             if fresh.issuperset(made):
                 continue
             total_bytes = live_bytes - self._bytes(made) + self._bytes(fresh)
@@ -207,10 +187,6 @@ class _Regression:
 
 
 # What to say, and to prove, where a budget is below the floor.
-#
-# The floor (`floor_of` of `least_peak`) is what any schedule needs that never computes an
-# output of the step again, a gradient above all. Below it schedules must do so; below the
-# proved bound on the least peak there are none. Costs nothing where the step fits as it is.
 
 
 LEAST_BOUND = "No schedule has a peak below"
@@ -218,10 +194,8 @@ LEAST_BOUND = "No schedule has a peak below"
 
 
 def prove_nothing_fits(search: Search) -> None:
-    """Find the bound on the least peak; note in `search` if it proves that nothing fits.
-
-    It takes about a second at most, and holds for first runs in the order of the search's graph.
-    """
+    """Bound the least peak, in the search's order; note in `search` if nothing fits."""
+    # It takes up to a second, so it is left out where something fits.
     if search.best is not None or search.least_bound_bytes or search.left_s <= 0:
         return
     search.say("proving a bound on the least peak")
@@ -232,7 +206,6 @@ def prove_nothing_fits(search: Search) -> None:
 
 
 def note_floor(search: Search) -> None:
-    """Add to what the result will say whether the budget is below the floor."""
     search.floor = floor_above(search.problem, search.budget_bytes)
     if search.floor is not None:
         search.note(floor_text(search.graph, search.floor, search.best))
@@ -241,7 +214,7 @@ def note_floor(search: Search) -> None:
 
 
 def floor_above(problem: Problem, budget_bytes: int) -> Holding | None:
-    """The floor and the op that sets it, if `budget_bytes` is below."""
+    """The floor and the op that sets it; None where the budget is no lower."""
     floor = floor_of(problem)
     if budget_bytes >= floor.size_bytes:
         return None
@@ -250,7 +223,6 @@ def floor_above(problem: Problem, budget_bytes: int) -> Holding | None:
 
 
 def floor_text(graph: TrainingGraph, floor: Holding, schedule: Schedule | None) -> str:
-    """One sentence: the floor in bytes, its op, and what `schedule` does about it."""
     place = f" ({floor.module})" if floor.module else ""
     at = f", set by op {floor.name}{place}" if floor.name else ""
     text = f"The budget is below the floor of {floor.size_bytes} bytes{at}"

@@ -44,24 +44,17 @@ _PATIENCE = 0.5
 
 @dataclass(slots=True)
 class Windows:
-    """Windows in the order of their stages, and their bound together.
-
-    Attributes
-    ----------
-    parts : the windows. solutions : the last one of each. late : how often limits ended it.
-    spent_us : what the best schedule known runs again in each stage, empty while there is none;
-        windows in which that is far above what is proved come first.
-    base_us : of computing every op once. bound_us : no schedule takes less.
-    is_done : whether one window is left and done.
-    """
+    """Windows in the order of their stages, and their bound together."""
 
     problem: Problem
     parts: list[LazyCuts]
+    # What the best schedule known runs again in each stage, empty while there is none: windows in
+    # which that is far above what is proved come first.
     spent_us: Sequence[float] = ()
     bound_us: float = 0.0
-    solutions: list[CutSolution | None] = field(init=False)
-    late: list[int] = field(init=False)
-    base_us: float = field(init=False)
+    solutions: list[CutSolution | None] = field(init=False)  # the last one of each
+    late: list[int] = field(init=False)  # how often limits ended each
+    base_us: float = field(init=False)  # of computing every op once
 
     def __post_init__(self) -> None:
         self.solutions = [None] * len(self.parts)
@@ -70,19 +63,14 @@ class Windows:
 
     @property
     def is_done(self) -> bool:
-        """Whether there is nothing left to add or to merge."""
         return len(self.parts) == 1 and self.parts[0].is_done
 
     @property
     def is_exact(self) -> bool:
-        """Whether the next program is the last of its window, and solved without tolerance."""
         return len(self.parts) == 1 and self.parts[0].is_exact
 
     def climb(self, limits: Limits) -> Climbed:
-        """Solve the program of one window; merge two where all are done.
-
-        A start is made of all windows once each was tried, and whenever two are merged.
-        """
+        """Solve the program of one window; merge two where all are done."""
         at = self._next()
         is_last_untried = sum(part.bound_us == 0 for part in self.parts) == 1
         climbed = self.parts[at].climb(self._own_limits(limits, at))
@@ -93,17 +81,18 @@ class Windows:
         start = climbed.start
         if len(self.parts) > 1:
             all_settled = all(map(self._is_settled, self.parts))
+            # A start takes all windows: once each was tried, and whenever two are merged.
             start = self._start() if all_settled or is_last_untried else None
             if all_settled:
                 self._merge(self._widest_pair())
         return Climbed(replace(climbed.solution, bound_us=self.bound_us), start)
 
     def relaxed_us(self, time_limit_s: float) -> list[float]:
-        """What the linear relaxation of each window says that it must run again, at least."""
+        """By window, the least time of what it must run again."""
         return [part.program().relaxed(time_limit_s).bound_us - self.base_us for part in self.parts]
 
     def relaxed_start(self, budget_bytes: int, time_limit_s: float) -> State | None:
-        """What linear relaxations of the windows come to at another budget, None if they do not."""
+        """A start from relaxations at another budget; None where a window has no point."""
         solutions: list[CutSolution] = []
         for part in self.parts:
             program = CutProgram(self.problem, part.cuts, budget_bytes, part.end)
@@ -113,10 +102,11 @@ class Windows:
         return self._start_of(solutions)
 
     def _own_limits(self, limits: Limits, at: int) -> Limits:
-        """Each window has its part of the tolerance, and more nodes if it was cut short."""
         if len(self.parts) == 1:
             return limits
+        # More nodes, each time that a limit ended it.
         nodes = limits.node_limit and limits.node_limit << self.late[at]
+        # Bounds add up, so each has its part of the tolerance.
         gap = min(limits.absolute_gap, _CLOSE * COST_SCALE) / len(self.parts)
         return replace(limits, absolute_gap=gap, node_limit=nodes)
 
@@ -128,14 +118,13 @@ class Windows:
         self.bound_us = max(self.bound_us, found_us)
 
     def _is_settled(self, part: LazyCuts) -> bool:
-        """Whether nothing is left to add to `part`. The last window is solved exactly too."""
+        # The last window is solved exactly too.
         return part.is_done or (part.is_exact and len(self.parts) > 1)
 
     def _least_us(self, part: LazyCuts) -> float:
         return max(part.bound_us - self.base_us, 0.0)
 
     def _next(self) -> int:
-        """The window to work on: the one that may be furthest from what is spent in it."""
         still_open = [i for i, part in enumerate(self.parts) if not self._is_settled(part)]
         untried = [i for i in still_open if self.parts[i].bound_us == 0]
         if untried or not still_open:
@@ -149,7 +138,6 @@ class Windows:
         return sum(self.spent_us[stages]) - self._least_us(part)
 
     def _widest_pair(self) -> int:
-        """The first of the two neighbours that are furthest from what is spent in them."""
         slack_us = [self._slack_us(i) for i in range(len(self.parts))]
         return max(range(len(self.parts) - 1), key=lambda i: (slack_us[i] + slack_us[i + 1], -i))
 
@@ -163,6 +151,7 @@ class Windows:
             self.base_us + self._least_us(left) + self._least_us(right),
             begin=left.begin,
             end=right.end,
+            # So that the merged program begins with what was proved of its parts.
             floors=(*self._floors(left), *self._floors(right)),
             added=(*left.added, *right.added),
         )
@@ -188,11 +177,7 @@ class Windows:
 
 
 def windows_of(problem: Problem, budget_bytes: int, peak_bytes: Bytes) -> Windows:
-    """A window for each group of stretches of stages whose `peak_bytes` are over the budget.
-
-    Two neighbours are of one group where what is live in the fullest stage of the one is mostly
-    live in that of the other: then what is dropped for the one helps the other.
-    """
+    """A window for each group of stretches of stages whose `peak_bytes` are over the budget."""
     over = np.flatnonzero(peak_bytes[: problem.n_ops] > budget_bytes)
     cuts = [first_cuts(peak_bytes, group) for group in _groups(problem, peak_bytes, over)]
     begins = [0, *(min(chosen) for chosen in cuts[1:])]
@@ -206,7 +191,6 @@ def windows_of(problem: Problem, budget_bytes: int, peak_bytes: Bytes) -> Window
 
 
 def _groups(problem: Problem, peak_bytes: Bytes, over: _Stages) -> list[list[int]]:
-    """The stages of `over` by windows, each ascending."""
     stretches = np.split(over, np.flatnonzero(np.diff(over) > 1) + 1) if over.size else []
     produced = np.array(problem.producer)
     last_read = np.array([max((op, *problem.readers[op])) for op in problem.producer])
@@ -218,6 +202,7 @@ def _groups(problem: Problem, peak_bytes: Bytes, over: _Stages) -> list[list[int
         is_live = (produced <= before) & (last_read >= before)
         total_bytes = size_bytes[is_live].sum()
         shared_bytes = size_bytes[is_live & (last_read >= fullest)].sum()
+        # Mostly the same values are live: what is dropped for one stretch helps the other.
         if not groups or shared_bytes < _SHARED * total_bytes:
             groups.append([])
         groups[-1] += stretch.tolist()

@@ -13,9 +13,6 @@ from remat.graph_capture.files import decode_json
 from remat.graph_capture.graph import are_figures
 from remat.solver.result import Result
 
-# What a GiB is worth, as a record.
-
-
 _STEP_SHARE = 20
 """If a GiB is more than one part in so many of the peak, that part is priced instead: on a small
 model a GiB would say nothing."""
@@ -68,12 +65,7 @@ class GibPrice(msgspec.Struct, frozen=True):
 
 
 def checked_step(step_bytes: int, peak_bytes: int) -> int:
-    """`step_bytes`, or if that is 0 one GiB, or 5 % of the peak if that is less.
-
-    Raises
-    ------
-    SolverError : it is negative.
-    """
+    """0 stands for one GiB, or 5 % of the peak if that is less."""
     if step_bytes < 0:
         raise SolverError(
             f"step_bytes must be 0 (a GiB, or 5 % of the peak) or more, not {step_bytes}"
@@ -216,7 +208,6 @@ def _gap_text(gap: float | None) -> str:
 
 
 def _cells(point: Point) -> tuple[str, ...]:
-    """A point for people."""
     from remat.formats import bytes_text, percent_text, proved_text
 
     result = point.result

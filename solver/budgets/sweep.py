@@ -33,9 +33,6 @@ from remat.solver.stopping import FIRST_SOLVE, NAMING, ONE_BUDGET, SECOND_SOLVE
 from remat.solver.store_all import StoreAll
 from remat.solver.table import make_solver
 
-# Budgets of a sweep that names none: evenly from the least peak known to the unmodified one.
-
-
 PINS = ("keep", "recompute")
 """Options that every solver takes."""
 
@@ -48,23 +45,17 @@ def spread_budgets(
     time_limit_s: float = 60.0,
     **options: object,
 ) -> tuple[list[int], list[Result]]:
-    """`count` budgets, evenly from the least peak that ``auto`` knows to the unmodified one.
-
-    The same for each solver; and the outcome at the least, if it is at hand. `unmodified_bytes`
-    is as in `sweep_budgets`, `time_limit_s` for naming the least peak. Of `options` only the pins
-    are heeded.
-
-    Raises
-    ------
-    SolverError : `count` is below 1.
-    """
+    """The same budgets for each solver, and the outcome at the least if it is at hand."""
     if count < 1:
         raise SolverError(f"budgets must be 1 or more in number, not {count}")
     high_bytes = unmodified_bytes or _keeping_all_bytes(graph)
+    # Pins alone: other options are one solver's, and the budgets are for all.
     pins: dict[str, Any] = {name: options[name] for name in PINS if name in options}
+    # At a budget of 0 the result names the least peak that is known.
     lost = solve_within(graph, 0, time_limit_s=time_limit_s, **pins)
     least_bytes = lost.least_feasible_bytes or least_needed_bytes(Problem.of(graph))
     room_bytes = max(high_bytes - least_bytes, 0)
+    # One budget alone is the unmodified peak.
     parts = range(count) if count > 1 else [1]
     asked = {high_bytes - room_bytes + room_bytes * k // max(count - 1, 1) for k in parts}
     least = at_least_budget(graph, lost)
@@ -72,7 +63,6 @@ def spread_budgets(
 
 
 def _keeping_all_bytes(graph: TrainingGraph) -> int:
-    """Peak of the step that keeps everything."""
     return simulate(graph, StoreAll().schedule(graph)).peak_bytes
 
 
@@ -95,37 +85,13 @@ def sweep_budgets(
     unmodified_bytes: int = 0,
     **options: object,
 ) -> Front:
-    """Solve at several budgets and merge what is found.
-
-    Parameters
-    ----------
-    graph : TrainingGraph
-        One training step.
-    budgets : int or ints
-        In bytes; or how many, spread evenly from the least peak known to the unmodified one.
-    solver : str
-        A name of the solvers' table.
-    time_limit_s : float
-        For all budgets together, each of which has about an equal part.
-    jobs : int
-        How many solves run at once; -1 for as many as there are cores or workers.
-    progress : callable
-        Called with how many budgets are done, where they are solved one by one.
-    at_hand : results
-        Whose schedules count where they fit, if they are of the same solver.
-    unmodified_bytes : int
-        Peak of the step without a plan; 0 for that of the step that keeps everything. The
-        two differ where eager keeps more than a plan needs to, as masks of dropout.
-    **options : object
-        As of `remat.solver.solve_within`.
-
-    Raises
-    ------
-    SolverError : no budgets, a number of jobs that means nothing, an unknown solver or option.
-    """
+    """Solve at several budgets and merge what is found; `time_limit_s` is for all together."""
     clock = Clock(time_limit_s)
     check_jobs(jobs)
+    # An unknown solver or option is refused before anything is solved.
     make_solver(solver, **{k: v for k, v in options.items() if k not in PINS})
+    # Eager may keep more than a plan needs to, as masks of dropout: callers that know its peak give
+    # it.
     unmodified_bytes = unmodified_bytes or _keeping_all_bytes(graph)
     with one_job():
         if isinstance(budgets, int):
@@ -155,7 +121,6 @@ def sweep_budgets(
 
 
 def check_jobs(jobs: int) -> None:
-    """Raise `SolverError` unless `jobs` is 1 or more, or -1."""
     if jobs == 0 or jobs < -1:
         raise SolverError(f"jobs must be 1 or more, or -1 for every core, not {jobs}")
 
@@ -175,8 +140,8 @@ def _one_by_one(
     clock: Clock,
     progress: BudgetsDone | None,
 ) -> list[Result]:
-    """From tight to loose, until nothing is recomputed, which serves all the rest, or Ctrl-C."""
     found: list[Result] = []
+    # From tight to loose: a schedule that runs nothing again serves all the rest.
     for budget_bytes in budgets:
         if progress:
             progress(len(found), len(budgets))
@@ -193,12 +158,14 @@ def _one_by_one(
                     solve_within(graph, budget_bytes, solver, time_limit_s=part_s, **options)
                 )
             except KeyboardInterrupt:
+                # It came outside of a search, which would have ended with its best.
                 note_interrupt()
                 found.append(_untried(graph, solver, budget_bytes))
     return found
 
 
 def _at_larger_budget(result: Result, budget_bytes: int) -> Result:
+    # What a floor's message says is about the smaller budget.
     message = "" if result.floor else result.message
     return msgspec.structs.replace(
         result, budget_bytes=budget_bytes, wall_s=0.0, floor=None, message=message
@@ -206,7 +173,6 @@ def _at_larger_budget(result: Result, budget_bytes: int) -> Result:
 
 
 def _is_ideal(graph: TrainingGraph, result: Result) -> bool:
-    """Whether nothing is faster, whatever the budget."""
     return result.schedule is not None and result.time_us <= fastest_us(graph) * (1 + 1e-9)
 
 
@@ -228,10 +194,10 @@ def _side_by_side(
     clock: Clock,
     jobs: int,
 ) -> list[Result]:
-    """All at once; where a worker dies, what it had not solved is solved here, one by one."""
     # joblib ships no types, and is not needed for one job.
     joblib: Any = importlib.import_module("joblib")
     at_once = min(joblib.effective_n_jobs(jobs), len(budgets))
+    # So many run at a time, so each has that much more than its part.
     each_s = max(clock.left_s, 0.0) * at_once / len(budgets)
     task = joblib.delayed(solve_within)
     tasks = [task(graph, one, solver, time_limit_s=each_s, **options) for one in budgets]
@@ -250,7 +216,7 @@ def _side_by_side(
 
 @contextlib.contextmanager
 def _workers_in_safe_paths() -> Generator[None]:
-    """In the block, processes begin without the working folder, which may hold a joblib.py."""
+    # The working folder may hold a joblib.py.
     name = "PYTHONSAFEPATH"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -266,16 +232,14 @@ def _workers_in_safe_paths() -> Generator[None]:
 def merge_results(
     graph: TrainingGraph, found: Sequence[Result], at_hand: Sequence[Result] = ()
 ) -> list[Result]:
-    """Each result with the best schedule of all that fits, and the best bound that holds.
-
-    `found` is in rising order of budgets; the schedules of `at_hand` count too.
-    """
+    """Each of `found`, by rising budget, with the best schedule of all and the best bound."""
     known = sorted(
         (result for result in (*found, *at_hand) if result.schedule is not None),
         key=lambda result: (result.time_us, result.peak_bytes),
     )
     bound_us = 0.0
     best: list[Result] = []
+    # From loose to tight: a bound that holds at one budget holds at every smaller one.
     for own in reversed(found):
         bound_us = max(bound_us, own.lower_bound_us)
         fits = (result for result in known if result.peak_bytes <= own.budget_bytes)
@@ -286,7 +250,6 @@ def merge_results(
 def _adopting(
     graph: TrainingGraph, own: Result, better: Result | None, bound_us: float
 ) -> Result:  # fmt: skip
-    """`own` with the schedule of `better` and the bound, judged at its own budget."""
     if better is None or better.schedule is None:
         return own
     adopted = evaluate_schedule(
@@ -299,9 +262,6 @@ def _adopting(
         message=own.message if better is own else "",
     )
     return msgspec.structs.replace(adopted, floor=own.floor)
-
-
-# What memory is worth near one budget: the least that will do, and the price of a GiB.
 
 
 def least_peak(
@@ -319,12 +279,15 @@ def least_peak(
     clock = Clock(time_limit_s)
     first_s = FIRST_SOLVE.of(time_limit_s)
     with one_job():
+        # At a budget of 0 the result names the least peak that is known.
         named = solve_within(graph, 0, solver, time_limit_s=first_s, **options)
         if named.schedule is not None or not named.least_feasible_bytes:
             return named
         at_hand = at_least_budget(graph, named)
         if is_interrupted() and at_hand is not None:
             return msgspec.structs.replace(at_hand, message=named.message)
+        # The schedule of the least peak was not chosen for its time: one of that budget may be
+        # faster.
         left_s = SECOND_SOLVE.of(clock.left_s, time_limit_s)
         found = solve_within(
             graph, named.least_feasible_bytes, solver, time_limit_s=left_s, **options
@@ -364,6 +327,8 @@ def price_of_gib(
     step_bytes = checked_step(step_bytes, result.peak_bytes)
     low_bytes = max(result.budget_bytes - step_bytes, 0)
     more = less = result
+    # Without recomputation nothing is faster, and a schedule that fits the smaller budget costs
+    # nothing there: neither takes a solve.
     if not _is_ideal(graph, result):
         above_bytes = result.budget_bytes + step_bytes
         more = solve_within(graph, above_bytes, solver, time_limit_s=time_limit_s, **options)

@@ -76,7 +76,6 @@ class Cut:
     progress: Listener | None = None
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """The best schedule found within `budget_bytes`, and a proven bound."""
         search = Search.of(self, "cut", graph, budget_bytes)
         with search.until_interrupted():
             self.run(search)
@@ -84,7 +83,6 @@ class Cut:
         return search.result()
 
     def run(self, search: Search) -> None:
-        """Search until the gap is reached, ideas run out or time is up."""
         plain = store_all_state(search.problem)
         if search.offer(plain):
             return
@@ -92,6 +90,7 @@ class Cut:
             search.proved_infeasible = True
         else:
             self._close_gap(search, plain)
+        # Nothing fits: the result names the least budget that is known to do.
         if search.best is None and search.lowest is None:
             offer_least_peak(search, plain)
 
@@ -114,16 +113,12 @@ def begin(
     has_start: bool = False,
     with_policies: bool = False,
 ) -> LazyCuts | None:
-    """The best single cut: its bound, and schedules from it; None where nothing fits.
-
-    With `has_start` there is a schedule to improve on, or other starts come behind, and one more
-    will do. `with_policies` asks policies too, where they are quick. None as well where the time
-    ends on a large graph, after a first bound: all else takes long there.
-    """
+    """The best single cut; None where nothing fits, or time ends early on a large graph."""
     search.say("choosing where to cut")
     place = best_cut(search, plain)
     if place is None:
         return None
+    # All else takes long on such graphs.
     if search.is_large and search.out_of_time():
         return None
     lazy = LazyCuts(search.problem, search.budget_bytes, (place,))
@@ -138,13 +133,14 @@ def begin(
         offer_first(search, plain, is_patient=not has_start, with_policies=with_policies)
     if not is_repaired and search.best is None and not has_start:
         offer_climbed(search, first)
+    # With a schedule to improve on, or other starts behind, one more will do.
     if not has_start:
         _offer_targets(search, place, gap)
     return lazy
 
 
 def _offer_targets(search: Search, place: int, gap: float) -> None:
-    """Repair what the cut at `place` comes to at budgets below the real one."""
+    # Cuts for lower targets make starts that differ, which was worth more than annealing a start.
     for target_bytes in _targets(search, TARGETS):
         if search.is_open(gap) and not _has_worked(search, FIRST_REPAIRS.most):
             search.say(f"start for {target_bytes} bytes")
@@ -155,20 +151,18 @@ def _offer_targets(search: Search, place: int, gap: float) -> None:
 
 
 def _climb(search: Search, lazy: LazyCuts, gap: float) -> None:
-    """Solve the cuts so far for a bound and a start."""
     search.say(f"{len(lazy.cuts)} cuts, the last at {search.graph.ops[lazy.cuts[-1]].name}")
     offer_climbed(search, lazy.climb(limits_of(search, lazy, gap, search.gap)))
 
 
 def offer_climbed(search: Search, climbed: Climbed, most_work: float = float("inf")) -> bool:
-    """Record the bound; repair the expansion, unless a clock chose it and there is a schedule.
-
-    False if repairs were given up because `search.work` came to `most_work`.
-    """
+    """Record the bound, repair the expansion; False if `most_work` ended the repairs."""
     if climbed.solution.bound_us == float("inf"):
         search.proved_infeasible = True
         return True
     search.raise_bound(climbed.solution.bound_us)
+    # Where the clock ended the program, its point depends on the machine: it is only taken where
+    # there is no schedule.
     if climbed.start is not None and (climbed.solution.finished or search.best is None):
         return repair_from(search, climbed.start, most_work)
     return True
@@ -181,10 +175,8 @@ def limits_of(
     open_gap: float,
     nodes: Nodes = CUT_NODES,
 ) -> Limits:
-    """How far to take the program of `lazy`: not much closer than `open_gap`, if one is known.
-
-    Closer is of no use, since the next cut replaces the program; an exact one is the last.
-    """
+    # Much closer than the open gap is of no use, since the next cut replaces the program. An exact
+    # one is the last.
     tolerance = max(gap, _GAP_PART * open_gap if open_gap < 1 else 0.0) / 4
     return Limits(
         time_limit_s=RELAXED.of(search.left_s),
@@ -194,7 +186,6 @@ def limits_of(
 
 
 def _targets(search: Search, parts: tuple[float, ...]) -> Iterator[int]:
-    """Budgets below the real one at which to solve for starts."""
     problem = search.problem
     least_bytes = largest_working_set_bytes(problem) + problem.resident_bytes
     for part in parts:
@@ -202,7 +193,7 @@ def _targets(search: Search, parts: tuple[float, ...]) -> Iterator[int]:
 
 
 def best_cut(search: Search, plain: State) -> int | None:
-    """The op whose cut has the highest relaxed bound; None if one proves nothing fits."""
+    """The op whose cut has the highest relaxed bound; None if one proves that nothing fits."""
     best: tuple[float, int] | None = None
     for t in candidate_cuts(search, plain):
         if search.out_of_time() and best is not None:
@@ -220,13 +211,15 @@ def best_cut(search: Search, plain: State) -> int | None:
 
 
 def candidate_cuts(search: Search, plain: State) -> list[int]:
-    """The fullest op of the step that keeps all, and ops around it and the loss."""
     problem = search.problem
     peak_bytes = plain.peak_bytes[: problem.n_ops]
     fullest = int(np.argmax(peak_bytes))
     start = problem.n_forward
+    # One or two ops beside the right place the bound can be nothing, so neighbours are tried too.
+    # After the loss, forward's values wait for backward.
     near = [fullest, fullest - 1, fullest + 1, fullest + 2, *range(start - 1, start + 4)]
     inside = [t for t in dict.fromkeys(near) if 0 <= t < problem.n_ops]
+    # A cut where everything fits says nothing.
     over = [t for t in inside if peak_bytes[t] > search.budget_bytes]
     return over or [fullest]
 
@@ -237,11 +230,7 @@ def _has_worked(search: Search, most_work: int) -> bool:
 
 
 def repair_from(search: Search, start: State, most_work: float = float("inf")) -> bool:
-    """Repair `start` with each power, fill, and offer the outcomes.
-
-    Ends early where that takes long and there is a schedule; or, and then it returns False, when
-    `search.work` comes to `most_work`.
-    """
+    """Offer repairs of `start`; False when `search.work` comes to `most_work`."""
     enough_work = REPAIRS_OF_A_START.from_now(search.work)
     for power in _POWERS:
         if search.out_of_time() or _has_worked(search, enough_work):
@@ -270,13 +259,11 @@ _NEARLY_ALL = 0.9
 def begin_window_cuts(
     search: Search, plain: State, gap: float, *, has_start: bool = False
 ) -> Windows | None:
-    """As `begin`; then windows if they say more than its cut, else that cut as the only one.
-
-    Starts of the single cut are left out where windows give some: repairs of them take long, and
-    found none on narrow graphs.
-    """
+    """As `begin`; then windows if they say more than its cut, else that cut as the only one."""
     windows = windows_of(search.problem, search.budget_bytes, plain.peak_bytes)
     has_several = len(windows.parts) > 1 and not search.is_large
+    # Repairs of the single cut's starts take long, and found none on narrow graphs, so they are
+    # left out where windows give some.
     has_others = has_start or has_several
     lazy = begin(search, plain, gap, has_start=has_others, with_policies=True)
     if lazy is None:
@@ -294,14 +281,11 @@ def begin_window_cuts(
 
 
 def _say_more(search: Search, windows: Windows, lazy: LazyCuts, gap: float) -> bool:
-    """Climb each of the windows once; whether their bound is above that of `lazy`.
-
-    They are not climbed where one says nearly all by its linear relaxation: the cut is better then,
-    to which others are added as they are needed.
-    """
+    """Climb each of the windows once; whether their bound is above that of `lazy`."""
     if not search.is_open(gap):
         return False
     relaxed_us = windows.relaxed_us(RELAXED.of(search.left_s))
+    # One says nearly all: then the cut is better, to which others are added as they are needed.
     if max(relaxed_us) >= _NEARLY_ALL * sum(relaxed_us):
         return False
     for _ in range(len(windows.parts)):
@@ -315,7 +299,6 @@ def _say_more(search: Search, windows: Windows, lazy: LazyCuts, gap: float) -> b
 
 
 def _take_relaxed(search: Search, windows: Windows, gap: float) -> None:
-    """Repair what the windows' linear relaxations come to below the budget, until one fits."""
     for target_bytes in _targets(search, TARGETS):
         if search.best is not None or not search.is_open(gap):
             return

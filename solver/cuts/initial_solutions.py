@@ -53,13 +53,8 @@ _WORKERS = 2
 
 
 def offer_budget_continuation(search: Search, plain: State, *, is_patient: bool) -> None:
-    """Offer a schedule that comes down to the budget, if the way does not end before.
-
-    Parameters
-    ----------
-    plain : keeps everything. is_patient : try long where the way is hard; else it ends soon, for
-        other starts to come first.
-    """
+    """Come down from the peak; `is_patient` goes on where the way is hard."""
+    # Where nothing fits there is no way.
     prove_nothing_fits(search)
     end_s = search.left_s - BUDGET_CONTINUATION.of(search.left_s)
     peak_bytes = int(plain.peak_bytes.max())
@@ -78,6 +73,8 @@ def offer_budget_continuation(search: Search, plain: State, *, is_patient: bool)
         elif step > _LEAST_STEP:
             step /= 2
         elif effort < (LAST_DESCENT if is_patient else SOON_DESCENT).most:
+            # Smaller steps do not help: improve the schedule for longer, to leave repair more to
+            # drop.
             effort, step = 2 * effort, _NEXT_STEP
             state = _improved(search, state, level_bytes, effort)
         else:
@@ -85,12 +82,13 @@ def offer_budget_continuation(search: Search, plain: State, *, is_patient: bool)
 
 
 def _repaired(search: Search, start: State, limit_bytes: int) -> State | None:
-    """The quickest of what repairs make of `start` under the limit, with what fits carried."""
+    """The quickest repair under the limit, with what fits carried; None if there is none."""
     best: State | None = None
     for power in POWERS:
         state = start.copy()
         most_work = CONTINUATION_REPAIR.from_now(search.work)
         if Repair(state, limit_bytes, power, search, most_work=most_work).run():
+            # Repair drops more than it must.
             fill(state, limit_bytes, search)
             if best is None or state.cost_us < best.cost_us:
                 best = state
@@ -98,7 +96,7 @@ def _repaired(search: Search, start: State, limit_bytes: int) -> State | None:
 
 
 def _improved(search: Search, state: State, budget_bytes: int, effort: float) -> State:
-    """What neighbourhoods make of a state, in so much of CP-SAT's deterministic time."""
+    """What neighbourhoods make of `state`; `effort` is CP-SAT's deterministic time."""
     inner = Search(search.graph, budget_bytes, search.solver, search.left_s)
     if not inner.offer(state):
         return state
@@ -122,18 +120,16 @@ _LEAST_POWERS = (0.6, 1.0)
 
 
 def offer_least_peak(search: Search, plain: State) -> None:
-    """Name the least peak known, or take its schedule if it fits after all.
-
-    The ways down start from the graph alone, not from the budget. So a solve for the
-    budget that an infeasible result names finds this schedule again, in any process. A search
-    near another budget may come across a lower peak by chance; that one is not named.
-    """
+    """Name the least peak known, or take its schedule if it fits after all."""
+    # The ways down may take all the time: so much is known at once.
     if search.is_large:
         search.offer_least(plain)
     prove_nothing_fits(search)
     if search.out_of_time():
         return
     search.say("looking for the least peak")
+    # The ways start from the graph alone, not from the budget, so that a solve for the budget that
+    # an infeasible result names finds this schedule again, in any process.
     for start in _least_peak_starts(search, plain):
         for power in _LEAST_POWERS:
             _repair_ever_lower(search, start.copy(), power)
@@ -144,10 +140,7 @@ def offer_least_peak(search: Search, plain: State) -> None:
 
 
 def _least_peak_starts(search: Search, plain: State) -> Iterator[State]:
-    """Schedules to go down from: the one that keeps all, and cuts near the least peak.
-
-    On large graphs, whose way down is long, first those whose repeated blocks keep the least.
-    """
+    # The way down is long on large graphs, so it begins where repeated blocks keep the least.
     if search.is_large:
         yield from Hierarchical().least_states(search)
     yield plain
@@ -167,12 +160,12 @@ def _least_peak_starts(search: Search, plain: State) -> Iterator[State]:
 
 
 def _repair_ever_lower(search: Search, state: State, power: float) -> None:
-    """Lower the limit by 2 % as long as repair can follow."""
     while not search.out_of_time():
         peak_bytes = int(state.peak_bytes.max())
         search.offer_least(state)
         limit_bytes = peak_bytes - max(peak_bytes // 50, 1)
         if not Repair(state, limit_bytes, power, search).run():
+            # It may have come lower before it failed.
             search.offer_least(state)
             return
 
@@ -186,12 +179,10 @@ _FEW_OPS = 3000
 def offer_first(
     search: Search, plain: State, *, is_patient: bool, with_policies: bool = False
 ) -> None:
-    """Where nothing fits yet, offer what may: the quickest first, until something does.
-
-    Ways down to the least peak take 5 s at most on a narrow graph of 1,000 ops, and end within the
-    budget on some; they also name what an infeasible result says.
-    """
+    """Offer what may fit, the quickest first, until something does."""
     is_quick = search.problem.n_ops <= _QUICK_OPS
+    # 5 s at most on a narrow graph of 1,000 ops, and on some within the budget; they also give what
+    # an infeasible result says.
     if search.best is None and search.lowest is None and not search.is_large:
         offer_least_peak(search, plain)
     if search.best is None and with_policies and is_quick:
@@ -201,7 +192,6 @@ def offer_first(
 
 
 def offer_policies(search: Search) -> None:
-    """Offer what each policy plans within the budget."""
     for policy in (Dtr, Msps, Largest):
         if policy is Largest and search.problem.n_ops > _FEW_OPS:
             continue
@@ -209,7 +199,6 @@ def offer_policies(search: Search) -> None:
 
 
 def _offer_start(search: Search, solver: Callable[..., Solver], doing: str) -> None:
-    """Offer what a solver finds in a part of the time left, if there is any."""
     if search.out_of_time():
         return
     search.say(doing)
@@ -219,5 +208,4 @@ def _offer_start(search: Search, solver: Callable[..., Solver], doing: str) -> N
 
 
 def offer_segments(search: Search) -> None:
-    """Offer what sequences of lower sets come to within the budget."""
     _offer_start(search, LowerSet, "segments between lower sets")

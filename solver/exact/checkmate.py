@@ -38,7 +38,7 @@ from remat.solver.result import Result
 from remat.solver.search import Listener, Search
 from remat.solver.state import State
 
-# The R-S-U-FREE program of Checkmate, generalised; solved by `checkmate`.
+# The R-S-U-FREE program of Checkmate, generalised.
 #
 # A row is one sweep over ops 0..t-1 in captured order within stage t; the last sweep of a stage
 # ends with the first run of op t. A stage has `passes` sweeps.
@@ -104,12 +104,10 @@ class StagedProgram:
             self._memory(row)
 
     def slots(self, row: _Row) -> range:
-        """The ops that may run in `row`, in order."""
         n = self.problem.n_ops
         return range(row.stage + 1 if row.is_last and row.stage < n else row.stage)
 
     def values_before(self, stage: int) -> list[int]:
-        """Values first made before `stage`."""
         return [v for v in range(self.problem.n_values) if self.problem.producer[v] < stage]
 
     def values_at(self, op: int) -> tuple[int, ...]:
@@ -119,6 +117,7 @@ class StagedProgram:
     def hazards(self, row: _Row, op: int, v: int) -> list[int]:
         """Ops after `op` in `row` that read v, the first run of its stage included."""
         found = [user for user in self.users[v] if op < user < len(self.slots(row))]
+        # The last forward op needs the forward outputs too, which are no inputs of it.
         extra = row.is_last and row.stage < self.problem.n_ops and op < row.stage
         if extra and v in self.problem.needs[row.stage] and row.stage not in found:
             found.append(row.stage)
@@ -130,6 +129,7 @@ class StagedProgram:
         for op in self.slots(row):
             is_first = op == row.stage
             upper = 0.0 if problem.no_recompute[op] and not is_first else 1.0
+            # First runs are paid by every schedule.
             cost = 0.0 if is_first else problem.cost_us[op] / self.cost_unit_us
             low = 1.0 if is_first else 0.0
             self.runs[row.index, op] = add(cost, lower=low, upper=upper, integer=True)
@@ -144,6 +144,7 @@ class StagedProgram:
             self.carried[row.index, v] = add(lower=low, integer=True)
 
     def _freeable(self, row: _Row, op: int) -> tuple[int, ...]:
+        # The row ends with it: what is not carried on is gone anyway.
         if op == row.stage:
             return ()
         return self.values_at(op)
@@ -192,6 +193,7 @@ class StagedProgram:
                 self.program.row([(index, 1.0), (self.runs[row.index, op], -1.0)], upper=0.0)
                 for other in self._blockers(row, op, v):
                     self.program.row([(index, 1.0), (other, 1.0)], upper=1.0)
+                # What the step returns stays to its end.
                 if self._is_end_output(row, v):
                     self.program.upper[index] = 0.0
 
@@ -235,6 +237,7 @@ class StagedProgram:
 
     def extra_time(self, *, lower_us: float, upper_us: float) -> None:
         """Bound the objective: time beyond one run of each op."""
+        # Times are sums of floats: without slack, rounding could cut off the optimum.
         slack = 1e-6
         terms = [(i, cost) for i, cost in enumerate(self.program.objective) if cost]
         self.program.row(
@@ -251,6 +254,7 @@ def _point_of(made: StagedProgram, graph: TrainingGraph, schedule: Schedule) -> 
     state = State.from_recomputed(problem, recomputed)
     point = [0.0] * len(made.program.lower)
     for row in made.rows:
+        # All runs of a stage are in its last sweep; the others stay empty.
         again = {*recomputed[row.stage], row.stage} if row.is_last else set[int]()
         for op in made.slots(row):
             point[made.runs[row.index, op]] = float(op in again)
@@ -299,13 +303,13 @@ def _is_blocked(made: StagedProgram, row: _Row, op: int, v: int, point: list[flo
 
 
 def _steps_of_point(made: StagedProgram, values: list[float]) -> list[Step]:
-    """The schedule that the values of runs and carried describe."""
     problem, steps, live = made.problem, list[Step](), dict[int, None]()
     for row in made.rows:
         ran = [op for op in made.slots(row) if values[made.runs[row.index, op]] > 0.5]
         spare = [v for v in live if not _is_needed_after(made, row, -1, v, ran, values)]
         _free(problem, spare, live, steps)
         for op in ran:
+            # It would make nothing new, so without it the schedule is only faster.
             if all(v in live for v in problem.outputs[op]) and op != row.stage:
                 continue
             steps.append(Compute(problem.graph.ops[op].name))
@@ -318,7 +322,6 @@ def _steps_of_point(made: StagedProgram, values: list[float]) -> list[Step]:
 def _is_needed_after(
     made: StagedProgram, row: _Row, op: int, v: int, ran: list[int], values: list[float]
 ) -> bool:
-    """Whether v is carried past `row` or read in it after `op`."""
     following = made.carried.get((row.index + 1, v))
     if following is not None and values[following] > 0.5:
         return True
@@ -371,7 +374,6 @@ class Checkmate:
             raise SolverError(f"most_ops must be 1 or more, not {self.most_ops}")
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """The best schedule within `budget_bytes`, optimal if the program was solved."""
         search = Search.of(self, "checkmate", graph, budget_bytes)
         with search.until_interrupted():
             if self.start:
@@ -381,7 +383,6 @@ class Checkmate:
         return search.result()
 
     def run(self, search: Search, time_limit_s: float) -> None:
-        """Solve the program within `time_limit_s`, from what `search` knows."""
         graph = search.graph
         if len(graph.ops) > self.most_ops:
             search.note(
@@ -397,6 +398,7 @@ class Checkmate:
             upper_us = search.best_key[0] - graph.time_us
             start = _point_of(made, graph, search.best)
         made.extra_time(lower_us=search.bound_us - graph.time_us, upper_us=upper_us)
+        # One that runs an op twice in a stage is no point of the program.
         if start is not None and not satisfies(made.program, start):
             start = None
         limits = Limits(time_limit_s=time_limit_s)
@@ -419,6 +421,7 @@ class Checkmate:
             return
         if answer.proved_infeasible and search.best is None:
             search.proved_infeasible = True
+        # The program is solved: nothing is faster than the best, which may be its start.
         elif answer.finished and search.best is not None:
             search.raise_bound(search.best_key[0])
         elif not answer.finished:

@@ -43,30 +43,21 @@ OrderOption = Literal["fixed", "free"]
 
 @dataclass(frozen=True, slots=True)
 class _StateSpace:
-    """Moves between states, a state being two sets as bits: ops computed, values live.
-
-    Attributes
-    ----------
-    before : for each op the ops that must first run before it.
-    reads, writes : for each op the values. own_bytes : outputs and workspace of each op.
-    forward : all forward ops. returned, wanted : values that must be live when forward
-        ends, and when the step ends.
-    useful : what `useful_after` has found so far.
-    """
+    """Moves between states, a state being two sets as bits: ops computed, values live."""
 
     problem: Problem
-    before: tuple[int, ...]
+    before: tuple[int, ...]  # by op, those that must first run before it
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    own_bytes: tuple[int, ...]
-    forward: int
-    returned: int
-    wanted: int
+    own_bytes: tuple[int, ...]  # outputs and workspace
+    forward: int  # all forward ops
+    returned: int  # live when forward ends
+    wanted: int  # live when the step ends
+    # What `useful_after` has found so far.
     useful: dict[int, int] = field(default_factory=dict[int, int])
 
     @classmethod
     def of(cls, problem: Problem, order: OrderOption) -> _StateSpace:
-        """The space of `problem` with first runs in that order."""
         n, forward = problem.n_ops, (1 << problem.n_forward) - 1
         if order == "fixed":
             before = [(1 << op) - 1 for op in range(n)]
@@ -86,21 +77,18 @@ class _StateSpace:
         )
 
     def size_bytes(self, live: int) -> int:
-        """Bytes of a set of values."""
         return sum(self.problem.size_bytes[v] for v in _members(live))
 
     def useful_after(self, computed: int) -> int:
-        """Values that some schedule may still read once `computed` has run.
-
-        A value is dead if it only feeds ops that will never run again, because nothing reads
-        their results. Keeping it never helps.
-        """
+        """Values that some schedule may still read once `computed` has run."""
         if computed not in self.useful:
             found = self.wanted
             if self.forward & ~computed:
                 found |= self.returned
             for op in reversed(range(self.problem.n_ops)):
                 is_done = computed >> op & 1
+                # What only feeds ops that will never run again, as nothing reads their results, is
+                # dead: keeping it never helps.
                 may_rerun = not self.problem.no_recompute[op] and self.writes[op] & found
                 if not is_done or may_rerun:
                     found |= self.reads[op]
@@ -108,12 +96,12 @@ class _StateSpace:
         return self.useful[computed]
 
     def moves(self, computed: int, live: int, room_bytes: int) -> Iterator[tuple[int, int, int]]:
-        """Each op that can run next, with the states after it; see `_kept`."""
         for op in range(self.problem.n_ops):
             is_first = not computed >> op & 1
             if is_first and self.before[op] & ~computed:
                 continue
             lost = self.writes[op] & ~live & self.useful_after(computed)
+            # A second run that makes nothing of use never helps.
             if not is_first and (self.problem.no_recompute[op] or not lost):
                 continue
             after = computed | 1 << op
@@ -121,18 +109,21 @@ class _StateSpace:
                 yield op, after, (kept | self.writes[op]) & self.useful_after(after)
 
     def _kept(self, op: int, computed: int, live: int, room_bytes: int) -> Iterator[int]:
-        """The largest parts of `live` beside which `op` can run, as keeping more never hurts."""
         needed, held = self.reads[op], 0
         if not self.forward & ~computed:
+            # In the caller's hands.
             held = self.returned & self.wanted & live
         elif not self.forward & ~(computed | 1 << op):
+            # Forward ends with this op, and what it returns must be live then.
             needed |= self.returned & ~self.writes[op]
         if needed & ~live:
             return
         kept = live & ~(self.writes[op] & ~held)
         excess = self.size_bytes(kept) + self.own_bytes[op] - room_bytes
+        # Dropping an empty value makes no room.
         droppable = [v for v in _members(kept & ~(needed | held)) if self.problem.size_bytes[v]]
         droppable.sort(key=lambda v: -self.problem.size_bytes[v])
+        # The largest parts that leave room, as keeping more never hurts.
         for dropped in _least_drops(droppable, self.problem.size_bytes, excess):
             yield kept & ~dropped
 
@@ -188,24 +179,12 @@ class Exhaustive:
             raise SolverError(f"most_ops must be 1 or more, not {self.most_ops}")
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """The fastest schedule within `budget_bytes`, proved.
-
-        Raises
-        ------
-        SolverError : the graph has more than `most_ops` ops and cannot keep everything.
-        """
         search = Search.of(self, "exhaustive", graph, budget_bytes)
         with search.until_interrupted():
             self.run(search)
         return search.result()
 
     def run(self, search: Search) -> None:
-        """Search until the best schedule is proved, or that there is none, or time is up.
-
-        Raises
-        ------
-        SolverError : as `solve` does.
-        """
         if search.offer(store_all_state(search.problem)):
             return
         n_ops = search.problem.n_ops
@@ -234,11 +213,7 @@ class _Walk(NamedTuple):
 
 
 def _fastest(space: _StateSpace, budget_bytes: int, search: Search) -> _Walk:
-    """Best-first search: the state of least recomputation first, then that of most ops computed.
-
-    Every op runs once in any case, so recomputation alone ranks states. The first complete
-    state is therefore optimal. If time runs out, the best open state gives a bound.
-    """
+    """Best-first search: least recomputation first, then most ops computed."""
     problem = space.problem
     room_bytes = budget_bytes - problem.resident_bytes
     done = (1 << problem.n_ops) - 1
@@ -250,7 +225,10 @@ def _fastest(space: _StateSpace, budget_bytes: int, search: Search) -> _Walk:
         extra_us, _, node, computed, live = heapq.heappop(queue)
         pops += 1
         if pops % _CHECKS_EVERY == 0 and search.out_of_time():
+            # No open state is better, so its time is a bound.
             return _Walk(None, problem.graph.time_us + extra_us)
+        # Every op runs once in any case, so recomputation alone ranks states: the first complete
+        # one is optimal.
         if computed == done and not space.wanted & ~live:
             return _Walk(_path(parents, node), problem.graph.time_us + extra_us)
         if not _is_new(seen.setdefault(computed, []), live):
@@ -280,7 +258,6 @@ def _path(parents: list[tuple[int, int]], node: int) -> list[int]:
 
 
 def _find_least_budget(search: Search, space: _StateSpace) -> None:
-    """Find the least feasible budget by bisection."""
     search.say("looking for the least peak")
     plain = store_all_state(search.problem)
     search.offer_least(plain)
@@ -291,6 +268,7 @@ def _find_least_budget(search: Search, space: _StateSpace) -> None:
         if walk.sequence is not None:
             made = schedule_of(search.problem, walk.sequence, solver=search.solver)
             search.lowest = made
+            # The schedule's own peak may be lower than the budget that was tried.
             search.lowest_bytes = simulate(search.graph, made).peak_bytes
         elif search.cut_short:
             return

@@ -23,21 +23,18 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class Boxes:
-    """`size` bytes each, live in [start, end); sizes are multiples of the alignment.
-
-    `stretch` is the length in time that each had before times were ranked, for instances whose
-    times are far apart; `end - start` without one.
-    """
+    """`size` bytes each, live in [start, end); sizes are multiples of the alignment."""
 
     size: Ints
     start: Ints
     end: Ints
+    # Lengths before times were ranked, for instances whose times are far apart.
     stretch: Ints | None = None
 
     @classmethod
     def of(cls, buffers: Buffers, alignment_bytes: int) -> Boxes:
-        """Boxes whose sizes are rounded up, and whose times are ranked: only events count."""
         size = -(-buffers.size_bytes // alignment_bytes) * alignment_bytes
+        # Only the order of events counts for a placement.
         times = np.unique(np.concatenate([buffers.start, buffers.end]))
         start, end = np.searchsorted(times, buffers.start), np.searchsorted(times, buffers.end)
         return cls(size, start, end, buffers.end - buffers.start)
@@ -46,18 +43,15 @@ class Boxes:
         return len(self.size)
 
     def those(self, mask: Mask) -> Boxes:
-        """The boxes where `mask` holds."""
         stretch = None if self.stretch is None else self.stretch[mask]
         return Boxes(self.size[mask], self.start[mask], self.end[mask], stretch)
 
     @functools.cached_property
     def length(self) -> Ints:
-        """Times from start to end."""
         return self.end - self.start
 
     @functools.cached_property
     def curve(self) -> Ints:
-        """Bytes live at each time."""
         change = np.zeros(int(self.end.max(initial=0)) + 1, np.int64)
         np.add.at(change, self.start, self.size)
         np.add.at(change, self.end, -self.size)
@@ -74,13 +68,13 @@ class Boxes:
         return range_maxima(self.curve, self.start, self.end)
 
     def top(self, offsets: Ints) -> int:
-        """Bytes from 0 to the highest end."""
         return int((offsets + self.size).max(initial=0))
 
 
 def range_maxima(numbers: Ints, start: Ints, end: Ints) -> Ints:
     """max(numbers[start:end]) of each range, none of them empty, by a table of doubled ranges."""
     found = np.empty(len(start), np.int64)
+    # Less one, the exponent is log2 rounded down, exactly.
     level = np.frexp((end - start).astype(np.float64))[1] - 1
     table = numbers
     for k in range(int(level.max(initial=-1)) + 1):
@@ -146,7 +140,7 @@ class Sections(NamedTuple):
 
     @property
     def totals(self) -> Ints:
-        """Bytes of each section."""
+        # `reduceat` refuses empty arrays.
         if not len(self.members):
             return np.zeros(0, np.int64)
         return np.add.reduceat(self.size[self.members], self.member_at[:-1])
@@ -161,15 +155,15 @@ class Sections(NamedTuple):
 
 
 def overlaps_in(boxes: Boxes) -> int:
-    """How long the lists of overlaps are, each pair counted twice; they are not made."""
+    """Length of the lists of overlaps, each pair counted twice; they are not made."""
     starts, ends = np.sort(boxes.start), np.sort(boxes.end)
     begun = np.searchsorted(starts, boxes.end, side="left")
     ended = np.searchsorted(ends, boxes.start, side="right")
+    # Less the box itself.
     return int((begun - ended - 1).sum())
 
 
 def sections_of(boxes: Boxes) -> Sections:
-    """The sections of `boxes`."""
     low, high = _ranges(boxes)
     rows = [np.flatnonzero((low < b) & (high > a)) for a, b in zip(low, high, strict=True)]
     rows = [row[row != i] for i, row in enumerate(rows)]
@@ -181,6 +175,7 @@ def _ranges(boxes: Boxes) -> tuple[Ints, Ints]:
     """First section of each box, and the first after its last: one ends before each run of ends."""
     n = len(boxes)
     low, high = np.zeros(n, np.int64), np.zeros(n, np.int64)
+    # At one time ends sort before starts: boxes that meet there do not overlap.
     ends = [(int(time), 0, i) for i, time in enumerate(boxes.end)]
     starts = [(int(time), 1, i) for i, time in enumerate(boxes.start)]
     section, has_grown = 0, False

@@ -25,9 +25,8 @@ from remat.solver.layout.boxes import (
     sections_of,
 )
 
-# The moving parts of the canonical search: what a placement changes, and how it is undone.
-#
-# Written for NumPy and for Numba alike. `_FLOORS` alone is written twice.
+# What a placement changes, and how it is undone. Written for NumPy and Numba alike; `_FLOORS` alone
+# is written twice.
 
 
 PLACED = 1 << 62
@@ -51,7 +50,6 @@ which nothing more can lie, and `LEFT`, the bytes that it still gets; how many u
 
 
 def initial(sections: Sections) -> _Arrays:
-    """Nothing is placed."""
     n, n_sections = len(sections[_SIZE]), len(sections[_MEMBER_AT]) - 1
     return (
         np.zeros(n, np.int64),
@@ -73,7 +71,6 @@ def least_in_loops(sections: _Arrays, state: _Arrays, first: int, last: int) -> 
 
 
 def least_in_arrays(sections: _Arrays, state: _Arrays, first: int, last: int) -> Ints:
-    """The same without a loop."""
     at = sections[_MEMBER_AT][first : last + 1]
     boxes = sections[_MEMBERS][at[0] : at[-1]]
     return np.minimum.reduceat(state[LEAST][boxes], at[:-1] - at[0])
@@ -93,6 +90,7 @@ def _put(sections: _Arrays, state: _Arrays, box: int, first: int, last: int) -> 
     low, high = sections[_LOW][box], sections[_HIGH][box]
     a, b = low, high
     if raised.size:
+        # Floors may rise wherever a raised box is.
         a = max(min(low, sections[_LOW][raised].min()), first)
         b = min(max(high, sections[_HIGH][raised].max()), last)
     floors = state[_FLOOR][a:b].copy()
@@ -110,7 +108,6 @@ def _put(sections: _Arrays, state: _Arrays, box: int, first: int, last: int) -> 
 
 @compiled
 def _take_back(sections: _Arrays, state: _Arrays, box: int, undo: _Undo) -> None:
-    """As it was before `_put`."""
     low, high = sections[_LOW][box], sections[_HIGH][box]
     raised, old, first, floors, offset, _ = undo
     state[_FLOOR][first : first + floors.size] = floors
@@ -145,15 +142,14 @@ def _fits(state: _Arrays, offset: int, first: int, last: int, capacity: int) -> 
 def _next_candidates(
     sections: _Arrays, state: _Arrays, boxes: Ints, offset: int, rank: int
 ) -> Ints:
-    """Positions in `boxes` of what may be placed next, the lowest first.
-
-    Placements come by offset, and at one offset by rank, so that each layout is met once. A box
-    that leaves room for another below it is none: the other could be placed first.
-    """
+    """Positions in `boxes` of what may be placed next, the lowest first."""
     least = state[LEAST][boxes]
+    # A box that leaves room for another below it is no candidate: the other could be placed first.
     ceiling = (least + sections[_SIZE][boxes]).min()
+    # By offset, and at one offset by rank, so that each layout is met once.
     later = (least > offset) | ((least == offset) & (np.arange(boxes.size) >= rank))
     may = np.flatnonzero(later & (least < ceiling))
+    # Stable, so that ties keep their rank.
     return may[np.argsort(least[may], kind="mergesort")]
 
 
@@ -177,6 +173,7 @@ class Preorder(NamedTuple):
 def _ranked(sections: _Arrays, state: _Arrays, keys: Floats, total_key: int, boxes: Ints) -> Ints:
     """`boxes` in preorder; `keys[total_key]` is of what is left, so it is made here."""
     boxes = np.sort(boxes)
+    # Stable sorts, the last key first, rank by all keys.
     for k in range(keys.shape[0] - 1, -1, -1):
         key = keys[k][boxes]
         if k == total_key:
@@ -207,7 +204,6 @@ def _next_part(sections: _Arrays, state: _Arrays, box: int, first: int, last: in
 
 @compiled
 def _inside(sections: _Arrays, boxes: Ints, box: int, first: int, last: int) -> Ints:
-    """Those of `boxes` but `box` that are in sections from `first` to `last`."""
     is_in = (sections[_LOW][boxes] < last) & (sections[_HIGH][boxes] > first) & (boxes != box)
     return boxes[is_in]
 
@@ -224,11 +220,9 @@ def _search(
     capacity: int,
     tries: int,
 ) -> tuple[int, int]:
-    """Place `boxes` in sections from `first` to `last`; how it ended, and the placements tried.
-
-    One function with a stack of its own, since functions that call themselves cannot be cached.
-    A frame is a set of boxes to place, and has a placement while it waits for what is above it.
-    """
+    """Place `boxes` in these sections; how it ended, and the placements tried."""
+    # A stack by hand, since functions that call themselves cannot be cached. A frame is a set of
+    # boxes to place, and has a placement while it waits for what is above it.
     frames = np.zeros((boxes.size + 1, 4), np.int64)
     frames[0, _FIRST], frames[0, _LAST] = first, last
     boxes_at = [boxes]
@@ -255,6 +249,8 @@ def _search(
                 state[SOLVED][box] = undo_at[depth][4]
             undo = undo_at.pop()
             _take_back(sections, state, box, undo)
+            # Where nothing that is left shares a section with the box, its place is not why the
+            # rest fails.
             if outcome == FOUND or undo[5]:
                 boxes_at.pop()
                 todo_at.pop()
@@ -269,6 +265,7 @@ def _search(
         box = int(here[rank])
         offset = int(state[LEAST][box])
         if _overflows(sections, state, box, capacity):
+            # No other box can come below it any more, so no other candidate helps.
             if _is_topmost(sections, state, box):
                 frame[_NEXT] = todo.size
             continue
@@ -295,8 +292,6 @@ def _search(
 
 
 class CanonicalSearch:
-    """Searches of one set of boxes, at any capacity."""
-
     def __init__(self, boxes: Boxes) -> None:
         self.sections = sections_of(boxes)
         totals = self.sections.totals
@@ -307,6 +302,7 @@ class CanonicalSearch:
         total = range_maxima(totals, self.sections.low, self.sections.high)
         starts = {"T": total, "S": boxes.start, "s": -boxes.start}
         self.letters = {
+            # Floats, as areas may exceed 64 bits.
             unit: {"W": width, "A": width * boxes.size.astype(np.float64)} | starts
             for unit, width in widths.items()
         }

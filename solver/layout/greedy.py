@@ -1,7 +1,7 @@
 """Greedy placements: box by box in a given order, each into a gap that holds it.
 
 First fit takes the lowest gap, best fit the smallest. Both are as good as their order:
-`solver/layout/greedy.py` has twenty.
+`box_orders` has twenty.
 """
 
 from __future__ import annotations
@@ -11,15 +11,9 @@ import numpy as np
 from remat.graph_capture.graph import Floats, Ints
 from remat.solver.layout.boxes import Boxes
 
-# Orders in which boxes are placed greedily: eight by plain keys, twelve that begin at the peak.
-
 
 def box_orders(boxes: Boxes) -> dict[str, Ints]:
-    """Orders by name, those that do well first; where keys are alike the next one decides.
-
-    At last the index does. By start, and by end from the last on, boxes of one size leave no hole
-    in an empty arena: that is the colouring of intervals.
-    """
+    """Orders by name, those that do well first; ties go to the next key, at last to the index."""
     size, start, end, length = boxes.size, boxes.start, boxes.end, boxes.length
     by_size = {
         "size": np.lexsort((start, -length, -size)),
@@ -29,6 +23,8 @@ def box_orders(boxes: Boxes) -> dict[str, Ints]:
     others = {
         "length": np.lexsort((start, -size, -length)),
         "area": np.lexsort((start, -_area(boxes))),
+        # By start, and by end from the last on, boxes of one size leave no hole in an empty arena:
+        # that is the colouring of intervals.
         "start": np.lexsort((-length, start)),
         "start, size": np.lexsort((-size, start)),
         "end": np.lexsort((start, -end)),
@@ -37,16 +33,14 @@ def box_orders(boxes: Boxes) -> dict[str, Ints]:
 
 
 def _peak_first(boxes: Boxes) -> dict[str, Ints]:
-    """What is live at the peak first, as a stack without gaps, then the rest.
-
-    At the peak no byte may be wasted. With the oldest at the bottom, those live earlier are a
-    prefix of the stack, and where lifetimes nest those live later are one too.
-    """
+    """What is live at the peak first, as a stack without gaps, then the rest."""
     if not len(boxes):
         return {}
     size, start, end, length = boxes.size, boxes.start, boxes.end, boxes.length
     peak = int(boxes.curve.argmax())
     at_peak = (start <= peak) & (peak < end)
+    # At the peak no byte may be wasted. With the oldest at the bottom, those live earlier are a
+    # prefix of the stack, and where lifetimes nest those live later are one too.
     stacks = {
         "oldest": np.lexsort((-end, start)),
         "longest": np.lexsort((start, -length)),
@@ -68,7 +62,7 @@ def _peak_first(boxes: Boxes) -> dict[str, Ints]:
 
 
 def _area(boxes: Boxes) -> Floats:
-    """Bytes times times, as floats: the products may exceed 64 bits."""
+    # Floats, as the products may exceed 64 bits.
     return boxes.length * boxes.size.astype(np.float64)
 
 
@@ -87,11 +81,11 @@ class _Shelf:
         self.count = 0
 
     def lowest_gap(self, size: int, start: int, end: int, is_best_fit: bool) -> int:
-        """Offset of the gap for `size` bytes among what is live in [start, end)."""
         n = self.count
         live = ((self.start[:n] < end) & (self.end[:n] > start)).nonzero()[0]
         if not live.size:
             return 0
+        # Boxes sorted by offset may end above later ones.
         tops = np.maximum.accumulate(self.high[live])
         rooms = self.low[live]
         rooms[1:] -= tops[:-1]
@@ -102,8 +96,8 @@ class _Shelf:
         return int(tops[at - 1]) if at else 0
 
     def insert(self, offset: int, size: int, start: int, end: int) -> None:
-        """One pass over four arrays: cheaper than to sort what is live for each box."""
         n = self.count
+        # One pass over four arrays: cheaper than to sort what is live for each box.
         at = int(self.low[:n].searchsorted(offset, side="right"))
         pairs = (self.low, offset), (self.high, offset + size), (self.start, start), (self.end, end)
         for column, number in pairs:
@@ -120,12 +114,10 @@ def place_in_order(
     ceiling: int = NO_CEILING,
     given: Ints | None = None,
 ) -> Ints | None:
-    """Offsets of all boxes, or None as soon as one reaches `ceiling`.
-
-    Boxes that are not in `order` lie at their offsets in `given`.
-    """
+    """Offsets, or None once one reaches `ceiling`; others than `order` lie where `given` says."""
     offsets = np.zeros(len(boxes), np.int64) if given is None else given.copy()
     shelf = _Shelf(len(boxes))
+    # NumPy is slow at reading single elements.
     columns = boxes.size.tolist(), boxes.start.tolist(), boxes.end.tolist()
     if given is not None:
         _stand(shelf, boxes, given, order)
@@ -140,10 +132,10 @@ def place_in_order(
 
 
 def _stand(shelf: _Shelf, boxes: Boxes, given: Ints, order: Ints) -> None:
-    """Put what is not in `order` where it is given."""
     stands = np.ones(len(boxes), np.bool_)
     stands[order] = False
     standing = np.flatnonzero(stands)
+    # A shelf is sorted by offset.
     standing = standing[np.argsort(given[standing], kind="stable")]
     n = standing.size
     shelf.low[:n], shelf.high[:n] = given[standing], given[standing] + boxes.size[standing]
@@ -152,14 +144,12 @@ def _stand(shelf: _Shelf, boxes: Boxes, given: Ints, order: Ints) -> None:
 
 
 def greedy(boxes: Boxes, goal: int) -> tuple[Ints, str]:
-    """The lowest of 40 placements and its name; the first that does not exceed `goal`.
-
-    Each ends where it can no longer be the lowest. Of many boxes there are fewer placements.
-    """
+    """The lowest placement and its name; the first that does not exceed `goal`."""
     best, name, top = np.zeros(len(boxes), np.int64), "nothing to place", NO_CEILING
     orders = box_orders(boxes).items()
     tried = [(fit, *named) for fit in ("first", "best") for named in orders]
     for fit, order_name, order in tried[: placements_of(boxes)]:
+        # Each ends where it can no longer be the lowest.
         found = place_in_order(boxes, order, is_best_fit=fit == "best", ceiling=top)
         if found is not None:
             best, name, top = found, f"{fit} fit, {order_name}", boxes.top(found)
@@ -169,5 +159,4 @@ def greedy(boxes: Boxes, goal: int) -> tuple[Ints, str]:
 
 
 def placements_of(boxes: Boxes) -> int:
-    """How many greedy placements there may be of so many boxes."""
     return max(_LEAST_PLACEMENTS, GREEDY_WORK // max(len(boxes), 1))

@@ -52,6 +52,7 @@ class _Arena:
         self.offsets[box], self.start[box] = offset, start
         if ejected.size:
             self.penalty[box] = min(_GROWTH * self.penalty[box], MOST_PENALTY)
+            # Never live, so in nobody's way.
             self.start[ejected] = _NEVER
             for other in ejected.tolist():
                 heapq.heappush(self.waiting, (self.rank[other], other))
@@ -60,7 +61,7 @@ class _Arena:
 def guided_ejection(
     boxes: Boxes, offsets: Ints, capacity: int, *, steps: int, seed: int
 ) -> Ints | None:
-    """Offsets within `capacity`, from `offsets` on, or None if it takes more than `steps`."""
+    """Offsets within `capacity`, or None if it takes more than `steps`."""
     if boxes.size.max(initial=0) > capacity:
         return None
     source, arena = np.random.default_rng(seed), _Arena(boxes, offsets, capacity)
@@ -75,6 +76,7 @@ def _cheapest(
     low: Ints, high: Ints, penalty: Floats, size: int, capacity: int, source: np.random.Generator
 ) -> int:
     """The lowest offset at which `size` bytes eject least, on or below what is live or at 0."""
+    # What is ejected changes only where some box ends or begins.
     places = np.concatenate([np.zeros(1, np.int64), high, low - size])
     places = np.sort(places[(places >= 0) & (places + size <= capacity)])
     by_low, by_high = np.argsort(low, kind="stable"), np.argsort(high, kind="stable")
@@ -151,6 +153,7 @@ def _anneal_chunk(
         box = int(order[at])
         rest = np.concatenate((order[:at], order[at + 1 :]))
         without = stacked(size, start, end, rest, box, below, heights)
+        # A copy, as Numba would compile another function for arrays that run backwards.
         stacked(size, start, end, rest[::-1].copy(), box, above, heights)
         through = below + above[::-1] + size[box]
         to = int((through - noise[step]).argmin())
@@ -167,10 +170,7 @@ def _anneal_chunk(
 def insertion_annealing(
     boxes: Boxes, offsets: Ints, goal: int, *, steps: int, hottest: float, seed: int
 ) -> Ints:
-    """The lowest placement in `steps`, from the order of `offsets` on; ends at `goal` bytes.
-
-    Temperatures, in bytes, fall by a constant factor from `hottest` on.
-    """
+    """The lowest placement found; temperatures are bytes and fall geometrically."""
     source, n = np.random.default_rng(seed), len(boxes)
     order = np.argsort(offsets, kind="stable")
     best, best_top = order.copy(), boxes.top(offsets)
@@ -178,12 +178,15 @@ def insertion_annealing(
     for first in range(0, steps, _CHUNK):
         hot = temperatures[first : first + _CHUNK, None]
         picks = source.integers(0, n, len(hot))
+        # Gumbel noise: taking the least of the sums draws a place by its Boltzmann weight. 1e-300
+        # keeps the logarithms finite.
         noise = -hot * np.log(-np.log(source.uniform(1e-300, 1.0, (len(hot), n))))
         best_top = _anneal_chunk(
             boxes.size, boxes.start, boxes.end, order, best, best_top, picks, noise, goal
         )
         if best_top <= goal:
             break
+    # Falling in the order of `offsets`, boxes may come to lie higher than these.
     if best_top == boxes.top(offsets):
         return offsets
     heights = np.empty(n, np.int64)

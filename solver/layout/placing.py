@@ -27,12 +27,6 @@ from remat.solver.layout.canonical import FAILED, FOUND, CanonicalSearch, Preord
 from remat.solver.layout.greedy import NO_CEILING, box_orders, greedy, place_in_order, placements_of
 from remat.solver.layout.improvement import guided_ejection, insertion_annealing
 
-# Placements within a capacity: canonical searches by several preorders, in turns.
-#
-# Which preorder does well differs from step to step, and one that does takes little more than one
-# try a box. So each gets few tries, and in a longer search all of them get twice as many in turn.
-
-
 STEP_PREORDERS = tuple(map(Preorder, ("WAT", "TAW", "TsW", "WTs", "TWA", "TSW", "WTS")))
 """For training steps, where what starts together is read together."""
 CHIP_PREORDERS = tuple(
@@ -42,10 +36,7 @@ CHIP_PREORDERS = tuple(
 
 
 class _Fitted(NamedTuple):
-    """What a search within a capacity found.
-
-    `offsets` is None where nothing was found, and `is_proved` tells whether nothing exists.
-    """
+    """`offsets` is None where nothing was found; `is_proved` if nothing exists."""
 
     offsets: Ints | None
     preorder: Preorder
@@ -59,12 +50,11 @@ def dive(search: CanonicalSearch, capacity: int, share: int, tries: int) -> _Fit
 
 
 def fit_into(boxes: Boxes, capacity: int, tries: int) -> _Fitted:
-    """Searches by MiniMalloc's preorders until one ends or `tries` are used up in all.
-
-    Each gets two tries a box, then four, and so on.
-    """
+    """Search by MiniMalloc's preorders until one ends, or `tries` are used up in all."""
     search, share, used = CanonicalSearch(boxes), len(boxes), 0
     while True:
+        # Which preorder does well differs, and one that does takes little more than one try a box.
+        # So each gets few, and all of them twice as many in turn.
         share = min(2 * share, tries - used)
         found = _in_turn(search, capacity, CHIP_PREORDERS, share, tries - used)
         used += found.tries
@@ -79,11 +69,11 @@ def _in_turn(
     share: int,
     tries: int,
 ) -> _Fitted:
-    """`share` tries by each of the preorders, at most `tries` in all."""
     used = 0
     for preorder in preorders:
         outcome, offsets, more = search.run(capacity, preorder, min(share, tries - used))
         used += more
+        # A search that ends without a layout has seen all of them.
         if outcome in (FOUND, FAILED):
             found = offsets if outcome == FOUND else None
             return _Fitted(found, preorder, used, outcome == FAILED)
@@ -119,8 +109,6 @@ _RELAXED_PART = 4
 
 
 class _PlacedOffsets(NamedTuple):
-    """Offsets, and what found them."""
-
     offsets: Ints
     by: str
 
@@ -137,12 +125,10 @@ class Searches:
 
     @functools.cached_property
     def has_few_overlaps(self) -> bool:
-        """Whether lists of overlaps are short enough to be made."""
         return overlaps_in(self.boxes) <= MOST_OVERLAPS
 
     @functools.cached_property
     def _starts(self) -> list[_PlacedOffsets]:
-        """Placements to begin with, and their orders; fewer of many boxes."""
         orders = box_orders(self.boxes)
         names = STARTS[: max(LEAST_STARTS, START_WORK // len(self.boxes))]
         placed = {name: place_in_order(self.boxes, orders[name]) for name in names}
@@ -155,7 +141,6 @@ class Searches:
         return CanonicalSearch(self.boxes)
 
     def _ejected(self, capacity: int, is_relaxed: bool) -> _PlacedOffsets | None:
-        """What ejections find from one start after the other."""
         starts = self._starts[:LEAST_STARTS] if is_relaxed else self._starts
         for seed, start in enumerate(starts):
             offsets = guided_ejection(self.boxes, start.offsets, capacity, steps=STEPS, seed=seed)
@@ -164,7 +149,6 @@ class Searches:
         return None
 
     def _dived(self, capacity: int, is_relaxed: bool) -> _PlacedOffsets | None:
-        """What dives find by one preorder after the other."""
         n = len(self.boxes)
         share = max(_TRIES, n + n // 4)
         dives = min(_ALL_TRIES, DIVE_WORK // n) // share
@@ -190,21 +174,12 @@ _HOTTEST_PARTS = 300, 300, 500, 200
 
 
 def place_buffers(buffers: Buffers, *, alignment_bytes: int = 512) -> Layout:
-    """A layout of `buffers` in one arena as small as it was found, judged by `check_layout`.
-
-    Parameters
-    ----------
-    buffers : of `buffers_of`, or of any other origin.
-    alignment_bytes : a power of two that each offset is a multiple of.
-
-    Raises
-    ------
-    LayoutError : the alignment is no power of two, or is too large for these buffers.
-    """
+    """As low a layout as was found, judged; LayoutError if the alignment cannot be kept."""
     check_alignment(alignment_bytes)
     _check_offsets_exist(buffers, alignment_bytes)
     boxes = Boxes.of(buffers, alignment_bytes)
     found = _place(boxes)
+    # Offsets are aligned; the end of the last buffer need not be.
     arena_bytes = int((found.offsets + buffers.size_bytes).max(initial=0))
     layout = Layout(
         offsets_bytes=tuple(found.offsets.tolist()),
@@ -219,8 +194,8 @@ def place_buffers(buffers: Buffers, *, alignment_bytes: int = 512) -> Layout:
 
 
 def _check_offsets_exist(buffers: Buffers, alignment_bytes: int) -> None:
-    """Raise `LayoutError` where offsets of all buffers could not be told in 64 bits."""
     total_bytes = sum(buffers.size_bytes.tolist())
+    # Offsets of all buffers must fit in 64 bits.
     if total_bytes + len(buffers) * alignment_bytes >= MOST_BYTES:
         most_bytes = max((MOST_BYTES - total_bytes - 1) // len(buffers), 1)
         raise LayoutError(
@@ -248,10 +223,10 @@ def _place(boxes: Boxes) -> _PlacedOffsets:
 
 
 def _searched(boxes: Boxes, best: _PlacedOffsets, goal: int) -> _PlacedOffsets:
-    """The lowest of searches at `goal` or somewhat above it, then of annealing."""
     searches = Searches(boxes)
     for part in _RELAXED:
         capacity = goal + int(part * boxes.load)
+        # What there is already is no higher.
         if capacity >= boxes.top(best.offsets):
             break
         found = searches.within(capacity, is_relaxed=part > 0)
@@ -262,7 +237,6 @@ def _searched(boxes: Boxes, best: _PlacedOffsets, goal: int) -> _PlacedOffsets:
 
 
 def _annealed(boxes: Boxes, best: _PlacedOffsets, goal: int) -> _PlacedOffsets:
-    """`best`, or what annealing makes of it."""
     steps = min(_ANNEALING_STEPS, _ANNEALING_WORK // len(boxes))
     for seed, part in enumerate(_HOTTEST_PARTS):
         if boxes.top(best.offsets) <= goal:

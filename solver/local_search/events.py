@@ -32,30 +32,25 @@ _NEVER, _ALWAYS = -2, -1
 
 @dataclass(slots=True)
 class EventProgram:
-    """The program, in plain numbers; `solve` of `event_search` hands it to CP-SAT.
-
-    Attributes
-    ----------
-    costs : of each variable, 0 for gaps. hint : the schedule at hand, one bit a variable.
-    implications : (a, terms): a <= sum of the terms. rows : (terms, room): Σ bytes · x <= room.
-    run_of : event (stage, op) of each variable that is a run.
-    """
+    """The program in plain numbers; `solve_events` hands it to CP-SAT."""
 
     problem: Problem
     room_bytes: int
-    costs: list[float] = field(default_factory=list[float])
-    hint: list[bool] = field(default_factory=list[bool])
+    costs: list[float] = field(default_factory=list[float])  # of each variable, 0 for gaps
+    hint: list[bool] = field(default_factory=list[bool])  # the schedule at hand
+    # (a, terms): a <= sum of the terms.
     implications: list[tuple[_Literal, list[_Literal]]] = field(
         default_factory=list[tuple[_Literal, list[_Literal]]]
     )
+    # (terms, room): Σ bytes · x <= room.
     rows: list[tuple[list[tuple[int, int]], int]] = field(
         default_factory=list[tuple[list[tuple[int, int]], int]]
     )
+    # Event (stage, op) of each variable that is a run.
     run_of: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
     is_empty: bool = False
 
     def variable(self, cost_us: float, hint: bool) -> _Literal:
-        """Add a 0-1 variable."""
         self.costs.append(cost_us)
         self.hint.append(hint)
         return len(self.costs) - 1
@@ -64,14 +59,11 @@ class EventProgram:
 def candidate_stages(
     problem: Problem, runs: Runs, chosen: Sequence[int], most: int, guide: Runs = ()
 ) -> dict[int, list[int]]:
-    """Stages in which each chosen op may run again, at most `most` beside present ones.
-
-    Those where it does now or does in `guide`, those in which an op that reads it runs or
-    may run, and those that touch its inputs for the last time.
-    """
+    """Stages in which each chosen op may run again, at most `most` beside present ones."""
     present = stages_by_op(runs, guide)
     stages_of: dict[int, list[int]] = {}
     last = _last_touches(problem, runs)
+    # Readers come before what they read, so that where they may run is known.
     for op in sorted(set(chosen), reverse=True):
         if problem.no_recompute[op]:
             continue
@@ -81,6 +73,7 @@ def candidate_stages(
             wanted.update(dict.fromkeys(present.get(reader, ())))
             wanted.update(dict.fromkeys(stages_of.get(reader, ())))
         found = sorted(t for t in wanted if t > op)
+        # There its inputs are touched anyway, so it need not keep them for longer.
         ends = sorted({last[v] for v in problem.inputs[op]})
         found = _thinned_events(found, most) + [t for t in ends if op < t < problem.n_ops]
         stages_of[op] = sorted({*found, *present.get(op, ())})
@@ -88,7 +81,6 @@ def candidate_stages(
 
 
 def stages_by_op(*schedules: Runs) -> dict[int, list[int]]:
-    """The stages in which each op runs again, in one schedule after the other."""
     found: dict[int, list[int]] = {}
     for runs in schedules:
         for stage, again in enumerate(runs):
@@ -98,7 +90,6 @@ def stages_by_op(*schedules: Runs) -> dict[int, list[int]]:
 
 
 def again_us(problem: Problem, runs: Runs) -> float:
-    """Time of all that runs again."""
     return sum(problem.cost_us[op] for again in runs for op in again)
 
 
@@ -123,8 +114,6 @@ def _last_touches(problem: Problem, runs: Runs) -> list[int]:
 
 
 class EventBuilder:
-    """Builds the program of one neighbourhood."""
-
     def __init__(self, problem: Problem, runs: Runs, stages_of: dict[int, list[int]]) -> None:
         self.problem = problem
         self.events: list[tuple[int, int]] = []
@@ -146,7 +135,7 @@ class EventBuilder:
         self.literal.append(_ALWAYS if is_fixed else _NEVER)
 
     def build(self, room_bytes: int) -> EventProgram:
-        """The program within `room_bytes`, resident bytes left out."""
+        """Resident bytes are left out of `room_bytes`."""
         program = EventProgram(self.problem, room_bytes)
         for e, (stage, op) in enumerate(self.events):
             if self.literal[e] == _NEVER:
@@ -171,7 +160,6 @@ class EventBuilder:
         return self.problem.needs[stage] if op == stage else self.problem.inputs[op]
 
     def _gaps(self, program: EventProgram) -> None:
-        """Gap variables and the memory they take, event by event."""
         n_events = len(self.events)
         change = [0] * (n_events + 1)
         starts: list[list[tuple[int, int, int]]] = [[] for _ in range(n_events + 1)]
@@ -191,15 +179,18 @@ class EventBuilder:
         """Gaps of `v` that are, or may be, kept: (event before, event after, literal)."""
         problem, maker = self.problem, self.problem.producer[v]
         reads = [self._is_read(v, e) for e in touches]
+        # No event of the set touches it: its gaps stay as they are.
         is_settled = all(self.literal[e] == _ALWAYS for e in touches)
         hints = self._present_gaps(v, touches, reads)
         found: list[tuple[int, int, _Literal]] = []
         before = _NEVER
         for i in range(len(touches) - 1):
             here, following = touches[i], touches[i + 1]
+            # In the caller's hands once forward has ended.
             must = v in problem.held and self.events[following][0] >= problem.n_forward
             if is_settled or must:
                 gap = _ALWAYS if hints[i] or must else _NEVER
+            # A run that is fixed reads it.
             elif reads[i + 1] and self.literal[following] == _ALWAYS:
                 gap = _ALWAYS
             else:
@@ -267,6 +258,7 @@ class EventBuilder:
                 terms.append((self.literal[e], own_bytes))
             if room < 0:
                 program.is_empty = True
+            # A row that cannot bind is left out.
             if sum(size_bytes for _, size_bytes in terms) > room:
                 program.rows.append((terms, room))
 
@@ -287,15 +279,11 @@ COST_UNITS = 10_000_000
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What a try found.
-
-    `runs` is None where there is nothing better; `finished` says whether the neighbourhood
-    was searched to its end; `effort` is CP-SAT's deterministic time, and a little more.
-    """
+    """`runs` is None where there is nothing better."""
 
     runs: Runs | None
-    finished: bool
-    effort: float = _LEAST_EFFORT
+    finished: bool  # searched to its end
+    effort: float = _LEAST_EFFORT  # CP-SAT's deterministic time, and a little more
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,12 +303,12 @@ class RunningSolvers:
         self._stopped = False
 
     def add(self, solver: Any) -> bool:
-        """Take note of `solver`; return whether it may begin."""
+        """Returns whether it may begin."""
         self._solvers.append(solver)
         return not self._stopped
 
     def stop(self) -> None:
-        """Stop all, and let none begin."""
+        # First, so that none begins behind the loop.
         self._stopped = True
         for solver in self._solvers:
             solver.stop_search()
@@ -334,10 +322,7 @@ def solve_events(
     effort: TryLimits,
     running: RunningSolvers,
 ) -> Tried:
-    """Search for runs that cost less than `below_us` in all: `base` with the program's choice.
-
-    `fixed` are the ops that the program does not decide: their runs are those of `base`.
-    """
+    """Runs that cost less than `below_us`: of `fixed` ops those of `base`, of others as chosen."""
     if program.is_empty:
         return Tried(None, True)
     from ortools.sat.python import cp_model  # pyright: ignore[reportMissingTypeStubs]
@@ -347,9 +332,11 @@ def solve_events(
     solver = api.CpSolver()
     if model is None or not running.add(solver):
         return Tried(None, True)
+    # Several would race, and a seed no longer give the same outcome.
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = effort.seed
     solver.parameters.linearization_level = 2
+    # Ctrl-C is Python's to hear.
     solver.parameters.catch_sigint_signal = False
     solver.parameters.max_deterministic_time = effort.deterministic
     solver.parameters.max_time_in_seconds = max(effort.seconds, 0.01)
@@ -362,6 +349,7 @@ def solve_events(
         return Tried(None, finished, spent)
     chosen = {event for x, event in program.run_of.items() if solver.boolean_value(variables[x])}
     runs = _merged(base, fixed, chosen)
+    # The program counts in rounded units.
     is_cheaper = again_us(program.problem, runs) < below_us
     return Tried(runs if is_cheaper else None, finished, spent)
 
@@ -388,6 +376,7 @@ def _model(
     if room_us <= 0:
         return None, variables
     if math.isfinite(room_us):
+        # Strictly less, in whole units.
         model.add(objective <= math.ceil(room_us / unit_us) - 1)
     model.minimize(objective)
     return model, variables
@@ -406,6 +395,7 @@ def _row(
     api: Any, model: Any, variables: list[Any], terms: Sequence[tuple[int, int]], room: int
 ) -> None:
     sizes = [size_bytes for _, size_bytes in terms]
+    # Smaller coefficients for the same row.
     unit = math.gcd(*sizes) or 1
     total = api.LinearExpr.weighted_sum(
         [variables[x] for x, _ in terms], [size_bytes // unit for size_bytes in sizes]

@@ -69,18 +69,16 @@ class LargeNeighbourhoods:
         self.restart()
 
     def restart(self) -> None:
-        """Begin again from the best schedule of the search."""
         assert self.search.best is not None
         self.is_exhausted = False
         self._take(runs_by_stage(self.search.problem, self.search.best))
 
     @property
     def cost_us(self) -> float:
-        """Time of all recomputations of the schedule at hand."""
         return again_us(self.search.problem, self.runs)
 
     def run(self, effort: float) -> None:
-        """Rounds until so much of CP-SAT's deterministic time is spent, or there is no need."""
+        """`effort` in CP-SAT's deterministic time."""
         spent = 0.0
         while spent < effort and not self.is_exhausted:
             if self.stop() or self.search.out_of_time():
@@ -88,9 +86,10 @@ class LargeNeighbourhoods:
             spent += self._round()
 
     def _round(self) -> float:
-        """Try some sets at once; take what is better; return the effort of a worker."""
+        """Try some sets at once, take what is better; returns the effort of a worker."""
         self.search.say(f"neighbourhoods of {int(self.size)} ops")
         sets = [self._pick() for _ in range(self.workers)]
+        # Drawn here and not in the threads, so that it does not count which of them is first.
         seeds = [self.source.randrange(1 << 30) for _ in sets]
         running = RunningSolvers()
         with contextlib.ExitStack() as stack:
@@ -110,10 +109,12 @@ class LargeNeighbourhoods:
         self.size = min(max(self.size, 8), self.search.problem.n_ops)
         is_whole = len(sets[0]) >= self.search.problem.n_ops
         if is_whole and all_finished and not better:
+            # All ops at all stages: there is nothing else to try.
             self.is_exhausted = self.most_stages >= self.search.problem.n_ops
+            # All ops were free, but at few stages: begin again with more of these.
             self.most_stages *= 2
             self.size = _FIRST_SIZE
-        return max(found.effort for found in outcomes)
+        return max(found.effort for found in outcomes)  # they ran side by side
 
     def _try(self, chosen: Sequence[int], seed: int, running: RunningSolvers) -> Tried:
         search, problem = self.search, self.search.problem
@@ -123,6 +124,7 @@ class LargeNeighbourhoods:
         )
         fixed = [op for op in range(problem.n_ops) if op not in stages_of]
         effort = TryLimits(NEIGHBOURHOOD.most, search.left_s, seed)
+        # Better by more than rounding, or rounds would go on for nothing.
         below_us = self.cost_us * (1 - 1e-9)
         return solve_events(program, self.runs, fixed, below_us, effort, running)
 
@@ -137,7 +139,6 @@ class LargeNeighbourhoods:
         self.runs = runs
 
     def _pick(self) -> list[int]:
-        """A set of ops, by a rule that is drawn at random."""
         size = int(self.size)
         if size >= self.search.problem.n_ops:
             return list(range(self.search.problem.n_ops))
@@ -203,7 +204,6 @@ class LargeNeighbourhoods:
         return unlike or self._window(size)
 
     def _window(self, size: int) -> list[int]:
-        """Neighbours in captured order."""
         n_ops = self.search.problem.n_ops
         first = self.source.randrange(max(n_ops - size, 1))
         return list(range(first, min(first + size, n_ops)))
@@ -220,7 +220,6 @@ def runs_by_stage(problem: Problem, schedule: Schedule) -> Runs:
 
 
 def sequence_of_runs(problem: Problem, runs: Runs) -> list[int]:
-    """The ops in the order in which `runs` has them."""
     sequence: list[int] = []
     for stage, again in enumerate(runs):
         sequence += again

@@ -35,8 +35,6 @@ class GapMove(NamedTuple):
 
 
 class _Trial(NamedTuple):
-    """What a move would do: extra time, change of overload, the two stages it replays."""
-
     cost_us: float
     overload_bytes: int
     at_before: Stage
@@ -45,24 +43,18 @@ class _Trial(NamedTuple):
 
 @dataclass(slots=True)
 class Repair:
-    """Brings `state` under `limit_bytes`, changing it in place.
-
-    Attributes
-    ----------
-    power : of the bytes of overload that a drop removes, in its score.
-    spared : a value and the stage at which a gap of it ends, which is never dropped.
-    most_work : what `search.work` may come to.
-    """
+    """Brings `state` under `limit_bytes`, changing it in place."""
 
     state: State
     limit_bytes: int
-    power: float
+    power: float  # of the overload that a drop removes, in its score
     search: Search
+    # A value and the stage at which a gap of it ends, which is never dropped.
     spared: tuple[int, int] | None = None
-    most_work: float = float("inf")
+    most_work: float = float("inf")  # that `search.work` may come to
 
     def run(self) -> bool:
-        """Drop and carry until nothing is over the limit; return whether that was reached."""
+        """Drop and carry until nothing is over the limit; returns whether that was reached."""
         while True:
             over = np.maximum(self.state.peak_bytes - self.limit_bytes, 0)
             if not over.any():
@@ -84,7 +76,6 @@ class Repair:
         return None
 
     def _best_at(self, worst: int, over: Bytes) -> GapMove | None:
-        """The move that relieves stage `worst` best, over all stages that it relieves."""
         most_work = VAIN_MOVES.from_now(self.search.work)
         for ranked in self._rankings(worst, over):
             if self.search.work > most_work or self.search.out_of_time():
@@ -104,11 +95,13 @@ class Repair:
     def _rankings(self, worst: int, over: Bytes) -> Iterator[list[tuple[float, GapMove]]]:
         """The `_TRIALS` moves of least score; if none of them helps, the next ones, and so on."""
         yield sorted(self._estimates(worst, over, _TRIALS))[:_TRIALS]
+        # All are estimated only where the first do not help.
         ranked = sorted(self._estimates(worst, over))
         for first in range(_TRIALS, len(ranked), _TRIALS):
             yield ranked[first : first + _TRIALS]
 
     def _score(self, cost_us: float, relief_bytes: int) -> float:
+        # Without cost the most relief counts; the tiny term tells moves of no cost at all apart.
         if cost_us <= 0:
             return cost_us * relief_bytes - relief_bytes / (1 << 50)
         return cost_us / relief_bytes**self.power
@@ -124,6 +117,8 @@ class Repair:
         for move, relief_bytes in self._reliefs([m for m in moves if not m.bit], worst, over):
             most_us = float("inf")
             if wanted is not None and len(least) >= wanted:
+                # Above this, the drop is not among the wanted: its closure need not be followed to
+                # the end.
                 most_us = max(sorted(least)[wanted - 1], 0.0) * relief_bytes**self.power
                 most_us *= 1 + 1e-9
             cost_us = _drop_cost_us(self.state, move, most_us)
@@ -142,6 +137,7 @@ class Repair:
             if (move.v, move.stage) == self.spared:
                 continue
             size_bytes = self.state.problem.size_bytes[move.v]
+            # Not less than any overload, so it removes all that it spans: a difference of two sums.
             if size_bytes >= highest_bytes:
                 relief_bytes = int(total[move.stage + 1] - total[move.before + 1])
             else:
@@ -188,11 +184,9 @@ def _is_held(state: State, v: int, stage: int) -> bool:
 
 
 def _drop_cost_us(state: State, move: GapMove, most_us: float = float("inf")) -> float | None:
-    """Time of what the drop makes its stage run again.
-
-    None where a pinned op forbids it, or where it is found to be more than `most_us`.
-    """
+    """What the drop makes its stage run again; None if pinned, or more than `most_us`."""
     row = state.rows[move.stage]
+    # Put back below, in place of a copy of the row.
     row[move.v] = 0
     try:
         return closure_cost_us(
@@ -213,6 +207,7 @@ def _try_move(state: State, move: GapMove, over: Bytes, limit_bytes: int) -> _Tr
             new_before.rise_bytes,
             new_stage.rise_bytes,
         )
+        # Outside of the gap nothing changes.
         part = slice(before, stage + 1)
         now = state.entry_bytes[part] + state.rise_bytes[part]
         limit = limit_bytes - state.problem.resident_bytes
@@ -234,7 +229,6 @@ def _work_of(trial: _Trial | None) -> int:
 
 
 def apply(state: State, move: GapMove) -> None:
-    """Make `move`."""
     state.change(move.v, move.before, move.stage, move.bit)
     state.settle((move.before, move.stage))
 
@@ -247,6 +241,7 @@ def fill(state: State, limit_bytes: int, search: Search) -> None:
         savings = sorted(_savings(state, limit_bytes), reverse=True)
         search.work += len(savings)
         for saving_us, move in savings:
+            # Savings are upper estimates, so none of the rest saves more.
             if best is not None and saving_us <= best[0]:
                 break
             trial = _try_move(state, move, over, limit_bytes)
@@ -281,7 +276,6 @@ def _savings(state: State, limit_bytes: int) -> list[tuple[float, GapMove]]:
 
 
 def offer_exchanges(search: Search) -> None:
-    """Offer what exchanges make of the best schedule, if there is one."""
     if search.best_state is None:
         return
     search.say("exchanging what is kept")
@@ -289,11 +283,7 @@ def offer_exchanges(search: Search) -> None:
 
 
 def exchange(state: State, search: Search) -> State:
-    """The best schedule that exchanges make of `state`, which fits the budget.
-
-    Each better one is offered to `search`. The greatest saving for its bytes is tried first;
-    after a success all are ranked anew.
-    """
+    """The best that exchanges make of `state`; each better schedule is offered to `search`."""
     limit_bytes = search.budget_bytes
     most_vain = VAIN_EXCHANGES.at(search.problem.n_ops)
     most_work = EXCHANGES.from_now(search.work)
@@ -305,11 +295,13 @@ def exchange(state: State, search: Search) -> State:
         copied = state.copy()
         apply(copied, move)
         in_vain += 1
+        # Dropping the same gap again would exchange nothing.
         if not Repair(copied, limit_bytes, 1.0, search, (move.v, move.stage)).run():
             continue
         fill(copied, limit_bytes, search)
         if copied.cost_us < state.cost_us * (1 - 1e-9):
             search.offer(copied)
+            # After a success all are ranked anew.
             state, waiting, in_vain = copied, _worth_carrying(copied, search), 0
     return state
 
@@ -322,6 +314,7 @@ def _worth_carrying(state: State, search: Search) -> list[tuple[float, GapMove]]
         for op in replayed.recomputed:
             for v, before in carriable(state, op, stage):
                 move = GapMove(v, before, stage, 1)
+                # No limit: the repair sees to what does not fit.
                 trial = _try_move(state, move, nothing, 1 << 60)
                 search.work += _work_of(trial)
                 if trial is not None and trial.cost_us < 0:

@@ -4,7 +4,7 @@ Takes an `UntimedSchedule`, in which copies take no time and whose peak is withi
 Then
 
 1. offloads begin as soon as their value is made, in that order: on one link, no other order ends
-   any first part of the copies earlier. `copy_order` tries others;
+   any first part of the copies earlier. `with_copies` tries others;
 2. fetches begin as late as they can without a stall, in the order of need, from the last one
    backwards: start = min(need, start of the next one) - duration;
 3. between its last use and the end of its copy a value stays where there is room, else the device
@@ -37,62 +37,40 @@ from remat.schedules.simulation import Simulation
 from remat.solver.offload.fetch_as_recompute import OffDeviceSpan, UntimedSchedule
 from remat.solver.state import Bytes
 
-# Where a hosted value leaves the device and where its copy back begins, given a clock.
-#
-# The rules stand in `placing`; this is one round of them.
-
-
 _Times = npt.NDArray[np.float64]
 _SOON_US = 1e-6
 """Times closer than this are one: sums of costs are rounded."""
 
 
 class _Transfer(NamedTuple):
-    """A span off the device, with its copies placed.
-
-    Attributes
-    ----------
-    leaves, fetched : the items before which the value is freed, and before which its fetch stands.
-    start_us : when the copy back must begin, so that its use does not wait.
-    """
-
     off_span: OffDeviceSpan
-    leaves: int
-    fetched: int
-    start_us: float
+    leaves: int  # the item before which the value is freed
+    fetched: int  # the item before which its fetch stands
+    start_us: float  # of the copy back, at the latest if its use is not to wait
 
 
 @dataclass(frozen=True)
 class _PlacingRound:
-    """One round of placing.
-
-    Attributes
-    ----------
-    base : what is placed. links : what times the copies. size : bytes of each value.
-    clock_us : the device's clock before each item, and at the end.
-    room_bytes : what is free on the device while each item runs; it shrinks by what is in flight.
-    order : in which values go down; by default that of their making.
-    down : for each value, in that order, the item after which its copy down stands.
-    """
-
     base: UntimedSchedule
     links: Links
     size: dict[str, int]
+    # The device's clock before each item, and at the end.
     clock_us: _Times
+    # Free on the device while each item runs; it shrinks by what is in flight.
     room_bytes: Bytes
+    # In which values go down; by default that of their making.
     order: tuple[str, ...] = ()
+    # By value, in that order, the item after which its copy down stands.
     down: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
         order = self.order or order_of_making(self.base)
+        # A copy stands no earlier than those before it in the order.
         stands = accumulate((self.base.made[name] for name in order), max)
         object.__setattr__(self, "down", dict(zip(order, stands, strict=True)))
 
     def transfers(self, slack_us: float = 0.0) -> list[_Transfer]:
-        """The spans off the device that are left, in the order of their returns.
-
-        A value for which there is room all the way stays there.
-        """
+        """Spans that are left, by return; a value for which there is room all the way stays."""
         leaving = self._leaving()
         away = sorted(leaving, key=lambda off_span: off_span.returns)
         needs = ((float(self.clock_us[a.returns]), self.size[a.value]) for a in away)
@@ -112,12 +90,12 @@ class _PlacingRound:
         return dict(zip(self.down, ends, strict=True))
 
     def _leaving(self) -> dict[OffDeviceSpan, int]:
-        """The item before which each value is freed."""
         whole_us = self.arrived_us()
         leaving: dict[OffDeviceSpan, int] = {}
         copied: set[str] = set()
         for off_span in self.base.off_spans:
             value, first = off_span.value, off_span.leaves + 1
+            # What is below already may be freed at once.
             end = first if value in copied else max(_item_at(self.clock_us, whole_us[value]), first)
             end = self._kept(first, min(end, off_span.returns), self.size[value])
             if end < off_span.returns:
@@ -175,11 +153,9 @@ def _item_at(clock_us: _Times, time_us: float) -> int:
 
 
 def _item_before(clock_us: _Times, time_us: float) -> int:
-    """The last item that the device reaches by then.
-
-    A copy begins no earlier than what the device was given before it ends. So one that must begin
-    at that time stands before this item.
-    """
+    """The last item that the device reaches by then."""
+    # A copy begins no earlier than what the device was given before it ends. So one that must begin
+    # at that time stands before this item.
     return int(np.searchsorted(clock_us[:-1], time_us + _SOON_US, side="right")) - 1
 
 
@@ -192,15 +168,11 @@ def _item_before(clock_us: _Times, time_us: float) -> int:
 def _reads(
     one: _PlacingRound, transfers: Sequence[_Transfer], spilled: Collection[str]
 ) -> dict[int, list[Step]]:
-    """The reads from NVMe, by the item before which they stand.
-
-    Raises
-    ------
-    SolverError : a value is to wait on NVMe, and there is no link to one.
-    """
+    """Reads from NVMe, by the item before which they stand."""
     first: dict[str, _Transfer] = {}
     for transfer in transfers:
         if transfer.off_span.value in spilled:
+            # One read does: the value then waits on the host for its later fetches.
             first.setdefault(transfer.off_span.value, transfer)
     if not first:
         return {}
@@ -222,12 +194,6 @@ def _writes(name: str) -> tuple[Step, ...]:
 
 
 def _nvme_links(links: Links) -> tuple[Link, Link]:
-    """The ways to NVMe and back.
-
-    Raises
-    ------
-    SolverError : there are none.
-    """
     if links.write is None or links.read is None:
         raise SolverError(
             f"no link to NVMe: capture with {option('nvme')}, or let values wait on the host"
@@ -265,8 +231,6 @@ _BOUNDLESS = 1 << 60
 
 
 class PlacedSchedule(NamedTuple):
-    """A schedule with its copies placed, and what the simulator found."""
-
     schedule: Schedule
     found: Simulation
 
@@ -278,31 +242,17 @@ def place_copies(
     links: Links,
     *,
     rounds: int = _ROUNDS,
-    slack_us: float = 0.0,
-    spilled: Collection[str] = (),
-    order: tuple[str, ...] = (),
+    slack_us: float = 0.0,  # by which fetches begin before their latest start
+    spilled: Collection[str] = (),  # values that go on from the host to NVMe
+    order: tuple[str, ...] = (),  # of copies down, with every value that is ever absent
 ) -> PlacedSchedule | None:
-    """The fastest of some rounds of placing the copies of `base`.
-
-    None where the base is over the budget, or the host or NVMe has no room for what goes there, or
-    a value must leave before its turn in `order`.
-
-    Parameters
-    ----------
-    links : what times the copies; the room below the device is theirs as well.
-    slack_us : by how much fetches begin before their latest start.
-    spilled : values that go on from the host to NVMe.
-    order : of copies down, with every value that is ever absent; by default that of their making.
-
-    Raises
-    ------
-    SolverError : a value is to wait on NVMe, and there is no link to one.
-    """
+    """The fastest of some rounds; None over the budget, without room below, or out of `order`."""
     if base.peak_bytes > budget_bytes:
         return None
     best: PlacedSchedule | None = None
     clock_us = untimed_clock(graph, base)
     size = _sizes(graph, base)
+    # A stall moves all that comes after it, so each round is timed by the clock of the one before.
     for _ in range(rounds):
         one = _PlacingRound(base, links, size, clock_us, budget_bytes - base.live_bytes, order)
         transfers = one.transfers(slack_us)
@@ -322,10 +272,8 @@ def place_copies(
 
 
 def in_flight_bytes(graph: TrainingGraph, base: UntimedSchedule, links: Links) -> Bytes:
-    """Bytes in flight while each item of `base` runs, were there room for all.
-
-    A schedule without stalls wants them beside those of the base.
-    """
+    """In flight while each item runs, were there room for all: what no stalls would take."""
+    # So much that what is missing of it is in flight.
     room_bytes = np.full(len(base.items), _BOUNDLESS, np.int64)
     _PlacingRound(
         base, links, _sizes(graph, base), untimed_clock(graph, base), room_bytes
@@ -347,15 +295,13 @@ def _sizes(graph: TrainingGraph, base: UntimedSchedule) -> dict[str, int]:
 def _steps(
     one: _PlacingRound, transfers: Sequence[_Transfer], spilled: frozenset[str]
 ) -> list[Step]:
-    """The steps. Offloads stand right after the op that makes their value, or one before it.
-
-    Before an item stand the frees of what leaves there, then copies up.
-    """
+    """Before an item stand the frees of what leaves there, then copies up."""
     before = _before(one, transfers, spilled)
     away = {transfer.off_span.value for transfer in transfers}
     offloads: dict[int, list[Step]] = {}
     for name, k in one.down.items():
         if name in away:
+            # Right after the op that makes the value, or that of one before it in the order.
             down = (Offload(name), *(_writes(name) if name in spilled else ()))
             offloads.setdefault(k, []).extend(down)
     steps: list[Step] = []
@@ -386,7 +332,6 @@ def _before(
 
 
 def _fits_below(steps: Sequence[Step], size: dict[str, int], links: Links) -> bool:
-    """Whether host and NVMe have room for what the steps put there."""
     now: Counter[Tier] = Counter()
     for tier, size_bytes in _moves_below(steps, size):
         now[tier] += size_bytes

@@ -37,23 +37,16 @@ class OffDeviceSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class UntimedSchedule:
-    """A schedule whose copies take no time: values leave right after a use, and are back at once.
-
-    Attributes
-    ----------
-    items : what happens, in order. live_bytes : on the device while each item runs, resident
-        included. off_spans : in the order in which values leave.
-    made : the item that makes each value that is ever absent.
-    """
+    """Copies take no time: values leave right after a use, and are back at once."""
 
     items: tuple[_UntimedStep, ...]
+    # On the device while each item runs, resident bytes included.
     live_bytes: Bytes
-    off_spans: tuple[OffDeviceSpan, ...]
-    made: dict[str, int]
+    off_spans: tuple[OffDeviceSpan, ...]  # in the order in which values leave
+    made: dict[str, int]  # the item that makes each value that is ever absent
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes on the device at once."""
         return int(self.live_bytes.max(initial=0))
 
 
@@ -63,21 +56,16 @@ def with_fetches(
     links: Links,
     *,
     cost_factor: float = 1.0,
-    recompute: bool = True,
+    recompute: bool = True,  # whether all other ops may run again, as in `problem`
 ) -> Problem:
-    """`problem` in which running one of `ops` again stands for the arrival of what it makes.
-
-    It reads nothing and costs `cost_factor` times what its bytes take on the way back, so that a
-    repair fetches no value oftener than it pays. A pin forbids no arrival.
-
-    Parameters
-    ----------
-    recompute : whether all other ops may run again, as in `problem`; else none may.
-    """
+    """`problem` in which running one of `ops` again stands for the arrival of what it makes."""
     inputs, cost_us = list(problem.inputs), list(problem.cost_us)
     no_recompute = list(problem.no_recompute) if recompute else [True] * problem.n_ops
     for op in ops:
+        # A pin forbids no arrival.
         inputs[op], no_recompute[op] = (), False
+        # What its bytes take on the way back, so that a repair fetches no value oftener than it
+        # pays.
         cost_us[op] = cost_factor * problem.output_bytes[op] / links.h2d.bytes_per_us
     return dataclasses.replace(
         problem, inputs=tuple(inputs), cost_us=tuple(cost_us), no_recompute=tuple(no_recompute)
@@ -85,9 +73,10 @@ def with_fetches(
 
 
 def movable(problem: Problem) -> list[bool]:
-    """Which values a copy can take below the device: random states are on the host anyway."""
+    """Which values a copy can take below the device."""
     kinds = (problem.graph.value_by_name[name].kind for name in problem.names)
     sizes = problem.size_bytes
+    # Random states are on the host anyway.
     return [kind != "rng_state" and sizes[v] > 0 for v, kind in enumerate(kinds)]
 
 
@@ -126,10 +115,7 @@ def _made_by(graph: TrainingGraph, op: str) -> tuple[str, ...]:
 def _arrivals(
     graph: TrainingGraph, steps: Sequence[Step], hosted: frozenset[int]
 ) -> list[_UntimedStep]:
-    """`steps` as items, in which hosted ops that run again are arrivals of what is wanted of them.
-
-    What is freed right after such a run is not wanted: its arrival and that end are left out.
-    """
+    """The steps as items, in which hosted ops that run again are arrivals."""
     items: list[_UntimedStep] = []
     live: set[str] = set()
     done: set[str] = set()
@@ -146,6 +132,7 @@ def _arrivals(
         outputs = _made_by(graph, step.op)
         if step.op in done and graph.op_index[step.op] in hosted:
             fresh = [value for value in outputs if value not in live]
+            # What is freed right after is not wanted: its arrival and that end are left out.
             unwanted = _freed_at_once(steps, i).intersection(fresh)
             items += [_UntimedStep("arrive", value) for value in fresh if value not in unwanted]
             live.update(value for value in fresh if value not in unwanted)
@@ -190,7 +177,6 @@ def _off_spans(items: Sequence[_UntimedStep]) -> tuple[OffDeviceSpan, ...]:
 
 
 def _live_bytes(graph: TrainingGraph, items: Sequence[_UntimedStep]) -> Bytes:
-    """Bytes on the device while each item runs."""
     size = {value.name: value.size_bytes for value in graph.values}
     now_bytes, live, curve = graph.resident.total_bytes, set[str](), list[int]()
     for kind, name in items:

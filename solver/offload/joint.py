@@ -72,7 +72,6 @@ class _Climb:
     trials: int = 0
 
     def run(self) -> None:
-        """Step up until nothing is faster, the gap is closed, or the trials are used up."""
         while self.search.is_open(self.gap) and self._step():
             pass
 
@@ -122,7 +121,7 @@ class _Climb:
 
 
 def climb_hosted(search: Search, links: Links, gap: float) -> None:
-    """Offer what a climb from the best schedule of `search` comes to; there must be one."""
+    """Offer what a climb from the best schedule comes to; there must be one."""
     search.say("other values below the device")
     _Climb(search, links, gap, movable(search.problem)).run()
 
@@ -139,18 +138,13 @@ def hosted_ops(search: Search) -> _Ops:
 
 
 def _spilled_values(schedule: Schedule) -> frozenset[str]:
-    """Values that a schedule brings to NVMe."""
     return frozenset(
         step.value for step in schedule.steps if isinstance(step, Offload) and step.to == "nvme"
     )
 
 
 def arrivals_and_runs(problem: Problem, schedule: Schedule) -> list[list[int]]:
-    """By stage the ops that run again, and those whose values are first read after a fetch.
-
-    A fetch is issued early; when it must have arrived is what counts. First runs must be in the
-    problem's order.
-    """
+    """By stage the ops that run again, and those whose values are first read after a fetch."""
     index = problem.graph.op_index
     producer = dict(zip(problem.names, problem.producer, strict=True))
     stages: list[list[int]] = [[] for _ in range(problem.n_ops + 1)]
@@ -160,6 +154,7 @@ def arrivals_and_runs(problem: Problem, schedule: Schedule) -> list[list[int]]:
             waiting[step.value] = None
         elif isinstance(step, Compute):
             op = index[step.op]
+            # A fetch is issued early; when it must have arrived is what counts.
             arrived = [v for v in problem.graph.ops[op].inputs if v in waiting]
             for v in arrived:
                 del waiting[v]
@@ -168,6 +163,7 @@ def arrivals_and_runs(problem: Problem, schedule: Schedule) -> list[list[int]]:
                 following += 1
             else:
                 stages[following].append(op)
+    # The end of the step alone reads these.
     stages[problem.n_ops] += [producer[v] for v in waiting]
     return [list(dict.fromkeys(stage)) for stage in stages]
 
@@ -192,21 +188,15 @@ is on its way to NVMe or back needs room too."""
 
 @dataclass(slots=True)
 class _JointSearch:
-    """Raises the bound of `search` and offers it schedules.
-
-    Attributes
-    ----------
-    plain : the state that keeps all. gap : of `search`, to which to work.
-    cuts : ops at which there is a cut, in order of addition.
-    crowded : by stage, bytes over the budget, with those in flight, of the last start in all the
-        room; None before there was one.
-    """
+    """Raises the bound of `search` and offers it schedules."""
 
     search: Search
-    plain: State
+    plain: State  # keeps all
     links: Links
     gap: float
-    cuts: list[int] = field(default_factory=list[int])
+    cuts: list[int] = field(default_factory=list[int])  # in order of addition
+    # By stage, bytes over the budget, with those in flight, of the last start in all the room; None
+    # before there was one.
     crowded: np.ndarray | None = None
     least_bytes: int = field(init=False)
 
@@ -233,7 +223,6 @@ class _JointSearch:
         return True
 
     def prove(self) -> None:
-        """Raise the bound by the program of all cuts so far."""
         self.search.say(f"{len(self.cuts)} cuts, the last at {self._name(self.cuts[-1])}")
         found = self._program(tuple(sorted(self.cuts))).solve(self._limits())
         if found.bound_us == float("inf"):
@@ -242,18 +231,15 @@ class _JointSearch:
             self.search.raise_bound(found.bound_us)
 
     def take_starts(self) -> None:
-        """Offer schedules from the program at less and less room.
-
-        NVMe may be too slow for what the program brings there: starts without it follow.
-        """
         is_first = len(self.cuts) == 1
         parts = _PARTS if is_first else _PARTS[: 1 if self.search.is_large else 2]
+        # NVMe may be too slow for what the program brings there: starts without it follow.
         for links, part in product(self._ways_down(), parts):
             if self.search.is_open(self.gap):
                 self._take_start(part, links)
 
     def add_cut(self) -> bool:
-        """Cut where it is most crowded; return whether there was such a place."""
+        """Cut where it is most crowded; returns whether there was such a place."""
         if self.crowded is None:
             return False
         n_ops = self.search.problem.n_ops
@@ -280,6 +266,7 @@ class _JointSearch:
             return
         producer = search.problem.producer
         ops = frozenset(producer[v] for v in made.copied(found.values, made.fetched))
+        # Of all the room, as the next cut is for the real budget.
         if part == _PARTS[0] and links is self.links:
             self._note_crowded(found, ops)
         if not self._offer(found, ops, links):
@@ -305,11 +292,9 @@ class _JointSearch:
         return is_repaired
 
     def _spilled(self, ops: frozenset[int], links: Links) -> Iterator[frozenset[str]]:
-        """Ways to share what `ops` make between host and NVMe.
-
-        What is made first is needed last: it has the longest time to go down and to come up.
-        """
+        """Ways to share what `ops` make between host and NVMe."""
         problem, room_bytes = self.search.problem, links.nvme_bytes
+        # What is made first is needed last: it has the longest time to go down and to come up.
         values = [v for op in sorted(ops) for v in problem.outputs[op]]
         seen: set[int] = set()
         for part in _HOST_PARTS:
@@ -334,7 +319,6 @@ class _JointSearch:
         }
 
     def _state(self, found: CutSolution, ops: frozenset[int], one: Weighing) -> State | None:
-        """The point of a program as a state in which `ops` arrive."""
         problem = with_fetches(self.search.problem, ops, self.links, cost_factor=one.cost_factor)
         try:
             return State.from_recomputed(problem, expand(found, problem))
@@ -355,7 +339,7 @@ class _JointSearch:
         )  # fmt: skip
 
     def _limits(self) -> Limits:
-        """Node limits alone, so that the same program gives the same point on every machine."""
+        # Nodes and not seconds, so that the same program gives the same point on every machine.
         return Limits(
             time_limit_s=RELAXED.of(self.search.left_s),
             absolute_gap=self.gap / 4 * COST_SCALE,
@@ -393,12 +377,6 @@ class JointOffload:
     progress: Listener | None = None
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """The best schedule found within `budget_bytes`, and a bound for any with copies.
-
-        Raises
-        ------
-        SolverError : the graph has values that live on the host or on NVMe between steps.
-        """
         if not can_copy(graph):
             found = self._alone(graph, budget_bytes, self.time_limit_s)
             return renamed(found, "joint", options_of(self))
@@ -425,6 +403,7 @@ class JointOffload:
             return
         joint.prove()
         joint.take_starts()
+        # So that nothing is worse than recomputation alone by more than the gap.
         if search.is_open(self.gap) and not self._beats_alone(search, joint.cuts[0]):
             self._take_alone(search)
         while search.is_open(self.gap) and len(joint.cuts) < self.cuts and joint.add_cut():
@@ -443,10 +422,10 @@ class JointOffload:
         return program.relaxed(RELAXED.of(search.left_s)).bound_us >= search.best_key[0]
 
     def _take_alone(self, search: Search) -> None:
-        """Offer what recomputation alone comes to; its bound does not hold here."""
         if search.out_of_time():
             return
         search.say("recomputation alone")
+        # Its bound is not raised: it does not hold where values may be copied.
         found = self._alone(search.graph, search.budget_bytes, ALONE.of(search.left_s))
         if found.schedule is not None:
             search.offer_schedule(found.schedule)
@@ -454,10 +433,12 @@ class JointOffload:
             search.offer_schedule(found.least_schedule, or_least=True)
         if found.schedule is None and found.status == "time limit":
             search.cut_short = True
+        # The inner search took Ctrl-C as its own end.
         if found.message.startswith(INTERRUPTED):
             raise KeyboardInterrupt
 
     def _alone(self, graph: TrainingGraph, budget_bytes: int, limit_s: float) -> Result:
+        # What it tells of bounds does not hold for schedules with copies.
         made = make_solver(
             "auto", gap=self.gap, seed=self.seed, workers=self.workers, time_limit_s=limit_s,
             progress=None if can_copy(graph) else self.progress,

@@ -60,24 +60,19 @@ _Terms = list[tuple[int, float]]
 
 @dataclass(slots=True)
 class _LinkWindows:
-    """Adds windows to `program`, whose unit of time is `unit_us`.
-
-    Attributes
-    ----------
-    again : for each interval the variables of ops that run again there. waits : for each interval,
-        from -1 on, the variable of its time beyond first runs and those.
-    with_latency : whether a copy takes its latency too. Without, a window holds for any link.
-    begin_us : when op t would begin if every op ran once.
-    """
+    """Adds windows to `program`, whose unit of time is `unit_us`."""
 
     program: MixedProgram
     problem: Problem
     cuts: tuple[int, ...]
     unit_us: float
+    # By interval, the variables of ops that run again there.
     again: list[dict[int, int]]
+    # By interval, from -1 on, the variable of its time beyond first runs and `again`.
     waits: dict[int, int]
+    # Whether a copy takes its latency too. Without, a window holds for any link.
     with_latency: bool
-    begin_us: list[float] = field(init=False)
+    begin_us: list[float] = field(init=False)  # when op t would begin if every op ran once
     extra: dict[int, int] = field(default_factory=dict[int, int], init=False)
     reads: dict[int, dict[int, int]] = field(default_factory=dict[int, dict[int, int]], init=False)
 
@@ -134,7 +129,6 @@ class _LinkWindows:
         self.program.row([(chain, 1.0), *extra], upper=between_us / self.unit_us)
 
     def _extra_of(self, i: int) -> int:
-        """The variable of what interval i takes beyond its first runs."""
         if i not in self.extra:
             self.extra[i] = self.program.variable(upper=inf)
             terms = [(self.extra[i], -1.0), (self.waits[i], 1.0)]
@@ -148,7 +142,6 @@ class _LinkWindows:
         return bisect_left(self.cuts, t) - 1
 
     def _first_reads(self, t: int) -> dict[int, int]:
-        """The first stage after op t that reads each value."""
         if t not in self.reads:
             found: dict[int, int] = {}
             for stage in range(t + 1, self.problem.n_ops + 1):
@@ -169,18 +162,13 @@ def _evenly_taken(places: Iterable[int]) -> set[int]:
 
 @dataclass(slots=True, kw_only=True)
 class JointCut(CutProgram):
-    """`CutProgram` with copies over `links`.
-
-    Attributes
-    ----------
-    is_start : the point is to become a schedule: copies take their latency, and only values are
-        copied that can be. Else all may be, and only their bytes take time: a bound.
-    least_bytes : a start copies no smaller value.
-    """
+    """`CutProgram` with copies over `links`."""
 
     links: Links
+    # The point is to become a schedule: copies take their latency, and only values are copied that
+    # can be. Else all may be, and only their bytes take time: a bound.
     is_start: bool = False
-    least_bytes: int = 1
+    least_bytes: int = 1  # a start copies no smaller value
     fetched: list[dict[int, int]] = field(default_factory=list[dict[int, int]], init=False)
     hosted: list[dict[int, int]] = field(default_factory=list[dict[int, int]], init=False)
     spilled: list[dict[int, int]] = field(default_factory=list[dict[int, int]], init=False)
@@ -200,7 +188,6 @@ class JointCut(CutProgram):
 
     @property
     def has_nvme(self) -> bool:
-        """Whether a copy may go on to NVMe."""
         return self.links.write is not None and self.links.nvme_bytes > 0
 
     def _variables(self, k: int, values: list[int]) -> None:
@@ -216,6 +203,7 @@ class JointCut(CutProgram):
     def _may_leave(self, k: int, v: int) -> bool:
         """Whether v may be off the device at cut k, and come back."""
         problem = self.problem
+        # It stays on the device, in the caller's hands.
         if self.cuts[k] >= problem.n_forward and v in problem.held:
             return False
         least_bytes = self.least_bytes if self.is_start else 1
@@ -241,7 +229,6 @@ class JointCut(CutProgram):
             self.program.row([(self.hosted[k][v], 1.0), (index, -1.0)], lower=0.0)
 
     def _room_rows(self, k: int) -> None:
-        """What is below fits there."""
         on_host = [(index, v, 1.0) for v, index in self.hosted[k].items()]
         on_host += [(index, v, -1.0) for v, index in self.spilled[k].items()]
         on_nvme = [(index, v, 1.0) for v, index in self.spilled[k].items()]
@@ -251,6 +238,7 @@ class JointCut(CutProgram):
 
     def _room_row(self, terms: list[tuple[int, int, float]], room_bytes: float) -> None:
         sizes = [(index, sign * self.problem.size_bytes[v]) for index, v, sign in terms]
+        # A row that cannot bind is left out.
         if sum(size for _, size in sizes if size > 0) <= room_bytes:
             return
         unit = max(room_bytes, 1) / ROW_SCALE

@@ -47,12 +47,7 @@ def in_better_order(
     order: _Order,
     place: Callable[[_Order], PlacedSchedule | None],
 ) -> PlacedSchedule:
-    """The fastest placement found from `placed`, whose copies down are in `order`.
-
-    Parameters
-    ----------
-    place : what comes of another order; None where that is not possible.
-    """
+    """The fastest placement in other orders, of which `place` gives None for impossible ones."""
     left = REORDERED.at(search.problem.n_ops)
     others = _others(placed, order)
     while left > 0 and not search.out_of_time():
@@ -93,22 +88,16 @@ def _waited_for(placed: PlacedSchedule, down: dict[str, Copy]) -> list[str]:
         if copy is None:
             continue
         is_freed = isinstance(placed.schedule.steps[stall.step], Free)
+        # Freed, or fetched again, at the moment at which its copy down ends.
         if is_freed or (copy.value, copy.end_us) in back:
             waits[copy.value] = waits.get(copy.value, 0.0) + stall.us
     return sorted(waits, key=lambda name: (-waits[name], name))
 
 
 class Weighing(NamedTuple):
-    """How a repair weighs drops.
-
-    Attributes
-    ----------
-    power : of the overload that a drop removes.
-    cost_factor : of a copy back, in parts of its time on the link: all of it on a link that is
-        full, hardly any on one that has time to spare.
-    """
-
-    power: float
+    power: float  # of the overload that a drop removes
+    # Of a copy back, in parts of its time on the link: all of it on a link that is full, hardly any
+    # on one that has time to spare.
     cost_factor: float
 
 
@@ -130,7 +119,7 @@ class Hosted:
 def offer_state(
     search: Search, start: State, hosted: Hosted, links: Links, power: float = 1.0
 ) -> bool:
-    """Offer what `start`, a state of `with_fetches`, comes to; return whether it was repaired."""
+    """Repair and place `start`, a state of `with_fetches`; returns whether it was repaired."""
     state = start.copy()
     if not Repair(state, search.budget_bytes, power, search).run():
         return False
@@ -150,7 +139,8 @@ def flight_of(state: State, hosted: Collection[int], links: Links) -> Bytes:
 
 
 def _repair_beside(search: Search, state: State, flight: Bytes, power: float) -> bool:
-    """Repair `state` under the budget less `flight`; return whether that was reached."""
+    """Repair `state` under the budget less `flight`; returns whether that was reached."""
+    # Bytes in flight count as carried in, stage by stage.
     state.entry_bytes += flight
     try:
         return Repair(state, search.budget_bytes, power, search).run()
@@ -159,7 +149,7 @@ def _repair_beside(search: Search, state: State, flight: Bytes, power: float) ->
 
 
 def _is_stalled(search: Search, state: State, hosted: Hosted, links: Links) -> bool:
-    """Place the copies of `state`, offer that, and return whether the device waits for copies."""
+    """Place the copies and offer that; returns whether the device waits for copies."""
     base = untimed_schedule(state, hosted.ops)
     place = partial(
         place_copies, search.graph, base, search.budget_bytes, links, spilled=hosted.spilled
@@ -168,6 +158,7 @@ def _is_stalled(search: Search, state: State, hosted: Hosted, links: Links) -> b
     if placed is None:
         return False
     waits_us = placed.found.stall_us
+    # Another order shortens waits alone, so the rest must be faster than what is known.
     is_better = placed.found.time_us - waits_us < search.best_key[0]
     if is_better and waits_us <= _MOST_WAITS * placed.found.time_us:
         placed = in_better_order(

@@ -51,19 +51,12 @@ from remat.solver.stopping import (
     Seconds,
 )
 
-# Solves of one graph in several orders of first computations, and the Result they come to.
-
 
 class Share(NamedTuple):
-    """What a fixed-order solve may take, whom it tells, and a schedule to begin from.
-
-    `is_look` : it may end after its first schedules. Its status is "time limit" if there was
-    more to do.
-    """
-
     time_limit_s: float
     progress: Listener | None = None
-    start: Schedule | None = None
+    start: Schedule | None = None  # to begin from
+    # It may end after its first schedules, with status "time limit" if there was more to do.
     is_look: bool = False
 
 
@@ -76,14 +69,9 @@ class _SolveFixed(Protocol):
 
 
 class _Attempt(NamedTuple):
-    """One order solved; `name` is for people.
-
-    `is_repeatable` : a solve for any other budget tries that order too.
-    """
-
-    name: str
+    name: str  # for people
     order: Order
-    is_repeatable: bool
+    is_repeatable: bool  # a solve for any other budget tries that order too
     result: Result
 
     @property
@@ -97,26 +85,20 @@ class _Attempt(NamedTuple):
 
 @dataclass(slots=True)
 class _Attempts:
-    """All solves of `graph`, the first one in its own order, and what is proved for any order.
-
-    Attributes
-    ----------
-    bound_us : no schedule takes less. least_bound_bytes : none has a lower peak.
-    is_infeasible : none fits, proved. cut_short : time ended the search.
-    """
+    """All solves of `graph`, the first one in its own order, and what is proved for any order."""
 
     graph: TrainingGraph
     budget_bytes: int
     made: list[_Attempt] = field(default_factory=list[_Attempt])
-    bound_us: float = 0.0
-    least_bound_bytes: int = 0
-    is_infeasible: bool = False
+    bound_us: float = 0.0  # no schedule takes less
+    least_bound_bytes: int = 0  # none has a lower peak
+    is_infeasible: bool = False  # proved
     cut_short: bool = False
     is_interrupted: bool = False
 
     @property
     def best(self) -> _Attempt:
-        """The best attempt yet, even if none has a schedule."""
+        """The best yet, even if none has a schedule."""
         return min(self.made, key=lambda attempt: attempt.rank)
 
     @property
@@ -126,15 +108,12 @@ class _Attempts:
 
     @property
     def has_schedule(self) -> bool:
-        """Whether some order has a schedule that fits."""
         return bool(self.made) and self.best.result.schedule is not None
 
     def is_proved(self, gap: float) -> bool:
-        """Whether the best is proved to be within `gap` of every order's best."""
         return self.has_schedule and self.best.result.time_us <= self.bound_us * (1 + gap)
 
     def result(self, wall_s: float) -> Result:
-        """The outcome in terms of the graph in its own order."""
         said = [f"{INTERRUPTED}: this is the best found until then"] if self.is_interrupted else []
         schedule = self.best.result.schedule
         if schedule is None:
@@ -172,7 +151,6 @@ class _Attempts:
         )
 
     def _refusal(self, least_bytes: int) -> list[str]:
-        """What was tried, what is proved, and what is known of the given order."""
         if self.is_infeasible:
             text = f"no schedule fits {self.budget_bytes} bytes in any order of first computations"
         else:
@@ -194,10 +172,8 @@ class _Attempts:
 
 
 def _repeatable(made: Sequence[_Attempt]) -> _Attempt:
-    """The attempt of the least budget known, among those that any other solve tries too.
-
-    A budget that is named must be found again when it is asked for.
-    """
+    # A budget that is named must be found again when it is asked for: only orders that any other
+    # solve tries too.
     return min((a for a in made if a.is_repeatable), key=lambda attempt: attempt.rank)
 
 
@@ -217,20 +193,12 @@ A solve for the named budget tries them too, so it finds the schedule again.
 
 @dataclass(slots=True)
 class FreeOrder:
-    """One solve in a free order.
-
-    Attributes
-    ----------
-    solve_fixed : solves each order. gap : stop once time is proved within it.
-    moves : of annealing, for each order; None for as many as its size asks for.
-    """
-
     graph: TrainingGraph
     budget_bytes: int
     solve_fixed: _SolveFixed
-    gap: float = 1e-9
+    gap: float = 1e-9  # stop once time is proved within it
     seed: int = 0
-    moves: int | None = None
+    moves: int | None = None  # of annealing, for each order; None: as many as its size asks for
     clock: Clock = field(default_factory=Clock)
     progress: Listener | None = None
     attempts: _Attempts = field(init=False)
@@ -243,6 +211,7 @@ class FreeOrder:
         try:
             self._run()
         except KeyboardInterrupt:
+            # Nothing is there to return.
             if not self.attempts.made:
                 raise
             note_interrupt()
@@ -266,27 +235,23 @@ class FreeOrder:
         self._solve_in_full()
 
     def _is_worth(self, aim: float) -> bool:
-        """Whether to look for that order: the first always, others on small graphs.
-
-        The order of lowest peak is only for naming a least budget, when nothing fits.
-        """
         if not aim:
+            # Only to name a least budget, where nothing fits.
             return not self.attempts.has_schedule
         return not self.attempts.is_infeasible and (aim == 1.0 or len(self.graph.ops) <= _FEW_OPS)
 
     def _is_open(self) -> bool:
-        """Whether something is left to do, and time."""
         return not self.attempts.is_proved(self.gap) and self.clock.left_s > LEAST_SOLVE_S
 
     def _attempt(self, name: str, order: Order, share: Share) -> None:
         share = share._replace(progress=self._listener(name))
         result = self.solve_fixed(reordered(self.graph, order), self.budget_bytes, share)
         self.attempts.made.append(_Attempt(name, order, name in _REPEATABLE, result))
+        # The inner solve took Ctrl-C as its own end.
         if result.message.startswith(INTERRUPTED):
             raise KeyboardInterrupt
 
     def _prove(self) -> None:
-        """A bound for every order, or that nothing fits in any."""
         known = self.attempts
         self._tell("proving a bound for every order")
         if not known.has_schedule:
@@ -321,10 +286,7 @@ class FreeOrder:
         )
 
     def _solve_in_full(self) -> None:
-        """Take the best look further and refine it, then other looks, then the best again.
-
-        If nothing is known to fit, repeatable orders are solved too, to name their least peak.
-        """
+        """Solve the best look in full and refine it, then other looks, then the best again."""
         looks = sorted(self.attempts.made, key=lambda attempt: attempt.rank)
         for i, look in enumerate(looks):
             if self._is_open() and self._may_be_better(look):
@@ -342,11 +304,12 @@ class FreeOrder:
     def _may_be_better(self, look: _Attempt) -> bool:
         """Whether the look ended early, in an order that is not proved worse than the best."""
         if look.result.status != "time limit":
+            # Where nothing is known to fit, repeatable orders are solved too, to name their least
+            # peak.
             return look.is_repeatable and not self.attempts.has_schedule
         return look.result.lower_bound_us < self.attempts.best.rank[0] * (1 - self.gap)
 
     def _refine(self) -> None:
-        """Orders with room for the best schedule's runs, and solves in them, in turn."""
         in_vain = tried = 0
         while self.attempts.has_schedule and self._is_open() and in_vain < VAIN_ORDERS.most:
             best = self.attempts.best
@@ -362,6 +325,7 @@ class FreeOrder:
 
     def _roomier(self, best: Result, tried: int, limit_s: float) -> Roomier | None:
         """A start from `best` in another order: in turn with more room, and with fewer runs."""
+        # Else annealing would find the same order again.
         seed = self.seed + tried
         if tried % 2:
             return cheaper_start(self.graph, best, seed=seed, time_limit_s=limit_s)
@@ -369,9 +333,9 @@ class FreeOrder:
         return roomier_start(self.graph, best, tightness, seed=seed, time_limit_s=limit_s)
 
     def _listener(self, name: str) -> Listener | None:
-        """Passes on what a fixed-order solve says, but not its bound: that is of one order."""
         if self.progress is None:
             return None
+        # Not its bound: that is of one order.
         return lambda state: self._tell(f"{name}: {state.doing}", state.best_overhead)
 
     def _tell(self, doing: str, overhead: float | None = None) -> None:

@@ -19,8 +19,6 @@ from remat.solver.state import Bytes
 
 
 class ValueLifetime(NamedTuple):
-    """One value: who makes it, who reads it, whether it is live at the end."""
-
     size_bytes: int
     producer: int
     readers: tuple[int, ...]
@@ -29,32 +27,25 @@ class ValueLifetime(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OpFacts:
-    """What an order needs to know of the ops 0..n-1, and of n, the end of forward.
+    """What an order needs to know of the ops 0..n-1, and of n, the end of forward."""
 
-    Attributes
-    ----------
-    before, after : ops that must first run before and after an op.
-    own_bytes : outputs and workspace.
-    lasting_bytes : outputs that something reads, or that are live at the end.
-    spendable : for each op, of each value that it reads and that dies with its last reader,
-        the bytes and the other readers.
-    n_forward : ops before the end of forward.
-    """
-
-    before: list[list[int]]
-    after: list[list[int]]
-    own_bytes: list[int]
+    before: list[list[int]]  # must first run before an op
+    after: list[list[int]]  # must first run after it
+    own_bytes: list[int]  # outputs and workspace
+    # Outputs that something reads, or that are live at the end.
     lasting_bytes: list[int]
+    # By op, of each value that it reads and that dies with its last reader: the bytes, and the
+    # other readers.
     spendable: list[list[tuple[int, tuple[int, ...]]]]
-    n_forward: int
+    n_forward: int  # ops before the end of forward
     resident_bytes: int
 
     @classmethod
     def of(cls, problem: Problem) -> OpFacts:
-        """Index `problem`."""
         n = problem.n_ops
         before = with_end_of_forward(predecessors(problem.graph), problem.n_forward)
         readers: list[list[int]] = [[] for _ in range(problem.n_values)]
+        # The end of forward, op n, reads what forward returns.
         for op, inputs in enumerate((*problem.inputs, problem.forward_outputs)):
             for v in inputs:
                 readers[v].append(op)
@@ -76,7 +67,6 @@ class OpFacts:
         n_forward: int,
         resident_bytes: int,
     ) -> OpFacts:
-        """Made from the ops before each op and before the end of forward, and from values."""
         n = len(before)
         after: list[list[int]] = [[] for _ in range(n)]
         for op, earlier in enumerate(before):
@@ -94,7 +84,7 @@ class OpFacts:
 
 
 def with_end_of_forward(before: list[list[int]], n_forward: int) -> list[list[int]]:
-    """Put an op n between the phases, which takes a few edges in place of quadratically many."""
+    # An op between the phases takes a few edges in place of quadratically many.
     end = len(before)
     joined = [list(dict.fromkeys(ops)) for ops in before]
     for op in range(n_forward, end):
@@ -104,10 +94,7 @@ def with_end_of_forward(before: list[list[int]], n_forward: int) -> list[list[in
 
 
 class OrderMove(NamedTuple):
-    """One op taken to another place, with the figures of the places in between.
-
-    The op at place `start` goes to place `stop`; `first` is the lower of the two.
-    """
+    """The op at place `start` goes to `stop`; the figures are of the places in between."""
 
     start: int
     stop: int
@@ -120,15 +107,7 @@ class OrderMove(NamedTuple):
 
 
 class LiveCurve:
-    """An order of the ops, and how far each is over a limit.
-
-    Attributes
-    ----------
-    order, place : the op at each place, and the place of each op.
-    entry_bytes : live before each place. own_bytes : of the op at each place.
-    over_bytes : bytes over the limit at each place. overload_bytes, worst_bytes : the sum and
-        the maximum of these.
-    """
+    """An order of the ops, and how far each is over a limit."""
 
     def __init__(self, facts: OpFacts, order: Sequence[int], limit_bytes: int) -> None:
         n, middle = len(order), facts.n_forward
@@ -138,7 +117,7 @@ class LiveCurve:
         for i, op in enumerate(self.order):
             self.place[op] = i
         self.own_bytes: Bytes = np.array([facts.own_bytes[op] for op in self.order], np.int64)
-        self.entry_bytes = self._entries()
+        self.entry_bytes = self._entries()  # before each place
         self.limit(limit_bytes)
 
     def limit(self, limit_bytes: int) -> None:
@@ -159,7 +138,7 @@ class LiveCurve:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak of the step in this order, resident bytes included."""
+        """Of the step in this order, resident bytes included."""
         running = self.entry_bytes[:-1] + self.own_bytes
         return int(running.max(initial=0)) + self.facts.resident_bytes
 
@@ -192,6 +171,7 @@ class LiveCurve:
         old = self.over_bytes[first : last + 1]
         overload_bytes = self.overload_bytes + int(over.sum()) - int(old.sum())
         worst_bytes = int(over.max())
+        # If the worst place was in between, one outside may be the worst now.
         if worst_bytes < self.worst_bytes:
             worst_bytes = max(worst_bytes, self._worst_outside(first, last, old))
         return OrderMove(start, stop, first, entry, own, over, overload_bytes, worst_bytes)
@@ -207,6 +187,7 @@ class LiveCurve:
         entry = self.entry_bytes[start + 2 : stop + 2] - self.facts.lasting_bytes[op]
         place = self.place
         for size_bytes, others in self.facts.spendable[op]:
+            # Behind its other readers, `op` alone keeps the value.
             spent = max((place[other] for other in others), default=-1)
             if spent <= stop:
                 entry[max(spent - 1 - start, 0) :] += size_bytes
@@ -217,13 +198,13 @@ class LiveCurve:
         entry = self.entry_bytes[stop:start] + self.facts.lasting_bytes[op]
         place = self.place
         for size_bytes, others in self.facts.spendable[op]:
+            # Where `op` was the last reader, the value now dies once it and the others have run.
             spent = max((place[other] for other in others), default=-1)
             if spent < start:
                 entry[max(spent + 1 - stop, 0) :] -= size_bytes
         return entry
 
     def apply(self, move: OrderMove) -> None:
-        """Make `move`."""
         op = self.order.pop(move.start)
         self.order.insert(move.stop, op)
         last = max(move.start, move.stop)

@@ -54,27 +54,17 @@ _FULL_EVERY, _FULL_SHARE = 100, 0.7
 
 @dataclass(frozen=True, slots=True)
 class _Cooling:
-    """How to anneal.
-
-    Attributes
-    ----------
-    moves : tried in all. hottest_bytes, coldest_bytes : first and last temperature; it
-        falls geometrically in between. weight : of the peak, in the energy.
-    """
-
     moves: int
+    # First and last temperature; it falls geometrically in between.
     hottest_bytes: float
     coldest_bytes: float
-    weight: int = 5
+    weight: int = 5  # of the peak, in the energy
 
 
 def _anneal(
     curve: LiveCurve, cooling: _Cooling, source: random.Random, time_limit_s: float
 ) -> tuple[int, ...]:
-    """Anneal `curve`, in place; return the order of least energy seen.
-
-    Deterministic for a state of `source`, unless `time_limit_s` ends it early.
-    """
+    """Anneal `curve`, in place; the order of least energy seen."""
     clock = Clock(time_limit_s)
     n_ops = len(curve.order) - 1
     energy = curve.overload_bytes + cooling.weight * curve.worst_bytes
@@ -91,6 +81,7 @@ def _anneal(
         if tried % _FULL_EVERY == 0:
             full = np.flatnonzero(curve.over_bytes).tolist()
         op = _op_to_move(curve, full, source)
+        # The end of forward is no op of the step.
         move = None if op == n_ops else _draw(curve, op, source)
         if move is None:
             continue
@@ -151,10 +142,10 @@ def _onward(facts: OpFacts) -> tuple[int, ...]:
 
 
 def _backward(facts: OpFacts) -> tuple[int, ...]:
-    """Choose the last op first: going back, results vanish and operands appear."""
     is_placed = bytearray(len(facts.before))
 
     def growth_bytes(op: int) -> int:
+        # Going back, results vanish and operands appear.
         begun = (s for s, others in facts.spendable[op] if not any(is_placed[o] for o in others))
         return sum(begun) - facts.lasting_bytes[op]
 
@@ -169,11 +160,11 @@ def _ops_by_growth(
     growth_bytes: Callable[[int], int],
     sign: int,
 ) -> list[int]:
-    """Ops one by one, always the ready one of least growth."""
     missing = [len(ops) for ops in needed]
     ready = dict.fromkeys(op for op in range(len(needed)) if not missing[op])
     picked: list[int] = []
     while ready:
+        # Ties keep the captured order.
         op = min(ready, key=lambda op: (growth_bytes(op), sign * op))
         del ready[op]
         is_done[op] = 1
@@ -202,16 +193,7 @@ def better_order(
     weight: int = 5,
     time_limit_s: float = 60.0,
 ) -> Order | None:
-    """An allowed order in which the ops, each run once, exceed `budget_bytes` by less.
-
-    What counts is the sum of the excess over all ops, plus `weight` times its maximum. None if
-    no such order was found.
-    Deterministic for a seed, unless the time limit ends it early.
-
-    Raises
-    ------
-    SolverError : `moves` or `weight` is negative.
-    """
+    """An order that exceeds the budget by less: summed, plus `weight` times the most; or None."""
     for name, number in (("moves", moves or 0), ("weight", weight)):
         if number < 0:
             raise SolverError(f"{name} must be 0 or more, not {number}")
@@ -234,7 +216,7 @@ def better_order(
 def lowest_order(
     graph: TrainingGraph, *, seed: int = 0, moves: int | None = None, time_limit_s: float = 60.0
 ) -> Order | None:
-    """An allowed order of lower peak than the given one, each op run once; None if none found."""
+    """An order of lower peak than the given one, each op run once; None if none is found."""
     facts = OpFacts.of(Problem.of(graph))
     given_bytes = lowest_bytes = LiveCurve(facts, range(len(graph.ops)), 0).peak_bytes
     lowest: Order | None = None
@@ -258,19 +240,19 @@ def _moves_for(graph: TrainingGraph) -> int:
 # Another order for all runs of a schedule, repeated ones too, that leaves bytes to spare.
 #
 # Every run counts as an op of its own. Its results have the readers that they have in the
-# schedule. So the recomputations stay what they are while the order is annealed (`annealing`), at
-# low temperature. A solve in the new order of first runs begins from those runs, and uses the room
+# schedule. So the recomputations stay what they are while the order is annealed (`_anneal`), at low
+# temperature. A solve in the new order of first runs begins from those runs, and uses the room
 # that the new order has made.
 # Source: alternating between order and recomputation as FastSA (S. Imanishi, Z. Xu, A. Sasaki,
 # "Simulated Annealing for Memory-Efficient Rematerialization", NeurIPS 2023) anneals both.
-# Cost: as `reorder`. Shortcomings: a value that an op of several results makes again while it
+# Cost: as of other orders. Shortcomings: a value that an op of several results makes again while it
 # is live counts as if it were made anew; the simulator has the last word.
 #
 # Tried and not kept: one annealing over order and recomputation at once. Its moves take a run
 # elsewhere, alone or with what it needs, add a run before a reader, or leave one out. Its energy
 # is the time plus a penalty for bytes over the budget, and a small one for the last few below it,
 # without which nothing lowers a long full stretch. Compiled with Numba it tried some million moves
-# a second, thirty times as many as `annealing`. At 80 % of the peak, on graphs given layer by
+# a second, thirty times as many as `_anneal`. At 80 % of the peak, on graphs given layer by
 # layer, it came to 2.9-3.0 % on 500 ops and 1.9 % on 1,000 within 90 s; the turns above come to
 # 2.85 and 1.77 %. Started from these, with moves confined to windows of 40 to 300 runs, it came to
 # 2.83 and 1.74 % in another half minute: it would be a last step, not another start.
@@ -292,14 +274,12 @@ class Roomier(NamedTuple):
 def roomier_start(
     graph: TrainingGraph, found: Result, tightness: float, *, seed: int, time_limit_s: float
 ) -> Roomier | None:
-    """The runs of `found` in an order that aims for less than `tightness` of its budget.
-
-    None if the order does not change, or does not fit the budget.
-    """
+    """The runs of `found` in an order of more room; None if it does not change, or fit."""
     assert found.schedule is not None, "only a schedule can be refined"
     problem = Problem.of(graph)
     sequence = ops_of(problem, found.schedule)
     facts = _run_facts(problem, sequence)
+    # Below the budget, so that a solve in that order has room to use.
     limit_bytes = int(tightness * found.budget_bytes)
     order = _roomier_order(facts, limit_bytes, _cooling(problem, len(sequence)), seed, time_limit_s)
     if LiveCurve(facts, order, 0).peak_bytes > found.budget_bytes:
@@ -311,10 +291,7 @@ def roomier_start(
 def cheaper_start(
     graph: TrainingGraph, found: Result, *, seed: int, time_limit_s: float
 ) -> Roomier | None:
-    """Leave out repeated runs of `found`, one by one, if another order of the rest fits.
-
-    None if no run could be left out.
-    """
+    """The runs of `found` without some of them; None if none could be left out."""
     assert found.schedule is not None, "only a schedule can be refined"
     clock, source = Clock(time_limit_s), random.Random(seed)
     problem = Problem.of(graph)
@@ -325,6 +302,7 @@ def cheaper_start(
         left_s = clock.left_s
         if not repeated or left_s <= 0:
             break
+        # The dearer, the sooner left out; all weights must not be 0.
         costs_us = [problem.cost_us[runs[i]] + 1e-9 for i in repeated]
         dropped = source.choices(repeated, costs_us)[0]
         fewer = runs[:dropped] + runs[dropped + 1 :]
@@ -376,6 +354,7 @@ def _run_facts(problem: Problem, sequence: Sequence[int]) -> OpFacts:
     wanted: set[tuple[int, int]] = set()
     before: list[list[int]] = []
     for run, op in enumerate(sequence):
+        # A value that is made again is another one here.
         reads = [(v, maker[v]) for v in problem.inputs[op]]
         for instance in reads:
             readers[instance].append(run)
@@ -387,9 +366,11 @@ def _run_facts(problem: Problem, sequence: Sequence[int]) -> OpFacts:
             readers[v, run] = []
         if run == n_forward - 1:
             for v in problem.forward_outputs:
+                # The end of forward has the number behind all runs.
                 readers[v, maker[v]].append(len(sequence))
             wanted.update((v, maker[v]) for v in problem.held)
     wanted.update((v, maker[v]) for v in problem.needs[problem.n_ops])
+    # Between first runs alone: of the others, what they read says enough.
     for op, earlier in enumerate(predecessors(problem.graph)):
         before[first[op]] += [first[other] for other in earlier]
     values = [

@@ -83,11 +83,9 @@ class EvictedClasses:
         """For the root of a class: neighbours of its members, with the number of links to each."""
 
     def refresh(self, v: int) -> bool:
-        """Always up to date."""
         return True
 
     def add(self, v: int) -> None:
-        """Put v into a class of its own and join those of its evicted neighbours."""
         node = len(self._parent)
         self._node[v] = node
         self._parent.append(node)
@@ -100,8 +98,8 @@ class EvictedClasses:
                 self._join(self._find(self._node[u]), self._find(node))
 
     def remove(self, v: int) -> None:
-        """Take v's cost off its class."""
         root = self._find(self._node[v])
+        # The class stays joined: the paper's splitting approximation.
         self._node[v] = -1
         touched = self._touched[root]
         self.cost_us[_keys(touched)] -= self.own_us[v]
@@ -120,6 +118,7 @@ class EvictedClasses:
     def _join(self, one: int, other: int) -> None:
         if one == other:
             return
+        # The smaller joins the larger, so that each link is moved O(log n) times.
         if len(self._touched[one]) < len(self._touched[other]):
             one, other = other, one
         large, small = self._touched[one], self._touched[other]
@@ -127,6 +126,7 @@ class EvictedClasses:
         self.cost_us[_keys(small)] += self._class_us[one]
         for u, count in small.items():
             if u in large:
+                # A neighbour of both counts the joined class once.
                 self.cost_us[u] -= self._class_us[one] + self._class_us[other]
             large[u] = large.get(u, 0) + count
         self._parent[other] = one
@@ -139,10 +139,7 @@ def _keys(touched: dict[int, int]) -> npt.NDArray[np.int64]:
 
 
 class EvictedReach:
-    """Evicted values on paths of evicted ones, from a value down to sources and up to uses.
-
-    Sums are cached. A change forgets the sums of the values at the ends of paths through it.
-    """
+    """Evicted values on paths of evicted ones, from a value down to sources and up to uses."""
 
     def __init__(self, problem: Problem, *, ancestors_only: bool = False) -> None:
         below, above = links(problem)
@@ -154,27 +151,27 @@ class EvictedReach:
         self._exact = bytearray(b"\1") * problem.n_values
 
     def add(self, v: int) -> None:
-        """Count v in the neighbourhoods around it."""
         self._evicted[v] = 1
         self._forget(v)
 
     def remove(self, v: int) -> None:
-        """Count v and what is reached through it no more."""
         self._forget(v)
         self._evicted[v] = 0
 
     def refresh(self, v: int) -> bool:
-        """Sum v's neighbourhood again, if a change has reached it."""
         if self._exact[v]:
             return True
         self._exact[v] = 1
         found: set[int] = set()
         for links_of in self._ways:
             found.update(self._walk(v, links_of)[0])
+        # In a fixed order, as sums of floats depend on it.
         self.cost_us[v] = sum(self.own_us[u] for u in sorted(found))
         return False
 
     def _forget(self, v: int) -> None:
+        # Sums are cached: a change forgets those at the ends of paths through it. 0 is a lower
+        # bound until they are made again.
         self._exact[v] = 0
         self.cost_us[v] = 0.0
         for links_of in self._back:
@@ -224,7 +221,6 @@ class ByteCount:
         self._sizes: dict[int, int] = {}
 
     def place(self, block: int, size_bytes: int) -> bool:
-        """Put a block; return whether it fits."""
         if size_bytes > self.free_bytes:
             return False
         self.free_bytes -= size_bytes
@@ -232,30 +228,22 @@ class ByteCount:
         return True
 
     def release(self, block: int) -> None:
-        """Take a block away."""
         self.free_bytes += self._sizes.pop(block, 0)
 
 
 class ValueStatistics:
-    """What is known of each value while ops run.
-
-    Attributes
-    ----------
-    size_bytes, cost_us : of the value and of its op. evictable : 1 where it may go now.
-    used_us : the clock when it was last made or read. reruns : how often it was made again.
-    clock_us : time of all runs so far; an op without cost counts as one microsecond.
-    """
+    """What is known of each value while ops run."""
 
     def __init__(self, problem: Problem) -> None:
         self.size_bytes: ValueIds = np.array(problem.size_bytes, np.int64)
         self.cost_us: Scores = np.array([problem.cost_us[op] for op in problem.producer], float)
+        # 1 where it may go now.
         self.evictable: npt.NDArray[np.uint8] = np.zeros(problem.n_values, np.uint8)
-        self.used_us: Scores = np.zeros(problem.n_values)
-        self.reruns: ValueIds = np.zeros(problem.n_values, np.int64)
-        self.clock_us = 0.0
+        self.used_us: Scores = np.zeros(problem.n_values)  # when it was last made or read
+        self.reruns: ValueIds = np.zeros(problem.n_values, np.int64)  # how often it was made again
+        self.clock_us = 0.0  # of all runs so far; an op without cost counts as 1
 
     def staleness_us(self, values: ValueIds) -> Scores:
-        """Time since each was last used, at least `_LEAST_STALENESS_US`."""
         return np.maximum(self.clock_us - self.used_us[values], _LEAST_STALENESS_US)
 
 
@@ -290,6 +278,7 @@ class Policy(ABC):
         values = np.flatnonzero(books.evictable)
         while values.size:
             v = int(values[np.argmin(self.scores(books, values))])
+            # A lower bound that is the least is made exact first.
             if self.around is None or self.around.refresh(v):
                 return (v,)
         return ()
@@ -298,6 +287,7 @@ class Policy(ABC):
         """Cost of each value and of its evicted neighbourhood."""
         if self.around is None:
             return books.cost_us[values]
+        # Where costs were taken off again, rounding may leave less than 0.
         return books.cost_us[values] + np.maximum(self.around.cost_us[values], 0.0)
 
     def evicted(self, v: int) -> None:

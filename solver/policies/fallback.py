@@ -33,21 +33,17 @@ than that. Each may take what is left of the time limit, and such a part of it a
 
 
 class SimpleRules(Reduction[None]):
-    """Has a rule's schedule where `auto` found none; the rules keep no pins.
-
-    Whoever names another solver wants its schedule; 0 bytes ask for the least peak known. Where one
-    schedule is known, a search may end without another.
-    """
+    """Puts a rule's schedule where `auto` found none."""
 
     def accepts(self, question: Question) -> bool:
-        """Whether a rule may stand in for what the solver did not find."""
+        # The rules keep no pins. Where one schedule is known, a search may end without another.
         if question.keep or question.recompute or question.known_us < inf:
             return False
+        # Whoever names another solver wants its schedule; 0 bytes ask for the least peak known.
         names_least = question.solver in TAKE_CHUNKS and not question.budget_bytes
         return question.solver == "auto" or names_least
 
     def solve(self, question: Question, rest: Rest) -> Result:
-        """What the rest found, or a rule where that is no schedule."""
         lost = rest(question)
         return simple_rule_fallback(
             question.graph, question.budget_bytes, lost, question.time_limit_s
@@ -57,10 +53,8 @@ class SimpleRules(Reduction[None]):
 def simple_rule_fallback(
     graph: TrainingGraph, budget_bytes: int, lost: Result, time_limit_s: float
 ) -> Result:
-    """`lost`, of a search without a schedule, with what a rule has: one that fits, or a lower peak.
-
-    The fastest rule that fits is taken, with the bound of `lost`.
-    """
+    """The fastest rule that fits, with the bound of `lost`; else `lost` with the least budget."""
+    # No rule can have a lower peak.
     is_least = 0 < lost.least_feasible_bytes <= lost.least_bound_bytes
     if lost.schedule is not None or is_least or is_interrupted():
         return lost
@@ -76,6 +70,7 @@ def simple_rule_fallback(
     best = min(fitting, key=lambda one: (one.time_us, one.peak_bytes))
     return msgspec.structs.replace(
         best,
+        # More time might have found a faster one.
         status="time limit" if lost.status == "time limit" else best.status,
         solver=lost.solver,
         lower_bound_us=min(max(lost.lower_bound_us, graph.time_us), best.time_us),
@@ -96,7 +91,6 @@ def _rule_text(lost: Result, rule: str, time_limit_s: float) -> str:
 
 
 def _naming_the_lowest(lost: Result, made: Sequence[Result]) -> Result:
-    """`lost`, which names the least budget that it or a rule knows."""
     known = [one for one in made if one.least_schedule is not None]
     lowest = min(known, key=lambda one: one.least_feasible_bytes, default=None)
     known_bytes = lost.least_feasible_bytes

@@ -39,13 +39,7 @@ class NoRoomError(Exception):
 
 
 class OnlineRun:
-    """One run of `policy` over the graph of `problem`; `run` gives the sequence of ops.
-
-    Attributes
-    ----------
-    sequence : ops in the order in which they ran.
-    status : of each value. A lost value is gone and cannot be made again.
-    """
+    """One run of `policy` over the graph of `problem`; `run` gives the sequence of ops."""
 
     def __init__(
         self, problem: Problem, policy: Policy, is_over: Callable[[], bool] | None = None
@@ -55,6 +49,7 @@ class OnlineRun:
         self.is_over = is_over or (lambda: False)
         self.books = ValueStatistics(problem)
         self.sequence: list[int] = []
+        # A lost value is gone and cannot be made again.
         self.status: list[_Status] = ["unmade"] * problem.n_values
         self._stage = 0
         self._live = bytearray(problem.n_values)
@@ -73,12 +68,7 @@ class OnlineRun:
                 self._stages_left[v] += 1
 
     def run(self) -> list[int]:
-        """Run the step.
-
-        Raises
-        ------
-        NoRoomError : room could not be made, the policy thrashes, or `is_over` says so.
-        """
+        """Raises NoRoomError: no room could be made, the policy thrashes, or `is_over` says so."""
         for t in range(self.problem.n_ops + 1):
             self._stage = t
             self._plan(t)
@@ -88,9 +78,9 @@ class OnlineRun:
         return self.sequence
 
     def _leave(self, t: int) -> None:
-        """After the first run of op t: return what the caller holds, free what is dead."""
         for v in self.problem.needs[t]:
             self._stages_left[v] -= 1
+        # Forward returns, and the caller holds these from now on.
         for v in sorted(self.problem.held) if t == self.problem.n_forward - 1 else ():
             self._fixed[v] = 1
             self._mark(v)
@@ -98,7 +88,7 @@ class OnlineRun:
             self._free_if_dead(v)
 
     def _plan(self, t: int) -> None:
-        """Note which values the recomputations of stage t will read."""
+        # So that nothing is taken for dead that these will read.
         for op in recomputed_in(self.problem, self._live, (), t):
             self._planned.add(op)
             for v in self.problem.inputs[op]:
@@ -106,6 +96,7 @@ class OnlineRun:
 
     def _run_with_inputs(self, t: int) -> None:
         """Run op t, after the ops that make its missing inputs again, depth first."""
+        # No recursion: missing inputs may be as deep as the graph.
         stack: list[tuple[int, tuple[int, ...]]] = []
         self._open(t, self.problem.needs[t], stack)
         while stack:
@@ -125,6 +116,7 @@ class OnlineRun:
     ) -> None:
         stack.append((op, reads))
         for v in reads:
+            # What an op in progress reads is not evicted.
             self._locks[v] += 1
             self._mark(v)
 
@@ -135,12 +127,13 @@ class OnlineRun:
             self._locks[v] -= 1
             self._awaited[v] -= was_planned
             self._mark(v)
+        # After a first run, `_leave` does this.
         if op < self._stage:
             for v in (*reads, *self.problem.outputs[op]):
                 self._free_if_dead(v)
 
     def _execute(self, op: int) -> None:
-        """Run `op`. A new run replaces its live outputs, unless the caller holds them."""
+        """Run `op`. Live outputs are replaced, unless the caller holds them."""
         if self.is_over() or len(self.sequence) > _THRASHING * self.problem.n_ops:
             raise NoRoomError
         books, outputs = self.books, self.problem.outputs[op]
@@ -149,12 +142,14 @@ class OnlineRun:
             if not self._live[v]:
                 continue
             if self._fixed[v]:
+                # It stays where it is, and the run makes another one that is dropped.
                 copied_bytes += books.size_bytes[v]
             else:
                 self._take_away(v, "unmade")
         made = [v for v in outputs if not self._live[v]]
         for v in made:
             self._place(v, self.problem.size_bytes[v], op)
+        # The workspace is one more block, behind those of the values.
         self._place(self.problem.n_values, self.problem.workspace_bytes[op] + int(copied_bytes), op)
         self.policy.memory.release(self.problem.n_values)
         self._stamp(op, made)
@@ -176,7 +171,6 @@ class OnlineRun:
             self._mark(v)
 
     def _place(self, block: int, size_bytes: int, op: int) -> None:
-        """Put a block into memory, evicting until it fits."""
         while not self.policy.place(block, size_bytes, op):
             victims = self.policy.victims(self.books, size_bytes)
             for v in victims:
@@ -195,8 +189,8 @@ class OnlineRun:
         self._mark(v)
 
     def _mark(self, v: int) -> None:
-        """Note whether the policy may evict v."""
         can_go = self._live[v] and not self._fixed[v] and not self._locks[v]
+        # Without bytes, evicting it makes no room.
         self.books.evictable[v] = 1 if can_go and self.problem.size_bytes[v] else 0
 
     def _is_dead(self, v: int) -> bool:
@@ -211,7 +205,7 @@ class OnlineRun:
             self._spare[v] = None
 
     def _give_up_spare(self) -> bool:
-        """Give up a value that was kept only so that others can be made; return whether one was."""
+        """Give up a value that only others need to be made; returns whether one was."""
         for v in list(self._spare):
             is_spare = self._live[v] and self._is_dead(v) and self.problem.size_bytes[v]
             if is_spare and self._lose(v, 1 << 62):
@@ -220,22 +214,22 @@ class OnlineRun:
         return False
 
     def _lose(self, source: int, most_bytes: int) -> bool:
-        """Let go of a value for good; return whether that was allowed.
-
-        Live values made from it are bound: they cannot be evicted any more. Evicted ones that
-        nobody needs are lost with it. It is not allowed if an evicted one is still needed, or
-        if more than `most_bytes` would be bound.
-        """
+        """Let go of a value for good; returns whether that was allowed."""
         lost, bound, waiting = dict[int, None](), dict[int, None](), [source]
         while waiting:
             for u in self._above[waiting.pop()]:
                 if self._live[u] and not self._fixed[u]:
+                    # Bound: once its source is gone it cannot be made again, so it is not evicted
+                    # any more.
                     bound[u] = None
                 elif self.status[u] == "evicted" and u not in lost:
                     if not self._is_dead(u):
+                        # It is needed, and could not be made any more.
                         return False
+                    # Nobody needs it: lost with its source.
                     lost[u] = None
                     waiting.append(u)
+        # That would pin more than is to be freed.
         if sum(self.problem.size_bytes[u] for u in bound) > most_bytes:
             return False
         for u in lost:
@@ -278,18 +272,15 @@ class PolicyPlanner:
     progress: Listener | None = None
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """What the policy does within `budget_bytes`; no bound beyond every op once."""
         search = Search.of(self, self.name, graph, budget_bytes)
         return plan_online(search, self.policy, prune=self.prune)
 
 
 def plan_online(search: Search, make: _MakePolicy, *, prune: bool) -> Result:
-    """Run the policy at the search's budget; if it fails, look for its least peak.
-
-    The step that keeps everything is offered first: if it fits, a policy evicts nothing.
-    """
+    """Run the policy at the search's budget; if it fails, look for its least peak."""
     with search.until_interrupted():
         plain = store_all_state(search.problem)
+        # If this fits, a policy evicts nothing.
         search.offer_least(plain)
         if search.best is None:
             _plan(search, make, prune, int(plain.peak_bytes.max()))
@@ -311,7 +302,7 @@ def _plan(search: Search, make: _MakePolicy, prune: bool, plain_bytes: int) -> N
 
 
 def _run_at(search: Search, make: _MakePolicy, budget_bytes: int) -> list[int] | None:
-    """The ops that the policy runs at `budget_bytes`; None if it finds no room, or no time."""
+    """The ops that the policy runs; None if it finds no room, or no time."""
     problem = search.problem
     policy = make(problem, budget_bytes - problem.resident_bytes)
     try:
@@ -337,12 +328,9 @@ def _state_of(problem: Problem, sequence: Sequence[int]) -> State:
 def _bisect_least_peak(
     search: Search, make: _MakePolicy, prune: bool, range_bytes: tuple[int, int]
 ) -> None:
-    """Bisect for the least budget at which the policy succeeds, and name that peak.
-
-    The tries start from the graph alone, not from the budget. So a solve for the budget
-    that an infeasible result names finds this schedule again.
-    """
     low_bytes, high_bytes = range_bytes
+    # From the graph alone, not from the budget, so that a solve for the budget that an infeasible
+    # result names finds this schedule again.
     for _ in range(LEAST_PEAK_TRIES.most):
         middle_bytes = (low_bytes + high_bytes) // 2
         if middle_bytes in (low_bytes, high_bytes) or search.out_of_time():
@@ -359,7 +347,6 @@ def _bisect_least_peak(
 
 
 def _offer_least(search: Search, sequence: Sequence[int], prune: bool) -> None:
-    """Take what the policy did if it fits after all or has the least peak yet."""
     search.offer_sequence(sequence, or_least=True)
     if prune:
         search.offer_least(_state_of(search.problem, sequence))

@@ -61,7 +61,6 @@ class Dtr:
             raise SolverError(f"unknown variant '{self.variant}'; there are {', '.join(_VARIANTS)}")
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """What the policy does within `budget_bytes`; no bound beyond every op once."""
         search = Search.of(self, "dtr", graph, budget_bytes)
         return plan_online(search, self._policy, prune=self.prune)
 
@@ -70,7 +69,7 @@ class Dtr:
 
 
 def neighbourhood(problem: Problem, variant: _Variant) -> Neighbourhood | None:
-    """What `variant` counts as a value's evicted neighbourhood."""
+    """What `variant` counts as a value's evicted neighbourhood; None for ``local``."""
     if variant == "eq":
         return EvictedClasses(problem)
     return EvictedReach(problem) if variant == "full" else None

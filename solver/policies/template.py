@@ -22,15 +22,11 @@ from remat.solver.state import recomputed_in
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """What backward finds as forward made it; the rest of forward runs again.
+    """What backward finds as forward made it; the rest of forward runs again."""
 
-    Attributes
-    ----------
-    kept : 1 for each value that backward finds; 0 for values that it makes, again or first.
-    just_in_time : backward makes again only what it reads next, not a whole segment.
-    """
-
+    # 1 for values that backward finds; 0 for those that it makes, again or first.
     kept: bytearray
+    # Backward makes again only what it reads next, not a whole segment.
     just_in_time: bool = False
 
 
@@ -38,18 +34,9 @@ _Templates = Callable[[Problem], Iterable[Template]]
 
 
 def solve_templates(search: Search, templates: _Templates, absent: str) -> Result:
-    """The fastest that fits of the unmodified step and of `templates`, tried in turn.
-
-    Parameters
-    ----------
-    search : Search
-        One solve, just begun.
-    templates : callable
-        Gives the templates of a problem; none if the rule does not apply.
-    absent : str
-        The message if there is none.
-    """
+    """The fastest of `templates` that fits; `absent` is the message where there are none."""
     with search.until_interrupted():
+        # Where the step fits as it is, no template is faster.
         if not search.offer_sequence(range(search.problem.n_ops), or_least=True):
             _try_templates(search, templates, absent)
     return search.result()
@@ -67,7 +54,6 @@ def _try_templates(search: Search, templates: _Templates, absent: str) -> None:
 
 
 def template_sequence(problem: Problem, template: Template) -> list[int]:
-    """The ops of the step in the order in which `template` runs them."""
     available = bytearray(template.kept)
     segments = _Segments(problem, template.kept)
     sequence = list(range(problem.n_forward))
@@ -76,6 +62,7 @@ def template_sequence(problem: Problem, template: Template) -> list[int]:
         if gone:
             wanted = gone if template.just_in_time else segments.read_with(gone)
             order = recomputed_in(problem, available, wanted, t, own_needs=False)
+            # A checkpoint runs its part of forward in forward's order.
             order = order if template.just_in_time else sorted(order)
             sequence += order
             _mark(problem, available, order)
@@ -92,17 +79,14 @@ def _mark(problem: Problem, available: bytearray, ops: Iterable[int]) -> None:
 
 
 def regions(problem: Problem, again: Sequence[bool], region: Sequence[int]) -> Template:
-    """The template that runs forward ops `again`, each in the region of a checkpoint call.
-
-    Forward keeps what other ops make, what a forward op of another region reads, what comes
-    from pinned ops, and what is in the caller's hands.
-    """
+    """The template that runs ops `again`, each in the `region` of a checkpoint call."""
     kept = unavoidable(problem)
     for v, op in enumerate(problem.producer):
         if op < problem.n_forward and not again[op]:
             kept[v] = 1
     for op in range(problem.n_forward):
         for v in problem.inputs[op]:
+            # A checkpoint keeps its inputs, so that it can run again by itself.
             if region[problem.producer[v]] != region[op]:
                 kept[v] = 1
     return Template(kept)
@@ -142,18 +126,17 @@ class _Segments:
 
     def root(self, op: int) -> int:
         while self.parent[op] != op:
+            # Path halving, so that long chains are walked once.
             self.parent[op] = self.parent[self.parent[op]]
             op = self.parent[op]
         return op
 
     def read_with(self, values: Iterable[int]) -> list[int]:
-        """All that backward reads of the segments that `values` lie in."""
         reached = dict.fromkeys(self.root(self.producer[v]) for v in values)
         return [v for root in reached for v in self.read[root]]
 
 
 def check_choice(option: str, found: str, allowed: Sequence[str]) -> None:
-    """Raise `SolverError` unless `found` is one of the values `allowed` for `option`."""
     if found not in allowed:
         raise SolverError(f"{option} must be one of {', '.join(allowed)}, not '{found}'")
 
@@ -180,19 +163,12 @@ NO_REPEATED_BLOCK = (
 
 
 class Blocks(NamedTuple):
-    """The blocks of a graph, in order of their first op.
+    """The blocks of a graph, in order of their first op."""
 
-    Attributes
-    ----------
-    of_op : block of each forward op, `NO_BLOCK` for ops outside.
-    names : module path of each block. container : number of the container of each block.
-    rank : position of each block among those of its container, from 0.
-    """
-
-    of_op: list[int]
+    of_op: list[int]  # `NO_BLOCK` outside
     names: list[str]
-    container: list[int]
-    rank: list[int]
+    container: list[int]  # its number
+    rank: list[int]  # among the blocks of its container, from 0
 
 
 def module_blocks(graph: TrainingGraph) -> Blocks:
@@ -217,7 +193,6 @@ def module_blocks(graph: TrainingGraph) -> Blocks:
 
 
 def _entries(modules: Sequence[str]) -> dict[str, set[str]]:
-    """The integers that follow each path."""
     entries: dict[str, set[str]] = {}
     for module in dict.fromkeys(modules):
         parts = module.split(".")
@@ -228,7 +203,7 @@ def _entries(modules: Sequence[str]) -> dict[str, set[str]]:
 
 
 def _outermost(module: str, entries: dict[str, set[str]]) -> tuple[str, str]:
-    """Container and entry that `module` lies in; two empty texts if it lies in none."""
+    """Container and entry; two empty texts outside of all."""
     parts = module.split(".")
     for i, part in enumerate(parts):
         container = ".".join(parts[:i])
@@ -290,12 +265,10 @@ class EveryNLayers:
             raise SolverError(f"n must be 0 (every n is tried) or more, not {self.n}")
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """The unmodified step if it fits, else the fastest n that does."""
         search = Search.of(self, "every_n_layers", graph, budget_bytes)
         return solve_templates(search, self.templates, NO_REPEATED_BLOCK)
 
     def templates(self, problem: Problem) -> Iterator[Template]:
-        """One template for each n to try; none where no block repeats."""
         blocks = module_blocks(problem.graph)
         if not blocks.names:
             return

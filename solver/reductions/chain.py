@@ -23,14 +23,9 @@ from remat.solver.search import one_job
 
 
 def solve_question(question: Question) -> Result:
-    """The answer to `question`, after a look at what goes together.
-
-    Raises
-    ------
-    SolverError : two things are asked that no plan keeps together; or as of
-        `remat.solver.solve_within`.
-    """
+    """Ask the chain of levers; SolverError for two things that no plan keeps together."""
     refuse_pairs(question)
+    # Levers ask several times: Ctrl-C in one solve leaves no time to the next.
     with one_job():
         levers = tuple(_reduction(lever.reduction) for lever in REDUCTIONS.values())
         return with_time_limit_message(fold(question, levers), question.time_limit_s)

@@ -54,14 +54,11 @@ graph cannot fit, so that others are unlikely."""
 
 
 class _Known(NamedTuple):
-    """The best outcome so far, and the bound for all that it is the best of.
-
-    `is_whole` says that it is that of the captured graph alone.
-    """
+    """The best outcome so far, and the bound for all that it is the best of."""
 
     best: Result
     bound_us: float
-    is_whole: bool = False
+    is_whole: bool = False  # that of the captured graph alone
 
 
 def _solve_region(
@@ -80,6 +77,7 @@ def _solve_region(
     relaxed = solve_one(relaxed_graph, max(part * clock.left_s, 0.0), known_us)
     found = _judged(graph, choices, budget_bytes, relaxed)
     floor_bytes = _most_held_bytes(graph)
+    # Chunks have not led below what one op takes whole, so the captured graph is solved after all.
     if known is None and not any(_rank(one) < (True, inf, floor_bytes) for one in found):
         captured = solve_one(unchunked(graph), max(_PART * clock.left_s, 0.0), inf)
         known = _Known(captured, _bound_us_of(captured, graph))
@@ -96,26 +94,19 @@ def _solve_region(
 
 @dataclass(frozen=True)
 class _Choices:
-    """Solves for numbers of chunks by themselves.
-
-    Attributes
-    ----------
-    relaxed : the outcome for the relaxed graph. relaxed_us : the time of its ops once.
-    gap : what a solve must be able to gain, as a part of time.
-    """
-
     graph: TrainingGraph
     budget_bytes: int
     solve_one: _SolveOne
     clock: Clock
-    relaxed: Result
-    relaxed_us: float
-    gap: float
+    relaxed: Result  # for the relaxed graph
+    relaxed_us: float  # of its ops once
+    gap: float  # that a solve must be able to gain, as a part of time
 
     def solve(self, choices: list[tuple[ChunkedRegion, ...]], found: list[Result]) -> None:
-        """Solve for the choices that could be better than the best of `found`; adds to it."""
+        """Adds to `found` what comes of the choices that could be better than its best."""
         choices = sorted(choices, key=self._hope_us)
         if all(one.schedule is None for one in found):
+            # Where nothing fits, the slowest first: they take the least memory.
             choices.reverse()
         for i, chosen in enumerate(choices):
             if self.clock.left_s <= 0 or not self._is_worth(chosen, min(found, key=_rank)):
@@ -193,7 +184,6 @@ def named(schedule: Schedule, chunks: tuple[ChunkedRegion, ...], graph: Training
 
 
 def _time_us_of(best: Result) -> float:
-    """The time of a schedule that fits; infinite where none does."""
     return best.time_us if best.schedule is not None else inf
 
 
@@ -205,18 +195,15 @@ def _rank(result: Result) -> tuple[bool, float, int]:
 
 
 def _bound_us_of(result: Result, graph: TrainingGraph) -> float:
-    """No schedule of that graph, whole, takes less within the budget; infinite where none fits.
-
-    A result without a schedule may have no bound. Each op takes its time once all the same.
-    """
+    """No schedule of that graph, whole, takes less within the budget; infinite where none fits."""
     is_proved = 0 < result.budget_bytes < result.least_bound_bytes
     if is_proved and result.schedule is None:
         return inf
+    # A result without a schedule may have no bound. Each op takes its time once all the same.
     return max(result.lower_bound_us, graph.time_us)
 
 
 def _least_us(graph: TrainingGraph) -> float:
-    """The time of each op once, in the chunks that take the least."""
     return min(in_chunks(graph, chosen).time_us for chosen in _numbers_of_chunks(graph))
 
 
@@ -226,7 +213,6 @@ def _most_held_bytes(graph: TrainingGraph) -> int:
 
 
 def _most_of(graph: TrainingGraph, ops: Sequence[Op]) -> int:
-    """The most that one of `ops` reads, makes and works in."""
     size = {value.name: value.size_bytes for value in graph.values if value.producer}
     return max(
         op.workspace_bytes + sum(size.get(name, 0) for name in {*op.inputs, *op.outputs})
@@ -248,11 +234,10 @@ class WholeRegions(Reduction[None]):
     """Hides regions from solvers that plan none in chunks."""
 
     def accepts(self, question: Question) -> bool:
-        """Whether there are regions that the solver would not know of."""
         return bool(question.graph.regions) and question.solver not in TAKE_CHUNKS
 
     def solve(self, question: Question, rest: Rest) -> Result:
-        """What the rest finds for the captured ops; the graph's hash is the same."""
+        # The graph's hash stays, so schedules are of the captured graph.
         return rest(replace(question, graph=unchunked(question.graph)))
 
 
@@ -260,15 +245,14 @@ class ChunkedRegions(Reduction[None]):
     """Whether a region runs in chunks, and in how many; asks the rest for each choice of graph."""
 
     def accepts(self, question: Question) -> bool:
-        """Whether a region may run in chunks."""
         return bool(question.graph.regions)
 
     def solve(self, question: Question, rest: Rest) -> Result:
-        """The best of the whole graph and of its choices; see `solve_in_chunks`."""
         rest = within_its_limit(rest)
 
         def solve_one(graph: TrainingGraph, limit_s: float, known_us: float) -> Result:
             asked = replace(question, graph=graph, time_limit_s=limit_s, known_us=known_us)
+            # The outcome at hand is for all regions whole.
             return rest(replace(asked, at_hand=None))
 
         return solve_in_chunks(
@@ -289,11 +273,7 @@ def solve_in_chunks(
     graph: TrainingGraph, budget_bytes: int, solve_one: _SolveOne, time_limit_s: float, gap: float,
     at_hand: Result | None = None,
 ) -> Result:  # fmt: skip
-    """The fastest schedule of `graph`, whole or with a region in chunks, and a bound for all.
-
-    Another choice is not tried where it cannot be faster by more than `gap`. `at_hand` is the
-    outcome for whole ops, where it is known.
-    """
+    """The fastest, whole or in chunks; choices that cannot win more than `gap` are left out."""
     clock = Clock(time_limit_s)
     regions = [region for region in graph.regions if region.choices]
     later = [region for region in regions if "mlp" in region.kinds]
@@ -306,12 +286,14 @@ def solve_in_chunks(
     # Those that have the heads as these turned out, and then the others, for their bound.
     for region in sorted(later, key=lambda one: ("head" in one.kinds) is not has_heads):
         one = _with_regions(graph, [region])
+        # No choice of it is faster, so it is not tried, nor does it lower the bound.
         if _is_near(known.best, one, 0.0):
             continue
         if may_be_needed and clock.left_s > 0 and not _is_near(known.best, one, gap):
             known = _solve_region(one, budget_bytes, solve_one, clock, known, gap)
             may_be_needed = False
         else:
+            # It is not solved for: each op once is all that is proved of it.
             known = _Known(known.best, min(known.bound_us, _least_us(one)))
     return known.best if known.is_whole else _concluded(graph, known, clock)
 
@@ -320,7 +302,6 @@ def _solve_heads(
     graph: TrainingGraph, budget_bytes: int, solve_one: _SolveOne, clock: Clock, gap: float,
     at_hand: Result | None,
 ) -> _Known:  # fmt: skip
-    """The best with heads whole or in chunks."""
     if not graph.regions:
         found = at_hand or solve_one(unchunked(graph), clock.left_s, inf)
         return _Known(found, _bound_us_of(found, graph), is_whole=True)
@@ -362,7 +343,6 @@ def _room(graph: TrainingGraph, region: Region, budget_bytes: int) -> float:
 
 
 def _concluded(graph: TrainingGraph, known: _Known, clock: Clock) -> Result:
-    """The best with the bound for all choices."""
     best = known.best
     bound_us = known.bound_us if known.bound_us < inf else graph.time_us
     is_proved = best.schedule is not None and best.time_us <= bound_us * _SAME_TIME
@@ -374,6 +354,7 @@ def _concluded(graph: TrainingGraph, known: _Known, clock: Clock) -> Result:
         best,
         status=status,
         lower_bound_us=min(bound_us, best.time_us) if is_proved else bound_us,
+        # A bound on the peak is of one choice, not of all.
         least_bound_bytes=0,
         wall_s=clock.elapsed_s,
     )

@@ -15,27 +15,19 @@ _ALONE = "Without copies"
 
 
 def can_copy(graph: TrainingGraph) -> bool:
-    """Whether anything may leave the device."""
     return graph.links is not None and graph.links.host_bytes > 0
 
 
 def without_links(graph: TrainingGraph) -> TrainingGraph:
-    """`graph` for the device alone; itself if it has no links."""
     return graph if graph.links is None else msgspec.structs.replace(graph, links=None)
 
 
 def plans_copies(solver: str) -> bool:
-    """Whether the solver of that name plans copies where a graph has links."""
     return getattr(solver_class(solver), "copies", False)
 
 
 def require_no_homes(graph: TrainingGraph, solver: str) -> None:
-    """Refuse, for `solver`, graphs whose resident values are scheduled.
-
-    Raises
-    ------
-    SolverError : a value has a home, or an op updates values in place.
-    """
+    """Raises SolverError: a value has a home, or an op updates values in place."""
     moved = [value.name for value in graph.values if value.home is not None]
     moved += [name for op in graph.ops for name in op.updates]
     if moved:
@@ -49,21 +41,16 @@ class WithoutCopies(Reduction[None]):
     """Weakens what a solver proves that does not know of copies; its schedule stays."""
 
     def accepts(self, question: Question) -> bool:
-        """Whether values may leave the device, and the solver leaves them there."""
         return can_copy(question.graph) and not plans_copies(question.solver)
 
     def solve(self, question: Question, rest: Rest) -> Result:
-        """What the rest finds, with what it proves of graphs with links."""
         return _for_any_copies(question.graph, rest(question))
 
 
 def _for_any_copies(graph: TrainingGraph, result: Result) -> Result:
-    """`result` of a solver that copies nothing, as one of a graph with links.
-
-    Its schedule is one of that graph. What it proves holds without copies alone: of the bound each
-    op's time once is left, and of a proof that nothing fits its sentence.
-    """
     if result.schedule is None:
+        # What it proves holds without copies alone: of the bound each op's time once is left, and
+        # of a proof that nothing fits its sentence.
         text = f"{_ALONE}: {result.message}" if result.message else ""
         return msgspec.structs.replace(
             result, lower_bound_us=graph.time_us, least_bound_bytes=0, floor=None, message=text

@@ -34,12 +34,7 @@ Options in braces are written as the user has them, in Python or on the command 
 
 
 def refuse_pairs(question: Question) -> None:
-    """Refuse a question that asks for both levers of a row.
-
-    Raises
-    ------
-    SolverError : says why they do not go together, and what to do instead.
-    """
+    """Raises SolverError, which says why they do not go together and what to do instead."""
     for one, other in LEVER_PAIRS:
         if ASKED[one](question) and ASKED[other](question):
             raise SolverError(_text_of(one, other))

@@ -19,38 +19,23 @@ Globs = str | Iterable[str]
 
 @dataclass(frozen=True, slots=True)
 class Pins:
-    """Forward ops by name, each with the glob that pins it.
+    """Forward ops by name, each with the glob that pins it."""
 
-    Attributes
-    ----------
-    kept : ops that must not run twice. again : ops whose values must not be carried from
-        forward into backward.
-    """
-
-    kept: dict[str, str]
-    again: dict[str, str]
+    kept: dict[str, str]  # must not run twice
+    again: dict[str, str]  # values must not be carried from forward into backward
 
     @classmethod
     def of(cls, graph: TrainingGraph, keep: Globs, recompute: Globs) -> Pins:
-        """The ops that the globs name.
-
-        A glob is matched against the module path of each forward op and against the paths
-        above it, so that ``blocks.0`` pins ``blocks.0.attn`` too. Ops that `recompute`
-        matches but that cannot run again, or whose value the caller holds, are left out.
-
-        Raises
-        ------
-        SolverError : a glob matches nothing, or only ops that cannot be recomputed; an op
-            is pinned both ways.
-        """
+        """The ops that globs name; SolverError: one pins nothing, or an op is pinned twice."""
         kept = _matched(graph, "keep", as_globs(keep))
         asked = _matched(graph, "recompute", as_globs(recompute))
         _refuse_both(graph, kept, asked)
+        # Ops that must run once, or whose value the caller holds, are left out.
         return cls(kept, _that_may_run_again(graph, asked))
 
 
 def as_globs(globs: Globs) -> tuple[str, ...]:
-    """The globs as a tuple; a text is one glob, not its letters, and an empty one is none."""
+    """A text is one glob, not its letters, and an empty one is none."""
     if isinstance(globs, str):
         return (globs,) if globs else ()
     return tuple(globs)
@@ -87,6 +72,7 @@ def _near(glob: str, modules: list[str]) -> list[str]:
     plain = ".".join(part for part in glob.split(".") if part.strip("*?")).strip("*?")
     paths = list(dict.fromkeys(path for module in modules for path in paths_above(module)))
     known: dict[str, str] = {}
+    # Whole paths before last parts, which may be the same text.
     for path in paths:
         known.setdefault(path, path)
     for path in paths:

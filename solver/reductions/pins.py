@@ -58,8 +58,8 @@ def _without_clones(text: str) -> str:
 
 
 def _message_without_clones(message: str) -> str:
-    """What a solver said of a graph with clones, less a bound that holds for that graph alone."""
     sentences = _without_clones(message).split(". ")
+    # That bound holds for the graph with clones alone.
     return ". ".join(s for s in sentences if not s.startswith(LEAST_BOUND))
 
 
@@ -93,10 +93,8 @@ def _reading_clones(op: Op, renamed: dict[str, str]) -> Op:
 
 
 def _missing_below(problem: Problem, root: int, again: Set[int], done: bytearray) -> list[int]:
-    """Ops of `again` that `root` reads, also through others of them, and that are not done.
-
-    Each comes after those that it reads, and is then marked as done.
-    """
+    """Ops of `again` that `root` needs and are not `done`, each after what it reads; marks them."""
+    # No recursion: such ops may be as deep as the graph.
     order: list[int] = []
     stack = [(root, 0)]
     while stack:
@@ -116,11 +114,7 @@ def _missing_below(problem: Problem, root: int, again: Set[int], done: bytearray
 
 
 def _sequence_without_clones(problem: Problem, schedule: Schedule, again: Set[int]) -> list[int]:
-    """The runs of `schedule`, of a graph with clones, as a sequence of the real graph.
-
-    With runs put in, so that nothing in backward reads what an op of `again` made in
-    forward: a solver may have carried it to recompute an op that has no clone.
-    """
+    """The runs of `schedule`, of a graph with clones, as a sequence of the real graph."""
     index = problem.graph.op_index
     runs = [index[_without_clones(s.op)] for s in schedule.steps if isinstance(s, Compute)]
     waiting = set(range(problem.n_forward))
@@ -128,6 +122,8 @@ def _sequence_without_clones(problem: Problem, schedule: Schedule, again: Set[in
     sequence: list[int] = []
     for op in runs:
         if not waiting:
+            # A solver may have carried what `again` made in forward, to recompute an op that has no
+            # clone. Runs are put in, so that nothing in backward reads that.
             sequence += _missing_below(problem, op, again, fresh)
             fresh[op] = 1
         sequence.append(op)
@@ -142,10 +138,7 @@ def _leave_out_runs(
     budget_bytes: int,
     time_limit_s: float,
 ) -> list[int]:
-    """`sequence` without the runs whose values can as well be kept within the budget.
-
-    The dearest runs are tried first. The first run in backward of an op of `again` stays.
-    """
+    """Leave out runs whose values fit as well, dearest first; the first of `again` stays."""
     clock = Clock(time_limit_s)
     spare = _repeats(problem, sequence, again)
     spare.sort(key=lambda position: (-problem.cost_us[sequence[position]], position))
@@ -192,7 +185,6 @@ def _freed_graph(graph: TrainingGraph, recompute: tuple[str, ...]) -> TrainingGr
 
 
 def kept_graph(graph: TrainingGraph, kept: dict[str, str]) -> TrainingGraph:
-    """`graph` in which the ops of `kept` must not run twice."""
     ops = [
         msgspec.structs.replace(op, no_recompute=f"{KEPT} {option('keep', kept[op.name])}")
         if op.name in kept and not op.no_recompute
@@ -203,14 +195,13 @@ def kept_graph(graph: TrainingGraph, kept: dict[str, str]) -> TrainingGraph:
 
 
 class _Stamp(NamedTuple):
-    """What a schedule of the real graph says of itself: `named` are the pins, for its options."""
+    """What a schedule of the real graph says of itself."""
 
     graph: TrainingGraph
     budget_bytes: int
-    named: dict[str, Option]
+    named: dict[str, Option]  # the pins, for its options
 
     def on(self, schedule: Schedule) -> Schedule:
-        """`schedule`, made for a graph with pins, as one of the real graph."""
         return Schedule.for_graph(
             self.graph,
             schedule.steps,
@@ -222,34 +213,28 @@ class _Stamp(NamedTuple):
 
 @dataclass(frozen=True)
 class PinnedOps(Reduction[_Stamp]):
-    """The schedule of least time that keeps the pins; its options name the globs.
+    """The schedule of least time that keeps the pins; its options name the globs."""
 
-    Attributes
-    ----------
-    pins : ops that are pinned one by one, in place of the globs of a question.
-    """
-
-    pins: Pins | None = None
+    pins: Pins | None = None  # pinned one by one, in place of the globs of a question
 
     def accepts(self, question: Question) -> bool:
-        """Whether anything is pinned."""
         return bool(question.keep or question.recompute or self.pins)
 
     def apply(self, question: Question) -> tuple[Question, _Stamp]:
-        """As `keep` alone asks: some ops must not run twice."""
+        # To a solver, a kept op is one that must not run twice.
         graph = kept_graph(question.graph, self._pins(question).kept)
         limit_s = PINNED_SOLVE.of(question.time_limit_s, question.time_limit_s)
         return replace(_unpinned(question), graph=graph, time_limit_s=limit_s), _stamp(question)
 
     def invert(self, schedule: Schedule, inverse: _Stamp) -> Schedule:
-        """The same steps; kept ops run once on the real graph too."""
+        # Kept ops run once on the real graph too.
         return inverse.on(schedule)
 
     def solve(self, question: Question, rest: Rest) -> Result:
-        """As `apply` says with `keep` alone; with `recompute`, on a graph with clones."""
         graph = _freed_graph(question.graph, question.recompute)
         question = replace(question, graph=graph)
         pins = self._pins(question)
+        # With `keep` alone there are no clones, and one solve does.
         if not pins.again:
             return super().solve(question, rest)
         return _PinnedSearch(question, pins, rest, Clock(question.time_limit_s)).solve()
@@ -301,8 +286,10 @@ class _PinnedSearch:
             if found.peak_bytes <= self.budget_bytes:
                 return self._finished(result, sequence)
             over_bytes = found.peak_bytes - self.budget_bytes
+            # Less by what the runs put in take, and by 2 % at least, so that it gets on.
             target_bytes -= max(over_bytes, target_bytes // 50, 1)
             limit_s = self.clock.left_s / 2
+        # At a budget of 0 the solver names the least peak that it knows.
         return self._with_least(self._ask(self.cloned_graph, 0, self.clock.left_s / 2))
 
     def _with_least(self, lost: Result) -> Result:
@@ -337,6 +324,8 @@ class _PinnedSearch:
             least_feasible_bytes=0,
             least_schedule=None,
             held_at_peak=(),
+            # What is proved of the graph with clones does not hold: it fixes when a clone first
+            # runs.
             lower_bound_us=self.graph.time_us,
             least_bound_bytes=0,
             floor=None,
@@ -345,8 +334,8 @@ class _PinnedSearch:
         )
 
     def _finished(self, result: Result, sequence: Sequence[int]) -> Result:
-        """Leave out runs that are not needed within the budget, and prove what can be."""
         assert result.schedule is not None
+        # Every op and every clone once is proved for any schedule that keeps the pins.
         bound_us = self.cloned_graph.time_us
         schedule = self._schedule(sequence, result.schedule)
         try:
@@ -354,9 +343,11 @@ class _PinnedSearch:
                 self.problem, sequence, self.again, self.budget_bytes, self.clock.left_s
             )
             schedule = self._schedule(shorter, result.schedule)
+            # Else it is optimal, and the other bound is not needed.
             if simulate(self.graph, schedule).time_us > bound_us * (1 + 1e-9):
                 bound_us = max(bound_us, self._bound_with_keep_us())
         except KeyboardInterrupt:
+            # What there is fits: only the runs that were still to be looked at stay.
             note_interrupt()
             self.cut_short = True
         return evaluate_schedule(
@@ -392,7 +383,6 @@ class _PinnedSearch:
         return result
 
     def _tell(self, state: Progress) -> None:
-        """Pass on what the solver says, as overheads over the real step."""
         assert self.question.progress is not None
         scale = self.cloned_graph.time_us / self.graph.time_us if self.graph.time_us else 1.0
         best = state.best_overhead
@@ -406,11 +396,9 @@ class _PinnedSearch:
         )
 
     def _renewed(self, schedule: Schedule) -> tuple[list[int], Simulation]:
-        """The schedule as a sequence of the real graph that keeps the pins, and its figures."""
         sequence = _sequence_without_clones(self.problem, schedule, self.again)
         return sequence, simulate(self.graph, self._schedule(sequence, schedule))
 
     def _schedule(self, sequence: Sequence[int], source: Schedule) -> Schedule:
-        """The schedule of a sequence, by the solver and with the options of `source`."""
         made = schedule_of(self.problem, sequence)
         return _stamp(self.question).on(msgspec.structs.replace(source, steps=made.steps))

@@ -26,16 +26,7 @@ _Inverse = TypeVar("_Inverse")
 
 @dataclass(frozen=True)
 class Question:
-    """What a solve is asked; the fields are the arguments of `remat.solver.solve_within`.
-
-    Attributes
-    ----------
-    graph : one training step. budget_bytes : on its peak, resident bytes included.
-    keep, recompute : globs over module paths.
-    known_us : the time of a schedule that is known; infinite for none.
-    at_hand : the outcome if all regions run whole, where it is known.
-    options : fields of the solver, and options of levers, which take theirs out.
-    """
+    """What a solve is asked; the fields are the arguments of `remat.solver.solve_within`."""
 
     graph: TrainingGraph
     budget_bytes: int
@@ -46,6 +37,7 @@ class Question:
     recompute: tuple[str, ...] = ()
     known_us: float = inf
     at_hand: Result | None = None
+    # Fields of the solver, and options of levers, which take theirs out.
     options: Mapping[str, object] = field(default_factory=dict[str, object])
 
 
@@ -150,6 +142,7 @@ class OtherOps(Reduction[tuple[AppliedLever, str]]):
 def solve_alone(question: Question) -> Result:
     """The answer of the solver that is asked, without any lever: the end of every chain."""
     options = dict(question.options)
+    # A solver refuses options that it does not know.
     if question.known_us < inf and "known_us" in option_names(question.solver):
         options["known_us"] = question.known_us
     made = make_solver(

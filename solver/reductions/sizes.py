@@ -39,16 +39,12 @@ _MOST_CORNERS = 16
 
 
 class Reach:
-    """Where in a range schedules fit a budget.
-
-    Attributes
-    ----------
-    levels : points from the smallest sizes to the largest, along which no size falls.
-    """
+    """Where in a range schedules fit a budget."""
 
     def __init__(self, graph: RangedGraph, budget_bytes: int) -> None:
         self.graph, self.budget_bytes = graph, budget_bytes
         self.symbols = graph.symbols
+        # From the smallest sizes to the largest; along them no size falls.
         self.levels = _levels(graph.symbols)
         self._bytes = BytesOver(graph)
 
@@ -78,6 +74,7 @@ class Reach:
         if self._fits(fast, top):
             return [top]
         *leading, last = self.symbols
+        # So that all combinations are about `_MOST_CORNERS`.
         each = max(int(_MOST_CORNERS ** (1 / max(len(leading), 1))), 2)
         found: list[dict[str, int]] = []
         # The largest first, so that a corner that another one covers comes after it.
@@ -151,17 +148,7 @@ class _Found(NamedTuple):
 def plan_family(
     graph: RangedGraph, budget_bytes: int, solve: _Solve, top: Result | None = None
 ) -> Family:
-    """Schedules whose peaks are within `budget_bytes` at all sizes of the range of `graph`.
-
-    Parameters
-    ----------
-    solve : called for the largest sizes, and for up to `_MOST_MEMBERS` - 2 others.
-    top : the outcome for ``graph.bounding(graph.symbols)``, if it is at hand.
-
-    Raises
-    ------
-    TooLargeError : nothing fits at the largest sizes; it names the largest that fit.
-    """
+    """Schedules that fit at all sizes; else TooLargeError, which names the largest that fit."""
     search = _FamilySearch(graph, budget_bytes, solve)
     search.begin(top or solve(graph.bounding(graph.symbols), budget_bytes))
     search.cut()
@@ -176,13 +163,13 @@ class _FamilySearch:
         self.found: list[_Found] = []
 
     def begin(self, top: Result) -> None:
-        """What keeps everything, and the schedule of the largest sizes."""
         last = len(self.levels) - 1
         keeping = StoreAll().schedule(self.graph.base)
         reach = self.reach.along(keeping)
         if reach >= 0:
             keeping = msgspec.structs.replace(keeping, budget_bytes=self.budget_bytes)
             self.found.append(_Found(keeping, reach, reach, 0.0, 0.0))
+        # Everything is kept at all sizes: nothing is faster.
         if reach == last:
             return
         if top.schedule is None:
@@ -190,7 +177,6 @@ class _FamilySearch:
         self.found.append(self._found(top, last))
 
     def cut(self) -> None:
-        """Solve where the overhead changes most, until nothing is worth another schedule."""
         closed: set[tuple[int, int]] = set()
         while len(self.found) < _MOST_MEMBERS:
             pairs = zip(self.found, self.found[1:], strict=False)
@@ -204,6 +190,7 @@ class _FamilySearch:
             apart, _, lower, upper = max(open_pairs, key=lambda one: one[:2])
             if apart <= _APART:
                 return
+            # Once alone, also if what is found there is not kept.
             closed.add((lower.reach, upper.level))
             self._cut_between(lower, upper)
 
@@ -222,6 +209,7 @@ class _FamilySearch:
         assert schedule is not None
         base_us = self._bounding(level).base_us
         lower = min(overhead_of(result.lower_bound_us, base_us), result.overhead)
+        # Where it was solved, it fits.
         reach = max(self.reach.along(schedule), level)
         return _Found(schedule, level, reach, result.overhead, lower)
 
@@ -233,7 +221,6 @@ class _FamilySearch:
         return self.graph.bounding(self.reach.part(self.levels[level]))
 
     def family(self) -> Family:
-        """The members, each judged at the corners of what it serves."""
         members: list[Member] = []
         for one in self.found:
             corners, peak_bytes = self.reach.evaluated_corners(one.schedule)
@@ -276,6 +263,7 @@ class _FamilySearch:
             level = (low + high) // 2
             at = self._bounding(level)
             result = None
+            # Else one op alone exceeds the budget, and no solve is needed.
             if least_needed_bytes(Problem.of(at)) <= self.budget_bytes:
                 result = self.solve(at, self.budget_bytes)
             if result is not None and result.schedule is not None:

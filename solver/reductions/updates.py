@@ -49,11 +49,6 @@ from remat.solver.result import (
 from remat.solver.search import Clock
 from remat.solver.state import ops_of, schedule_of
 
-# A step without the rule of updates, and its schedules with updates late enough to keep it.
-#
-# The rule: no op reads a parameter after its update. The solve of `late_updates` goes from one to
-# the other and back.
-
 
 def without_rule(graph: TrainingGraph) -> TrainingGraph:
     """The same step whose parameters may be read at any time."""
@@ -63,6 +58,7 @@ def without_rule(graph: TrainingGraph) -> TrainingGraph:
     def freed(op: Op) -> Op:
         if op.target != UPDATE:
             return op
+        # Without its parameter among its inputs, no read can come too late for it.
         made = tuple(name for name in op.inputs if name not in resident)
         return msgspec.structs.replace(
             op, target=ACCUMULATE, inputs=made,
@@ -73,12 +69,7 @@ def without_rule(graph: TrainingGraph) -> TrainingGraph:
 
 
 def made_late(graph: TrainingGraph, schedule: Schedule, budget_bytes: int) -> Schedule:
-    """`schedule` of the graph without the rule as one of `graph`, updates late enough.
-
-    Raises
-    ------
-    SolverError : see `late_steps`.
-    """
+    """`schedule` with its updates late enough; SolverError as of `late_steps`."""
     problem = Problem.of(graph)
     if schedule.moves:
         made = Schedule.for_graph(graph, late_steps(problem, schedule.steps))
@@ -90,20 +81,14 @@ def made_late(graph: TrainingGraph, schedule: Schedule, budget_bytes: int) -> Sc
 
 
 def with_updates_behind(graph: TrainingGraph, schedule: Schedule) -> TrainingGraph:
-    """`graph` with each update that `schedule` runs too early behind the op that comes after it.
-
-    What is computed again for that op may then read the parameter, and the gradient counts as live
-    until the op has run.
-
-    Parameters
-    ----------
-    schedule : of `graph` without the rule.
-    """
+    """`graph` with those updates later that `schedule` runs too early."""
     first_runs = _first_runs(schedule)
     updates = {op.name for op in graph.ops if op.target == UPDATE}
     others = [(at, name) for name, at in first_runs.items() if name not in updates]
     behind: dict[str, list[Op]] = {}
     for name, read_at in _last_reads(Problem.of(graph), schedule.steps).items():
+        # Run too early. Behind that op, what is computed again for it may read the parameter, and
+        # the gradient counts as live until it has run.
         if read_at > first_runs[name]:
             after = others[min(bisect_left(others, (read_at, "")), len(others) - 1)][1]
             behind.setdefault(after, []).append(graph.ops[graph.op_index[name]])
@@ -144,12 +129,7 @@ def late_sequence(problem: Problem, sequence: Sequence[int]) -> list[int]:
 
 
 def late_steps(problem: Problem, steps: Sequence[Step]) -> list[Step]:
-    """As `late_sequence`, of steps that copy: an update takes the frees of its gradient along.
-
-    Raises
-    ------
-    SolverError : a gradient leaves the device, or is made again, before its update may come.
-    """
+    """As `late_sequence`, of steps that copy; SolverError if a gradient is away too early."""
     until, made = _last_reads(problem, steps), set(problem.names)
     waiting: dict[int, list[Step]] = {}
     held: dict[str, int] = {}
@@ -158,6 +138,7 @@ def late_steps(problem: Problem, steps: Sequence[Step]) -> list[Step]:
         name = step.op if isinstance(step, Compute) else step.value
         if isinstance(step, Compute) and until.get(name, 0) > at:
             gradients = made.intersection(problem.graph.ops[problem.graph.op_index[name]].inputs)
+            # The gradient is read by the update, so its frees wait with it.
             held |= dict.fromkeys(gradients, until[name])
             waiting.setdefault(until[name], []).append(step)
         elif held.get(freed_value(step), 0) > at:
@@ -209,11 +190,9 @@ class UpdatePlacement(Reduction[None]):
     """Steps that update during backward; asks the rest for several budgets, without the rule."""
 
     def accepts(self, question: Question) -> bool:
-        """Whether the step updates parameters."""
         return has_updates(question.graph)
 
     def solve(self, question: Question, rest: Rest) -> Result:
-        """The best whose updates come late enough; see `solve_with_updates`."""
         rest, unknown = within_its_limit(rest), replace(question, known_us=inf, at_hand=None)
 
         def ask(graph: TrainingGraph, budget_bytes: int, limit_s: float) -> Result:
@@ -225,23 +204,13 @@ class UpdatePlacement(Reduction[None]):
 
 
 def has_updates(graph: TrainingGraph) -> bool:
-    """Whether the step updates parameters."""
     return any(op.target == UPDATE for op in graph.ops)
 
 
 def solve_with_updates(
     graph: TrainingGraph, budget_bytes: int, ask: _Ask, time_limit_s: float
 ) -> Result:
-    """The outcome of a solver for a step with updates.
-
-    Parameters
-    ----------
-    ask : solves a graph for a budget in bytes within so many seconds.
-
-    Raises
-    ------
-    SolverError : all that it finds has a gradient away while its update waits.
-    """
+    """The best with updates late enough; SolverError if all have a gradient away too early."""
     rounds = _Rounds(graph, budget_bytes, ask, Clock(time_limit_s))
     first = rounds.take(graph, budget_bytes)
     rounds.run(first)
@@ -250,6 +219,7 @@ def solve_with_updates(
             raise rounds.error
         return first
     if rounds.fits:
+        # The first solve is of the graph without the rule, whose bound holds here too.
         found = evaluate_schedule(
             graph, rounds.best, budget_bytes=budget_bytes, lower_bound_us=first.lower_bound_us,
             wall_s=rounds.clock.elapsed_s, cut_short=rounds.is_cut_short,
@@ -261,24 +231,15 @@ def solve_with_updates(
 
 @dataclass(slots=True)
 class _Rounds:
-    """The solves of one budget.
-
-    Attributes
-    ----------
-    best : the fastest schedule that fits, or the one of the lowest peak, of those found; updates
-        late enough.
-    lost : the last outcome without a schedule, of `graph` with all updates where they were.
-    error : why the updates of a schedule could not be made late enough.
-    """
-
     graph: TrainingGraph
     budget_bytes: int
     ask: _Ask
     clock: Clock
+    # The fastest that fits, or of the lowest peak of those found; updates late enough.
     best: Schedule | None = None
     best_key: tuple[int, float] = (0, 0.0)
-    lost: Result | None = None
-    error: SolverError | None = None
+    lost: Result | None = None  # the last outcome without a schedule, of `graph` itself
+    error: SolverError | None = None  # why updates could not be made late enough
     is_cut_short: bool = False
     message: str = ""
 
@@ -306,13 +267,13 @@ class _Rounds:
                 self.error = error
                 return result
             simulation = simulate(self.graph, late)
+            # Within the budget, time alone counts.
             key = max(simulation.peak_bytes, self.budget_bytes), simulation.time_us
             if self.best is None or key < self.best_key:
                 self.best, self.best_key, self.message = late, key, result.message
         return result
 
     def run(self, first: Result) -> None:
-        """Ask again until something fits, or nothing more is to be expected of the budget."""
         result, placed, first_bytes = first, self.graph, self.best_bytes
         less_bytes = self.budget_bytes
         for _ in range(_ROUNDS - 1):
@@ -321,9 +282,11 @@ class _Rounds:
             if self.clock.left_s <= 0:
                 return
             if result.schedule is not None:
+                # The solver then counts what waits.
                 placed = with_updates_behind(placed, result.schedule)
                 target_bytes = self.budget_bytes
             elif placed is not self.graph and self.best is not None:
+                # That left no schedule: the graph as it was is asked for less.
                 less_bytes -= self.best_bytes - self.budget_bytes
                 placed, target_bytes = self.graph, less_bytes
             else:
@@ -341,6 +304,7 @@ class _Rounds:
         """Ask for more than the budget, so that the outcome names a low one that does."""
         low_bytes = self.budget_bytes
         least_bytes = self.lost.least_feasible_bytes if self.lost else 0
+        # A little more memory than the least often allows updates that come early.
         for more in _MORE:
             asked_bytes = int((1 + more) * least_bytes)
             if may_be_lower and not 0 < least_bytes <= asked_bytes < self.best_bytes:
@@ -353,7 +317,6 @@ class _Rounds:
             low_bytes = asked_bytes if asked_bytes < self.best_bytes else low_bytes
 
     def without_schedule(self, first: Result) -> Result:
-        """The outcome that names `best`, which does not fit."""
         assert self.best is not None
         lost = self.lost or first
         found = evaluate_schedule(

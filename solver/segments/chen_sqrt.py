@@ -61,11 +61,7 @@ class StageSplit(NamedTuple):
 
 
 def kept_values(problem: Problem) -> bytearray:
-    """1 for each value that a chain schedule keeps throughout.
-
-    These are values of ops that must not run twice, values in the caller's hands, and small
-    values that are read all along.
-    """
+    """1 for each value that a chain schedule keeps throughout."""
     kept = bytearray(problem.n_values)
     lasting = {*problem.forward_outputs, *problem.needs[problem.n_ops]}
     small_bytes = _SMALL_PART * sum(problem.output_bytes[: problem.n_forward])
@@ -90,6 +86,7 @@ def _last_forward_reads(problem: Problem) -> list[int]:
 def articulation_points(problem: Problem, kept: bytearray) -> list[_ArticulationPoint]:
     """All places of forward. Of several that the same value crosses, only the first."""
     crossing = [0] * (problem.n_forward + 1)
+    # Where one value alone crosses, the sum of marks is its number.
     marks = [0] * (problem.n_forward + 1)
     for v, last in enumerate(_last_forward_reads(problem)):
         made = problem.producer[v]
@@ -111,10 +108,7 @@ def articulation_points(problem: Problem, kept: bytearray) -> list[_Articulation
 def coarsened(
     problem: Problem, places: list[_ArticulationPoint], most_stages: int
 ) -> list[_ArticulationPoint]:
-    """At most `most_stages - 1` places, for stages of about equal bytes and time.
-
-    Of the places near a cut, the one that the smallest value crosses is taken.
-    """
+    """At most `most_stages - 1` places, for stages of about equal bytes and time."""
     if len(places) < most_stages:
         return places
     total_bytes = sum(problem.output_bytes[: problem.n_forward]) or 1
@@ -125,6 +119,7 @@ def coarsened(
     for place in places:
         window = min(int(done[place.end] / 2 * (most_stages - 1)), most_stages - 2)
         size_bytes = problem.size_bytes[place.entry] if place.entry >= 0 else 0
+        # Of the places near a cut, the one that the smallest value crosses.
         if window not in smallest or size_bytes < smallest[window][0]:
             smallest[window] = size_bytes, place
     return [place for _, place in smallest.values()]
@@ -138,6 +133,7 @@ def split_by_backward(
         stage_of_op, joined = _sweep(problem, kept, places)
         left = [place for place, is_joined in zip(places, joined, strict=True) if not is_joined]
         if len(left) == len(places):
+            # Stages never rise from op to op, and `bisect_left` takes what never falls.
             falling = [-stage for stage in stage_of_op]
             first = (bisect_left(falling, -stage) for stage in range(len(places) + 1))
             return StageSplit(tuple(places), tuple(problem.n_forward + i for i in first))
@@ -158,6 +154,7 @@ def _sweep(
         for v in problem.inputs[op]:
             if problem.producer[v] < problem.n_forward and not kept[v]:
                 here = stage[problem.producer[v]]
+                # What crosses a place is at hand in the stage behind it too.
                 lowest, highest = max(lowest, here), min(highest, here + (v in crossing))
         current = highest
         assigned.append(current)
@@ -165,9 +162,6 @@ def _sweep(
             joins[current] += 1
             joins[lowest] -= 1
     return assigned, [count > 0 for count in accumulate(joins[: len(places)])]
-
-
-# The schedule of forward cut into segments: what each brings back, and when.
 
 
 NO_SEGMENT = -1
@@ -178,14 +172,9 @@ _Read = tuple[int, int]
 
 
 def segmented_state(problem: Problem, segment: Sequence[int], kept: bytes | bytearray) -> State:
-    """The state that runs a segment again, as a whole, when backward first reads from it.
-
-    Parameters
-    ----------
-    segment : of each op, from 0 on, or `NO_SEGMENT`.
-    kept : 1 for each value that stays until its last use: what is not made in forward, what
-        cannot be made again, and what the segments are to keep.
-    """
+    """The state in which a segment runs again, as a whole, when backward first reads from it."""
+    # Stays until its last use: what is not made in forward, what cannot be made again, and what the
+    # segments are to keep.
     available = bytearray(kept)
     reads = _reads_by_segment(problem, segment)
     recomputed: list[list[int]] = [[] for _ in range(problem.n_forward)]
@@ -228,14 +217,12 @@ class ChenSqrt:
             raise SolverError(f"segments must be 0 (chosen for you) or more, not {self.segments}")
 
     def schedule(self, graph: TrainingGraph, budget_bytes: int = 0) -> Schedule:
-        """The checkpointed schedule of `graph`."""
         state = chen_state(Problem.of(graph), self.segments)
         return state.schedule(
             budget_bytes=budget_bytes, solver="chen_sqrt", options=options_of(self)
         )
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """Judge that schedule against `budget_bytes`; no bound beyond every op once."""
         made = self.schedule(graph, budget_bytes)
         return evaluate_schedule(
             graph, made, budget_bytes=budget_bytes, lower_bound_us=graph.time_us
@@ -243,7 +230,6 @@ class ChenSqrt:
 
 
 def chen_state(problem: Problem, segments: int = 0) -> State:
-    """The state of that schedule; `segments` as in `ChenSqrt`."""
     count = segments or max(1, math.isqrt(problem.n_forward))
     return checkpointed_state(problem, _boundaries(problem, count))
 
@@ -272,6 +258,7 @@ def _boundaries(problem: Problem, count: int) -> list[int]:
     made = list(accumulate(problem.output_bytes[: problem.n_forward]))
     ends: list[int] = []
     for i in range(1, count):
+        # Windows of neighbouring cuts do not meet.
         low = bisect_left(made, made[-1] * (i - 0.4) / count)
         high = bisect_left(made, made[-1] * (i + 0.4) / count)
         places = range(max(low, ends[-1] + 1 if ends else 0), min(high + 1, problem.n_forward))

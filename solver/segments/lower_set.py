@@ -43,7 +43,7 @@ from remat.solver.store_all import store_all_state
 # A lower set holds with each op every op that it reads from. The graph here is that of the
 # forward ops that backward may run again, by position in captured order; what comes from
 # pinned ops, and what the caller holds, stays in any case and is left out. Lower sets are
-# integers, bit p for position p. The paper is named in `lower_set`.
+# integers, bit p for position p.
 
 
 _Flags = npt.NDArray[np.bool_]
@@ -51,22 +51,15 @@ _Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class ForwardGraph:
-    """The forward ops that backward may run again.
-
-    Attributes
-    ----------
-    ops : their ids, ascending; a position is an index into it. fixed : 1 for values that
-        always stay, or are made in backward. below : positions that each position reads.
-    """
+    """The forward ops that backward may run again."""
 
     problem: Problem
-    ops: tuple[int, ...]
-    fixed: bytes
-    below: tuple[tuple[int, ...], ...]
+    ops: tuple[int, ...]  # ascending; a position is an index into it
+    fixed: bytes  # 1 for values that always stay, or are made in backward
+    below: tuple[tuple[int, ...], ...]  # positions that each position reads
 
     @classmethod
     def of(cls, problem: Problem) -> ForwardGraph:
-        """All that backward reads and that may be made again, with what that reads in turn."""
         made_in_forward = range(problem.n_forward)
         fixed = bytes(
             problem.no_recompute[op] or v in problem.held or op not in made_in_forward
@@ -75,6 +68,7 @@ class ForwardGraph:
         roots = dict.fromkeys(
             v for stage in range(problem.n_forward, problem.n_ops + 1) for v in problem.needs[stage]
         )
+        # As of the end of the step, when every op has run and so can run again.
         again = recomputed_in(problem, fixed, list(roots), problem.n_ops, own_needs=False)
         ops = tuple(sorted(again))
         position = {op: p for p, op in enumerate(ops)}
@@ -86,12 +80,10 @@ class ForwardGraph:
 
     @property
     def everything(self) -> int:
-        """The lower set of all positions."""
         return (1 << len(self.ops)) - 1
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
-        """For each value the positions that read it."""
         found: list[list[int]] = [[] for _ in range(self.problem.n_values)]
         for p, op in enumerate(self.ops):
             for v in self.problem.inputs[op]:
@@ -131,6 +123,7 @@ def all_lower_sets(graph: ForwardGraph, most: int) -> list[int] | None:
             for p, need in enumerate(needs):
                 if not mask >> p & 1 and not need & ~mask:
                     following[mask | 1 << p] = None
+            # Looked at early, as their number may be exponential.
             if len(found) + len(following) > most:
                 return None
         found.update(following)
@@ -139,10 +132,7 @@ def all_lower_sets(graph: ForwardGraph, most: int) -> list[int] | None:
 
 
 def pruned_lower_sets(graph: ForwardGraph, most: int) -> list[int]:
-    """Each position with all it depends on, and the prefixes; at most `most`, by size.
-
-    Of too many, those of the fewest boundary bytes are taken, evenly spread over sizes.
-    """
+    """Each position with all it depends on, and the prefixes; at most `most`, by size."""
     found = {0: None, graph.everything: None}
     closed: list[int] = []
     for p, below in enumerate(graph.below):
@@ -166,6 +156,7 @@ def _thinned(graph: ForwardGraph, masks: list[int], most: int) -> list[int]:
     boundary = _boundary_bytes(graph, inner)
     edges = [len(inner) * i // groups for i in range(groups + 1)]
     spread = (range(low, high) for low, high in pairwise(edges))
+    # Of each stretch of sizes the one of the fewest boundary bytes.
     chosen = [min(group, key=lambda i: (boundary[i], i)) for group in spread]
     return [masks[0], *(inner[i] for i in chosen), masks[-1]]
 
@@ -189,7 +180,6 @@ def _boundary_bytes(graph: ForwardGraph, masks: Sequence[int]) -> list[int]:
 
 
 def _bits_of(mask: int, count: int) -> _Flags:
-    """Whether each of `count` positions is in the lower set."""
     packed = np.frombuffer(mask.to_bytes((count + 7) // 8, "little"), np.uint8)
     return np.unpackbits(packed, count=count, bitorder="little").astype(np.bool_)
 
@@ -199,7 +189,6 @@ def _bits_of(mask: int, count: int) -> _Flags:
 # A sequence cuts the forward ops that may run again into segments. What a segment costs
 # depends on its two ends alone, so a table over pairs of lower sets holds all of it. A label
 # at a lower set says: this much time for the segments so far, this many bytes that stay.
-# The paper is named in `lower_set`.
 
 
 _Numbers = npt.NDArray[np.float64]
@@ -209,35 +198,29 @@ _Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SegmentTable:
-    """What the segment from one lower set to a larger one costs; entries [larger, smaller].
+    """What the segment from one lower set to a larger one costs; entries [larger, smaller]."""
 
-    Attributes
-    ----------
-    masks : the lower sets, from the empty one to the one of all, by size.
-    follows : whether the smaller is within the larger. overhead_us : time of running the
-        segment again, 0 for the last. kept_bytes : that the segment adds to what stays.
-    needed_bytes : during the segment's part of backward, beyond what stays of earlier ones.
-    """
-
-    masks: list[int]
-    follows: _Flags
-    overhead_us: _Numbers
-    kept_bytes: _Numbers
+    masks: list[int]  # from the empty one to the one of all, by size
+    follows: _Flags  # whether the smaller is within the larger
+    overhead_us: _Numbers  # of running the segment again, 0 for the last
+    kept_bytes: _Numbers  # that the segment adds to what stays
+    # During the segment's part of backward, beyond what stays of earlier ones.
     needed_bytes: _Numbers
 
     @classmethod
     def of(cls, graph: ForwardGraph, masks: list[int]) -> SegmentTable:
-        """Fill in the table, all lower sets at once."""
         member = np.array([_bits_of(mask, len(graph.ops)) for mask in masks]).T.copy()
         again, kept = _contents(graph, member)
         outside = (~member).astype(np.float64)
         cost_us = np.array([graph.problem.cost_us[op] for op in graph.ops])
         overhead_us = (again * cost_us[:, None]).T @ outside
+        # Backward begins with the last segment, while all of it is there.
         overhead_us[-1] = 0.0
         inside = member.astype(np.float64)
         sizes = inside.sum(axis=0)
         return cls(
             masks=masks,
+            # Within: they have as many members in common as the smaller has.
             follows=(inside.T @ inside == sizes[None, :]) & (sizes[:, None] > sizes[None, :]),
             overhead_us=overhead_us,
             kept_bytes=kept.T @ outside,
@@ -246,18 +229,17 @@ class SegmentTable:
 
 
 def _contents(graph: ForwardGraph, member: _Flags) -> tuple[_Flags, _Numbers]:
-    """By position and lower set: whether it runs again, and the bytes of it that stay.
-
-    A value stays if a position outside the lower set reads it. What runs again does not
-    depend on where the segment began: a chain of values that do not stay cannot leave it.
-    """
+    """By position and lower set: whether it runs again, and the bytes of it that stay."""
     again = np.zeros_like(member)
     kept = np.zeros(member.shape)
+    # What runs again does not depend on where the segment began: a chain of values that do not stay
+    # cannot leave it.
     for p in reversed(range(len(graph.ops))):
         for v in graph.loose_outputs(p):
             stays = np.zeros_like(member[p])
             wanted = np.full_like(member[p], v in graph.read_in_backward)
             for q in graph.readers[v]:
+                # A value stays if a position outside of the lower set reads it.
                 stays |= ~member[q]
                 wanted |= again[q]
             again[p] |= member[p] & ~stays & wanted
@@ -310,23 +292,16 @@ def _own_bytes(problem: Problem) -> list[int]:
 
 @dataclass(slots=True)
 class _Labels:
-    """Labels of one run of the program, in one array each; label 0 is the empty set's.
+    """Labels of one run of the program, in one array each; label 0 is the empty set's."""
 
-    Attributes
-    ----------
-    owner : index of the label's lower set. parent : the label it was made from.
-    time_us, kept_bytes : of the segments so far. count : labels in use.
-    """
-
-    owner: _Indices
-    parent: _Indices
+    owner: _Indices  # index of the label's lower set
+    parent: _Indices  # the label it was made from
     time_us: _Numbers
     kept_bytes: _Numbers
-    count: int = 1
+    count: int = 1  # in use
 
     @classmethod
     def room_for(cls, most: int) -> _Labels:
-        """Arrays for `most` labels beside the first."""
         return cls(
             np.zeros(most + 1, np.int64),
             np.zeros(most + 1, np.int64),
@@ -335,7 +310,6 @@ class _Labels:
         )
 
     def add(self, owner: int, parent: _Indices, time_us: _Numbers, kept_bytes: _Numbers) -> None:
-        """Append labels of one lower set."""
         part = slice(self.count, self.count + len(parent))
         self.owner[part], self.parent[part] = owner, parent
         self.time_us[part], self.kept_bytes[part] = time_us, kept_bytes
@@ -344,20 +318,14 @@ class _Labels:
 
 @dataclass(slots=True)
 class SequenceProgram:
-    """Finds the fastest sequence of lower sets under a limit.
-
-    Attributes
-    ----------
-    table : of the segments. most_labels : kept at a lower set; where there are more, ones
-        evenly spread from the fastest to the leanest. was_thinned : whether that happened.
-    """
+    """Finds the fastest sequence of lower sets under a limit."""
 
     table: SegmentTable
-    most_labels: int
+    most_labels: int  # at a lower set; of more, ones evenly spread from the fastest to the leanest
     was_thinned: bool = field(default=False, init=False)
 
     def fastest(self, limit_bytes: float) -> tuple[float, tuple[int, ...]] | None:
-        """Time run again and the lower sets, None where no sequence is within the limit."""
+        """Time run again and the lower sets; None where no sequence is within the limit."""
         table, last = self.table, len(self.table.masks) - 1
         labels = _Labels.room_for(len(table.masks) * self.most_labels)
         for j in range(1, last + 1):
@@ -365,6 +333,7 @@ class SequenceProgram:
         ends = np.flatnonzero(labels.owner[: labels.count] == last)
         if last == 0 or not ends.size:
             return (0.0, ()) if last == 0 else None
+        # Labels of a lower set come fastest first.
         label = int(ends[0])
         found_us, sequence = float(labels.time_us[label]), list[int]()
         while label:
@@ -373,7 +342,6 @@ class SequenceProgram:
         return found_us, tuple(reversed(sequence))
 
     def _extend(self, labels: _Labels, j: int, limit_bytes: float) -> None:
-        """Labels at lower set j from those at every smaller one within it."""
         table, owner = self.table, labels.owner[: labels.count]
         within = labels.kept_bytes[: labels.count] + table.needed_bytes[j][owner] <= limit_bytes
         usable = np.flatnonzero(table.follows[j][owner] & within)
@@ -439,14 +407,12 @@ class LowerSet:
             raise SolverError(f"labels must be 2 or more, not {self.labels}")
 
     def solve(self, graph: TrainingGraph, budget_bytes: int) -> Result:
-        """The fastest schedule of a sequence of lower sets found within `budget_bytes`."""
         search = Search.of(self, "lower_set", graph, budget_bytes)
         with search.until_interrupted():
             self.run(search)
         return search.result()
 
     def run(self, search: Search) -> None:
-        """Take the schedule that keeps all if it fits, else sweep the limit."""
         plain = store_all_state(search.problem)
         search.offer_least(plain)
         if search.best is not None:
@@ -463,7 +429,6 @@ class LowerSet:
             search.message += f", at most {self.labels} labels at each"
 
     def _masks(self, forward: ForwardGraph) -> tuple[list[int], str]:
-        """The family, and what to say of it."""
         masks = None
         if self.family != "approximate":
             masks = all_lower_sets(forward, self.most_lower_sets)
@@ -487,7 +452,6 @@ class _Sweep:
     over: dict[tuple[int, ...], bool] = field(default_factory=dict[tuple[int, ...], bool])
 
     def run(self) -> None:
-        """Bisect over the limits, refine, and try the others where that is quick."""
         limits = self._limits()
         low, high = 0, len(limits)
         while low < high:
@@ -525,7 +489,7 @@ class _Sweep:
                 under_bytes = middle
 
     def _is_over(self, limit_bytes: float) -> bool:
-        """Try a limit; return whether the schedule found needs more than the budget."""
+        """Returns whether the schedule found needs more than the budget."""
         search = self.search
         if search.out_of_time():
             return False
@@ -534,13 +498,13 @@ class _Sweep:
         if found is None:
             return False
         sequence = found[1]
+        # Several limits lead to one sequence.
         if sequence not in self.over:
             state = lower_set_state(self.forward, sequence)
             self.over[sequence] = not self._offer(state)
         return self.over[sequence]
 
     def _offer(self, state: State) -> bool:
-        """Whether `state` fits; fill it then, where that is quick."""
         self.search.offer_least(state)
         does_fit = int(state.peak_bytes.max()) <= self.search.budget_bytes
         if does_fit and not self.search.is_large:
@@ -559,7 +523,6 @@ class _Sweep:
 
 
 def lower_set_state(forward: ForwardGraph, sequence: Sequence[int]) -> State:
-    """The state that keeps what crosses the lower sets and runs segments again when read."""
     segment = _segments_of(forward, sequence)
     return segmented_state(forward.problem, segment, _crossing(forward, segment, len(sequence) - 1))
 
@@ -567,6 +530,7 @@ def lower_set_state(forward: ForwardGraph, sequence: Sequence[int]) -> State:
 def _segments_of(forward: ForwardGraph, sequence: Sequence[int]) -> list[int]:
     """For each op the index of the first lower set that holds it, or `NO_SEGMENT`."""
     found = [NO_SEGMENT] * forward.problem.n_ops
+    # The first set that holds an op is written last.
     for i in reversed(range(len(sequence))):
         for p, op in enumerate(forward.ops):
             if sequence[i] >> p & 1:

@@ -10,8 +10,8 @@ import torch
 
 from remat.graph_capture.errors import RewriteError
 from remat.levers.delivery import use_arena
-from remat.rewriter import RematModule
 from remat.rewriter.arena.library import arena_library
+from remat.rewriter.user_module.module import RematModule
 from tests.behaviours.behaviours import BEHAVIOURS
 from tests.behaviours.trainee import Observed, Trainee, differences, planned
 from tests.rewriter.arena.steps_in_arena import needs_compiler

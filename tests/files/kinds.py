@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import remat
 from benchmarks.cells.instance_format import graph_of, read_instance
 from remat.analysis.inspect import inspect
+from remat.analysis.memory_figures import arena_text, place
 from remat.analysis.plan_report import fronts_in
 from remat.graph_capture.costs.cache import WholeStepTimes
 from remat.graph_capture.costs.profile import OpWork, Profile, ProfiledOp, as_profile
@@ -25,7 +26,6 @@ from remat.graph_capture.files import read_contents
 from remat.graph_capture.graph import Resident
 from remat.job.plan_source import captured, open_plan, read_kept, schedule_in
 from remat.job.request import NO_BUDGET, Request
-from remat.placed import arena_text, place
 from remat.progress import Stopwatch
 from remat.rewriter.plans.facts import signature_from
 from remat.schedules.layout import Layout, buffers_of, check_layout

@@ -32,7 +32,8 @@ from remat.graph_capture.graph import TrainingGraph
 from remat.graph_capture.joint import exact_ops
 from remat.graph_capture.refusals import cudnn_rnn_message, refuse_module
 from remat.graph_capture.tracing import signature
-from remat.rewriter import check, rewrite
+from remat.rewriter.checking.check import check
+from remat.rewriter.rewriting import rewrite
 from tests.fake_cuda import TITLE, FakeCuda, cuda
 from tests.models import make
 

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 import remat
+from remat.analysis.memory_figures import arena_text, place
 from remat.graph_capture.errors import LayoutError, ScheduleError
-from remat.placed import arena_text, place
 from remat.schedules.layout import Layout
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate

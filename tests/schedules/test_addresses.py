@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from remat.analysis.memory_figures import place
 from remat.analysis.plan_report import page_facts, report
 from remat.formats import bytes_text
 from remat.graph_capture.errors import LayoutError
-from remat.placed import place
 from remat.schedules.layout import Buffers, Layout, buffers_of
 from remat.schedules.report.svg import HEIGHT, WIDTH, arena_picture
 from remat.schedules.views.addresses import MOST_BOXES, MOST_MERGED, ROWS, Addresses, addresses

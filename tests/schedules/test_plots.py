@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from remat.analysis.budget_sweep import sweep
+from remat.analysis.memory_figures import place
 from remat.graph_capture.errors import GraphError, LayoutError
-from remat.placed import place
 from remat.schedules.layout import buffers_of
 from remat.schedules.plots import (
     draw_convergence,

@@ -11,7 +11,8 @@ import remat
 from remat.budgets import unmodified
 from remat.graph_capture import TrainingGraph, trace
 from remat.graph_capture.costs.op_costs import measure_costs
-from remat.rewriter import Check, check, rewrite
+from remat.rewriter.checking.check import Check, check
+from remat.rewriter.rewriting import rewrite
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from remat.solver import make_solver

@@ -6,8 +6,8 @@ import pytest
 
 import remat
 from remat.graph_capture import measure_costs, trace
-from remat.rewriter import rewrite
 from remat.rewriter.checking.measured_step import measured_step
+from remat.rewriter.rewriting import rewrite
 from tests.zoo.catalogue import ZOO
 
 SEARCH_S = 20.0

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
 
-# Tensor and data parallelism of a stage's modules, by torch's own functions and a user's plan.
-
-
 TensorPlan = Mapping[str, "ParallelStyle"]
 """Styles by path in the model; a part of a path may be a glob, as of `parallelize_module`."""
 
@@ -32,7 +29,6 @@ TensorPlan = Mapping[str, "ParallelStyle"]
 def split_over_tensor_ranks(
     modules: Mapping[str, nn.Module], mesh: DeviceMesh, tp_plan: TensorPlan
 ) -> None:
-    """Split modules, given by path, over the ranks of a one-dimensional mesh."""
     from torch.distributed.tensor.parallel import parallelize_module
 
     for path, module in modules.items():
@@ -42,11 +38,12 @@ def split_over_tensor_ranks(
 
 
 def _styles_for(path: str, tp_plan: TensorPlan) -> Any:
-    """What the plan says of a module: a style for it, or styles by path inside of it."""
+    """A style for the module at `path`, or styles by path inside of it."""
     own = path.split(".")
     found: dict[str, ParallelStyle] = {}
     for key, style in tp_plan.items():
         parts = key.split(".")
+        # Keys are paths in the model, and modules are split one by one.
         if len(parts) < len(own) or not all(map(fnmatch.fnmatchcase, own, parts)):
             continue
         if len(parts) == len(own):
@@ -56,11 +53,11 @@ def _styles_for(path: str, tp_plan: TensorPlan) -> Any:
 
 
 def require_split_blocks(blocks: Mapping[str, nn.Module], ranks: int) -> None:
-    """Raise `PlanError` for a block that every tensor parallel rank has as a whole."""
     from torch.distributed.tensor import DTensor
 
     for path, block in blocks.items():
         held = (p for p in block.parameters() if isinstance(p, DTensor))
+        # The plan counts a part of the block's weights and work on each rank.
         if not any(place.is_shard() for p in held for place in p.placements):
             raise PlanError(
                 f"tp_plan splits no parameter of block {path}, and the plan is for {ranks} tensor "
@@ -69,12 +66,9 @@ def require_split_blocks(blocks: Mapping[str, nn.Module], ranks: int) -> None:
 
 
 def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The dimensions of ranks with other data: both of them where there are replicas.
-
-    Context parallel ranks have other tokens, so that states are split over them too.
-    """
     shard = SHARD
     if mesh[CP].size() > 1:
+        # Context parallel ranks have other tokens of the batch, so states are split over them too.
         shard = f"{SHARD}_{CP}"
         mesh[SHARD, CP]._flatten(shard)
     is_both = mesh[REPLICATE].size() > 1
@@ -85,13 +79,13 @@ def shard_over_data_ranks(
     part: nn.Module, blocks: Sequence[nn.Module], plan: ClusterFile, mesh: DeviceMesh,
     mp_policy: MixedPrecisionPolicy | None,
 ) -> None:  # fmt: skip
-    """Wrap each block, then the part, by `fully_shard`."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     how: dict[str, Any] = {
         "mesh": _data_mesh(mesh), "mp_policy": mp_policy or MixedPrecisionPolicy(),
         "reshard_after_forward": _reshard(plan.parallelism.fsdp_reshard_after_forward),
     }  # fmt: skip
+    # Inside out: a module that is wrapped later leaves out what is wrapped already.
     for block in blocks:
         fully_shard(block, **how)
     fully_shard(part, **how)
@@ -103,12 +97,7 @@ def _reshard(said: str) -> bool | int:
 
 @dataclass(frozen=True)
 class Applied:
-    """A plan and what it is applied with; see `remat.cluster.parallelize`.
-
-    Attributes
-    ----------
-    schedule : torch's name of it.
-    """
+    """A plan and what it is applied with; see `remat.cluster.parallelize`."""
 
     plan: ClusterFile
     mesh: DeviceMesh
@@ -122,7 +111,7 @@ class Applied:
 
     @property
     def rank(self) -> int:
-        """In the pipeline."""
+        """This rank's number in the pipeline."""
         return self.mesh.get_local_rank(PP)
 
     @property
@@ -134,31 +123,29 @@ class Applied:
 
     @property
     def layers(self) -> list[tuple[str, ...]]:
-        """Paths of the blocks of each stage of the model."""
+        """Paths of blocks by stage of the model, not of the rank."""
         return layers_of_stages(self.plan)
 
     @property
     def has_last(self) -> bool:
-        """Whether this rank has the end of the model."""
         return len(self.layers) - 1 in self.stages
 
     @property
     def is_sharded(self) -> bool:
-        """Whether `fully_shard` wraps parts: over ranks with other data, or for its casts."""
         ranks = self.mesh[REPLICATE].size() * self.mesh[SHARD].size() * self.mesh[CP].size()
+        # `mp_policy` needs it on one rank too: its casts are those of `fully_shard`.
         return ranks > 1 or self.mp_policy is not None
 
     @property
     def shares_tokens(self) -> bool:
-        """Whether context parallel ranks share each sequence."""
         return self.mesh[CP].size() > 1
 
     @property
     def cast(self) -> Sharding:
-        """The dtype of computations, as plans for sharded models name it."""
         dtype = None if self.mp_policy is None else self.mp_policy.param_dtype
         if dtype is None:
             return NO_SHARDING
+        # As plans for sharded models name the dtype of computations.
         return Sharding("fsdp2", 2, param_dtype=str(dtype).removeprefix("torch."))
 
     @property
@@ -175,6 +162,7 @@ class Applied:
         plan = self.plan
         if self.schedule == plan.parallelism.pipeline_parallel_schedule:
             return plan.stages[self.rank].microbatches_in_flight
+        # The user runs another schedule than the planned one.
         pp = plan.parallelism.pipeline_parallel_degree
         found = forwards_open(self.schedule, pp, plan.microbatches, plan.virtual_stages)
         return found[self.rank] / plan.virtual_stages

@@ -22,12 +22,7 @@ DIMENSIONS = (PP, REPLICATE, SHARD, CP, TP)
 
 
 def opened_plan(plan: ClusterFile | str | Path) -> ClusterFile:
-    """A plan as it is, or read from a file.
-
-    Raises
-    ------
-    FileError : there is no such file. PlanError : it is no plan for a cluster.
-    """
+    """A plan as it is, or read from a file; raises `FileError` or `PlanError`."""
     if isinstance(plan, ClusterFile):
         return plan
     if not isinstance(plan, str | Path):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -39,7 +34,7 @@ def opened_plan(plan: ClusterFile | str | Path) -> ClusterFile:
 
 
 def degrees_of(plan: ClusterFile) -> dict[str, int]:
-    """How many ranks each dimension of the mesh has, in the order of `DIMENSIONS`."""
+    """In the order of `DIMENSIONS`."""
     degrees = plan.parallelism
     return {
         PP: degrees.pipeline_parallel_degree, REPLICATE: degrees.data_parallel_replicate_degree,

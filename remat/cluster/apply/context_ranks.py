@@ -38,13 +38,11 @@ if TYPE_CHECKING:
     from remat.cluster.apply.asked import Applied
 
 
-# Whether what runs outside of attention treats each token by itself, wherever it stands.
-#
-# Context parallel ranks run it on their own tokens, which begin in the middle of a sequence. That
-# is the same only if a token's result depends neither on other tokens nor on its place. Two
-# experiments with drawn numbers show it: half of the tokens are drawn anew, and all of them change
-# places. Attention is left out of them: in its place each token has a result of its own query, key
-# and value.
+# Context parallel ranks run what is outside of attention on their own tokens, which begin in the
+# middle of a sequence. That is right only if a token's result depends neither on other tokens nor
+# on its place. Two experiments with drawn numbers show it: half of the tokens are drawn anew, and
+# all of them change places. Attention is left out of them: in its place each token has a result of
+# its own query, key and value.
 
 
 _Parts = list[tuple[Tensor, int]]
@@ -53,7 +51,7 @@ _Parts = list[tuple[Tensor, int]]
 
 @dataclass
 class _OwnAttention(AttentionMode):
-    """In the place of attention; keeps queries and keys, in which positions show most."""
+    """Stands in for attention; `seen` has its queries and keys."""
 
     ranks: int
     seen: _Parts = field(default_factory=list[tuple[Tensor, int]])
@@ -62,9 +60,10 @@ class _OwnAttention(AttentionMode):
         super().__init__()
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
-        """A number for each token, of its own query, key and value."""
         require_shared(query, key, given.get("attn_mask"), self.ranks)
+        # Positions show most in queries and keys.
         self.seen += [(query, TOKENS), (key, TOKENS)]
+        # Grouped queries: a head of keys serves several of queries.
         copies = query.shape[HEADS] // key.shape[HEADS]
         key, value = (t.repeat_interleave(copies, HEADS) for t in (key, value))
         return value * (1 + query.mean(-1, keepdim=True) + key.mean(-1, keepdim=True))
@@ -72,19 +71,15 @@ class _OwnAttention(AttentionMode):
 
 @dataclass(frozen=True)
 class ChangedPlaces:
-    """Another order of a rank's tokens: each of its parts is turned by half.
+    """Another order of a rank's tokens: each of its parts, of `own` tokens, is turned by half.
 
     Tensor parallel ranks may share the tokens of a border, and have all of them elsewhere.
-
-    Attributes
-    ----------
-    own : tokens of the border on this rank.
     """
 
     own: int
 
     def of(self, tensor: Tensor, dim: int) -> Tensor:
-        """The tensor in that order, along a dimension that counts tokens."""
+        # One for all tokens.
         if tensor.shape[dim] <= 1:
             return tensor
         parts = tensor.unflatten(dim, (-1, self.own))
@@ -101,18 +96,13 @@ class ChangedPlaces:
 def require_token_local_block(
     path: str, block: nn.Module, given: Arrival, cut: Mapping[int, int], ranks: int
 ) -> None:
-    """Raise `CaptureError` for a block that context parallel ranks cannot run on their own tokens.
-
-    Parameters
-    ----------
-    given : to the block, for the rank's tokens. cut : dimensions that count tokens, by the id of an
-        argument.
-    """
+    """`CaptureError` for a block that mixes tokens; `cut` : dimensions by the id of an argument."""
     border = _drawn(given.border, 1)
     places = ChangedPlaces(border.shape[SEQUENCE])
 
     def run(x: Tensor, *, turned: bool = False) -> _Parts:
         def other(leaf: Any) -> Any:
+            # What a token has beside it, such as its position, goes with it.
             return places.of(leaf, cut[id(leaf)]) if turned and id(leaf) in cut else leaf
 
         args, kwargs = pytree.tree_map(other, (given.args_, given.kwargs))
@@ -135,13 +125,7 @@ def require_token_local_loss(
     loss_of: Callable[[Tensor, Any], Tensor], border: Tensor, target: Any,
     has_tokens: Callable[[object], bool],
 ) -> None:  # fmt: skip
-    """Raise `CaptureError` for a loss that is no mean over tokens, each with its own target.
-
-    Parameters
-    ----------
-    loss_of : of a border and the target of the rank's tokens. has_tokens : whether a tensor of the
-        target is of [batch, tokens, ...].
-    """
+    """`CaptureError` for a loss that is no mean over tokens, each with its own target."""
     border = _drawn(border, 1)
     places = ChangedPlaces(border.shape[SEQUENCE])
 
@@ -151,6 +135,7 @@ def require_token_local_loss(
 
         x = x.detach().requires_grad_()
         loss = loss_of(x, pytree.tree_map(other, target))
+        # A loss is one number: what each token adds to it shows in its gradient.
         return [(torch.autograd.grad(loss, x)[0], SEQUENCE)]
 
     why = _why_not_token_local(run, border, places)
@@ -166,12 +151,6 @@ def is_token_local(
     model: nn.Module, border_of: Callable[[Any], Tensor], args: Any,
     has_tokens: Callable[[object], bool], places: ChangedPlaces,
 ) -> bool:  # fmt: skip
-    """Whether what runs before the blocks treats each token by itself.
-
-    Parameters
-    ----------
-    args : the rank's tokens of a batch.
-    """
 
     def run(batch: Any) -> Tensor:
         with torch.no_grad():
@@ -189,7 +168,7 @@ def is_token_local(
 
 
 def _drawn(like: Tensor, seed: int) -> Tensor:
-    """Numbers in the shape of a border, drawn apart from the user's."""
+    # A stream of its own leaves the user's random numbers as they are.
     stream = torch.Generator().manual_seed(seed)
     made = torch.randn(like.shape, generator=stream)
     return made.to(device=like.device, dtype=like.dtype)
@@ -198,6 +177,7 @@ def _drawn(like: Tensor, seed: int) -> Tensor:
 def _why_not_token_local(run: Callable[..., _Parts], x: Tensor, places: ChangedPlaces) -> str:
     usual = run(x)
     middle = x.shape[SEQUENCE] // 2
+    # Both halves in turn: what looks back alone shows only in the second one.
     for own in (slice(0, middle), slice(middle, None)):
         other = _drawn(x, 2)
         other[:, own] = x[:, own]
@@ -213,13 +193,12 @@ def _why_not_token_local(run: Callable[..., _Parts], x: Tensor, places: ChangedP
 
 
 def _of_tokens(tensor: Tensor, dim: int, own: int, kept: slice) -> Tensor:
-    """What belongs to some tokens of each part."""
     return tensor.unflatten(dim, (-1, own)).transpose(0, dim + 1)[kept]
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
-    """Equal but for rounding: a product's rows may be summed in another order elsewhere."""
     eps, size = torch.finfo(a.dtype).eps, a.float().abs()
+    # Rounding: a product's rows may be summed in another order elsewhere.
     room = 2 * eps * size + max(eps / 8, 1e-5) * size.max()
     return bool(((a.float() - b.float()).abs() <= room).all())
 
@@ -229,6 +208,7 @@ def _evaluating(block: nn.Module) -> Generator[None]:
     """Without dropout, whose draws differ from call to call."""
     trained = [module for module in block.modules() if module.training]
     for module in trained:
+        # One by one: `eval` and `train` would also change what the user has set apart.
         module.training = False
     try:
         yield
@@ -239,13 +219,7 @@ def _evaluating(block: nn.Module) -> Generator[None]:
 
 @dataclass(frozen=True)
 class FirstCall:
-    """The call of the first block, with the tokens that this rank has.
-
-    Attributes
-    ----------
-    before : what gives it. given : the call. cut : dimensions that count tokens, by the id of an
-        argument.
-    """
+    """The first block's call, with this rank's tokens; `cut` as in `require_token_local_block`."""
 
     before: Callable[..., Arrival]
     given: Arrival
@@ -261,18 +235,12 @@ class FirstCall:
 
 
 def tokens_of_rank(asked: Applied) -> SequencePart:
-    """The tokens that this rank has."""
     ranks = asked.mesh[CP]
     return SequencePart(asked.plan.seq, ranks.get_local_rank(), ranks.size())
 
 
 def with_own_loss(asked: Applied) -> Applied:
-    """What is asked for, with a loss of the rank's own tokens.
-
-    Raises
-    ------
-    PlanError : the target, or the batch, is not of whole sequences.
-    """
+    """With a loss of the rank's own tokens; `PlanError` for a batch that is not whole sequences."""
     part = tokens_of_rank(asked)
     for what, given in (("the microbatch in args", asked.args), ("target", asked.target)):
         leaves = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
@@ -295,11 +263,13 @@ def first_call(
     CaptureError : something beside the border depends on the batch, or belongs to pairs of tokens;
         or tensor parallel ranks share the tokens of a border that knows positions.
     """
+    # Called with all tokens and with the rank's: a dimension that differs counts tokens.
     whole = arrival_of(before, model, args, path)
     own = arrival_of(before, model, part.of(args), path)
     length = own.border.shape[SEQUENCE]
     reads_all = not is_token_local(
         before.module, lambda batch: before(*batch).border, part.of(args),
+        # The rank's own tensors have its own tokens alone.
         replace(part, seq=part.seq // part.count).counts_tokens, ChangedPlaces(length),
     )  # fmt: skip
     if reads_all and whole.border.shape[SEQUENCE] != part.seq:
@@ -331,12 +301,6 @@ def first_call(
 def blocks_over_ranks(
     blocks: Mapping[str, nn.Module], found: FirstCall, asked: Applied
 ) -> dict[str, nn.Module]:
-    """Each block with attention over the tokens of all context parallel ranks.
-
-    Raises
-    ------
-    CaptureError : one cannot run on a rank's own tokens.
-    """
     ranks = asked.mesh[CP]
     for path, block in blocks.items():
         require_token_local_block(path, block, found.given, found.cut, ranks.size())
@@ -344,7 +308,6 @@ def blocks_over_ranks(
 
 
 def require_own_loss(behind: Behind, given: Arrival, asked: Applied, part: SequencePart) -> None:
-    """Raise `CaptureError` for a loss that ranks cannot compute of their own tokens."""
     target = part.of(asked.target)
 
     def loss_of(border: Tensor, other: Any) -> Tensor:

@@ -42,13 +42,7 @@ class Cutter:
         self.behind = Behind(chain.model, blocks, list(chain.behind.values()), own)
 
     def arrival(self) -> FirstCall:
-        """What the first block is called with, of this rank's tokens.
-
-        Raises
-        ------
-        PlanError : blocks read another shape or dtype than was planned.
-        CaptureError : something beside the border depends on the batch.
-        """
+        """What the first block is called with; `PlanError` where its border is not as planned."""
         path = next(iter(self.chain.blocks))
         model, before = self.chain.model, self.before
         assert isinstance(before, Before)
@@ -61,12 +55,7 @@ class Cutter:
         return found
 
     def try_behind(self, given: Arrival) -> None:
-        """Run what follows the last block once, where this rank has it.
-
-        Raises
-        ------
-        CaptureError : it reads the batch, which a last stage does not have; or the loss is none.
-        """
+        """Run once what follows the last block; `CaptureError` where it needs the batch."""
         if not self.asked.has_last:
             return
         run = StageRun(None, (), self.behind, given, self.asked.loss_fn)
@@ -76,6 +65,7 @@ class Cutter:
                 loss = run((torch.zeros_like(given.border),), self.asked.target)
         except (RuntimeError, NotImplementedError) as error:
             raise CaptureError(f"what follows the last block {why}, or fails: {error}") from error
+        # What is read from before the blocks is on the meta device, and so is what is made of it.
         if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_meta:
             raise CaptureError(
                 f"loss_fn returns {type(loss).__name__} and no loss of one number on the device: "
@@ -85,7 +75,6 @@ class Cutter:
             require_own_loss(self.behind, given, self.asked, self.tokens)
 
     def part(self, index: int, replaced: Mapping[str, nn.Module], given: Arrival) -> ModelPart:
-        """One stage."""
         layers = self.asked.layers
         is_first, is_last = index == 0, index == len(layers) - 1
         ends = (self.chain.before if is_first else {}) | (self.chain.behind if is_last else {})
@@ -100,6 +89,7 @@ class Cutter:
 def _require_border(given: Arrival, plan: ClusterFile) -> None:
     border = local_part(given.border)
     graph = plan.graphs[0]
+    # The first op of a planned block stands for the arrival of its border.
     planned = graph.value_by_name[graph.ops[0].outputs[0]]
     dtype = str(border.dtype).removeprefix("torch.")
     if (tuple(border.shape), dtype) == (planned.shape, planned.dtype):

@@ -36,18 +36,14 @@ from remat.graph_capture.tracing.trace import trace
 from remat.rewriter.split_backward.dependencies import SplitBytes
 from remat.solver.store_all import StoreAll
 
-# What a block, or an end of the model, takes on a rank: the units of a stage's peak.
-
 
 @dataclass(frozen=True)
 class BlockBytes:
     """Of one block: saved for each open microbatch, needed beside that, and gradients.
 
-    Attributes
-    ----------
-    split : where gradients of weights are made apart, what the parts of backward have live.
-    unsummed : gradients of one microbatch that wait for the end of its backward, beside the sum of
-        those before it.
+    `split` : where gradients of weights are made apart, what the parts of backward have live.
+    `unsummed` : gradients of one microbatch that wait for the end of its backward, beside the sum
+    of those before it.
     """
 
     saved: int
@@ -58,7 +54,7 @@ class BlockBytes:
 
     @property
     def held(self) -> int:
-        """What one microbatch holds until the gradients of weights."""
+        """Of one microbatch, until the gradients of weights."""
         return 0 if self.split is None else self.split.held
 
 
@@ -72,6 +68,7 @@ class _Head(nn.Module):
     def __init__(self, modules: Mapping[str, nn.Module], run: Behind) -> None:
         super().__init__()
         for path, module in modules.items():
+            # `add_module` takes no dots.
             self.add_module(path.replace(".", "_"), module)
         self.run = run
 
@@ -83,31 +80,26 @@ def _head_bytes(
     modules: Mapping[str, nn.Module], run: Behind, given: Arrival,
     loss_fn: Callable[..., Any], target: Any,
 ) -> BlockBytes:  # fmt: skip
-    """What the head and the loss save and need for one microbatch."""
+    """Of one microbatch, loss included."""
     border = torch.zeros_like(given.border).requires_grad_()
     head = _Head(modules, run)
     traced = trace(head, (border,), loss_fn=loss_fn, target=target, optimizer="none", split="none")
     graph = planned_graph(
         with_eager_sizes(with_own_sizes(traced.graph, traced)), border_value(traced)
     )
+    # It is not rewritten, so it runs once and keeps all.
     found = figures_of(graph, StoreAll().schedule(graph))
     gradients = sum(value.size_bytes for value in graph.values if value.kind == "gradient")
     own = sum(p.numel() * p.element_size() for p in head.parameters() if p.requires_grad)
     return BlockBytes(found.saved_bytes, found.need_bytes, min(own, gradients))
 
 
-# The stages of this rank, with blocks that follow their place's schedule.
-
-
 @dataclass(frozen=True)
 class _RankBytes:
-    """Of this rank's modules.
+    """Of this rank's modules: `gradients` whole, by block, and before the blocks.
 
-    Attributes
-    ----------
-    gradients : whole, by block, and before the blocks. behind : of what follows the blocks.
-    gathered : of the parameters that `fully_shard` gathers; 0 where they are whole anyway.
-    arriving : of the border, before it is cut to the rank's tokens.
+    `gathered` : of the parameters that `fully_shard` gathers; 0 where they are whole anyway.
+    `arriving` : of the border, before it is cut to the rank's tokens.
     """
 
     gradients: dict[str, int]
@@ -118,13 +110,7 @@ class _RankBytes:
 
 @dataclass(frozen=True)
 class RankParts:
-    """The stages of this rank.
-
-    Attributes
-    ----------
-    chosen : the blocks of all of them. given : to the first block. args : a microbatch.
-    values : a digest of the weights, before they were split.
-    """
+    """The stages of this rank; `values` is a digest of the weights before they were split."""
 
     asked: Applied
     modules: tuple[ModelPart, ...]
@@ -149,7 +135,6 @@ class RankParts:
 
     @property
     def checks(self) -> tuple[str, ...]:
-        """What was compared, in words."""
         schedules = {one.steps for one in self.chosen.schedules.values()}
         return (
             "plan and model are the same on all ranks",
@@ -158,7 +143,6 @@ class RankParts:
         )
 
     def shard(self) -> None:
-        """Wrap modules by `fully_shard`, if the plan or the policy asks for it."""
         asked = self.asked
         for part in self.modules if asked.is_sharded else ():
             blocks = part._remat_run.blocks
@@ -166,27 +150,21 @@ class RankParts:
 
 
 def rank_parts(chain: WholeChain, asked: Applied, *, eager: bool = False) -> RankParts:
-    """The stages of this rank, each block rewritten.
-
-    Parameters
-    ----------
-    eager : leave blocks as they are, to compare with.
-
-    Raises
-    ------
-    PlanError, CaptureError, RewriteError : as of `remat.cluster.parallelize`.
-    """
+    """The stages of this rank, each block rewritten; with `eager`, as it is, to compare with."""
     asked = with_own_loss(asked) if asked.shares_tokens else asked
     own = {path: chain.blocks[path] for i in asked.stages for path in asked.layers[i]}
+    # As `fully_shard` casts what a module is given.
     args, _ = inputs_cast(asked.args, {}, asked.cast)
     ends = chain.before | (chain.behind if asked.has_last else {})
     materialize_modules(ends | own, asked.materialize)
+    # Before they are split: tensor parallel ranks have different parts of them.
     values = values_digest(ends | own)
     cutter = Cutter(chain, asked, args)
     ranks = asked.mesh[TP]
     if ranks.size() > 1:
         split_over_tensor_ranks({**chain.before, **chain.behind, **own}, ranks, asked.tp_plan)
         require_split_blocks(own, ranks.size())
+    # Blocks are traced in the dtype that `fully_shard` will cast their parameters to.
     with parameters_cast(chain.model, asked.cast):
         arrival = cutter.arrival()
         given = arrival.given
@@ -211,6 +189,7 @@ def _bytes_of(
         behind = _head_bytes(chain.behind, cutter.behind, given, asked.loss_fn, asked.target)
     held = {path: _parameter_bytes({path: block}) for path, block in own.items()}
     before = _parameter_bytes(chain.before)
+    # Inside a pipeline, FSDP2 keeps what it gathers whole through all microbatches.
     gathered = sum(held.values()) + behind.gradients + before * (0 in asked.stages)
     gradients = {path: size * asked.widening for path, size in (held | {BEFORE: before}).items()}
     # `fully_shard` sums them in a wider dtype when all of a stage's backward is done.

@@ -40,14 +40,10 @@ if TYPE_CHECKING:
     from remat.cluster.apply.head_bytes import RankParts
 
 
-# What is looked at before a plan for a cluster is applied: versions, degrees, words.
-
-
 def _check_plan(
     plan: ClusterFile, mesh: DeviceMesh, model: nn.Module, tp_plan: TensorPlan | None,
     schedule: str, materialize: Materialize | None,
 ) -> None:  # fmt: skip
-    """Raise `PlanError` for what cannot be applied here."""
     if plan.versions.torch != str(torch.__version__):
         raise PlanError(
             f"the plan is for torch {plan.versions.torch}, and this is {torch.__version__}. "
@@ -70,12 +66,10 @@ def _check_plan(
 
 
 def _schedule_name(plan: ClusterFile, schedule: str) -> str:
-    """The schedule that is run: what is asked for, or the plan's."""
     return schedule or plan.parallelism.pipeline_parallel_schedule
 
 
 def _plan_digest(plan: ClusterFile, schedule: str) -> str:
-    """The same on ranks that apply the same plan."""
     return hashlib.sha256(plan.to_json() + schedule.encode()).hexdigest()
 
 
@@ -125,11 +119,7 @@ def _check_schedule(plan: ClusterFile, schedule: str) -> None:
         raise PlanError(str(error)) from error
 
 
-# The runner of a rank's step: a schedule of torch's over its stages, or a plain loop.
-
-
 def _runner_of(parts: RankParts) -> StepRunner:
-    """What runs a step of the parts, which are wrapped."""
     plan, name = parts.asked.plan, parts.asked.schedule
     if parts.asked.mesh[PP].size() == 1:
         return PlainStep(parts.modules[0], plan.microbatches, reduce_each=plan.gradients == "each")
@@ -139,6 +129,7 @@ def _runner_of(parts: RankParts) -> StepRunner:
     schedule = kind(
         stages[0] if is_one else stages, n_microbatches=plan.microbatches, loss_fn=loss_itself
     )
+    # Now that torch has the order of the step, it says how many buffers are in use at once.
     for stage in stages:
         stage.input_buffers, stage.gradient_buffers = _rings(parts, stage, schedule)
     return PipelineStep(schedule, stages)
@@ -263,7 +254,9 @@ def parallelize(
     AgreementError : ranks have different plans or models, or one of them has failed.
     RewriteError : a rewritten block does not do what eager does.
     """
+    # A fake group has no other ranks to meet.
     refuse_fake(dist.group.WORLD if dist.is_initialized() else None)
+    # An error of one rank ends all of them, before any waits for it in a collective of torch's.
     with CollectiveCall(dist.group.WORLD if dist.is_initialized() else None, _WHAT) as ranks:
         plan = opened_plan(plan)
         _check_plan(plan, mesh, model, tp_plan, schedule, materialize)
@@ -293,7 +286,7 @@ def _require_same(ranks: CollectiveCall, name: str, mine: str, what: str) -> Non
 
 
 def _require_same_stage(ranks: CollectiveCall, parts: RankParts) -> None:
-    """Ranks of a stage run the same collectives only if they follow the same schedules."""
+    # Ranks of a stage run the same collectives only if they follow the same schedules.
     unlike = _unlike_stages(ranks, "stage", parts.asked.rank, parts.digest)
     if unlike:
         raise PlanError(
@@ -310,7 +303,6 @@ def _require_same_stage(ranks: CollectiveCall, parts: RankParts) -> None:
 
 
 def _unlike_stages(ranks: CollectiveCall, name: str, stage: int, mine: str) -> str:
-    """The stages whose ranks say different things."""
     by_stage = dict[str, set[str]]()
     for one in ranks.gathered_texts(name, f"{stage} {mine}"):
         number, _, said = one.partition(" ")

@@ -18,21 +18,22 @@ _LEAST_GRADIENTS = 2
 
 
 def stages_of_rank(name: str, rank: int, ranks: int, virtual_stages: int) -> tuple[int, ...]:
-    """The stages of a rank, in the order of the model."""
+    """In the order of the model."""
     if name in _V_SHAPED:
         return rank, 2 * ranks - 1 - rank
     return tuple(rank + virtual_stage * ranks for virtual_stage in range(virtual_stages))
 
 
 def forwards_open(name: str, ranks: int, microbatches: int, virtual_stages: int) -> tuple[int, ...]:
-    """The most forwards of its stages that each rank has open at once."""
     order = torch_order(name, ranks, microbatches, virtual_stages)
+    # A rank's own order decides how many are open, so any times do.
     replay = replay_pipeline(order, [StageCosts(1.0, 1.0, 1.0)] * (ranks * virtual_stages))
     return tuple(rank.most_open for rank in replay.ranks)
 
 
 def one_stage_rings(name: str, stage: int, stages: int, microbatches: int) -> tuple[int, int]:
     """Receive buffers for inputs and for gradients, of a schedule with one stage a rank."""
+    # GPipe runs all forwards first; under 1F1B as many are open as stages are left to the end.
     in_flight = microbatches if name == "GPipe" else min(microbatches, stages - stage)
     return in_flight, min(microbatches, _LEAST_GRADIENTS)
 
@@ -40,17 +41,13 @@ def one_stage_rings(name: str, stage: int, stages: int, microbatches: int) -> tu
 def rings_of(
     actions: Sequence[Any], stage: int, microbatches: int, *, keeps_inputs: bool
 ) -> tuple[int, int]:
-    """The same, of what a rank's schedule runs, transfers included.
-
-    Parameters
-    ----------
-    actions : of torch's `pipeline_order_with_comms`. keeps_inputs : whether inputs stay with their
-        microbatch, as where torch makes a gradient of inputs apart and adds it to what is there.
-    """
+    """The same of a rank's actions, transfers included (torch's `pipeline_order_with_comms`)."""
     flat = [action for one in actions for action in (one.sub_actions or (one,))]
     inputs = _spans(flat, stage, microbatches, ("RECV_F", "F"))
     gradients = _spans(flat, stage, microbatches, ("RECV_B", "B", "I"))
     sizes = ring_size(inputs), max(ring_size(gradients), _LEAST_GRADIENTS)
+    # Where torch makes a gradient of inputs apart, it adds it to what is there, so inputs stay with
+    # their microbatch.
     return (microbatches if keeps_inputs else sizes[0]), min(sizes[1], microbatches)
 
 

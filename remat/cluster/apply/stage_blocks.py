@@ -40,12 +40,7 @@ from remat.solver.state import State
 
 @dataclass(frozen=True)
 class _TracedBlock:
-    """A block as this rank runs it.
-
-    Attributes
-    ----------
-    graph : as a planner of clusters takes it. args, kwargs : a call of the block.
-    """
+    """A block as this rank runs it; `graph` is as a planner of clusters takes it."""
 
     path: str
     module: nn.Module
@@ -57,13 +52,7 @@ class _TracedBlock:
 
 @dataclass
 class StageBlocks:
-    """Blocks of one rank and what was chosen for each.
-
-    Attributes
-    ----------
-    options : by path. schedules : by path, of the traced graphs. is_rewritten : whether blocks
-        follow them, and are not left as eager.
-    """
+    """By path, the blocks of a rank and what was chosen; `schedules` are of the traced graphs."""
 
     traced: dict[str, _TracedBlock]
     options: dict[str, PartOption] = field(default_factory=dict[str, PartOption])
@@ -71,13 +60,7 @@ class StageBlocks:
     is_rewritten: bool = False
 
     def rewritten(self) -> dict[str, nn.Module]:
-        """Each block as a module that follows its schedule.
-
-        Raises
-        ------
-        RewriteError : one does not do what eager does, to the bit. The first of each schedule is
-            compared.
-        """
+        """Modules that follow the schedules; `RewriteError` where one has not eager's bits."""
         made: dict[str, nn.Module] = {}
         self.is_rewritten = True
         compared: set[tuple[str, Any]] = set()
@@ -87,6 +70,7 @@ class StageBlocks:
                 one.module, schedule, one.trace, None, None, audit="block"
             )
             key = one.graph.hash, schedule.steps
+            # One stands for all blocks of its graph and schedule, which run the same code.
             if key not in compared:
                 compared.add(key)
                 batch = Batch(one.args, one.kwargs, None, None, "none", False)
@@ -98,26 +82,19 @@ def traced_blocks(
     blocks: Mapping[str, nn.Module], plan: ClusterFile, given: Arrival, first_path: str,
     *, has_input_gradient: bool,
 ) -> StageBlocks:  # fmt: skip
-    """Trace each block of a rank.
-
-    Parameters
-    ----------
-    given : to the first block of the model, at `first_path`. has_input_gradient : whether that one
-        has a gradient of what it reads, as behind an embedding.
-
-    Raises
-    ------
-    CaptureError : a block cannot be captured, as one with hooks; names it.
-    """
+    """Trace each block of a rank; `given` is the call of the model's first one."""
     links = msgspec.structs.replace(links_between_ranks(plan.device), node_size=plan.node_size)
     found: dict[str, _TracedBlock] = {}
     for path, block in blocks.items():
+        # Only the first block may be without a gradient of what it reads, where nothing before it
+        # trains.
         border = _made_border(given).requires_grad_(has_input_gradient or path != first_path)
         args = border, *given.args_
         try:
             traced = trace(block, args, given.kwargs, optimizer="none", split="none")
         except CaptureError as error:
             raise CaptureError(f"block {path}: {error}").caused_by(error) from None
+        # Times as planned, bytes as they are here.
         graph = with_own_sizes(model_costs(traced, plan.device, ranks=links), traced)
         name = border_value(traced)
         found[path] = _TracedBlock(
@@ -127,14 +104,14 @@ def traced_blocks(
 
 
 def _made_border(given: Arrival) -> torch.Tensor:
-    """Numbers for a comparison with eager, drawn apart from the user's."""
+    # A stream of its own leaves the user's random numbers as they are.
     stream = torch.Generator().manual_seed(0)
     made = torch.randn(given.border.shape, generator=stream)
     return made.to(device=given.border.device, dtype=given.border.dtype)
 
 
 def with_own_sizes(graph: TrainingGraph, traced: Trace) -> TrainingGraph:
-    """With the sizes and workspaces of the device that is here."""
+    # A collective that one rank runs to measure it would wait for the others.
     names = [op.name for op in graph.ops if not is_collective_target(op.target)]
     workspaces = measured_workspaces(traced, names)
     ops = tuple(
@@ -145,20 +122,12 @@ def with_own_sizes(graph: TrainingGraph, traced: Trace) -> TrainingGraph:
 
 
 def choose(blocks: StageBlocks, plan: ClusterFile, number: int, in_flight: float) -> None:
-    """Choose the recomputation of each block within the bytes that the plan gives its stage.
-
-    Parameters
-    ----------
-    number : of the rank in the pipeline. in_flight : microbatches of all of its blocks.
-
-    Raises
-    ------
-    PlanError : they need more.
-    """
+    """Choose each block's recomputation; `PlanError` where the plan leaves the stage too little."""
     part_by_hash: dict[str, Part] = {}
     for one in blocks.traced.values():
         if one.graph.hash not in part_by_hash:
             part_by_hash[one.graph.hash] = part_of(one.graph)
+    # The first block may lack the gradient of its input; the last one stands for the rest.
     usual = part_by_hash[list(blocks.traced.values())[-1].graph.hash]
     picked = _picked(usual, plan, number, len(blocks.traced), in_flight)
     for path, limit in zip(blocks.traced, picked, strict=True):
@@ -170,7 +139,7 @@ def choose(blocks: StageBlocks, plan: ClusterFile, number: int, in_flight: float
 
 
 def _picked(part: Part, plan: ClusterFile, number: int, n: int, flight: float) -> list[PartOption]:
-    """An option for each of n blocks, those with most recomputation first."""
+    """For each of n blocks, those with most recomputation first."""
     stage = plan.stages[number]
     # What the blocks' recomputation decides.
     moving = stage.held_bytes[SAVED_ACTIVATIONS] + stage.held_bytes[RUNNING]
@@ -187,6 +156,7 @@ def _picked(part: Part, plan: ClusterFile, number: int, n: int, flight: float) -
             f"the plan leaves them {bytes_text(room)}: plan again with a larger --budget, a "
             "smaller --microbatch, or more stages"
         ) from error
+    # Options come quickest first.
     return [part.options[i] for i in sorted(chosen, reverse=True) for _ in range(chosen[i])]
 
 
@@ -205,7 +175,6 @@ def _needed_by_ends(plan: ClusterFile, stage: StageFacts) -> int:
 
 
 def _figures(plan: ClusterFile, number: int) -> PartOption:
-    """What a schedule of the plan saves, and needs beside that."""
     one = plan.schedules[number]
     return figures_of(plan.graphs[one.graph], one.schedule)
 
@@ -216,6 +185,7 @@ def figures_of(graph: TrainingGraph, schedule: Schedule) -> PartOption:
     turn = next(op for op in graph.ops if op.target == TANGENTS)
     made_bytes = sum(graph.value_by_name[name].size_bytes for name in turn.outputs)
     at = schedule.steps.index(Compute(turn.name))
+    # What the turn makes, the tangents, is there while backward runs, not while it is waited for.
     saved = int(found.live_bytes[at]) - made_bytes - graph.resident.total_bytes
     need = int(found.peak_bytes) - graph.resident.total_bytes - saved
     return PartOption(saved, need, found.time_us - graph.time_us)
@@ -233,6 +203,7 @@ def _within(part: Part, limit: PartOption, path: str, number: int) -> PartOption
 
 
 def _schedule(one: _TracedBlock, option: PartOption) -> Schedule:
-    """The option for the graph that was traced, which lacks the op that makes the border."""
+    # The traced graph lacks the op that makes the border, which is the first, and a stage of its
+    # own.
     without = [tuple(op - 1 for op in again) for again in option.recomputed[1:]]
     return State.from_recomputed(Problem.of(one.trace.graph), without).schedule()

@@ -28,12 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _StageBytes:
-    """Of one stage.
+    """Of one stage: `blocks` in order, `first` and `last` where it has these ends of the model.
 
-    Attributes
-    ----------
-    blocks : in order. held : of each open microbatch beside what blocks save.
-    first, last : of the ends of the model, where the stage has them.
+    `held` : of each open microbatch beside what blocks save. `keeps_all` : whether all that was
+    sent is held to the end of the step.
     """
 
     blocks: tuple[BlockBytes, ...]
@@ -50,7 +48,7 @@ class _StageBytes:
 
     @property
     def parts(self) -> tuple[BlockBytes, ...]:
-        """All of it, in the order of forward."""
+        """In the order of forward."""
         return self.first, *self.blocks, self.last
 
     @property
@@ -71,13 +69,9 @@ class _StageBytes:
         return peak + self.held
 
     def backward(self, *, makes_gradients: bool) -> int:
-        """The same in its backward, or in the gradients of its inputs.
-
-        Parameters
-        ----------
-        makes_gradients : whether none are there yet. Each block behind has made its own.
-        """
+        """The same in its backward, or in the gradients of its inputs."""
         peak = saved = 0
+        # Backward goes from last to first: with each part, those behind have made their gradients.
         made = self.gradients(apart=False) if makes_gradients else self.last.unsummed
         later = self.for_weights
         for part in self.parts:
@@ -105,20 +99,13 @@ class _StageBytes:
 
 
 def _peak_of_order(order: RankOrder, stages: dict[int, _StageBytes]) -> int:
-    """The most that a rank's microbatches and gradients have live at once."""
     live = _Live(stages)
     return max((live.during(action) for together in order for action in together), default=0)
 
 
 @dataclass
 class _Live:
-    """Where the microbatches of each stage are.
-
-    Attributes
-    ----------
-    open_ones : between forward and backward. done : how many are behind the latter, by stage.
-    finished : how many have their gradients of weights.
-    """
+    """Where microbatches are; `finished` ones have their gradients of weights."""
 
     stages: dict[int, _StageBytes]
     open_ones: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
@@ -126,9 +113,9 @@ class _Live:
     finished: Counter[int] = field(default_factory=Counter[int])
 
     def during(self, action: PipelineAction) -> int:
-        """What is live while an action runs; notes what it leaves."""
         number, kind, microbatch = action
         stage = self.stages[number]
+        # It counts below, in what the action itself has live.
         self.open_ones.discard((number, microbatch))
         live = sum(self.stages[s].saved for s, _ in self.open_ones)
         live += sum(self._left(s, one) for s, one in self.stages.items())
@@ -145,7 +132,6 @@ class _Live:
         return live
 
     def _left(self, number: int, stage: _StageBytes) -> int:
-        """What microbatches have left that are done."""
         done, finished = self.done[number], self.finished[number]
         gradients = stage.gradients(apart=False) if done else 0
         gradients += stage.gradients(apart=True) if finished else 0
@@ -154,19 +140,13 @@ class _Live:
 
 
 def _held_parameter_bytes(modules: Sequence[nn.Module]) -> int:
-    """What this rank holds of parameters and buffers."""
     tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
     found = {id(t): local_part(t) for t in tensors}
     return sum(t.numel() * t.element_size() for t in found.values())
 
 
 def peak_of_rank(parts: RankParts, of_torch: Sequence[RingStage]) -> int:
-    """The predicted peak of a rank of a pipeline, in bytes.
-
-    Parameters
-    ----------
-    of_torch : the stages that run the parts.
-    """
+    """The predicted peak, in bytes."""
     asked, plan = parts.asked, parts.asked.plan
     pp = plan.parallelism.pipeline_parallel_degree
     border = local_part(parts.given.border)
@@ -207,6 +187,7 @@ def _stage_bytes(
     held = border * (not is_last) - border * (not is_first)
     of_first = parts.bytes.gradients[BEFORE]
     first = BlockBytes(0, parts.bytes.arriving + of_first, of_first)
+    # Torch's runtime of several stages waits for what it sends when the step ends.
     keeps_all = parts.asked.schedule not in ONE_STAGE
     sent = border * (not is_first) + border * (keeps_all and not is_last)
     return _StageBytes(
@@ -216,6 +197,5 @@ def _stage_bytes(
 
 
 def _reading_a_buffer(end: BlockBytes, border: int) -> BlockBytes:
-    """A block whose given gradient is counted elsewhere."""
     split = end.split and replace(end.split, inputs=end.split.inputs - border)
     return replace(end, need=end.need - border, split=split)

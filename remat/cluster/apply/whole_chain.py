@@ -21,11 +21,9 @@ from remat.graph_capture.errors import CaptureError, PlanError
 from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.fake_tensors import has_storage
 
-# The blocks of each stage of a plan, in the order of the model.
-
 
 def layers_of_stages(plan: ClusterFile) -> list[tuple[str, ...]]:
-    """Paths of the blocks of each stage: the first virtual stage of each rank, then the second."""
+    """Paths of blocks: the first virtual stage of each rank, then the second."""
     return [
         stage.layers[virtual_stage]
         for virtual_stage in range(plan.virtual_stages)
@@ -35,12 +33,7 @@ def layers_of_stages(plan: ClusterFile) -> list[tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class WholeChain:
-    """A model whose forward is a chain.
-
-    Attributes
-    ----------
-    blocks : by path, in order. before, behind : the other modules, by path.
-    """
+    """A model whose forward is a chain; `before` and `behind` are the modules beside its blocks."""
 
     model: nn.Module
     blocks: dict[str, nn.Module]
@@ -60,6 +53,7 @@ def whole_chain(
         would share weights; or parameters lie beside the blocks in no module of their own.
     """
     blocks = _blocks(model, plan)
+    # A forward of a copy without storage shows the chain, and takes no memory.
     meta = copy.deepcopy(model, state_on_meta(model))
     of_meta = {path: meta.get_submodule(path) for path in blocks}
     on_meta = pytree.tree_map(leaf_on_meta, (args, target))
@@ -95,6 +89,7 @@ def _watched(chain: ChainModel, others: dict[str, nn.Module], called: list[str])
         def note(*_: Any) -> None:
             if not is_behind[0]:
                 before.add(path)
+            # What runs on both sides belongs before the blocks.
             elif path not in before:
                 called.append(path)
 
@@ -103,6 +98,7 @@ def _watched(chain: ChainModel, others: dict[str, nn.Module], called: list[str])
     last = chain.blocks[chain.last_path]
     handles = [last.register_forward_hook(arrive)]
     for path, module in others.items():
+        # A container such as a `ModuleList` is not called itself.
         inside = (one for one in module.modules())
         handles += [one.register_forward_pre_hook(noting(path)) for one in inside]
     try:
@@ -125,7 +121,6 @@ def _blocks(model: nn.Module, plan: ClusterFile) -> dict[str, nn.Module]:
 
 
 def _refuse_loose(model: nn.Module, inside: set[str]) -> None:
-    """Raise for a parameter or buffer of a module that also holds blocks."""
     state = [*model.named_parameters(), *model.named_buffers()]
     for name, _ in state:
         owner = name.rpartition(".")[0]
@@ -136,12 +131,9 @@ def _refuse_loose(model: nn.Module, inside: set[str]) -> None:
             )
 
 
-# Gives values to what a rank has of a model on the meta device.
-#
 # A model that no host holds is built on the meta device. Each rank then has storage and values for
-# the modules of its own stages alone, from a function of the user's: what he would call on the
-# whole model, had he the room. What comes before the blocks is there on all ranks for a moment,
-# since it says what blocks are called with.
+# the modules of its own stages alone, from a function of the user's. What comes before the blocks
+# is there on all ranks for a moment, since it says what blocks are called with.
 
 
 Materialize = Callable[[str, nn.Module], object]
@@ -149,14 +141,7 @@ Materialize = Callable[[str, nn.Module], object]
 
 
 def materialize_modules(modules: Mapping[str, nn.Module], materialize: Materialize | None) -> None:
-    """Call `materialize` for each module, given by path, that has no storage.
-
-    Tied parameters stay tied: the first module that has one gives it its values.
-
-    Raises
-    ------
-    PlanError : something has no storage afterwards; or it is of another shape, dtype, or number.
-    """
+    """For modules without storage; `PlanError` where one then has none, or is another."""
     tied = _Tied(modules.values())
     for path, module in modules.items():
         if has_storage(module):
@@ -165,6 +150,7 @@ def materialize_modules(modules: Mapping[str, nn.Module], materialize: Materiali
         if materialize is not None:
             materialize(path, module)
         _refuse_other(path, before, module)
+    # Tied parameters stay tied: the first module that has one gives it its values.
     tied.again()
 
 
@@ -179,6 +165,7 @@ def values_digest(modules: Mapping[str, nn.Module]) -> str:
 
 
 def _first_numbers(tensor: Tensor) -> list[float]:
+    # Enough to tell another seed or file apart, without a read of the whole model.
     some = tensor.flatten()[:4]
     return (torch.view_as_real(some) if some.is_complex() else some).double().flatten().tolist()
 
@@ -188,8 +175,6 @@ def _state(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 class _Tied:
-    """Parameters and buffers that several modules have in common."""
-
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         places: dict[int, list[tuple[dict[str, Any], str]]] = {}
         for held, name, tensor in _state_places(modules):
@@ -197,7 +182,6 @@ class _Tied:
         self._groups = [group for group in places.values() if len(group) > 1]
 
     def again(self) -> None:
-        """Put what the first of them holds into the others."""
         for (held, name), *others in self._groups:
             for other, other_name in others:
                 other[other_name] = held[name]

@@ -26,10 +26,9 @@ class ChainShape:
     gathered : modules whose result is read whole by layers that are split by columns, and layers
         that read something else.
     parameters : names by place. products_flops, attention_flops : of forward, of one block.
-    has_fused_attention, has_open_attention : whether attention is torch's fused op, or products of
-        its own. heads : of queries and of keys, of each call of the former. unshared : what keeps
-        context parallel ranks from sharing a call of it; empty for nothing.
-    unsplit : why a block cannot be split over tensor parallel ranks; empty if it can.
+    heads : of queries and of keys, of each call of fused attention. unshared : why context parallel
+        ranks cannot share one. unsplit : why tensor parallel ranks cannot share a block. Empty if
+        they can.
     digest : of all ops with shapes and numbers.
     """
 
@@ -54,13 +53,8 @@ class ChainShape:
 
 
 def shares_heads(heads: tuple[int, int], tp: int, cp: int) -> bool:
-    """Whether context parallel ranks can share a tensor parallel rank's heads.
-
-    Parameters
-    ----------
-    heads : of queries and of keys, over all ranks.
-    """
     queries, keys = (n // tp for n in heads)
     if cp == 1:
         return True
+    # Where there are more ranks than heads of keys, each such head goes to several ranks.
     return queries % cp == 0 and keys > 0 and (keys % cp == 0 or cp % keys == 0)

@@ -15,16 +15,9 @@ from remat.graph_capture.torch_private.core import pytree
 from remat.graph_capture.tracing.blocks import matching_blocks
 from remat.graph_capture.tracing.step_module import apply_loss
 
-# Tensors of a model and of a batch without storage: what is run on them takes no memory.
-
 
 def state_on_meta(model: nn.Module, *, trains: bool = True) -> dict[int, Any]:
-    """By id, each parameter and buffer without storage, as a memo of `copy.deepcopy`.
-
-    Parameters
-    ----------
-    trains : whether parameters require gradients where those of `model` do; else none does.
-    """
+    """By id, each parameter and buffer without storage: a memo of `copy.deepcopy`."""
     found: dict[int, Any] = {}
     for p in model.parameters():
         found[id(p)] = nn.Parameter(p.detach().to("meta"), requires_grad=trains and p.requires_grad)
@@ -34,7 +27,6 @@ def state_on_meta(model: nn.Module, *, trains: bool = True) -> dict[int, Any]:
 
 
 def leaf_on_meta(leaf: Any) -> Any:
-    """A tensor without storage; anything else as it is."""
     return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
 
 
@@ -43,13 +35,6 @@ _LEAST_BLOCKS = 2
 
 @dataclass(frozen=True)
 class ChainModel:
-    """A model without storage, its blocks, and one batch of it.
-
-    Attributes
-    ----------
-    blocks : by path, in the order of the model.
-    """
-
     model: nn.Module
     blocks: dict[str, nn.Module]
     args: tuple[Any, ...]
@@ -64,11 +49,9 @@ class ChainModel:
 
     @property
     def last_path(self) -> str:
-        """Of the block before the head."""
         return list(self.blocks)[-1]
 
     def loss(self) -> Any:
-        """What one forward gives, with the loss where there is one."""
         return apply_loss(self.loss_fn, self.model(*self.args, **self.kwargs), self.target)
 
 
@@ -90,6 +73,7 @@ def chain_of(
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():
+                # As `stages.py` counts mixed precision: the masters in float32 are optimizer state.
                 parameter.data = parameter.data.to(torch.bfloat16)
     blocks = matching_blocks(model, pattern, "h100") if pattern else _longest_list(model)
     _require_equal(blocks)

@@ -39,8 +39,6 @@ from remat.graph_capture.torch_private.core import (
 from remat.graph_capture.tracing.step_module import apply_loss
 from remat.graph_capture.tracing.trace import Trace, trace
 
-# A block, or what follows all blocks, as one rank runs it: its weights, and its collectives.
-#
 # Weights are the rank's parts. What runs between split layers has the rank's part of the sequence
 # (sequence parallel, Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198): what a norm
 # returns is gathered along the sequence, and the sum of a layer that is split by rows is scattered
@@ -61,7 +59,6 @@ class _Gathers(nn.Module):
         self.inner, self.group, self.behind = inner, group, behind
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The inner module, with every token for all of what follows."""
         if self.behind:
             return all_gather_autograd(self.inner(x, *args, **kwargs), SEQUENCE, self.group)
         return self.inner(all_gather_autograd(x, SEQUENCE, self.group), *args, **kwargs)
@@ -75,7 +72,6 @@ class _Scatters(nn.Module):
         self.inner, self.group = inner, group
 
     def forward(self, x: Tensor) -> Tensor:
-        """The rank's tokens of the sum."""
         return reduce_scatter_autograd(self.inner(x), "sum", SEQUENCE, self.group)
 
 
@@ -87,7 +83,6 @@ class _OnRank(nn.Module):
         self.inner, self.cp, self.group = inner, cp, group
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The block's result for the rank's tokens."""
         if self.cp == 1:
             return self.inner(*args, **kwargs)
         with HeadsOverRanks(self.group):
@@ -97,12 +92,7 @@ class _OnRank(nn.Module):
 def _block_on_rank(
     chain: ChainModel, shape: ChainShape, tp: int, cp: int, tp_group: Any, cp_group: Any
 ) -> nn.Module:
-    """The first block, split over so many ranks.
-
-    Raises
-    ------
-    CaptureError : a weight has no equal parts.
-    """
+    """The first block, split; `CaptureError` where a weight has no equal parts."""
     path = chain.first_path
     inner = copy.deepcopy(chain.blocks[path])
     _split(inner, f"{path}.", shape, tp, tp_group)
@@ -110,23 +100,20 @@ def _block_on_rank(
 
 
 def _border_on_rank(shape: ChainShape, tp: int) -> Tensor:
-    """What a block reads on one rank: its part of the sequence."""
     assert shape.border is not None
     sizes = list(shape.border.shape)
+    # Between split layers a tensor parallel rank has its part of the sequence.
     sizes[SEQUENCE] //= tp
     return torch.empty(sizes, dtype=shape.border.dtype, device="meta", requires_grad=True)
 
 
 class _BehindRank(nn.Module):
-    """What follows the last block, with the loss. Its border is a parameter: it has a gradient."""
-
     def __init__(self, model: nn.Module, given: _Given, loss_fn: Any) -> None:
         super().__init__()
         self.model, self.given = model, given
         self.loss_fn = loss_fn
 
     def forward(self, args: Any, kwargs: Any, target: Any) -> Any:
-        """The loss of the border."""
         return apply_loss(self.loss_fn, self.model(*args, **kwargs), target)
 
 
@@ -142,6 +129,7 @@ class _Given(nn.Module):
 
     def __init__(self, border: Tensor) -> None:
         super().__init__()
+        # A parameter, so that it has a gradient.
         self.border = nn.Parameter(border.detach())
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -149,12 +137,7 @@ class _Given(nn.Module):
 
 
 def _behind_on_rank(chain: ChainModel, shape: ChainShape, tp: int, tp_group: Any) -> nn.Module:
-    """What follows the blocks, its vocabulary split over so many ranks.
-
-    Raises
-    ------
-    CaptureError : a weight has no equal parts.
-    """
+    """What follows the blocks, its vocabulary split; `CaptureError` as of `_block_on_rank`."""
     shared = {id(block): block for block in chain.blocks.values()}
     model = copy.deepcopy(chain.model, dict(shared))  # blocks go, so they are not copied
     given = _Given(_border_on_rank(shape, tp))
@@ -182,7 +165,6 @@ def _split(module: nn.Module, prefix: str, shape: ChainShape, tp: int, group: An
 
 
 def _cut(linear: nn.Linear, path: str, role: SplitRole, tp: int) -> None:
-    """Leave one rank's part of the weights."""
     out, into = linear.weight.shape
     whole = out if role == "columns" else into
     if whole % tp:
@@ -192,6 +174,7 @@ def _cut(linear: nn.Linear, path: str, role: SplitRole, tp: int) -> None:
     linear.weight = nn.Parameter(linear.weight.new_empty(sizes))
     linear.out_features, linear.in_features = sizes
     bias = dict(linear.named_parameters(recurse=False)).get("bias")
+    # Of a layer split by rows, each rank has the whole bias.
     if bias is not None and role == "columns":
         linear.bias = nn.Parameter(bias.new_empty(sizes[0]))
 
@@ -217,7 +200,7 @@ def block_graph_on_rank(
     chain: ChainModel, shape: ChainShape, tp: int, cp: int, groups: FakeGroups, device: str,
     links: RankLinks,
 ) -> tuple[TrainingGraph, str]:  # fmt: skip
-    """The graph of one rank's block, with costs, and the value that is its border's gradient."""
+    """And the value that is the gradient of the block's border."""
     tp_group, cp_group = groups.group(tp), groups.group(cp, apart=tp)
     module = _block_on_rank(chain, shape, tp, cp, tp_group, cp_group)
     args = (_border_on_rank(shape, tp), *shape.block_args[1:])
@@ -233,7 +216,6 @@ def behind_graph_on_rank(
     chain: ChainModel, shape: ChainShape, tp: int, groups: FakeGroups, device: str,
     links: RankLinks,
 ) -> TrainingGraph:  # fmt: skip
-    """The graph, with costs, of what one rank runs behind the last block, with the loss."""
     module = _behind_on_rank(chain, shape, tp, groups.group(tp))
     args = _stored((chain.args, chain.kwargs, chain.target))
     traced = trace(module, args, {}, device=device, optimizer="none", split="none")
@@ -241,11 +223,10 @@ def behind_graph_on_rank(
 
 
 def _stored(batch: Any) -> Any:
-    """The same with tensors on the CPU, whose memory is never touched: a trace asks for some."""
-
     def stored(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
+        # A trace asks for storage. On the CPU, memory that is never touched takes none.
         made = torch.empty(leaf.shape, dtype=leaf.dtype)
         return made.requires_grad_(leaf.requires_grad)
 
@@ -267,18 +248,19 @@ def runs_split(chain: ChainModel, shape: ChainShape, tp: int, groups: FakeGroups
             made = module(border, *shape.block_args[1:], **shape.block_kwargs)
     except CaptureError as error:
         return str(error)
+    # A view with the whole's number of heads fails on a part of them.
     except RuntimeError as error:
         return f"with a part of its heads, torch says: {str(error).splitlines()[0]}"
     return "" if made.shape == border.shape else "its result has another shape than what it reads"
 
 
 def border_value(traced: Trace) -> str:
-    """The value of the border: the first input that is no parameter."""
+    """The first input that is no parameter."""
     return next(v.name for v in traced.graph.values if v.kind == "input" and not v.producer)
 
 
 def _border_gradient(traced: Trace, border: str) -> str:
-    """The value that is the gradient of the border; empty where there is none."""
+    """The value's name; empty where there is none."""
     joint = traced.joint
     nodes = joint.module.graph.find_nodes(op="placeholder")
     results: Any = joint.module.graph.output_node().args[0]
@@ -295,16 +277,11 @@ def _prepared(traced: Trace, groups: FakeGroups, links: RankLinks, border: str) 
 
 
 def planned_graph(graph: TrainingGraph, border: str) -> TrainingGraph:
-    """A graph with costs of one rank's part, as a planner of clusters takes it.
-
-    Parameters
-    ----------
-    border : the value that the part reads, which an op in front of all others then makes; empty
-        for none.
-    """
+    """A rank's part as a planner of clusters takes it; an op in front makes the value `border`."""
     ops = tuple(map(_free_to_repeat, graph.ops))
     values = graph.values
     if border:
+        # It arrives from another rank: nothing here makes it again.
         ops = (Op("border", BORDER, "forward", (), (border,), no_recompute=BORDER), *ops)
         values = tuple(
             msgspec.structs.replace(v, producer="border") if v.name == border else v for v in values
@@ -315,6 +292,7 @@ def planned_graph(graph: TrainingGraph, border: str) -> TrainingGraph:
     )
     known = {v.name: v for v in values}
     return msgspec.structs.replace(
+        # States are counted by `stages.py`.
         graph, ops=ops, values=values, resident=Resident(), regions=(), links=None,
         outputs=tuple(name for name in graph.outputs if known[name].kind == "gradient"),
     )  # fmt: skip
@@ -332,5 +310,6 @@ def _refuse_other_groups(traced: Trace, groups: FakeGroups) -> None:
 def _free_to_repeat(op: Op) -> Op:
     if not is_collective_target(op.target):
         return op
+    # All ranks of a group follow one schedule of a block, so each of them computes it again.
     no_recompute = "" if op.no_recompute in (ALL_RANKS_RUN, RETURNED) else op.no_recompute
     return msgspec.structs.replace(op, workspace_bytes=0, no_recompute=no_recompute)

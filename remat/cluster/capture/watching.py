@@ -29,9 +29,6 @@ from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.torch_private.core import all_to_all_autograd, pytree
 from remat.graph_capture.tracing.op_watcher import CallWatcher, OpWatcher
 
-# Calls of torch's fused attention in a forward, seen with their arguments by name.
-
-
 _POSITIONAL = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
@@ -39,7 +36,6 @@ class AttentionMode(CallWatcher):
     """Has `attend` in the place of torch's fused attention; all other calls are torch's."""
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `func`, or `attend` in its place."""
         if func is not nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
         return self.attend(**dict(zip(_POSITIONAL, args, strict=False)), **kwargs)
@@ -77,7 +73,6 @@ def _why_unshared(query: Tensor, key: Tensor, mask: Tensor | None) -> str:
 
 
 def require_shared(query: Tensor, key: Tensor, mask: Tensor | None, ranks: int) -> None:
-    """Raise `CaptureError` for a call of attention that so many ranks cannot share."""
     why = _why_unshared(query, key, mask)
     heads = (query.shape[HEADS], key.shape[HEADS])
     if not why and not shares_heads(heads, 1, ranks):
@@ -89,12 +84,7 @@ def require_shared(query: Tensor, key: Tensor, mask: Tensor | None, ranks: int) 
 
 
 class HeadsOverRanks(AttentionMode):
-    """Torch's fused attention over all tokens, of this rank's share of the heads.
-
-    Raises
-    ------
-    CaptureError : when it is called with what ranks cannot share.
-    """
+    """Torch's fused attention over all tokens, of this rank's share of the heads."""
 
     def __init__(self, group: Any) -> None:
         super().__init__()
@@ -118,7 +108,6 @@ class HeadsOverRanks(AttentionMode):
         return found.reshape(batch, heads // self.n, self.n * tokens, width)
 
     def _to_tokens(self, t: Tensor) -> Tensor:
-        """The other way round."""
         batch, heads, tokens, width = t.shape
         parts = t.reshape(batch, heads, self.n, tokens // self.n, width).permute(2, 0, 1, 3, 4)
         found = self._exchanged(parts).transpose(0, 1)
@@ -130,17 +119,8 @@ class HeadsOverRanks(AttentionMode):
         return all_to_all_autograd(flat, None, None, self.group).view(t.shape)
 
 
-# Torch's fused attention in a forward without storage: what it takes, and whether it is split.
-
-
 class _ForwardWatcher(Protocol):
-    """What follows the forward.
-
-    Attributes
-    ----------
-    shape : what it showed so far. inside : the block that runs, by number; None outside of blocks.
-    split : tensors that are split over tensor parallel ranks, by id.
-    """
+    """`inside` is the block that runs, or None; `split` has tensors that ranks share, by id."""
 
     shape: ChainShape
     inside: int | None
@@ -148,15 +128,13 @@ class _ForwardWatcher(Protocol):
 
 
 class _WatchedAttention(AttentionMode):
-    """Counts torch's fused attention, of which meta tensors would run the open form."""
-
     def __init__(self, watcher: _ForwardWatcher) -> None:
         super().__init__()
         self.watcher = watcher
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Tensor:
-        """A tensor of the result's shape."""
         shape, is_causal = self.watcher.shape, bool(given.get("is_causal"))
+        # Blocks are equal, so the first one stands for all.
         if self.watcher.inside in (None, 0):
             whole = 2 * query.numel() * key.shape[-2] + 2 * query.shape[:-1].numel() * (
                 key.shape[-2] * value.shape[-1]
@@ -165,6 +143,7 @@ class _WatchedAttention(AttentionMode):
             shape.has_fused_attention = True
             shape.unshared = shape.unshared or _why_unshared(query, key, given.get("attn_mask"))
             shape.heads.add((query.shape[HEADS], key.shape[HEADS]))
+        # On meta tensors torch would run its open form, as products.
         result = query.new_empty((*query.shape[:-1], value.shape[-1]))
         if id(query) in self.watcher.split:
             self.watcher.split[id(result)] = result
@@ -176,12 +155,7 @@ _NO_CHAIN = "so the model is no chain of blocks, which is all that a cluster is 
 
 
 def watch(chain: ChainModel) -> ChainShape:
-    """Run one forward of the chain, and say what it showed.
-
-    Raises
-    ------
-    CaptureError : it is no chain.
-    """
+    """What one forward of the chain shows; `CaptureError` where it is none."""
     watcher = _Watcher(chain)
     handles = list(_hooks(watcher, chain))
     try:
@@ -209,8 +183,6 @@ def _hooks(watcher: _Watcher, chain: ChainModel) -> Iterator[Any]:
 
 
 class _Watcher(OpWatcher):
-    """Follows borders, and what is split, through a forward."""
-
     def __init__(self, chain: ChainModel) -> None:
         super().__init__()
         self.chain = chain
@@ -219,6 +191,7 @@ class _Watcher(OpWatcher):
         self.names = {id(p): name for name, p in chain.model.named_parameters()}
         self.inside: int | None = None
         self.after = -1
+        # Here and below the tensors are held, so that no other gets the id of one.
         self.borders: dict[int, tuple[int, Tensor]] = {}
         self.split: dict[int, Tensor] = {}
         self.made_by: dict[int, tuple[str, Tensor]] = {}
@@ -252,6 +225,7 @@ class _Watcher(OpWatcher):
         made = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
         self._note_reads(func, read)
         self._count(func, args, kwargs, result)
+        # What is made of a split tensor is split, until a layer by rows sums it.
         if self.is_followed and any(id(t) in self.split for t in read):
             self.split.update((id(t), t) for t in made)
         if self.inside in (None, 0):
@@ -266,6 +240,7 @@ class _Watcher(OpWatcher):
             if name is not None and self.inside in (None, 0):
                 self.shape.parameters[self.place].add(name)
             border = self.borders.get(id(tensor))
+            # What follows the blocks may read the last border as often as it likes.
             if border is None or border[0] == len(self.paths) - 1:
                 continue
             if self.inside != border[0] + 1:
@@ -282,6 +257,7 @@ class _Watcher(OpWatcher):
         if str(func) in _PRODUCTS:
             self.shape.products_flops[self.place] += flops
         else:
+            # Batched products are attention that is written out: heads cannot be shared then.
             self.shape.attention_flops += flops
             self.shape.has_open_attention = True
 
@@ -314,6 +290,7 @@ class _Watcher(OpWatcher):
         known = pytree.tree_leaves((shape.block_args[1:], shape.block_kwargs))
         given = pytree.tree_leaves((args[1:], kwargs))
         if len(known) != len(given) or any(
+            # Tensors have no values here to compare.
             a is not b and (isinstance(a, Tensor) or a != b)
             for a, b in zip(known, given, strict=True)
         ):
@@ -359,6 +336,7 @@ class _Watcher(OpWatcher):
             if self.shape.roles[path] == "columns":
                 self.split[id(result)] = result
             else:
+                # `on_op` has marked it as split; the sum over ranks is whole.
                 self.split.pop(id(result), None)
                 self.made_by[id(result)] = path, result
 

@@ -13,8 +13,9 @@ from remat.budgets import unmodified
 from remat.graph_capture import trace
 from remat.graph_capture.graph import JOINED
 from remat.graph_capture.joint.nodes import copy_of
-from remat.rewriter import check, rewrite
+from remat.rewriter.checking.check import check
 from remat.rewriter.checking.measured_step import measured_step
+from remat.rewriter.rewriting import rewrite
 from remat.schedules.simulate import simulate
 from tests.steps import schedule_of
 

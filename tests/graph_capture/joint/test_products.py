@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import remat
 from remat.graph_capture import measure_costs, trace
-from remat.rewriter import check, rewrite
+from remat.rewriter.checking.check import check
 from remat.rewriter.checking.measured_step import measured_step
+from remat.rewriter.rewriting import rewrite
 from remat.schedules.simulate import simulate
 from tests.steps import schedule_of
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from remat.levers.delivery import use_arena
-from remat.rewriter import RematModule
 from remat.rewriter.arena.arena import Arena
+from remat.rewriter.user_module.module import RematModule
 from tests.models import make
 from tests.steps import rewritten
 

@@ -17,9 +17,9 @@ import torch
 import remat
 from remat.graph_capture.errors import ArenaError
 from remat.levers.delivery import use_arena
-from remat.rewriter import check
 from remat.rewriter.arena.arena import Arena
 from remat.rewriter.arena.library import Counts, arena_library, built_library
+from remat.rewriter.checking.check import check
 from tests.models import MODELS, make
 from tests.rewriter.arena.steps_in_arena import (
     in_arena,

@@ -23,10 +23,11 @@ from remat.graph_capture import measure_costs, trace
 from remat.graph_capture.devices.memory_events import measure_live
 from remat.graph_capture.errors import AuditError, RewriteError
 from remat.graph_capture.tracing.resident import resident_bytes
-from remat.rewriter import RematModule, rewrite
 from remat.rewriter.checking.audit import is_audited, others_may_draw, why_no_room
 from remat.rewriter.checking.forward_outcomes import HASH_BLOCK_BYTES, ForwardOutcomes, fingerprint
 from remat.rewriter.checking.measured_step import measured_step
+from remat.rewriter.rewriting import rewrite
+from remat.rewriter.user_module.module import RematModule
 from tests.behaviours.trainee import Trainee, differences
 from tests.models import MODELS, make
 from tests.rows import each_nth

@@ -12,12 +12,12 @@ import pytest
 
 import remat
 from remat.analysis.inspect import inspect
+from remat.analysis.memory_figures import place
 from remat.graph_capture.errors import PlanError, RewriteError, ScheduleError
 from remat.graph_capture.graph import TrainingGraph
-from remat.placed import place
 from remat.ranks.same_order import agreed_load, agreed_rewrite
 from remat.rewriter.checkpoint_policy import checkpoint_policy
-from remat.rewriter.plans.loading import load, plan_of, save_plan
+from remat.rewriter.plans.loading import load_plan, plan_of, save_plan
 from remat.schedules.exports.chrome_trace import trace_file
 from remat.schedules.exports.dot import to_dot
 from remat.schedules.plan import PlanFile
@@ -53,7 +53,7 @@ def by_rewrite_with_a_batch(schedule: Schedule) -> object:
 
 
 def by_load(schedule: Schedule) -> object:
-    return load(msgspec.structs.replace(case()[4], schedule=schedule), case()[0])
+    return load_plan(msgspec.structs.replace(case()[4], schedule=schedule), case()[0])
 
 
 def by_policy(schedule: Schedule) -> object:
@@ -109,7 +109,7 @@ def test_all_frees_removed() -> None:
     with pytest.warns(UserWarning, match="above its budget of"):
         agreed_rewrite(model, full, args)
     with pytest.raises(PlanError, match="above its budget"):
-        load(msgspec.structs.replace(plan, schedule=full, graph=graph), model)
+        load_plan(msgspec.structs.replace(plan, schedule=full, graph=graph), model)
 
 
 def test_a_plan_whose_figures_were_edited_does_not_load(tmp_path: Path) -> None:

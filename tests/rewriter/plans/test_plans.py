@@ -28,7 +28,7 @@ from remat.graph_capture.errors import (
     ScheduleError,
 )
 from remat.ranks.same_order import agreed_rewrite
-from remat.rewriter.plans.loading import EXTRA_FILE, load, plan_of, read_plan, save_plan
+from remat.rewriter.plans.loading import EXTRA_FILE, load_plan, plan_of, read_plan, save_plan
 from remat.schedules.plan import KIND, PlanFile
 from tests.models import make
 from tests.rows import each_nth
@@ -42,7 +42,7 @@ IN_ANOTHER_PROCESS = """
 import json, sys
 import remat
 from tests.models import make
-from remat.rewriter import check
+from remat.rewriter.checking.check import check
 
 said = {}
 for name in sys.argv[2:]:
@@ -115,7 +115,7 @@ def test_plans_of_all_kinds_of_models_read_back_equal_and_train(name: str, tmp_p
     save_plan(plan, tmp_path / "plan.pt2")
     assert read_plan(tmp_path / "plan.pt2") == plan
     fresh = make(name)[0]
-    again = load(tmp_path / "plan.pt2", fresh, args, kwargs, loss_fn=loss_fn, target=target)
+    again = load_plan(tmp_path / "plan.pt2", fresh, args, kwargs, loss_fn=loss_fn, target=target)
     assert plan_of(again) == plan
     found = remat.check(fresh, again, args, kwargs, loss_fn=loss_fn, target=target, steps=1)
     assert found.differences == ()
@@ -125,7 +125,7 @@ def test_a_plan_made_under_autocast_is_loaded_outside_of_it() -> None:
     model, args, *_ = make("plain")
     with torch.autocast("cpu", torch.bfloat16):
         module: Any = remat.rematerialize(model, args, budget="95%", solver="cut", check=False)
-    loaded = load(PlanFile.from_json(plan_of(module).to_json()), model)
+    loaded = load_plan(PlanFile.from_json(plan_of(module).to_json()), model)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(loaded(*args), model(*args))
     with pytest.raises(RewriteError, match="autocast of Scalar was"):
@@ -173,7 +173,7 @@ def test_an_archive_holds_a_program_beside_the_plan(
 def test_python_arguments_are_kept_by_value(small: tuple[Exported, Tensor, PlanFile]) -> None:
     model, x, plan = small
     assert plan.prediction is None
-    loaded = load(
+    loaded = load_plan(
         PlanFile.from_json(plan.to_json()), model, (x,), {"scale": float("inf"), "mode": "a\nb"}
     )
     loaded(x, scale=float("inf"), mode="a\nb")
@@ -189,13 +189,13 @@ def test_a_batch_of_another_shape_is_refused_at_loading_or_at_the_first_step(
     with pytest.raises(
         PlanError, match=r"the batch was args\[0\]: float32\[16, 8\] on cpu and is .*\[4, 8\]"
     ):
-        load(plan, model, (x[:4],), kwargs)
+        load_plan(plan, model, (x[:4],), kwargs)
     with pytest.raises(
         PlanError, match=r"structure of the batch was \(args\[0\], .*mode.*\) and is \(args"
     ):
-        load(plan, model, (x,), {"scale": float("inf")})
+        load_plan(plan, model, (x,), {"scale": float("inf")})
     with pytest.raises(RewriteError, match=r"planned for args\[0\] = float32\[16, 8\]"):
-        load(plan, model)(x[:4], **kwargs)
+        load_plan(plan, model)(x[:4], **kwargs)
 
 
 def changed_model(change: str) -> nn.Module:
@@ -238,14 +238,14 @@ def test_a_changed_model_is_refused_with_the_first_difference(
     small: tuple[Exported, Tensor, PlanFile], change: str, says: str
 ) -> None:
     with pytest.raises(PlanError, match=f"the plan does not fit: {says}.*again.*remat.plans"):
-        load(small[2], changed_model(change))
+        load_plan(small[2], changed_model(change))
 
 
 def test_a_model_that_computes_something_else_is_refused_by_its_graph(
     small: tuple[Exported, Tensor, PlanFile],
 ) -> None:
     with pytest.raises(ScheduleError, match=r"op 2 was .*gelu.*, is .*relu"):
-        load(small[2], changed_model("activation"))
+        load_plan(small[2], changed_model("activation"))
 
 
 def test_another_class_and_a_rewritten_module_are_refused(
@@ -253,9 +253,9 @@ def test_another_class_and_a_rewritten_module_are_refused(
 ) -> None:
     model, _, plan = small
     with pytest.raises(PlanError, match="the model's class was Exported and is Linear"):
-        load(plan, nn.Linear(2, 2))
+        load_plan(plan, nn.Linear(2, 2))
     with pytest.raises(CaptureError, match="follows a plan already"):
-        load(plan, load(plan, model))
+        load_plan(plan, load_plan(plan, model))
     with pytest.raises(PlanError, match="a Exported follows no plan"):
         plan_of(model)
 
@@ -270,7 +270,7 @@ def test_of_a_cache_it_is_the_plan_that_was_used_last() -> None:
     plan = plan_of(cache)
     assert plan.schedule == planned_modules(cache)[-1]
     assert plan.schedule.inputs[0] == "args[0]: float32[16, 8] on cpu"
-    assert torch.equal(load(plan, model)(x), model(x))
+    assert torch.equal(load_plan(plan, model)(x), model(x))
 
 
 def edited(plan: PlanFile, **changes: Any) -> PlanFile:
@@ -283,10 +283,10 @@ def test_another_torch_is_refused_another_build_of_it_is_not(
     model, _, plan = small
     older = edited(plan, versions=msgspec.structs.replace(plan.versions, torch="2.10.0+cpu"))
     with pytest.raises(PlanError, match=r"torch was 2\.10\.0\+cpu and is .*remat\.save_plan"):
-        load(older, model)
+        load_plan(older, model)
     public = str(torch.__version__).partition("+")[0]
     versions = msgspec.structs.replace(plan.versions, torch=f"{public}+cu126")
-    load(edited(plan, versions=versions), model)
+    load_plan(edited(plan, versions=versions), model)
 
 
 def test_another_device_is_refused_and_another_machine_is_warned_about(
@@ -294,9 +294,9 @@ def test_another_device_is_refused_and_another_machine_is_warned_about(
 ) -> None:
     model, _, plan = small
     with pytest.raises(PlanError, match="the device was h100 and is cpu"):
-        load(edited(plan, device="h100"), model)
+        load_plan(edited(plan, device="h100"), model)
     with pytest.warns(UserWarning, match="made for another one and is loaded on") as warned:
-        load(edited(plan, title="another one"), model)
+        load_plan(edited(plan, title="another one"), model)
     assert warned[0].filename == __file__
 
 
@@ -304,11 +304,11 @@ def test_the_loss_function_is_given_again() -> None:
     (model, *_), plan, _ = planned("loss_function_with_target", "100%")
     assert plan.loss_fn == "CrossEntropyLoss"
     with pytest.raises(PlanError, match=r"pass it, remat\.load\(plan, model, loss_fn=CrossEntropy"):
-        load(plan, model)
+        load_plan(plan, model)
     with pytest.raises(PlanError, match="loss function was CrossEntropyLoss and is MSELoss"):
-        load(plan, model, loss_fn=nn.MSELoss())
+        load_plan(plan, model, loss_fn=nn.MSELoss())
     with pytest.raises(PlanError, match="loss function was none and is mse_loss"):
-        load(planned("plain", "100%")[1], make("plain")[0], loss_fn=nn.functional.mse_loss)
+        load_plan(planned("plain", "100%")[1], make("plain")[0], loss_fn=nn.functional.mse_loss)
 
 
 @pytest.mark.parametrize(
@@ -411,7 +411,7 @@ def test_a_batch_in_a_file_that_cannot_be_read(small: tuple[Exported, Tensor, Pl
     model, _, plan = small
     batch = msgspec.structs.replace(plan.batch, tree="[1, {}]")
     with pytest.raises(PlanError, match="the batch in the plan file cannot be read"):
-        load(edited(plan, batch=batch), model)
+        load_plan(edited(plan, batch=batch), model)
 
 
 def json_schema() -> bytes:

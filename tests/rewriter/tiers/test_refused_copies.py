@@ -13,11 +13,11 @@ from torch import nn
 from remat.graph_capture import capture, spill_files
 from remat.graph_capture.errors import PlanError, RematError, RewriteError, ScheduleError, TierError
 from remat.ranks.same_order import agreed_load
-from remat.rewriter import rewrite
 from remat.rewriter.checkpoint_policy import checkpoint_policy
 from remat.rewriter.compiled import refuse_copies
 from remat.rewriter.graphs.copies import CopyTimes, copy_times
 from remat.rewriter.plans.loading import plan_of
+from remat.rewriter.rewriting import rewrite
 from remat.schedules.schedule import Compute, Fetch, Free, Offload, Schedule, Step
 from remat.schedules.simulate import simulate
 from tests.links import links, with_links

@@ -18,8 +18,9 @@ from remat.graph_capture import capture_api, spill_files
 from remat.graph_capture.graph import TrainingGraph
 from remat.levers.delivery import use_arena
 from remat.ranks.same_order import agreed_load
-from remat.rewriter import check, rewrite
+from remat.rewriter.checking.check import check
 from remat.rewriter.plans.loading import plan_of, save_plan
+from remat.rewriter.rewriting import rewrite
 from remat.rewriter.tiers import stream_tier, tier
 from remat.rewriter.tiers.file_tier import host_places
 from remat.schedules.schedule import Offload, Schedule
