@@ -12,7 +12,7 @@ from remat.graph_capture.errors import BudgetError, PlanError
 from remat.graph_capture.graph import TrainingGraph, TrainingStep
 from remat.graph_capture.sizes.ranged_graph import RangedGraph
 from remat.schedules.family import Family, RangePeak, peak_over, resized_schedule
-from remat.schedules.plan import PlanFile, evaluate_plan
+from remat.schedules.plan import PlanFile, Prediction, evaluate_plan
 from remat.schedules.schedule import Schedule
 from remat.schedules.simulate import simulate
 from remat.schedules.simulation import Simulation
@@ -97,19 +97,12 @@ class Plan(Result, frozen=True):
             source=source, **figures,
         )  # fmt: skip
 
-    @classmethod
-    def from_file(cls, file: PlanFile, source: Any = None) -> Self:
-        """The plan that a file keeps; its figures, where it keeps the graph behind them."""
+    @staticmethod
+    def from_file(file: PlanFile) -> Plan:
+        """The plan that a file keeps; with figures, where it keeps the graph behind them."""
         if file.over is not None:
-            return cls.from_family(file.over.family, file.over.graph, source or file)
-        said = file.prediction
-        figures = msgspec.structs.asdict(said) if said is not None else {}
-        figures = {name: figures[name] for name in _FIGURES if name in figures}
-        return cls(
-            status="optimal" if said is not None and said.gap == 0 else "feasible",
-            solver=file.schedule.solver, budget_bytes=file.budget_bytes, schedule=file.schedule,
-            step=file.graph, source=source or file, **figures,
-        )  # fmt: skip
+            return Plan.from_family(file.over.family, file.over.graph, file)
+        return _with_figures(file.schedule, file.prediction, file.graph, source=file)
 
     # From the plan to a module, and to a file.
 
@@ -556,6 +549,24 @@ def _of_code(code: CompiledPlan) -> Plan:
 
 
 def _of_module(module: nn.Module) -> Plan:
-    from remat.rewriter.plans.loading import plan_of
+    # Not of its file: a batch may hold what a file cannot.
+    from remat.rewriter.plans.loading import followed
+    from remat.rewriter.user_module.ranged import RangedModule
 
-    return Plan.from_file(plan_of(module), source=module)
+    kind = followed(module)
+    if issubclass(kind, RangedModule):
+        return Plan.from_family(kind._remat_family, kind._remat_graph, module)
+    known = (kind._remat_prediction, kind._remat_costed)
+    return _with_figures(kind._remat_schedule, *known, source=module)
+
+
+def _with_figures(
+    schedule: Schedule, said: Prediction | None, graph: TrainingGraph | None, source: Any
+) -> Plan:
+    """The plan of a schedule, with what was predicted of it where that is known."""
+    figures = {name: getattr(said, name) for name in _FIGURES if said is not None}
+    status = "optimal" if said is not None and said.gap == 0 else "feasible"
+    return Plan(
+        status=status, solver=schedule.solver, budget_bytes=schedule.budget_bytes,
+        schedule=schedule, step=graph, source=source, **figures,
+    )  # fmt: skip

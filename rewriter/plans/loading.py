@@ -215,23 +215,32 @@ def _ranged(plan: PlanFile, over: RangeFacts) -> RangedSignature:
         raise PlanError(f"the range in the plan file cannot be read ({error})") from error
 
 
-def plan_of(module: nn.Module) -> PlanFile:
-    """The plan that a rewritten module follows, to be kept with `save_plan`.
+def followed(module: nn.Module) -> type[RematModule] | type[RangedModule]:
+    """The class of the rewritten module that a module follows, of a cache the one used last.
 
-    For a cache of plans, it is the one that was used last.
+    Raises
+    ------
+    PlanError : it follows no plan.
+    """
+    kind = type(module)._remat_last_used() if isinstance(module, SharedState) else None
+    if kind is None or not issubclass(kind, RematModule | RangedModule):
+        raise PlanError(
+            f"a {type(module).__name__} follows no plan: pass what remat.rematerialize "
+            "or Plan.apply returned"
+        )
+    return kind
+
+
+def plan_of(module: nn.Module) -> PlanFile:
+    """What a file keeps of the plan that a rewritten module follows.
 
     Raises
     ------
     PlanError : the module follows no plan, or its batch holds what a file cannot.
     """
-    kind = type(module)._remat_last_used() if isinstance(module, SharedState) else None
-    if kind is not None and issubclass(kind, RangedModule):
+    kind = followed(module)
+    if issubclass(kind, RangedModule):
         return _plan_over_range(kind)
-    if kind is None or not issubclass(kind, RematModule):
-        raise PlanError(
-            f"a {type(module).__name__} follows no plan: pass what remat.rematerialize "
-            "or Plan.apply returned"
-        )
     if isinstance(kind._remat_guards.recipe.signature, RangedSignature):
         raise PlanError(
             f"this {type(module).__name__} runs one schedule over a range of sizes, which no plan "

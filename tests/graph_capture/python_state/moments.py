@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from remat.caches.per_shape_plans import planned_modules
 from remat.graph_capture.errors import RematError
 from remat.ranks.same_order import agreed_rewrite
 from tests.graph_capture.python_state.kinds import KINDS
@@ -112,7 +111,7 @@ def of_a_cache(place: Place, change: Change) -> str:
         return f"wrong before: {before}"
     change()
     after = beside_eager(place, fast)
-    return "planned anew" if after == "exact" and len(planned_modules(fast)) == 2 else after
+    return "planned anew" if after == "exact" and len(remat.plans(fast)) == 2 else after
 
 
 def before_rewriting(place: Place, change: Change) -> str:

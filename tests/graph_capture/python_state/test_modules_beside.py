@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import remat
-from remat.caches.per_shape_plans import planned_modules
 from remat.graph_capture.errors import CaptureError
 from remat.graph_capture.python_state.state_guards import PythonState
 from tests.graph_capture.python_state.moments import OPTIONS, X
@@ -138,7 +137,7 @@ def test_a_cache_plans_for_what_is_there_now(change: str) -> None:
         torch.manual_seed(5)
         assert torch.equal(fast(X), expected)
         CHANGES[change](it)
-    assert len(planned_modules(fast)) == 2
+    assert len(remat.plans(fast)) == 2
 
 
 def test_a_loss_that_sets_a_teacher_to_eval_itself_is_planned() -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from remat.caches.per_shape_plans import planned_modules
 from remat.graph_capture.errors import CaptureError, StateChangedError
 from tests.graph_capture.python_state.moments import OPTIONS, X
 from tests.graph_capture.python_state.places import WIDTH
@@ -83,7 +82,7 @@ def test_a_cache_plans_for_each_number_beside_a_check(where: str) -> None:
         x = X.clone()
         put(model, x, value)
         assert torch.equal(fast(x), model(x))
-    assert len(planned_modules(fast)) == 2
+    assert len(remat.plans(fast)) == 2
 
 
 def test_what_no_code_loads_may_be_set() -> None:

@@ -18,7 +18,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import remat
 from examples.gpt import GPT, Sizes
-from remat.caches.per_shape_plans import planned_modules
 from remat.graph_capture import measure_costs, trace
 from remat.graph_capture.devices.memory_events import measure_live
 from remat.graph_capture.errors import AuditError, RewriteError
@@ -194,7 +193,7 @@ def test_a_cache_plans_anew_after_it() -> None:
     trained(module, (x,), 1)
     with pytest.raises(AuditError):
         module(x)
-    assert planned_modules(module) == []
+    assert remat.plans(module) == []
     assert torch.equal(module(x), model(x))
 
 

@@ -13,7 +13,6 @@ from torch import nn
 
 import remat
 from remat.budgets import unmodified
-from remat.caches.per_shape_plans import planned_modules
 from remat.graph_capture.chunking import same_bits
 from remat.graph_capture.distributed.sharding import Sharding
 from remat.graph_capture.errors import CaptureError, RewriteError, ScheduleError
@@ -37,6 +36,7 @@ from tests.graph_capture.chunking.language_models import (
 )
 from tests.rewriter.graphs.least_in_chunks import require_lower_peak
 from tests.rows import each_nth
+from tests.steps import schedules_of
 
 
 @pytest.mark.parametrize("name", each_nth(3, SPLIT))
@@ -217,7 +217,7 @@ def test_chunks_are_allowed_where_nothing_is_said_and_the_wing_takes_them() -> N
     assert remat.rematerialize(model, args, budget="min", check=True).schedule.chunks
     cached = remat.rematerialize(model, budget="min", check=False)
     cached(*args).backward()
-    (schedule,) = planned_modules(cached)
+    (schedule,) = schedules_of(cached)
     assert schedule.chunks
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert remat.rematerialize(

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from remat.caches.per_shape_plans import planned_modules
 from remat.graph_capture.errors import (
     CaptureError,
     FileError,
@@ -43,6 +42,8 @@ import json, sys
 import remat
 from tests.models import make
 from remat.rewriter.checking.check import check
+from tests.steps import schedules_of
+from tests.steps import schedules_of
 
 said = {}
 for name in sys.argv[2:]:
@@ -268,7 +269,7 @@ def test_of_a_cache_it_is_the_plan_that_was_used_last() -> None:
     for rows in (16, 8, 16):
         cache(x[:rows])
     plan = plan_of(cache)
-    assert plan.schedule == planned_modules(cache)[-1]
+    assert plan.schedule == schedules_of(cache)[-1]
     assert plan.schedule.inputs[0] == "args[0]: float32[16, 8] on cpu"
     assert torch.equal(load_plan(plan, model)(x), model(x))
 
